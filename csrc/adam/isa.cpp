@@ -1,0 +1,10 @@
+// Compiled once per instruction set; the build defines the table's symbol and name.
+#include "kernel.inl"
+
+namespace infinity {
+
+extern const Kernels INFINITY_ISA_TABLE = {
+    INFINITY_ISA_NAME, adam, accumulate, convert, square_blocks, split, join,
+};
+
+}  // namespace infinity

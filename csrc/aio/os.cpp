@@ -1,0 +1,147 @@
+#include "os.h"
+
+#include <cerrno>
+#include <csignal>
+#include <ctime>
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+namespace infinity::aio::os {
+namespace {
+
+// Numbers are the same on every architecture since 5.1; old headers do not know them.
+constexpr long kSysUringSetup = 425;
+constexpr long kSysUringEnter = 426;
+
+// struct statx as of Linux 6.1; the C library's may be older and end in spare words.
+struct StatxAbi {
+  uint32_t mask;
+  uint32_t unused_a[37];
+  uint32_t dio_memory_alignment;
+  uint32_t dio_offset_alignment;
+  uint64_t unused_b[12];
+};
+static_assert(sizeof(StatxAbi) == 256);
+static_assert(offsetof(StatxAbi, dio_memory_alignment) == 152);
+constexpr uint32_t kStatxDioAlign = 0x2000;
+
+template <typename T>
+T checked(T result) {
+  return result < 0 ? static_cast<T>(-errno) : result;
+}
+
+}  // namespace
+
+int open_file(const char* path, OpenFlags flags) {
+  int bits = O_CLOEXEC | (flags.read_only ? O_RDONLY : O_RDWR);
+  bits |= flags.create ? O_CREAT | O_EXCL : 0;
+  bits |= flags.direct ? O_DIRECT : 0;
+  return checked(::open(path, bits, 0600));
+}
+
+int close_fd(int fd) { return checked(::close(fd)); }
+
+int unlink_file(const char* path) { return checked(::unlink(path)); }
+
+int64_t file_size(int fd) {
+  struct stat status;
+  if (::fstat(fd, &status) < 0) return -errno;
+  if (S_ISREG(status.st_mode)) return status.st_size;
+  return checked<int64_t>(::lseek(fd, 0, SEEK_END));  // block device: st_size is 0
+}
+
+int clear_direct(int fd) {
+  const int flags = ::fcntl(fd, F_GETFL);
+  if (flags < 0) return -errno;
+  return checked(::fcntl(fd, F_SETFL, flags & ~O_DIRECT));
+}
+
+DirectAlignment direct_alignment(int fd) {
+  StatxAbi status{};
+  const long result = ::syscall(SYS_statx, fd, "", AT_EMPTY_PATH, kStatxDioAlign, &status);
+  if (result < 0 || (status.mask & kStatxDioAlign) == 0) return {false, 0, 0};
+  return {true, status.dio_memory_alignment, status.dio_offset_alignment};
+}
+
+int allocate(int fd, int64_t size) { return checked(::fallocate(fd, 0, 0, size)); }
+
+int truncate(int fd, int64_t size) { return checked(::ftruncate(fd, size)); }
+
+int data_sync(int fd) { return checked(::fdatasync(fd)); }
+
+int64_t file_system_magic(const char* path) {
+  struct statfs status;
+  if (::statfs(path, &status) < 0) return -errno;
+  return static_cast<uint32_t>(status.f_type);  // some magics fill 32 bits: keep them positive
+}
+
+int64_t read_at(int fd, void* address, size_t length, uint64_t offset) {
+  return checked<int64_t>(::pread(fd, address, length, static_cast<off_t>(offset)));
+}
+
+int64_t write_at(int fd, const void* address, size_t length, uint64_t offset) {
+  return checked<int64_t>(::pwrite(fd, address, length, static_cast<off_t>(offset)));
+}
+
+int uring_setup(uint32_t num_entries, void* params) {
+  return static_cast<int>(checked(::syscall(kSysUringSetup, num_entries, params)));
+}
+
+int uring_enter(int ring_fd, uint32_t to_submit, uint32_t min_complete, uint32_t flags) {
+  return static_cast<int>(checked(
+      ::syscall(kSysUringEnter, ring_fd, to_submit, min_complete, flags, nullptr, 0)));
+}
+
+int map_shared(int fd, size_t length, uint64_t offset, void** address) {
+  void* mapped = ::mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd,
+                        static_cast<off_t>(offset));
+  if (mapped == MAP_FAILED) return -errno;
+  *address = mapped;
+  return 0;
+}
+
+void unmap(void* address, size_t length) { ::munmap(address, length); }
+
+int map_private(size_t length, void** address) {
+  void* mapped =
+      ::mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapped == MAP_FAILED) return -errno;
+  *address = mapped;
+  return 0;
+}
+
+int event_create() { return checked(::eventfd(0, EFD_CLOEXEC)); }
+
+int event_signal(int event_fd) {
+  const uint64_t one = 1;
+  return ::write(event_fd, &one, sizeof one) < 0 ? -errno : 0;
+}
+
+int64_t monotonic_ns() {
+  timespec now;
+  ::clock_gettime(CLOCK_MONOTONIC, &now);
+  return int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
+}
+
+int process_id() { return ::getpid(); }
+
+void sleep_ms(uint32_t milliseconds) {
+  const timespec length{milliseconds / 1000, int64_t{milliseconds % 1000} * 1'000'000};
+  ::nanosleep(&length, nullptr);
+}
+
+void prepare_native_thread(const char* name) {
+  sigset_t all;
+  ::sigfillset(&all);
+  ::pthread_sigmask(SIG_BLOCK, &all, nullptr);
+  ::pthread_setname_np(::pthread_self(), name);
+}
+
+}  // namespace infinity::aio::os

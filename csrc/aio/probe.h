@@ -1,0 +1,32 @@
+// What this machine offers in one directory, found by doing it rather than by version numbers.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+
+namespace infinity::aio {
+
+struct BackendProbe {
+  bool ok;
+  std::string reason;
+};
+
+struct ProbeResult {
+  BackendProbe uring;
+  BackendProbe threads;
+  bool direct;
+  uint32_t memory_alignment;
+  uint32_t offset_alignment;
+  std::string file_system;
+};
+
+// Writes and reads back one block with each back end, in a file that is unlinked at once. `pulse`
+// is called at least every 50 ms while it waits, and may throw. Throws IoFailure when the directory
+// takes no file at all.
+ProbeResult probe_directory(const std::string& directory, const std::function<void()>& pulse);
+
+// "ext4", "xfs", ..., or the magic number in hexadecimal.
+std::string file_system_name(const std::string& path);
+
+}  // namespace infinity::aio

@@ -1,0 +1,152 @@
+"""The dumb implementation to compare with: the same training in RAM with plain PyTorch.
+
+bf16: a bf16 model, fp32 master and moments, fused AdamW one parameter at a time, so that only one
+fp32 gradient exists at once: the leanest plain way. With several micro-batches gradients are
+summed in fp32, as the engine does. fp32: the model is its own master.
+
+Run as a program it reads one JSON job from stdin and writes one JSON line per step, so that the
+example can measure it in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from _process import peak_rss_bytes
+from torch import Tensor, nn
+
+from infinity.config import Config, load_config
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def compute_device() -> torch.device:
+    """Return the device that the examples compute on."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class PlainTorch:
+    """A training step without any engine: forward, backward, clip, AdamW."""
+
+    def __init__(self, model: nn.Module, config: Config) -> None:
+        self.model = model.train()
+        self._num_micro_batches = config.gradient_accumulation_steps
+        self._clipping = config.gradient_clipping
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._masters = [
+            p if p.dtype == torch.float32 else nn.Parameter(p.detach().float())
+            for p in self._parameters
+        ]
+        kind = getattr(torch.optim, config.optimizer.type)
+        options = config.optimizer.model_dump(exclude={"type"})
+        self._optimizers = [kind([master], fused=True, **options) for master in self._masters]
+        self._lr_source = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.optimizer.lr)
+        self._scheduler: Any = None
+        if config.scheduler is not None:
+            scheduler = getattr(torch.optim.lr_scheduler, config.scheduler.type)
+            self._scheduler = scheduler(self._lr_source, **config.scheduler.params)
+        self._sums_in_fp32 = self._num_micro_batches > 1
+        if self._sums_in_fp32:
+            for parameter, master in zip(self._parameters, self._masters, strict=True):
+                if master is not parameter:
+                    parameter.register_post_accumulate_grad_hook(_add_to(master))
+
+    def step(self, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
+        """Train on one batch and return the loss of each micro-batch."""
+        losses = []
+        for tokens, targets in micro_batches:
+            loss = self.model(tokens, targets)
+            losses.append(loss.item())
+            (loss / self._num_micro_batches).backward()
+        self._update()
+        return losses
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        used = [
+            (parameter, master, optimizer)
+            for parameter, master, optimizer in zip(
+                self._parameters, self._masters, self._optimizers, strict=True
+            )
+            if parameter.grad is not None or master.grad is not None
+        ]
+        gradients = [p.grad if p.grad is not None else m.grad for p, m, _ in used]
+        scale = torch.tensor(1.0)
+        if self._clipping:
+            norm = nn.utils.get_total_norm([g for g in gradients if g is not None]).float()
+            scale = torch.clamp(self._clipping / (norm + 1e-6), max=1.0)
+        lr = self._lr_source.param_groups[0]["lr"]
+        for parameter, master, optimizer in used:
+            if parameter.grad is not None and master is not parameter:
+                master.grad = parameter.grad.float()
+            assert master.grad is not None
+            master.grad.mul_(scale)
+            optimizer.param_groups[0]["lr"] = lr
+            optimizer.step()
+            if master is not parameter:
+                parameter.copy_(master)
+            parameter.grad = None
+            if self._sums_in_fp32 and master is not parameter:
+                master.grad.zero_()
+            else:
+                master.grad = None
+        self._lr_source.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
+
+
+def _add_to(master: nn.Parameter) -> Any:
+    def hook(parameter: Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        if master.grad is None:
+            master.grad = gradient.float()
+        else:
+            master.grad.add_(gradient)
+        parameter.grad = None
+
+    return hook
+
+
+def run_job(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Train as `job` says and yield the losses and the time of every step."""
+    import corpus
+    import gpt
+
+    config = load_config(job["config"])
+    text = corpus.one_file(Path(job["text"])) if job["text"] else corpus.standard_library()
+    shape = gpt.shape_of(job["model"], job["context"])
+    model = gpt.build_gpt(shape, DTYPES[config.precision], job["seed"])
+    device = compute_device()
+    plain = PlainTorch(model.to(device), config)
+    source = corpus.batches(text.train, job["seed"], job["micro_batch"], job["context"])
+    for _ in range(job["num_steps"]):
+        started = time.perf_counter()
+        pairs = [next(source) for _ in range(config.gradient_accumulation_steps)]
+        losses = plain.step([(x.to(device), y.to(device)) for x, y in pairs])
+        yield {
+            "loss": sum(losses) / len(losses),
+            "step_s": time.perf_counter() - started,
+            "peak_rss_bytes": peak_rss_bytes(),
+        }
+
+
+def main() -> int:
+    """Read a job, do it, and tell every step; end quietly when nobody listens any more."""
+    job = json.loads(sys.stdin.readline())
+    try:
+        for line in run_job(job):
+            print(json.dumps(line), flush=True)
+    except (BrokenPipeError, KeyboardInterrupt):
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

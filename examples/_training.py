@@ -1,0 +1,285 @@
+"""The training loop of `pretrain_gpt.py`: build, hand over to the engine, train, measure."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import corpus
+import gpt
+import torch
+from _plain import DTYPES, compute_device
+from _process import Phase, Signals, peak_rss_bytes
+from _ui import Screen, StepLine, closing_rows
+
+import infinity
+from infinity.config import Config, load_config
+from infinity.errors import ConfigError, MachineError, TrainingError
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+DEFAULT_FOLDER = Path("scratch")  # of the repository; made, and removed when empty
+BITS = 1 / math.log(2)  # per nat; a token is a byte
+NUM_WARMUP_STEPS = 2  # before the slots, the tape and the sweep are in their steady state
+
+
+class Run:
+    """One call of the example."""
+
+    def __init__(self, arguments: Namespace, screen: Screen, signals: Signals) -> None:
+        self.arguments = arguments
+        self.screen = screen
+        self.signals = signals
+        self.config = _read_config(arguments)
+        self.shape = _shape(arguments)
+        context = self.shape.context
+        self.text = corpus.one_file(arguments.text) if arguments.text else corpus.standard_library()
+        self.text.require(context)
+        self.micro_batches = self.config.gradient_accumulation_steps
+        self.tokens_per_step = self.micro_batches * arguments.micro_batch * context
+        self.seed = self.config.seed or 0
+        self.device = compute_device()
+
+    def run(self) -> dict[str, Any]:
+        """Train, then measure plain PyTorch, and return everything worth telling."""
+        folder = _make_default_folder(self.config)
+        try:
+            result = self._train()
+        finally:
+            if folder is not None and not any(folder.iterdir()):
+                folder.rmdir()
+        if self.arguments.compare:
+            result["plain_torch"] = self._measure_plain(result["loss_bits_per_byte"])
+        self.screen.table(
+            f"{result['model']} after {result['steps']} steps of {self.tokens_per_step} tokens",
+            ("", "measured", "against", ""),
+            closing_rows(result),
+        )
+        return result
+
+    def _train(self) -> dict[str, Any]:
+        screen, arguments = self.screen, self.arguments
+        num_parameters = gpt.count_parameters(self.shape)
+        screen.say(f"{arguments.model}: {num_parameters / 1e6:.1f}M parameters, {self.shape}")
+        screen.say(self.text.describe())
+        model = gpt.build_gpt(self.shape, DTYPES[self.config.precision], self.seed)
+        engine = None
+        try:
+            engine, _, _, _ = infinity.initialize(
+                model=model,
+                config=self.config,
+                device=self.device,
+                progress=screen.progress,
+            )
+            screen.say(engine.plan.describe())
+            first = self._evaluate(engine)
+            screen.say(f"held-out before training: {first:.3f} bits per byte")
+            steps = self._steps(engine)
+            last = self._evaluate(engine)
+            screen.say(f"held-out after training: {last:.3f} bits per byte")
+            result = _summary(steps)
+            result["predicted_bytes"] = dict(engine.plan.predicted_bytes)
+            result["budget_host_bytes"] = engine.plan.budget["host"]
+            result["tier_bytes"] = dict(engine.plan.tier_bytes)
+            result["skipped_steps"] = engine.skipped_steps
+        finally:
+            screen.end_live()
+            self.signals.enter(Phase.CLOSING)
+            if engine is not None:
+                engine.close()
+            self.signals.enter(Phase.RUNNING)
+        return result | {
+            "model": arguments.model,
+            "num_parameters": num_parameters,
+            "state_bytes": 12 * num_parameters,
+            "precision": self.config.precision,
+            "tokens_per_step": self.tokens_per_step,
+            "held_out_bits_per_byte": {"first": first, "last": last},
+            "peak_rss_bytes": peak_rss_bytes(),
+            "plain_torch": None,
+            "config": {name: entry["value"] for name, entry in self.config.resolved().items()},
+        }
+
+    def _steps(self, engine: Any) -> list[dict[str, Any]]:
+        arguments = self.arguments
+        source = corpus.batches(
+            self.text.train, self.seed, arguments.micro_batch, self.shape.context
+        )
+        steps: list[dict[str, Any]] = []
+        for step in range(1, arguments.steps + 1):
+            started = time.perf_counter()
+            loss = 0.0
+            for micro_batch in range(1, self.micro_batches + 1):
+                self.signals.check()
+                tokens, targets = next(source)
+                part = engine(tokens.to(self.device), targets.to(self.device))
+                loss += _finite(part.item(), step, micro_batch, self.config) / self.micro_batches
+                engine.backward(part)
+                engine.step()
+            wall_s = time.perf_counter() - started
+            report = engine.last_report
+            steps.append(
+                {
+                    "loss": loss * BITS,
+                    "step_s": wall_s,
+                    "stall_s": dict(report.stall_s),
+                    "moved": dict(report.moved),
+                    "surprises": report.surprises,
+                }
+            )
+            typical_s = statistics.median(entry["step_s"] for entry in steps)
+            self.screen.step(
+                StepLine(
+                    step=step,
+                    num_steps=arguments.steps,
+                    loss=loss * BITS,
+                    tokens_per_s=self.tokens_per_step / wall_s,
+                    wall_s=wall_s,
+                    stall_s=report.stall_s,
+                    eta_s=typical_s * (arguments.steps - step),
+                    skipped=report.skipped,
+                )
+            )
+        return steps
+
+    @torch.no_grad()
+    def _evaluate(self, engine: Any) -> float:
+        """Return the mean bits per byte on the held-out text, always the same sequences."""
+        arguments = self.arguments
+        total = 0.0
+        engine.eval()
+        for tokens, targets in corpus.held_out_batches(
+            self.text.held_out, arguments.eval_batches, arguments.micro_batch, self.shape.context
+        ):
+            self.signals.check()
+            total += engine(tokens.to(self.device), targets.to(self.device)).item()
+        engine.train()
+        return total / arguments.eval_batches * BITS
+
+    def _measure_plain(self, losses: list[float]) -> dict[str, Any]:
+        """Run the first steps again in plain PyTorch, in a process of its own."""
+        arguments = self.arguments
+        num_steps = min(arguments.steps, arguments.compare_steps)
+        self.screen.say(f"the same {num_steps} first steps in RAM with plain PyTorch ...")
+        job = {
+            "config": self.config.model_dump(mode="json", exclude_unset=True),
+            "text": str(arguments.text) if arguments.text else None,
+            "model": arguments.model,
+            "context": self.shape.context,
+            "micro_batch": arguments.micro_batch,
+            "seed": self.seed,
+            "num_steps": num_steps,
+        }
+        lines = _run_child([sys.executable, str(Path(__file__).with_name("_plain.py"))], job)
+        times = [line["step_s"] for line in lines]
+        plain = [line["loss"] * BITS for line in lines]
+        return {
+            "num_steps": num_steps,
+            "step_s": statistics.median(times[1:] or times),
+            "loss_bits_per_byte": plain,
+            "largest_loss_difference": max(
+                abs(ours - theirs) for ours, theirs in zip(losses, plain, strict=False)
+            ),
+            "peak_rss_bytes": lines[-1]["peak_rss_bytes"],
+        }
+
+
+def _run_child(command: list[str], job: Mapping[str, Any]) -> list[dict[str, Any]]:
+    # A session of its own: Ctrl-C reaches only us, and we end the child.
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = child.communicate(json.dumps(job) + "\n")
+    finally:
+        child.kill()
+        child.wait()
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    if child.returncode or not lines:
+        raise MachineError(
+            f"the comparison with plain PyTorch ended with code {child.returncode}",
+            because="it needs 20 bytes of RAM a parameter" if child.returncode < 0 else None,
+            remedy="--no-compare leaves it out",
+        )
+    return lines
+
+
+def _summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over the steady steps; a run too short to have any tells no bytes."""
+    steady = steps[NUM_WARMUP_STEPS:]
+    timed = steady or steps
+    lanes = list(steady[0]["moved"]) if steady else []
+    return {
+        "steps": len(steps),
+        "loss_bits_per_byte": [entry["loss"] for entry in steps],
+        "step_s": statistics.median(entry["step_s"] for entry in timed),
+        "stall_share": {
+            lane: statistics.median(e["stall_s"].get(lane, 0.0) / e["step_s"] for e in timed)
+            for lane in timed[0]["stall_s"]
+        },
+        "moved_bytes": {
+            lane: int(statistics.median_low([entry["moved"][lane] for entry in steady]))
+            for lane in lanes
+        },
+        "surprises": sum(entry["surprises"] for entry in steady),
+    }
+
+
+def _finite(loss: float, step: int, micro_batch: int, config: Config) -> float:
+    if math.isfinite(loss):
+        return loss
+    raise TrainingError(
+        f"the loss of step {step}, micro-batch {micro_batch} is {loss}",
+        because=f"training diverged at a learning rate of {config.optimizer.lr:g}"
+        if step > 1
+        else "the model or its input is broken: no update has happened yet",
+        remedy=f"--set optimizer.lr={config.optimizer.lr / 10:g}" if step > 1 else None,
+    )
+
+
+def _read_config(arguments: Namespace) -> Config:
+    overrides = list(arguments.overrides)
+    if arguments.nvme_path is not None:
+        # JSON is YAML: any path survives the way through an override.
+        overrides.append(f"nvme_path={json.dumps(str(arguments.nvme_path))}")
+    config = load_config(arguments.config, overrides)
+    if config.nvme_path == (DEFAULT_FOLDER,):
+        config = config.model_copy(update={"nvme_path": (REPOSITORY / DEFAULT_FOLDER,)})
+    return config
+
+
+def _make_default_folder(config: Config) -> Path | None:
+    folder = REPOSITORY / DEFAULT_FOLDER
+    if config.nvme_path != (folder,):
+        return None
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise MachineError(
+            f"{folder} cannot be made",
+            because=error.strerror,
+            remedy="--nvme-path /a/directory/on/a/fast/drive",
+        ) from error
+    return folder
+
+
+def _shape(arguments: Namespace) -> gpt.GPTConfig:
+    if arguments.model not in gpt.PRESETS:
+        near = difflib.get_close_matches(arguments.model, gpt.PRESETS, n=1)
+        hint = f"--model {near[0]}" if near else None
+        raise ConfigError(
+            f"there is no model {arguments.model!r}; known: {', '.join(gpt.PRESETS)}", remedy=hint
+        )
+    return gpt.shape_of(arguments.model, arguments.context, arguments.checkpointing)

@@ -1,0 +1,88 @@
+#!/usr/bin/env python3
+"""Train a GPT on the standard library's source code with its state on disk.
+
+    python examples/pretrain_gpt.py --config examples/configs/demo.yaml --steps 36
+
+Prints the plan, a line per step, and what was promised beside what was measured. Any CPU will do;
+the disk holds 12 bytes a parameter. Exit code 0 when done, an error's own code with one message,
+130 after Ctrl-C and 143 after SIGTERM; the scratch files are gone in every case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from _process import Phase, Signals, Stopped
+
+DEMO_CONFIG = Path(__file__).resolve().parent / "configs" / "demo.yaml"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the arguments, run, and return the exit code."""
+    signals = Signals()
+    signals.install()
+    arguments = _parser().parse_args(argv)
+    if arguments.nvme_path is not None:
+        arguments.nvme_path = arguments.nvme_path.expanduser()
+    # Torch takes seconds to import; a signal must be clean from the first moment on.
+    from _training import Run
+    from _ui import Screen
+
+    from infinity.errors import InfinityError
+
+    try:
+        signals.enter(Phase.RUNNING)
+        result = Run(arguments, Screen(json_only=arguments.json), signals).run()
+        if arguments.json:
+            print(json.dumps(result), flush=True)
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        return stopped.exit_code
+    except InfinityError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        # Whoever read our output is gone; keep the interpreter from writing to it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return 0
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
+_positive.__name__ = "count"  # argparse shows it: invalid count value: 'x'
+
+
+def _parser() -> argparse.ArgumentParser:
+    summary = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(description=summary, allow_abbrev=False)
+    add = parser.add_argument
+    add("--config", type=Path, default=DEMO_CONFIG, help="YAML or JSON (default: the demo's)")
+    add("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE",
+        help="override one value of the config; may be repeated")  # fmt: skip
+    add("--nvme-path", type=Path, metavar="DIR", help="overrides nvme_path of the config")
+    add("--model", default="gpt-100m", help="a preset of gpt.py (default: %(default)s)")
+    add("--context", type=_positive, metavar="N", help="tokens a sequence (default: the model's)")
+    add("--micro-batch", type=_positive, default=1, metavar="N", help="sequences per micro-batch")
+    add("--checkpointing", action="store_true", help="recompute blocks in backward: less memory")
+    add("--steps", type=_positive, default=36, metavar="N", help="(default: %(default)s)")
+    add("--eval-batches", type=_positive, default=8, metavar="N", help="held-out micro-batches")
+    add("--text", type=Path, metavar="FILE", help="train on this file's bytes instead")
+    add("--compare", action=argparse.BooleanOptionalAction, default=True,
+        help="measure plain PyTorch in RAM afterwards, in a process of its own")  # fmt: skip
+    add("--compare-steps", type=_positive, default=5, metavar="N", help="(default: %(default)s)")
+    add("--json", action="store_true", help="one JSON object on stdout, the rest on stderr")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

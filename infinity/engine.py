@@ -1,0 +1,450 @@
+"""The engine: forward, backward, step, values, close. Thin: every deed is done in its room."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infinity.errors import ConfigError, EngineClosedError, PresenceError, TrainingError
+from infinity.journal import Journal
+from infinity.optim.offloaded import OffloadedOptimizer
+from infinity.parts import Parts
+from infinity.plan.forecast import forecast_bytes
+from infinity.plan.plan import Plan
+from infinity.plan.tape import Tape, guess_cycle
+from infinity.training.sweep import SweepJob
+from infinity.training.values import ModuleStateHooks, StateDict, Values, targets
+
+MAX_SKIPPED_IN_A_ROW = 20
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step did. Times are seconds of the training thread since the previous step ended.
+
+    `moved` is bytes per lane in that time: the sweep of the previous step, and the fetches and
+    gradients of this one.
+    """
+
+    step: int
+    wall_s: float
+    grad_norm: float
+    clip_factor: float
+    skipped: bool
+    stall_s: dict[str, float] = field(default_factory=dict)
+    moved: dict[str, int] = field(default_factory=dict)
+    surprises: int = 0
+
+
+class Engine:
+    """Owns a module's memory while it is trained. Made by `infinity.initialize`.
+
+    `module` is the user's module; `optimizer` holds the parameter groups; `plan` says what lives
+    where. A context manager: leaving closes.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parts: Parts,
+        optimizer: OffloadedOptimizer,
+        *,
+        gradient_clipping: float,
+        journal: Journal | None,
+    ) -> None:
+        self.module = module
+        self.optimizer = optimizer
+        self.plan: Plan = parts.plan
+        self.lr_scheduler: Any = None
+        self.gradient_clipping = gradient_clipping
+        self.global_steps = 0
+        self.micro_step = 0
+        self.skipped_steps = 0
+        self.last_report: StepReport | None = None
+        self._parts = parts
+        self._journal = journal
+        self._index_of = {id(p): i for i, p in enumerate(parts.cut.parameters)}
+        self._steps = [0] * len(parts.cut.parameters)
+        self._skipped_in_a_row = 0
+        self._backwards = 0
+        self._cycle_open = False
+        num_units = len(self.plan.units)
+        self._tapes = {
+            grad: Tape(guess_cycle(num_units, backward=grad)) for grad in (True, False)
+        }
+        self._values = Values(parts.store, parts.mover, parts.adam, self._finish_sweep)
+        parts.hooks.lent = self._values.lent
+        self._state_hooks = ModuleStateHooks(module, self._values, self._index_of)
+        self._mark = (time.perf_counter(), parts.lanes.stalled_s(), parts.lanes.moved(), 0)
+        self._closed = False
+        self._finalizer = weakref.finalize(self, parts.close)
+        optimizer.connect(self.step)
+        self._pid = os.getpid()
+        _after_fork(self)
+
+    # --- training ------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward; same arguments, same result."""
+        self._check_usable()
+        self._check_arguments(args, kwargs)
+        self._values.take_back_all()
+        self._begin_cycle()
+        cache = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # it would keep casts of weights that move
+        try:
+            with self._parts.hooks.session():
+                return self.module(*args, **kwargs)
+        except BaseException:
+            self._parts.mover.recover()
+            raise
+        finally:
+            torch.set_autocast_cache_enabled(cache)
+            if not torch.is_grad_enabled():
+                self._end_cycle()
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> Tensor:
+        """Backward of one micro-batch; gradients leave to their homes as they are made.
+
+        The loss is divided by `gradient_accumulation_steps`; the scaled loss is returned. After
+        an exception the accumulation window starts over: its gradients are dropped and
+        `micro_step` is 0 again.
+        """
+        self._check_usable()
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise TrainingError(
+                "backward needs a scalar loss that depends on trained parameters, got "
+                + (f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(type(loss))),
+                remedy="reduce the loss with .mean(); call the engine outside torch.no_grad()",
+            )
+        micro_batches = self.plan.micro_batches
+        scaled = loss / micro_batches if micro_batches > 1 else loss
+        gradients = self._parts.gradients
+        gradients.last_micro_batch = self._is_last_micro_batch()
+        try:
+            scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            gradients.finish()
+        except BaseException:
+            self._parts.mover.recover()
+            gradients.reset()
+            self.micro_step = self._backwards = 0
+            self._end_cycle()
+            raise
+        self._backwards += 1
+        self._end_cycle()
+        return scaled.detach()
+
+    def step(self) -> None:
+        """End a micro-batch; at the end of the accumulation window, update.
+
+        Returns once the norm and the clip factor are known; the sweep runs behind the next
+        forward. A step whose gradients are not all finite is skipped and counted.
+        """
+        self._check_usable()
+        if self._backwards == 0:
+            raise TrainingError(
+                "step() without a backward since the last one",
+                because="gradients reach the engine through engine.backward(loss)",
+                remedy="replace loss.backward() by engine.backward(loss)",
+            )
+        self._backwards = 0
+        self.micro_step += 1
+        if self.micro_step < self.plan.micro_batches:
+            return
+        self.micro_step = 0
+        self._end_cycle()
+        self._values.take_back_all()
+        norm, skipped, factor = self._norm_and_factor()
+        if skipped:
+            self.skipped_steps += 1
+            self._skipped_in_a_row += 1
+            name = self._parts.gradients.first_non_finite()
+            self._parts.gradients.reset()
+        else:
+            self._skipped_in_a_row = 0
+            self._launch(factor)
+            self.global_steps += 1
+        self._report(norm, factor, skipped)
+        if skipped and self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise TrainingError(
+                f"the gradients of {self._skipped_in_a_row} steps in a row were not finite; "
+                f"first in {name!r}",
+                because="the loss is NaN or infinite, or the learning rate diverged",
+                remedy="lower the learning rate, or look at the loss and the data",
+            )
+        if not skipped and self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+
+    def _norm_and_factor(self) -> tuple[float, bool, float]:
+        """(global norm, whether to skip, what gradients are multiplied by)."""
+        with self._parts.lanes.stall("norm"):
+            norm = math.sqrt(self._parts.gradients.square_sum())
+        if not math.isfinite(norm):
+            return norm, True, 0.0
+        clipping = self.gradient_clipping
+        return norm, False, min(1.0, clipping / (norm + 1e-6)) if clipping else 1.0
+
+    def _launch(self, factor: float) -> None:
+        """Make the updated units pending and hand the job to the sweep."""
+        parts = self._parts
+        parts.sweep.finish()
+        parts.mover.check()
+        parts.gradients.settle()
+        arrived = parts.gradients.arrived()
+        hypers = self.optimizer.hypers(self._index_of)
+        order = dict.fromkeys(self._tapes[True].first_uses())
+        order.update(dict.fromkeys(range(len(self.plan.units))))
+        units = tuple(
+            u
+            for u in order
+            if any(s.parameter in arrived for s in self.plan.units[u].trained_segments)
+        )
+        job = SweepJob(
+            units=units,
+            hypers={i: hypers[i] for i in arrived},
+            steps={i: self._steps[i] + 1 for i in arrived},
+            grad_scale=factor,
+        )
+        parts.mover.make_pending(units)
+        parts.sweep.start(job)
+        for index in arrived:
+            self._steps[index] += 1
+        parts.gradients.reset()
+
+    def _report(self, norm: float, factor: float, skipped: bool) -> None:
+        lanes, mover = self._parts.lanes, self._parts.mover
+        surprises = mover.surprises + sum(t.surprises for t in self._tapes.values())
+        now = (time.perf_counter(), lanes.stalled_s(), lanes.moved(), surprises)
+        then, self._mark = self._mark, now
+        self.last_report = StepReport(
+            step=self.global_steps,
+            wall_s=now[0] - then[0],
+            grad_norm=norm,
+            clip_factor=factor,
+            skipped=skipped,
+            stall_s={k: v - then[1][k] for k, v in now[1].items()},
+            moved={k: v - then[2][k] for k, v in now[2].items()},
+            surprises=now[3] - then[3],
+        )
+        if self._journal is not None:
+            self._journal.write({"event": "step", **vars(self.last_report)})
+
+    # --- cycles ----------------------------------------------------------------------------------
+
+    def _is_last_micro_batch(self) -> bool:
+        return self.micro_step + 1 == self.plan.micro_batches
+
+    def _begin_cycle(self) -> None:
+        mover = self._parts.mover
+        tape = self._tapes[torch.is_grad_enabled()]
+        if self._cycle_open and mover.tape is tape:
+            return  # a second forward before the backward
+        self._end_cycle()
+        mover.tape = tape
+        mover.wraps = not (torch.is_grad_enabled() and self._is_last_micro_batch())
+        tape.begin()
+        self._cycle_open = True
+
+    def _end_cycle(self) -> None:
+        mover = self._parts.mover
+        if mover.tape is not None:
+            mover.tape.end()
+            mover.tape = None
+        self._cycle_open = False
+
+    # --- values ----------------------------------------------------------------------------------
+
+    def state_dict(self, *, master: bool = False) -> Mapping[str, Tensor]:
+        """Names to full values, read tensor by tensor as they are asked for.
+
+        With `master`, trained parameters come as fp32 masters, bit for bit.
+        """
+        self._check_usable()
+        names = {
+            name: self._index_of[id(p)]
+            for name, p in self.module.named_parameters(remove_duplicate=False)
+        }
+        buffers = {
+            f"{prefix}.{name}" if prefix else name: buffer
+            for prefix, module in self.module.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        }
+        return StateDict(self._values, names, buffers, master=master)
+
+    def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
+        """Take full values, tensor by tensor; fp32 values become masters as they are.
+
+        Raises `ConfigError` naming all missing, unexpected and misshapen entries, before
+        anything is changed.
+        """
+        self._check_usable()
+        own = self.state_dict()
+        assert isinstance(own, StateDict)
+        problems = [f"missing {n!r}" for n in own if n not in state] if strict else []
+        problems += [f"unexpected {n!r}" for n in state if n not in own] if strict else []
+        shapes = {
+            n: tuple(self._parts.cut.parameters[i].shape) for n, i in own.parameters.items()
+        }
+        shapes.update({n: tuple(b.shape) for n, b in own.buffers.items()})
+        common = [n for n in own if n in state]
+        for name in common:
+            if tuple(state[name].shape) != shapes[name]:
+                problems.append(
+                    f"{name!r} has shape {tuple(state[name].shape)}, not {shapes[name]}"
+                )
+        if problems:
+            raise ConfigError("the state does not match the model: " + "; ".join(problems))
+        for name in common:
+            if name in own.parameters:
+                self._values.write(own.parameters[name], state[name])
+            else:
+                own.buffers[name].copy_(state[name])
+        self._values.flush()
+
+    def materialized(
+        self,
+        target: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Parameter],
+        *,
+        master: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Inside the block the named parameters hold full values that may be read and edited.
+
+        Edits are kept. With `master` trained parameters are fp32 masters in the block.
+        """
+        self._check_usable()
+        return self._values.materialized(targets(target, self._index_of), master=master)
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor:
+        """A copy of the parameter's accumulated gradient in this window (`p.grad` is None)."""
+        self._check_usable()
+        index = self._index_of[id(parameter)]
+        return self._parts.gradients.read(index).view(parameter.shape)
+
+    # --- the rest --------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> Engine:
+        """`module.train(mode)`."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """`module.eval()`."""
+        return self.train(False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs must be."""
+        return self._parts.device.torch_device
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global gradient norm of the last step, before clipping."""
+        return self.last_report.grad_norm if self.last_report else None
+
+    def forecast(self) -> dict[str, int]:
+        """Predicted bytes per lane and step, for the order of units learnt so far."""
+        return forecast_bytes(self.plan, self._tapes[True].sequence)
+
+    def counters(self) -> dict[str, int]:
+        """Bytes per lane since the engine was made, the initial state included."""
+        return self._parts.lanes.moved()
+
+    def settle(self) -> None:
+        """Wait until no update is owed and everything is home."""
+        self._check_usable()
+        self._finish_sweep()
+        for unit in range(len(self.plan.units)):
+            self._parts.store.settle_writes(unit)
+
+    def close(self, *, restore: bool = False) -> None:
+        """Give everything back: threads, pins, files, disk space. Idempotent.
+
+        Parameters are absent afterwards; with `restore` they first get their full values back,
+        in RAM, in the compute dtype.
+        """
+        if self._closed or os.getpid() != self._pid:
+            return
+        values = None
+        if restore:
+            self._values.take_back_all()
+            values = [self._values.read(i) for i in range(len(self._parts.cut.parameters))]
+        self._closed = True
+        self._state_hooks.remove()
+        try:
+            self._finalizer()
+        finally:
+            if self._journal is not None:
+                self._journal.close()
+            if values is not None:
+                self._parts.presence.restore(values)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _finish_sweep(self) -> None:
+        self._parts.sweep.finish()
+        self._parts.mover.check()
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise PresenceError(
+                f"this engine belongs to process {self._pid}; process {os.getpid()} is a fork of it",
+                because="a DataLoader worker or another child touched the engine",
+                remedy="use the engine only in the process that made it",
+            )
+        if self._closed:
+            raise EngineClosedError("the engine is closed", remedy="make a new one")
+        self._parts.mover.check()
+
+    def _check_arguments(self, args: Any, kwargs: Any) -> None:
+        for tensor in _tensors((args, kwargs)):
+            if tensor.device != self.device:
+                raise TrainingError(
+                    f"an input tensor is on {tensor.device}, the engine computes on {self.device}",
+                    remedy=f"move the batch: tensor.to({str(self.device)!r}) (engine.device)",
+                )
+        for index, parameter in enumerate(self._parts.cut.parameters):
+            if parameter.requires_grad and not self._parts.cut.trained[index]:
+                raise TrainingError(
+                    f"parameter {self._parts.cut.names[index]!r} requires a gradient, but was "
+                    "frozen when the engine was made and has no optimizer state",
+                    remedy="pass it to initialize(model_parameters=...), which gives state to "
+                    "parameters that are frozen for now, or keep it frozen",
+                )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _after_fork(engine: Engine) -> None:
+    """In a forked child: parameters are absent, because the slots were not inherited."""
+    reference = weakref.ref(engine)
+
+    def absent() -> None:
+        engine = reference()
+        if engine is not None and not engine._closed:
+            engine._parts.presence.absent_in_child()
+            engine._finalizer.detach()
+
+    os.register_at_fork(after_in_child=absent)

@@ -1,0 +1,82 @@
+"""Every error a user can meet, in one shape: what happened, because of what, what to try next.
+
+The command line prints `str(error)` and exits with `error.exit_code`; the library only raises.
+"""
+
+from __future__ import annotations
+
+
+class InfinityError(Exception):
+    """Base of all errors raised on purpose.
+
+    `what` says what happened, with the numbers; `because` the likely cause; `remedy` the next
+    thing to type. Only `what` is required.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, because: str | None = None, remedy: str | None = None) -> None:
+        self.what = what
+        self.because = because
+        self.remedy = remedy
+        lines = [what]
+        if because:
+            lines.append(f"because: {because}")
+        if remedy:
+            lines.append(f"try: {remedy}")
+        super().__init__("\n  ".join(lines))
+
+
+class ConfigError(InfinityError):
+    """The configuration or the arguments cannot mean what they say."""
+
+    exit_code = 2
+
+
+class DoesNotFitError(InfinityError):
+    """A budget (device, host or disk) cannot hold what the run needs."""
+
+    exit_code = 3
+
+
+class MachineError(InfinityError):
+    """The machine refuses: a path, a permission, a limit, a missing device."""
+
+    exit_code = 4
+
+
+class TransferError(MachineError):
+    """A read or write failed for good: carries `path`, `offset`, `length` and `errno`."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        path: str,
+        offset: int,
+        length: int,
+        errno: int,
+        because: str | None = None,
+        remedy: str | None = None,
+    ) -> None:
+        super().__init__(what, because=because, remedy=remedy)
+        self.path = path
+        self.offset = offset
+        self.length = length
+        self.errno = errno
+
+
+class PresenceError(InfinityError):
+    """A parameter was used in a way that an absent or moved parameter cannot serve."""
+
+
+class TrainingError(InfinityError):
+    """The training loop did something that has no meaning, or the numbers broke."""
+
+
+class EngineClosedError(InfinityError):
+    """The engine was closed; only `close()` may still be called."""
+
+
+class EngineFailedError(InfinityError):
+    """An earlier failure left the state incomplete; carries the first error as `__cause__`."""

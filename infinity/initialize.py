@@ -1,0 +1,101 @@
+"""`initialize`: from a model and a config to an engine, or to an error that says why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from infinity.config import Config, load_config
+from infinity.engine import Engine
+from infinity.errors import ConfigError
+from infinity.journal import Journal
+from infinity.memory.device import Device, find_device
+from infinity.model.cut import UnitSpec
+from infinity.optim.offloaded import OffloadedOptimizer
+from infinity.parts import Parts, check_model, cut_model, make_optimizer, plan_for
+from infinity.training.birth import Progress
+
+
+def initialize(
+    model: nn.Module,
+    config: Config | Mapping[str, Any] | str | Path,
+    *,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    batch_size: int = 1,
+    collate_fn: Callable[..., Any] | None = None,
+    units: Sequence[UnitSpec] | None = None,
+    device: Device | torch.device | str | None = None,
+    progress: Progress | None = None,
+    poison: Callable[[Tensor], None] | None = None,
+) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
+    """Take over a model's memory; returns `(engine, optimizer, dataloader, scheduler)`.
+
+    `model_parameters` are parameters or groups as for any torch optimizer (default: all that
+    require grad); only they get optimizer state. `training_data` is a Dataset (wrapped in a
+    DataLoader of `batch_size`) or any iterable (returned as it is). `lr_scheduler` is a scheduler
+    class or function of the optimizer, and wins over the config's. `units` overrides how the
+    model is cut. `progress(done_bytes, total_bytes, what)` is called while the initial state is
+    written. `poison` overwrites freed slots (tests).
+
+    Raises `ConfigError`, `DoesNotFitError` or `MachineError`; nothing is left behind then, and
+    the model is as it was unless writing the initial state had begun.
+    """
+    settings = load_config(config)
+    check_model(model)
+    target = find_device(device)
+    if settings.seed is not None:
+        torch.manual_seed(settings.seed)
+    optimizer = make_optimizer(model, settings, model_parameters)
+    cut = cut_model(model, settings, optimizer, units)
+    plan = plan_for(model, cut, settings, target)
+    scheduler = _make_scheduler(settings, optimizer, lr_scheduler)
+    journal = Journal(settings.journal) if settings.journal else None
+    try:
+        parts = Parts(model, cut, plan, settings, target, progress, poison)
+    except BaseException:
+        if journal is not None:
+            journal.close()
+        raise
+    engine = Engine(
+        model,
+        parts,
+        optimizer,
+        gradient_clipping=float(settings.gradient_clipping),
+        journal=journal,
+    )
+    engine.lr_scheduler = scheduler
+    if journal is not None:
+        journal.write({"event": "start", "config": settings.resolved(), "plan": plan.describe()})
+    loader = training_data
+    if isinstance(training_data, Dataset):
+        loader = DataLoader(training_data, batch_size=batch_size, collate_fn=collate_fn)
+    return engine, optimizer, loader, scheduler
+
+
+def _make_scheduler(config: Config, optimizer: OffloadedOptimizer, given: Any) -> Any:
+    """The scheduler the engine steps, or None."""
+    if given is not None:
+        if isinstance(given, torch.optim.lr_scheduler.LRScheduler):
+            raise ConfigError(
+                "lr_scheduler is an object made over another optimizer",
+                remedy="pass a function: lr_scheduler=lambda optimizer: ..., or make the "
+                "scheduler over engine.optimizer and step it yourself",
+            )
+        return given(optimizer)
+    if config.scheduler is None:
+        return None
+    kind = getattr(torch.optim.lr_scheduler, config.scheduler.type)
+    try:
+        return kind(optimizer, **config.scheduler.params)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"scheduler {config.scheduler.type} refuses its params: {error}",
+            remedy="see torch.optim.lr_scheduler for what it takes",
+        ) from error

@@ -1,0 +1,403 @@
+"""Brings units to the device before they are used, and takes them away after.
+
+[Note: who may do what]
+The training thread fetches, binds, unbinds and evicts, and only at uses (so that nothing is
+pulled from under a running operation). The sweep thread takes free slots for units it owes an
+update, and fills them. Both hold `Residency.changed` for every transition.
+
+[Note: nothing waits for a slot that only its own progress could free]
+The sweep waits for a slot only while the training thread computes. When the training thread
+waits for a unit it first frees a slot for it, and its demand lifts the pacing: the sweep updates
+that unit next, and units it cannot publish go home instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from torch import Tensor, nn
+
+from infinity.errors import EngineFailedError, PresenceError
+from infinity.memory.device import HAPPENED, Event
+from infinity.memory.host import arena_for
+from infinity.memory.lanes import Lanes, after_all
+from infinity.memory.residency import Residency, Slot, Where
+from infinity.memory.state import StateStore
+from infinity.model.presence import Presence
+from infinity.plan import policy
+from infinity.plan.layout import Kind, Tier
+from infinity.plan.plan import Plan, publishes
+from infinity.plan.planner import largest_slot, num_landings
+from infinity.plan.tape import NEVER, Tape
+
+WAKE_S = 0.1  # waits look around this often, for signals and failures
+
+
+class Mover:
+    """Fetch, look ahead, evict; the only writer of residency on the training thread."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        lanes: Lanes,
+        store: StateStore,
+        presence: Presence,
+        poison: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        self.plan = plan
+        self.lanes = lanes
+        self.store = store
+        self.presence = presence
+        self.ledger = Residency(plan, lanes.device, poison)
+        self.changed = self.ledger.changed
+        self.entries = self.ledger.entries
+        self.tape: Tape | None = None
+        self.wraps = True
+        self.current = -1
+        self.demand: int | None = None  # the unit the training thread waits for
+        self.paced = True
+        self.failure: BaseException | None = None
+        self.surprises = 0
+        self._retry = False
+        count = num_landings(plan)
+        arena = arena_for([largest_slot(plan)] * count)
+        if count:
+            lanes.device.pin(arena)
+        self._landings = [arena.carve(largest_slot(plan)) for _ in range(count)]
+        self._landing_events: list[Event | None] = [HAPPENED] * count  # None: a read is landing
+        for unit, homes in enumerate(plan.homes):
+            if homes.weight is Tier.DEVICE and plan.units[unit].slot_bytes:
+                state = store.units[unit]
+                home = state.ram if plan.unified else state.on_device
+                self.ledger.add_permanent(unit, home[Kind.WEIGHT])
+
+    # --- uses: the training thread -----------------------------------------------------------
+
+    def use(self, unit: int) -> None:
+        """Make the unit present and bound, and look ahead along the tape."""
+        if unit == self.current and self.entries[unit].bound:
+            if self._retry:
+                self._look_ahead()
+            return
+        self.current = unit
+        if self.tape is not None:
+            self.tape.advance(unit)
+        self.bring(unit)
+        self._look_ahead()
+
+    def bring(self, unit: int) -> None:
+        """Make the unit present and bound, whatever it takes."""
+        entry = self.entries[unit]
+        while True:
+            self.check()
+            if entry.where is Where.PRESENT:
+                break
+            if entry.where is Where.FETCHING:
+                self._finish_fetch(unit)
+            elif entry.where is Where.ABSENT:
+                with self.changed:  # held over both: the sweep must not take the freed slot
+                    self._require_slot(unit)
+                    self.fetch(unit)
+            else:
+                self._await_update(unit)
+        if not entry.bound:
+            assert entry.slot is not None
+            assert entry.slot.residency is not None
+            if not entry.ready.done():
+                with self.lanes.stall("copy"):
+                    self.lanes.device.compute_wait(entry.ready)
+            self.presence.bind(unit, entry.slot.residency)
+            entry.bound = True
+
+    def tend(self) -> None:
+        """Push on what can be pushed on without waiting; called often from hooks."""
+        if self._landings:
+            for unit, entry in enumerate(self.entries):
+                if entry.ticket is not None and entry.landing is not None and entry.ticket.done():
+                    self._copy_landed(unit)
+        if self._retry:
+            self._look_ahead()
+
+    def check(self) -> None:
+        """Raise what made an earlier update fail."""
+        if self.failure is not None:
+            raise EngineFailedError(
+                f"an earlier update failed, the state is incomplete: {self.failure}",
+                remedy="close the engine and start again from the last saved state",
+            ) from self.failure
+
+    def _await_update(self, unit: int) -> None:
+        """Wait until the sweep has updated the unit."""
+        entry = self.entries[unit]
+        with self.lanes.stall("update"), self.changed:
+            self.demand = unit
+            self.changed.notify_all()
+            try:
+                while entry.where is Where.PENDING and self.failure is None:
+                    if entry.slot is None:
+                        self._require_slot(unit)
+                    self.changed.wait(WAKE_S)
+            finally:
+                self.demand = None
+
+    def _require_slot(self, unit: int) -> None:
+        """Free a slot for the unit, or say who holds them all."""
+        slot_class = self.class_of(unit)
+        if slot_class is None or self._free_slot(unit) is not None:
+            return
+        for wider in range(slot_class, -1, -1):
+            if policy.make_slot_free(self, wider, self._distance):
+                return
+        name = self.plan.units[unit].name
+        raise PresenceError(
+            f"no slot is free for unit {name!r}: {self.ledger.holders(slot_class)}",
+            because="tensors that share memory with lent-out weights are still alive",
+            remedy="drop graphs and aliases you do not need, or raise look_ahead (more slots)",
+        )
+
+    def _free_slot(self, unit: int) -> Slot | None:
+        """A free slot of the unit's class, else of a wider one."""
+        slot_class = self.class_of(unit)
+        assert slot_class is not None
+        for wider in range(slot_class, -1, -1):
+            free = self.ledger.free_slots(wider)
+            if free:
+                return free[0]
+        return None
+
+    def _distance(self, unit: int) -> int:
+        return self.tape.distance(unit, wraps=self.wraps) if self.tape is not None else NEVER
+
+    def _look_ahead(self) -> None:
+        if self.tape is None or not self.plan.slot_classes:
+            return
+        with self.changed:
+            self._retry = not policy.look_ahead(
+                self, self.tape, self.plan.look_ahead, wraps=self.wraps
+            )
+
+    # --- fetches -------------------------------------------------------------------------------
+
+    def _finish_fetch(self, unit: int) -> None:
+        entry = self.entries[unit]
+        if entry.ticket is not None:
+            with self.lanes.stall("disk_read"):
+                entry.ticket.wait()
+            if entry.landing is not None:
+                self._copy_landed(unit)
+            entry.ticket = None
+        with self.changed:
+            self.ledger.move(unit, Where.PRESENT)
+
+    def _copy_landed(self, unit: int) -> None:
+        """Second half of disk -> device: the read has landed in RAM, copy it in."""
+        entry = self.entries[unit]
+        assert entry.ticket is not None
+        assert entry.landing is not None
+        assert entry.slot is not None
+        assert entry.slot.residency is not None
+        entry.ticket.wait()
+        nbytes = self.plan.units[unit].slot_bytes
+        source = self._landings[entry.landing][:nbytes]
+        entry.ready = self.lanes.copy_in(entry.slot.residency, source, entry.slot.free_after)
+        self._landing_events[entry.landing] = entry.ready
+        entry.ticket = entry.landing = None
+
+    def _take_landing(self) -> int:
+        """A landing that nothing reads or writes; finishes the oldest fetch if all are busy."""
+        while True:
+            for index, event in enumerate(self._landing_events):
+                if event is not None and event.done():
+                    return index
+            copying = [e for e in self._landing_events if e is not None]
+            if copying:
+                with self.lanes.stall("copy"):
+                    copying[0].wait()
+                continue
+            landed = next(u for u, e in enumerate(self.entries) if e.landing is not None)
+            self._copy_landed(landed)
+
+    # --- the policy's view (also used by tests) ------------------------------------------------
+
+    def class_of(self, unit: int) -> int | None:
+        """The unit's slot class; None where its weights rest on the device."""
+        return self.ledger.class_of[unit]
+
+    def holds_slot(self, unit: int) -> bool:
+        """Whether a slot holds, or is about to hold, the unit's current weights."""
+        return self.entries[unit].slot is not None
+
+    def is_pending(self, unit: int) -> bool:
+        """Whether the sweep owes the unit an update."""
+        return self.entries[unit].where is Where.PENDING
+
+    def publishes(self, unit: int) -> bool:
+        """Whether the sweep brings the unit's new weights into a slot."""
+        return publishes(self.plan, unit)
+
+    def num_free(self, slot_class: int) -> int:
+        """Free slots of the class."""
+        return len(self.ledger.free_slots(slot_class))
+
+    def evictable(self, slot_class: int) -> Collection[int]:
+        """Units present in slots of the class that no forward is inside of."""
+        found = []
+        for slot in self.ledger.slots:
+            unit = slot.owner
+            if slot.slot_class == slot_class and unit is not None and unit != self.current:
+                entry = self.entries[unit]
+                if entry.where is Where.PRESENT and not entry.entered:
+                    found.append(unit)
+        return found
+
+    def evict(self, unit: int) -> bool:
+        """Give up the unit's slot; False if something still refers to its weights."""
+        entry = self.entries[unit]
+        slot = entry.slot
+        assert slot is not None
+        num_bound = len(self.plan.units[unit].segments) if entry.bound else 0
+        if slot.num_aliases(num_bound) > 0:
+            return False
+        self._give_up(unit)
+        self.ledger.move(unit, Where.ABSENT)
+        return True
+
+    def fetch(self, unit: int) -> None:
+        """Start bringing the unit's weights from home into a free slot."""
+        with self.changed:
+            slot = self._free_slot(unit)
+            assert slot is not None
+            residency = self.ledger.assign(unit, slot)
+            entry = self.ledger.move(unit, Where.FETCHING)
+        entry.ready = HAPPENED
+        state = self.store.units[unit]
+        if Kind.WEIGHT in state.ram:
+            entry.ready = self.lanes.copy_in(residency, state.ram[Kind.WEIGHT], slot.free_after)
+            return
+        if state.writes:
+            with self.lanes.stall("disk_write"):
+                self.store.settle_writes(unit)
+        if self.plan.unified:
+            entry.ticket = self.lanes.read(self.store.weight_parts(unit, residency))
+            return
+        landing = self._take_landing()
+        self._landing_events[landing] = None
+        buffer = self._landings[landing][: residency.numel()]
+        entry.landing = landing
+        entry.ticket = self.lanes.read(self.store.weight_parts(unit, buffer))
+
+    def _give_up(self, unit: int) -> None:
+        entry = self.entries[unit]
+        slot = entry.slot
+        assert slot is not None
+        try:
+            if entry.bound:
+                entry.bound = False
+                self.presence.unbind(unit)
+        finally:
+            slot.free_after = after_all(entry.ready, self.lanes.device.compute_event())
+            self.ledger.give_up(unit)
+
+    # --- updates -------------------------------------------------------------------------------
+
+    def make_pending(self, units: Collection[int]) -> None:
+        """The weights of these units are stale from now on; a sweep will replace them."""
+        for unit in units:
+            if self.entries[unit].where is Where.FETCHING:
+                self._finish_fetch(unit)
+        with self.changed:
+            for unit in units:
+                entry = self.entries[unit]
+                if entry.where is Where.PRESENT:
+                    self._give_up(unit)
+                self.ledger.move(unit, Where.PENDING)
+            self.paced = True
+        self.current = -1
+
+    def drop(self, unit: int) -> None:
+        """Forget the unit's copy on the device: its home was, or will be, edited."""
+        if self.entries[unit].where is Where.FETCHING:
+            self._finish_fetch(unit)
+        with self.changed:
+            entry = self.entries[unit]
+            if entry.where is not Where.PRESENT:
+                return
+            self._give_up(unit)
+            entry.updates += 1
+            if entry.slot is None:
+                self.ledger.move(unit, Where.ABSENT)
+
+    def publish_slot(self, unit: int) -> tuple[Slot, Tensor] | None:
+        """For the sweep: the slot the unit's new weights go to, or None if they only go home."""
+        if not self.publishes(unit):
+            return None
+        with self.changed:
+            entry = self.entries[unit]
+            while True:
+                if entry.slot is not None:
+                    assert entry.slot.residency is not None
+                    return entry.slot, entry.slot.residency
+                slot_class = self.class_of(unit)
+                assert slot_class is not None
+                free = self.ledger.free_slots(slot_class)
+                if not free and self.demand == unit:
+                    wide = self._free_slot(unit)
+                    free = [wide] if wide is not None else []
+                if free:
+                    return free[0], self.ledger.assign(unit, free[0])
+                waits_for_later = (
+                    self.demand is not None
+                    and self.demand != unit
+                    and self.is_pending(self.demand)
+                )
+                if waits_for_later or not self.paced or self.failure is not None:
+                    self.surprises += 1
+                    return None
+                self.changed.wait(WAKE_S)
+
+    def updated(self, unit: int, ready: Event) -> None:
+        """For the sweep: the unit's update is complete, and published if it has a slot."""
+        with self.changed:
+            entry = self.entries[unit]
+            entry.ready = ready
+            entry.updates += 1
+            self.ledger.move(unit, Where.PRESENT if entry.slot is not None else Where.ABSENT)
+
+    def fail(self, error: BaseException) -> None:
+        """For the sweep: remember the first failure and wake everyone."""
+        with self.changed:
+            self.failure = self.failure or error
+            self.changed.notify_all()
+
+    # --- interruption --------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """After an interruption at any point: a consistent ledger, nothing bound or in flight."""
+        with self.changed:
+            self.demand, self.current, self._retry = None, -1, False
+            for unit, entry in enumerate(self.entries):
+                entry.entered = 0
+                if entry.where is Where.PENDING:
+                    continue
+                if entry.ticket is not None:
+                    entry.ticket.wait()
+                    entry.ticket = entry.landing = None
+                self.presence.forget(unit)
+                entry.bound = False
+                if entry.slot is not None and entry.slot.slot_class is None:
+                    entry.where = Where.PRESENT
+                    continue
+                if entry.slot is not None and entry.slot.residency is not None:
+                    entry.slot.free_after = after_all(
+                        entry.ready, self.lanes.device.compute_event()
+                    )
+                    self.ledger.give_up(unit)
+                entry.slot, entry.where = None, Where.ABSENT
+            for slot in self.ledger.slots:
+                owner = slot.owner
+                if slot.slot_class is not None and owner is not None:
+                    if self.entries[owner].slot is not slot:
+                        slot.owner, slot.residency = None, None
+            self._landing_events = [
+                HAPPENED if event is None else event for event in self._landing_events
+            ]

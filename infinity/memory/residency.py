@@ -1,0 +1,177 @@
+"""The one ledger of where units are. Every transition is asserted.
+
+[Note: states of a unit's weights]
+ABSENT    only at home; no slot.
+FETCHING  a slot is assigned and bytes are on their way; only the training thread is involved.
+PRESENT   the slot holds the current weights; parameters may or may not be bound to it.
+PENDING   a sweep owes the unit an update; whatever was in a slot is stale and was given up. Only
+          the sweep thread may end this state: PRESENT when it published, ABSENT when it did not.
+
+A slot is free when nobody owns it and nothing still refers to the storage of its last residency:
+autograd's saves, users' aliases and running backward nodes all hold that storage, so its use
+count is the only pin there is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from torch import Tensor
+
+from infinity.memory.device import HAPPENED, Device, DeviceArena, Event
+from infinity.memory.disk import Ticket
+from infinity.model.torch_private import storage_use_count
+from infinity.plan.plan import Plan
+
+
+class Where(Enum):
+    """See [Note: states of a unit's weights]."""
+
+    ABSENT = "absent"
+    FETCHING = "fetching"
+    PRESENT = "present"
+    PENDING = "pending"
+
+
+_ALLOWED = {
+    (Where.ABSENT, Where.FETCHING),
+    (Where.FETCHING, Where.PRESENT),
+    (Where.FETCHING, Where.ABSENT),  # interrupted
+    (Where.PRESENT, Where.ABSENT),
+    (Where.PRESENT, Where.PENDING),
+    (Where.ABSENT, Where.PENDING),
+    (Where.PENDING, Where.PRESENT),
+    (Where.PENDING, Where.ABSENT),
+}
+
+
+@dataclass(eq=False)
+class Slot:
+    """A reserved range of device memory; `slot_class` is None where a unit rests in it."""
+
+    slot_class: int | None
+    arena: DeviceArena | None
+    offset: int
+    nbytes: int
+    owner: int | None = None
+    residency: Tensor | None = None  # uint8, with a storage of its own
+    lingering: Tensor | None = None  # a stale residency that something still refers to
+    free_after: Event = HAPPENED
+
+    def is_free(self) -> bool:
+        """Whether a new residency may begin."""
+        if self.owner is not None:
+            return False
+        if self.lingering is not None and storage_use_count(self.lingering) > 1:
+            return False
+        self.lingering = None
+        return True
+
+    def num_aliases(self, num_bound: int) -> int:
+        """References to the residency beyond the ledger's and the bound parameters' own."""
+        assert self.residency is not None
+        return storage_use_count(self.residency) - 1 - num_bound
+
+
+@dataclass(eq=False)
+class Entry:
+    """One unit's line in the ledger."""
+
+    where: Where = Where.ABSENT
+    slot: Slot | None = None
+    bound: bool = False
+    updates: int = 0  # how often a sweep, or an edit, replaced the weights
+    entered: int = 0  # forward calls of the unit's modules that have not returned
+    ready: Event = HAPPENED  # the copy that filled the slot
+    ticket: Ticket | None = None  # the disk read that fills the slot or its landing
+    landing: int | None = None
+
+
+@dataclass
+class Residency:
+    """Slots and entries; `changed` guards both, and is notified on every transition."""
+
+    plan: Plan
+    device: Device
+    poison: Callable[[Tensor], None] | None = None
+    entries: list[Entry] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def __post_init__(self) -> None:
+        self.entries = [Entry() for _ in self.plan.units]
+        total = sum(c.slot_bytes * c.count for c in self.plan.slot_classes)
+        arena = self.device.reserve(total)
+        offset = 0
+        for index, slot_class in enumerate(self.plan.slot_classes):
+            for _ in range(slot_class.count):
+                self.slots.append(Slot(index, arena, offset, slot_class.slot_bytes))
+                offset += slot_class.slot_bytes
+        self.class_of = [self.plan.class_of(u.index) for u in self.plan.units]
+
+    def free_slots(self, slot_class: int) -> list[Slot]:
+        """Slots of one class in which a residency may begin."""
+        return [s for s in self.slots if s.slot_class == slot_class and s.is_free()]
+
+    def add_permanent(self, unit: int, weights: Tensor) -> None:
+        """The unit's weights rest on the device, in `weights`: a slot it never leaves."""
+        slot = Slot(None, None, 0, weights.numel(), owner=unit, residency=weights)
+        self.slots.append(slot)
+        self.entries[unit].slot = slot
+        self.entries[unit].where = Where.PRESENT
+
+    def move(self, unit: int, where: Where) -> Entry:
+        """Make a transition; the caller holds `changed`."""
+        entry = self.entries[unit]
+        assert (entry.where, where) in _ALLOWED, (unit, entry.where, where)
+        entry.where = where
+        self.changed.notify_all()
+        return entry
+
+    def assign(self, unit: int, slot: Slot) -> Tensor:
+        """Begin a residency of the unit in a free slot."""
+        entry = self.entries[unit]
+        assert entry.slot is None
+        assert slot.is_free()
+        assert slot.arena is not None
+        nbytes = self.plan.units[unit].slot_bytes
+        assert nbytes <= slot.nbytes
+        slot.owner = unit
+        slot.residency = slot.arena.view(slot.offset, nbytes)
+        entry.slot = slot
+        return slot.residency
+
+    def give_up(self, unit: int) -> None:
+        """End the unit's residency; the slot lingers while something refers to it."""
+        entry = self.entries[unit]
+        slot = entry.slot
+        assert slot is not None
+        assert not entry.bound
+        if slot.slot_class is not None:
+            slot.owner = None
+            slot.lingering, slot.residency = slot.residency, None
+            if self.poison is not None and slot.arena is not None and slot.is_free():
+                entry.ready.wait()
+                self.poison(slot.arena.view(slot.offset, slot.nbytes))
+            entry.slot = None
+        self.changed.notify_all()
+
+    def holders(self, slot_class: int) -> str:
+        """Who holds the slots of a class, for an error message."""
+        lines = []
+        for index, slot in enumerate(s for s in self.slots if s.slot_class == slot_class):
+            if slot.owner is None:
+                assert slot.lingering is not None
+                lines.append(
+                    f"slot {index}: stale weights that "
+                    f"{storage_use_count(slot.lingering) - 1} tensors still refer to"
+                )
+                continue
+            entry = self.entries[slot.owner]
+            name = self.plan.units[slot.owner].name
+            why = "inside its forward" if entry.entered else f"referred to, {entry.where.value}"
+            lines.append(f"slot {index}: {name!r} ({why})")
+        return "; ".join(lines)

@@ -1,0 +1,311 @@
+"""The private directory on a disk where one run keeps its state while it lives.
+
+Invariants: the directory can be seen under its final name only while its lock is held or after its
+run has died; only directories of our own pattern, owner and making are ever removed; the lock file
+goes last, so a removal that was cut short is recognised and finished by the next run.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import time
+import weakref
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from infinity.errors import DoesNotFitError, InfinityError, MachineError
+from infinity.sizes import format_size
+
+_RUN_NAME = re.compile(r"infinity-run-[0-9]+-[0-9a-f]{16}")
+# A directory that is being made: invisible to the pattern above until its lock is held.
+_NEW_NAME = re.compile(r"\.infinity-new-[0-9]+-[0-9a-f]{16}")
+# Making takes milliseconds; what is older was abandoned between two system calls.
+_NEW_GRACE_S = 600.0
+_LOCK_NAME = "lock"
+_RECORD_NAME = "run.json"
+_RECORD_VERSION = 1
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_LOCK_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Scratch:
+    """One run's directory under an `nvme_path`; made by `Scratch.create`, gone after `remove`."""
+
+    def __init__(self, directory: Path, lock_fd: int) -> None:
+        self.directory = directory
+        self._lock_fd = lock_fd
+        self._owner_pid = os.getpid()
+        _open_scratches.add(self)
+
+    @classmethod
+    def create(cls, nvme_path: str | os.PathLike[str]) -> Self:
+        """Remove what dead runs left under `nvme_path`, then make and lock a new directory there.
+
+        Raises `MachineError` if `nvme_path` is missing, is not a directory, or cannot be written
+        or locked, and `DoesNotFitError` if not even a directory fits.
+        """
+        root = _checked_root(nvme_path)
+        remove_dead_runs(root)
+        suffix = f"{os.getpid()}-{secrets.token_hex(8)}"
+        new, final = root / f".infinity-new-{suffix}", root / f"infinity-run-{suffix}"
+        lock_fd = -1
+        try:
+            new.mkdir(mode=0o700)
+            lock_fd = os.open(new / _LOCK_NAME, _LOCK_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _write_record(new / _RECORD_NAME)
+            new.rename(final)
+        except BaseException as error:
+            shutil.rmtree(new, ignore_errors=True)
+            if lock_fd >= 0:
+                os.close(lock_fd)
+            if isinstance(error, OSError):
+                raise _refusal(root, error) from error
+            raise
+        return cls(final, lock_fd)
+
+    def path(self, name: str) -> Path:
+        """Return where the file `name`, a plain file name, lies; the caller makes the file."""
+        assert name == os.path.basename(name)
+        assert name not in ("", ".", "..", _LOCK_NAME, _RECORD_NAME)
+        return self.directory / name
+
+    def check_space(self, required_bytes: int) -> None:
+        """Raise `DoesNotFitError` unless `required_bytes` more bytes fit on this disk now."""
+        free_bytes = _free_bytes(self.directory)
+        if free_bytes < required_bytes:
+            missing = format_size(required_bytes - free_bytes)
+            raise DoesNotFitError(
+                f"disk: {format_size(required_bytes)} needed, {format_size(free_bytes)} free at "
+                f"{self.directory.parent}, {missing} missing",
+                because="the state of this run is reserved there before training starts",
+                remedy=f"free {missing} there, choose another nvme_path, or keep more in host RAM",
+            )
+
+    def remove(self) -> None:
+        """Delete the directory and give up its lock. Safe to call twice, and in a forked child.
+
+        A child does nothing: the directory is its parent's. Raises `MachineError` if something
+        could not be deleted; the lock is given up all the same, so that a later run cleans up.
+        """
+        if self._lock_fd < 0 or self._owner_pid != os.getpid():
+            return
+        try:
+            _delete(self.directory.parent, self.directory.name)
+        except OSError as error:
+            because = error.strerror
+            remedy = f"rm -r {self.directory}"
+            raise MachineError(
+                f"{self.directory} could not be removed", because=because, remedy=remedy
+            ) from error
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        _open_scratches.discard(self)
+        lock_fd, self._lock_fd = self._lock_fd, -1
+        if lock_fd >= 0:
+            os.close(lock_fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+
+def remove_dead_runs(nvme_path: str | os.PathLike[str]) -> list[Path]:
+    """Delete the directories of dead runs under `nvme_path` and return their paths.
+
+    A run is dead when its lock can be taken. Left alone: live runs, runs marked durable, links,
+    other people's directories, anything that does not look as we made it. What cannot be deleted
+    is left for the next run. Raises `MachineError` if `nvme_path` is not a readable directory.
+    """
+    root = _checked_root(nvme_path)
+    try:
+        names = sorted(os.listdir(root))
+    except OSError as error:
+        raise _refusal(root, error) from error
+    removed = []
+    for name in names:
+        is_run, is_new = _RUN_NAME.fullmatch(name), _NEW_NAME.fullmatch(name)
+        if (is_run or is_new) and _remove_if_dead(root, name, is_new=bool(is_new)):
+            removed.append(root / name)
+    return removed
+
+
+def _remove_if_dead(root: Path, name: str, *, is_new: bool) -> bool:
+    with suppress(OSError):
+        directory_fd = os.open(root / name, _DIRECTORY_FLAGS)
+        try:
+            facts = os.fstat(directory_fd)
+            if facts.st_uid != os.geteuid():
+                return False
+            if is_new and time.time() - facts.st_mtime < _NEW_GRACE_S:
+                return False
+            return _remove_locked(root, name, directory_fd, is_new=is_new)
+        finally:
+            os.close(directory_fd)
+    return False
+
+
+def _remove_locked(root: Path, name: str, directory_fd: int, *, is_new: bool) -> bool:
+    try:
+        lock_fd = os.open(_LOCK_NAME, _LOCK_FLAGS, dir_fd=directory_fd)
+    except FileNotFoundError:
+        # Only a removal or a making that was cut short leaves no lock, and then nothing else.
+        os.rmdir(root / name)
+        return True
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Another process may have removed it between our open and our lock.
+        if os.fstat(lock_fd).st_nlink == 0:
+            return False
+        if not _may_be_removed(directory_fd, is_new=is_new):
+            return False
+        _delete(root, name)
+        return True
+    finally:
+        os.close(lock_fd)
+
+
+def _may_be_removed(directory_fd: int, *, is_new: bool) -> bool:
+    """Return whether the record says so; a directory without one must be empty but for the lock."""
+    try:
+        record_fd = os.open(_RECORD_NAME, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory_fd)
+    except FileNotFoundError:
+        return os.listdir(directory_fd) == [_LOCK_NAME]
+    with os.fdopen(record_fd, "rb") as file:
+        try:
+            record = json.loads(file.read(1 << 20))
+        except ValueError:
+            return is_new  # while it is made the record may be half written; later it never is
+    return isinstance(record, dict) and record.get("durable") is False
+
+
+def _delete(root: Path, name: str) -> None:
+    """Delete `root/name`: first what the run wrote, then the record, then the lock, then itself."""
+    with suppress(FileNotFoundError):
+        directory_fd = os.open(root / name, _DIRECTORY_FLAGS)
+        try:
+            with os.scandir(directory_fd) as found:
+                entries = list(found)
+            entries.sort(key=lambda entry: (entry.name == _LOCK_NAME, entry.name == _RECORD_NAME))
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.name, dir_fd=directory_fd)
+                else:
+                    with suppress(FileNotFoundError):
+                        os.unlink(entry.name, dir_fd=directory_fd)
+        finally:
+            os.close(directory_fd)
+        os.rmdir(root / name)
+
+
+def _write_record(path: Path) -> None:
+    """Write who the run is, and make sure that it is on the disk before the run can be seen."""
+    record: dict[str, Any] = {
+        "version": _RECORD_VERSION,
+        "durable": False,
+        "pid": os.getpid(),
+        "start_ticks": _start_ticks(os.getpid()),
+        "hostname": socket.gethostname(),
+        "boot_id": _read("/proc/sys/kernel/random/boot_id"),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump(record, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Return when a process started, in clock ticks since boot; the name may hold anything."""
+    fields = (_read(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
+    return int(fields[19]) if len(fields) > 19 else None
+
+
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
+
+
+def _free_bytes(path: Path) -> int:
+    try:
+        facts = os.statvfs(path)
+    except OSError as error:
+        raise _refusal(path, error) from error
+    return facts.f_bavail * facts.f_frsize
+
+
+def _checked_root(nvme_path: str | os.PathLike[str]) -> Path:
+    root = Path(nvme_path).expanduser().absolute()
+    try:
+        is_directory = root.is_dir()
+        exists = is_directory or os.path.lexists(root)
+    except OSError as error:
+        raise _refusal(root, error) from error
+    if is_directory:
+        return root
+    if exists:
+        because = "it is a file, or a link that leads nowhere"
+        remedy = "give nvme_path a directory on a fast drive"
+        raise MachineError(f"nvme_path {root} is not a directory", because=because, remedy=remedy)
+    raise MachineError(f"nvme_path {root} does not exist", remedy=f"mkdir -p {root}")
+
+
+def _refusal(root: Path, error: OSError) -> InfinityError:
+    """Return the error that says why nothing can be made under `root`."""
+    because = f"{error.strerror} (errno {error.errno})"
+    match error.errno:
+        case errno.ENOSPC | errno.EDQUOT:
+            what = f"nvme_path {root} is full: {_free_text(root)}"
+            return DoesNotFitError(what, because=because, remedy="free space there")
+        case errno.EROFS:
+            what, remedy = "is read-only", f"mount {root} writable, or choose another nvme_path"
+        case errno.EACCES | errno.EPERM:
+            what = "is not writable"
+            remedy = f"chown or chmod {root} for user id {os.geteuid()}, or choose another"
+        case errno.ENOLCK | errno.EOPNOTSUPP:
+            what, remedy = "cannot lock files", "choose an nvme_path on a local file system"
+        case _:
+            what, remedy = "cannot be used", "choose another nvme_path"
+    return MachineError(f"nvme_path {root} {what}", because=because, remedy=remedy)
+
+
+def _free_text(root: Path) -> str:
+    with suppress(OSError):
+        facts = os.statvfs(root)
+        return f"{format_size(facts.f_bavail * facts.f_frsize)} and {facts.f_favail} inodes free"
+    return "free space unknown"
+
+
+# A forked child holds a copy of every lock. It must let go, or a DataLoader worker that outlives a
+# killed run would keep that run's directory looking alive. (Closing a copy does not unlock.)
+_open_scratches: weakref.WeakSet[Scratch] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    for scratch in list(_open_scratches):
+        scratch._release()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

@@ -1,0 +1,1 @@
+"""The user's module: cut into units, and made present or absent."""

@@ -1,0 +1,137 @@
+"""Cut any module into units, without help.
+
+Repeated blocks are found by structure: children of one module with equal parameter names, shapes
+and dtypes. Experts (a repeated ModuleList inside a block) are units of their own. Modules that
+are large by themselves (embeddings, heads) stand alone; what is left is packed together. A
+parameter belongs to the first unit that reaches it, so tied weights are stored once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from infinity.errors import ConfigError
+
+ALONE_SHARE = 16  # a module with 1/16 of all parameters is a unit by itself
+REST_SHARE = 8  # leftovers are packed into units of at most 1/8 of all parameters
+
+
+@dataclass
+class UnitCut:
+    """A unit before it has a layout: its name, the modules to hook, its parameter indices."""
+
+    name: str
+    modules: list[nn.Module]
+    parameters: list[int] = field(default_factory=list)
+
+
+UnitSpec = str | nn.Module | Sequence[str | nn.Module]
+
+
+class Cutter:
+    """One pass over a module; `parameters` and `names` are deduplicated, in module order."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        named = list(root.named_parameters())
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self._index = {id(p): i for i, p in enumerate(self.parameters)}
+        self._taken: set[int] = set()
+        self._total = sum(p.numel() for p in self.parameters)
+
+    def cut(self, units: Sequence[UnitSpec] | None = None) -> list[UnitCut]:
+        """The units, in module order; an explicit list overrides what it names."""
+        cuts = [self._explicit(spec) for spec in units] if units is not None else []
+        if units is None:
+            cuts.extend(self._blocks(self.root, ""))
+        cuts.extend(self._leftovers())
+        cuts = [c for c in cuts if c.parameters]
+        return sorted(cuts, key=lambda c: c.parameters[0])
+
+    def _explicit(self, spec: UnitSpec) -> UnitCut:
+        members = [spec] if isinstance(spec, str | nn.Module) else list(spec)
+        by_name = dict(self.root.named_modules())
+        names = {id(m): n for n, m in by_name.items()}
+        modules: list[nn.Module] = []
+        for member in members:
+            module = by_name.get(member) if isinstance(member, str) else member
+            if module is None or id(module) not in names:
+                raise ConfigError(
+                    f"units name {member!r}, which is not a module of the model",
+                    remedy="use names from model.named_modules()",
+                )
+            modules.append(module)
+        cut = UnitCut("+".join(names[id(m)] or "model" for m in modules), modules)
+        for module in modules:
+            cut.parameters.extend(self._take(module))
+        return cut
+
+    def _take(self, module: nn.Module, *, recurse: bool = True) -> list[int]:
+        """Indices of the module's parameters that no unit has yet."""
+        found = [self._index[id(p)] for p in module.parameters(recurse=recurse)]
+        fresh = sorted(set(found) - self._taken)
+        self._taken.update(fresh)
+        return fresh
+
+    def _blocks(self, module: nn.Module, prefix: str) -> Iterator[UnitCut]:
+        """Outermost repeated children, each a unit; experts inside them first."""
+        repeated = _repeated(module)
+        for name, child in module.named_children():
+            path = f"{prefix}{name}"
+            if id(child) in repeated:
+                yield from self._experts(child, f"{path}.")
+                yield UnitCut(path, [child], self._take(child))
+            else:
+                yield from self._blocks(child, f"{path}.")
+
+    def _experts(self, block: nn.Module, prefix: str) -> Iterator[UnitCut]:
+        for name, child in block.named_modules():
+            if isinstance(child, nn.ModuleList | nn.ModuleDict):
+                repeated = _repeated(child)
+                for key, expert in child.named_children():
+                    if id(expert) in repeated:
+                        path = f"{prefix}{name}.{key}"
+                        yield UnitCut(path, [expert], self._take(expert))
+
+    def _leftovers(self) -> Iterator[UnitCut]:
+        """Modules outside every block: large ones alone, the others packed in order."""
+        rest = UnitCut("rest", [])
+        size = count = 0
+        for name, module in self.root.named_modules():
+            own = [i for i in self._take(module, recurse=False)]
+            if not own:
+                continue
+            numel = sum(self.parameters[i].numel() for i in own)
+            if numel * ALONE_SHARE >= self._total:
+                yield UnitCut(name or "model", [module], own)
+                continue
+            if rest.parameters and (size + numel) * REST_SHARE > self._total:
+                yield rest
+                count += 1
+                rest, size = UnitCut(f"rest.{count}", []), 0
+            rest.modules.append(module)
+            rest.parameters.extend(own)
+            size += numel
+        yield rest
+
+
+def _signature(module: nn.Module) -> tuple[object, ...] | None:
+    """What makes two modules copies of one another; None for those without a matrix."""
+    parameters = [(n, tuple(p.shape), p.dtype) for n, p in module.named_parameters()]
+    if not any(len(shape) >= 2 for _, shape, _ in parameters):
+        return None
+    return (type(module), tuple(parameters))
+
+
+def _repeated(module: nn.Module) -> set[int]:
+    """ids of the children that have at least one structural twin among their siblings."""
+    groups: dict[tuple[object, ...], set[int]] = {}
+    for child in module.children():
+        signature = _signature(child)
+        if signature is not None:
+            groups.setdefault(signature, set()).add(id(child))
+    return {i for ids in groups.values() if len(ids) > 1 for i in ids}

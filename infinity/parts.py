@@ -1,0 +1,250 @@
+"""The rooms of one engine, assembled from a model and a config, and taken down again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infinity.config import Config
+from infinity.errors import ConfigError
+from infinity.memory.device import CpuDevice, Device
+from infinity.memory.disk import Disk
+from infinity.memory.gradients import GradientStore
+from infinity.memory.lanes import Lanes
+from infinity.memory.mover import Mover
+from infinity.memory.reservations import PROCESS
+from infinity.memory.state import StateStore
+from infinity.model.cut import Cutter, UnitCut, UnitSpec
+from infinity.model.presence import Installation, ParameterMap, Presence
+from infinity.optim.cpu import CpuAdam
+from infinity.optim.offloaded import OffloadedOptimizer
+from infinity.plan.layout import PRECISIONS, ParameterFacts, UnitLayout, lay_out
+from infinity.plan.machine import default_host_budget_bytes, read_machine
+from infinity.plan.plan import Plan
+from infinity.plan.planner import Limits, make_plan
+from infinity.training.birth import Birth, Progress
+from infinity.training.hooks import Hooks
+from infinity.training.sweep import Sweep
+
+PROCESS_BASE_BYTES = 320 << 20  # torch imported and one matmul done
+AUTO_DEVICE_BUDGET = 0.9  # of the device memory that is free at start
+_CASTABLE = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_TRAINABLE = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass
+class Cut:
+    """The module's parameters, and the units they were cut into."""
+
+    names: list[str]
+    parameters: list[nn.Parameter]
+    trained: list[bool]
+    dtypes: list[torch.dtype]
+    units: list[UnitCut]
+    layouts: tuple[UnitLayout, ...]
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse what cannot be owned: owned modules, meta parameters, several processes."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1") or 1)
+    if world_size > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={world_size}: several processes are not supported yet",
+            remedy="run one process, without a launcher (unset WORLD_SIZE)",
+        )
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        if isinstance(module._parameters, ParameterMap):
+            raise ConfigError(
+                f"module {name or 'model'!r} is owned by another engine",
+                remedy="close that engine first",
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ConfigError(
+                f"parameter {name!r} is on the meta device; building on meta is not supported yet",
+                remedy="build the model in RAM before initialize()",
+            )
+
+
+def make_optimizer(
+    model: nn.Module, config: Config, model_parameters: Iterable[Any] | None
+) -> OffloadedOptimizer:
+    """`engine.optimizer` over the given parameters or groups, else over all that require grad."""
+    if model_parameters is None:
+        groups: list[Any] = [p for p in model.parameters() if p.requires_grad]
+        if not groups:
+            raise ConfigError(
+                "no parameter of the model requires a gradient",
+                remedy="call requires_grad_(True) on what should be trained before initialize()",
+            )
+    else:
+        groups = list(model_parameters)
+    own = {id(p) for p in model.parameters()}
+    flat = [p for g in groups for p in (g["params"] if isinstance(g, dict) else [g])]
+    for parameter in flat:
+        if id(parameter) not in own:
+            raise ConfigError("model_parameters holds a parameter the model does not have")
+        if parameter.dtype not in _TRAINABLE:
+            raise ConfigError(
+                f"a trained parameter has dtype {parameter.dtype}",
+                remedy="train float32, bfloat16 or float16 parameters; freeze the others",
+            )
+    settings = config.optimizer
+    defaults = {
+        "lr": settings.lr,
+        "betas": tuple(settings.betas),
+        "eps": settings.eps,
+        "weight_decay": settings.weight_decay,
+    }
+    return OffloadedOptimizer(groups, defaults, decoupled=settings.type == "AdamW")
+
+
+def cut_model(
+    model: nn.Module,
+    config: Config,
+    optimizer: OffloadedOptimizer,
+    units: Sequence[UnitSpec] | None,
+) -> Cut:
+    """Cut into units and lay them out; trained is what the optimizer holds."""
+    cutter = Cutter(model)
+    precision = PRECISIONS[config.precision]
+    compute = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    dtypes: list[torch.dtype] = []
+    trained: list[bool] = []
+    for parameter in cutter.parameters:
+        trained.append(id(parameter) in group_of)
+        dtypes.append(compute if parameter.dtype in _CASTABLE else parameter.dtype)
+    cuts = cutter.cut(units)
+    layouts = []
+    for index, cut in enumerate(cuts):
+        facts = []
+        for i in cut.parameters:
+            p = cutter.parameters[i]
+            dtype = str(dtypes[i]).removeprefix("torch.")
+            facts.append(
+                ParameterFacts(cutter.names[i], i, tuple(p.shape), dtype, p.numel(),
+                               dtypes[i].itemsize, trained[i], group_of.get(id(p), -1))
+            )  # fmt: skip
+        layouts.append(lay_out(index, cut.name, facts, precision))
+    return Cut(cutter.names, cutter.parameters, trained, dtypes, cuts, tuple(layouts))
+
+
+def limits_for(config: Config, device: Device, parameters: Iterable[nn.Parameter]) -> Limits:
+    """Budgets: given or derived, less what other engines of this process hold."""
+    machine = read_machine(config.nvme_path)
+    held = PROCESS.total("host") + (PROCESS.total("device") if device.unified else 0)
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in parameters}
+    base = machine.own_rss_bytes - sum(storages.values()) - held
+    host = config.budget.host or default_host_budget_bytes(machine)
+    if config.budget.host and config.budget.host > machine.host_ram_bytes:
+        raise ConfigError(
+            f"budget.host is {config.budget.host} bytes, but this process may use at most "
+            f"{machine.host_ram_bytes}",
+            because="the machine's RAM, or a cgroup's limit, is smaller",
+            remedy="lower budget.host, or leave it out",
+        )
+    memory = device.memory_bytes()
+    device_budget = config.budget.device
+    if device_budget is None and memory is not None:
+        device_budget = int(memory * AUTO_DEVICE_BUDGET)
+    if device_budget is not None:
+        device_budget = max(device_budget - PROCESS.total("device"), 0)
+    return Limits(
+        device=device_budget,
+        host=max(host - held, 0),
+        disk=config.budget.disk,
+        base=max(base, PROCESS_BASE_BYTES),
+    )
+
+
+class Parts:
+    """Everything an engine is made of; `close` gives everything back, in reverse order."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cut: Cut,
+        plan: Plan,
+        config: Config,
+        device: Device,
+        progress: Progress | None = None,
+        poison: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        self.cut = cut
+        self.plan = plan
+        self.device = device
+        self._undo: list[Callable[[], None]] = []
+        PROCESS.take(self, plan.tier_bytes)
+        self._undo.append(lambda: PROCESS.release(self))
+        try:
+            self._assemble(model, config, progress, poison)
+        except BaseException:
+            self.close()
+            raise
+
+    def _assemble(
+        self,
+        model: nn.Module,
+        config: Config,
+        progress: Progress | None,
+        poison: Callable[[Tensor], None] | None,
+    ) -> None:
+        plan, cut, undo = self.plan, self.cut, self._undo
+        undo.append(self.device.close)
+        self.adam = CpuAdam(config.cpu.num_threads, config.cpu.isa)
+        undo.append(self.adam.close)
+        if isinstance(self.device, CpuDevice):
+            self.device.copier = self.adam.copy
+        needs_disk = any(plan.memory["disk"].values())
+        self.disk = Disk(config.nvme_path, config.io) if needs_disk else None
+        if self.disk is not None:
+            undo.append(self.disk.close)
+        self.lanes = Lanes(self.device, self.disk)
+        self.store = StateStore(plan, self.lanes)
+        self.gradients = GradientStore(plan, self.lanes, self.adam)
+        if self.disk is not None:
+            self.disk.allocate()
+        self.presence = Presence(
+            plan.units, cut.parameters, cut.dtypes, self.device.torch_device
+        )
+        self.mover = Mover(plan, self.lanes, self.store, self.presence, poison)
+        self.sweep = Sweep(
+            plan, self.lanes, self.store, self.gradients, self.mover, self.adam
+        )
+        undo.append(self.sweep.close)
+        Birth(plan, self.lanes, self.store, self.adam).write(
+            cut.parameters, self.presence, progress
+        )
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(self.device.torch_device)
+        self.hooks = Hooks(self.mover, self.gradients, cut.units, cut.parameters, cut.trained)
+        undo.append(self.hooks.remove)
+        self.installation = Installation(model, self.hooks.touch)
+        undo.append(self.installation.remove)
+
+    def close(self) -> None:
+        """Take everything down; every step is tried, the first error is raised at the end."""
+        first: BaseException | None = None
+        while self._undo:
+            try:
+                self._undo.pop()()
+            except BaseException as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+
+def plan_for(
+    model: nn.Module, cut: Cut, config: Config, device: Device
+) -> Plan:
+    """The plan of one engine on this machine."""
+    limits = limits_for(config, device, model.parameters())
+    return make_plan(cut.layouts, config, limits, unified=device.unified)

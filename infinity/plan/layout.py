@@ -1,0 +1,197 @@
+"""The flat layout of a unit: which element of which parameter lies where.
+
+A unit has two ranges. The *trained* range holds every parameter that has optimizer state, in the
+compute dtype, and is what gradients, residuals and moments are laid out along, element by
+element. The *frozen* range behind it is opaque bytes of any dtype, without state.
+
+The trained range is cut into chunks of a fixed number of elements. On disk a chunk is one
+contiguous record of those kinds that rest on disk, in the order of `RECORD_ORDER`; in RAM each
+kind is one flat range per unit. Lengths are padded to `ELEMENT_ALIGN` elements so that every
+part of every record starts and ends on a 4096-byte boundary, whatever its item size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+PAGE = 4096
+ELEMENT_ALIGN = 2048  # elements: 4096 bytes of the narrowest kind (2 bytes)
+SEGMENT_ALIGN_BYTES = 512  # start of every tensor in a slot; enough for any device
+
+
+class Tier(Enum):
+    """Where bytes rest."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+class Kind(Enum):
+    """What a byte is for."""
+
+    WEIGHT = "weight"
+    RESIDUAL = "residual"
+    MOMENT1 = "moment1"
+    MOMENT2 = "moment2"
+    GRADIENT = "gradient"
+
+
+RECORD_ORDER = (Kind.WEIGHT, Kind.RESIDUAL, Kind.MOMENT1, Kind.MOMENT2)
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Item sizes (bytes) of one compute precision; `residual` is 0 where weights are fp32."""
+
+    name: str
+    weight: int
+    residual: int
+    moment: int = 4
+
+    def itemsize(self, kind: Kind) -> int:
+        """Bytes per element of a state kind (not of gradients: see `Plan`)."""
+        if kind is Kind.WEIGHT:
+            return self.weight
+        if kind is Kind.RESIDUAL:
+            return self.residual
+        return self.moment
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The state kinds this precision stores, in record order."""
+        return tuple(k for k in RECORD_ORDER if k is not Kind.RESIDUAL or self.residual)
+
+
+BF16 = Precision("bf16", weight=2, residual=2)
+FP32 = Precision("fp32", weight=4, residual=0)
+PRECISIONS = {"bf16": BF16, "fp32": FP32}
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One parameter's place in its unit.
+
+    `offset` counts elements of the trained range when `trained`, else bytes of the frozen range.
+    `dtype` is the torch dtype's name, for instance "bfloat16"; `group` the optimizer group.
+    """
+
+    name: str
+    parameter: int
+    shape: tuple[int, ...]
+    dtype: str
+    numel: int
+    nbytes: int
+    offset: int
+    trained: bool
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnitLayout:
+    """Parameters that travel together, and the size of their ranges."""
+
+    index: int
+    name: str
+    segments: tuple[Segment, ...]
+    numel: int  # trained elements, padded to ELEMENT_ALIGN
+    frozen_bytes: int  # padded to PAGE
+    weight_itemsize: int
+
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes of the trained range in the compute dtype."""
+        return self.numel * self.weight_itemsize
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes a slot needs to hold this unit's weights, frozen ones included."""
+        return self.trained_bytes + self.frozen_bytes
+
+    @property
+    def trained_segments(self) -> tuple[Segment, ...]:
+        """The segments that have optimizer state, in the order of their offsets."""
+        return tuple(s for s in self.segments if s.trained)
+
+    def num_chunks(self, chunk_elements: int) -> int:
+        """How many chunks the trained range is cut into."""
+        return -(-self.numel // chunk_elements)
+
+    def chunk(self, index: int, chunk_elements: int) -> tuple[int, int]:
+        """(first element, number of elements) of one chunk; the last may be shorter."""
+        start = index * chunk_elements
+        return start, min(chunk_elements, self.numel - start)
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterFacts:
+    """What the layout needs to know of one parameter."""
+
+    name: str
+    parameter: int
+    shape: tuple[int, ...]
+    dtype: str
+    numel: int
+    itemsize: int
+    trained: bool
+    group: int
+
+
+def lay_out(
+    index: int, name: str, parameters: list[ParameterFacts], precision: Precision
+) -> UnitLayout:
+    """Place parameters one after the other, each aligned; trained ones first."""
+    segments: list[Segment] = []
+    element = 0
+    align = SEGMENT_ALIGN_BYTES // precision.weight
+    for fact in (p for p in parameters if p.trained):
+        nbytes = fact.numel * precision.weight
+        segments.append(
+            Segment(fact.name, fact.parameter, fact.shape, fact.dtype, fact.numel, nbytes,
+                    element, True, fact.group)
+        )  # fmt: skip
+        element = round_up(element + fact.numel, align)
+    offset = 0
+    for fact in (p for p in parameters if not p.trained):
+        nbytes = fact.numel * fact.itemsize
+        segments.append(
+            Segment(fact.name, fact.parameter, fact.shape, fact.dtype, fact.numel, nbytes,
+                    offset, False, fact.group)
+        )  # fmt: skip
+        offset = round_up(offset + nbytes, SEGMENT_ALIGN_BYTES)
+    return UnitLayout(
+        index=index,
+        name=name,
+        segments=tuple(segments),
+        numel=round_up(element, ELEMENT_ALIGN),
+        frozen_bytes=round_up(offset, PAGE),
+        weight_itemsize=precision.weight,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The contiguous on-disk form of one chunk: which kinds, at which byte offsets inside it."""
+
+    kinds: tuple[Kind, ...]
+    precision: Precision
+
+    def nbytes(self, num_elements: int) -> int:
+        """Bytes of the record of a chunk of `num_elements`."""
+        return num_elements * self.bytes_per_element
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Bytes on disk per trained element."""
+        return sum(self.precision.itemsize(k) for k in self.kinds)
+
+    def offset(self, kind: Kind, num_elements: int) -> int:
+        """Where `kind` starts inside the record of a chunk of `num_elements`, in bytes."""
+        before = self.kinds[: self.kinds.index(kind)]
+        return num_elements * sum(self.precision.itemsize(k) for k in before)

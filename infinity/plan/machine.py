@@ -1,0 +1,230 @@
+"""What this computer offers: memory, processors, disks and limits, read and never guessed.
+
+Everything is read below a `root`, so that a test can hand in a made-up computer. A file that is
+missing or unreadable means "no such limit"; only a path that the user named is an error.
+
+Note: the container's truth. /proc/meminfo shows the whole host inside a container. The kernel kills
+by the memory cgroup, and any ancestor may be the one that is full, so every number here is the
+minimum over the host and all levels of the cgroup, version 1 and version 2.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from infinity.errors import MachineError
+
+# cgroup v1 says "no limit" with the largest page-aligned 63-bit number.
+_NO_LIMIT_BYTES = 2**62
+# The share of memory that is ours to plan with; the rest is for activations on a CPU device, page
+# cache, the data loader and whoever else lives on the machine.
+HOST_BUDGET_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Facts about one computer, as seen by this process. Sizes are in bytes."""
+
+    host_ram_bytes: int
+    """RAM this process may ever use: the minimum of the host's and every cgroup's limit."""
+    host_available_bytes: int
+    """RAM that can be taken now without swapping or being killed."""
+    own_rss_bytes: int
+    """RAM this process holds already."""
+    num_cpus: int
+    """Processors this process may use: the affinity mask, cut to the cgroup's quota, at least 1."""
+    device_memory_bytes: int
+    """Memory of the compute device; 0 without one. Given by the caller, who knows torch."""
+    disk_free_bytes: tuple[tuple[Path, int], ...]
+    """Space an ordinary user may still fill, for each path that was asked about."""
+    memlock_bytes: int | None
+    """How much may be locked in memory; `None` is unlimited."""
+    thp_mode: str
+    """Transparent huge pages: "always", "madvise", "never" or "unknown"."""
+
+
+def read_machine(
+    paths: Iterable[str | os.PathLike[str]] = (),
+    root: Path = Path("/"),
+    device_memory_bytes: int = 0,
+) -> Machine:
+    """Return the facts, with the free space of the disk below each of `paths`.
+
+    `root` replaces "/" as the place of /proc and /sys, not of `paths`. Raises `MachineError` if a
+    path cannot be looked at or if the total memory cannot be read.
+    """
+    meminfo = _meminfo(root)
+    if "MemTotal" not in meminfo:
+        because = f"{root / 'proc/meminfo'} has no MemTotal"
+        raise MachineError("the size of the RAM is unknown", because=because)
+    total_bytes = meminfo["MemTotal"]
+    available_bytes = meminfo.get("MemAvailable", meminfo.get("MemFree", total_bytes))
+    for limit_bytes, room_bytes in _memory_limits(root):
+        total_bytes = min(total_bytes, limit_bytes)
+        available_bytes = min(available_bytes, room_bytes)
+    return Machine(
+        host_ram_bytes=total_bytes,
+        host_available_bytes=max(0, available_bytes),
+        own_rss_bytes=_own_rss_bytes(root),
+        num_cpus=_num_cpus(root),
+        device_memory_bytes=device_memory_bytes,
+        disk_free_bytes=tuple((Path(path), disk_free_bytes(Path(path))) for path in paths),
+        memlock_bytes=_memlock_bytes(root),
+        thp_mode=_thp_mode(root),
+    )
+
+
+def default_host_budget_bytes(machine: Machine) -> int:
+    """Return the host budget where none is given: 80 % of what this process may come to hold."""
+    reachable_bytes = machine.host_available_bytes + machine.own_rss_bytes
+    return int(HOST_BUDGET_SHARE * min(machine.host_ram_bytes, reachable_bytes))
+
+
+def disk_free_bytes(path: Path) -> int:
+    """Return the space an ordinary user may still fill on the disk of `path`, in bytes.
+
+    Raises `MachineError` if `path` does not exist or cannot be looked at.
+    """
+    try:
+        facts = os.statvfs(path)
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError)
+        raise MachineError(
+            f"{path}: free space is unknown",
+            because=error.strerror,
+            remedy=f"mkdir -p {path}" if missing else None,
+        ) from error
+    return facts.f_bavail * facts.f_frsize
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+
+
+def _number(path: Path) -> int | None:
+    """Return the number a file holds; `None` for "max", for v1's "no limit" and for no file."""
+    with suppress(ValueError):
+        number = int((_read(path) or "").strip())
+        return number if 0 <= number < _NO_LIMIT_BYTES else None
+    return None
+
+
+def _meminfo(root: Path) -> dict[str, int]:
+    text = _read(root / "proc/meminfo") or ""
+    found = re.findall(r"^(\w+):\s+([0-9]+) kB", text, re.MULTILINE)
+    return {name: int(kib) * 1024 for name, kib in found}
+
+
+def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Yield (limit, room left) in bytes for every level of the cgroups that has a limit."""
+    for controller, limit, usage, reclaimable in (
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ("", "memory.max", "memory.current", "inactive_file"),
+    ):
+        for level in _levels(root, controller):
+            limit_bytes = _number(level / limit)
+            if limit_bytes is None:
+                continue
+            # Clean page cache counts as used, but is dropped before anyone is killed.
+            stat = dict(re.findall(r"^(\w+) ([0-9]+)$", _read(level / "memory.stat") or "", re.M))
+            used_bytes = (_number(level / usage) or 0) - int(stat.get(reclaimable, 0))
+            yield limit_bytes, limit_bytes - max(0, used_bytes)
+
+
+def _levels(root: Path, controller: str) -> Iterator[Path]:
+    """Yield this process's cgroup directory and its ancestors; controller "" is version 2."""
+    mount = _cgroup_mount(root, controller)
+    own_path = _cgroup_path(root, controller)
+    if mount is None or own_path is None:
+        return
+    mount_root, mount_point = mount
+    # In a container the mount may show only a part of the tree the path is written against.
+    if mount_root != "/" and (own_path + "/").startswith(mount_root + "/"):
+        own_path = own_path[len(mount_root) :]
+    parts = [part for part in own_path.split("/") if part]
+    if ".." in parts:
+        parts = []
+    top = root / mount_point.lstrip("/")
+    for depth in range(len(parts), -1, -1):
+        level = top.joinpath(*parts[:depth])
+        if level.is_dir():
+            yield level
+
+
+def _cgroup_path(root: Path, controller: str) -> str | None:
+    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controller in controllers.split(","):
+            return path
+    return None
+
+
+def _cgroup_mount(root: Path, controller: str) -> tuple[str, str] | None:
+    """Return (the part of the hierarchy that is mounted, where) or `None`."""
+    for line in (_read(root / "proc/self/mountinfo") or "").splitlines():
+        before, _, after = line.partition(" - ")
+        where, what = before.split(), after.split()
+        if len(where) < 5 or len(what) < 3:
+            continue
+        is_v1 = what[0] == "cgroup" and bool(controller) and controller in what[2].split(",")
+        if is_v1 or (what[0] == "cgroup2" and not controller):
+            return where[3], where[4].replace("\\040", " ")
+    return None
+
+
+def _num_cpus(root: Path) -> int:
+    num_cpus = _num_allowed_cpus(root)
+    for level in _levels(root, ""):
+        quota, _, period = (_read(level / "cpu.max") or "").strip().partition(" ")
+        if quota.isdigit() and period.isdigit():
+            num_cpus = min(num_cpus, _ceil(int(quota), int(period)))
+    for level in _levels(root, "cpu"):
+        quota_us = _number(level / "cpu.cfs_quota_us")
+        period_us = _number(level / "cpu.cfs_period_us")
+        if quota_us and period_us:
+            num_cpus = min(num_cpus, _ceil(quota_us, period_us))
+    return max(1, num_cpus)
+
+
+def _ceil(numerator: int, denominator: int) -> int:
+    return -(-numerator // max(1, denominator))
+
+
+def _num_allowed_cpus(root: Path) -> int:
+    """Count the affinity mask, as `os.sched_getaffinity` would, from a file under `root`."""
+    status = _read(root / "proc/self/status") or ""
+    match = re.search(r"^Cpus_allowed_list:\s*([0-9,-]+)$", status, re.MULTILINE)
+    if match is None:
+        return len(os.sched_getaffinity(0))
+    count = 0
+    for part in match[1].split(","):
+        first, _, last = part.partition("-")
+        count += int(last or first) - int(first) + 1
+    return count
+
+
+def _own_rss_bytes(root: Path) -> int:
+    status = _read(root / "proc/self/status") or ""
+    match = re.search(r"^VmRSS:\s*([0-9]+) kB$", status, re.MULTILINE)
+    return int(match[1]) * 1024 if match else 0
+
+
+def _memlock_bytes(root: Path) -> int | None:
+    limits = _read(root / "proc/self/limits") or ""
+    match = re.search(r"^Max locked memory\s+([0-9]+)\s", limits, re.MULTILINE)
+    return int(match[1]) if match else None
+
+
+def _thp_mode(root: Path) -> str:
+    text = _read(root / "sys/kernel/mm/transparent_hugepage/enabled") or ""
+    match = re.search(r"\[(\w+)\]", text)
+    return match[1] if match else "unknown"

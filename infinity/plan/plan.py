@@ -1,0 +1,146 @@
+"""The plan: pure data, computed from units, budgets and machine facts before anything exists."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from infinity.plan.layout import (
+    BF16,
+    Kind,
+    Precision,
+    Record,
+    Tier,
+    UnitLayout,
+)
+from infinity.sizes import format_count, format_size
+
+LANES = ("disk_read", "disk_write", "to_device", "from_device")
+
+
+@dataclass(frozen=True, slots=True)
+class UnitHomes:
+    """Where one unit's bytes rest. `state` means residual and both moments."""
+
+    weight: Tier
+    state: Tier
+    gradient: Tier
+
+    def of(self, kind: Kind) -> Tier:
+        """The home of a kind."""
+        if kind is Kind.WEIGHT:
+            return self.weight
+        return self.gradient if kind is Kind.GRADIENT else self.state
+
+    def of_field(self, field: str) -> Tier:
+        """The home by field name: "weight", "state" or "gradient"."""
+        return {"weight": self.weight, "state": self.state, "gradient": self.gradient}[field]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotClass:
+    """Slots of one size, shared by units that need at least half of it."""
+
+    slot_bytes: int
+    count: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Homes, slots, chunk size, and the memory and bytes they cost.
+
+    Sizes are bytes; `chunk_elements` elements; `gradient_itemsize` bytes per gradient element
+    (2 where one micro-batch makes a step in bf16, 4 where gradients are summed).
+    """
+
+    precision: Precision
+    units: tuple[UnitLayout, ...]
+    homes: tuple[UnitHomes, ...]
+    slot_classes: tuple[SlotClass, ...]
+    chunk_elements: int
+    num_stages: int
+    look_ahead: int
+    micro_batches: int
+    gradient_itemsize: int
+    unified: bool
+    memory: dict[str, dict[str, int]]  # tier -> purpose -> bytes
+    budget: dict[str, int | None]
+    predicted_bytes: dict[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def tier_bytes(self) -> dict[str, int]:
+        """Bytes per tier ("device", "host", "disk"), all purposes together."""
+        return {tier: sum(parts.values()) for tier, parts in self.memory.items()}
+
+    @property
+    def num_trained(self) -> int:
+        """Parameters with optimizer state, padding not counted."""
+        return sum(s.numel for u in self.units for s in u.trained_segments)
+
+    def record(self, unit: UnitLayout) -> Record:
+        """Which kinds of the unit share its on-disk records."""
+        homes = self.homes[unit.index]
+        kinds = tuple(k for k in self.precision.kinds if homes.of(k) is Tier.DISK)
+        return Record(kinds, self.precision)
+
+    def class_of(self, unit: int) -> int | None:
+        """The unit's slot class, None where its weights rest on the device."""
+        for index, slot_class in enumerate(self.slot_classes):
+            if unit in slot_class.members:
+                return index
+        return None
+
+    def describe(self) -> str:
+        """Several plain lines: what lives where, memory against budgets, bytes per step."""
+        name = "bf16 + 16-bit residual" if self.precision is BF16 else "fp32"
+        lines = [
+            f"{format_count(self.num_trained)} trained parameters in {len(self.units)} units, "
+            f"master {name}, {self.micro_batches} micro-batch(es) per step"
+        ]
+        for label, kind in (
+            ("weights", Kind.WEIGHT),
+            ("moments and residual", Kind.MOMENT1),
+            ("gradients", Kind.GRADIENT),
+        ):
+            lines.append(f"  {label:<21} {self._homes_line(kind)}")
+        for tier, parts in self.memory.items():
+            budget = self.budget.get(tier)
+            total = sum(parts.values())
+            of = f" of {format_size(budget)}" if budget is not None else ""
+            inside = ", ".join(f"{k} {format_size(v)}" for k, v in parts.items() if v)
+            if total:
+                lines.append(f"  {tier:<7} {format_size(total):>10}{of}: {inside}")
+        slots = ", ".join(f"{c.count} x {format_size(c.slot_bytes)}" for c in self.slot_classes)
+        lines.append(
+            f"  slots   {slots or 'none (weights rest on the device)'}; look-ahead "
+            f"{self.look_ahead}; chunks of {format_count(self.chunk_elements)} elements"
+        )
+        lanes = ", ".join(
+            f"{lane.replace('_', ' ')} {format_size(self.predicted_bytes.get(lane, 0))}"
+            for lane in LANES
+            if self.predicted_bytes.get(lane, 0)
+        )
+        lines.append(f"  predicted per step: {lanes or 'nothing moves between tiers'}")
+        lines.extend(f"  note: {note}" for note in self.notes)
+        return "\n".join(lines)
+
+    def _homes_line(self, kind: Kind) -> str:
+        counts: dict[Tier, int] = {}
+        for homes in self.homes:
+            tier = homes.of(kind)
+            counts[tier] = counts.get(tier, 0) + 1
+        return ", ".join(
+            f"{tier.value} ({n} unit{'s' if n > 1 else ''})" if len(counts) > 1 else tier.value
+            for tier, n in counts.items()
+        )
+
+
+def publishes(plan: Plan, unit: int) -> bool:
+    """Whether a sweep brings the unit's new weights to the device.
+
+    Units with frozen bytes that rest elsewhere do not: the sweep has only the trained part, so
+    they go home and are fetched whole.
+    """
+    layout = plan.units[unit]
+    return not layout.frozen_bytes or plan.homes[unit].weight is Tier.DEVICE

@@ -1,0 +1,1 @@
+"""The training step: hooks, gradients out, clipping, the sweep, and whole values."""

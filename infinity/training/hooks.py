@@ -1,0 +1,262 @@
+"""Where the engine meets modules and autograd.
+
+[Note: saved tensors]
+While a unit computes, a saved-tensor pair of ours is on top. A tensor that lives in a slot is
+packed as a description (unit, update count, dtype, offset, size, stride) and unpacked onto
+wherever the unit sits when backward asks; so nothing saved pins a slot. Unpacking after a later
+update raises, as plain torch would. Any other tensor goes to the pair that was on top when ours
+was pushed: checkpointing and save_on_cpu keep working. (Without that, non-reentrant
+checkpointing would silently save everything and never recompute: equal numbers, no saving.)
+With no outer pair it is kept detached with its version, which is checked on unpack.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from infinity.errors import PresenceError
+from infinity.memory.gradients import GradientStore
+from infinity.memory.mover import Mover
+from infinity.model.cut import UnitCut
+from infinity.model.torch_private import (
+    SavedTensorHooks,
+    inside_function_transform,
+    top_saved_tensors_hooks,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _InSlot:
+    """A saved tensor that is part of a unit's weights."""
+
+    unit: int
+    updates: int
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Outer:
+    """A saved tensor that another pair of hooks packed."""
+
+    unpack: Callable[[Any], Tensor]
+    packed: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A saved tensor kept as it is."""
+
+    tensor: Tensor
+    version: int
+
+
+class SavedTensors:
+    """Our pack/unpack pair. See [Note: saved tensors]."""
+
+    def __init__(self, mover: Mover) -> None:
+        self.mover = mover
+        self._addresses = {}
+        for slot in mover.ledger.slots:
+            probe = slot.residency
+            if probe is None:
+                assert slot.arena is not None
+                probe = slot.arena.view(slot.offset, slot.nbytes)
+            self._addresses[probe.data_ptr()] = slot
+        self._stack: list[tuple[Any, SavedTensorHooks]] = []
+
+    def push(self) -> bool:
+        """Put our pair on top unless it is there already; whether it was pushed."""
+        outer = top_saved_tensors_hooks()
+        if outer is not None and self._stack and outer[0] is self._stack[-1][1][0]:
+            return False
+
+        def pack(tensor: Tensor) -> Any:
+            return self._pack(tensor, outer)
+
+        pair = (pack, self._unpack)
+        context = torch.autograd.graph.saved_tensors_hooks(*pair)
+        context.__enter__()
+        self._stack.append((context, pair))
+        return True
+
+    def pop(self) -> None:
+        """Undo one `push`."""
+        context, _ = self._stack.pop()
+        context.__exit__(None, None, None)
+
+    @property
+    def depth(self) -> int:
+        """How many pushes are open."""
+        return len(self._stack)
+
+    def _pack(self, tensor: Tensor, outer: SavedTensorHooks | None) -> Any:
+        slot = self._addresses.get(tensor.untyped_storage().data_ptr())
+        if slot is not None and slot.owner is not None and tensor.numel():
+            return _InSlot(
+                slot.owner,
+                self.mover.entries[slot.owner].updates,
+                tensor.dtype,
+                tensor.storage_offset(),
+                tensor.size(),
+                tensor.stride(),
+            )
+        if outer is not None:
+            return _Outer(outer[1], outer[0](tensor))
+        return _Kept(tensor.detach(), tensor._version)
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, _Outer):
+            return packed.unpack(packed.packed)
+        if isinstance(packed, _Kept):
+            if packed.tensor._version != packed.version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by "
+                    f"an inplace operation: a tensor of shape {tuple(packed.tensor.shape)} is at "
+                    f"version {packed.tensor._version}, expected {packed.version}"
+                )
+            return packed.tensor
+        assert isinstance(packed, _InSlot)
+        self.mover.use(packed.unit)
+        entry = self.mover.entries[packed.unit]
+        if entry.updates != packed.updates:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: the weights of unit "
+                f"{self.mover.plan.units[packed.unit].name!r} were updated after this graph was "
+                "made; call backward before step, or run the forward again"
+            )
+        assert entry.slot is not None
+        assert entry.slot.residency is not None
+        storage = entry.slot.residency.untyped_storage()
+        alias = torch.empty(0, dtype=packed.dtype, device=entry.slot.residency.device)
+        offset = entry.slot.residency.storage_offset() // packed.dtype.itemsize + packed.offset
+        return alias.set_(storage, offset, packed.size, packed.stride)  # type: ignore[call-overload,no-any-return]
+
+
+class Hooks:
+    """Module hooks of all units, gradient hooks of all parameters, and their removal."""
+
+    def __init__(
+        self,
+        mover: Mover,
+        gradients: GradientStore,
+        cuts: Sequence[UnitCut],
+        parameters: Sequence[nn.Parameter],
+        trained: Sequence[bool],
+    ) -> None:
+        self.mover = mover
+        self.gradients = gradients
+        self.saved = SavedTensors(mover)
+        self.lent: Container[int] = ()  # parameters that have a full value of their own now
+        self._pid = os.getpid()
+        self._cuts = cuts
+        self._index_of = {id(p): i for i, p in enumerate(parameters)}
+        self._unit_of = {i: u for u, cut in enumerate(cuts) for i in cut.parameters}
+        self._handles: list[RemovableHandle] = []
+        self._pushed: list[bool] = []
+        for unit, cut in enumerate(cuts):
+            for module in cut.modules:
+                self._handles.append(module.register_forward_pre_hook(self._before(unit)))
+                self._handles.append(
+                    module.register_forward_hook(self._after(unit), always_call=True)
+                )
+        for index, parameter in enumerate(parameters):
+            if trained[index]:
+                requires = parameter.requires_grad
+                parameter.requires_grad_(True)  # the hook needs an accumulator
+                handle = parameter.register_post_accumulate_grad_hook(self._arrived(index))
+                parameter.requires_grad_(requires)
+                self._handles.append(handle)
+
+    def touch(self, parameter: nn.Parameter) -> None:
+        """A parameter is being reached for through its module."""
+        self._refuse_strangers()
+        index = self._index_of[id(parameter)]
+        if index not in self.lent:
+            self.mover.use(self._unit_of[index])
+
+    def _refuse_strangers(self) -> None:
+        if os.getpid() != self._pid:
+            raise PresenceError(
+                f"this engine belongs to process {self._pid}; process {os.getpid()} is a fork "
+                "of it and has neither its slots nor its threads",
+                because="a DataLoader worker or another child touched the offloaded model",
+                remedy="use the model only in the process that made the engine; give workers "
+                "plain data",
+            )
+        if inside_function_transform():
+            raise PresenceError(
+                "torch.func transforms (grad, vmap, functional_call, ...) cannot run over an "
+                "offloaded module",
+                because="they replace parameters or saved tensors behind the engine's back",
+                remedy="use engine(...) and engine.backward(loss), or a plain copy of the module",
+            )
+
+    def _before(self, unit: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            self._refuse_strangers()
+            if not self._is_lent(unit):
+                self.mover.use(unit)
+            self.mover.entries[unit].entered += 1
+            self._pushed.append(self.saved.push())
+
+        return hook
+
+    def _is_lent(self, unit: int) -> bool:
+        lent = [i in self.lent for i in self._cuts[unit].parameters]
+        if any(lent) and not all(lent):
+            raise PresenceError(
+                f"unit {self.mover.plan.units[unit].name!r} computes while some of its "
+                "parameters are materialized",
+                remedy="leave the `with engine.materialized(...)` block first, or materialize "
+                "the whole module",
+            )
+        return any(lent)
+
+    def _after(self, unit: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if not self._pushed:  # an exception came before our pre-hook
+                return
+            self.mover.entries[unit].entered -= 1
+            if self._pushed.pop():
+                self.saved.pop()
+
+        return hook
+
+    def _arrived(self, index: int) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            self.gradients.receive(index, gradient)
+            self.mover.tend()
+
+        return hook
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Our pair on top for a whole engine call; every stack restored on any exception."""
+        depth, pushed = self.saved.depth, len(self._pushed)
+        self.saved.push()
+        try:
+            yield
+        finally:
+            del self._pushed[pushed:]
+            while self.saved.depth > depth:
+                self.saved.pop()
+
+    def remove(self) -> None:
+        """Take every hook back."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []

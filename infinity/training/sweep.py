@@ -1,0 +1,310 @@
+"""The optimizer pass: read, update, publish, write, pipelined by chunk, behind the next forward.
+
+[Note: deferred and exact]
+A sweep starts when the norm and the clip factor are known, and updates units in the order in
+which the forward will need them. `step()` does not wait for it; a fetch of a unit waits for that
+unit's update. Nothing is stale and nothing is speculative.
+
+[Note: pacing]
+The sweep publishes a unit's new weights into a free slot, and waits for one when there is none:
+it stays at most the slot count ahead of the forward, so that weights are not written, dropped
+and read again. A demand for anything else lifts the pacing (see the mover).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from infinity.memory.device import Event
+from infinity.memory.disk import Ticket
+from infinity.memory.gradients import GradientStore
+from infinity.memory.host import arena_for
+from infinity.memory.lanes import Lanes, after_all
+from infinity.memory.mover import WAKE_S, Mover
+from infinity.memory.residency import Slot
+from infinity.memory.state import StateStore
+from infinity.optim.adamw import AdamHyper
+from infinity.optim.cpu import CpuAdam
+from infinity.plan.layout import Kind, Segment
+from infinity.plan.plan import Plan
+from infinity.plan.planner import stage_bytes
+
+
+@dataclass(frozen=True)
+class SweepJob:
+    """Everything one sweep depends on; captured at `step()`.
+
+    `hypers` and `steps` are by parameter index and name exactly the parameters to update;
+    `steps` counts this update, from 1.
+    """
+
+    units: tuple[int, ...]
+    hypers: Mapping[int, AdamHyper]
+    steps: Mapping[int, int]
+    grad_scale: float
+
+
+@dataclass(eq=False)
+class _Stage:
+    """A RAM buffer for one chunk of what cannot be updated in place."""
+
+    buffer: Tensor
+    busy: list[Ticket | Event] = field(default_factory=list)
+
+    def reuse(self) -> None:
+        """Wait until nothing reads the buffer any more."""
+        for item in self.busy:
+            item.wait()
+        self.busy.clear()
+
+
+@dataclass(eq=False)
+class _Work:
+    """One chunk between its read and its write."""
+
+    unit: int
+    chunk: int
+    stage: _Stage
+    views: dict[Kind, Tensor]  # uint8, host-reachable, of exactly this chunk
+    waits: list[Ticket | Event]
+
+
+class _Aborted(Exception):
+    """The engine is closing."""
+
+
+class Sweep:
+    """One worker thread that runs one job at a time."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        lanes: Lanes,
+        store: StateStore,
+        gradients: GradientStore,
+        mover: Mover,
+        adam: CpuAdam,
+    ) -> None:
+        self.plan = plan
+        self.lanes = lanes
+        self.store = store
+        self.gradients = gradients
+        self.mover = mover
+        self.adam = adam
+        nbytes = stage_bytes(plan)
+        arena = arena_for([nbytes] * plan.num_stages)
+        if nbytes:
+            lanes.device.pin(arena)
+        self._stages = [_Stage(arena.carve(nbytes)) for _ in range(plan.num_stages)]
+        self._job: SweepJob | None = None
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self._target: tuple[Slot, Tensor] | None = None
+        self._published: list[Event] = []
+
+    # --- the training thread ---------------------------------------------------------------
+
+    def start(self, job: SweepJob) -> None:
+        """Hand over a job; its units must be pending and the previous job finished."""
+        with self.mover.changed:
+            assert self._job is None
+            self._job = job
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._loop, name="infinity-sweep", daemon=True
+                )
+                self._thread.start()
+            self.mover.changed.notify_all()
+
+    def finish(self) -> None:
+        """Lift the pacing and wait until no update is owed."""
+        with self.lanes.stall("update"), self.mover.changed:
+            self.mover.paced = False
+            self.mover.changed.notify_all()
+            while self._job is not None and self.mover.failure is None:
+                self.mover.changed.wait(WAKE_S)
+
+    def close(self) -> None:
+        """Abandon what is left and end the thread."""
+        with self.mover.changed:
+            self._closing = True
+            self.mover.paced = False
+            self.mover.changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    # --- the sweep thread --------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        while True:
+            with self.mover.changed:
+                while self._job is None and not self._closing:
+                    self.mover.changed.wait()
+                if self._closing:
+                    return
+                job = self._job
+            assert job is not None
+            try:
+                self._run(job)
+            except _Aborted:
+                return
+            except BaseException as error:
+                self.mover.fail(error)
+                return
+            with self.mover.changed:
+                self._job = None
+                self.mover.changed.notify_all()
+
+    def _run(self, job: SweepJob) -> None:
+        queue: deque[_Work] = deque()
+        order = self._chunks(job)
+        turn = 0
+        pending = next(order, None)
+        while pending is not None or queue:
+            while pending is not None and len(queue) < self.plan.num_stages - 2:
+                stage = self._stages[turn % len(self._stages)]
+                turn += 1
+                stage.reuse()
+                queue.append(self._issue(*pending, stage))
+                pending = next(order, None)
+            if self._closing:
+                for work in queue:
+                    for item in work.waits:
+                        item.wait()
+                raise _Aborted
+            self._process(job, queue.popleft())
+
+    def _chunks(self, job: SweepJob) -> Iterator[tuple[int, int]]:
+        """(unit, chunk) in order; a unit somebody waits for comes next."""
+        remaining = list(job.units)
+        while remaining:
+            demand = self.mover.demand
+            unit = demand if demand in remaining else remaining[0]
+            remaining.remove(unit)
+            for chunk in range(self.plan.units[unit].num_chunks(self.plan.chunk_elements)):
+                yield unit, chunk
+
+    def _issue(self, unit: int, chunk: int, stage: _Stage) -> _Work:
+        """Start bringing a chunk's kinds and gradient where the CPU can update them."""
+        state = self.store.units[unit]
+        layout, plan = state.layout, self.plan
+        start, count = layout.chunk(chunk, plan.chunk_elements)
+        work = _Work(unit, chunk, stage, {}, [])
+        used = 0
+        if chunk == 0:
+            self.store.settle_writes(unit)
+        if state.record.kinds:
+            used = state.record.nbytes(count)
+            work.waits.append(self.lanes.read([(state.extents[chunk], stage.buffer[:used])]))
+            for kind in state.record.kinds:
+                offset = state.record.offset(kind, count)
+                nbytes = count * plan.precision.itemsize(kind)
+                work.views[kind] = stage.buffer[offset : offset + nbytes]
+        for kind in plan.precision.kinds:
+            itemsize = plan.precision.itemsize(kind)
+            part = slice(start * itemsize, (start + count) * itemsize)
+            if kind in state.ram:
+                work.views[kind] = state.ram[kind][part]
+            elif kind in state.on_device:
+                view = stage.buffer[used : used + count * itemsize]
+                used += count * itemsize
+                work.waits.append(self.lanes.copy_out(view, state.on_device[kind][part]))
+                work.views[kind] = view
+        self._issue_gradient(work, start, count, stage.buffer[used:])
+        return work
+
+    def _issue_gradient(self, work: _Work, start: int, count: int, room: Tensor) -> None:
+        gradients, itemsize = self.gradients, self.plan.gradient_itemsize
+        if work.unit in gradients.ram:
+            view = gradients.ram[work.unit][start : start + count].view(torch.uint8)
+            work.views[Kind.GRADIENT] = view
+            return
+        view = room[: count * itemsize]
+        work.views[Kind.GRADIENT] = view
+        if work.unit in gradients.on_device:
+            source = gradients.on_device[work.unit][start : start + count].view(torch.uint8)
+            work.waits.append(self.lanes.copy_out(view, source))
+            return
+        extent = gradients.extents[work.unit].part(start * itemsize, count * itemsize)
+        work.waits.append(self.lanes.read([(extent, view)]))
+
+    def _process(self, job: SweepJob, work: _Work) -> None:
+        state = self.store.units[work.unit]
+        start, count = state.layout.chunk(work.chunk, self.plan.chunk_elements)
+        for item in work.waits:
+            item.wait()
+        if work.chunk == 0:
+            # A copy of the old weights to the device may still read the range about to change.
+            self.mover.entries[work.unit].ready.wait()
+        for segment in state.layout.trained_segments:
+            if segment.parameter in job.hypers:
+                self._update(job, segment, work, start, count)
+        if work.chunk == 0:
+            self._published = []
+        self._write_back(work, start, count)
+        if work.chunk == 0:
+            self._target = self.mover.publish_slot(work.unit)
+        if self._target is not None and Kind.WEIGHT not in state.on_device:
+            self._publish(work, start)
+        if work.chunk + 1 == state.layout.num_chunks(self.plan.chunk_elements):
+            self.mover.updated(work.unit, after_all(*self._published))
+
+    def _update(
+        self, job: SweepJob, segment: Segment, work: _Work, start: int, count: int
+    ) -> None:
+        """Update the part of one parameter that lies in this chunk."""
+        first = max(segment.offset, start) - start
+        last = min(segment.offset + segment.numel, start + count) - start
+        if first >= last:
+            return
+        split = Kind.RESIDUAL in work.views
+
+        def part(kind: Kind, dtype: torch.dtype) -> Tensor:
+            return work.views[kind].view(dtype)[first:last]
+
+        self.adam.update(
+            part(Kind.WEIGHT, torch.bfloat16 if split else torch.float32),
+            part(Kind.RESIDUAL, torch.int16) if split else None,
+            part(Kind.MOMENT1, torch.float32),
+            part(Kind.MOMENT2, torch.float32),
+            part(Kind.GRADIENT, self.gradients.dtype),
+            job.hypers[segment.parameter],
+            job.steps[segment.parameter],
+            job.grad_scale,
+        )
+
+    def _write_back(self, work: _Work, start: int, count: int) -> None:
+        """Send what was updated in the stage to its home."""
+        state = self.store.units[work.unit]
+        if state.record.kinds:
+            nbytes = state.record.nbytes(count)
+            ticket = self.lanes.write([(state.extents[work.chunk], work.stage.buffer[:nbytes])])
+            work.stage.busy.append(ticket)
+            state.writes.append(ticket)
+        for kind, home in state.on_device.items():
+            itemsize = self.plan.precision.itemsize(kind)
+            target = home[start * itemsize : (start + count) * itemsize]
+            event = self.lanes.copy_in(target, work.views[kind])
+            work.stage.busy.append(event)
+            if kind is Kind.WEIGHT:
+                self._published.append(event)
+
+    def _publish(self, work: _Work, start: int) -> None:
+        """Copy the chunk's new weights into the unit's slot (nothing to do where they rest)."""
+        assert self._target is not None
+        slot, residency = self._target
+        weights = work.views[Kind.WEIGHT]
+        offset = start * self.plan.precision.weight
+        target = residency[offset : offset + weights.numel()]
+        if target.data_ptr() == weights.data_ptr():
+            return
+        event = self.lanes.copy_in(target, weights, slot.free_after)
+        work.stage.busy.append(event)
+        self._published.append(event)

@@ -1,0 +1,249 @@
+"""Whole values of parameters: read, edited and written back, from and to any home.
+
+One unit is cached at a time, so that walking through a model parameter by parameter reads and
+writes each unit once. Nothing here is fast; all of it is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from infinity.errors import ConfigError, PresenceError
+from infinity.memory.mover import Mover
+from infinity.memory.state import StateStore
+from infinity.optim.cpu import CpuAdam
+from infinity.plan.layout import Kind, Segment, UnitLayout
+
+
+@dataclass
+class _CachedUnit:
+    """Flat copies of one unit's weight and residual ranges."""
+
+    layout: UnitLayout
+    weight: Tensor
+    residual: Tensor | None
+    dirty: bool = False
+
+
+class Values:
+    """Reads and writes parameters by index; `settle` must lift the pacing and wait for updates."""
+
+    def __init__(
+        self, store: StateStore, mover: Mover, adam: CpuAdam, settle: Callable[[], None]
+    ) -> None:
+        self.store = store
+        self.mover = mover
+        self.adam = adam
+        self.settle = settle
+        self.lent: dict[int, torch.dtype] = {}
+        self._places = {s.parameter: (u, s) for u in store.plan.units for s in u.segments}
+        self._cached: _CachedUnit | None = None
+
+    # --- single values -----------------------------------------------------------------------
+
+    def read(self, parameter: int, *, master: bool = False) -> Tensor:
+        """A fresh CPU tensor: the compute-dtype value, or the fp32 master of a trained one."""
+        layout, segment = self._places[parameter]
+        cached = self._load(layout)
+        dtype = self.mover.presence.dtypes[parameter]
+        if not segment.trained:
+            start = layout.trained_bytes + segment.offset
+            flat = cached.weight[start : start + segment.nbytes].view(dtype)
+            return flat.view(segment.shape).clone()
+        weight, residual = self._parts(cached, segment)
+        if not master or residual is None:
+            return weight.view(segment.shape).clone()
+        joined = torch.empty(segment.numel, dtype=torch.float32)
+        self.adam.join(weight, residual, joined)
+        return joined.view(segment.shape)
+
+    def write(self, parameter: int, value: Tensor) -> None:
+        """Replace a value. fp32 values of trained parameters become the master as they are;
+        values in the compute dtype keep the residual where their bits did not change.
+        """
+        layout, segment = self._places[parameter]
+        if tuple(value.shape) != segment.shape:
+            raise ConfigError(
+                f"parameter {segment.name!r} has shape {segment.shape}, got {tuple(value.shape)}"
+            )
+        cached = self._load(layout)
+        cached.dirty = True
+        flat = value.detach().cpu().contiguous().view(-1)
+        if not segment.trained:
+            start = layout.trained_bytes + segment.offset
+            dtype = self.mover.presence.dtypes[parameter]
+            cached.weight[start : start + segment.nbytes].copy_(flat.to(dtype).view(torch.uint8))
+            return
+        weight, residual = self._parts(cached, segment)
+        if residual is None:
+            weight.copy_(flat)
+            return
+        keep = torch.zeros(segment.numel, dtype=torch.bool)
+        if flat.dtype is torch.bfloat16:
+            keep = flat.view(torch.int16) == weight.view(torch.int16)
+        new_weight, new_residual = torch.empty_like(weight), torch.empty_like(residual)
+        self.adam.split(flat.float(), new_weight, new_residual)
+        weight.copy_(torch.where(keep, weight, new_weight))
+        residual.copy_(torch.where(keep, residual, new_residual))
+
+    def flush(self) -> None:
+        """Write the cached unit home if it was edited, and forget it."""
+        cached, self._cached = self._cached, None
+        if cached is not None and cached.dirty:
+            unit = cached.layout.index
+            self.mover.drop(unit)
+            self.store.write(unit, Kind.WEIGHT, cached.weight)
+            if cached.residual is not None:
+                self.store.write(unit, Kind.RESIDUAL, cached.residual)
+
+    def _load(self, layout: UnitLayout) -> _CachedUnit:
+        if self._cached is not None and self._cached.layout is layout:
+            return self._cached
+        self.flush()
+        self.settle()
+        split = bool(self.store.plan.precision.residual) and layout.numel
+        residual = self.store.read(layout.index, Kind.RESIDUAL) if split else None
+        weight = self.store.read(layout.index, Kind.WEIGHT)
+        self._cached = _CachedUnit(layout, weight, residual)
+        return self._cached
+
+    def _parts(self, cached: _CachedUnit, segment: Segment) -> tuple[Tensor, Tensor | None]:
+        dtype = self.mover.presence.dtypes[segment.parameter]
+        flat = cached.weight[: cached.layout.trained_bytes].view(dtype)
+        weight = flat[segment.offset : segment.offset + segment.numel]
+        if cached.residual is None:
+            return weight, None
+        residual = cached.residual.view(torch.int16)
+        return weight, residual[segment.offset : segment.offset + segment.numel]
+
+    # --- lending -----------------------------------------------------------------------------
+
+    @contextmanager
+    def materialized(self, parameters: Iterable[int], *, master: bool) -> Iterator[None]:
+        """Full values bound to the parameters; edits are written home on leaving."""
+        indices = sorted(set(parameters))
+        taken = [i for i in indices if i in self.lent]
+        if taken:
+            name = self._places[taken[0]][1].name
+            raise PresenceError(f"parameter {name!r} is materialized already")
+        try:
+            for index in indices:
+                self.lend(index, master=master)
+            yield
+        finally:
+            for index in indices:
+                self.take_back(index)
+            self.flush()
+
+    def lend(self, index: int, *, master: bool) -> None:
+        """Bind a parameter to a full value of its own."""
+        layout, _ = self._places[index]
+        value = self.read(index, master=master)
+        self.mover.drop(layout.index)
+        self.lent[index] = value.dtype
+        self.mover.presence.lend(index, value.to(self.mover.lanes.device.torch_device))
+
+    def take_back(self, index: int) -> None:
+        """Write a lent value home and make the parameter absent."""
+        if self.lent.pop(index, None) is not None:
+            try:
+                self.write(index, self.mover.presence.parameters[index].detach())
+            finally:
+                self.mover.presence.unlend(index)
+
+    def take_back_all(self) -> None:
+        """End every loan that an interrupted `load_state_dict` may have left, and flush."""
+        for index in list(self.lent):
+            self.take_back(index)
+        self.flush()
+
+
+class StateDict(Mapping[str, Tensor]):
+    """`engine.state_dict()`: names to full values, each read when it is asked for."""
+
+    def __init__(
+        self, values: Values, parameters: Mapping[str, int], buffers: Mapping[str, Tensor],
+        *, master: bool
+    ) -> None:  # fmt: skip
+        self.parameters = parameters
+        self.buffers = buffers
+        self._values = values
+        self._master = master
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self.parameters:
+            return self._values.read(self.parameters[name], master=self._master)
+        return self.buffers[name].detach().cpu().clone()
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.parameters
+        yield from self.buffers
+
+    def __len__(self) -> int:
+        return len(self.parameters) + len(self.buffers)
+
+
+class ModuleStateHooks:
+    """`module.state_dict()` and `load_state_dict()` on the owned tree give and take full values."""
+
+    def __init__(self, root: nn.Module, values: Values, index_of: Mapping[int, int]) -> None:
+        self.values = values
+        self._index_of = index_of
+        self._handles: list[RemovableHandle] = []
+
+        def give(*args: Any) -> None:  # torch marks the hook, which a bound method refuses
+            self._give(*args)
+
+        for module in root.modules():
+            if self._own(module):
+                self._handles += [
+                    module.register_state_dict_post_hook(give),  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_pre_hook(self._open),  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_post_hook(self._close),  # type: ignore[no-untyped-call]
+                ]
+
+    def _own(self, module: nn.Module) -> dict[str, int]:
+        items = module._parameters.items()  # iterating does not fetch
+        return {name: self._index_of[id(p)] for name, p in items if p is not None}
+
+    def _give(
+        self, module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: object
+    ) -> None:
+        for name, index in self._own(module).items():
+            state[prefix + name] = self.values.read(index)
+
+    def _open(self, module: nn.Module, state: Mapping[str, Tensor], prefix: str, *_: object) -> None:
+        for name, index in self._own(module).items():
+            if prefix + name in state and index not in self.values.lent:
+                self.values.lend(index, master=True)
+
+    def _close(self, module: nn.Module, incompatible: object) -> None:
+        for index in self._own(module).values():
+            self.values.take_back(index)
+
+    def remove(self) -> None:
+        """Take the hooks back."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def targets(
+    target: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Parameter],
+    index_of: Mapping[int, int],
+) -> Sequence[int]:
+    """Parameter indices meant by a module, a parameter, or several of them."""
+    if isinstance(target, nn.Parameter):
+        if id(target) not in index_of:
+            raise ConfigError("this parameter does not belong to the engine's module")
+        return [index_of[id(target)]]
+    if isinstance(target, nn.Module):
+        return [i for p in target.parameters() for i in targets(p, index_of)]
+    return [i for item in target for i in targets(item, index_of)]

@@ -1,0 +1,255 @@
+"""The rules of the house as functions of a source tree; `test_house.py` holds the house to them.
+
+A rule takes a tree, `{"infinity/plan/tape.py": text}`, and returns a list of broken places. It
+parses and never imports, so it also holds for files whose dependencies are missing.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Callable, Iterator, Mapping
+
+Sources = Mapping[str, str]
+Rule = Callable[[Sources], list[str]]
+
+# What each room may import at run time; a room may always import itself. Imports that stand under
+# `if TYPE_CHECKING:` name types only, bind nothing, and are free.
+_FACTS = {"errors", "sizes", "config", "trace", "journal"}
+_MIDDLE = {"plan", "model", "optim", "memory"}
+_BELOW_ENGINE = _FACTS | _MIDDLE | {"training"}
+ALLOWED: dict[str, set[str]] = {
+    "_aio": set(),
+    "_adam": set(),
+    "errors": set(),
+    "sizes": {"errors"},
+    "config_source": {"errors"},
+    "config_problems": {"errors"},
+    "config": {"errors", "sizes", "config_source", "config_problems"},
+    "trace": {"errors"},
+    "journal": {"errors"},
+    "plan": {"errors", "sizes", "config", "trace"},
+    "model": {"errors", "sizes", "plan"},
+    "optim": {"errors", "_adam"},
+    "memory": {"errors", "sizes", "config", "trace", "plan", "model", "optim", "_aio"},
+    "training": _FACTS | _MIDDLE,
+    "engine": _BELOW_ENGINE,
+    "integrations": _BELOW_ENGINE | {"engine"},
+    "cli": _BELOW_ENGINE | {"engine", "integrations", "__init__"},
+    "__init__": _BELOW_ENGINE | {"engine", "integrations"},
+}
+DATA_ASSIGNER = "infinity/model/presence.py"
+PRIVATE_TORCH = "infinity/model/torch_private.py"
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 80
+MAX_LINE_LENGTH = 100
+BANNED_WORDS = re.compile(r"\b(?:TO" r"DO|FIX" r"ME|XX" r"X)\b")
+
+
+def room_of(module: str) -> str:
+    """Return the room of a dotted module below `infinity`; the package itself is `__init__`."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def module_of(path: str) -> str:
+    return path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+
+
+def run_time_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Walk everything that is executed, so not what stands under `if TYPE_CHECKING:`."""
+    yield tree
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+            for other in child.orelse:
+                yield from run_time_nodes(other)
+        else:
+            yield from run_time_nodes(child)
+
+
+def imported_modules(path: str, tree: ast.Module, modules: set[str]) -> Iterator[tuple[int, str]]:
+    package = (
+        module_of(path) if path.endswith("/__init__.py") else module_of(path).rpartition(".")[0]
+    )
+    for node in run_time_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".")
+            base = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
+            origin = ".".join(part for part in (base, node.module) if part)
+            for alias in node.names:
+                # `from infinity import sizes` imports the module; `... import VERSION` a name.
+                full = f"{origin}.{alias.name}"
+                is_module = full in modules or (room_of(full) in ALLOWED and origin == "infinity")
+                yield node.lineno, full if is_module else origin
+
+
+def layering(sources: Sources) -> list[str]:
+    modules = {module_of(path) for path in sources}
+    broken = []
+    for path, text in sources.items():
+        room = room_of(module_of(path))
+        if room not in ALLOWED:
+            broken.append(f"{path}: the room {room!r} has no line in ALLOWED")
+            continue
+        for line, module in imported_modules(path, ast.parse(text), modules):
+            if module.split(".")[0] == "infinity":
+                other = room_of(module)
+                if other != room and other not in ALLOWED[room]:
+                    broken.append(f"{path}:{line}: {room} may not import {other} ({module})")
+    return broken
+
+
+def one_file_assigns_data(sources: Sources) -> list[str]:
+    broken = []
+    for path, text in sources.items():
+        if path == DATA_ASSIGNER:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            targets: list[ast.expr] = []
+            if isinstance(node, ast.Assign | ast.Delete):
+                targets = node.targets
+            elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.For | ast.NamedExpr):
+                targets = [node.target]
+            elif isinstance(node, ast.withitem) and node.optional_vars:
+                targets = [node.optional_vars]
+            for target in targets:
+                if any(is_data_target(part) for part in ast.walk(target)):
+                    broken.append(f"{path}:{target.lineno}: assigns .data")
+            if isinstance(node, ast.Call) and sets_data(node):
+                broken.append(f"{path}:{node.lineno}: sets 'data' by name")
+    return broken
+
+
+def is_data_target(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Attribute) or node.attr != "data":
+        return False
+    return isinstance(node.ctx, ast.Store | ast.Del)
+
+
+def sets_data(node: ast.Call) -> bool:
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    values = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+    return name in ("setattr", "__setattr__") and "data" in values
+
+
+def no_print(sources: Sources) -> list[str]:
+    return [
+        f"{path}:{node.lineno}: prints"
+        for path, text in sources.items()
+        if not path.startswith("infinity/cli/")
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "print"
+    ]
+
+
+def documented(sources: Sources) -> list[str]:
+    broken = []
+    for path, text in sources.items():
+        tree = ast.parse(text)
+        if not ast.get_docstring(tree):
+            broken.append(f"{path}: the module has no docstring")
+        broken += [f"{path}:{place}" for place in undocumented(tree.body)]
+    return broken
+
+
+def undocumented(body: list[ast.stmt]) -> Iterator[str]:
+    for node in body:
+        if isinstance(node, ast.If | ast.Try):
+            yield from undocumented([*node.body, *node.orelse])
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+        if node.name.startswith("_") or any(
+            d.endswith((".setter", "overload")) for d in decorators
+        ):
+            continue
+        if not ast.get_docstring(node):
+            yield f"{node.lineno}: {node.name} has no docstring"
+        if isinstance(node, ast.ClassDef):
+            yield from undocumented(node.body)
+
+
+def exports_exist(sources: Sources) -> list[str]:
+    text = sources.get("infinity/__init__.py", "")
+    bound: set[str] = set()
+    exported: list[str] = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            bound |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bound.add(node.id)
+        if isinstance(node, ast.Assign) and "__all__" in map(ast.unparse, node.targets):
+            exported = ast.literal_eval(node.value)
+    return [f"infinity/__init__.py: __all__ names {name!r}" for name in set(exported) - bound]
+
+
+def small(sources: Sources) -> list[str]:
+    broken = []
+    for path, text in sources.items():
+        lines = text.splitlines()
+        if len(lines) > MAX_FILE_LINES:
+            broken.append(f"{path}: {len(lines)} lines, more than {MAX_FILE_LINES}")
+        for number, line in enumerate(lines, start=1):
+            if len(line) > MAX_LINE_LENGTH:
+                broken.append(f"{path}:{number}: {len(line)} columns, more than {MAX_LINE_LENGTH}")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > MAX_FUNCTION_LINES:
+                    broken.append(f"{path}:{node.lineno}: {node.name} has {length} lines")
+    return broken
+
+
+def private_torch_in_one_file(sources: Sources) -> list[str]:
+    broken = []
+    for path, text in sources.items():
+        if path == PRIVATE_TORCH:
+            continue
+        tree = ast.parse(text)
+        imported = list(imported_names(tree))
+        aliases = {short: full for _, short, full in imported}
+        used = [(line, full) for line, _, full in imported]
+        for node in ast.walk(tree):
+            # `torch._C.x` holds `torch._C`; only the innermost private name is told.
+            if isinstance(node, ast.Attribute) and is_private(node.attr):
+                head, _, rest = ast.unparse(node).partition(".")
+                if not any(map(is_private, rest.split(".")[:-1])):
+                    used.append((node.lineno, f"{aliases.get(head, head)}.{rest}"))
+        for line, name in used:
+            head, *rest_parts = name.split(".")
+            if head == "torch" and any(map(is_private, rest_parts)):
+                broken.append(f"{path}:{line}: {name} is private to torch")
+    return broken
+
+
+def is_private(name: str) -> bool:
+    return re.match(r"_(?!_)", name) is not None
+
+
+def imported_names(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
+    """Yield (line, name it gets here, full dotted name) of every absolute import."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                short = alias.asname or alias.name.split(".")[0]
+                yield node.lineno, short, alias.name if alias.asname else short
+                if not alias.asname and "." in alias.name:
+                    yield node.lineno, alias.name, alias.name
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            for alias in node.names:
+                yield node.lineno, alias.asname or alias.name, f"{node.module}.{alias.name}"
+
+
+def no_leftovers(sources: Sources) -> list[str]:
+    return [
+        f"{path}:{token.start[0]}: {match[0]}"
+        for path, text in sources.items()
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if (match := BANNED_WORDS.search(token.string))
+    ]

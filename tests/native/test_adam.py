@@ -1,0 +1,196 @@
+"""The native AdamW against its readable reference: bit for bit, on every instruction set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.adam_values import (
+    ADAMW,
+    BF16,
+    FLOATS,
+    L2,
+    SPECIAL,
+    Source,
+    assert_same,
+    bits,
+    copy_in_place,
+    equal_or_both_nan,
+)
+
+from infinity import _adam
+from infinity.optim import adamw
+from infinity.optim.adamw import AdamHyper
+from infinity.optim.cpu import CpuAdam
+
+HYPERS = (
+    ADAMW,
+    L2,
+    AdamHyper(lr=3e-4, beta1=0.4, beta2=0.95, weight_decay=0.0),
+    AdamHyper(lr=1.0, beta1=0.0, beta2=0.0, eps=0.0, weight_decay=0.0, decoupled=False),
+)
+SIZES = st.one_of(
+    st.integers(0, 300), st.sampled_from([4095, 4096, 4097, 32768, 32769, 49152, 70001])
+)
+property_test = settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[list[CpuAdam]]:
+    """One pool for every instruction set and several thread counts."""
+    made = [CpuAdam(threads, isa) for isa in _adam.isas() for threads in (1, 2, 3, 5)]
+    yield made
+    for pool in made:
+        pool.close()
+
+
+# Bit equality with the reference, for every instruction set and thread count.
+
+
+@property_test
+@given(
+    seed=st.integers(0, 2**32),
+    n=SIZES,
+    split=st.booleans(),
+    gradient_dtype=st.sampled_from(FLOATS),
+    hyper=st.sampled_from(HYPERS),
+    step=st.sampled_from([1, 2, 7, 100_000]),
+    grad_scale=st.sampled_from([1.0, 0.37, 2.0**-16]),
+)
+def test_update_equals_reference(
+    pools, seed, n, split, gradient_dtype, hyper, step, grad_scale
+) -> None:
+    source = Source(seed)
+    state = source.state(n, split=split)
+    gradient = source.floats(n, gradient_dtype)
+    want = [copy_in_place(tensor) for tensor in state]
+    adamw.reference_step(*want, gradient, adamw.scalars(hyper, step, grad_scale))
+    for pool in pools:
+        got = [copy_in_place(tensor) for tensor in state]
+        pool.update(*got, gradient, hyper, step, grad_scale)
+        assert_same(got, want)
+
+
+@property_test
+@given(
+    seed=st.integers(0, 2**32),
+    n=SIZES,
+    target_dtype=st.sampled_from(FLOATS),
+    source_dtype=st.sampled_from(FLOATS),
+)
+def test_accumulate_and_convert_equal_torch(pools, seed, n, target_dtype, source_dtype) -> None:
+    source = Source(seed)
+    target = source.floats(n, target_dtype)
+    term = source.floats(n, source_dtype)
+    added = target.clone().add_(term)
+    converted = torch.empty_like(target).copy_(term)
+    results = []
+    for pool in pools:
+        total = copy_in_place(target)
+        pool.accumulate(total, term)
+        assert equal_or_both_nan(total, added)
+        assert set(bits(total)[total.isnan().numpy()]) <= {0x7FC00000, 0x7FC0}
+        cast = copy_in_place(target)
+        pool.convert(cast, term)
+        assert equal_or_both_nan(cast, converted)
+        if target_dtype == source_dtype:
+            np.testing.assert_array_equal(bits(cast), bits(term))
+        results.append([total, cast])
+    for result in results[1:]:
+        assert_same(result, results[0])
+
+
+@property_test
+@given(
+    seed=st.integers(0, 2**32),
+    n=st.one_of(SIZES, st.sampled_from([16 * 4096 + 1, 29 * 4096 - 5])),
+    dtype=st.sampled_from(FLOATS),
+    wild=st.booleans(),
+)
+def test_square_sum_is_one_tree(pools, seed, n, dtype, wild) -> None:
+    values = Source(seed).floats(n, dtype, wild=wild)
+    want = adamw.reference_square_sum(values)
+    for pool in pools:
+        np.testing.assert_equal(pool.square_sum(values), want)
+    if not wild:
+        assert want == pytest.approx(float((values.double() ** 2).sum()), rel=1e-12)
+
+
+def test_square_sum_of_values_that_are_not_finite(pools) -> None:
+    values = torch.zeros(10_000)
+    values[7000] = -torch.inf
+    assert all(pool.square_sum(values) == np.inf for pool in pools)
+    values[12] = torch.nan
+    assert all(np.isnan(pool.square_sum(values)) for pool in pools)
+    huge = torch.full((10_000,), 3e38)
+    assert all(np.isfinite(pool.square_sum(huge)) for pool in pools)
+
+
+@property_test
+@given(seed=st.integers(0, 2**32), n=SIZES)
+def test_split_and_join_equal_reference(pools, seed, n) -> None:
+    source = Source(seed)
+    master = source.floats(n, torch.float32)
+    weight, residual = adamw.split_master(master)
+    for pool in pools:
+        got = torch.empty(n, dtype=BF16), torch.empty(n, dtype=torch.int16)
+        pool.split(master, *got)
+        np.testing.assert_array_equal(bits(got[0]), bits(weight))
+        np.testing.assert_array_equal(bits(got[1]), bits(residual))
+        back = torch.empty(n)
+        pool.join(*got, back)
+        np.testing.assert_array_equal(bits(back), bits(adamw.join_master(*got)))
+
+
+# The split layout itself, from its definition.
+
+
+def check_split(pool: CpuAdam, patterns: np.ndarray) -> None:
+    n = patterns.size
+    weight, residual = torch.empty(n, dtype=BF16), torch.empty(n, dtype=torch.int16)
+    back = torch.empty(n)
+    pool.split(torch.from_numpy(patterns.view(np.float32)), weight, residual)
+    pool.join(weight, residual, back)
+    nan = (patterns & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    stored = np.where(nan, np.uint32(0x7FC00000), patterns)
+    assert np.array_equal(bits(back).view(np.uint32), stored)
+    high = (stored + np.uint32(0x8000)) >> np.uint32(16)
+    assert np.array_equal(bits(weight).view(np.uint16), high.astype(np.uint16))
+    rest = bits(residual).astype(np.int32).view(np.uint32)
+    assert np.array_equal((high << np.uint32(16)) + rest, stored)
+    assert (bits(weight)[nan] == 0x7FC0).all()
+    assert not bits(residual)[nan].any()
+
+
+def test_split_is_lossless_on_a_sample_of_all_patterns(pools) -> None:
+    sample = np.arange(0, 2**32, 9973, dtype=np.uint64).astype(np.uint32)
+    for pool in pools[:: len(pools) // len(_adam.isas())]:
+        check_split(pool, np.concatenate([sample, SPECIAL]))
+
+
+@pytest.mark.big
+@pytest.mark.timeout(1800)
+def test_split_is_lossless_on_all_patterns() -> None:
+    with CpuAdam() as pool:
+        for start in range(0, 2**32, 2**24):
+            check_split(pool, np.arange(start, start + 2**24, dtype=np.uint64).astype(np.uint32))
+
+
+def test_nan_is_canonical_after_an_update(pools) -> None:
+    for split in (True, False):
+        for pool in pools:
+            weight, residual, moment1, moment2 = Source(3).state(100, split=split, wild=False)
+            gradient = torch.full((100,), -torch.nan)
+            pool.update(weight, residual, moment1, moment2, gradient, ADAMW, 1)
+            assert set(bits(weight)) == {0x7FC0 if split else 0x7FC00000}
+            assert residual is None or set(bits(residual)) == {0}
+            assert set(bits(moment1)) == set(bits(moment2)) == {0x7FC00000}

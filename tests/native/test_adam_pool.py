@@ -1,0 +1,190 @@
+"""The native AdamW's pool: several callers, fork, close, float modes, misuse."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from support.adam_values import ADAMW, BF16, Source, assert_same, bits, copy_in_place
+
+from infinity import _adam
+from infinity.errors import ConfigError, EngineClosedError, PresenceError
+from infinity.optim import adamw
+from infinity.optim.adamw import AdamHyper
+from infinity.optim.cpu import CpuAdam
+
+
+def test_two_threads_share_one_pool() -> None:
+    source = Source(5)
+    n = 150_001
+    state = source.state(n, split=True, wild=False)
+    gradient = source.floats(n, BF16, wild=False)
+    total = source.floats(n, torch.float32, wild=False)
+    want_total, want_state = total.clone(), [copy_in_place(tensor) for tensor in state]
+    for step in range(1, 9):
+        adamw.reference_step(*want_state, gradient, adamw.scalars(ADAMW, step))
+    for _ in range(8):
+        want_total.add_(gradient)
+    started = threading.Barrier(2)
+
+    def sweep() -> None:
+        started.wait()
+        for step in range(1, 9):
+            pool.update(*state, gradient, ADAMW, step)
+
+    def accumulate() -> None:
+        started.wait()
+        for _ in range(8):
+            pool.accumulate(total, gradient)
+
+    with CpuAdam(3) as pool, ThreadPoolExecutor(2) as executor:
+        for future in [executor.submit(sweep), executor.submit(accumulate)]:
+            future.result(timeout=60)
+    assert_same(state, want_state)
+    np.testing.assert_array_equal(bits(total), bits(want_total))
+
+
+def test_many_threads_and_close_in_between() -> None:
+    """Calls in flight when the pool closes finish with the right numbers; later ones raise."""
+    values = Source(6).floats(300_000, torch.float32, wild=False)
+    want = adamw.reference_square_sum(values)
+    pool = CpuAdam(4)
+
+    def work() -> int:
+        for count in range(2000):
+            try:
+                assert pool.square_sum(values) == want
+            except (EngineClosedError, RuntimeError):
+                return count
+        return 2000
+
+    with ThreadPoolExecutor(4) as executor:
+        futures = [executor.submit(work) for _ in range(4)]
+        threading.Event().wait(0.1)
+        pool.close()
+        assert all(0 < future.result(timeout=60) < 2000 for future in futures)
+
+
+def test_flush_denormal_does_not_change_the_bits() -> None:
+    source = Source(8)
+    state = source.state(50_000, split=True)
+    gradient = source.floats(50_000, torch.float32)
+    want = [copy_in_place(tensor) for tensor in state]
+    adamw.reference_step(*want, gradient, adamw.scalars(ADAMW, 1))
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush denormals")
+    try:
+        with CpuAdam(2) as pool:
+            pool.update(*state, gradient, ADAMW, 1)
+        assert float(torch.full((1,), 1e-40) * 2) == 0.0  # and torch's choice is restored
+    finally:
+        torch.set_flush_denormal(False)
+    assert_same(state, want)
+
+
+def in_child(body: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            signal.alarm(20)
+            body()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_fork_raises_and_does_not_hang() -> None:
+    values = torch.ones(200_000)
+    address = values.data_ptr()
+    pool = _adam.Pool(3)
+    assert pool.square_sum(n=200_000, source=address, source_dtype=_adam.FP32) == 200_000.0
+    pools = [pool]
+    del pool
+
+    def child() -> None:
+        with pytest.raises(RuntimeError, match="fork"):
+            pools[0].square_sum(n=200_000, source=address, source_dtype=_adam.FP32)
+        pools[0].close()
+        pools.clear()  # runs the destructor
+        fresh = _adam.Pool(2)
+        assert fresh.square_sum(n=200_000, source=address, source_dtype=_adam.FP32) == 200_000.0
+        fresh.close()
+
+    assert in_child(child) == 0
+    assert pools[0].square_sum(n=10, source=address, source_dtype=_adam.FP32) == 10.0
+
+
+def test_close_is_idempotent_and_final() -> None:
+    pool = CpuAdam(3)
+    pool.square_sum(torch.ones(200_000))
+    pool.close()
+    pool.close()
+    with pytest.raises(EngineClosedError):
+        pool.square_sum(torch.ones(3))
+    raw = _adam.Pool()
+    raw.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        raw.copy(nbytes=0, target=0, source=0)
+
+
+def test_pool_arguments() -> None:
+    assert _adam.Pool().num_threads == len(os.sched_getaffinity(0))
+    assert _adam.Pool().isa == _adam.isas()[-1]
+    assert [_adam.Pool(isa=isa).isa for isa in _adam.isas()] == _adam.isas()
+    with pytest.raises(ValueError, match=f"sse9.*{_adam.isas()[0]}"):
+        _adam.Pool(isa="sse9")
+    with pytest.raises(ValueError, match="negative"):
+        _adam.Pool(-1)
+    with pytest.raises(ConfigError, match="not available"):
+        CpuAdam(isa="sse9")
+    pool = _adam.Pool(1)
+    with pytest.raises(ValueError, match="null"):
+        pool.split(n=1, master=0, weight=64, residual=64)
+    with pytest.raises(ValueError, match="aligned"):
+        pool.square_sum(n=1, source=66, source_dtype=_adam.FP32)
+    with pytest.raises(ValueError, match="dtype"):
+        pool.square_sum(n=1, source=64, source_dtype=9)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 1000, 600_001, 20_000_003])
+def test_copy(nbytes) -> None:
+    source = torch.randint(0, 255, (nbytes + 3,), dtype=torch.uint8)[3:]
+    with CpuAdam(3) as pool:
+        for offset in (0, 1, 63):
+            target = torch.full((nbytes + 128,), 255, dtype=torch.uint8)
+            pool.copy(target[offset : offset + nbytes], source)
+            assert torch.equal(target[offset : offset + nbytes], source)
+            assert (target[:offset] == 255).all()
+            assert (target[offset + nbytes :] == 255).all()
+
+
+def test_misuse_is_refused_with_a_reason() -> None:
+    fp32, bf16 = torch.zeros(8), torch.zeros(8, dtype=BF16)
+    int16 = torch.zeros(8, dtype=torch.int16)
+    with CpuAdam(1) as pool:
+        with pytest.raises(ConfigError, match="weight has dtype"):
+            pool.update(fp32, int16, fp32, fp32.clone(), fp32.clone(), ADAMW, 1)
+        with pytest.raises(ConfigError, match="gradient has 7 elements"):
+            pool.update(bf16, int16, fp32, fp32.clone(), torch.zeros(7), ADAMW, 1)
+        with pytest.raises(PresenceError, match="strides"):
+            pool.square_sum(torch.full((1,), torch.nan).expand(8))
+        with pytest.raises(PresenceError, match="strides"):
+            pool.square_sum(torch.zeros(2, 2))
+        with pytest.raises(ConfigError, match="overlap"):
+            pool.accumulate(fp32[1:], fp32[:-1])
+        with pytest.raises(ConfigError, match="bytes"):
+            pool.copy(fp32, bf16)
+        with pytest.raises(PresenceError, match="meta"):
+            pool.square_sum(torch.zeros(8, device="meta"))
+        with pytest.raises(ConfigError, match="step is 0"):
+            pool.update(bf16, int16, fp32, fp32.clone(), fp32.clone(), ADAMW, 0)
+    with pytest.raises(ConfigError, match="beta1"):
+        AdamHyper(lr=1e-3, beta1=1.0)

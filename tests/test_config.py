@@ -1,0 +1,268 @@
+"""The configuration: read from anywhere, strict, and every mistake told at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity.config import Config, load_config
+from infinity.config_source import apply_overrides
+from infinity.errors import ConfigError
+
+FULL = {
+    "nvme_path": ["/mnt/a", "/mnt/b"],
+    "precision": "fp32",
+    "optimizer": {"type": "adam", "lr": 1e-4, "betas": [0.9, 0.95]},
+    "scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 10}},
+    "homes": {"weights": "disk", "moments": "disk", "gradients": "host"},
+    "budget": {"host": "24GiB", "disk": "1 TB"},
+    "io": {"block_size": "2MiB", "queue_depth": 16},
+    "chunk_size": 1 << 20,
+}
+
+
+def refusal(source: Any, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(source, overrides)
+    return str(caught.value)
+
+
+def written(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_the_defaults() -> None:
+    config = load_config({})
+    assert config.nvme_path == ()
+    assert config.precision == "bf16"
+    assert config.optimizer.type == "AdamW"
+    assert config.optimizer.weight_decay == 0.01
+    assert config.gradient_clipping == 1.0
+    assert config.gradient_accumulation_steps == 1
+    assert config.homes.weights == config.homes.moments == config.homes.gradients == "auto"
+    assert config.budget.host is None
+    assert (config.io.block_size, config.io.queue_depth) == (2**20, 8)
+    assert config.chunk_size == "auto"
+    assert config.look_ahead == 2
+
+
+def test_dict_yaml_json_and_config_say_the_same(tmp_path: Path) -> None:
+    import yaml
+
+    expected = load_config(FULL)
+    assert expected.nvme_path == (Path("/mnt/a"), Path("/mnt/b"))
+    assert expected.budget.host == 24 * 2**30
+    assert expected.optimizer.type == "Adam"
+    assert expected.optimizer.weight_decay == 0.0
+    as_yaml = written(tmp_path / "a.yaml", yaml.safe_dump(FULL))
+    as_json = written(tmp_path / "a.json", json.dumps(FULL))
+    for source in (as_yaml, str(as_json), expected):
+        loaded = load_config(source)
+        assert loaded == expected
+        assert loaded.resolved() == expected.resolved()
+
+
+@pytest.mark.parametrize("given", ["/mnt/a", Path("/mnt/a"), ["/mnt/a"], ("/mnt/a",)])
+def test_nvme_path_is_one_path_or_several(given: Any) -> None:
+    assert load_config({"nvme_path": given}).nvme_path == (Path("/mnt/a"),)
+
+
+@pytest.mark.parametrize("given", ["", 3, [], ["/a", "/a"], [""], {"a": 1}])
+def test_what_is_no_path_is_refused(given: Any) -> None:
+    assert "nvme_path:" in refusal({"nvme_path": given})
+
+
+def test_every_mistake_is_told_at_once() -> None:
+    text = refusal(
+        {
+            "nvm_path": "/x",
+            "homes": {"weigths": "host", "moments": "dsik", "gradients": "disk"},
+            "io": {"queue_depth": 0, "num_threads": "4", "block_size": 5000},
+            "optimizer": {"type": "sgd", "lr": -1, "betas": [0.9, 1.0], "eps": "abc"},
+            "budget": {"host": "24 XB", "device": True},
+            "gradient_clipping": float("nan"),
+            "gradient_accumulation_steps": 1.5,
+            "look_ahead": -1,
+            "chunk_size": 1000,
+            "cpu": None,
+        }
+    )
+    for part in (
+        "nvm_path: unknown key; did you mean 'nvme_path'? valid here: nvme_path, precision,",
+        "homes.weigths: unknown key; did you mean 'homes.weights'? valid here: weights, moments",
+        "homes.moments: should be 'auto', 'device', 'host' or 'disk', got 'dsik'; did you mean 'd",
+        "io.queue_depth: should be greater than or equal to 1, got 0",
+        "io.num_threads: should be a valid integer, got '4'",
+        "io.block_size: should be a multiple of 4096, got 5000",
+        "optimizer.type: should be 'AdamW' or 'Adam', got 'sgd'",
+        "optimizer.lr: should be greater",
+        "optimizer.betas.1: should be less than 1, got 1.0",
+        "optimizer.eps: should be a number, got 'abc'",
+        "budget.host: '24 XB' is not a size",
+        "budget.device: True is not a size",
+        "gradient_clipping: should be",
+        "gradient_accumulation_steps: should be",
+        "look_ahead: should be",
+        "chunk_size: should be",
+        "cpu: is a section of keys and values, got None",
+    ):
+        assert part in text
+    assert text.startswith("17 mistakes in the configuration:")
+    assert "weight_decay" not in text  # its default fails only because `type` did
+
+
+def test_a_key_in_the_wrong_place_is_sent_to_the_right_one() -> None:
+    assert "lr: unknown key; did you mean 'optimizer.lr'?" in refusal({"lr": 1e-3})
+
+
+def test_a_deepspeed_configuration_is_recognised() -> None:
+    text = refusal({"zero_optimization": {"stage": 3}, "fp16": {"enabled": True}, "typo": 1})
+    assert "zero_optimization, fp16 are from a DeepSpeed configuration" in text
+    assert "(issue 7)" in text
+    assert "typo: unknown key" in text
+    assert "fp16: unknown key" not in text
+
+
+@pytest.mark.parametrize(
+    ("source", "part"),
+    [
+        ({"precision": "fp16"}, "precision: 'fp16' is not supported yet; use bf16"),
+        ({"durable": True}, "durable: true is not supported yet; save with engine.state_dict()"),
+        ({"homes": {"weights": "disk"}}, "homes: weights on disk: nvme_path must be given"),
+        ({"scheduler": {"type": "CosineLR"}}, "did you mean 'CosineAnnealingLR'?"),
+        ({"scheduler": {"type": "LRScheduler"}}, "scheduler.type: is not in torch"),
+        ({"scheduler": {}}, "scheduler.type: must be given"),
+        (
+            {"scheduler": {"type": "StepLR", "params": {"step": 3}}},
+            "scheduler.params: StepLR does not take step and needs step_size; it takes step_size",
+        ),
+        ({"seed": True}, "seed: should be a valid integer, got True"),
+        ({"optimizer": {"betas": [0.9]}}, "optimizer.betas"),
+        ({"optimizer": {"lr": float("inf")}}, "optimizer.lr: should be a finite number"),
+        ({"io": {"queue_depth": 257}}, "io.queue_depth: should be less than or equal to 256"),
+        ({"io": {"block_size": 0}}, "io.block_size: should be greater than 0"),
+        ({"chunk_size": True}, "chunk_size: should be"),
+        ({"journal": 3}, "journal: should be a path, got 3"),
+        ({1: 2}, "1"),
+    ],
+)
+def test_one_mistake(source: Any, part: str) -> None:
+    text = refusal(source)
+    assert part in text
+    assert text.startswith("1 mistake in the configuration:")
+
+
+def test_a_source_of_another_type_is_refused() -> None:
+    assert "not a configuration: 3" in refusal(3)
+
+
+def test_numbers_that_yaml_reads_as_text(tmp_path: Path) -> None:
+    text = """
+optimizer: {lr: 1e-4, eps: 1E-9}
+budget: {host: 2e9}
+scheduler: {type: CosineAnnealingLR, params: {T_max: 10, eta_min: 1e-5}}
+"""
+    config = load_config(written(tmp_path / "a.yml", text))
+    assert config.optimizer.lr == 1e-4
+    assert config.optimizer.eps == 1e-9
+    assert config.budget.host == 2 * 10**9
+    assert config.scheduler is not None
+    assert config.scheduler.params == {"T_max": 10, "eta_min": 1e-5}
+    from_text = load_config({"optimizer": {"lr": "1e-4"}}).optimizer.lr
+    assert from_text == 1e-4
+    params = {"type": "CosineAnnealingLR", "params": {"T_max": 10, "eta_min": "1e-5"}}
+    from_dict = load_config({"scheduler": params}).scheduler
+    assert from_dict is not None
+    assert from_dict.params["eta_min"] == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "part"),
+    [
+        ("a.json", '{"io": {"queue_depth": 1, "queue_depth": 2}}', "twice in one object: 'queue_d"),
+        ("a.yaml", "seed: 1\nio:\n  queue_depth: 1\n  queue_depth: 2\n", "'queue_depth' is given"),
+        ("a.yaml", "seed: 1\nseed: 1\n", "'seed' is given twice (line 2, column 1)"),
+        ("a.yaml", "seed: [1\n", "not valid YAML"),
+        ("a.json", "{", "not valid JSON"),
+        ("a.json", "[1]", "a list instead of keys"),
+        ("a.yaml", "just text", "the single value 'just text'"),
+        ("a.yaml", "1: 2", "the key 1 is not text"),
+        ("a.yaml", "io: {off: 2}", "the key False is not text"),
+        ("a.yaml", "? [a, b]\n: 2", "not valid YAML"),
+        ("a.yaml", "a: !!python/object:os.system {}", "not valid YAML"),
+        ("a.toml", "seed = 1", "use a .yaml, .yml or .json file"),
+        ("config", "seed: 1", "the name has no ending"),
+    ],
+)
+def test_a_broken_file_is_refused(tmp_path: Path, name: str, text: str, part: str) -> None:
+    path = written(tmp_path / name, text)
+    answer = refusal(path)
+    assert part in answer
+    assert str(path) in answer
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    assert "No such file" in refusal(tmp_path / "none.yaml")
+    assert "cannot be read" in refusal(tmp_path / "none\0.yaml")
+    (tmp_path / "d.yaml").mkdir()
+    assert "cannot be read" in refusal(tmp_path / "d.yaml")
+    (tmp_path / "latin.yaml").write_bytes(b"a: \xe9")
+    assert "cannot be read" in refusal(tmp_path / "latin.yaml")
+
+
+def test_yaml_merges_and_empty_files_are_fine(tmp_path: Path) -> None:
+    text = "homes: &h {weights: host}\nio: {queue_depth: 4}\n"
+    config = load_config(written(tmp_path / "a.yaml", text))
+    assert config.homes.weights == "host"
+    assert load_config(written(tmp_path / "b.yaml", "# nothing\n")) == load_config({})
+    merged = "homes: &h {weights: host}\nbudget: {<<: {host: 1GiB}, host: 2GiB}\n"
+    assert load_config(written(tmp_path / "c.yaml", merged)).budget.host == 2**31
+
+
+def test_overrides_win_and_leave_the_source_alone() -> None:
+    raw = {"io": {"queue_depth": 4}, "cpu": None}
+    merged = apply_overrides(
+        raw,
+        ["io.queue_depth=16", "homes.weights=host", "cpu.isa=avx2", "optimizer.lr=1e-4", "trace="],
+    )
+    assert raw == {"io": {"queue_depth": 4}, "cpu": None}
+    assert merged["io"] == {"queue_depth": 16}
+    assert merged["cpu"] == {"isa": "avx2"}
+    config = load_config(raw, ["cpu.isa=avx2", "optimizer.betas=[0.8, 0.9]", "budget.host=1GiB"])
+    assert config.optimizer.betas == (0.8, 0.9)
+    assert config.budget.host == 2**30
+    assert load_config(config, ["seed=3"]).seed == 3
+    assert load_config(config, ["seed=3"]).budget.host == 2**30
+
+
+def test_wrong_overrides_are_all_named() -> None:
+    text = refusal(
+        {"seed": 1}, "io.queue_depth", "=3", "a..b=1", "io=[", "seed.x=1", "look_ahead=0"
+    )
+    for part in ("'io.queue_depth':", "'=3':", "'a..b=1':", "'io=['", "'seed.x=1': seed holds 1"):
+        assert part in text
+    assert "look_ahead" not in text
+    assert "io.queue_deep: unknown key" in refusal({}, "io.queue_deep=1")
+
+
+def test_the_resolved_dump_names_every_origin() -> None:
+    dump = load_config(FULL).resolved()
+    assert json.loads(json.dumps(dump)) == dump
+    assert dump["io.queue_depth"] == {"value": 16, "origin": "given"}
+    assert dump["io.num_threads"] == {"value": 4, "origin": "default"}
+    assert dump["optimizer.weight_decay"] == {"value": 0.0, "origin": "default"}
+    assert dump["nvme_path"] == {"value": ["/mnt/a", "/mnt/b"], "origin": "given"}
+    assert dump["budget.host"] == {"value": 24 * 2**30, "origin": "given"}
+    assert dump["scheduler.params"]["value"] == {"T_max": 10}
+    assert load_config({}).resolved()["scheduler"] == {"value": None, "origin": "default"}
+
+
+def test_a_configuration_does_not_change() -> None:
+    config = load_config({})
+    with pytest.raises(ValueError, match="frozen"):
+        config.seed = 3
+    assert isinstance(config, Config)

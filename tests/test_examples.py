@@ -1,0 +1,427 @@
+"""The examples: what they read, what they show, and the demo end to end in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+import infinity
+from infinity.errors import ConfigError
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+
+import _ui
+import corpus
+import gpt
+from _bench_bound import Phases, Rates, Traffic, ideal_bound_s, schedule_bound_s
+from _plain import PlainTorch
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+DEMO = REPOSITORY / "examples" / "pretrain_gpt.py"
+BENCH = REPOSITORY / "tools" / "bench_step.py"
+
+needs_engine = pytest.mark.skipif(
+    not hasattr(infinity, "initialize"), reason="the engine is not there yet"
+)
+
+
+@dataclass
+class RecordedReport:
+    """What `engine.last_report` said once."""
+
+    stall_s: dict[str, float] = field(
+        default_factory=lambda: {"disk_read": 1.2, "update": 0.0, "slot": 0.1, "gradient": 0.02}
+    )
+    skipped: bool = False
+
+
+@pytest.fixture(scope="module")
+def library() -> corpus.Corpus:
+    return corpus.standard_library()
+
+
+# The corpus
+
+
+def test_the_corpus_is_the_same_every_time(library: corpus.Corpus) -> None:
+    again = corpus.standard_library()
+    assert torch.equal(library.train, again.train)
+    assert torch.equal(library.held_out, again.held_out)
+    assert len(library.train) + len(library.held_out) <= corpus.MAX_BYTES
+    assert len(library.train) > 2**20
+    assert len(library.held_out) > 2**16
+
+
+def test_a_batch_depends_on_seed_and_position_only(library: corpus.Corpus) -> None:
+    first = corpus.batches(library.train, seed=3, micro_batch=2, context=16)
+    parts = [next(first) for _ in range(4)]
+    assert first.position == 4
+    resumed = corpus.batches(library.train, seed=3, micro_batch=2, context=16)
+    resumed.position = 2
+    for (tokens, targets), (same_tokens, same_targets) in zip(parts[2:], resumed, strict=False):
+        assert torch.equal(tokens, same_tokens)
+        assert torch.equal(targets, same_targets)
+    tokens, targets = parts[0]
+    assert tokens.shape == (2, 16)
+    assert tokens.dtype == torch.int64
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    other, _ = next(corpus.batches(library.train, seed=4, micro_batch=2, context=16))
+    assert not torch.equal(tokens, other)
+
+
+def test_held_out_batches_spread_over_the_text() -> None:
+    text = torch.arange(100, dtype=torch.uint8)
+    parts = list(corpus.held_out_batches(text, num_batches=3, micro_batch=2, context=9))
+    assert [tokens.shape for tokens, _ in parts] == [(2, 9)] * 3
+    assert parts[0][0][0, 0] == 0
+    assert parts[-1][1][-1, -1] == 99
+
+
+def test_every_sequence_of_a_shortest_text_is_whole() -> None:
+    text = torch.arange(10, dtype=torch.uint8)
+    tokens, targets = next(corpus.batches(text, seed=0, micro_batch=1, context=9))
+    assert tokens.tolist() == [list(range(9))]
+    assert targets.tolist() == [list(range(1, 10))]
+
+
+def test_a_text_shorter_than_a_sequence_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "short.txt"
+    path.write_bytes(b"x" * 100)
+    short = corpus.one_file(path)
+    short.require(context=5)
+    with pytest.raises(ConfigError, match=r"held-out text has 6 bytes; .* 6 tokens needs 7"):
+        short.require(context=6)
+    with pytest.raises(ConfigError, match="training text has 94 bytes"):
+        short.require(context=1000)
+    path.write_bytes(b"")
+    with pytest.raises(ConfigError, match="training text has 0 bytes"):
+        corpus.one_file(path).require(context=1)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        corpus.one_file(tmp_path / "missing.txt")
+
+
+# The model
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [
+        ("gpt-tiny", 5e5, 1e6),
+        ("gpt-100m", 100e6, 120e6),
+        ("gpt-124m", 124e6, 136e6),
+        ("gpt-350m", 340e6, 380e6),
+        ("gpt-1.3b", 1.25e9, 1.4e9),
+    ],
+)
+def test_presets_have_the_size_of_their_name(name: str, least: float, most: float) -> None:
+    assert least <= gpt.count_parameters(gpt.PRESETS[name]) <= most
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_new_model_knows_nothing(dtype: torch.dtype) -> None:
+    model = gpt.build_gpt(gpt.shape_of("gpt-tiny"), dtype, seed=0)
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    tokens = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
+    loss = model(tokens, tokens)
+    assert loss.dtype == torch.float32
+    assert abs(loss.item() - math.log(256)) < 0.2
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_the_model_is_causal_and_checkpointing_changes_nothing() -> None:
+    tokens = torch.randint(0, 256, (1, 32), generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for checkpointing in (False, True):
+        shape = gpt.shape_of("gpt-tiny", checkpointing=checkpointing)
+        model = gpt.build_gpt(shape, torch.float32, seed=0)
+        model(tokens, tokens.roll(-1, 1)).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    changed = tokens.clone()
+    changed[0, -1] += 1
+    seen: list[torch.Tensor] = []
+    model.norm.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    with torch.no_grad():
+        model(tokens, tokens)
+        model(changed, tokens)
+    assert torch.equal(seen[0][:, :-1], seen[1][:, :-1])
+    with pytest.raises(ValueError, match="positions"):
+        model(torch.zeros(1, 65, dtype=torch.int64), torch.zeros(1, 65, dtype=torch.int64))
+
+
+def test_a_tied_head_is_counted_once() -> None:
+    plain = gpt.PRESETS["gpt-tiny"]
+    tied = gpt.GPTConfig(**(vars(plain) | {"tied": True}))
+    difference = gpt.count_parameters(plain) - gpt.count_parameters(tied)
+    assert difference == plain.vocab_size * plain.width
+
+
+# The plain baseline
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_baseline_is_adamw_with_clipping(micro_batches: int) -> None:
+    from infinity.config import load_config
+
+    shape = gpt.GPTConfig(vocab_size=32, context=8, num_layers=1, num_heads=2, width=16)
+    config = load_config(
+        {
+            "precision": "fp32",
+            "gradient_accumulation_steps": micro_batches,
+            "optimizer": {"lr": 1e-2, "weight_decay": 0.1},
+            "scheduler": {"type": "LinearLR", "params": {"start_factor": 0.5, "total_iters": 2}},
+        }
+    )
+    ours = gpt.build_gpt(shape, torch.float32, seed=0)
+    reference = gpt.build_gpt(shape, torch.float32, seed=0)
+    plain = PlainTorch(ours, config)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.5, total_iters=2)
+    text = torch.arange(200, dtype=torch.uint8) % 32
+    source = corpus.batches(text, seed=0, micro_batch=2, context=8)
+    for _ in range(4):
+        parts = [next(source) for _ in range(micro_batches)]
+        plain.step(parts)
+        for tokens, targets in parts:
+            (reference(tokens, targets) / micro_batches).backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    for a, b in zip(ours.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_bf16_baseline_learns(micro_batches: int) -> None:
+    from infinity.config import load_config
+
+    config = load_config({"gradient_accumulation_steps": micro_batches, "optimizer": {"lr": 1e-2}})
+    shape = gpt.GPTConfig(vocab_size=32, context=8, num_layers=1, num_heads=2, width=16)
+    plain = PlainTorch(gpt.build_gpt(shape, torch.bfloat16, seed=0), config)
+    text = torch.arange(200, dtype=torch.uint8) % 32
+    source = corpus.batches(text, seed=0, micro_batch=2, context=8)
+    losses = [plain.step([next(source) for _ in range(micro_batches)])[-1] for _ in range(40)]
+    assert losses[-1] < 0.5 * losses[0]
+    assert all(p.dtype == torch.bfloat16 for p in plain.model.parameters())
+
+
+# What is shown
+
+
+def test_the_live_line_names_the_lanes_that_stall() -> None:
+    report = RecordedReport()
+    line = _ui.StepLine(
+        step=3,
+        num_steps=36,
+        loss=5.25,
+        tokens_per_s=64.0,
+        wall_s=8.0,
+        stall_s=report.stall_s,
+        eta_s=264.0,
+    )
+    text = _ui.format_step(line)
+    assert text == (
+        "step  3/36   5.250 bits/byte     64.0 tokens/s  stall read 15%, slots 1%  left 4 min 24 s"
+    )
+    assert _ui.format_stalls({"update": 0.0}, 1.0) == "stall none"
+    assert _ui.format_stalls({"update": 1.0}, 0.0) == "stall none"
+
+
+def test_plain_lines_are_few(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = _ui.Screen()
+    for step in range(1, 11):
+        screen.step(_ui.StepLine(step, 10, 8.0, 1.0, 1.0, {}, 0.0))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["1/10", "10/10"]
+    for done in range(0, 11):
+        screen.progress(done * 2**20, 10 * 2**20, "writing the initial state")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("writing the initial state: 10.00 MiB of 10.00 MiB (100%) in")
+    assert len(lines) <= 2
+
+
+def test_the_closing_table_says_what_held() -> None:
+    result = {
+        "held_out_bits_per_byte": {"first": 8.1, "last": 4.7},
+        "peak_rss_bytes": 900 * 2**20,
+        "budget_host_bytes": 2**30,
+        "state_bytes": 12 * 114 * 10**6,
+        "moved_bytes": {"disk_read": 1000, "disk_write": 990},
+        "predicted_bytes": {"disk_read": 1000, "disk_write": 1000},
+        "step_s": 8.0,
+        "plain_torch": {
+            "step_s": 7.5,
+            "peak_rss_bytes": 2**31,
+            "largest_loss_difference": 0.003,
+            "num_steps": 5,
+        },
+    }
+    rows = {row[0].strip(): row[1:] for row in _ui.closing_rows(result)}
+    assert rows["held-out bits per byte"] == ["4.700", "8.100 before training", "fell"]
+    assert rows["peak RSS of this process"][2] == "within"
+    assert rows["bytes read per step"][2] == "exact"
+    assert rows["bytes written per step"][2] == "-1.0%"
+    assert rows["time per step"][2] == "1.07 x"
+    result |= {"peak_rss_bytes": 2**31, "plain_torch": None, "moved_bytes": {}}
+    rows = {row[0].strip(): row[1:] for row in _ui.closing_rows(result)}
+    assert rows["peak RSS of this process"][2] == "ABOVE"
+    assert "bytes read per step" not in rows
+
+
+# The bounds of bench_step
+
+
+def test_the_bounds_are_those_of_the_design() -> None:
+    rates = Rates(read=2e9, write=1e9, mixed=1.5e9)
+    phases = Phases(forward_s=1.0, backward_s=2.0, update_s=0.5)
+    one = Traffic.of({"disk_read": 14 * 10**8, "disk_write": 12 * 10**8}, num_micro_batches=1)
+    assert one == Traffic(24 * 10**8, 2 * 10**8)
+    # sweep 1.6 s hides behind forward + update only in part: 2.0 + max(1.5, 1.6)
+    assert schedule_bound_s(phases, rates, one, 1, unified=True) == pytest.approx(3.6)
+    assert ideal_bound_s(phases, rates, one, 1, unified=True) == pytest.approx(3.5)
+    assert ideal_bound_s(phases, rates, one, 1, unified=False) == pytest.approx(3.0)
+    two = Traffic.of({"disk_read": 18 * 10**8, "disk_write": 12 * 10**8}, num_micro_batches=2)
+    assert two == one
+    assert schedule_bound_s(phases, rates, two, 2, unified=True) == pytest.approx(6.6)
+    slow = Phases(0.01, 0.02, 0.01)
+    expected = 2 * 0.1 + 0.1 + 1.6  # the disk alone
+    assert schedule_bound_s(slow, rates, two, 2, unified=True) == pytest.approx(expected)
+    assert ideal_bound_s(slow, rates, two, 2, unified=True) == pytest.approx(1.6 + 3 * 0.1)
+
+
+# The demo, end to end
+
+
+def demo(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [
+        sys.executable, str(DEMO), "--model", "gpt-tiny", "--nvme-path", str(folder),
+        "--eval-batches", "2", "--no-compare", "--set", "budget.host=2GiB", *arguments,
+    ]  # fmt: skip
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    try:
+        output, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+    return process.returncode, output, errors
+
+
+@needs_engine
+def test_the_demo_tells_everything_it_promises(tmp_path: Path) -> None:
+    code, output, errors = finish(demo(tmp_path, "--steps", "4", "--json"))
+    assert code == 0, errors
+    result = json.loads(output)
+    assert result["steps"] == 4
+    assert len(result["loss_bits_per_byte"]) == 4
+    held_out = result["held_out_bits_per_byte"]
+    assert held_out["last"] < held_out["first"]
+    assert result["peak_rss_bytes"] < result["budget_host_bytes"] == 2 * 2**30
+    for lane in ("disk_read", "disk_write"):
+        assert result["moved_bytes"][lane] == result["predicted_bytes"][lane]
+    assert result["predicted_bytes"]["disk_write"] >= result["state_bytes"]
+    assert result["skipped_steps"] == 0
+    assert result["plain_torch"] is None
+    assert result["config"]["gradient_accumulation_steps"] == 2
+    assert "predicted per step" in errors
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_engine
+def test_the_demo_learns_as_plain_torch_does(tmp_path: Path) -> None:
+    code, output, errors = finish(
+        demo(tmp_path, "--steps", "3", "--compare-steps", "3", "--compare", "--json")
+    )
+    assert code == 0, errors
+    plain = json.loads(output)["plain_torch"]
+    assert plain["num_steps"] == 3
+    assert plain["step_s"] > 0
+    assert plain["largest_loss_difference"] < 0.02
+
+
+@needs_engine
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("moment", ["at once", "while starting", "in a step"])
+def test_signals_end_the_demo_cleanly(tmp_path: Path, signum: int, moment: str) -> None:
+    process = demo(tmp_path, "--steps", "10000")
+    assert process.stdout is not None
+    if moment == "at once":
+        time.sleep(1.0)  # Python runs; torch is being imported
+    else:
+        wanted = "predicted per step" if moment == "while starting" else "step"
+        for line in process.stdout:
+            if line.strip().startswith(wanted):
+                break
+        time.sleep(0.2)
+    process.send_signal(signum)
+    code, _, errors = finish(process)
+    assert code == 128 + signum, errors
+    assert "Traceback" not in errors
+    assert errors.strip().splitlines()[-1].startswith("stopped by")
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_engine
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nvme-path", "/missing/folder"], "/missing/folder"),
+        (["--set", "homs.weights=disk"], "homes"),
+        (["--set", "budget.host=8MiB"], "budget"),
+        (["--model", "gpt-100n"], "gpt-100m"),
+        (["--text", "/dev/null"], "0 bytes"),
+        (["--steps", "6", "--set", "optimizer.lr=1e30", "--set", "scheduler="], "loss"),
+        (["--config", "/missing.yaml"], "/missing.yaml"),
+        (["--set", "nonsense"], "key=value"),
+    ],
+)
+def test_bad_input_is_one_clear_error(tmp_path: Path, arguments: list[str], message: str) -> None:
+    code, output, errors = finish(demo(tmp_path, "--json", *arguments))
+    assert code not in (0, None), errors
+    assert "Traceback" not in errors
+    assert output == ""
+    last = errors[errors.rindex("error: ") :]
+    assert message in last
+    assert len(last.splitlines()) <= 6
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_engine
+@pytest.mark.parametrize("micro_batches", ["1", "2"])
+def test_bench_step_reports_ratios(tmp_path: Path, micro_batches: str) -> None:
+    command = [
+        sys.executable, str(BENCH), "--model", "gpt-tiny", "--rounds", "2", "--warmup", "1",
+        "--tokens", "128", "--micro-batches", micro_batches, "--path", str(tmp_path), "--json",
+        "--compare", "deepspeed",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    code, output, errors = finish(process)
+    assert code == 0, errors
+    report = json.loads(output)
+    assert set(report["contenders"]) >= {"torch_ram", "infinity_ram", "infinity_disk"}
+    assert 0 < report["bound"]["ideal"] <= report["bound"]["schedule"]
+    assert set(report["ratio"]) >= {"torch_ram", "schedule", "ideal"}
+    disk = report["contenders"]["infinity_disk"]
+    for lane in ("disk_read", "disk_write"):
+        assert disk["moved_bytes"][lane] == disk["predicted_bytes"][lane]
+    assert list(tmp_path.iterdir()) == []

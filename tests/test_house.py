@@ -1,0 +1,169 @@
+"""The house keeps its rules, and each rule is shown to bite on a bad example."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from house_rules import (
+    ALLOWED,
+    DATA_ASSIGNER,
+    MAX_FILE_LINES,
+    MAX_LINE_LENGTH,
+    PRIVATE_TORCH,
+    Rule,
+    documented,
+    exports_exist,
+    layering,
+    no_leftovers,
+    no_print,
+    one_file_assigns_data,
+    private_torch_in_one_file,
+    small,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def sources_below(*folders: str) -> dict[str, str]:
+    paths = (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))
+    return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+
+
+LONG_FUNCTION = '"""M."""\ndef f():\n    """D."""\n' + "    x = 1\n" * 80
+UNFINISHED = "TO" + "DO"
+
+# Each rule beside small trees that break it, and one that does not.
+RULES: dict[Rule, tuple[list[dict[str, str]], dict[str, str]]] = {
+    layering: (
+        [
+            {"infinity/errors.py": "from infinity.sizes import parse_size"},
+            {"infinity/sizes.py": "import infinity.config"},
+            {"infinity/plan/a.py": "from infinity import memory"},
+            {"infinity/plan/a.py": "from ..memory.disk import Disk"},
+            {"infinity/plan/__init__.py": "from ..model import units"},
+            {"infinity/plan/a.py": "def f():\n    import infinity.model.units"},
+            {"infinity/plan/a.py": "if TYPE_CHECKING:\n  x = 1\nelse:\n  import infinity.memory"},
+            {"infinity/model/a.py": "import infinity._aio"},
+            {"infinity/training/a.py": "from infinity._aio import Engine"},
+            {"infinity/memory/a.py": "from infinity import _adam"},
+            {"infinity/training/a.py": "from infinity.engine import Engine"},
+            {"infinity/engine.py": "import infinity"},
+            {"infinity/engine.py": "from infinity import initialize"},
+            {"infinity/attic.py": ""},
+        ],
+        {
+            "infinity/errors.py": "import os, torch.infinity",
+            "infinity/plan/a.py": "from infinity.plan.b import c\nfrom . import b\n"
+            "if TYPE_CHECKING:\n    from infinity.memory.disk import Disk",
+            "infinity/memory/a.py": "from infinity import _aio, plan\nfrom ..plan.a import b",
+            "infinity/optim/a.py": "import infinity._adam as _adam",
+            "infinity/cli/main.py": "import infinity\nfrom infinity import initialize",
+        },
+    ),
+    one_file_assigns_data: (
+        [
+            {"infinity/a.py": "p.data = x"},
+            {"infinity/a.py": "p.grad, q.data = x"},
+            {"infinity/a.py": "p.data += x"},
+            {"infinity/a.py": "p.data: int = x"},
+            {"infinity/a.py": "for p.data in x: pass"},
+            {"infinity/a.py": "with x as p.data: pass"},
+            {"infinity/a.py": "del p.data"},
+            {"infinity/a.py": "setattr(p, 'data', x)"},
+            {"infinity/a.py": "object.__setattr__(p, 'data', x)"},
+        ],
+        {DATA_ASSIGNER: "p.data = x", "infinity/a.py": "y = p.data\np.data.x = 1\nq.data[0] = 1"},
+    ),
+    no_print: (
+        [{"infinity/a.py": "def f():\n    print(1)"}],
+        {"infinity/cli/a.py": "print(1)", "infinity/a.py": "x.print(1)  # print()"},
+    ),
+    documented: (
+        [
+            {"infinity/a.py": ""},
+            {"infinity/a.py": '"""M."""\ndef f(): ...'},
+            {"infinity/a.py": '"""M."""\nasync def f(): ...'},
+            {"infinity/a.py": '"""M."""\nclass C: ...'},
+            {"infinity/a.py": '"""M."""\nclass C:\n    """D."""\n    def f(self): ...'},
+            {"infinity/a.py": '"""M."""\nif x:\n    pass\nelse:\n    def f(): ...'},
+        ],
+        {
+            "infinity/a.py": '"""M."""\ndef _f(): ...\nclass _C:\n    def f(self): ...\n'
+            'class C:\n    """D."""\n    def __init__(self): ...\n'
+            '    @x.setter\n    def x(self, v): ...\n    def f(self):\n        """D."""\n'
+        },
+    ),
+    exports_exist: (
+        [{"infinity/__init__.py": "from infinity.a import b\n__all__ = ['b', 'c']"}],
+        {"infinity/__init__.py": "from infinity.a import b as c\nd = 1\n__all__ = ['c', 'd']"},
+    ),
+    small: (
+        [
+            {"infinity/a.py": "\n" * (MAX_FILE_LINES + 1)},
+            {"infinity/a.py": "#" * (MAX_LINE_LENGTH + 1)},
+            {"infinity/a.py": LONG_FUNCTION},
+        ],
+        {"infinity/a.py": "#" * MAX_LINE_LENGTH + "\n" * (MAX_FILE_LINES - 1)},
+    ),
+    private_torch_in_one_file: (
+        [
+            {"infinity/a.py": "x = torch._C._autograd"},
+            {"infinity/a.py": "x = torch.autograd.graph._top"},
+            {"infinity/a.py": "import torch._dynamo"},
+            {"infinity/a.py": "from torch import _C"},
+            {"infinity/a.py": "from torch._C import x"},
+            {"infinity/a.py": "import torch.nn.functional as F\nF._verify(x)"},
+            {"infinity/a.py": "from torch import autograd\nautograd._x._y(z)"},
+        ],
+        {
+            PRIVATE_TORCH: "import torch._C",
+            "infinity/a.py": "from torch import nn\nx = torch.__version__\n"
+            "y = self._torch.x\nself.torch._x = 1",
+        },
+    ),
+    no_leftovers: (
+        [
+            {"infinity/a.py": f"x = 1  # {UNFINISHED}: later"},
+            {"infinity/a.py": f"x = '{UNFINISHED}'"},
+        ],
+        {"infinity/a.py": f"x = 1  # {UNFINISHED}S {UNFINISHED.lower()}"},
+    ),
+}
+
+
+def name_of(rule: Rule) -> str:
+    return rule.__name__
+
+
+@pytest.mark.parametrize("rule", RULES, ids=name_of)
+def test_the_house_keeps_the_rule(rule: Rule) -> None:
+    if rule is one_file_assigns_data and not (ROOT / DATA_ASSIGNER).exists():
+        pytest.skip(f"{DATA_ASSIGNER}, the one file that assigns .data, does not exist yet")
+    broken = rule(sources_below("infinity"))
+    assert not broken, "\n  ".join([f"{name_of(rule)}:", *broken])
+
+
+@pytest.mark.parametrize("rule", RULES, ids=name_of)
+def test_the_rule_bites(rule: Rule) -> None:
+    bad_trees, good_tree = RULES[rule]
+    for tree in bad_trees:
+        assert len(rule(tree)) == 1, f"not noticed, or more than once: {tree} -> {rule(tree)}"
+    assert rule(good_tree) == []
+
+
+def test_the_one_file_does_assign_data() -> None:
+    path = ROOT / DATA_ASSIGNER
+    if not path.exists():
+        pytest.skip(f"{DATA_ASSIGNER}, the one file that assigns .data, does not exist yet")
+    assert one_file_assigns_data({"infinity/elsewhere.py": path.read_text(encoding="utf-8")})
+
+
+def test_there_is_a_house() -> None:
+    sources = sources_below("infinity")
+    assert {"infinity/__init__.py", "infinity/errors.py"} <= set(sources)
+    assert set().union(*ALLOWED.values()) <= set(ALLOWED)
+
+
+def test_tests_and_tools_are_finished_too() -> None:
+    assert no_leftovers(sources_below("tests", "tools", "examples")) == []

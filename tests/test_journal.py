@@ -1,0 +1,162 @@
+"""The journal: never in the way, complete after close, silent in a child."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity.errors import MachineError
+from infinity.journal import Journal
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def journal_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "journal" in thread.name]
+
+
+def stall(monkeypatch: pytest.MonkeyPatch, journal: Journal) -> threading.Event:
+    """Make the disk of `journal` hang until the returned event is set."""
+    import asyncio
+
+    released, hanging, append = threading.Event(), threading.Event(), journal._append
+
+    async def slow(lines: list[str]) -> None:
+        hanging.set()
+        while not released.is_set():
+            await asyncio.sleep(0.005)
+        await append(lines)
+
+    monkeypatch.setattr(journal, "_append", slow)
+    journal.write({"first": True})
+    assert hanging.wait(10)
+    return released
+
+
+def test_every_record_in_order_after_close(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "here" / "run.jsonl"
+    num_threads = threading.active_count()
+    with Journal(path) as journal:
+        assert journal_threads()
+        for step in range(3000):
+            journal.write({"step": step})
+    assert lines_of(path) == [{"step": step} for step in range(3000)]
+    assert journal.num_dropped == 0
+    assert not journal_threads()
+    assert threading.active_count() == num_threads  # the file threads of the loop are gone too
+
+
+def test_a_second_journal_appends(tmp_path: Path) -> None:
+    for step in range(2):
+        with Journal(tmp_path / "run.jsonl") as journal:
+            journal.write({"step": step})
+    assert lines_of(tmp_path / "run.jsonl") == [{"step": 0}, {"step": 1}]
+
+
+def test_a_record_is_taken_as_it_is_now(tmp_path: Path) -> None:
+    record = {"loss": float("nan"), "path": Path("/x"), "more": [float("-inf"), {"a": 1}]}
+    with Journal(tmp_path / "run.jsonl") as journal:
+        journal.write(record)
+        record["loss"] = 3.0
+    assert lines_of(tmp_path / "run.jsonl") == [
+        {"loss": "nan", "path": "/x", "more": ["-inf", {"a": 1}]}
+    ]
+
+
+def test_records_appear_without_close(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with Journal(path) as journal:
+        journal.write({"step": 1})
+        deadline = time.monotonic() + 10
+        while not path.read_text(encoding="utf-8") and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert lines_of(path) == [{"step": 1}]
+
+
+def test_a_full_queue_drops_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path / "run.jsonl", queue_length=10)
+    released = stall(monkeypatch, journal)
+    for step in range(25):
+        journal.write({"step": step})
+    assert journal.num_dropped == 15
+    released.set()
+    journal.close()
+    assert lines_of(tmp_path / "run.jsonl") == [
+        {"first": True},
+        *({"step": step} for step in range(10)),
+        {"event": "dropped", "count": 15},
+    ]
+
+
+def test_a_hanging_disk_does_not_hold_up_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path / "run.jsonl")
+    released = stall(monkeypatch, journal)
+    journal.write({"step": 1})
+    start_s = time.monotonic()
+    journal.close(timeout_s=0.2)
+    assert 0.15 < time.monotonic() - start_s < 3
+    assert journal.num_dropped == 2
+    released.set()
+    journal._thread.join(10)
+
+
+def test_an_error_of_the_disk_is_kept_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "d").mkdir()
+    journal = Journal(tmp_path / "d" / "run.jsonl")
+    (tmp_path / "d" / "run.jsonl").unlink()
+    (tmp_path / "d").rmdir()
+    journal.write({"step": 1})
+    journal.close()
+    assert isinstance(journal.failure, FileNotFoundError)
+    assert journal.num_dropped == 1
+
+
+def test_after_close_nothing_happens(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "run.jsonl")
+    journal.close()
+    journal.close()
+    journal.write({"step": 1})
+    assert lines_of(tmp_path / "run.jsonl") == []
+
+
+def test_a_path_that_cannot_be_opened(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, tmp_path / "file" / "run.jsonl"):
+        with pytest.raises(MachineError, match="cannot be opened"):
+            Journal(path)
+    assert not journal_threads()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_does_nothing(tmp_path: Path) -> None:
+    held = threading.Lock()
+    held.acquire()
+    with Journal(tmp_path / "run.jsonl") as journal:
+        # The writer may hold the lock at this very moment; in the child nobody would give it back.
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            signal.alarm(20)
+            try:
+                journal._lock = held
+                journal.write({"child": True})
+                journal.close(timeout_s=30)
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(pid, 0)[1] == 0
+        journal.write({"parent": True})
+    assert lines_of(tmp_path / "run.jsonl") == [{"parent": True}]

@@ -1,0 +1,169 @@
+"""Machine facts, read from made-up /proc and /sys trees and once from the real one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infinity.errors import MachineError
+from infinity.plan.machine import default_host_budget_bytes, disk_free_bytes, read_machine
+
+GIB = 2**30
+V1_MOUNTS = (
+    "31 23 0:28 / /sys/fs/cgroup rw - tmpfs tmpfs rw\n"
+    "35 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+    "32 31 0:29 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpuacct,cpu\n"
+)
+V2_MOUNT = "41 31 0:38 / /sys/fs/cgroup rw,relatime shared:9 - cgroup2 cgroup2 rw\n"
+
+
+def computer(root: Path, files: dict[str, str]) -> Path:
+    base = {
+        "proc/meminfo": f"MemTotal: {32 * GIB // 1024} kB\nMemAvailable: {30 * GIB // 1024} kB\n",
+        "proc/self/status": "Name:\tx\nVmRSS:\t1048576 kB\nCpus_allowed_list:\t0-3,8,10-12\n",
+        "proc/self/limits": "Max locked memory         8388608              8388608      bytes\n",
+        "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
+    }
+    for name, text in (base | files).items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return root
+
+
+def test_a_plain_computer(tmp_path: Path) -> None:
+    machine = read_machine(root=computer(tmp_path, {}), device_memory_bytes=7)
+    assert machine.host_ram_bytes == 32 * GIB
+    assert machine.host_available_bytes == 30 * GIB
+    assert machine.own_rss_bytes == GIB
+    assert machine.num_cpus == 8
+    assert machine.device_memory_bytes == 7
+    assert machine.memlock_bytes == 8388608
+    assert machine.thp_mode == "madvise"
+    # 80 % of (30 available + 1 that we hold already), which is less than 32.
+    assert default_host_budget_bytes(machine) == int(0.8 * 31 * GIB)
+
+
+def test_cgroup_v2_every_ancestor_counts(tmp_path: Path) -> None:
+    files = {
+        "proc/self/mountinfo": V2_MOUNT,
+        "proc/self/cgroup": "0::/a/b\n",
+        "sys/fs/cgroup/a/memory.max": f"{8 * GIB}\n",
+        "sys/fs/cgroup/a/memory.current": f"{5 * GIB}\n",
+        "sys/fs/cgroup/a/memory.stat": f"anon 1\ninactive_file {GIB}\n",
+        "sys/fs/cgroup/a/b/memory.max": "max\n",
+        "sys/fs/cgroup/a/b/memory.current": f"{GIB}\n",
+        "sys/fs/cgroup/a/cpu.max": "250000 100000\n",
+        "sys/fs/cgroup/a/b/cpu.max": "max 100000\n",
+    }
+    machine = read_machine(root=computer(tmp_path, files))
+    assert machine.host_ram_bytes == 8 * GIB
+    assert machine.host_available_bytes == 4 * GIB  # 8 - (5 - 1 of page cache)
+    assert machine.num_cpus == 3
+    assert default_host_budget_bytes(machine) == int(0.8 * 5 * GIB)
+
+
+def test_cgroup_v1_beside_an_empty_v2(tmp_path: Path) -> None:
+    files = {
+        "proc/self/mountinfo": V1_MOUNTS + V2_MOUNT.replace("/cgroup rw", "/cgroup/unified rw"),
+        "proc/self/cgroup": "4:memory:/job/x\n1:cpu,cpuacct:/job\n0::/\n",
+        "sys/fs/cgroup/unified/cgroup.procs": "1\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        "sys/fs/cgroup/memory/job/memory.limit_in_bytes": f"{16 * GIB}\n",
+        "sys/fs/cgroup/memory/job/memory.usage_in_bytes": f"{10 * GIB}\n",
+        "sys/fs/cgroup/memory/job/memory.stat": f"total_inactive_file {2 * GIB}\n",
+        "sys/fs/cgroup/memory/job/x/memory.limit_in_bytes": f"{12 * GIB}\n",
+        "sys/fs/cgroup/memory/job/x/memory.usage_in_bytes": f"{GIB}\n",
+        "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "150000\n",
+        "sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000\n",
+        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+        "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+    }
+    machine = read_machine(root=computer(tmp_path, files))
+    assert machine.host_ram_bytes == 12 * GIB
+    assert machine.host_available_bytes == 8 * GIB  # job: 16 - (10 - 2); x would leave 11
+    assert machine.num_cpus == 2
+
+
+def test_a_container_that_sees_only_its_own_part_of_the_tree(tmp_path: Path) -> None:
+    files = {
+        "proc/self/mountinfo": V2_MOUNT.replace(" / /sys", " /docker/abc /sys"),
+        "proc/self/cgroup": "0::/docker/abc/inner\n",
+        "sys/fs/cgroup/memory.max": f"{4 * GIB}\n",
+        "sys/fs/cgroup/inner/memory.max": f"{2 * GIB}\n",
+    }
+    assert read_machine(root=computer(tmp_path, files)).host_ram_bytes == 2 * GIB
+
+
+@pytest.mark.parametrize("own_path", ["/gone/away", "/../outside", "/"])
+def test_an_unknown_cgroup_path_falls_back_to_the_mount(tmp_path: Path, own_path: str) -> None:
+    files = {
+        "proc/self/mountinfo": V2_MOUNT,
+        "proc/self/cgroup": f"0::{own_path}\n",
+        "sys/fs/cgroup/memory.max": f"{4 * GIB}\n",
+        "sys/fs/outside/memory.max": f"{GIB}\n",
+    }
+    assert read_machine(root=computer(tmp_path, files)).host_ram_bytes == 4 * GIB
+
+
+def test_a_group_over_its_limit_has_nothing_left(tmp_path: Path) -> None:
+    files = {
+        "proc/self/mountinfo": V2_MOUNT,
+        "proc/self/cgroup": "0::/\n",
+        "sys/fs/cgroup/memory.max": f"{GIB}\n",
+        "sys/fs/cgroup/memory.current": f"{2 * GIB}\n",
+        "sys/fs/cgroup/cpu.max": "1000 100000\n",
+    }
+    machine = read_machine(root=computer(tmp_path, files))
+    assert machine.host_available_bytes == 0
+    assert machine.num_cpus == 1
+
+
+def test_limits_that_are_not_there(tmp_path: Path) -> None:
+    files = {
+        "proc/self/limits": "Max locked memory         unlimited            unlimited    bytes\n",
+        "proc/self/status": "Name:\tx\n",
+        "proc/self/mountinfo": "garbage\n- -\n",
+        "sys/kernel/mm/transparent_hugepage/enabled": "",
+    }
+    machine = read_machine(root=computer(tmp_path, files))
+    assert machine.memlock_bytes is None
+    assert machine.thp_mode == "unknown"
+    assert machine.own_rss_bytes == 0
+    assert machine.num_cpus == len(os.sched_getaffinity(0))
+
+
+def test_no_memory_total_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(MachineError, match="no MemTotal"):
+        read_machine(root=tmp_path)
+
+
+def test_disks(tmp_path: Path) -> None:
+    ((path, free_bytes),) = read_machine([tmp_path]).disk_free_bytes
+    facts = os.statvfs(tmp_path)
+    assert path == tmp_path
+    assert abs(free_bytes - facts.f_bavail * facts.f_frsize) < GIB
+    with pytest.raises(MachineError, match="mkdir -p"):
+        disk_free_bytes(tmp_path / "none")
+
+
+def test_this_computer() -> None:
+    machine = read_machine()
+    assert 0 < machine.host_available_bytes <= machine.host_ram_bytes
+    assert 0 < machine.own_rss_bytes < machine.host_ram_bytes
+    assert 1 <= machine.num_cpus <= len(os.sched_getaffinity(0))
+    assert machine.thp_mode in ("always", "madvise", "never", "unknown")
+
+
+def test_reading_does_not_import_torch() -> None:
+    script = "import sys; import infinity.plan.machine as m; m.read_machine(); print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=60
+    )
+    if "infinity.engine" in done.stdout.split():
+        pytest.skip("the package imports the engine, and so torch, by itself")
+    assert "torch" not in done.stdout.split()

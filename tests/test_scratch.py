@@ -1,0 +1,287 @@
+"""The scratch directory: private, cleaned up after the dead, never taken from the living."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from infinity.memory import scratch as module
+from infinity.memory.scratch import Scratch, remove_dead_runs
+
+RUN = """
+import sys, time
+from infinity.memory.scratch import Scratch
+scratch = Scratch.create(sys.argv[1])
+scratch.path("state").write_bytes(b"x" * 4096)
+print(scratch.directory, flush=True)
+if len(sys.argv) > 2:
+    import os
+    if os.fork() == 0:
+        print(os.getpid(), flush=True)
+        time.sleep(600)
+sys.stdin.read()
+scratch.remove()
+"""
+
+
+@contextmanager
+def live_run(root: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN, str(root), *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        yield process, Path(process.stdout.readline().strip())
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def killed_runs(root: Path, count: int) -> list[Path]:
+    """Start so many runs together, since each would remove the dead before it; kill them all."""
+    with ExitStack() as stack:
+        runs = [stack.enter_context(live_run(root)) for _ in range(count)]
+    assert all((directory / "state").exists() for _, directory in runs)
+    return [directory for _, directory in runs]
+
+
+def killed_run(root: Path) -> Path:
+    return killed_runs(root, 1)[0]
+
+
+def edit_record(directory: Path, **changes: object) -> None:
+    path = directory / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def names_in(root: Path) -> list[str]:
+    return sorted(os.listdir(root))
+
+
+def test_a_private_directory_with_a_record(tmp_path: Path) -> None:
+    with Scratch.create(tmp_path) as scratch:
+        assert names_in(tmp_path) == [scratch.directory.name]
+        assert scratch.directory.name.startswith(f"infinity-run-{os.getpid()}-")
+        assert stat.S_IMODE(scratch.directory.stat().st_mode) == 0o700
+        record = json.loads((scratch.directory / "run.json").read_text())
+        assert record["pid"] == os.getpid()
+        assert record["durable"] is False
+        assert record["version"] == 1
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        assert record["boot_id"] == boot_id
+        psutil = pytest.importorskip("psutil")
+        ticks = record["start_ticks"] / os.sysconf("SC_CLK_TCK")
+        assert abs(psutil.boot_time() + ticks - psutil.Process().create_time()) < 2
+        assert scratch.path("state") == scratch.directory / "state"
+        for name in ("a/b", "..", "", "lock", "run.json"):
+            with pytest.raises(AssertionError):
+                scratch.path(name)
+    assert names_in(tmp_path) == []
+
+
+def test_remove_takes_everything_and_may_be_called_twice(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "keep").write_text("x")
+    scratch = Scratch.create(tmp_path)
+    num_descriptors = len(os.listdir("/proc/self/fd"))
+    scratch.path("weights").write_bytes(b"x" * 10)
+    (scratch.directory / "sub").mkdir()
+    (scratch.directory / "sub" / "file").write_text("x")
+    scratch.path("link").symlink_to(outside)
+    scratch.remove()
+    scratch.remove()
+    assert names_in(tmp_path) == ["outside"]
+    assert names_in(outside) == ["keep"]
+    assert len(os.listdir("/proc/self/fd")) == num_descriptors - 1
+
+
+def test_two_engines_in_one_process(tmp_path: Path) -> None:
+    first, second = Scratch.create(tmp_path), Scratch.create(tmp_path)
+    assert first.directory != second.directory
+    assert remove_dead_runs(tmp_path) == []
+    first.remove()
+    assert second.directory.is_dir()
+    second.remove()
+    assert names_in(tmp_path) == []
+
+
+def test_a_killed_run_is_removed_by_the_next_and_a_live_one_never(tmp_path: Path) -> None:
+    with live_run(tmp_path) as (process, living):
+        dead = killed_run(tmp_path)
+        scratch = Scratch.create(tmp_path)
+        assert not dead.exists()
+        assert (living / "state").stat().st_size == 4096
+        assert remove_dead_runs(tmp_path) == []
+        scratch.remove()
+        process.communicate()  # ends its input: it removes its own
+        assert process.returncode == 0
+    assert names_in(tmp_path) == []
+
+
+def test_a_durable_run_and_one_that_cannot_be_read_are_kept(tmp_path: Path) -> None:
+    durable, broken, plain = killed_runs(tmp_path, 3)
+    edit_record(durable, durable=True)
+    (broken / "run.json").write_text('{"durable": fal')
+    assert remove_dead_runs(tmp_path) == [plain]
+    assert (durable / "state").exists()
+    assert (broken / "state").exists()
+    edit_record(durable, durable=False)
+    (broken / "run.json").unlink()  # no record at all, but data: not ours to judge
+    assert remove_dead_runs(tmp_path) == [durable]
+    assert (broken / "state").exists()
+
+
+def test_a_removal_that_was_cut_short_is_finished(tmp_path: Path) -> None:
+    first, second, third = killed_runs(tmp_path, 3)
+    (first / "state").unlink()
+    for name in ("state", "run.json"):
+        (second / name).unlink()
+    for name in ("state", "run.json", "lock"):
+        (third / name).unlink()
+    assert remove_dead_runs(tmp_path) == sorted([first, second, third])
+    assert names_in(tmp_path) == []
+
+
+def test_nothing_outside_the_pattern_is_touched(tmp_path: Path) -> None:
+    dead = killed_run(tmp_path)
+    kept = {}
+    for name in (
+        "infinity-run-1-xyz",
+        "infinity-run-1-0123456789abcdef0",
+        "xinfinity-run-1-0123456789abcdef",
+        "infinity-run-1-0123456789abcdef\n",
+        "infinity-run--0123456789abcdef",
+        "data",
+    ):
+        kept[name] = tmp_path / name
+        shutil.copytree(dead, kept[name])
+    hidden = tmp_path / "elsewhere"
+    shutil.copytree(dead, hidden)
+    link = tmp_path / "infinity-run-2-0123456789abcdef"
+    link.symlink_to(hidden)
+    (tmp_path / "infinity-run-3-0123456789abcdef").write_text("a file")
+    assert remove_dead_runs(tmp_path) == [dead]
+    assert all((path / "state").exists() for path in kept.values())
+    assert (hidden / "state").exists()
+    assert link.is_symlink()
+
+
+def test_a_link_in_place_of_the_lock_or_the_record_is_not_followed(tmp_path: Path) -> None:
+    first, second = killed_runs(tmp_path, 2)
+    for directory, name in ((first, "lock"), (second, "run.json")):
+        target = tmp_path / f"target-{name}"
+        (directory / name).rename(target)
+        (directory / name).symlink_to(target)
+    assert remove_dead_runs(tmp_path) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+def test_another_users_directory_is_left_alone(tmp_path: Path) -> None:
+    dead = killed_run(tmp_path)
+    os.chown(dead, 65534, 65534)
+    assert remove_dead_runs(tmp_path) == []
+    os.chown(dead, 0, 0)
+    assert remove_dead_runs(tmp_path) == [dead]
+
+
+def test_a_half_made_directory_is_removed_only_when_old(tmp_path: Path) -> None:
+    names = [f".infinity-new-1-{digit * 16}" for digit in "abc"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    (tmp_path / names[1] / "lock").touch()
+    (tmp_path / names[2] / "lock").touch()
+    (tmp_path / names[2] / "run.json").write_text('{"pid')
+    assert remove_dead_runs(tmp_path) == []
+    long_ago_s = time.time() - 3600
+    for name in names:
+        os.utime(tmp_path / name, (long_ago_s, long_ago_s))
+    assert remove_dead_runs(tmp_path) == [tmp_path / name for name in names]
+
+
+def test_the_directory_cannot_be_seen_before_it_is_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_record = module._write_record
+    seen: list[list[Path]] = []
+
+    def look_around(path: Path) -> None:
+        # What a second process that starts right now would do.
+        seen.append(remove_dead_runs(tmp_path))
+        write_record(path)
+        seen.append(remove_dead_runs(tmp_path))
+
+    monkeypatch.setattr(module, "_write_record", look_around)
+    Scratch.create(tmp_path).remove()
+    assert seen == [[], []]
+
+
+def test_many_starting_at_once_beside_the_dead(tmp_path: Path) -> None:
+    killed_runs(tmp_path, 3)
+    script = RUN.replace("sys.stdin.read()", "assert scratch.path('state').exists()")
+    script = script.replace(
+        "scratch = ", "for _ in range(40): Scratch.create(sys.argv[1]).remove()\nscratch = "
+    )
+    runs = [
+        subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.DEVNULL)
+        for _ in range(4)
+    ]
+    assert [run.wait(60) for run in runs] == [0] * 4
+    assert names_in(tmp_path) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_removes_nothing(tmp_path: Path) -> None:
+    scratch = Scratch.create(tmp_path)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            scratch.remove()
+            if scratch.directory.is_dir() and remove_dead_runs(tmp_path) == []:
+                code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert scratch.directory.is_dir()
+    assert remove_dead_runs(tmp_path) == []  # the child's end did not unlock it
+    scratch.remove()
+    assert names_in(tmp_path) == []
+
+
+def test_a_child_that_no_hook_has_seen_removes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Scratch.create(tmp_path) as scratch:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", lambda: 1)
+            scratch.remove()
+        assert (scratch.directory / "run.json").exists()
+    assert names_in(tmp_path) == []
+
+
+def test_an_orphaned_worker_does_not_keep_a_killed_run_alive(tmp_path: Path) -> None:
+    with live_run(tmp_path, "with a worker") as (process, directory):
+        assert process.stdout is not None
+        worker = int(process.stdout.readline())
+        try:
+            assert remove_dead_runs(tmp_path) == []
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            assert remove_dead_runs(tmp_path) == [directory]
+        finally:
+            os.kill(worker, signal.SIGKILL)

@@ -1,0 +1,119 @@
+"""A scratch directory that cannot be made: what, because, remedy, and nothing left behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from infinity.errors import DoesNotFitError, InfinityError, MachineError
+from infinity.memory import scratch as module
+from infinity.memory.scratch import Scratch
+
+
+def names_in(root: Path) -> list[str]:
+    return sorted(os.listdir(root))
+
+
+def refusal(path: Path) -> InfinityError:
+    with pytest.raises(InfinityError) as caught:
+        Scratch.create(path)
+    return caught.value
+
+
+def test_a_missing_path_and_a_file(tmp_path: Path) -> None:
+    error = refusal(tmp_path / "none")
+    assert isinstance(error, MachineError)
+    assert error.remedy == f"mkdir -p {tmp_path / 'none'}"
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("file", "link", "file/below"):
+        assert isinstance(refusal(tmp_path / name), MachineError)
+    assert "is not a directory" in refusal(tmp_path / "file").what
+    assert names_in(tmp_path) == ["file", "link"]
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "part"),
+    [
+        (errno.ENOSPC, DoesNotFitError, "is full: "),
+        (errno.EDQUOT, DoesNotFitError, "is full: "),
+        (errno.EROFS, MachineError, "is read-only"),
+        (errno.EACCES, MachineError, "is not writable"),
+        (errno.ENOLCK, MachineError, "cannot lock files"),
+        (errno.EIO, MachineError, "cannot be used"),
+    ],
+)
+@pytest.mark.parametrize("place", ["mkdir", "flock", "record"])
+def test_a_refusing_disk(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    kind: type[InfinityError],
+    part: str,
+    place: str,
+) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        if place == "mkdir":
+            patch.setattr(Path, "mkdir", refuse)
+        elif place == "flock":
+            patch.setattr("fcntl.flock", refuse)
+        else:
+            patch.setattr(module, "_write_record", refuse)
+        num_descriptors = len(os.listdir("/proc/self/fd"))
+        error = refusal(tmp_path)
+        assert len(os.listdir("/proc/self/fd")) == num_descriptors
+    assert type(error) is kind
+    assert part in error.what
+    assert os.strerror(number) in str(error.because)
+    assert error.remedy
+    assert names_in(tmp_path) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become nobody")
+def test_a_directory_that_this_user_may_not_write() -> None:
+    script = """
+import os, sys
+from infinity.memory.scratch import Scratch
+from infinity.errors import MachineError
+os.setgid(65534); os.setuid(65534)
+try: Scratch.create(sys.argv[1])
+except MachineError as error: print(error)
+"""
+    with tempfile.TemporaryDirectory() as root:
+        os.chmod(root, 0o755)
+        done = subprocess.run(
+            [sys.executable, "-c", script, root], capture_output=True, text=True, timeout=60
+        )
+    assert "is not writable" in done.stdout, done.stderr
+    assert "user id 65534" in done.stdout
+
+
+def test_an_interrupted_making_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_write_record", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        Scratch.create(tmp_path)
+    assert names_in(tmp_path) == []
+
+
+def test_space_is_checked_with_numbers(tmp_path: Path) -> None:
+    with Scratch.create(tmp_path) as scratch:
+        scratch.check_space(0)
+        scratch.check_space(4096)
+        with pytest.raises(DoesNotFitError) as caught:
+            scratch.check_space(2**60)
+        for part in ("1.00 EiB needed", "free at", str(tmp_path), "missing"):
+            assert part in caught.value.what

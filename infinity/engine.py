@@ -6,9 +6,9 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,17 @@ class StepReport:
     surprises: int = 0
 
 
+@dataclass(frozen=True)
+class Progress:
+    """Where training is; replaced as a whole, so that an interruption finds it old or new."""
+
+    micro_step: int = 0
+    backwards: int = 0  # since the last step()
+    global_steps: int = 0
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+
+
 class Engine:
     """Owns a module's memory while it is trained. Made by `infinity.initialize`.
 
@@ -66,21 +77,15 @@ class Engine:
         self.plan: Plan = parts.plan
         self.lr_scheduler: Any = None
         self.gradient_clipping = gradient_clipping
-        self.global_steps = 0
-        self.micro_step = 0
-        self.skipped_steps = 0
         self.last_report: StepReport | None = None
         self._parts = parts
         self._journal = journal
         self._index_of = {id(p): i for i, p in enumerate(parts.cut.parameters)}
         self._steps = [0] * len(parts.cut.parameters)
-        self._skipped_in_a_row = 0
-        self._backwards = 0
+        self._progress = Progress()
         self._cycle_open = False
         num_units = len(self.plan.units)
-        self._tapes = {
-            grad: Tape(guess_cycle(num_units, backward=grad)) for grad in (True, False)
-        }
+        self._tapes = {grad: Tape(guess_cycle(num_units, backward=grad)) for grad in (True, False)}
         self._values = Values(parts.store, parts.mover, parts.adam, self._finish_sweep)
         parts.hooks.lent = self._values.lent
         self._state_hooks = ModuleStateHooks(module, self._values, self._index_of)
@@ -133,56 +138,48 @@ class Engine:
         try:
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             gradients.finish()
+            self._end_cycle()
+            self._progress = replace(self._progress, backwards=self._progress.backwards + 1)
         except BaseException:
+            self._progress = replace(self._progress, micro_step=0, backwards=0)
             self._parts.mover.recover()
             gradients.reset()
-            self.micro_step = self._backwards = 0
             self._end_cycle()
             raise
-        self._backwards += 1
-        self._end_cycle()
         return scaled.detach()
 
     def step(self) -> None:
         """End a micro-batch; at the end of the accumulation window, update.
 
         Returns once the norm and the clip factor are known; the sweep runs behind the next
-        forward. A step whose gradients are not all finite is skipped and counted.
+        forward. A step whose gradients are not all finite is skipped and counted. Interrupted,
+        it has happened or it has not: `global_steps` and `micro_step` tell.
         """
         self._check_usable()
-        if self._backwards == 0:
+        progress = self._progress
+        if progress.backwards == 0:
             raise TrainingError(
                 "step() without a backward since the last one",
                 because="gradients reach the engine through engine.backward(loss)",
                 remedy="replace loss.backward() by engine.backward(loss)",
             )
-        self._backwards = 0
-        self.micro_step += 1
-        if self.micro_step < self.plan.micro_batches:
+        if not self._is_last_micro_batch():
+            self._progress = replace(progress, micro_step=progress.micro_step + 1, backwards=0)
             return
-        self.micro_step = 0
         self._end_cycle()
         self._values.take_back_all()
+        self._finish_sweep()
         norm, skipped, factor = self._norm_and_factor()
-        if skipped:
-            self.skipped_steps += 1
-            self._skipped_in_a_row += 1
-            name = self._parts.gradients.first_non_finite()
-            self._parts.gradients.reset()
-        else:
-            self._skipped_in_a_row = 0
-            self._launch(factor)
-            self.global_steps += 1
-        self._report(norm, factor, skipped)
-        if skipped and self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+        culprit = self._parts.gradients.first_non_finite() if skipped else None
+        self._parts.gradients.settle()
+        self._parts.sweep.submit(lambda: self._commit(norm, factor, skipped))
+        if self._progress.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise TrainingError(
-                f"the gradients of {self._skipped_in_a_row} steps in a row were not finite; "
-                f"first in {name!r}",
+                f"the gradients of {self._progress.skipped_in_a_row} steps in a row were not "
+                f"finite; first in {culprit!r}",
                 because="the loss is NaN or infinite, or the learning rate diverged",
                 remedy="lower the learning rate, or look at the loss and the data",
             )
-        if not skipped and self.lr_scheduler is not None:
-            self.lr_scheduler.step()
 
     def _norm_and_factor(self) -> tuple[float, bool, float]:
         """(global norm, whether to skip, what gradients are multiplied by)."""
@@ -193,32 +190,44 @@ class Engine:
         clipping = self.gradient_clipping
         return norm, False, min(1.0, clipping / (norm + 1e-6)) if clipping else 1.0
 
-    def _launch(self, factor: float) -> None:
-        """Make the updated units pending and hand the job to the sweep."""
-        parts = self._parts
-        parts.sweep.finish()
-        parts.mover.check()
-        parts.gradients.settle()
-        arrived = parts.gradients.arrived()
+    def _commit(self, norm: float, factor: float, skipped: bool) -> SweepJob | None:
+        """The step happens, on the sweep thread: units become pending, counters advance."""
+        progress, parts = self._progress, self._parts
+        job = None if skipped else self._make_job(factor)
+        progress = replace(
+            progress,
+            micro_step=0,
+            backwards=0,
+            global_steps=progress.global_steps + (not skipped),
+            skipped_steps=progress.skipped_steps + skipped,
+            skipped_in_a_row=progress.skipped_in_a_row + 1 if skipped else 0,
+        )
+        self._progress = progress
+        if job is not None:
+            parts.mover.make_pending(job.units)
+            for index in job.steps:
+                self._steps[index] += 1
+        parts.gradients.reset()
+        self._report(norm, factor, skipped)
+        if not skipped and self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        return job
+
+    def _make_job(self, factor: float) -> SweepJob:
+        """Everything the sweep depends on, as it is now."""
+        arrived = self._parts.gradients.arrived()
         hypers = self.optimizer.hypers(self._index_of)
         order = dict.fromkeys(self._tapes[True].first_uses())
         order.update(dict.fromkeys(range(len(self.plan.units))))
-        units = tuple(
-            u
-            for u in order
-            if any(s.parameter in arrived for s in self.plan.units[u].trained_segments)
-        )
-        job = SweepJob(
-            units=units,
+        units = self.plan.units
+        return SweepJob(
+            units=tuple(
+                u for u in order if any(s.parameter in arrived for s in units[u].trained_segments)
+            ),
             hypers={i: hypers[i] for i in arrived},
             steps={i: self._steps[i] + 1 for i in arrived},
             grad_scale=factor,
         )
-        parts.mover.make_pending(units)
-        parts.sweep.start(job)
-        for index in arrived:
-            self._steps[index] += 1
-        parts.gradients.reset()
 
     def _report(self, norm: float, factor: float, skipped: bool) -> None:
         lanes, mover = self._parts.lanes, self._parts.mover
@@ -226,7 +235,7 @@ class Engine:
         now = (time.perf_counter(), lanes.stalled_s(), lanes.moved(), surprises)
         then, self._mark = self._mark, now
         self.last_report = StepReport(
-            step=self.global_steps,
+            step=self._progress.global_steps,
             wall_s=now[0] - then[0],
             grad_norm=norm,
             clip_factor=factor,
@@ -241,7 +250,7 @@ class Engine:
     # --- cycles ----------------------------------------------------------------------------------
 
     def _is_last_micro_batch(self) -> bool:
-        return self.micro_step + 1 == self.plan.micro_batches
+        return self._progress.micro_step + 1 == self.plan.micro_batches
 
     def _begin_cycle(self) -> None:
         mover = self._parts.mover
@@ -292,9 +301,7 @@ class Engine:
         assert isinstance(own, StateDict)
         problems = [f"missing {n!r}" for n in own if n not in state] if strict else []
         problems += [f"unexpected {n!r}" for n in state if n not in own] if strict else []
-        shapes = {
-            n: tuple(self._parts.cut.parameters[i].shape) for n, i in own.parameters.items()
-        }
+        shapes = {n: tuple(self._parts.cut.parameters[i].shape) for n, i in own.parameters.items()}
         shapes.update({n: tuple(b.shape) for n, b in own.buffers.items()})
         common = [n for n in own if n in state]
         for name in common:
@@ -345,6 +352,24 @@ class Engine:
     def device(self) -> torch.device:
         """Where inputs must be."""
         return self._parts.device.torch_device
+
+    @property
+    def global_steps(self) -> int:
+        """Steps that updated parameters."""
+        self._parts.sweep.await_commit()
+        return self._progress.global_steps
+
+    @property
+    def micro_step(self) -> int:
+        """Micro-batches of the current accumulation window that are behind us."""
+        self._parts.sweep.await_commit()
+        return self._progress.micro_step
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped because gradients were not finite."""
+        self._parts.sweep.await_commit()
+        return self._progress.skipped_steps
 
     @property
     def grad_norm(self) -> float | None:

@@ -212,13 +212,9 @@ class Parts:
         self.gradients = GradientStore(plan, self.lanes, self.adam)
         if self.disk is not None:
             self.disk.allocate()
-        self.presence = Presence(
-            plan.units, cut.parameters, cut.dtypes, self.device.torch_device
-        )
+        self.presence = Presence(plan.units, cut.parameters, cut.dtypes, self.device.torch_device)
         self.mover = Mover(plan, self.lanes, self.store, self.presence, poison)
-        self.sweep = Sweep(
-            plan, self.lanes, self.store, self.gradients, self.mover, self.adam
-        )
+        self.sweep = Sweep(plan, self.lanes, self.store, self.gradients, self.mover, self.adam)
         undo.append(self.sweep.close)
         Birth(plan, self.lanes, self.store, self.adam).write(
             cut.parameters, self.presence, progress
@@ -242,9 +238,7 @@ class Parts:
             raise first
 
 
-def plan_for(
-    model: nn.Module, cut: Cut, config: Config, device: Device
-) -> Plan:
+def plan_for(model: nn.Module, cut: Cut, config: Config, device: Device) -> Plan:
     """The plan of one engine on this machine."""
     limits = limits_for(config, device, model.parameters())
     return make_plan(cut.layouts, config, limits, unified=device.unified)

@@ -19,7 +19,17 @@ import pytest
 from infinity.memory import scratch as module
 from infinity.memory.scratch import Scratch, remove_dead_runs
 
-RUN = """
+# Bare packages: what `infinity/__init__.py` imports, torch above all, would take seconds a run.
+BARE = """
+import sys, types
+for name in ("infinity", "infinity.memory"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [f"{root}/{name.replace('.', '/')}"]
+"""
+ROOT = Path(module.__file__).resolve().parent.parent.parent
+RUN = (
+    f"root = {str(ROOT)!r}{BARE}"
+    """
 import sys, time
 from infinity.memory.scratch import Scratch
 scratch = Scratch.create(sys.argv[1])
@@ -33,6 +43,7 @@ if len(sys.argv) > 2:
 sys.stdin.read()
 scratch.remove()
 """
+)
 
 
 @contextmanager

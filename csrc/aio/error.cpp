@@ -61,7 +61,8 @@ std::string describe_failure(const std::string& op, const std::string& path, uin
     text += " of " + std::to_string(length) + " bytes at offset " + std::to_string(offset);
   }
   if (!path.empty()) text += " of '" + path + "'";
-  text += " failed: " + reason + " (" + error_name(error) + ", errno " + std::to_string(error) + ")";
+  text += " failed: " + reason;
+  text += " (" + error_name(error) + ", errno " + std::to_string(error) + ")";
   if (reason == kEndOfFile) {
     text += "; likely cause: the file is shorter than the request, was it cut or never written?";
   } else if (const Known* known = find_known(error); known != nullptr && *known->cause != '\0') {

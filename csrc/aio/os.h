@@ -56,12 +56,12 @@ int uring_enter(int ring_fd, uint32_t to_submit, uint32_t min_complete, uint32_t
 int map_shared(int fd, size_t length, uint64_t offset, void** address);
 void unmap(void* address, size_t length);
 
-// --- waking a thread that sleeps in the ring -------------------------------------------------------
+// --- waking a thread that sleeps in the ring -----------------------------------------------------
 int event_create();
 // Adds one to the event; never blocks (the counter cannot overflow with one reader that resets it).
 int event_signal(int event_fd);
 
-// --- process and time ------------------------------------------------------------------------------
+// --- process and time ----------------------------------------------------------------------------
 int64_t monotonic_ns();
 int process_id();
 void sleep_ms(uint32_t milliseconds);

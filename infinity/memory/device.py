@@ -84,6 +84,9 @@ class Device(ABC):
     def compute_wait(self, event: Event) -> None:
         """Order compute issued from now on after `event`; blocks the host only if it must."""
 
+    def synchronize(self) -> None:  # noqa: B027
+        """Wait for every copy and all compute; only after an interruption."""
+
     def pin(self, arena: HostArena) -> None:  # noqa: B027  (a CPU has nothing to pin)
         """Make host memory reachable by asynchronous copies."""
 
@@ -231,6 +234,10 @@ class CudaDevice(Device):
         else:
             event.wait()
 
+    def synchronize(self) -> None:
+        """Everything on the device."""
+        torch.cuda.synchronize(self.torch_device)
+
     def pin(self, arena: HostArena) -> None:
         """Register in slices of at most 1 GiB; an unregistered pool still works, slower."""
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -259,6 +266,4 @@ def find_device(device: Device | torch.device | str | None) -> Device:
         return CpuDevice()
     if wanted.type == "cuda":
         return CudaDevice(wanted)
-    raise ConfigError(
-        f"device {str(wanted)!r} is not supported yet", remedy="use 'cpu' or 'cuda'"
-    )
+    raise ConfigError(f"device {str(wanted)!r} is not supported yet", remedy="use 'cpu' or 'cuda'")

@@ -13,11 +13,12 @@ that unit next, and units it cannot publish go home instead.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from infinity.errors import EngineFailedError, PresenceError
+from infinity.errors import EngineFailedError, PresenceError, TransferError
 from infinity.memory.device import HAPPENED, Event
 from infinity.memory.host import arena_for
 from infinity.memory.lanes import Lanes, after_all
@@ -258,8 +259,10 @@ class Mover:
         num_bound = len(self.plan.units[unit].segments) if entry.bound else 0
         if slot.num_aliases(num_bound) > 0:
             return False
-        self._give_up(unit)
-        self.ledger.move(unit, Where.ABSENT)
+        try:
+            self._give_up(unit)
+        finally:  # an edited parameter raises, but it is gone all the same
+            self.ledger.move(unit, Where.ABSENT)
         return True
 
     def fetch(self, unit: int) -> None:
@@ -301,7 +304,11 @@ class Mover:
     # --- updates -------------------------------------------------------------------------------
 
     def make_pending(self, units: Collection[int]) -> None:
-        """The weights of these units are stale from now on; a sweep will replace them."""
+        """The weights of these units are stale from now on; a sweep will replace them.
+
+        Raises the first `PresenceError` of an edited parameter, after all units are pending.
+        """
+        edited: PresenceError | None = None
         for unit in units:
             if self.entries[unit].where is Where.FETCHING:
                 self._finish_fetch(unit)
@@ -309,10 +316,15 @@ class Mover:
             for unit in units:
                 entry = self.entries[unit]
                 if entry.where is Where.PRESENT:
-                    self._give_up(unit)
+                    try:
+                        self._give_up(unit)
+                    except PresenceError as error:
+                        edited = edited or error
                 self.ledger.move(unit, Where.PENDING)
             self.paced = True
         self.current = -1
+        if edited is not None:
+            raise edited
 
     def drop(self, unit: int) -> None:
         """Forget the unit's copy on the device: its home was, or will be, edited."""
@@ -346,9 +358,7 @@ class Mover:
                 if free:
                     return free[0], self.ledger.assign(unit, free[0])
                 waits_for_later = (
-                    self.demand is not None
-                    and self.demand != unit
-                    and self.is_pending(self.demand)
+                    self.demand is not None and self.demand != unit and self.is_pending(self.demand)
                 )
                 if waits_for_later or not self.paced or self.failure is not None:
                     self.surprises += 1
@@ -373,6 +383,7 @@ class Mover:
 
     def recover(self) -> None:
         """After an interruption at any point: a consistent ledger, nothing bound or in flight."""
+        self.lanes.device.synchronize()  # a copy's event may have been lost on its way to us
         with self.changed:
             self.demand, self.current, self._retry = None, -1, False
             for unit, entry in enumerate(self.entries):
@@ -380,8 +391,9 @@ class Mover:
                 if entry.where is Where.PENDING:
                     continue
                 if entry.ticket is not None:
-                    entry.ticket.wait()
-                    entry.ticket = entry.landing = None
+                    with contextlib.suppress(TransferError):  # it is read again when needed
+                        entry.ticket.wait()
+                entry.ticket = entry.landing = None
                 self.presence.forget(unit)
                 entry.bound = False
                 if entry.slot is not None and entry.slot.slot_class is None:

@@ -15,9 +15,7 @@ class Reservations:
     """Bytes per tier, by owner."""
 
     def __init__(self) -> None:
-        self._taken: weakref.WeakKeyDictionary[object, dict[str, int]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._taken: weakref.WeakKeyDictionary[object, dict[str, int]] = weakref.WeakKeyDictionary()
 
     def take(self, owner: object, tier_bytes: Mapping[str, int]) -> None:
         """Record what an engine reserved."""

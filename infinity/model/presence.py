@@ -38,7 +38,7 @@ def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
     else:
         value = torch.iinfo(dtype).max
     with torch.inference_mode(False):
-        return torch.full((1,), value, dtype=dtype, device=device).expand(shape)
+        return torch.full((), value, dtype=dtype, device=device).expand(shape)
 
 
 class Presence:
@@ -55,8 +55,7 @@ class Presence:
         self.parameters = parameters
         self.dtypes = dtypes
         self._placeholders = [
-            placeholder(p.shape, dtype, device)
-            for p, dtype in zip(parameters, dtypes, strict=True)
+            placeholder(p.shape, dtype, device) for p, dtype in zip(parameters, dtypes, strict=True)
         ]
         self._versions: dict[int, int] = {}
 
@@ -135,6 +134,10 @@ class ParameterMap(dict[str, nn.Parameter | None]):
             self._touch(parameter)
         return parameter
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """Like `[]`, with a default for what is not there."""
+        return self[name] if name in self else default
+
     def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
         if name in self and super().__getitem__(name) is value:
             return
@@ -149,6 +152,15 @@ class ParameterMap(dict[str, nn.Parameter | None]):
             f"parameter {name!r} cannot be removed while an engine owns the module",
             remedy="change the module before initialize() or after close()",
         )
+
+    def _refuse_change(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """For the changes that a dict makes without `__setitem__` or `__delitem__`."""
+        raise PresenceError(
+            "parameters cannot be replaced, added or removed while an engine owns the module",
+            remedy="change the module before initialize() or after close()",
+        )
+
+    clear = pop = popitem = setdefault = update = __ior__ = _refuse_change  # type: ignore[assignment]
 
     def copy(self) -> NoReturn:
         """Refused: a copy would hold placeholders."""

@@ -272,4 +272,3 @@ def _remedy(tier: str, config: Config) -> str:
     if on_disk:
         return f"raise budget.{tier}, or put more on disk: homes.{on_disk[-1]}=disk"
     return f"raise budget.{tier}, lower chunk_size, or cut the model into smaller units"
-

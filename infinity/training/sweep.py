@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -75,6 +75,15 @@ class _Work:
     waits: list[Ticket | Event]
 
 
+@dataclass(eq=False)
+class _Commit:
+    """What the sweep thread is asked to do next, and how that went."""
+
+    run: Callable[[], SweepJob | None]
+    committed: bool = False
+    error: BaseException | None = None
+
+
 class _Aborted(Exception):
     """The engine is closing."""
 
@@ -102,7 +111,7 @@ class Sweep:
         if nbytes:
             lanes.device.pin(arena)
         self._stages = [_Stage(arena.carve(nbytes)) for _ in range(plan.num_stages)]
-        self._job: SweepJob | None = None
+        self._order: _Commit | None = None
         self._closing = False
         self._thread: threading.Thread | None = None
         self._target: tuple[Slot, Tensor] | None = None
@@ -110,24 +119,45 @@ class Sweep:
 
     # --- the training thread ---------------------------------------------------------------
 
-    def start(self, job: SweepJob) -> None:
-        """Hand over a job; its units must be pending and the previous job finished."""
+    def submit(self, commit: Callable[[], SweepJob | None]) -> None:
+        """Run `commit` on the sweep thread, and then, behind the caller, the job it returns.
+
+        Signals strike the main thread only, so a commit happens whole or not at all, even if
+        this call is interrupted. Returns, or raises what `commit` raised, when it is over. The
+        previous job must be finished.
+        """
+        order = _Commit(commit)
         with self.mover.changed:
-            assert self._job is None
-            self._job = job
+            assert self._order is None
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._loop, name="infinity-sweep", daemon=True
                 )
                 self._thread.start()
+            self._order = order
             self.mover.changed.notify_all()
+        self.await_commit()
+        if order.error is not None:
+            raise order.error
+
+    def await_commit(self) -> None:
+        """Wait until no commit is under way; an interruption is raised only after that."""
+        interrupt: BaseException | None = None
+        while self._order is not None and not self._order.committed:
+            try:
+                with self.mover.changed:
+                    self.mover.changed.wait(WAKE_S)
+            except BaseException as error:
+                interrupt = interrupt or error
+        if interrupt is not None:
+            raise interrupt
 
     def finish(self) -> None:
         """Lift the pacing and wait until no update is owed."""
         with self.lanes.stall("update"), self.mover.changed:
             self.mover.paced = False
             self.mover.changed.notify_all()
-            while self._job is not None and self.mover.failure is None:
+            while self._order is not None and self.mover.failure is None:
                 self.mover.changed.wait(WAKE_S)
 
     def close(self) -> None:
@@ -145,22 +175,35 @@ class Sweep:
     def _loop(self) -> None:
         while True:
             with self.mover.changed:
-                while self._job is None and not self._closing:
+                while self._order is None and not self._closing:
                     self.mover.changed.wait()
                 if self._closing:
                     return
-                job = self._job
-            assert job is not None
+                order = self._order
+            assert order is not None
+            job = self._commit(order)
             try:
-                self._run(job)
+                if job is not None:
+                    self._run(job)
             except _Aborted:
                 return
             except BaseException as error:
                 self.mover.fail(error)
                 return
             with self.mover.changed:
-                self._job = None
+                self._order = None
                 self.mover.changed.notify_all()
+
+    def _commit(self, order: _Commit) -> SweepJob | None:
+        job = None
+        try:
+            job = order.run()
+        except BaseException as error:
+            order.error = error
+        with self.mover.changed:
+            order.committed = True
+            self.mover.changed.notify_all()
+        return job
 
     def _run(self, job: SweepJob) -> None:
         queue: deque[_Work] = deque()
@@ -256,9 +299,7 @@ class Sweep:
         if work.chunk + 1 == state.layout.num_chunks(self.plan.chunk_elements):
             self.mover.updated(work.unit, after_all(*self._published))
 
-    def _update(
-        self, job: SweepJob, segment: Segment, work: _Work, start: int, count: int
-    ) -> None:
+    def _update(self, job: SweepJob, segment: Segment, work: _Work, start: int, count: int) -> None:
         """Update the part of one parameter that lies in this chunk."""
         first = max(segment.offset, start) - start
         last = min(segment.offset + segment.numel, start + count) - start

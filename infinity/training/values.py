@@ -219,7 +219,9 @@ class ModuleStateHooks:
         for name, index in self._own(module).items():
             state[prefix + name] = self.values.read(index)
 
-    def _open(self, module: nn.Module, state: Mapping[str, Tensor], prefix: str, *_: object) -> None:
+    def _open(
+        self, module: nn.Module, state: Mapping[str, Tensor], prefix: str, *_: object
+    ) -> None:
         for name, index in self._own(module).items():
             if prefix + name in state and index not in self.values.lent:
                 self.values.lend(index, master=True)

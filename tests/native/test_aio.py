@@ -81,10 +81,18 @@ def make_file(path: Path, data: bytes, *, direct: str = "off", read_only: bool =
     return File(str(path), direct=direct, read_only=read_only)
 
 
+LOAD = f"""
+import importlib.util
+spec = importlib.util.spec_from_file_location("infinity._aio", {_aio.__file__!r})
+_aio = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(_aio)
+"""
+
+
 def in_subprocess(script: str, *arguments: str) -> str:
-    """Run a script that prints; its output, once it has ended well within 30 s."""
+    """Run a script that prints, with `_aio` loaded alone: the package would bring torch along."""
     run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), *arguments],
+        [sys.executable, "-c", LOAD + textwrap.dedent(script), *arguments],
         capture_output=True,
         text=True,
         timeout=30,
@@ -308,7 +316,6 @@ def test_a_file_size_limit_is_an_error(backend: str, tmp_path: Path) -> None:
     out = in_subprocess(
         """
         import ctypes, mmap, resource, sys
-        from infinity import _aio
         resource.setrlimit(resource.RLIMIT_FSIZE, (10000, 10000))
         file = _aio.File(sys.argv[2], create=True, direct="off")
         data = mmap.mmap(-1, 65536)
@@ -381,7 +388,7 @@ def test_waits_release_the_interpreter(backend: str, tmp_path: Path) -> None:
     assert not ticket.done()
     assert ticket.latency_ns == 0
     assert ticket.wait(30.0) is True
-    assert ticks - before > 20
+    assert ticks - before > 10
     assert 0.4e9 < ticket.latency_ns < 5e9
     stop = True
     thread.join()
@@ -389,7 +396,7 @@ def test_waits_release_the_interpreter(backend: str, tmp_path: Path) -> None:
 
 
 def test_interrupting_a_wait(backend: str, tmp_path: Path) -> None:
-    engine = slow_engine(backend, 4 * BLOCK)
+    engine = slow_engine(backend, 2 * BLOCK)
     data = noise(4 * BLOCK)
     file = make_file(tmp_path / "f", data)
     target = Buffer(4 * BLOCK)
@@ -399,7 +406,7 @@ def test_interrupting_a_wait(backend: str, tmp_path: Path) -> None:
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         ticket.wait()
-    assert time.monotonic() - start < 0.7
+    assert time.monotonic() - start < 1.5
     timer.join()
     assert not ticket.done()
     assert ticket.wait(30.0)
@@ -417,6 +424,7 @@ def test_closing_with_requests_in_flight(backend: str, tmp_path: Path) -> None:
         for i in range(20)
     ]
     file.close()  # requests keep it open
+    assert wait_until(lambda: engine.counters()["in_flight_blocks"] > 0)
     start = time.monotonic()
     engine.close()
     assert time.monotonic() - start < 2.0
@@ -445,7 +453,7 @@ def test_closing_with_requests_in_flight(backend: str, tmp_path: Path) -> None:
 def test_a_dropped_engine_finishes_what_the_kernel_holds(backend: str, tmp_path: Path) -> None:
     file = make_file(tmp_path / "f", bytes(8 * BLOCK))
     target = Buffer(8 * BLOCK)
-    engine = slow_engine(backend, 8 * BLOCK, queue_depth=2)
+    engine = slow_engine(backend, 2 * BLOCK, queue_depth=2)
     ticket = engine.submit(READ, [(file, 0, 8 * BLOCK, target.address)])
     del engine
     gc.collect()
@@ -494,12 +502,12 @@ def test_after_a_fork(backend: str, tmp_path: Path) -> None:
 
 
 def test_the_depth_is_bounded_and_submitting_never_waits(backend: str, tmp_path: Path) -> None:
-    engine = slow_engine(backend, 64 * BLOCK, queue_depth=3)
+    engine = slow_engine(backend, 16 * BLOCK, queue_depth=3)
     file = make_file(tmp_path / "f", bytes(20 * BLOCK))
     target = Buffer(20 * BLOCK)
     start = time.monotonic()
     tickets = [engine.submit(READ, [(file, 0, 5 * BLOCK, target.address)]) for _ in range(4)]
-    assert time.monotonic() - start < 0.15
+    assert time.monotonic() - start < 0.8
     seen = 0
     while not all(ticket.done() for ticket in tickets):
         counters = engine.counters()
@@ -566,7 +574,6 @@ DENY = """
         assert libc.prctl(38, ctypes.c_ulong(1), null, null, null) == 0
         assert libc.prctl(22, ctypes.c_ulong(2), header, null, null) == 0, ctypes.get_errno()
 
-    from infinity import _aio
     deny(int(sys.argv[1]))
     engine = _aio.Engine()
     print(engine.backend, "|", engine.backend_reason)

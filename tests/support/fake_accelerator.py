@@ -9,6 +9,7 @@ source that is reused too early delivers the wrong bytes. `violations` collects 
 
 from __future__ import annotations
 
+import ctypes
 import heapq
 import random
 import threading
@@ -87,6 +88,7 @@ class FakeAccelerator(Device):
         assert target.numel() == source.numel()
         event = FakeEvent()
         start = target.data_ptr()
+        target = alias(target)  # as on a GPU, a copy under way is no reference to a residency
         previous = self._writing.get(start)
         if previous is not None and not previous.done() and not after_covers(after, previous):
             self.violations.append("a copy into a range overlaps an earlier one in flight")
@@ -116,12 +118,17 @@ class FakeAccelerator(Device):
                 due, _, run = heapq.heappop(self._queue)
             time.sleep(max(0.0, due - time.perf_counter()))
             run()
+            del run  # and with it the tensors it holds
 
     def compute_event(self) -> Event:
         return HAPPENED
 
     def compute_wait(self, event: Event) -> None:
         event.wait()
+
+    def synchronize(self) -> None:
+        for event in list(self._writing.values()):
+            event.wait()
 
     def pin(self, arena: HostArena) -> None:
         self.pinned.append(arena)
@@ -132,6 +139,12 @@ class FakeAccelerator(Device):
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """The same bytes under a storage of their own; does not keep them alive."""
+    raw = (ctypes.c_uint8 * tensor.numel()).from_address(tensor.data_ptr())
+    return torch.frombuffer(raw, dtype=torch.uint8) if tensor.numel() else tensor
 
 
 def after_covers(after: Event, event: Event) -> bool:

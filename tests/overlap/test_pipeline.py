@@ -1,0 +1,114 @@
+"""Movement hides behind compute: measured with a slow disk and slow compute, both artificial.
+
+Timed tests lie on busy machines, so these assert only what sleeping dominates: the disk is
+throttled by a clock in the native engine, compute is `time.sleep`, and the margins are wide.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import infinity
+
+BLOCKS, DIM, SLEEP_S = 8, 64, 0.01
+BLOCK_BYTES = 12 * (DIM * DIM + 2048)  # about what one block costs a sweep, each way
+
+
+class _SlowBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        time.sleep(SLEEP_S)
+        return gradient
+
+
+class SlowBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(SLEEP_S)
+        return x + torch.tanh(_SlowBackward.apply(self.linear(x)))
+
+
+class SlowModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(SlowBlock() for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.float().square().mean()
+
+
+def make_engine(path: Path, *, look_ahead: int, slow_bytes_per_s: int) -> infinity.Engine:
+    torch.manual_seed(0)
+    engine, *_ = infinity.initialize(
+        SlowModel(),
+        {
+            "nvme_path": str(path),
+            "homes": {"weights": "disk", "moments": "disk", "gradients": "host"},
+            "chunk_size": 4096,
+            "look_ahead": look_ahead,
+            "io": {"slow_bytes_per_s": slow_bytes_per_s},
+        },
+    )
+    return engine
+
+
+def steps(engine: infinity.Engine, count: int, *, serial: bool) -> tuple[float, list[float]]:
+    """Seconds of the quickest step but the first, and the losses; the quickest, because a busy
+    machine only adds. `serial` waits for the sweep after each step.
+    """
+    torch.manual_seed(1)
+    seconds, losses = [], []
+    for _ in range(count):
+        x = torch.randn(2, DIM, dtype=torch.bfloat16)
+        start = time.perf_counter()
+        loss = engine(x)
+        engine.backward(loss)
+        engine.step()
+        if serial:
+            engine.settle()
+        seconds.append(time.perf_counter() - start)
+        losses.append(loss.item())
+    return min(seconds[1:]), losses
+
+
+def test_a_pipelined_step_beats_the_serial_sum(tmp_path: Path) -> None:
+    """A sweep takes about as long as a forward; hidden behind it, it costs next to nothing."""
+    # Both directions of all blocks in one forward's time: the sweep then fits behind it.
+    rate = int(2 * BLOCKS * BLOCK_BYTES / (BLOCKS * SLEEP_S))
+    with make_engine(tmp_path, look_ahead=0, slow_bytes_per_s=rate) as engine:
+        serial_s, serial_losses = steps(engine, 6, serial=True)
+    with make_engine(tmp_path, look_ahead=2, slow_bytes_per_s=rate) as engine:
+        pipelined_s, losses = steps(engine, 6, serial=False)
+    assert losses == serial_losses
+    compute_s = 2 * BLOCKS * SLEEP_S
+    assert serial_s > 1.35 * compute_s, "the slow disk must show when nothing overlaps"
+    assert pipelined_s < 0.85 * serial_s, (pipelined_s, serial_s, compute_s)
+
+
+def test_stalls_add_up_to_wall_time(tmp_path: Path) -> None:
+    """What is not compute is accounted for, by cause."""
+    rate = int(2 * BLOCKS * BLOCK_BYTES / (3 * BLOCKS * SLEEP_S))  # the disk binds
+    with make_engine(tmp_path, look_ahead=1, slow_bytes_per_s=rate) as engine:
+        steps(engine, 4, serial=False)
+        report = engine.last_report
+    assert report is not None
+    compute_s = 2 * BLOCKS * SLEEP_S
+    stalled_s = sum(report.stall_s.values())
+    assert stalled_s > 0.3 * compute_s, "a disk slower than compute must stall it"
+    unexplained_s = report.wall_s - stalled_s - compute_s
+    assert -0.02 < unexplained_s < 0.75 * compute_s, (report.wall_s, report.stall_s, compute_s)
+    assert report.stall_s["update"] + report.stall_s["disk_read"] > 0.8 * stalled_s

@@ -1,0 +1,137 @@
+"""A small language model with tied weights, and engines over it, for tests of the engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import infinity
+from infinity.engine import Engine
+
+VOCABULARY = 50
+WIDTH = 16
+ON_DISK = {"weights": "disk", "moments": "disk", "gradients": "disk"}
+ON_DEVICE = {"weights": "device", "moments": "device", "gradients": "device"}
+MIXED = {"weights": "disk", "moments": "host", "gradients": "host"}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+class SmallModel(nn.Module):
+    """Embedding, blocks, a norm, and a head that borrows the embedding's weight."""
+
+    def __init__(self, num_blocks: int = 3, width: int = WIDTH) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("offset", torch.tensor(0.5))
+
+    def features(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.head(self.features(tokens)).float()
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def small_model(seed: int = 0, **kwargs: Any) -> SmallModel:
+    torch.manual_seed(seed)
+    return SmallModel(**kwargs)
+
+
+def batch(index: int, device: torch.device | str = "cpu") -> Tensor:
+    """The same tokens for the same index, whatever was drawn before."""
+    generator = torch.Generator().manual_seed(1000 + index)
+    return torch.randint(0, VOCABULARY, (2, 9), generator=generator).to(device)
+
+
+def settings(path: Path, homes: dict[str, str] | None = None, **more: Any) -> dict[str, Any]:
+    return {
+        "nvme_path": str(path),
+        "precision": "fp32",
+        "homes": homes or ON_DISK,
+        "chunk_size": 2048,
+        "optimizer": {"lr": 1e-2},
+        "cpu": {"num_threads": 1},
+        **more,
+    }
+
+
+def poison(slot: Tensor) -> None:
+    slot.fill_(255)
+
+
+@contextmanager
+def small_engine(
+    path: Path,
+    homes: dict[str, str] | None = None,
+    model: nn.Module | None = None,
+    *,
+    arguments: dict[str, Any] | None = None,
+    **more: Any,
+) -> Iterator[Engine]:
+    """An engine over a small model; afterwards nothing may be left of it."""
+    threads = set(threading.enumerate())
+    given = settings(path, homes, **more)
+    model = small_model() if model is None else model
+    engine, *_ = infinity.initialize(model, given, poison=poison, **(arguments or {}))
+    try:
+        yield engine
+    finally:
+        engine.close()
+    assert_nothing_left(path, threads)
+
+
+def assert_nothing_left(path: Path, threads: set[threading.Thread]) -> None:
+    """No scratch directory and no thread that was not there before."""
+    assert not list(path.iterdir())
+    deadline = time.monotonic() + 5
+    while extra := set(threading.enumerate()) - threads:
+        assert time.monotonic() < deadline, extra
+        time.sleep(0.01)
+
+
+def train(engine: Engine, steps: int, first: int = 0) -> list[float]:
+    """Losses of `steps` optimizer steps over batches `first`, `first + 1`, ..."""
+    losses = []
+    for index in range(first, first + steps * engine.plan.micro_batches):
+        loss = engine(batch(index))
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def masters(engine: Engine) -> dict[str, Tensor]:
+    return dict(engine.state_dict(master=True).items())
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    """Whether two states are equal, bit for bit, dtype included."""
+    return first.keys() == second.keys() and all(
+        first[name].dtype == second[name].dtype and torch.equal(first[name], second[name])
+        for name in first
+    )

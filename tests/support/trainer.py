@@ -1,0 +1,396 @@
+"""Training the same model in several ways: with the engine, and with plain torch.
+
+`train` is the engine, with every freed slot poisoned and everything checked at the end: scratch
+files, threads, rules of the fake accelerator. `train_torch` is plain torch with its own AdamW and
+`clip_grad_norm_`. `train_exactly` is plain torch's forward and backward with the engine's update
+rule written out (`reference_step`): the engine must equal it bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.fake_accelerator import FakeAccelerator
+from support.models import Batch
+from torch import Tensor, nn
+
+import infinity
+from infinity.config import Config, load_config
+from infinity.engine import Engine, StepReport
+from infinity.memory.device import Device
+from infinity.optim.adamw import (
+    AdamHyper,
+    join_master,
+    reference_square_sum,
+    reference_step,
+    scalars,
+    split_master,
+)
+from infinity.plan.plan import Plan
+
+TIERS = ("device", "host", "disk")
+PLACEMENTS = [(w, m, g) for w in TIERS for m in TIERS for g in TIERS]
+SIMPLEST = ("device", "device", "device")
+
+
+def homes(placement: tuple[str, str, str]) -> dict[str, str]:
+    """The config's `homes` of a (weights, moments, gradients) placement."""
+    return dict(zip(("weights", "moments", "gradients"), placement, strict=True))
+
+
+def make_config(placement: tuple[str, str, str] = SIMPLEST, **changes: Any) -> dict[str, Any]:
+    """A config for tiny models; `changes` may hold nested dicts, and win."""
+    config: dict[str, Any] = {
+        "precision": "fp32",
+        "homes": homes(placement),
+        "chunk_size": 2048,
+        "gradient_clipping": 0.5,
+        "optimizer": {"lr": 1e-2, "weight_decay": 0.01},
+        "cpu": {"num_threads": 1},
+    }
+    for key, value in changes.items():
+        nested = isinstance(value, Mapping) and isinstance(config.get(key), Mapping)
+        config[key] = {**config[key], **value} if nested else value
+    return config
+
+
+@dataclass
+class Result:
+    """What a run computed, and for the engine also what it moved."""
+
+    losses: list[float]
+    masters: dict[str, Tensor]
+    norms: list[float]
+    report: StepReport | None = None
+    forecast: dict[str, int] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
+    plan: Plan | None = None
+
+    def differences(self, other: Result) -> list[str]:
+        """Everything in which two runs are not bit-equal, in words; empty when they are."""
+        found = []
+        for what, mine, theirs in (
+            ("loss", self.losses, other.losses),
+            ("norm", self.norms, other.norms),
+        ):
+            if len(mine) != len(theirs):
+                found.append(f"{len(mine)} {what} values against {len(theirs)}")
+            pairs = enumerate(zip(mine, theirs, strict=False))
+            first = next(((i, a, b) for i, (a, b) in pairs if a != b), None)
+            if first is not None:
+                found.append(f"{what} {first[0]}: {first[1]!r} against {first[2]!r}")
+        if self.masters.keys() != other.masters.keys():
+            found.append(f"names: {sorted(self.masters.keys() ^ other.masters.keys())}")
+            return found
+        for name, value in self.masters.items():
+            if not same_bits(value, other.masters[name]):
+                found.append(f"master of {name}")
+        return found
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have one dtype, one shape and the same bits (NaN equals NaN)."""
+    if one.dtype is not other.dtype or one.shape != other.shape:
+        return False
+    raw = [t.contiguous().view(-1).view(torch.uint8) for t in (one, other)]
+    return torch.equal(*raw)
+
+
+def poison(tensor: Tensor) -> None:
+    """What freed slots are filled with: NaN in every float type."""
+    tensor.fill_(255)
+
+
+def native_threads() -> int:
+    """Threads of this process, those unknown to Python included."""
+    return len(os.listdir("/proc/self/task"))
+
+
+class Run:
+    """One engine over one model, and the checks that nothing is left behind.
+
+    A context manager; `engine` may be used in any way inside it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Mapping[str, Any],
+        *,
+        device: Device | None = None,
+        groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
+        **options: Any,
+    ) -> None:
+        self.model = model
+        self.device = device
+        self._directory = tempfile.TemporaryDirectory(prefix="parity-")
+        threads = threading.enumerate()
+        self._threads = {t for t in threads if not t.name.startswith("fake-copy-")}
+        self._native = native_threads() - (len(threads) - len(self._threads))
+        self.config: Config = load_config({"nvme_path": self._directory.name, **config})
+        if groups is not None:
+            options["model_parameters"] = groups(model)
+        try:
+            self.engine: Engine = infinity.initialize(
+                model, self.config, device=device, poison=poison, **options
+            )[0]
+        except BaseException:
+            self._directory.cleanup()
+            raise
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        try:
+            self.engine.close()
+            if kind is None:
+                self.check_nothing_left()
+        finally:
+            self._directory.cleanup()
+
+    def masters(self) -> dict[str, Tensor]:
+        """fp32 masters of what is trained, the bytes of all else."""
+        return {name: value.clone() for name, value in self.engine.state_dict(master=True).items()}
+
+    def check_nothing_left(self) -> None:
+        """After `close`: no scratch files, no threads, no broken rule of the fake device."""
+        left = os.listdir(Path(self._directory.name))
+        assert not left, f"left in nvme_path: {left}"
+        extra = set(threading.enumerate()) - self._threads
+        assert not extra, f"threads left: {extra}"
+        deadline = time.monotonic() + 5
+        while native_threads() > self._native and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert native_threads() <= self._native, "native threads left"
+        if isinstance(self.device, FakeAccelerator):
+            assert self.device.violations == []
+
+
+def train(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    config: Mapping[str, Any],
+    *,
+    device: Device | None = None,
+    groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
+    **options: Any,
+) -> Result:
+    """Train with the engine: one micro-batch per batch, `len(batches) / M` steps."""
+    losses: list[float] = []
+    norms: list[float] = []
+    with Run(model, config, device=device, groups=groups, **options) as run:
+        engine = run.engine
+        for batch in batches:
+            loss = batch.call(engine)
+            engine.backward(loss)
+            before = engine.last_report
+            engine.step()
+            losses.append(loss.item())
+            if engine.last_report is not before and engine.grad_norm is not None:
+                norms.append(engine.grad_norm)
+        report, forecast, counters = engine.last_report, engine.forecast(), engine.counters()
+        return Result(losses, run.masters(), norms, report, forecast, counters, engine.plan)
+
+
+# --- plain torch ---------------------------------------------------------------------------------
+
+
+def _values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def torch_groups(
+    model: nn.Module, groups: Callable[[nn.Module], list[dict[str, Any]]] | None
+) -> list[dict[str, Any]]:
+    """The groups as given, else one of everything that requires a gradient."""
+    if groups is not None:
+        return groups(model)
+    return [{"params": [p for p in model.parameters() if p.requires_grad]}]
+
+
+def train_torch(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    config: Mapping[str, Any],
+    *,
+    groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
+    make_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+    before_batch: Callable[[int, nn.Module], None] | None = None,
+) -> Result:
+    """fp32 with `torch.optim.AdamW(foreach=False, fused=False)` and `clip_grad_norm_`."""
+    settings = load_config(config)
+    cast_frozen(model, torch.float32)
+    adam = settings.optimizer
+    kind = torch.optim.AdamW if adam.type == "AdamW" else torch.optim.Adam
+    optimizer = kind(
+        torch_groups(model, groups),
+        lr=adam.lr,
+        betas=adam.betas,
+        eps=adam.eps,
+        weight_decay=adam.weight_decay,
+        foreach=False,
+        fused=False,
+    )
+    scheduler = make_scheduler(optimizer) if make_scheduler is not None else None
+    losses: list[float] = []
+    norms: list[float] = []
+    micro_batches = settings.gradient_accumulation_steps
+    for index, batch in enumerate(batches):
+        if before_batch is not None:
+            before_batch(index, model)
+        loss = batch.call(model)
+        (loss / micro_batches).backward()
+        losses.append(loss.item())
+        if (index + 1) % micro_batches:
+            continue
+        bound = settings.gradient_clipping or math.inf
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), bound, foreach=False)))
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+    return Result(losses, _values(model), norms)
+
+
+def cast_frozen(model: nn.Module, dtype: torch.dtype) -> None:
+    """Floating parameters in the compute dtype, as the engine holds frozen ones."""
+    for parameter in model.parameters():
+        if not parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+@dataclass
+class _Master:
+    """State of one trained parameter in `train_exactly`."""
+
+    parameter: nn.Parameter
+    hyper: AdamHyper
+    weight: Tensor
+    residual: Tensor | None
+    moment1: Tensor
+    moment2: Tensor
+    gradient: Tensor | None = None
+    step: int = 0
+
+    def value(self) -> Tensor:
+        flat = self.weight if self.residual is None else join_master(self.weight, self.residual)
+        return flat.clone().view(self.parameter.shape)
+
+
+def train_exactly(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    config: Mapping[str, Any],
+    *,
+    groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
+) -> Result:
+    """Plain forward and backward, DESIGN's update rule written out; nothing of the engine's.
+
+    Gradients of one micro-batch stay in the compute dtype; several are summed in fp32, each
+    arrival by itself. The norm is summed per parameter in fp64, in the model's order.
+    """
+    settings = load_config(config)
+    split = settings.precision == "bf16"
+    micro_batches = settings.gradient_accumulation_steps
+    accumulated = torch.bfloat16 if split and micro_batches == 1 else torch.float32
+    cast_frozen(model, torch.bfloat16 if split else torch.float32)
+    masters = _masters(model, settings, groups, split=split)
+    for master in masters.values():
+        master.parameter.data = master.weight.view(master.parameter.shape)
+        _collect(master, accumulated)
+    losses: list[float] = []
+    norms: list[float] = []
+    for index, batch in enumerate(batches):
+        loss = batch.call(model)
+        (loss / micro_batches if micro_batches > 1 else loss).backward()
+        losses.append(loss.item())
+        if (index + 1) % micro_batches:
+            continue
+        active = [m for m in masters.values() if m.gradient is not None]
+        total = 0.0
+        for master in active:
+            assert master.gradient is not None
+            total += reference_square_sum(master.gradient)
+        norm = math.sqrt(total)
+        norms.append(norm)
+        clipping = settings.gradient_clipping
+        factor = min(1.0, clipping / (norm + 1e-6)) if clipping else 1.0
+        for master in active:
+            assert master.gradient is not None
+            master.step += 1
+            reference_step(
+                master.weight,
+                master.residual,
+                master.moment1,
+                master.moment2,
+                master.gradient,
+                scalars(master.hyper, master.step, factor),
+            )
+            master.gradient = None
+    values = _values(model)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in masters:
+            values[name] = masters[id(parameter)].value()
+    return Result(losses, values, norms)
+
+
+def _masters(
+    model: nn.Module,
+    settings: Config,
+    groups: Callable[[nn.Module], list[dict[str, Any]]] | None,
+    *,
+    split: bool,
+) -> dict[int, _Master]:
+    """By id of the parameter, in the model's order."""
+    adam = settings.optimizer
+    hypers: dict[int, AdamHyper] = {}
+    for group in torch_groups(model, groups):
+        hyper = AdamHyper(
+            lr=group.get("lr", adam.lr),
+            beta1=adam.betas[0],
+            beta2=adam.betas[1],
+            eps=adam.eps,
+            weight_decay=group.get("weight_decay", adam.weight_decay),
+            decoupled=adam.type == "AdamW",
+        )
+        hypers.update({id(p): hyper for p in group["params"]})
+    masters: dict[int, _Master] = {}
+    for parameter in model.parameters():
+        if id(parameter) not in hypers:
+            continue
+        flat = parameter.detach().float().reshape(-1).clone()
+        weight, residual = split_master(flat) if split else (flat, None)
+        masters[id(parameter)] = _Master(
+            parameter,
+            hypers[id(parameter)],
+            weight,
+            residual,
+            torch.zeros_like(flat),
+            torch.zeros_like(flat),
+        )
+    return masters
+
+
+def _collect(master: _Master, dtype: torch.dtype) -> None:
+    """Sum arriving gradients in `dtype`."""
+
+    def arrived(parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        flat = gradient.reshape(-1).to(dtype)
+        if master.gradient is None:
+            master.gradient = flat.clone()
+        else:
+            master.gradient += flat
+
+    master.parameter.register_post_accumulate_grad_hook(arrived)

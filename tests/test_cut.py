@@ -1,0 +1,197 @@
+"""Any module is cut into units without help."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.small import SmallModel
+from torch import nn
+
+from infinity.errors import ConfigError
+from infinity.model.cut import REST_SHARE, Cutter, UnitCut
+
+
+def cut_by_name(model: nn.Module) -> dict[str, UnitCut]:
+    cuts = Cutter(model).cut()
+    assert len({c.name for c in cuts}) == len(cuts)
+    return {c.name: c for c in cuts}
+
+
+def assert_each_parameter_once(model: nn.Module, cuts: list[UnitCut]) -> None:
+    indices = sorted(i for c in cuts for i in c.parameters)
+    assert indices == list(range(len(list(model.parameters()))))
+
+
+def share(model: nn.Module, cut: UnitCut) -> float:
+    sizes = [p.numel() for p in model.parameters()]
+    return sum(sizes[i] for i in cut.parameters) / sum(sizes)
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+
+class RoutedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 4)
+        self.experts = nn.ModuleList(Expert() for _ in range(4))
+        self.out = nn.Linear(8, 8)
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(100, 8)
+        self.blocks = nn.ModuleList(RoutedBlock() for _ in range(2))
+        self.norm = nn.LayerNorm(8)
+
+
+class UnevenCnn(nn.Module):
+    """Convolutions, none of which is a copy of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [3, 8, 16, 24, 32, 48, 64, 64, 40, 24]
+        layers = [nn.Conv2d(a, b, 3) for a, b in zip(widths[:-1], widths[1:], strict=True)]
+        self.features = nn.Sequential(*layers)
+        self.head = nn.Linear(24, 10)
+
+
+def test_repeated_blocks_are_units_and_a_large_embedding_stands_alone() -> None:
+    model = SmallModel(num_blocks=3)
+    cuts = cut_by_name(model)
+    assert set(cuts) == {"embedding", "blocks.0", "blocks.1", "blocks.2", "rest"}
+    assert cuts["blocks.1"].modules == [model.blocks[1]]
+    assert cuts["rest"].modules == [model.norm]
+    assert_each_parameter_once(model, list(cuts.values()))
+
+
+def test_units_come_in_module_order() -> None:
+    firsts = [c.parameters[0] for c in Cutter(SmallModel()).cut()]
+    assert firsts == sorted(firsts)
+
+
+def test_a_tied_weight_belongs_to_one_unit() -> None:
+    model = SmallModel()
+    cutter = Cutter(model)
+    assert "head.weight" not in cutter.names
+    assert_each_parameter_once(model, cutter.cut())
+
+
+def test_a_block_that_is_used_twice_is_one_unit() -> None:
+    block = nn.Linear(8, 8)
+    model = nn.ModuleDict({"a": nn.ModuleList([block, nn.Linear(8, 8), block]), "b": nn.Linear(8, 2)})
+    cuts = Cutter(model).cut()
+    assert_each_parameter_once(model, cuts)
+    assert sum(block in c.modules for c in cuts) == 1
+
+
+def test_each_expert_is_a_unit() -> None:
+    model = Routed()
+    cuts = cut_by_name(model)
+    experts = [n for n in cuts if ".experts." in n]
+    assert experts == [f"blocks.{b}.experts.{e}" for b in range(2) for e in range(4)]
+    block = cuts["blocks.0"]  # what is left of the block: router and output
+    names = Cutter(model).names
+    assert [names[i] for i in block.parameters] == [
+        "blocks.0.router.weight",
+        "blocks.0.router.bias",
+        "blocks.0.out.weight",
+        "blocks.0.out.bias",
+    ]
+    assert_each_parameter_once(model, list(cuts.values()))
+
+
+def test_a_large_untied_head_stands_alone() -> None:
+    model = nn.Sequential(nn.Embedding(100, 8), nn.LayerNorm(8), nn.Linear(8, 100))
+    assert set(cut_by_name(model)) == {"0", "2", "rest"}
+
+
+def test_small_leftovers_travel_together_but_in_packs_of_bounded_size() -> None:
+    model = nn.ModuleDict({"big": nn.Linear(64, 64)})
+    for index in range(40):
+        model[f"small{index:02}"] = nn.Linear(4, 5 + index)  # no two alike, each small
+    cuts = Cutter(model).cut()
+    assert_each_parameter_once(model, cuts)
+    rest = [c for c in cuts if c.name.startswith("rest")]
+    assert len(rest) >= 2
+    assert all(share(model, c) <= 1 / REST_SHARE for c in rest)
+
+
+def test_unequal_convolutions_are_not_one_giant_unit() -> None:
+    model = UnevenCnn()
+    cuts = Cutter(model).cut()
+    assert_each_parameter_once(model, cuts)
+    assert len(cuts) >= 4
+    largest = max(p.numel() for p in model.parameters()) / sum(
+        p.numel() for p in model.parameters()
+    )
+    assert max(share(model, c) for c in cuts) <= max(largest * 1.05, 1 / REST_SHARE)
+
+
+def test_an_lstm() -> None:
+    model = nn.ModuleDict({"e": nn.Embedding(50, 8), "lstm": nn.LSTM(8, 16, 2), "h": nn.Linear(16, 50)})
+    cuts = cut_by_name(model)
+    assert "lstm" in cuts
+    assert len(cuts["lstm"].parameters) == 8
+    assert_each_parameter_once(model, list(cuts.values()))
+
+
+def test_the_transformer_encoder_of_torch() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32)
+    model = nn.TransformerEncoder(layer, 3, nn.LayerNorm(16), enable_nested_tensor=False)
+    cuts = cut_by_name(model)
+    assert set(cuts) == {"layers.0", "layers.1", "layers.2", "rest"}
+    assert_each_parameter_once(model, list(cuts.values()))
+
+
+def test_an_encoder_and_a_decoder_have_their_blocks_each() -> None:
+    model = nn.Transformer(16, 2, 2, 3, 32, batch_first=True)
+    cuts = cut_by_name(model)
+    blocks = {n for n in cuts if not n.startswith("rest")}
+    assert blocks == {f"encoder.layers.{i}" for i in range(2)} | {
+        f"decoder.layers.{i}" for i in range(3)
+    }
+
+
+def test_one_bare_layer_is_one_unit() -> None:
+    cuts = Cutter(nn.Linear(4, 4)).cut()
+    assert len(cuts) == 1
+    assert cuts[0].parameters == [0, 1]
+
+
+def test_parameters_that_hang_on_the_root_are_cut_too() -> None:
+    model = SmallModel()
+    model.scale = nn.Parameter(torch.ones(3))
+    assert_each_parameter_once(model, Cutter(model).cut())
+
+
+def test_equal_norms_are_not_blocks() -> None:
+    model = nn.Sequential(*[nn.LayerNorm(8) for _ in range(64)], nn.Linear(8, 8))
+    assert all(len(c.modules) > 1 for c in Cutter(model).cut() if c.name.startswith("rest"))
+
+
+def test_an_explicit_list_overrides_by_name_module_and_group() -> None:
+    model = SmallModel(num_blocks=4)
+    cuts = Cutter(model).cut(["blocks.0", model.blocks[1], ["blocks.2", "blocks.3"]])
+    names = [c.name for c in cuts]
+    assert names[:1] == ["embedding"]
+    assert {"blocks.0", "blocks.1", "blocks.2+blocks.3"} < set(names)
+    assert_each_parameter_once(model, cuts)
+
+
+def test_an_explicit_list_need_not_name_everything() -> None:
+    model = SmallModel(num_blocks=2)
+    cuts = Cutter(model).cut(["blocks"])
+    assert_each_parameter_once(model, cuts)
+    assert "blocks" in [c.name for c in cuts]
+    assert_each_parameter_once(model, Cutter(model).cut([]))
+
+
+@pytest.mark.parametrize("spec", ["block.0", nn.Linear(2, 2), ["blocks.0", "nothing"]])
+def test_an_unknown_unit_is_named(spec: object) -> None:
+    with pytest.raises(ConfigError, match=r"which is not a module of the model[\s\S]*named_modules"):
+        Cutter(SmallModel()).cut([spec])  # type: ignore[list-item]

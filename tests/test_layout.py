@@ -1,0 +1,158 @@
+"""The flat layout of a unit: aligned, without overlap, and covered by its chunks."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinity.plan.layout import (
+    BF16,
+    ELEMENT_ALIGN,
+    FP32,
+    PAGE,
+    RECORD_ORDER,
+    SEGMENT_ALIGN_BYTES,
+    Kind,
+    ParameterFacts,
+    Precision,
+    Record,
+    UnitLayout,
+    lay_out,
+    round_up,
+)
+
+ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int8": 1, "bool": 1}
+precisions = st.sampled_from([BF16, FP32])
+shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
+frozen_dtypes = st.sampled_from(sorted(ITEMSIZES))
+
+
+@st.composite
+def facts(draw: st.DrawFn, precision: Precision) -> list[ParameterFacts]:
+    found = []
+    for index in range(draw(st.integers(0, 8))):
+        shape, trained = draw(shapes), draw(st.booleans())
+        compute = "bfloat16" if precision is BF16 else "float32"
+        dtype = compute if trained else draw(frozen_dtypes)
+        found.append(
+            ParameterFacts(
+                name=f"p{index}",
+                parameter=index,
+                shape=shape,
+                dtype=dtype,
+                numel=math.prod(shape),
+                itemsize=ITEMSIZES[dtype],
+                trained=trained,
+                group=0 if trained else -1,
+            )
+        )
+    return found
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[Precision, list[ParameterFacts], UnitLayout]:
+    precision = draw(precisions)
+    given_facts = draw(facts(precision))
+    return precision, given_facts, lay_out(3, "unit", given_facts, precision)
+
+
+def byte_ranges(layout: UnitLayout) -> list[tuple[int, int]]:
+    """Every segment's range of bytes in the unit's slot."""
+    ranges = []
+    for segment in layout.segments:
+        if segment.trained:
+            start = segment.offset * layout.weight_itemsize
+        else:
+            start = layout.trained_bytes + segment.offset
+        ranges.append((start, start + segment.nbytes))
+    return ranges
+
+
+@given(layouts())
+def test_every_parameter_has_a_place_of_its_size(
+    made: tuple[Precision, list[ParameterFacts], UnitLayout],
+) -> None:
+    _, given_facts, layout = made
+    assert sorted(s.parameter for s in layout.segments) == [f.parameter for f in given_facts]
+    for segment in layout.segments:
+        fact = given_facts[segment.parameter]
+        assert segment.numel == fact.numel
+        assert segment.nbytes == fact.numel * fact.itemsize
+        assert (segment.shape, segment.dtype) == (fact.shape, fact.dtype)
+        assert (segment.trained, segment.group) == (fact.trained, fact.group)
+
+
+@given(layouts())
+def test_segments_are_aligned_apart_and_inside(
+    made: tuple[Precision, list[ParameterFacts], UnitLayout],
+) -> None:
+    *_, layout = made
+    ranges = sorted(r for r in byte_ranges(layout) if r[0] < r[1])
+    for start, _ in byte_ranges(layout):
+        assert start % SEGMENT_ALIGN_BYTES == 0
+    for (_, end), (start, _) in zip(ranges[:-1], ranges[1:], strict=True):
+        assert end <= start
+    assert all(end <= layout.slot_bytes for _, end in ranges)
+    for segment, (_, end) in zip(layout.segments, byte_ranges(layout), strict=True):
+        if segment.trained:
+            assert end <= layout.trained_bytes
+
+
+@given(layouts())
+def test_ranges_are_padded_and_not_more_than_needed(
+    made: tuple[Precision, list[ParameterFacts], UnitLayout],
+) -> None:
+    _, given_facts, layout = made
+    assert layout.numel % ELEMENT_ALIGN == 0
+    assert layout.trained_bytes % PAGE == layout.frozen_bytes % PAGE == 0
+    trained = [f for f in given_facts if f.trained]
+    slack = len(trained) * SEGMENT_ALIGN_BYTES + ELEMENT_ALIGN
+    assert layout.numel <= sum(f.numel for f in trained) + slack
+    if not trained:
+        assert layout.numel == 0
+
+
+@given(layouts(), st.integers(1, 8))
+def test_chunks_cover_the_trained_range_once(
+    made: tuple[Precision, list[ParameterFacts], UnitLayout], blocks: int
+) -> None:
+    *_, layout = made
+    chunk_elements = blocks * ELEMENT_ALIGN
+    end = 0
+    for index in range(layout.num_chunks(chunk_elements)):
+        start, count = layout.chunk(index, chunk_elements)
+        assert start == end
+        assert 0 < count <= chunk_elements
+        assert count % ELEMENT_ALIGN == 0
+        end = start + count
+    assert end == layout.numel
+
+
+@given(precisions, st.sets(st.sampled_from(RECORD_ORDER), min_size=1), st.integers(1, 9))
+def test_a_record_is_contiguous_and_every_part_starts_on_a_page(
+    precision: Precision, kinds: set[Kind], blocks: int
+) -> None:
+    chosen = tuple(k for k in precision.kinds if k in kinds)
+    record = Record(chosen, precision)
+    count = blocks * ELEMENT_ALIGN
+    end = 0
+    for kind in chosen:
+        assert record.offset(kind, count) == end
+        assert end % PAGE == 0
+        end += count * precision.itemsize(kind)
+    assert record.nbytes(count) == end == count * record.bytes_per_element
+
+
+def test_the_kinds_of_a_precision() -> None:
+    assert BF16.kinds == (Kind.WEIGHT, Kind.RESIDUAL, Kind.MOMENT1, Kind.MOMENT2)
+    assert FP32.kinds == (Kind.WEIGHT, Kind.MOMENT1, Kind.MOMENT2)
+    assert sum(map(BF16.itemsize, BF16.kinds)) == sum(map(FP32.itemsize, FP32.kinds)) == 12
+
+
+@given(st.integers(0, 10**15), st.integers(1, 10**6))
+def test_round_up(value: int, multiple: int) -> None:
+    rounded = round_up(value, multiple)
+    assert rounded % multiple == 0
+    assert 0 <= rounded - value < multiple

@@ -1,0 +1,278 @@
+"""The plan: explicit homes honoured or refused, budgets kept, and numbers in every refusal."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinity.config import load_config
+from infinity.errors import ConfigError, DoesNotFitError
+from infinity.plan.forecast import forecast_bytes
+from infinity.plan.layout import PRECISIONS, Kind, ParameterFacts, Tier, UnitLayout, lay_out
+from infinity.plan.plan import LANES, Plan
+from infinity.plan.planner import Limits, make_plan
+
+TIERS = ("device", "host", "disk")
+MIB = 1 << 20
+UNLIMITED = Limits(None, None, None)
+sizes_of_units = st.lists(st.integers(1, 60_000), min_size=1, max_size=7)
+
+
+def units(sizes: Sequence[int], precision: str = "bf16", frozen: int = 0) -> tuple[UnitLayout, ...]:
+    """Units of one trained parameter each, and `frozen` int8 values in the first."""
+    dtype, itemsize = ("bfloat16", 2) if precision == "bf16" else ("float32", 4)
+    found = []
+    for index, size in enumerate(sizes):
+        facts = [ParameterFacts(f"p{index}", index, (size,), dtype, size, itemsize, True, 0)]
+        if frozen and not index:
+            facts.append(ParameterFacts("f", len(sizes), (frozen,), "int8", frozen, 1, False, -1))
+        found.append(lay_out(index, f"unit{index}", facts, PRECISIONS[precision]))
+    return tuple(found)
+
+
+def plan_of(
+    sizes: Sequence[int],
+    limits: Limits = UNLIMITED,
+    *,
+    unified: bool = True,
+    homes: dict[str, str] | None = None,
+    frozen: int = 0,
+    **more: Any,
+) -> Plan:
+    given = {"nvme_path": "/nvme", "homes": homes or {}, **more}
+    given = {k: v for k, v in given.items() if v is not None}
+    config = load_config(given)
+    return make_plan(units(sizes, config.precision, frozen), config, limits, unified=unified)
+
+
+def refusal(*args: Any, **kwargs: Any) -> str:
+    with pytest.raises(DoesNotFitError) as caught:
+        plan_of(*args, **kwargs)
+    return str(caught.value)
+
+
+def assert_sums(plan: Plan) -> None:
+    """Every byte of every unit rests exactly once, and the memory table says so."""
+    per_state = plan.precision.residual + 8
+    for tier in Tier:
+        parts = plan.memory[tier.value]
+        at = [h for h in zip(plan.units, plan.homes, strict=True)]
+        assert parts["weights"] == sum(u.slot_bytes for u, h in at if h.weight is tier)
+        assert parts["state"] == sum(u.numel * per_state for u, h in at if h.state is tier)
+        assert parts["gradients"] == sum(
+            u.numel * plan.gradient_itemsize for u, h in at if h.gradient is tier
+        )
+    slots = sum(c.slot_bytes * c.count for c in plan.slot_classes)
+    assert plan.memory["device"]["slots"] == slots
+
+
+def assert_slots_serve(plan: Plan) -> None:
+    for unit in plan.units:
+        index = plan.class_of(unit.index)
+        if plan.homes[unit.index].weight is Tier.DEVICE:
+            assert index is None
+        elif unit.slot_bytes:
+            assert index is not None
+            slot_class = plan.slot_classes[index]
+            assert unit.slot_bytes <= slot_class.slot_bytes < 2 * unit.slot_bytes
+            assert 1 <= slot_class.count <= len(slot_class.members)
+
+
+@pytest.mark.parametrize("unified", [True, False])
+@pytest.mark.parametrize(("weights", "moments", "gradients"), list(itertools.product(TIERS, repeat=3)))
+def test_every_explicit_home_is_honoured(
+    weights: str, moments: str, gradients: str, unified: bool
+) -> None:
+    wish = {"weights": weights, "moments": moments, "gradients": gradients}
+    plan = plan_of([5000, 7000, 40000], homes=wish, unified=unified)
+    for homes in plan.homes:
+        expected = "device" if unified and weights == "host" else weights
+        assert homes.weight.value == expected
+        assert homes.state.value == moments
+        assert homes.gradient.value == gradients
+    assert_sums(plan)
+    assert_slots_serve(plan)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("kind", ["weights", "moments", "gradients"])
+def test_an_explicit_home_that_does_not_fit_is_refused_and_not_moved(kind: str, tier: str) -> None:
+    wish = dict.fromkeys(("weights", "moments", "gradients"), "auto") | {kind: tier}
+    roomy = {t: 2**40 for t in TIERS}
+    tight = Limits(**{**roomy, tier: 64 << 10})
+    text = refusal([100_000, 100_000], tight, homes=wish, unified=False)
+    assert "64.00 KiB" in text
+    assert f"budget.{tier}" in text
+
+
+@given(
+    sizes_of_units,
+    st.booleans(),
+    st.integers(0, 400),
+    st.integers(0, 400),
+    st.sampled_from([1, 2]),
+    st.sampled_from(["fp32", "bf16"]),
+    st.sampled_from([0, 5000]),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_plan_keeps_every_budget_or_is_refused(
+    sizes: list[int],
+    unified: bool,
+    device: int,
+    host: int,
+    micro_batches: int,
+    precision: str,
+    frozen: int,
+) -> None:
+    limits = Limits(device << 12 if device else None, host << 13, 1 << 40, base=4096)
+    try:
+        plan = plan_of(
+            sizes,
+            limits,
+            unified=unified,
+            frozen=frozen,
+            precision=precision,
+            gradient_accumulation_steps=micro_batches,
+            chunk_size=4096,
+        )
+    except DoesNotFitError as error:
+        assert "try:" in str(error)
+        return
+    used = plan.tier_bytes
+    assert used["device"] <= (limits.device if limits.device is not None else 2**60)
+    assert used["host"] + (used["device"] if unified else 0) <= (limits.host or 0)
+    assert_sums(plan)
+    assert_slots_serve(plan)
+    assert set(plan.predicted_bytes) == set(LANES)
+    assert plan.describe()
+
+
+def test_without_limits_everything_rests_on_the_device() -> None:
+    plan = plan_of([5000, 7000])
+    assert {h.weight for h in plan.homes} == {Tier.DEVICE}
+    assert {h.state for h in plan.homes} == {Tier.DEVICE}
+    assert plan.slot_classes == ()
+    assert set(plan.predicted_bytes.values()) == {0}
+
+
+def test_auto_fills_the_device_then_the_host_then_the_disk() -> None:
+    sizes = [100_000] * 12
+    state = 12 * 102_400 * 10  # padded elements, residual and moments
+    seen = set()
+    previous = 99
+    for host in range(1, 40):
+        limits = Limits(2 << 20, host << 19, 1 << 40)
+        try:
+            plan = plan_of(sizes, limits, unified=False, chunk_size=8192)
+        except DoesNotFitError:
+            continue
+        on_disk = plan.memory["disk"]["state"] // (102_400 * 10)
+        assert on_disk <= previous  # more budget never puts more on disk
+        previous = on_disk
+        seen.add(on_disk)
+    assert previous == 0
+    assert len(seen) > 4
+    assert state > 0
+
+
+def test_auto_prefers_weights_then_gradients_then_state_in_fast_memory() -> None:
+    sizes = [100_000] * 4
+    weights = 4 * 102_400 * 2
+    device = Limits(int(weights / 0.7) + (300 << 10), 1 << 30, 1 << 40)
+    plan = plan_of(sizes, device, unified=False)
+    assert {h.weight for h in plan.homes} == {Tier.DEVICE}
+    assert Tier.DEVICE not in {h.state for h in plan.homes}
+    assert Tier.DISK not in {h.state for h in plan.homes}
+
+
+def test_without_a_disk_path_auto_stays_in_ram() -> None:
+    config = load_config({})
+    plan = make_plan(units([5000, 7000]), config, Limits(None, 1 << 30, None), unified=False)
+    assert Tier.DISK not in {h.of(k) for h in plan.homes for k in Kind}
+    with pytest.raises(DoesNotFitError, match="set nvme_path"):
+        make_plan(units([500_000] * 4), config, Limits(8 << 20, 4 << 20, None), unified=False)
+
+
+def test_disk_homes_without_a_path_are_refused() -> None:
+    with pytest.raises(ConfigError, match="nvme_path"):
+        load_config({"homes": {"weights": "disk"}})
+
+
+def test_the_refusal_names_unit_and_numbers_when_two_slots_do_not_fit() -> None:
+    wish = dict.fromkeys(("weights", "moments", "gradients"), "disk")
+    text = refusal([5000, 300_000], Limits(MIB, 1 << 30, 1 << 40), homes=wish, unified=False)
+    assert "cannot hold two slots of the largest unit: 'unit1'" in text
+    assert "1.00 MiB" in text
+    assert "588.00 KiB" in text  # 300 000 bf16 weights, padded
+    assert "initialize(units=" in text
+
+
+def test_the_refusal_of_a_disk_budget_names_the_missing_bytes() -> None:
+    wish = dict.fromkeys(("weights", "moments", "gradients"), "disk")
+    text = refusal([102_400] * 4, Limits(None, None, MIB), homes=wish)
+    needed = 4 * 102_400 * (12 + 2)
+    assert "5.47 MiB" in text  # needed
+    assert "4.47 MiB too much" in text
+    assert needed == 5_734_400
+    assert "nvme_path" in text
+
+
+def test_look_ahead_is_lowered_to_fit_and_noted() -> None:
+    wish = dict.fromkeys(("weights", "moments", "gradients"), "disk")
+    slot = 102_400 * 2
+    for device, expected in ((20 * slot, 4), (5 * slot, 3), (3 * slot, 1), (2 * slot, 0)):
+        limits = Limits(device, 1 << 30, 1 << 40)
+        plan = plan_of([102_400] * 8, limits, homes=wish, unified=False, look_ahead=4)
+        assert plan.look_ahead == expected
+        assert sum(c.count for c in plan.slot_classes) == expected + 2
+        assert bool(plan.notes) == (expected != 4)
+        assert all(f"from 4 to {expected}" in note for note in plan.notes)
+
+
+def test_units_of_like_size_share_slots_and_small_ones_do_not_waste_large_ones() -> None:
+    wish = dict.fromkeys(("weights", "moments", "gradients"), "disk")
+    sizes = [2048 * n for n in (64, 63, 33, 32, 20, 1)]
+    plan = plan_of(sizes, homes=wish)
+    assert [c.members for c in plan.slot_classes] == [(0, 1, 2), (3, 4), (5,)]
+    assert_slots_serve(plan)
+
+
+def test_the_gradient_is_wide_only_where_it_is_summed() -> None:
+    assert plan_of([5000]).gradient_itemsize == 2
+    assert plan_of([5000], gradient_accumulation_steps=2).gradient_itemsize == 4
+    assert plan_of([5000], precision="fp32").gradient_itemsize == 4
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_bytes_per_step_are_those_of_the_design_table(micro_batches: int) -> None:
+    """DESIGN section 3: bytes per parameter and step, with everything but the gradient on disk."""
+    count = 2048 * 16
+    wish = {"weights": "disk", "moments": "disk", "gradients": "host"}
+    plan = plan_of(
+        [count] * 30, homes=wish, unified=True, gradient_accumulation_steps=micro_batches
+    )
+    moved = forecast_bytes(plan)
+    trained = 30 * count
+    assert moved["disk_write"] == 12 * trained
+    assert moved["to_device"] == moved["from_device"] == 0
+    table = 12 + 2 + 4 * (micro_batches - 1)
+    # the units kept across each turn are not read again
+    kept = 2 * 2 * micro_batches * len(plan.slot_classes) * (plan.look_ahead + 2) * count
+    assert table * trained - kept <= moved["disk_read"] <= table * trained
+
+
+def test_chunks_are_no_longer_than_the_largest_unit() -> None:
+    assert plan_of([5000]).chunk_elements == 3 * 2048
+    assert plan_of([5000], chunk_size=2048).chunk_elements == 2048
+
+
+def test_the_description_says_where_everything_lives() -> None:
+    wish = {"weights": "device", "moments": "disk", "gradients": "host"}
+    text = plan_of([5000, 6000], Limits(None, 1 << 30, 1 << 40, base=77 << 20), homes=wish).describe()
+    for part in ("weights", "moments and residual", "gradients", "disk", "process 77.00 MiB", "1.00 GiB"):
+        assert part in text

@@ -1,0 +1,452 @@
+"""Parameters present and absent: placeholders are loud, access fetches, copies are refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from support.fake_accelerator import FakeAccelerator
+from support.small import (
+    MIXED,
+    ON_DEVICE,
+    ON_DISK,
+    SmallModel,
+    batch,
+    masters,
+    same,
+    small_engine,
+    small_model,
+    train,
+)
+from torch import nn
+
+from infinity.engine import Engine
+from infinity.errors import PresenceError
+from infinity.memory.residency import Where
+from infinity.model.presence import ParameterMap, placeholder
+from infinity.training.hooks import SavedTensors
+
+CPU = torch.device("cpu")
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64]
+INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
+
+
+def present(engine: Engine) -> set[str]:
+    """Names of units that parameters are bound to."""
+    entries = engine._parts.mover.entries
+    return {u.name for u in engine.plan.units if entries[u.index].bound}
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_placeholder_of_a_float_is_nan(dtype: torch.dtype) -> None:
+    stand_in = placeholder(torch.Size([3, 4]), dtype, CPU)
+    assert (stand_in.shape, stand_in.dtype, stand_in.stride()) == ((3, 4), dtype, (0, 0))
+    assert stand_in.untyped_storage().nbytes() == dtype.itemsize
+    assert stand_in.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_a_placeholder_of_an_integer_is_its_largest_value(dtype: torch.dtype) -> None:
+    stand_in = placeholder(torch.Size([2, 2]), dtype, CPU)
+    assert (stand_in == torch.iinfo(dtype).max).all()
+
+
+def test_placeholders_of_odd_shapes_and_types() -> None:
+    assert bool(placeholder(torch.Size([2]), torch.bool, CPU).all())
+    assert placeholder(torch.Size([]), torch.float32, CPU).isnan()
+    assert placeholder(torch.Size([0, 3]), torch.float32, CPU).shape == (0, 3)
+
+
+def test_a_placeholder_made_in_inference_mode_may_be_used_outside() -> None:
+    with torch.inference_mode():
+        stand_in = placeholder(torch.Size([2]), torch.float32, CPU)
+    assert not stand_in.is_inference()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_shapes_and_dtypes_are_true_everywhere(tmp_path: Path, precision: str) -> None:
+    plain = dict(small_model().named_parameters())
+    with small_engine(tmp_path, precision=precision) as engine:
+        for when in range(2):
+            for name, parameter in engine.module.named_parameters():
+                assert parameter.shape == plain[name].shape
+                assert parameter.dtype is (torch.bfloat16 if precision == "bf16" else torch.float32)
+                assert parameter.requires_grad
+            if not when:
+                train(engine, 1)
+
+
+def test_an_absent_parameter_spreads_nan(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        absent = next(iter(engine.module.parameters()))  # iterating does not fetch
+        assert not present(engine)
+        assert absent.isnan().all()
+        assert (torch.ones(3, absent.shape[0]) @ absent).isnan().all()
+        assert absent.untyped_storage().nbytes() == absent.element_size()
+
+
+@pytest.mark.parametrize("homes", [ON_DISK, MIXED, ON_DEVICE])
+def test_attribute_access_fetches(tmp_path: Path, homes: dict[str, str]) -> None:
+    plain = small_model()
+    with small_engine(tmp_path, homes) as engine:
+        module = engine.module
+        assert torch.equal(module.blocks[1].up.weight, plain.blocks[1].up.weight)
+        assert "blocks.1" in present(engine)
+        assert torch.equal(module.get_parameter("norm.bias"), plain.norm.bias)
+        assert torch.equal(module.head.weight, plain.embedding.weight)  # tied
+
+
+def test_access_fetches_on_an_accelerator(tmp_path: Path) -> None:
+    plain = small_model()
+    fake = FakeAccelerator(3)
+    with small_engine(tmp_path, arguments={"device": fake}) as engine:
+        for index in (2, 0, 1, 2):
+            weight = engine.module.blocks[index].up.weight
+            assert torch.equal(weight, plain.blocks[index].up.weight)
+    assert not fake.violations
+
+
+def test_a_borrowed_weight_is_fetched(tmp_path: Path) -> None:
+    """One module computes with another's weight, reached through the other module."""
+
+    class Borrower(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+            self.b = nn.Linear(8, 8, bias=False)
+            self.c = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(self.c(self.a(x)), self.b.weight).square().mean()
+
+    torch.manual_seed(0)
+    model = Borrower()
+    plain = copy.deepcopy(model)
+    x = torch.randn(4, 8)
+    plain(x).backward()
+    with small_engine(tmp_path, model=model) as engine:
+        loss = engine(x)
+        assert torch.equal(loss, plain(x))
+        engine.backward(loss)
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(engine.gradient(mine), theirs.grad)
+
+
+def test_tied_weights_sum_their_gradients(tmp_path: Path) -> None:
+    plain = small_model()
+    plain(batch(0)).backward()
+    with small_engine(tmp_path) as engine:
+        engine.backward(engine(batch(0)))
+        grad = engine.gradient(engine.module.embedding.weight)
+        assert torch.allclose(grad, plain.embedding.weight.grad, rtol=0, atol=1e-7)
+
+
+def test_leaving_bumps_the_version_so_that_stale_saves_raise(tmp_path: Path) -> None:
+    """What autograd saved behind the engine's back must not read another unit's bytes."""
+    with small_engine(tmp_path) as engine:
+        weight = engine.module.blocks[0].up.weight
+        saved = (weight * weight).sum()  # outside any hook of ours: the leaf itself is saved
+        unit = next(u.index for u in engine.plan.units if u.name == "blocks.0")
+        engine._parts.mover.drop(unit)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            saved.backward()
+
+
+def test_a_slot_is_not_reused_while_an_alias_lives(tmp_path: Path) -> None:
+    plain = small_model(num_blocks=6)
+    with small_engine(
+        tmp_path, model=small_model(num_blocks=6), look_ahead=1
+    ) as engine, torch.no_grad():
+        alias = engine.module.blocks[0].up.weight.detach()[1:3]
+        for index in (1, 2, 3, 4, 5):
+            assert engine.module.blocks[index].up.weight.isfinite().all()
+        assert torch.equal(alias, plain.blocks[0].up.weight[1:3])
+
+
+def test_when_every_slot_is_held_the_error_names_units_and_holders(tmp_path: Path) -> None:
+    with small_engine(
+        tmp_path, model=small_model(num_blocks=6), look_ahead=0
+    ) as engine, torch.no_grad():
+        blocks = engine.module.blocks
+        held = [blocks[i].up.weight.detach() for i in range(2)]
+        with pytest.raises(PresenceError, match=r"no slot is free for unit 'blocks\.\d'") as caught:
+            for index in range(2, 6):
+                held.append(blocks[index].up.weight.detach())
+        assert "blocks.0" in str(caught.value)
+        assert "blocks.1" in str(caught.value)
+        del held, caught
+        gc.collect()
+        assert engine(batch(0)).isfinite()
+
+
+def test_a_saved_tensor_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        loss = engine(batch(0))
+        other = engine(batch(1))
+        engine.backward(loss)
+        engine.step()
+        with pytest.raises(RuntimeError, match="were updated after this graph was made"):
+            engine.backward(other)
+        assert engine.micro_step == 0
+        assert len(train(engine, 2)) == 2
+
+
+def test_saved_tensors_hold_no_slot(tmp_path: Path) -> None:
+    """After a whole forward the graph refers to no slot: nothing lingers but what is bound."""
+    with small_engine(tmp_path, look_ahead=1) as engine:
+        loss = engine(batch(0))
+        mover = engine._parts.mover
+        for slot in mover.ledger.slots:
+            if slot.owner is not None:
+                entry = mover.entries[slot.owner]
+                num_bound = len(engine.plan.units[slot.owner].segments) if entry.bound else 0
+                assert slot.num_aliases(num_bound) == 0
+            else:
+                assert slot.is_free()
+        engine.backward(loss)
+
+
+def test_other_saved_tensors_are_checked_for_edits(tmp_path: Path) -> None:
+    class Editor(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.a(x).sigmoid()
+            loss = (y * y).sum()
+            with torch.no_grad():
+                y.add_(1)
+            return loss
+
+    with small_engine(tmp_path, model=Editor()) as engine:
+        loss = engine(torch.randn(2, 4))
+        with pytest.raises(RuntimeError, match="inplace operation"):
+            engine.backward(loss)
+        assert isinstance(engine._parts.hooks.saved, SavedTensors)
+
+
+# --- the mapping ---------------------------------------------------------------------------------
+
+
+def test_parameters_cannot_be_replaced_added_or_removed(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        norm = engine.module.norm
+        with pytest.raises(PresenceError, match=r"cannot be replaced or added[\s\S]*materialized"):
+            norm.weight = nn.Parameter(torch.ones(16))
+        with pytest.raises(PresenceError, match="cannot be replaced or added"):
+            norm.register_parameter("extra", nn.Parameter(torch.ones(16)))
+        with pytest.raises(PresenceError, match="cannot be removed"):
+            del norm.weight
+        with pytest.raises(PresenceError):
+            torch.nn.utils.parametrizations.weight_norm(engine.module.blocks[0].up)
+        with pytest.raises(PresenceError):
+            norm._parameters.clear()
+        with pytest.raises(PresenceError):
+            norm._parameters.pop("weight")
+        with pytest.raises(PresenceError):
+            norm._parameters.update(weight=None)
+        with pytest.raises(PresenceError):
+            norm._parameters.setdefault("other", None)
+        with pytest.raises(PresenceError):
+            norm._parameters.popitem()
+        norm.weight = norm.weight  # the same object is no replacement
+        assert len(train(engine, 1)) == 1
+
+
+def test_get_and_contains_of_the_mapping(tmp_path: Path) -> None:
+    plain = small_model()
+    with small_engine(tmp_path) as engine:
+        parameters = engine.module.norm._parameters
+        assert "weight" in parameters
+        assert "missing" not in parameters
+        assert torch.equal(parameters.get("weight"), plain.norm.weight)
+        with pytest.raises(AttributeError, match="missing"):
+            _ = engine.module.norm.missing
+
+
+def test_copy_deepcopy_and_pickle_are_refused(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        for module in (engine.module, engine.module.blocks[1].up, engine.module.norm):
+            with pytest.raises(PresenceError, match=r"engine\.state_dict\(\)"):
+                copy.deepcopy(module)
+            with pytest.raises(PresenceError, match=r"close\(restore=True\)"):
+                pickle.dumps(module)
+            with pytest.raises(PresenceError):
+                torch.save(module, io.BytesIO())
+            with pytest.raises(PresenceError):
+                module._parameters.copy()
+            with pytest.raises(PresenceError):
+                copy.copy(module._parameters)
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda m: m.to(torch.float64),
+        lambda m: m.to("cpu"),
+        lambda m: m.half(),
+        lambda m: m.bfloat16(),
+        lambda m: m.double(),
+        lambda m: m.float(),
+        lambda m: m.cuda(),
+        lambda m: m.to_empty(device="cpu"),
+        lambda m: m.share_memory(),
+    ],
+)
+def test_moving_and_casting_is_refused(tmp_path: Path, move: object) -> None:
+    with small_engine(tmp_path) as engine:
+        for module in (engine.module, engine.module.blocks[0], engine.module.norm):
+            with pytest.raises(PresenceError, match=r"cannot be moved or cast[\s\S]*precision"):
+                move(module)  # type: ignore[operator]
+        assert len(train(engine, 1)) == 1
+
+
+# --- close ---------------------------------------------------------------------------------------
+
+
+def test_close_gives_plain_dicts_and_takes_every_hook_back(tmp_path: Path) -> None:
+    model = small_model()
+    with small_engine(tmp_path, model=model) as engine:
+        assert all(isinstance(m._parameters, ParameterMap) for m in model.modules())
+        train(engine, 1)
+    for module in model.modules():
+        assert type(module._parameters) is dict
+        assert "_apply" not in module.__dict__
+        for hooks in (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._state_dict_hooks,
+            module._load_state_dict_pre_hooks,
+            module._load_state_dict_post_hooks,
+            module._forward_hooks_always_called,
+            module._backward_hooks,
+        ):
+            assert not hooks
+    for parameter in model.parameters():
+        assert not parameter._post_accumulate_grad_hooks
+        assert parameter.isnan().all()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    copy.deepcopy(model)
+    model.double()
+
+
+@pytest.mark.parametrize("homes", [ON_DISK, MIXED, ON_DEVICE])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_close_with_restore_gives_the_values(
+    tmp_path: Path, homes: dict[str, str], precision: str
+) -> None:
+    model = small_model()
+    with small_engine(tmp_path, homes, model=model, precision=precision) as engine:
+        train(engine, 2)
+        values = {k: v.clone() for k, v in engine.state_dict().items()}
+        engine.close(restore=True)
+    assert same(dict(model.state_dict()), values)
+    loss = model(batch(9))
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert model.head.weight is model.embedding.weight
+
+
+def test_a_restored_model_may_be_trained_again(tmp_path: Path) -> None:
+    model = small_model()
+    with small_engine(tmp_path, model=model) as engine:
+        train(engine, 2)
+        engine.close(restore=True)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with small_engine(tmp_path, model=model) as engine:
+        after = masters(engine)
+        assert same(after, before)
+        train(engine, 1)
+
+
+def test_a_module_in_two_places_is_owned_once(tmp_path: Path) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+            self.second = self.first
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x)).square().mean()
+
+    model = Twice()
+    with small_engine(tmp_path, model=model) as engine:
+        x = torch.randn(2, 8)
+        engine.backward(engine(x))
+        engine.step()
+    assert type(model.first._parameters) is dict
+
+
+def test_a_frozen_parameter_of_any_dtype_is_served_as_it_was(tmp_path: Path) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+            self.table = nn.Parameter(torch.arange(6, dtype=torch.int64), requires_grad=False)
+            self.mask = nn.Parameter(torch.tensor([True, False] * 4), requires_grad=False)
+            self.scale = nn.Parameter(torch.rand(8), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ((self.a(x) * self.scale) * self.mask).square().mean() + self.table.sum()
+
+    torch.manual_seed(0)
+    model = Mixed()
+    plain = copy.deepcopy(model)
+    x = torch.randn(2, 8)
+    with small_engine(tmp_path, model=model) as engine:
+        for _ in range(2):
+            engine.backward(engine(x))
+            engine.step()
+        assert torch.equal(engine.module.table, plain.table)
+        assert torch.equal(engine.module.mask, plain.mask)
+        assert torch.equal(engine.module.scale, plain.scale)
+        state = engine.state_dict()
+        assert state["table"].dtype is torch.int64
+        assert state["mask"].dtype is torch.bool
+
+
+def test_where_units_are_is_what_the_ledger_says(tmp_path: Path) -> None:
+    """Bound parameters, and only those, share memory with their unit's slot."""
+    with small_engine(tmp_path, look_ahead=1, model=SmallModel(num_blocks=5)) as engine:
+        mover = engine._parts.mover
+        engine.backward(engine(batch(0)))
+        for unit, entry in zip(engine.plan.units, mover.entries, strict=True):
+            for segment in unit.segments:
+                parameter = engine._parts.cut.parameters[segment.parameter]
+                if entry.bound:
+                    assert entry.where is Where.PRESENT
+                    storage = entry.slot.residency.untyped_storage()
+                    assert parameter.untyped_storage().data_ptr() == storage.data_ptr()
+                else:
+                    assert parameter.isnan().all()
+
+
+@pytest.mark.parametrize("homes", [ON_DISK, ON_DEVICE])
+def test_scalar_and_empty_parameters_are_trained(tmp_path: Path, homes: dict[str, str]) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+            self.scale = nn.Parameter(torch.tensor(2.0))
+            self.empty = nn.Parameter(torch.zeros(0, 3))
+            self.frozen = nn.Parameter(torch.tensor(3.0), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            loss = self.a(x).square().mean() * self.scale * self.frozen
+            return loss + self.empty.sum()
+
+    with small_engine(tmp_path, homes, model=Odd()) as engine:
+        for _ in range(3):
+            engine.backward(engine(torch.ones(2, 8)))
+            engine.step()
+        state = engine.state_dict()
+        assert state["scale"].shape == ()
+        assert state["scale"] < 2.0
+        assert state["frozen"] == 3.0
+        assert state["empty"].shape == (0, 3)

@@ -1,0 +1,121 @@
+"""The private torch calls mean what the presence mechanism takes them to mean."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from infinity.model.torch_private import (
+    inside_function_transform,
+    storage_use_count,
+    top_saved_tensors_hooks,
+)
+
+
+def test_the_storage_count_sees_views_and_aliases() -> None:
+    base = torch.zeros(8)
+    assert storage_use_count(base) == 1
+    view = base[2:4]
+    assert storage_use_count(base) == storage_use_count(view) == 2
+    alias = view.detach().view(torch.int32)
+    assert storage_use_count(base) == 3
+    del view, alias
+    assert storage_use_count(base) == 1
+
+
+def test_the_storage_count_does_not_count_python_references_to_one_tensor() -> None:
+    base = torch.zeros(8)
+    same = base
+    wrapper = base.untyped_storage()
+    del wrapper
+    assert storage_use_count(same) == 1
+
+
+def test_two_tensors_over_the_same_memory_have_counts_of_their_own() -> None:
+    memory = bytearray(64)
+    first = torch.frombuffer(memory, dtype=torch.uint8)
+    second = torch.frombuffer(memory, dtype=torch.uint8)
+    part = first[:8]
+    assert (storage_use_count(first), storage_use_count(second)) == (2, 1)
+    del part
+
+
+def test_the_storage_count_sees_the_views_that_autograd_saved() -> None:
+    weight = torch.ones(4, requires_grad=True)
+    slot = torch.ones(4)
+    product = (weight * slot[:]).sum()
+    assert storage_use_count(slot) == 2
+    product.backward()
+    del product
+    gc.collect()
+    assert storage_use_count(slot) == 1
+
+
+def test_a_leaf_that_autograd_saved_itself_is_only_caught_by_its_version() -> None:
+    """Such a save shares the tensor and not only its storage: no count could see it."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    slot = torch.full((4,), 2.0)
+    weight.data = slot[:]
+    product = (weight * weight).sum()
+    assert storage_use_count(slot) == 2
+    weight.data = torch.zeros(4)
+    torch.autograd.graph.increment_version(weight)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def test_the_storage_count_sees_a_parameter_bound_by_data() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    slot = torch.ones(4)
+    parameter.data = slot[:]
+    assert storage_use_count(slot) == 2
+    parameter.data = torch.zeros(4)
+    assert storage_use_count(slot) == 1
+
+
+def test_the_innermost_saved_tensor_pair_is_on_top() -> None:
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def unpack(packed: torch.Tensor) -> torch.Tensor:
+        return packed
+
+    def other(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    assert top_saved_tensors_hooks() is None
+    with saved_tensors_hooks(pack, unpack):
+        assert top_saved_tensors_hooks() == (pack, unpack)
+        with saved_tensors_hooks(other, unpack):
+            assert top_saved_tensors_hooks() == (other, unpack)
+        assert top_saved_tensors_hooks() == (pack, unpack)
+    assert top_saved_tensors_hooks() is None
+
+
+def test_the_top_pair_is_found_inside_checkpointing() -> None:
+    seen = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append(top_saved_tensors_hooks())
+        return x * x
+
+    x = torch.ones(2, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False)
+    assert seen[0] is not None
+
+
+def test_function_transforms_are_seen() -> None:
+    seen: list[bool] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append(inside_function_transform())
+        return (x * x).sum()
+
+    function(torch.ones(2))
+    torch.func.grad(function)(torch.ones(2))
+    torch.func.vmap(function)(torch.ones(2, 2))
+    function(torch.ones(2))
+    assert seen == [False, True, True, False]

@@ -101,6 +101,18 @@ class PyFile {
 class PyTicket {
  public:
   explicit PyTicket(std::shared_ptr<Ticket> ticket) : ticket_(std::move(ticket)) {}
+  PyTicket(PyTicket&&) = default;
+  PyTicket(const PyTicket&) = delete;
+  PyTicket& operator=(const PyTicket&) = delete;
+  PyTicket& operator=(PyTicket&&) = delete;
+
+  // A ticket that nobody can wait for any more (a signal struck before it was stored, say) would
+  // leave the kernel writing into memory its owner believes idle: the last holder waits.
+  ~PyTicket() {
+    if (!ticket_ || ticket_->done() || os::process_id() != ticket_->process_id) return;
+    const nb::gil_scoped_release unlocked;
+    while (!ticket_->done()) ticket_->wait_for(kPulse);
+  }
 
   bool wait(std::optional<double> timeout_s) const {
     using Clock = std::chrono::steady_clock;
@@ -133,7 +145,7 @@ class PyTicket {
   }
 
  private:
-  const std::shared_ptr<Ticket> ticket_;
+  std::shared_ptr<Ticket> ticket_;
 };
 
 // --- Engine --------------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ class ParameterMap(dict[str, nn.Parameter | None]):
             remedy="change the module before initialize() or after close()",
         )
 
-    clear = pop = popitem = setdefault = update = __ior__ = _refuse_change  # type: ignore[assignment]
+    clear = pop = popitem = setdefault = update = __ior__ = _refuse_change
 
     def copy(self) -> NoReturn:
         """Refused: a copy would hold placeholders."""

@@ -617,3 +617,17 @@ def test_probing(tmp_path: Path) -> None:
     with pytest.raises(AioError) as caught:
         _aio.probe(str(tmp_path / "missing"))
     assert caught.value.errno == errno.ENOENT
+
+
+def test_a_dropped_ticket_waits_for_its_bytes(backend: str, tmp_path: Path) -> None:
+    """Memory is idle once nobody holds the ticket, even if nobody waited."""
+    file = make_file(tmp_path / "file", noise(1 << 20))
+    buffer = Buffer(1 << 20)
+    engine = slow_engine(backend, 4 << 20)
+    start = time.monotonic()
+    ticket = engine.submit(READ, [(file, 0, 1 << 20, buffer.address)])
+    del ticket
+    assert time.monotonic() - start > 0.15
+    assert engine.counters()["in_flight_blocks"] == 0
+    engine.close()
+    file.close()

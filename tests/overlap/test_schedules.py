@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import infinity
 
-VOCAB, DIM, STEPS = 31, 16, 400
+VOCAB, DIM, STEPS = 31, 16, 250
 
 
 class Block(nn.Module):

@@ -105,6 +105,11 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*raw)
 
 
+def make_device(kind: str, seed: int = 0) -> Device | str:
+    """`cpu`, or `fake`: a fresh fake accelerator with copies up to 1 ms late."""
+    return FakeAccelerator(seed, max_delay_s=0.001) if kind == "fake" else kind
+
+
 def poison(tensor: Tensor) -> None:
     """What freed slots are filled with: NaN in every float type."""
     tensor.fill_(255)
@@ -126,7 +131,7 @@ class Run:
         model: nn.Module,
         config: Mapping[str, Any],
         *,
-        device: Device | None = None,
+        device: Device | str | None = None,
         groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
         **options: Any,
     ) -> None:
@@ -181,7 +186,7 @@ def train(
     batches: Sequence[Batch],
     config: Mapping[str, Any],
     *,
-    device: Device | None = None,
+    device: Device | str | None = None,
     groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
     **options: Any,
 ) -> Result:

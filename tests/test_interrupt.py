@@ -1,0 +1,481 @@
+"""KeyboardInterrupt at any point of engine(), backward() or step(), and then the same bits.
+
+The rule a loop follows: the next micro-batch is number
+`(global_steps + skipped_steps) * micro_batches + micro_step`. After an exception in `backward` the
+accumulation window starts over (`micro_step` is 0); after one in a forward nothing was lost; a
+`step` has happened or it has not.
+
+Two ways to strike: a real timer signal, and a trace function that raises at a chosen line of the
+library, which reaches narrow places that a timer hardly ever meets and names them when it fails.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from support.fake_accelerator import FakeAccelerator
+from support.small import (
+    MIXED,
+    ON_DEVICE,
+    ON_DISK,
+    SmallModel,
+    assert_nothing_left,
+    batch,
+    masters,
+    poison,
+    same,
+    settings,
+    small_engine,
+    small_model,
+)
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import infinity
+from infinity.engine import Engine
+from infinity.errors import PresenceError
+
+LIBRARY = str(Path(infinity.__file__).parent)
+CALLS = {Engine.__call__.__code__, Engine.backward.__code__, Engine.step.__code__}
+
+
+def inside_a_call(frame: FrameType | None) -> bool:
+    """Whether the frame runs on behalf of engine(), backward() or step()."""
+    while frame is not None:
+        if frame.f_code in CALLS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class TimerStrikes:
+    """Raises from a SIGALRM handler, a random time after `arm`, once the engine is in a call."""
+
+    def __init__(self, seed: int, longest_s: float) -> None:
+        self.random = random.Random(seed)
+        self.longest_s = longest_s
+        self.struck: list[str] = []
+        self.armed = False
+
+    def arm(self) -> None:
+        self.armed = True
+        signal.setitimer(signal.ITIMER_REAL, self.random.uniform(1e-5, self.longest_s))
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if not self.armed:
+            return
+        if not inside_a_call(frame):
+            signal.setitimer(signal.ITIMER_REAL, 5e-5)
+            return
+        self.armed = False
+        assert frame is not None
+        self.struck.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        raise KeyboardInterrupt
+
+    def __enter__(self) -> TimerStrikes:
+        self._before = signal.signal(signal.SIGALRM, self._handle)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self._before)
+
+
+class LineStrikes:
+    """Raises at the n-th line of the library that runs inside a call, counted from `arm`.
+
+    `span` is one whole window; `choose` gives n. Only this thread is traced, as only the main
+    thread is struck by signals.
+    """
+
+    def __init__(self, choose: Callable[[], int]) -> None:
+        self.choose = choose
+        self.struck: list[str] = []
+        self.lines = 0
+        self._left = 0
+
+    def arm(self) -> None:
+        self._left = self.choose()
+
+    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(LIBRARY):
+            return None
+        if event == "line" and inside_a_call(frame):
+            self.lines += 1
+            self._left -= 1
+            if self._left == 0:
+                name = os.path.relpath(frame.f_code.co_filename, LIBRARY)
+                self.struck.append(f"{name}:{frame.f_lineno} ({frame.f_code.co_name})")
+                raise KeyboardInterrupt
+        return self._trace
+
+    def __enter__(self) -> LineStrikes:
+        self._before = sys.gettrace()
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        sys.settrace(self._before)
+
+
+def assert_restored(engine: Engine) -> None:
+    """Between two calls no stack of ours or of torch's holds anything."""
+    hooks = engine._parts.hooks
+    assert hooks.saved.depth == 0
+    assert len(hooks.saved._stack) == 0
+    assert not hooks._pushed
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    assert torch.is_autocast_cache_enabled()
+    assert all(entry.entered == 0 for entry in engine._parts.mover.entries)
+
+
+def next_index(engine: Engine) -> int:
+    steps = engine.global_steps + engine.skipped_steps
+    return steps * engine.plan.micro_batches + engine.micro_step
+
+
+def train_through(
+    engine: Engine, steps: int, strikes: TimerStrikes | LineStrikes | None = None
+) -> dict[int, float]:
+    """Losses by micro-batch; an interruption is followed by the rule of this module."""
+    losses: dict[int, float] = {}
+    if strikes is not None:
+        strikes.arm()
+    while engine.global_steps < steps:
+        index = next_index(engine)
+        try:
+            loss = engine(batch(index))
+            losses[index] = float(loss.detach())
+            engine.backward(loss)
+            engine.step()
+        except KeyboardInterrupt:
+            assert strikes is not None
+            where = strikes.struck[-1]
+            try:
+                assert_restored(engine)
+            except AssertionError as error:
+                raise AssertionError(f"after a strike at {where}") from error
+            strikes.arm()
+    return losses
+
+
+class Checkpointed(SmallModel):
+    """Recomputes every block in backward."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+
+    def features(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return self.norm(x)
+
+
+def no_recompute() -> nn.Module:
+    return small_model()
+
+
+def recompute() -> nn.Module:
+    torch.manual_seed(0)
+    return Checkpointed(use_reentrant=False)
+
+
+def recompute_reentrant() -> nn.Module:
+    torch.manual_seed(0)
+    return Checkpointed(use_reentrant=True)
+
+
+STEPS = 5
+CASES: dict[str, dict[str, Any]] = {
+    "disk": {"homes": ON_DISK},
+    "disk_bf16_two": {"homes": ON_DISK, "precision": "bf16", "gradient_accumulation_steps": 2},
+    "mixed_three": {"homes": MIXED, "gradient_accumulation_steps": 3},
+    "device": {"homes": ON_DEVICE, "gradient_accumulation_steps": 2},
+    "slow_disk": {"homes": ON_DISK, "io": {"slow_bytes_per_s": 60_000_000}, "look_ahead": 0},
+}
+_undisturbed: dict[tuple[object, ...], tuple[dict[int, float], dict[str, Tensor]]] = {}
+
+
+def undisturbed(
+    path: Path, build: Callable[[], nn.Module], **more: Any
+) -> tuple[dict[int, float], dict[str, Tensor]]:
+    """Losses and masters of a run without strikes, on the device: placement changes no bit."""
+    more = {k: v for k, v in more.items() if k not in ("homes", "io", "look_ahead")}
+    key = (build.__name__, *sorted(more.items()))
+    if key not in _undisturbed:
+        with small_engine(path, ON_DEVICE, build(), **more) as engine:
+            _undisturbed[key] = train_through(engine, STEPS), masters(engine)
+    return _undisturbed[key]
+
+
+@contextmanager
+def explained(strikes: TimerStrikes | LineStrikes) -> Iterator[None]:
+    """Name the places that were struck when something fails afterwards."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"struck at: {strikes.struck[-4:]}")
+        raise
+
+
+def run_struck(
+    path: Path,
+    build: Callable[[], nn.Module],
+    strikes: TimerStrikes | LineStrikes,
+    *,
+    fake_seed: int | None = None,
+    **more: Any,
+) -> None:
+    """Train under strikes, and compare with an undisturbed run."""
+    losses, expected = undisturbed(path, build, **more)
+    fake = FakeAccelerator(fake_seed) if fake_seed is not None else None
+    arguments = {"device": fake} if fake is not None else {}
+    with explained(strikes), small_engine(path, model=build(), arguments=arguments, **more) as engine:
+        with strikes:
+            seen = train_through(engine, STEPS, strikes)
+        assert seen == losses
+        assert engine.global_steps == STEPS
+        assert engine.skipped_steps == 0
+        assert same(masters(engine), expected)
+    if fake is not None:
+        assert not fake.violations, fake.violations[:3]
+
+
+@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("case", list(CASES))
+def test_a_timer_strikes_and_the_bits_stay(tmp_path: Path, case: str, seed: int) -> None:
+    strikes = TimerStrikes(seed, longest_s=0.02 if seed % 2 else 0.05)
+    run_struck(tmp_path, no_recompute, strikes, **CASES[case])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_timer_strikes_an_accelerator_and_the_bits_stay(tmp_path: Path, seed: int) -> None:
+    strikes = TimerStrikes(seed, longest_s=0.06)
+    case = CASES[("disk", "disk_bf16_two", "mixed_three", "device")[seed % 4]]
+    run_struck(tmp_path, no_recompute, strikes, fake_seed=seed, **case)
+
+
+def every_nth_line(first: int, stride: int) -> Callable[[], int]:
+    """n grows by `stride` with each strike, from `first`, and starts over after two windows."""
+    state = {"next": first}
+
+    def choose() -> int:
+        chosen, state["next"] = state["next"], state["next"] + stride
+        if state["next"] > 6000:
+            state["next"] = 1 + state["next"] % 17
+        return chosen
+
+    return choose
+
+
+@pytest.mark.parametrize("first", range(1, 25))
+@pytest.mark.parametrize("case", ["disk_bf16_two", "mixed_three"])
+def test_any_line_may_be_struck(tmp_path: Path, case: str, first: int) -> None:
+    strikes = LineStrikes(every_nth_line(first * 7, 241))
+    run_struck(tmp_path, no_recompute, strikes, **CASES[case])
+    assert len(strikes.struck) >= 3
+
+
+@pytest.mark.parametrize("first", range(1, 13))
+def test_any_line_may_be_struck_on_an_accelerator(tmp_path: Path, first: int) -> None:
+    strikes = LineStrikes(every_nth_line(first * 13, 331))
+    run_struck(tmp_path, no_recompute, strikes, fake_seed=first, **CASES["disk_bf16_two"])
+    assert len(strikes.struck) >= 3
+
+
+@pytest.mark.parametrize("first", range(1, 9))
+@pytest.mark.parametrize("build", [recompute, recompute_reentrant])
+def test_any_line_may_be_struck_while_recomputing(
+    tmp_path: Path, build: Callable[[], nn.Module], first: int
+) -> None:
+    strikes = LineStrikes(every_nth_line(first * 11, 287))
+    run_struck(tmp_path, build, strikes, **CASES["disk_bf16_two"])
+    assert len(strikes.struck) >= 3
+
+
+class Random(LineStrikes):
+    """At a random line of the next window or so."""
+
+    def __init__(self, seed: int, longest: int) -> None:
+        chosen = random.Random(seed)
+        super().__init__(lambda: chosen.randint(1, longest))
+
+
+@pytest.mark.big
+@pytest.mark.parametrize("seed", range(300))
+def test_any_line_may_be_struck_at_length(tmp_path: Path, seed: int) -> None:
+    case = list(CASES)[seed % len(CASES)]
+    build = (no_recompute, recompute, recompute_reentrant)[seed % 3]
+    fake_seed = seed if seed % 4 == 0 else None
+    run_struck(tmp_path, build, Random(seed, 2500), fake_seed=fake_seed, **CASES[case])
+
+
+# --- single points -------------------------------------------------------------------------------
+
+
+def interrupt_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, but its first call ends in an interruption after it has done its work."""
+    state = {"left": 1}
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if state["left"]:
+            state["left"] = 0
+            raise KeyboardInterrupt
+        return result
+
+    return wrapped
+
+
+def test_a_forward_that_is_interrupted_loses_nothing(tmp_path: Path) -> None:
+    with small_engine(tmp_path, gradient_accumulation_steps=2) as engine:
+        engine.backward(engine(batch(0)))
+        engine.step()
+        gradient = engine.gradient(engine.module.norm.weight).clone()
+        handle = engine.module.blocks[1].up.register_forward_hook(interrupt_once(lambda *_: None))
+        with pytest.raises(KeyboardInterrupt):
+            engine(batch(1))
+        handle.remove()
+        assert_restored(engine)
+        assert engine.micro_step == 1
+        assert torch.equal(engine.gradient(engine.module.norm.weight), gradient)
+
+
+def test_a_backward_that_is_interrupted_starts_the_window_over(tmp_path: Path) -> None:
+    with small_engine(tmp_path, gradient_accumulation_steps=2) as engine:
+        engine.backward(engine(batch(0)))
+        engine.step()
+        loss = engine(batch(1))
+        weight = engine.module.blocks[1].up.weight
+        handle = weight.register_hook(interrupt_once(lambda gradient: None))
+        with pytest.raises(KeyboardInterrupt):
+            engine.backward(loss)
+        handle.remove()
+        assert_restored(engine)
+        assert (engine.micro_step, engine.global_steps) == (0, 0)
+        with pytest.raises(infinity.InfinityError, match="has no gradient in this window"):
+            engine.gradient(engine.module.norm.weight)
+        with pytest.raises(infinity.InfinityError, match="without a backward"):
+            engine.step()
+
+
+def test_an_interruption_while_the_sweep_is_slow(tmp_path: Path) -> None:
+    """The sweep goes on behind an interrupted forward, and its update is not lost."""
+    losses, expected = undisturbed(tmp_path, no_recompute)
+    with small_engine(tmp_path, io={"slow_bytes_per_s": 20_000_000}, look_ahead=0) as engine:
+        seen: dict[int, float] = {}
+        while engine.global_steps < STEPS:
+            index = engine.global_steps
+            loss = engine(batch(index))
+            seen[index] = float(loss.detach())
+            engine.backward(loss)
+            engine.step()
+            with TimerStrikes(index, 0.004) as strikes:
+                strikes.arm()
+                try:
+                    engine(batch(99))
+                except KeyboardInterrupt:
+                    assert_restored(engine)
+        assert seen == losses
+        assert same(masters(engine), expected)
+
+
+def test_close_after_an_interruption_leaves_nothing(tmp_path: Path) -> None:
+    for seed in range(6):
+        threads = set(threading.enumerate())
+        model = small_model()
+        engine, *_ = infinity.initialize(model, settings(tmp_path), poison=poison)
+        with TimerStrikes(seed, 0.02) as strikes:
+            strikes.arm()
+            try:
+                for index in range(50):
+                    loss = engine(batch(index))
+                    engine.backward(loss)
+                    engine.step()
+            except KeyboardInterrupt:
+                pass
+        assert strikes.struck
+        engine.close()
+        assert_nothing_left(tmp_path, threads)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        assert type(model._parameters) is dict
+
+
+def test_an_interrupted_initialize_leaves_nothing(tmp_path: Path) -> None:
+    for after in range(1, 5):
+        threads = set(threading.enumerate())
+        seen = {"calls": 0}
+
+        def progress(done: int, total: int, what: str) -> None:
+            seen["calls"] += 1
+            if seen["calls"] == after:  # noqa: B023
+                raise KeyboardInterrupt
+
+        model = small_model()
+        with pytest.raises(KeyboardInterrupt):
+            infinity.initialize(model, settings(tmp_path), progress=progress)
+        assert_nothing_left(tmp_path, threads)
+        assert type(model._parameters) is dict
+        assert not model.blocks[0]._forward_pre_hooks
+
+
+def test_an_interrupted_materialized_block_writes_its_edits(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        with pytest.raises(KeyboardInterrupt), engine.materialized(engine.module.norm):
+            with torch.no_grad():
+                engine.module.norm.weight.fill_(3.0)
+            raise KeyboardInterrupt
+        assert (engine.state_dict()["norm.weight"] == 3.0).all()
+        assert engine(batch(0)).isfinite()
+
+
+def test_an_ordinary_exception_in_a_forward_is_no_different(tmp_path: Path) -> None:
+    losses, expected = undisturbed(tmp_path, no_recompute)
+
+    def fail(*_: object) -> None:
+        raise ValueError("the user's own")
+
+    with small_engine(tmp_path) as engine:
+        seen = {}
+        for index in range(STEPS):
+            handle = engine.module.blocks[index % 3].register_forward_hook(fail)
+            with pytest.raises(ValueError, match="the user's own"):
+                engine(batch(index))
+            handle.remove()
+            assert_restored(engine)
+            loss = engine(batch(index))
+            seen[index] = float(loss.detach())
+            engine.backward(loss)
+            engine.step()
+        assert seen == losses
+        assert same(masters(engine), expected)
+
+
+def test_an_edit_outside_is_refused_at_the_step_and_training_can_go_on(tmp_path: Path) -> None:
+    """The commit of a step that raises must not leave units waiting for an update for ever."""
+    with small_engine(tmp_path) as engine:
+        engine.backward(engine(batch(0)))
+        with torch.no_grad():
+            engine.module.blocks[0].up.weight.add_(1.0)
+        with pytest.raises(PresenceError, match=r"edited in place[\s\S]*materialized"):
+            engine.step()
+            engine(batch(1))
+        for index in range(2, 4):
+            loss = engine(batch(index))
+            assert loss.isfinite()
+            engine.backward(loss)
+            engine.step()

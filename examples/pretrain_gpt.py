@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Train a GPT on the standard library's source code with its state on disk.
 
-    python examples/pretrain_gpt.py --config examples/configs/demo.yaml --steps 36
+    python examples/pretrain_gpt.py --config examples/configs/demo.yaml --steps 30
 
 Prints the plan, a line per step, and what was promised beside what was measured. Any CPU will do;
 the disk holds 12 bytes a parameter. Exit code 0 when done, an error's own code with one message,
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--context", type=_positive, metavar="N", help="tokens a sequence (default: the model's)")
     add("--micro-batch", type=_positive, default=1, metavar="N", help="sequences per micro-batch")
     add("--checkpointing", action="store_true", help="recompute blocks in backward: less memory")
-    add("--steps", type=_positive, default=36, metavar="N", help="(default: %(default)s)")
+    add("--steps", type=_positive, default=30, metavar="N", help="(default: %(default)s)")
     add("--eval-batches", type=_positive, default=8, metavar="N", help="held-out micro-batches")
     add("--text", type=Path, metavar="FILE", help="train on this file's bytes instead")
     add("--compare", action=argparse.BooleanOptionalAction, default=True,

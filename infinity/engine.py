@@ -84,6 +84,7 @@ class Engine:
         self._steps = [0] * len(parts.cut.parameters)
         self._progress = Progress()
         self._cycle_open = False
+        self._after_commit: Exception | None = None  # of a step that happened all the same
         num_units = len(self.plan.units)
         self._tapes = {grad: Tape(guess_cycle(num_units, backward=grad)) for grad in (True, False)}
         self._values = Values(parts.store, parts.mover, parts.adam, self._finish_sweep)
@@ -104,18 +105,22 @@ class Engine:
         self._check_arguments(args, kwargs)
         self._values.take_back_all()
         self._begin_cycle()
-        cache = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)  # it would keep casts of weights that move
+        hooks = self._parts.hooks
+        mark = hooks.mark()
+        # No `finally`: an interruption may strike inside one, and then the rest of it is skipped.
         try:
-            with self._parts.hooks.session():
-                return self.module(*args, **kwargs)
-        except BaseException:
-            self._parts.mover.recover()
-            raise
-        finally:
-            torch.set_autocast_cache_enabled(cache)
+            torch.set_autocast_cache_enabled(False)  # it would keep casts of weights that move
+            hooks.saved.push()
+            result = self.module(*args, **kwargs)
+            hooks.restore(mark)
             if not torch.is_grad_enabled():
                 self._end_cycle()
+            return result
+        except BaseException:
+            hooks.restore(mark)
+            self._parts.mover.recover()
+            self._end_cycle()
+            raise
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> Tensor:
         """Backward of one micro-batch; gradients leave to their homes as they are made.
@@ -133,27 +138,36 @@ class Engine:
             )
         micro_batches = self.plan.micro_batches
         scaled = loss / micro_batches if micro_batches > 1 else loss
-        gradients = self._parts.gradients
+        result = scaled.detach()
+        gradients, hooks = self._parts.gradients, self._parts.hooks
         gradients.last_micro_batch = self._is_last_micro_batch()
+        mark = hooks.mark()
         try:
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             gradients.finish()
             self._end_cycle()
             self._progress = replace(self._progress, backwards=self._progress.backwards + 1)
         except BaseException:
-            self._progress = replace(self._progress, micro_step=0, backwards=0)
-            self._parts.mover.recover()
-            gradients.reset()
-            self._end_cycle()
+            hooks.restore(mark)  # a recomputation pushes pairs of its own
+            self._start_over()
             raise
-        return scaled.detach()
+        return result
+
+    def _start_over(self) -> None:
+        """After an exception: the accumulation window is empty again."""
+        self._progress = replace(self._progress, micro_step=0, backwards=0)
+        self._parts.mover.recover()
+        self._parts.hooks.drop_gradients()
+        self._parts.gradients.reset()
+        self._end_cycle()
 
     def step(self) -> None:
         """End a micro-batch; at the end of the accumulation window, update.
 
         Returns once the norm and the clip factor are known; the sweep runs behind the next
         forward. A step whose gradients are not all finite is skipped and counted. Interrupted,
-        it has happened or it has not: `global_steps` and `micro_step` tell.
+        it has happened or it has not: `global_steps` and `micro_step` tell. If it has not, the
+        accumulation window starts over.
         """
         self._check_usable()
         progress = self._progress
@@ -163,16 +177,26 @@ class Engine:
                 because="gradients reach the engine through engine.backward(loss)",
                 remedy="replace loss.backward() by engine.backward(loss)",
             )
-        if not self._is_last_micro_batch():
-            self._progress = replace(progress, micro_step=progress.micro_step + 1, backwards=0)
-            return
-        self._end_cycle()
-        self._values.take_back_all()
-        self._finish_sweep()
-        norm, skipped, factor = self._norm_and_factor()
-        culprit = self._parts.gradients.first_non_finite() if skipped else None
-        self._parts.gradients.settle()
-        self._parts.sweep.submit(lambda: self._commit(norm, factor, skipped))
+        culprit = None
+        try:
+            if not self._is_last_micro_batch():
+                self._progress = replace(progress, micro_step=progress.micro_step + 1, backwards=0)
+                return
+            self._end_cycle()
+            self._values.take_back_all()
+            self._finish_sweep()
+            norm, skipped, factor = self._norm_and_factor()
+            culprit = self._parts.gradients.first_non_finite() if skipped else None
+            self._parts.gradients.settle()
+            self._parts.sweep.submit(lambda: self._commit(norm, factor, skipped))
+        except BaseException:
+            self._parts.sweep.await_commit()
+            if self._progress is progress:
+                self._start_over()
+            raise
+        error, self._after_commit = self._after_commit, None
+        if error is not None:
+            raise error
         if self._progress.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise TrainingError(
                 f"the gradients of {self._progress.skipped_in_a_row} steps in a row were not "
@@ -203,14 +227,22 @@ class Engine:
             skipped_in_a_row=progress.skipped_in_a_row + 1 if skipped else 0,
         )
         self._progress = progress
-        if job is not None:
-            parts.mover.make_pending(job.units)
-            for index in job.steps:
-                self._steps[index] += 1
+        # From here the step has happened: whatever fails, the units that are pending get their
+        # update, and `step` raises the error after it.
+        try:
+            if job is not None:
+                for index in job.steps:
+                    self._steps[index] += 1
+                parts.mover.make_pending(job.units)
+        except PresenceError as error:
+            self._after_commit = error
         parts.gradients.reset()
-        self._report(norm, factor, skipped)
-        if not skipped and self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+        try:
+            self._report(norm, factor, skipped)
+            if not skipped and self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+        except Exception as error:
+            self._after_commit = self._after_commit or error
         return job
 
     def _make_job(self, factor: float) -> SweepJob:
@@ -426,7 +458,7 @@ class Engine:
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
             raise PresenceError(
-                f"this engine belongs to process {self._pid}; process {os.getpid()} is a fork of it",
+                f"this engine belongs to process {self._pid}; {os.getpid()} is a fork of it",
                 because="a DataLoader worker or another child touched the engine",
                 remedy="use the engine only in the process that made it",
             )

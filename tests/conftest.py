@@ -1,4 +1,4 @@
-"""What every test runs under: one torch thread, since xdist runs as many tests as there are cores."""
+"""What every test runs under: one torch thread, since xdist fills the cores with tests."""
 
 from __future__ import annotations
 

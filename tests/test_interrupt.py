@@ -60,23 +60,34 @@ def inside_a_call(frame: FrameType | None) -> bool:
 
 
 class TimerStrikes:
-    """Raises from a SIGALRM handler, a random time after `arm`, once the engine is in a call."""
+    """Raises from a signal handler, a random time after `arm`, once the engine is in a call.
+
+    The signal is sent by a thread: pytest-timeout owns SIGALRM.
+    """
 
     def __init__(self, seed: int, longest_s: float) -> None:
         self.random = random.Random(seed)
         self.longest_s = longest_s
         self.struck: list[str] = []
         self.armed = False
+        self._timer: threading.Timer | None = None
 
     def arm(self) -> None:
         self.armed = True
-        signal.setitimer(signal.ITIMER_REAL, self.random.uniform(1e-5, self.longest_s))
+        self._after(self.random.uniform(1e-5, self.longest_s))
+
+    def _after(self, delay_s: float) -> None:
+        main = threading.main_thread().ident
+        assert main is not None
+        self._timer = threading.Timer(delay_s, signal.pthread_kill, (main, signal.SIGUSR1))
+        self._timer.daemon = True
+        self._timer.start()
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if not self.armed:
             return
         if not inside_a_call(frame):
-            signal.setitimer(signal.ITIMER_REAL, 5e-5)
+            self._after(1e-4)
             return
         self.armed = False
         assert frame is not None
@@ -84,13 +95,14 @@ class TimerStrikes:
         raise KeyboardInterrupt
 
     def __enter__(self) -> TimerStrikes:
-        self._before = signal.signal(signal.SIGALRM, self._handle)
+        self._before = signal.signal(signal.SIGUSR1, self._handle)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.armed = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, self._before)
+        if self._timer is not None:
+            self._timer.join()
+        signal.signal(signal.SIGUSR1, self._before)
 
 
 class LineStrikes:

@@ -133,11 +133,11 @@ class _CudaEvent:
     """A CUDA event, seen through the `Event` protocol."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.raw = torch.cuda.Event()
+        self.raw = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.raw.record(stream)
 
     def done(self) -> bool:
-        return bool(self.raw.query())
+        return bool(self.raw.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         self.raw.synchronize()
@@ -182,8 +182,8 @@ class CudaDevice(Device):
                 remedy="use device='cpu', or install a CUDA build of torch",
             )
         self.torch_device = torch.device("cuda", torch_device.index or 0)
-        self._in = torch.cuda.Stream(self.torch_device)
-        self._out = torch.cuda.Stream(self.torch_device)
+        self._in = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._out = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._pinned: list[tuple[int, int]] = []
 
     def reserve(self, nbytes: int) -> _CudaArena:

@@ -407,9 +407,9 @@ class Mover:
                 entry.slot, entry.where = None, Where.ABSENT
             for slot in self.ledger.slots:
                 owner = slot.owner
-                if slot.slot_class is not None and owner is not None:
-                    if self.entries[owner].slot is not slot:
-                        slot.owner, slot.residency = None, None
+                moves = slot.slot_class is not None and owner is not None
+                if moves and self.entries[owner or 0].slot is not slot:
+                    slot.owner, slot.residency = None, None
             self._landing_events = [
                 HAPPENED if event is None else event for event in self._landing_events
             ]

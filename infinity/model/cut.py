@@ -102,7 +102,7 @@ class Cutter:
         rest = UnitCut("rest", [])
         size = count = 0
         for name, module in self.root.named_modules():
-            own = [i for i in self._take(module, recurse=False)]
+            own = self._take(module, recurse=False)
             if not own:
                 continue
             numel = sum(self.parameters[i].numel() for i in own)

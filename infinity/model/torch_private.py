@@ -14,12 +14,12 @@ SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 def storage_use_count(tensor: Tensor) -> int:
     """How many tensors share the tensor's storage, itself included: views, saves, aliases."""
     storage = tensor.untyped_storage()  # a Python wrapper, which counts as one reference itself
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def top_saved_tensors_hooks() -> SavedTensorHooks | None:
     """The innermost active (pack, unpack) pair of this thread, or None."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[no-any-return]
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def inside_function_transform() -> bool:

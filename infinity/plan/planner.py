@@ -240,7 +240,7 @@ def _require_fit(plan: Plan, limits: Limits, config: Config) -> None:
         name = max(plan.units, key=lambda u: u.slot_bytes).name
         raise DoesNotFitError(
             f"the device budget of {format_size(device)} cannot hold two slots of the largest "
-            f"unit: {name!r} needs {format_size(largest)}, twice that is {format_size(2 * largest)}",
+            f"unit: {name!r} needs {format_size(largest)}, two are {format_size(2 * largest)}",
             because="a unit computes in one slot while the next one is fetched into another",
             remedy=f"raise budget.device to at least {format_size(2 * largest)}, or cut the model "
             "into smaller units (initialize(units=[...]))",

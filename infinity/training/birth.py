@@ -124,11 +124,11 @@ class Birth:
             part = frozen[segment.offset : segment.offset + segment.nbytes]
             part.copy_(value.view(-1).view(torch.uint8))
         state = self.store.units[layout.index]
-        part = slice(layout.trained_bytes, layout.slot_bytes)
+        place = slice(layout.trained_bytes, layout.slot_bytes)
         if Kind.WEIGHT in state.ram:
-            state.ram[Kind.WEIGHT][part].copy_(frozen)
+            state.ram[Kind.WEIGHT][place].copy_(frozen)
         elif Kind.WEIGHT in state.on_device:
-            self.lanes.copy_in(state.on_device[Kind.WEIGHT][part], frozen).wait()
+            self.lanes.copy_in(state.on_device[Kind.WEIGHT][place], frozen).wait()
         else:
             assert state.frozen is not None
             self.lanes.write([(state.frozen, frozen)]).wait()

@@ -13,8 +13,7 @@ With no outer pair it is kept detached with its version, which is checked on unp
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +60,16 @@ class _Kept:
     version: int
 
 
+@dataclass(frozen=True, slots=True)
+class HookMark:
+    """How deep the stacks of an engine call were before it."""
+
+    depth: int
+    pushed: int
+    outer: SavedTensorHooks | None
+    autocast_cache: bool
+
+
 class SavedTensors:
     """Our pack/unpack pair. See [Note: saved tensors]."""
 
@@ -86,14 +95,21 @@ class SavedTensors:
 
         pair = (pack, self._unpack)
         context = torch.autograd.graph.saved_tensors_hooks(*pair)
-        context.__enter__()
         self._stack.append((context, pair))
+        context.__enter__()
         return True
 
     def pop(self) -> None:
         """Undo one `push`."""
         context, _ = self._stack.pop()
         context.__exit__(None, None, None)
+
+    def unwind(self, depth: int, outer: SavedTensorHooks | None) -> None:
+        """Back to `depth` pushes with `outer` on top, wherever an exception left both stacks."""
+        bottom = outer[0] if outer is not None else None
+        while (top := top_saved_tensors_hooks()) is not None and top[0] is not bottom:
+            torch.autograd.graph.saved_tensors_hooks(*top).__exit__(None, None, None)
+        del self._stack[depth:]
 
     @property
     def depth(self) -> int:
@@ -107,7 +123,7 @@ class SavedTensors:
                 slot.owner,
                 self.mover.entries[slot.owner].updates,
                 tensor.dtype,
-                tensor.storage_offset(),
+                int(tensor.storage_offset()),
                 tensor.size(),
                 tensor.stride(),
             )
@@ -141,7 +157,7 @@ class SavedTensors:
         storage = entry.slot.residency.untyped_storage()
         alias = torch.empty(0, dtype=packed.dtype, device=entry.slot.residency.device)
         offset = entry.slot.residency.storage_offset() // packed.dtype.itemsize + packed.offset
-        return alias.set_(storage, offset, packed.size, packed.stride)  # type: ignore[call-overload,no-any-return]
+        return alias.set_(storage, offset, packed.size, packed.stride)
 
 
 class Hooks:
@@ -161,6 +177,7 @@ class Hooks:
         self.lent: Container[int] = ()  # parameters that have a full value of their own now
         self._pid = os.getpid()
         self._cuts = cuts
+        self._parameters = parameters
         self._index_of = {id(p): i for i, p in enumerate(parameters)}
         self._unit_of = {i: u for u, cut in enumerate(cuts) for i in cut.parameters}
         self._handles: list[RemovableHandle] = []
@@ -175,7 +192,8 @@ class Hooks:
             if trained[index]:
                 requires = parameter.requires_grad
                 parameter.requires_grad_(True)  # the hook needs an accumulator
-                handle = parameter.register_post_accumulate_grad_hook(self._arrived(index))
+                hook = self._arrived(index)
+                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 parameter.requires_grad_(requires)
                 self._handles.append(handle)
 
@@ -243,17 +261,25 @@ class Hooks:
 
         return hook
 
-    @contextmanager
-    def session(self) -> Iterator[None]:
-        """Our pair on top for a whole engine call; every stack restored on any exception."""
-        depth, pushed = self.saved.depth, len(self._pushed)
-        self.saved.push()
-        try:
-            yield
-        finally:
-            del self._pushed[pushed:]
-            while self.saved.depth > depth:
-                self.saved.pop()
+    def mark(self) -> HookMark:
+        """Where all stacks are now, for `restore`."""
+        return HookMark(
+            self.saved.depth,
+            len(self._pushed),
+            top_saved_tensors_hooks(),
+            torch.is_autocast_cache_enabled(),
+        )
+
+    def restore(self, mark: HookMark) -> None:
+        """Every stack as it was at the mark; may be repeated where it was interrupted."""
+        self.saved.unwind(mark.depth, mark.outer)
+        del self._pushed[mark.pushed :]
+        torch.set_autocast_cache_enabled(mark.autocast_cache)
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that an interrupted backward made, but did not hand over."""
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def remove(self) -> None:
         """Take every hook back."""

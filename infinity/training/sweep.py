@@ -84,7 +84,7 @@ class _Commit:
     error: BaseException | None = None
 
 
-class _Aborted(Exception):
+class _AbortedError(Exception):
     """The engine is closing."""
 
 
@@ -185,7 +185,7 @@ class Sweep:
             try:
                 if job is not None:
                     self._run(job)
-            except _Aborted:
+            except _AbortedError:
                 return
             except BaseException as error:
                 self.mover.fail(error)
@@ -221,7 +221,7 @@ class Sweep:
                 for work in queue:
                     for item in work.waits:
                         item.wait()
-                raise _Aborted
+                raise _AbortedError
             self._process(job, queue.popleft())
 
     def _chunks(self, job: SweepJob) -> Iterator[tuple[int, int]]:

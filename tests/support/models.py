@@ -30,6 +30,9 @@ class Checkpointing:
     mode: str = "none"
     place: str = "block"
 
+    def __str__(self) -> str:
+        return self.mode if self.mode == "none" else f"{self.mode}-{self.place}"
+
     def call(self, place: str, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
         """`function(*args)`, checkpointed if this is the place."""
         if self.mode == "none" or place != self.place or not torch.is_grad_enabled():

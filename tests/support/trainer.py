@@ -210,6 +210,11 @@ def train(
 # --- plain torch ---------------------------------------------------------------------------------
 
 
+def _settings(config: Mapping[str, Any]) -> Config:
+    """The config without what plain torch has no use for."""
+    return load_config({k: v for k, v in config.items() if k not in ("homes", "nvme_path")})
+
+
 def _values(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
@@ -233,7 +238,7 @@ def train_torch(
     before_batch: Callable[[int, nn.Module], None] | None = None,
 ) -> Result:
     """fp32 with `torch.optim.AdamW(foreach=False, fused=False)` and `clip_grad_norm_`."""
-    settings = load_config(config)
+    settings = _settings(config)
     cast_frozen(model, torch.float32)
     adam = settings.optimizer
     kind = torch.optim.AdamW if adam.type == "AdamW" else torch.optim.Adam
@@ -304,7 +309,7 @@ def train_exactly(
     Gradients of one micro-batch stay in the compute dtype; several are summed in fp32, each
     arrival by itself. The norm is summed per parameter in fp64, in the model's order.
     """
-    settings = load_config(config)
+    settings = _settings(config)
     split = settings.precision == "bf16"
     micro_batches = settings.gradient_accumulation_steps
     accumulated = torch.bfloat16 if split and micro_batches == 1 else torch.float32

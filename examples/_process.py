@@ -8,6 +8,8 @@ from enum import Enum
 from pathlib import Path
 from types import FrameType
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 
 class Stopped(BaseException):
     """SIGINT or SIGTERM arrived; not an `Exception`, so nothing on the way up swallows it."""
@@ -27,6 +29,7 @@ class Phase(Enum):
     STARTING = "end the process at once: nothing exists yet"
     RUNNING = "raise `Stopped`"
     CLOSING = "be noted, and raise afterwards: cleaning up must not be interrupted"
+    ENDED = "be ignored, also by an interpreter that is shutting down"
 
 
 class Signals:
@@ -42,13 +45,17 @@ class Signals:
 
     def install(self) -> None:
         """Take over both signals, for the rest of the process."""
-        for signum in (signal.SIGINT, signal.SIGTERM):
+        for signum in _SIGNALS:
             signal.signal(signum, self._on_signal)
 
     def enter(self, phase: Phase) -> None:
         """Change the phase; a signal that was noted while closing is raised on running again."""
         was_closing = self._phase is Phase.CLOSING
         self._phase = phase
+        if phase is Phase.ENDED:
+            # Python gives back handlers written in Python before it is really over.
+            for signum in _SIGNALS:
+                signal.signal(signum, signal.SIG_IGN)
         if was_closing and phase is Phase.RUNNING:
             self.check()
 

@@ -49,6 +49,8 @@ def main(argv: list[str] | None = None) -> int:
         # Whoever read our output is gone; keep the interpreter from writing to it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    finally:
+        signals.enter(Phase.ENDED)
     return 0
 
 

@@ -28,9 +28,10 @@ def _check_ours() -> str:
 __version__ = _check_ours()
 
 from infinity.config import Config, load_config  # noqa: E402
-from infinity.engine import Engine, StepReport  # noqa: E402
+from infinity.engine import Engine  # noqa: E402
 from infinity.errors import InfinityError  # noqa: E402
 from infinity.initialize import initialize  # noqa: E402
+from infinity.training.report import StepReport  # noqa: E402
 
 __all__ = [
     "Config",

@@ -4,45 +4,28 @@ from __future__ import annotations
 
 import math
 import os
-import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from infinity.errors import ConfigError, EngineClosedError, PresenceError, TrainingError
+from infinity.errors import EngineClosedError, PresenceError, TrainingError
 from infinity.journal import Journal
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.parts import Parts
 from infinity.plan.forecast import forecast_bytes
 from infinity.plan.plan import Plan
 from infinity.plan.tape import Tape, guess_cycle
+from infinity.training.report import Meter, StepReport
+from infinity.training.state_dict import ModuleStateHooks, StateDict, state_dict_of
 from infinity.training.sweep import SweepJob
-from infinity.training.values import ModuleStateHooks, StateDict, Values, targets
+from infinity.training.values import Values, targets
 
 MAX_SKIPPED_IN_A_ROW = 20
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What one step did. Times are seconds of the training thread since the previous step ended.
-
-    `moved` is bytes per lane in that time: the sweep of the previous step, and the fetches and
-    gradients of this one.
-    """
-
-    step: int
-    wall_s: float
-    grad_norm: float
-    clip_factor: float
-    skipped: bool
-    stall_s: dict[str, float] = field(default_factory=dict)
-    moved: dict[str, int] = field(default_factory=dict)
-    surprises: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,7 +73,7 @@ class Engine:
         self._values = Values(parts.store, parts.mover, parts.adam, self._finish_sweep)
         parts.hooks.lent = self._values.lent
         self._state_hooks = ModuleStateHooks(module, self._values, self._index_of)
-        self._mark = (time.perf_counter(), parts.lanes.stalled_s(), parts.lanes.moved(), 0)
+        self._meter = Meter(parts.lanes)
         self._closed = False
         self._finalizer = weakref.finalize(self, parts.close)
         optimizer.connect(self.step)
@@ -262,19 +245,13 @@ class Engine:
         )
 
     def _report(self, norm: float, factor: float, skipped: bool) -> None:
-        lanes, mover = self._parts.lanes, self._parts.mover
-        surprises = mover.surprises + sum(t.surprises for t in self._tapes.values())
-        now = (time.perf_counter(), lanes.stalled_s(), lanes.moved(), surprises)
-        then, self._mark = self._mark, now
-        self.last_report = StepReport(
+        surprises = self._parts.mover.surprises + sum(t.surprises for t in self._tapes.values())
+        self.last_report = self._meter.read(
             step=self._progress.global_steps,
-            wall_s=now[0] - then[0],
             grad_norm=norm,
             clip_factor=factor,
             skipped=skipped,
-            stall_s={k: v - then[1][k] for k, v in now[1].items()},
-            moved={k: v - then[2][k] for k, v in now[2].items()},
-            surprises=now[3] - then[3],
+            surprises=surprises,
         )
         if self._journal is not None:
             self._journal.write({"event": "step", **vars(self.last_report)})
@@ -304,23 +281,13 @@ class Engine:
 
     # --- values ----------------------------------------------------------------------------------
 
-    def state_dict(self, *, master: bool = False) -> Mapping[str, Tensor]:
+    def state_dict(self, *, master: bool = False) -> StateDict:
         """Names to full values, read tensor by tensor as they are asked for.
 
         With `master`, trained parameters come as fp32 masters, bit for bit.
         """
         self._check_usable()
-        names = {
-            name: self._index_of[id(p)]
-            for name, p in self.module.named_parameters(remove_duplicate=False)
-        }
-        buffers = {
-            f"{prefix}.{name}" if prefix else name: buffer
-            for prefix, module in self.module.named_modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and name not in module._non_persistent_buffers_set
-        }
-        return StateDict(self._values, names, buffers, master=master)
+        return state_dict_of(self.module, self._values, self._index_of, master=master)
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Take full values, tensor by tensor; fp32 values become masters as they are.
@@ -329,26 +296,7 @@ class Engine:
         anything is changed.
         """
         self._check_usable()
-        own = self.state_dict()
-        assert isinstance(own, StateDict)
-        problems = [f"missing {n!r}" for n in own if n not in state] if strict else []
-        problems += [f"unexpected {n!r}" for n in state if n not in own] if strict else []
-        shapes = {n: tuple(self._parts.cut.parameters[i].shape) for n, i in own.parameters.items()}
-        shapes.update({n: tuple(b.shape) for n, b in own.buffers.items()})
-        common = [n for n in own if n in state]
-        for name in common:
-            if tuple(state[name].shape) != shapes[name]:
-                problems.append(
-                    f"{name!r} has shape {tuple(state[name].shape)}, not {shapes[name]}"
-                )
-        if problems:
-            raise ConfigError("the state does not match the model: " + "; ".join(problems))
-        for name in common:
-            if name in own.parameters:
-                self._values.write(own.parameters[name], state[name])
-            else:
-                own.buffers[name].copy_(state[name])
-        self._values.flush()
+        self.state_dict().load(state, strict=strict)
 
     def materialized(
         self,

@@ -20,7 +20,7 @@ from infinity.memory.mover import Mover
 from infinity.memory.reservations import PROCESS
 from infinity.memory.state import StateStore
 from infinity.model.cut import Cutter, UnitCut, UnitSpec
-from infinity.model.presence import Installation, ParameterMap, Presence
+from infinity.model.presence import Installation, ParameterMap, Presence, move_buffers
 from infinity.optim.cpu import CpuAdam
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.plan.layout import PRECISIONS, ParameterFacts, UnitLayout, lay_out
@@ -219,8 +219,7 @@ class Parts:
         Birth(plan, self.lanes, self.store, self.adam).write(
             cut.parameters, self.presence, progress
         )
-        for buffer in model.buffers():
-            buffer.data = buffer.data.to(self.device.torch_device)
+        move_buffers(model, self.device.torch_device)
         self.hooks = Hooks(self.mover, self.gradients, cut.units, cut.parameters, cut.trained)
         undo.append(self.hooks.remove)
         self.installation = Installation(model, self.hooks.touch)

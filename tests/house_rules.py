@@ -35,10 +35,12 @@ ALLOWED: dict[str, set[str]] = {
     "optim": {"errors", "_adam"},
     "memory": {"errors", "sizes", "config", "trace", "plan", "model", "optim", "_aio"},
     "training": _FACTS | _MIDDLE,
-    "engine": _BELOW_ENGINE,
-    "integrations": _BELOW_ENGINE | {"engine"},
-    "cli": _BELOW_ENGINE | {"engine", "integrations", "__init__"},
-    "__init__": _BELOW_ENGINE | {"engine", "integrations"},
+    "parts": _BELOW_ENGINE,
+    "engine": _BELOW_ENGINE | {"parts"},
+    "initialize": _BELOW_ENGINE | {"parts", "engine"},
+    "integrations": _BELOW_ENGINE | {"engine", "initialize"},
+    "cli": _BELOW_ENGINE | {"engine", "initialize", "integrations", "__init__"},
+    "__init__": _BELOW_ENGINE | {"engine", "initialize", "integrations"},
 }
 DATA_ASSIGNER = "infinity/model/presence.py"
 PRIVATE_TORCH = "infinity/model/torch_private.py"

@@ -287,6 +287,7 @@ def main(argv: list[str] | None = None) -> int:
             shutil.rmtree(folder, ignore_errors=True)
         if arguments.path is None and not any(parent.iterdir()):
             parent.rmdir()
+        signals.enter(Phase.ENDED)
     return 0
 
 

@@ -136,7 +136,7 @@ class ParameterMap(dict[str, nn.Parameter | None]):
 
     def get(self, name: str, default: Any = None) -> Any:
         """Like `[]`, with a default for what is not there."""
-        return self[name] if name in self else default
+        return self[name] if name in self else default  # noqa: SIM401  (this is `get`)
 
     def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
         if name in self and super().__getitem__(name) is value:
@@ -186,6 +186,7 @@ class RefusedApply:
     """Stands in for `module._apply` (`.to()`, `.half()`, `.float()`, ...) on owned modules."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused."""
         raise PresenceError(
             "an offloaded module cannot be moved or cast: the engine owns its memory",
             because=".to(), .cuda(), .half(), .bfloat16() and .float() rewrite every parameter",
@@ -216,3 +217,11 @@ class Installation:
                 module.__dict__["_parameters"] = dict(module._parameters)
             module.__dict__.pop("_apply", None)
         self._modules = []
+
+
+def move_buffers(root: nn.Module, device: torch.device) -> None:
+    """Buffers keep their dtype and live on the device."""
+    for module in root.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)

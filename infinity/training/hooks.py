@@ -192,10 +192,9 @@ class Hooks:
             if trained[index]:
                 requires = parameter.requires_grad
                 parameter.requires_grad_(True)  # the hook needs an accumulator
-                hook = self._arrived(index)
-                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                register: Any = parameter.register_post_accumulate_grad_hook
+                self._handles.append(register(self._arrived(index)))
                 parameter.requires_grad_(requires)
-                self._handles.append(handle)
 
     def touch(self, parameter: nn.Parameter) -> None:
         """A parameter is being reached for through its module."""

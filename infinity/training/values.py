@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from infinity.errors import ConfigError, PresenceError
 from infinity.memory.mover import Mover
@@ -93,6 +91,10 @@ class Values:
         weight.copy_(torch.where(keep, weight, new_weight))
         residual.copy_(torch.where(keep, residual, new_residual))
 
+    def shape(self, parameter: int) -> tuple[int, ...]:
+        """The parameter's real shape."""
+        return self._places[parameter][1].shape
+
     def flush(self) -> None:
         """Write the cached unit home if it was edited, and forget it."""
         cached, self._cached = self._cached, None
@@ -163,78 +165,6 @@ class Values:
         for index in list(self.lent):
             self.take_back(index)
         self.flush()
-
-
-class StateDict(Mapping[str, Tensor]):
-    """`engine.state_dict()`: names to full values, each read when it is asked for."""
-
-    def __init__(
-        self, values: Values, parameters: Mapping[str, int], buffers: Mapping[str, Tensor],
-        *, master: bool
-    ) -> None:  # fmt: skip
-        self.parameters = parameters
-        self.buffers = buffers
-        self._values = values
-        self._master = master
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name in self.parameters:
-            return self._values.read(self.parameters[name], master=self._master)
-        return self.buffers[name].detach().cpu().clone()
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self.parameters
-        yield from self.buffers
-
-    def __len__(self) -> int:
-        return len(self.parameters) + len(self.buffers)
-
-
-class ModuleStateHooks:
-    """`module.state_dict()` and `load_state_dict()` on the owned tree give and take full values."""
-
-    def __init__(self, root: nn.Module, values: Values, index_of: Mapping[int, int]) -> None:
-        self.values = values
-        self._index_of = index_of
-        self._handles: list[RemovableHandle] = []
-
-        def give(*args: Any) -> None:  # torch marks the hook, which a bound method refuses
-            self._give(*args)
-
-        for module in root.modules():
-            if self._own(module):
-                self._handles += [
-                    module.register_state_dict_post_hook(give),  # type: ignore[no-untyped-call]
-                    module.register_load_state_dict_pre_hook(self._open),  # type: ignore[no-untyped-call]
-                    module.register_load_state_dict_post_hook(self._close),  # type: ignore[no-untyped-call]
-                ]
-
-    def _own(self, module: nn.Module) -> dict[str, int]:
-        items = module._parameters.items()  # iterating does not fetch
-        return {name: self._index_of[id(p)] for name, p in items if p is not None}
-
-    def _give(
-        self, module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: object
-    ) -> None:
-        for name, index in self._own(module).items():
-            state[prefix + name] = self.values.read(index)
-
-    def _open(
-        self, module: nn.Module, state: Mapping[str, Tensor], prefix: str, *_: object
-    ) -> None:
-        for name, index in self._own(module).items():
-            if prefix + name in state and index not in self.values.lent:
-                self.values.lend(index, master=True)
-
-    def _close(self, module: nn.Module, incompatible: object) -> None:
-        for index in self._own(module).values():
-            self.values.take_back(index)
-
-    def remove(self) -> None:
-        """Take the hooks back."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
 
 
 def targets(

@@ -1,0 +1,56 @@
+"""What one step did, measured between two readings of the lanes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from infinity.memory.lanes import Lanes
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step did. Times are seconds of the training thread since the previous step ended.
+
+    `moved` is bytes per lane in that time: the sweep of the previous step, and the fetches and
+    gradients of this one.
+    """
+
+    step: int
+    wall_s: float
+    grad_norm: float
+    clip_factor: float
+    skipped: bool
+    stall_s: dict[str, float] = field(default_factory=dict)
+    moved: dict[str, int] = field(default_factory=dict)
+    surprises: int = 0
+
+
+class Meter:
+    """Differences of the lanes' counters and stalls from step to step."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._time_s = time.perf_counter()
+        self._stalled_s = lanes.stalled_s()
+        self._moved = lanes.moved()
+        self._surprises = 0
+
+    def read(
+        self, *, step: int, grad_norm: float, clip_factor: float, skipped: bool, surprises: int
+    ) -> StepReport:
+        """The report since the previous reading; `surprises` counts from the start."""
+        now_s, stalled_s, moved = time.perf_counter(), self._lanes.stalled_s(), self._lanes.moved()
+        report = StepReport(
+            step=step,
+            wall_s=now_s - self._time_s,
+            grad_norm=grad_norm,
+            clip_factor=clip_factor,
+            skipped=skipped,
+            stall_s={cause: s - self._stalled_s[cause] for cause, s in stalled_s.items()},
+            moved={lane: n - self._moved[lane] for lane, n in moved.items()},
+            surprises=surprises - self._surprises,
+        )
+        self._time_s, self._stalled_s, self._moved = now_s, stalled_s, moved
+        self._surprises = surprises
+        return report

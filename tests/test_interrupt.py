@@ -11,6 +11,7 @@ library, which reaches narrow places that a timer hardly ever meets and names th
 
 from __future__ import annotations
 
+import linecache
 import os
 import random
 import signal
@@ -57,6 +58,11 @@ def inside_a_call(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def leaves_a_block(frame: FrameType) -> bool:
+    """Whether the line is a `with`: on its way out no signal strikes before a lock is released."""
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
 
 
 class TimerStrikes:
@@ -116,26 +122,27 @@ class LineStrikes:
         self.choose = choose
         self.struck: list[str] = []
         self.lines = 0
-        self._left = 0
+        self._at = sys.maxsize
 
     def arm(self) -> None:
-        self._left = self.choose()
+        self._at = self.lines + self.choose()
+        sys.settrace(self._trace)  # Python drops a trace function that raised
 
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
         if not frame.f_code.co_filename.startswith(LIBRARY):
             return None
-        if event == "line" and inside_a_call(frame):
-            self.lines += 1
-            self._left -= 1
-            if self._left == 0:
-                name = os.path.relpath(frame.f_code.co_filename, LIBRARY)
-                self.struck.append(f"{name}:{frame.f_lineno} ({frame.f_code.co_name})")
-                raise KeyboardInterrupt
+        if event != "line":
+            return self._trace
+        self.lines += 1
+        if self.lines >= self._at and inside_a_call(frame) and not leaves_a_block(frame):
+            self._at = sys.maxsize
+            name = os.path.relpath(frame.f_code.co_filename, LIBRARY)
+            self.struck.append(f"{name}:{frame.f_lineno} ({frame.f_code.co_name})")
+            raise KeyboardInterrupt
         return self._trace
 
     def __enter__(self) -> LineStrikes:
         self._before = sys.gettrace()
-        sys.settrace(self._trace)
         return self
 
     def __exit__(self, *exc_info: object) -> None:

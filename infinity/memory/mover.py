@@ -20,7 +20,7 @@ from torch import Tensor
 
 from infinity.errors import EngineFailedError, PresenceError, TransferError
 from infinity.memory.device import HAPPENED, Event
-from infinity.memory.host import arena_for
+from infinity.memory.landing import Landings
 from infinity.memory.lanes import Lanes, after_all
 from infinity.memory.residency import Residency, Slot, Where
 from infinity.memory.state import StateStore
@@ -28,7 +28,6 @@ from infinity.model.presence import Presence
 from infinity.plan import policy
 from infinity.plan.layout import Kind, Tier
 from infinity.plan.plan import Plan, publishes
-from infinity.plan.planner import largest_slot, num_landings
 from infinity.plan.tape import NEVER, Tape
 
 WAKE_S = 0.1  # waits look around this often, for signals and failures
@@ -60,12 +59,7 @@ class Mover:
         self.failure: BaseException | None = None
         self.surprises = 0
         self._retry = False
-        count = num_landings(plan)
-        arena = arena_for([largest_slot(plan)] * count)
-        if count:
-            lanes.device.pin(arena)
-        self._landings = [arena.carve(largest_slot(plan)) for _ in range(count)]
-        self._landing_events: list[Event | None] = [HAPPENED] * count  # None: a read is landing
+        self._landings = Landings(plan, lanes)
         for unit, homes in enumerate(plan.homes):
             if homes.weight is Tier.DEVICE and plan.units[unit].slot_bytes:
                 state = store.units[unit]
@@ -112,7 +106,7 @@ class Mover:
 
     def tend(self) -> None:
         """Push on what can be pushed on without waiting; called often from hooks."""
-        if self._landings:
+        if len(self._landings):
             for unit, entry in enumerate(self.entries):
                 if entry.ticket is not None and entry.landing is not None and entry.ticket.done():
                     self._copy_landed(unit)
@@ -199,24 +193,14 @@ class Mover:
         assert entry.slot.residency is not None
         entry.ticket.wait()
         nbytes = self.plan.units[unit].slot_bytes
-        source = self._landings[entry.landing][:nbytes]
+        source = self._landings.buffer(entry.landing, nbytes)
         entry.ready = self.lanes.copy_in(entry.slot.residency, source, entry.slot.free_after)
-        self._landing_events[entry.landing] = entry.ready
+        self._landings.copied_by(entry.landing, entry.ready)
         entry.ticket = entry.landing = None
 
-    def _take_landing(self) -> int:
-        """A landing that nothing reads or writes; finishes the oldest fetch if all are busy."""
-        while True:
-            for index, event in enumerate(self._landing_events):
-                if event is not None and event.done():
-                    return index
-            copying = [e for e in self._landing_events if e is not None]
-            if copying:
-                with self.lanes.stall("copy"):
-                    copying[0].wait()
-                continue
-            landed = next(u for u, e in enumerate(self.entries) if e.landing is not None)
-            self._copy_landed(landed)
+    def _land_oldest(self) -> None:
+        landed = next(u for u, e in enumerate(self.entries) if e.landing is not None)
+        self._copy_landed(landed)
 
     # --- the policy's view (also used by tests) ------------------------------------------------
 
@@ -283,10 +267,8 @@ class Mover:
         if self.plan.unified:
             entry.ticket = self.lanes.read(self.store.weight_parts(unit, residency))
             return
-        landing = self._take_landing()
-        self._landing_events[landing] = None
-        buffer = self._landings[landing][: residency.numel()]
-        entry.landing = landing
+        entry.landing = self._landings.take(self._land_oldest)
+        buffer = self._landings.buffer(entry.landing, residency.numel())
         entry.ticket = self.lanes.read(self.store.weight_parts(unit, buffer))
 
     def _give_up(self, unit: int) -> None:
@@ -410,6 +392,4 @@ class Mover:
                 moves = slot.slot_class is not None and owner is not None
                 if moves and self.entries[owner or 0].slot is not slot:
                     slot.owner, slot.residency = None, None
-            self._landing_events = [
-                HAPPENED if event is None else event for event in self._landing_events
-            ]
+            self._landings.reset()

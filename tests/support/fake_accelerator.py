@@ -92,7 +92,6 @@ class FakeAccelerator(Device):
         previous = self._writing.get(start)
         if previous is not None and not previous.done() and not after_covers(after, previous):
             self.violations.append("a copy into a range overlaps an earlier one in flight")
-        self._writing[start] = event
 
         def run() -> None:
             after.wait()
@@ -105,6 +104,7 @@ class FakeAccelerator(Device):
             due = time.perf_counter() + self._random.random() * self._max_delay_s
             self.num_copies += 1
             heapq.heappush(self._queue, (due, self.num_copies, run))
+            self._writing[start] = event  # not before: an interruption may strike above
             self._changed.notify()
         return event
 

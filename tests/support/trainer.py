@@ -22,6 +22,9 @@ import torch
 from support.fake_accelerator import FakeAccelerator
 from support.models import Batch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import infinity
 from infinity.config import Config, load_config
@@ -404,3 +407,70 @@ def _collect(master: _Master, dtype: torch.dtype) -> None:
             master.gradient += flat
 
     master.parameter.register_post_accumulate_grad_hook(arrived)
+
+
+# --- what a run keeps and recomputes -----------------------------------------------------------
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of tensors that operations have made and something still refers to.
+
+    Slots, homes and parameters are not made by operations and do not count. `peak` is the most
+    there ever was at the end of an operation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if _is_real(t)}
+        for tensor in tree_leaves(out):
+            if _is_real(tensor) and tensor.untyped_storage()._cdata not in given:
+                storage = tensor.untyped_storage()
+                self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak = max(self.peak, self.now())
+        return out
+
+    def now(self) -> int:
+        """Bytes alive."""
+        dead = [key for key, (ref, _) in self._storages.items() if ref.expired()]
+        for key in dead:
+            del self._storages[key]
+        return sum(nbytes for _, nbytes in self._storages.values())
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+class SavedBytes:
+    """A pair of saved-tensor hooks of a user, put around everything: counts what it is handed.
+
+    Tensors whose storage is one of `apart` (weights) are counted in `num_apart` only.
+    """
+
+    def __init__(self, apart: Sequence[Tensor] = ()) -> None:
+        self._apart = {t.untyped_storage().data_ptr() for t in apart}
+        self.total = self.num_packed = self.num_unpacked = self.num_apart = 0
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """The context to train in."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() in self._apart:
+            self.num_apart += 1
+        else:
+            self.num_packed += 1
+            self.total += tensor.numel() * tensor.element_size()
+        return tensor.detach()
+
+    def _unpack(self, packed: Tensor) -> Tensor:
+        if packed.untyped_storage().data_ptr() not in self._apart:
+            self.num_unpacked += 1
+        return packed

@@ -1,0 +1,121 @@
+"""Checkpointing saves what it saves in plain torch, and recomputes what it recomputes there.
+
+Equal numbers alone prove nothing: a wrapper that keeps everything and never recomputes gives
+equal numbers too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from support.models import CASES, CHECKPOINTINGS, Batch, Case, Checkpointing, block_calls
+from support.trainer import LiveBytes, Run, SavedBytes, cast_frozen, make_config
+from torch import Tensor, nn
+
+DISK = ("disk", "disk", "disk")
+
+
+@dataclass
+class Measured:
+    """One forward and backward."""
+
+    loss: float
+    after_forward: int  # bytes alive when the forward has returned
+    peak: int
+    forwards: tuple[int, int]  # of blocks, of the functions inside them
+    recomputed: tuple[int, int]
+
+
+def measure_plain(case: Case, checkpointing: Checkpointing) -> Measured:
+    model = case.build(checkpointing)
+    cast_frozen(model, torch.float32)
+
+    def dropped(parameter: Tensor) -> None:
+        parameter.grad = None  # as in the engine, where gradients leave as they are made
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(dropped)
+    return _measure(model, case.batch(0), model, lambda loss: loss.backward())
+
+
+def measure_engine(case: Case, checkpointing: Checkpointing) -> Measured:
+    model = case.build(checkpointing)
+    with Run(model, make_config(DISK, look_ahead=1), device="cpu", groups=case.groups) as run:
+        engine = run.engine
+        for index in (1, 2):  # the measured step is a steady one, behind a sweep
+            engine.backward(case.batch(index).call(engine))
+            if index == 1:
+                engine.step()
+        engine._parts.gradients.reset()
+        return _measure(model, case.batch(0), engine, engine.backward)
+
+
+def _measure(model: nn.Module, batch: Batch, called: object, backward: object) -> Measured:
+    assert callable(called)
+    assert callable(backward)
+    start = block_calls(model)
+    with LiveBytes() as live:
+        loss = batch.call(called)
+        after_forward = live.now()
+        middle = block_calls(model)
+        backward(loss)
+    end = block_calls(model)
+    forwards = (middle[0] - start[0], middle[1] - start[1])
+    recomputed = (end[0] - middle[0], end[1] - middle[1])
+    return Measured(loss.item(), after_forward, live.peak, forwards, recomputed)
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTINGS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_recomputes_and_keeps_what_plain_torch_does(
+    name: str, checkpointing: Checkpointing
+) -> None:
+    case = CASES[name]
+    plain, ours = measure_plain(case, checkpointing), measure_engine(case, checkpointing)
+    blocks, inner = plain.forwards
+    expected = {
+        "none": (0, 0),
+        "block": (blocks, inner),
+        "inside": (0, inner),
+    }[checkpointing.place if checkpointing.mode != "none" else "none"]
+    assert plain.recomputed == expected
+    assert ours.forwards == plain.forwards
+    assert ours.recomputed == plain.recomputed
+    assert ours.after_forward <= plain.after_forward
+    assert ours.peak <= plain.peak
+
+
+@pytest.mark.parametrize("place", ["block", "inside"])
+@pytest.mark.parametrize("mode", ["reentrant", "non_reentrant"])
+def test_checkpointing_saves_memory_here_too(mode: str, place: str) -> None:
+    without = measure_engine(CASES["gpt"], CHECKPOINTINGS[0])
+    with_it = measure_engine(CASES["gpt"], Checkpointing(mode, place))
+    share = {"block": 0.45, "inside": 0.85}[place]
+    assert with_it.after_forward < share * without.after_forward
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTINGS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_hooks_of_the_user_see_every_saved_tensor_but_weights(
+    name: str, checkpointing: Checkpointing
+) -> None:
+    """Pairs compose: one around the engine call is handed exactly what it is in plain torch."""
+    case = CASES[name]
+    model = case.build(checkpointing)
+    cast_frozen(model, torch.float32)
+    plain = SavedBytes(list(model.parameters()))
+    with plain.hooks():
+        loss = case.batch(0).call(model)
+    loss.backward()
+    owned = case.build(checkpointing)
+    ours = SavedBytes()
+    with Run(owned, make_config(DISK), device="cpu", groups=case.groups) as run:
+        with ours.hooks():
+            mine = case.batch(0).call(run.engine)
+        run.engine.backward(mine)
+    assert mine.item() == loss.item()
+    assert (ours.total, ours.num_packed) == (plain.total, plain.num_packed)
+    assert ours.num_unpacked == plain.num_unpacked

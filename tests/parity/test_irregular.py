@@ -1,0 +1,199 @@
+"""Uses of autograd other than one forward, one backward: as plain torch does them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.models import CASES, LENGTH, VOCAB, Batch
+from support.trainer import (
+    Run,
+    cast_frozen,
+    make_config,
+    make_device,
+    same_bits,
+    train,
+    train_exactly,
+)
+from torch import Tensor, nn
+
+from infinity.errors import TrainingError
+
+DISK = ("disk", "disk", "disk")
+PLACES = [
+    ("cpu", ("device", "device", "device")),
+    ("cpu", DISK),
+    ("fake", DISK),
+    ("fake", ("host", "disk", "device")),
+]
+Gradients = dict[str, Tensor]
+
+
+def plain_gradients(
+    build: Callable[[], nn.Module], use: Callable[[Callable[..., Any], Callable[..., Any]], None]
+) -> Gradients:
+    """`use(model, backward)` in plain torch; gradients that arrived, flat, by name."""
+    model = build()
+    cast_frozen(model, torch.float32)
+    use(model, lambda loss, **how: loss.backward(**how))
+    return {
+        name: p.grad.reshape(-1).clone()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+
+
+def engine_gradients(
+    build: Callable[[], nn.Module],
+    use: Callable[[Callable[..., Any], Callable[..., Any]], None],
+    place: tuple[str, tuple[str, str, str]],
+) -> Gradients:
+    """The same with the engine, in its second step (behind a sweep of rate zero)."""
+    device, placement = place
+    model = build()
+    config = make_config(placement, optimizer={"lr": 0.0}, look_ahead=1)
+    with Run(model, config, device=make_device(device)) as run:
+        engine = run.engine
+        engine.backward(Batch((ids(9),)).call(engine))
+        engine.step()
+        use(engine, engine.backward)
+        found = {}
+        for name, parameter in model.named_parameters():
+            try:
+                found[name] = engine.gradient(parameter).reshape(-1)
+            except TrainingError:
+                continue
+        return found
+
+
+def assert_same(ours: Gradients, theirs: Gradients) -> None:
+    assert ours.keys() == theirs.keys()
+    assert [name for name in theirs if not same_bits(ours[name], theirs[name])] == []
+
+
+def ids(seed: int, size: int = 2) -> Tensor:
+    return torch.randint(0, VOCAB, (size, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def retain_graph(model: Callable[..., Any], backward: Callable[..., Any]) -> None:
+    loss = model(ids(1))
+    backward(loss, retain_graph=True)
+    backward(loss)
+
+
+def two_forwards(model: Callable[..., Any], backward: Callable[..., Any]) -> None:
+    first, second = model(ids(1)), model(ids(2, size=3))
+    backward(first + second)
+
+
+def two_forwards_two_backwards(model: Callable[..., Any], backward: Callable[..., Any]) -> None:
+    first, second = model(ids(1)), model(ids(2, size=3))
+    backward(first)
+    backward(second)
+
+
+def forward_without_gradients_between(
+    model: Callable[..., Any], backward: Callable[..., Any]
+) -> None:
+    first = model(ids(1))
+    with torch.no_grad():
+        model(ids(5))
+    backward(first)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize(
+    "use",
+    [retain_graph, two_forwards, two_forwards_two_backwards, forward_without_gradients_between],
+)
+def test_gradients_equal_plain_torch(use: Any, place: Any) -> None:
+    build = CASES["gpt"].build
+    assert_same(engine_gradients(build, use, place), plain_gradients(build, use))
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_unequal_micro_batches(place: tuple[str, tuple[str, str, str]]) -> None:
+    device, placement = place
+    case = CASES["gpt"]
+    config = make_config(placement, precision="bf16", gradient_accumulation_steps=3)
+    batches = [Batch((ids(i, size=1 + i % 4),)) for i in range(30)]
+    expected = train_exactly(case.build(), batches, config)
+    run = train(case.build(), batches, config, device=make_device(device))
+    assert run.differences(expected) == []
+
+
+class PartlyUsed(nn.Module):
+    """Uses only the branches that are asked for; one parameter is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 16)
+        self.branches = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.never = nn.Linear(16, 16)
+        self.head = nn.Linear(16, VOCAB)
+
+    def forward(self, tokens: Tensor, which: list[int]) -> Tensor:
+        x = self.embed(tokens)
+        for index in which:
+            x = x + self.branches[index](x).tanh()
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_what_gets_no_gradient_is_untouched(place: Any, micro_batches: int) -> None:
+    """No weight decay and no step counted, as in torch, where `grad` is None."""
+    device, placement = place
+    config = make_config(
+        placement,
+        gradient_accumulation_steps=micro_batches,
+        optimizer={"weight_decay": 0.5},
+    )
+    uses = [[0], [1], [0, 1], [], [2, 0], [1]]
+    batches = [Batch((ids(i), uses[i % len(uses)])) for i in range(12 * micro_batches)]
+    build = seeded(PartlyUsed)
+    initial = {name: p.detach().clone() for name, p in build().named_parameters()}
+    expected = train_exactly(build(), batches, config)
+    run = train(build(), batches, config, device=make_device(device))
+    assert run.differences(expected) == []
+    for name in ("never.weight", "never.bias"):
+        assert same_bits(run.masters[name], initial[name])
+
+
+def seeded(kind: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return kind()
+
+    return build
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_eval_between_steps_changes_nothing(place: tuple[str, tuple[str, str, str]]) -> None:
+    device, placement = place
+    config = make_config(placement, precision="bf16", gradient_accumulation_steps=2)
+    case = CASES["gpt"]
+    batches = case.batches(20)
+    expected = train_exactly(case.build(), batches, config)
+    losses, held_out = [], set()
+    with Run(case.build(), config, device=make_device(device)) as run:
+        for number, batch in enumerate(batches):
+            loss = batch.call(run.engine)
+            if number % 3 == 0:
+                with torch.no_grad():
+                    held_out.add(case.batch(100).call(run.engine).item())
+            run.engine.backward(loss)
+            run.engine.step()
+            losses.append(loss.item())
+            if number % 4 == 1:
+                run.engine.eval()
+                with torch.no_grad():
+                    held_out.add(case.batch(100).call(run.engine).item())
+                run.engine.train()
+        masters = run.masters()
+    assert losses == expected.losses
+    assert all(same_bits(masters[k], v) for k, v in expected.masters.items())
+    assert len(held_out) > 5

@@ -1,0 +1,203 @@
+"""The engine against plain torch with torch's own AdamW and `clip_grad_norm_`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.models import CASES
+from support.trainer import (
+    Run,
+    cast_frozen,
+    make_config,
+    make_device,
+    same_bits,
+    torch_groups,
+    train,
+    train_torch,
+)
+from torch import Tensor, nn
+
+from infinity.optim.adamw import split_master
+
+DISK = ("disk", "disk", "disk")
+STEPS = 12
+# fp32: both compute the same gradients to the last bit in the first step. torch's update fuses
+# multiply and add and its square root is not correctly rounded: some ulp of each weight a step.
+# eps is raised because some gradients are zero but for rounding (a key's bias under softmax), and
+# Adam would make full steps of that noise.
+EPS = 1e-4
+FP32_LOSS = 2e-6  # relative
+FP32_WEIGHT = 2e-5  # absolute; weights are about 0.1 to 1, and move 1e-2 a step
+# bf16: once a rounding to bf16 differs, gradients differ by their own rounding (2^-9).
+BF16_LOSS = 2e-3
+BF16_WEIGHT = 2e-2
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adam"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_fp32(name: str, micro_batches: int, kind: str) -> None:
+    case = CASES[name]
+    config = make_config(
+        DISK,
+        gradient_accumulation_steps=micro_batches,
+        optimizer={"eps": EPS, "type": kind},
+    )
+    batches = case.batches(STEPS * micro_batches)
+    ours = train(case.build(), batches, config, device=make_device("fake"), groups=case.groups)
+    theirs = train_torch(case.build(), batches, config, groups=case.groups)
+    assert ours.losses[0] == theirs.losses[0]
+    assert max(theirs.norms) > 0.5  # clipping acts
+    assert ours.norms == pytest.approx(theirs.norms, rel=1e-4)
+    assert ours.losses == pytest.approx(theirs.losses, rel=FP32_LOSS)
+    assert_close(ours.masters, theirs.masters, FP32_WEIGHT)
+
+
+def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        if value.is_floating_point():
+            torch.testing.assert_close(ours[name], value, rtol=0, atol=tolerance, msg=name)
+        else:
+            assert same_bits(ours[name], value), name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bf16(name: str) -> None:
+    """bf16 copies of fp32 masters, bf16 gradients, torch's AdamW on the masters."""
+    case = CASES[name]
+    config = make_config(DISK, precision="bf16", optimizer={"eps": EPS})
+    batches = case.batches(STEPS)
+    ours = train(case.build(), batches, config, device=make_device("fake"), groups=case.groups)
+    losses, masters = _bf16_emulation(case.build(), batches, config, case.groups)
+    assert ours.losses[0] == losses[0]
+    assert ours.losses == pytest.approx(losses, rel=BF16_LOSS)
+    for key, value in masters.items():
+        torch.testing.assert_close(ours.masters[key], value, rtol=0, atol=BF16_WEIGHT, msg=key)
+
+
+def _bf16_emulation(
+    model: nn.Module,
+    batches: list[Any],
+    config: dict[str, Any],
+    groups: Callable[[nn.Module], list[dict[str, Any]]] | None,
+) -> tuple[list[float], dict[str, Tensor]]:
+    cast_frozen(model, torch.bfloat16)
+    masters: dict[int, nn.Parameter] = {}
+    mastered: list[dict[str, Any]] = []
+    for group in torch_groups(model, groups):
+        mine = []
+        for parameter in group["params"]:
+            master = nn.Parameter(parameter.detach().clone())
+            masters[id(parameter)] = master
+            mine.append(master)
+        mastered.append({**group, "params": mine})
+    settings = config["optimizer"]
+    optimizer = torch.optim.AdamW(
+        mastered,
+        lr=settings["lr"],
+        eps=settings["eps"],
+        weight_decay=settings["weight_decay"],
+        foreach=False,
+        fused=False,
+    )
+
+    def publish() -> None:
+        for parameter in model.parameters():
+            if id(parameter) in masters:
+                flat = masters[id(parameter)].detach().reshape(-1)
+                parameter.data = split_master(flat)[0].view(parameter.shape)
+
+    publish()
+    losses = []
+    for batch in batches:
+        loss = batch.call(model)
+        loss.backward()
+        losses.append(loss.item())
+        for parameter in model.parameters():
+            if id(parameter) in masters and parameter.grad is not None:
+                masters[id(parameter)].grad = parameter.grad.float()
+                parameter.grad = None
+        nn.utils.clip_grad_norm_(masters.values(), config["gradient_clipping"], foreach=False)
+        optimizer.step()
+        optimizer.zero_grad()
+        publish()
+    named = {n: masters[id(p)] for n, p in model.named_parameters() if id(p) in masters}
+    return losses, {name: master.detach() for name, master in named.items()}
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.7**step),
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=7),
+    "one_cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(
+        o, max_lr=2e-2, total_steps=STEPS + 1
+    ),
+}
+
+
+@pytest.mark.parametrize("by_engine", [True, False], ids=["engine_steps_it", "user_steps_it"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers(name: str, by_engine: bool) -> None:
+    """OneCycleLR also moves betas. Over groups with rates of their own."""
+    case, make = CASES["gpt"], SCHEDULERS[name]
+    config = make_config(DISK, optimizer={"eps": EPS})
+    batches = case.batches(STEPS)
+    theirs_lr: list[list[float]] = []
+
+    def note(index: int, model: nn.Module) -> None:
+        theirs_lr.append([g["lr"] for g in noted[0].param_groups])
+
+    noted: list[torch.optim.Optimizer] = []
+
+    def making(optimizer: torch.optim.Optimizer) -> Any:
+        noted.append(optimizer)
+        return make(optimizer)
+
+    theirs = train_torch(
+        case.build(), batches, config, groups=case.groups, make_scheduler=making, before_batch=note
+    )
+    options = {"lr_scheduler": make} if by_engine else {}
+    ours_lr, losses = [], []
+    with Run(case.build(), config, device="cpu", groups=case.groups, **options) as run:
+        engine = run.engine
+        scheduler = None if by_engine else make(engine.optimizer)
+        for batch in batches:
+            ours_lr.append([g["lr"] for g in engine.optimizer.param_groups])
+            loss = batch.call(engine)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            if scheduler is not None:
+                scheduler.step()
+        masters = run.masters()
+    assert ours_lr == theirs_lr
+    assert len({tuple(rates) for rates in ours_lr}) > STEPS // 2
+    assert losses == pytest.approx(theirs.losses, rel=FP32_LOSS)
+    assert_close(masters, theirs.masters, FP32_WEIGHT)
+
+
+def test_a_rate_is_captured_at_step() -> None:
+    """What groups hold while a sweep runs does not reach it."""
+    case = CASES["gpt"]
+    config = make_config(DISK, precision="bf16")
+    batches = case.batches(10)
+    expected = train(case.build(), batches, config, device="cpu")
+    losses = []
+    with Run(case.build(), config, device="cpu") as run:
+        engine = run.engine
+        group = engine.optimizer.param_groups[0]
+        lr = group["lr"]
+        for batch in batches:
+            loss = batch.call(engine)
+            engine.backward(loss)
+            group["lr"] = lr
+            engine.step()
+            group.update(lr=math.inf)
+            losses.append(loss.item())
+        masters = run.masters()
+    assert losses == expected.losses
+    assert all(same_bits(masters[k], v) for k, v in expected.masters.items())

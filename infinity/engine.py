@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infinity.errors import EngineClosedError, PresenceError, TrainingError
+from infinity.errors import (
+    EngineClosedError,
+    InfinityError,
+    PresenceError,
+    TrainingError,
+)
 from infinity.journal import Journal
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.parts import Parts
@@ -130,11 +135,11 @@ class Engine:
             gradients.finish()
             self._end_cycle()
             self._progress = replace(self._progress, backwards=self._progress.backwards + 1)
+            return result
         except BaseException:
             hooks.restore(mark)  # a recomputation pushes pairs of its own
             self._start_over()
             raise
-        return result
 
     def _start_over(self) -> None:
         """After an exception: the accumulation window is empty again."""
@@ -149,19 +154,19 @@ class Engine:
 
         Returns once the norm and the clip factor are known; the sweep runs behind the next
         forward. A step whose gradients are not all finite is skipped and counted. Interrupted,
-        it has happened or it has not: `global_steps` and `micro_step` tell. If it has not, the
-        accumulation window starts over.
+        it has happened, or the accumulation window starts over: `global_steps` and `micro_step`
+        tell.
         """
-        self._check_usable()
         progress = self._progress
-        if progress.backwards == 0:
-            raise TrainingError(
-                "step() without a backward since the last one",
-                because="gradients reach the engine through engine.backward(loss)",
-                remedy="replace loss.backward() by engine.backward(loss)",
-            )
         culprit = None
         try:
+            self._check_usable()
+            if progress.backwards == 0:
+                raise TrainingError(
+                    "step() without a backward since the last one",
+                    because="gradients reach the engine through engine.backward(loss)",
+                    remedy="replace loss.backward() by engine.backward(loss)",
+                )
             if not self._is_last_micro_batch():
                 self._progress = replace(progress, micro_step=progress.micro_step + 1, backwards=0)
                 return
@@ -172,6 +177,8 @@ class Engine:
             culprit = self._parts.gradients.first_non_finite() if skipped else None
             self._parts.gradients.settle()
             self._parts.sweep.submit(lambda: self._commit(norm, factor, skipped))
+        except InfinityError:
+            raise  # a refusal: nothing has happened
         except BaseException:
             self._parts.sweep.await_commit()
             if self._progress is progress:

@@ -131,24 +131,61 @@ class Mover:
                 while entry.where is Where.PENDING and self.failure is None:
                     if entry.slot is None:
                         self._require_slot(unit)
-                    self.changed.wait(WAKE_S)
+                    if entry.where is Where.PENDING:  # it may have waited there
+                        self.changed.wait(WAKE_S)
             finally:
                 self.demand = None
 
     def _require_slot(self, unit: int) -> None:
-        """Free a slot for the unit, or say who holds them all."""
+        """Free a slot for the unit, or say who holds them all; the caller holds `changed`."""
         slot_class = self.class_of(unit)
-        if slot_class is None or self._free_slot(unit) is not None:
+        if slot_class is None:
             return
-        for wider in range(slot_class, -1, -1):
-            if policy.make_slot_free(self, wider, self._distance):
+        entry = self.entries[unit]
+        while entry.slot is None and self._free_slot(unit) is None:
+            if any(
+                policy.make_slot_free(self, wider, self._distance) or self._call_off(wider)
+                for wider in range(slot_class, -1, -1)
+            ):
                 return
+            if not self._sweep_fills(slot_class):
+                raise self._no_slot(unit, slot_class)
+            with self.lanes.stall("slot"):  # the sweep needs nothing of ours to finish that unit
+                self.changed.wait(WAKE_S)
+            self.check()
+
+    def _no_slot(self, unit: int, slot_class: int) -> PresenceError:
         name = self.plan.units[unit].name
-        raise PresenceError(
+        return PresenceError(
             f"no slot is free for unit {name!r}: {self.ledger.holders(slot_class)}",
             because="tensors that share memory with lent-out weights are still alive",
             remedy="drop graphs and aliases you do not need, or raise look_ahead (more slots)",
         )
+
+    def _sweep_fills(self, slot_class: int) -> bool:
+        """Whether new weights are on their way into a slot that would do."""
+        return any(
+            slot.slot_class is not None
+            and slot.slot_class <= slot_class
+            and slot.owner is not None
+            and self.is_pending(slot.owner)
+            for slot in self.ledger.slots
+        )
+
+    def _call_off(self, slot_class: int) -> bool:
+        """Free a slot that is being filled: the look-ahead was wrong, every slot is under way."""
+        under_way = [
+            slot.owner
+            for slot in self.ledger.slots
+            if slot.slot_class == slot_class
+            and slot.owner is not None
+            and self.entries[slot.owner].where is Where.FETCHING
+        ]
+        for unit in sorted(under_way, key=lambda u: (-self._distance(u), u)):
+            self._finish_fetch(unit)
+            if self.evict(unit):
+                return True
+        return False
 
     def _free_slot(self, unit: int) -> Slot | None:
         """A free slot of the unit's class, else of a wider one."""

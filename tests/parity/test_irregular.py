@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from support.models import CASES, LENGTH, VOCAB, Batch
+from support.models import CASES, LENGTH, VOCAB, Batch, Checkpointing
 from support.trainer import (
     Run,
     cast_frozen,
@@ -197,3 +198,65 @@ def test_eval_between_steps_changes_nothing(place: tuple[str, tuple[str, str, st
     assert losses == expected.losses
     assert all(same_bits(masters[k], v) for k, v in expected.masters.items())
     assert len(held_out) > 5
+
+
+@pytest.mark.parametrize("place", [("cpu", DISK), ("fake", DISK), ("fake", ("host",) * 3)], ids=str)
+@pytest.mark.parametrize("mode", ["none", "non_reentrant"])
+def test_a_wrong_look_ahead_costs_a_wait_and_never_an_error(
+    mode: str, place: tuple[str, tuple[str, str, str]]
+) -> None:
+    """Each batch names other experts than the last; at times every slot is filled for nothing."""
+    device, placement = place
+    case = CASES["routed"]
+    config = make_config(placement, look_ahead=3, gradient_accumulation_steps=3)
+    batches = case.batches(30)
+    how = Checkpointing(mode, "inside")
+    expected = train_exactly(case.build(how), batches, config)
+    run = train(case.build(how), batches, config, device=make_device(device))
+    assert run.differences(expected) == []
+
+
+class Nested(nn.Module):
+    """A block's forward is open while it reaches for units of its own size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 16)  # small: it has slots of its own size
+        self.blocks = nn.ModuleList(NestedBlock() for _ in range(2))
+
+    def forward(self, tokens: Tensor, which: list[int]) -> Tensor:
+        x = self.embed(tokens).repeat(1, 1, 4)
+        for block in self.blocks:
+            x = block(x, which)
+        logits = x[..., :16] @ self.embed.weight.T
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+class NestedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+        self.own = nn.Linear(64, 64)
+        self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: Tensor, which: list[int]) -> Tensor:
+        x = self.own(x).tanh()
+        self.num_calls += 1
+        time.sleep(0.001 * (self.num_calls % 7))  # let the sweep get somewhere
+        for index in which:
+            x = x + self.experts[index](x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("device", ["cpu", "fake"])
+@pytest.mark.parametrize("look_ahead", [0, 1])
+def test_a_unit_is_wanted_while_the_sweep_fills_the_only_other_slot(
+    look_ahead: int, device: str
+) -> None:
+    """The wanted unit had no gradient, so no update is owed to it and the sweep does not help."""
+    build = seeded(Nested)
+    config = make_config(DISK, look_ahead=look_ahead, io={"slow_bytes_per_s": 8 << 20})
+    batches = [Batch((ids(i), [i % 4])) for i in range(10)]
+    expected = train_exactly(build(), batches, config)
+    run = train(build(), batches, config, device=make_device(device))
+    assert run.differences(expected) == []

@@ -22,7 +22,7 @@ COMPUTATIONS: dict[str, dict[str, Any]] = {
     "gpt": {"precision": "bf16"},
     "encoder_decoder": {"precision": "fp32"},
     "reused": {"precision": "fp32"},
-    "frozen": {"precision": "bf16", "gradient_accumulation_steps": 2},
+    "frozen": {"precision": "bf16"},
     "routed": {"precision": "bf16", "gradient_accumulation_steps": 2},
     "buffered": {"precision": "bf16"},
 }

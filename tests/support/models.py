@@ -279,7 +279,8 @@ class Buffered(nn.Module):
             x = block.run(x)
         with torch.no_grad():
             self.seen.mul_(0.9).add_(x.float().mean(dim=(0, 1)), alpha=0.1)
-        x = self.norm(x.flatten(0, 1).float()).to(x.dtype) + self.seen.to(x.dtype)
+        x = x.flatten(0, 1)
+        x = x + self.norm(x.float()).to(x.dtype) + self.seen.to(x.dtype)
         return {"loss": F.cross_entropy(self.head(x).float(), ids.flip(1).flatten())}
 
 

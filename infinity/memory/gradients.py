@@ -35,6 +35,7 @@ class _Window:
 
     buffer: Tensor
     unit: int | None = None
+    last_unit: int | None = None  # whose bytes the write in flight saves
     ticket: Ticket | None = None  # the read that fills it, or the write that saves it
 
 
@@ -222,13 +223,14 @@ class GradientStore:
         self._arrived[unit] = 0
         if unit in self._saved:
             extent = self.extents[unit]
-            self._settle(unit)
+            self._settle(unit)  # an earlier window may still be writing it
             window.ticket = self.lanes.read([(extent, window.buffer[: extent.nbytes])])
 
-    def _settle(self, unit: int) -> None:
-        """Wait for writes of the unit's extent that a closed window may still have in flight."""
+    def _settle(self, unit: int | None) -> None:
+        """Wait for writes that closed windows have in flight: of one unit, or of all."""
         for window in self._windows:
-            if window.unit is None and window.ticket is not None:
+            wanted = unit is None or window.last_unit == unit
+            if window.unit is None and window.ticket is not None and wanted:
                 with self.lanes.stall("gradient"):
                     window.ticket.wait()
                 window.ticket = None
@@ -239,9 +241,12 @@ class GradientStore:
         assert window is not None
         if window.ticket is not None:
             window.ticket.wait()
+            window.ticket = None
+        window.unit, window.last_unit = None, unit
+        if not self._arrived.get(unit):
+            return  # expected, but nothing came: home is what was read
         extent = self.extents[unit]
         window.ticket = self.lanes.write([(extent, window.buffer[: extent.nbytes])])
-        window.unit = None
         self._saved.add(unit)
         self._arrived[unit] = 0
 
@@ -256,7 +261,7 @@ class GradientStore:
 
     def settle(self) -> None:
         """Wait until all gradients are home; then the sweep may read extents."""
-        self._settle(-1)
+        self._settle(None)
 
     def arrived(self) -> frozenset[int]:
         """Parameters that have a gradient in this accumulation window."""

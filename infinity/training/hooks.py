@@ -73,8 +73,10 @@ class HookMark:
 class SavedTensors:
     """Our pack/unpack pair. See [Note: saved tensors]."""
 
-    def __init__(self, mover: Mover) -> None:
+    def __init__(self, mover: Mover, expect: Callable[[int], None]) -> None:
         self.mover = mover
+        self._expect = expect  # a unit's backward begins: its gradients will arrive soon
+        self._expected = -1
         self._addresses = {}
         for slot in mover.ledger.slots:
             probe = slot.residency
@@ -143,6 +145,9 @@ class SavedTensors:
                 )
             return packed.tensor
         assert isinstance(packed, _InSlot)
+        if packed.unit != self._expected:
+            self._expected = packed.unit
+            self._expect(packed.unit)
         self.mover.use(packed.unit)
         entry = self.mover.entries[packed.unit]
         if entry.updates != packed.updates:
@@ -173,7 +178,7 @@ class Hooks:
     ) -> None:
         self.mover = mover
         self.gradients = gradients
-        self.saved = SavedTensors(mover)
+        self.saved = SavedTensors(mover, gradients.expect)
         self.lent: Container[int] = ()  # parameters that have a full value of their own now
         self._pid = os.getpid()
         self._cuts = cuts

@@ -64,9 +64,7 @@ def test_as_in_torch(change: Change, place: tuple[str, tuple[str, str, str]]) ->
     batches = case.batches(STEPS)
     model = case.build()
     change(0, model)
-    expected = train_torch(
-        model, batches, config, groups=all_parameters, before_batch=change
-    )
+    expected = train_torch(model, batches, config, groups=all_parameters, before_batch=change)
     model = case.build()
     change(0, model)
     losses = []

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import CASES, LENGTH, VOCAB, Batch, Checkpointing
+from support.models import CASES, LENGTH, VOCAB, Batch, Block, Checkpointing
 from support.trainer import (
     Run,
     cast_frozen,
@@ -20,7 +20,7 @@ from support.trainer import (
 )
 from torch import Tensor, nn
 
-from infinity.errors import TrainingError
+from infinity.errors import InfinityError, TrainingError
 
 DISK = ("disk", "disk", "disk")
 PLACES = [
@@ -260,3 +260,59 @@ def test_a_unit_is_wanted_while_the_sweep_fills_the_only_other_slot(
     expected = train_exactly(build(), batches, config)
     run = train(build(), batches, config, device=make_device(device))
     assert run.differences(expected) == []
+
+
+class Odd(nn.Module):
+    """Parameters of odd shapes and strides, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 16)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.strided = nn.Parameter(torch.randn(16, 16).t())
+        self.blocks = nn.ModuleList(Block(Checkpointing("non_reentrant")) for _ in range(3))
+        self.conv = nn.Conv1d(16, 16, 3, padding=1)
+        self.head = nn.Linear(16, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) * self.gain + self.empty.sum()
+        for block in self.blocks:
+            x = nn.functional.dropout(block.run(x), 0.2)
+        x = x @ self.strided + self.conv(x.transpose(1, 2)).transpose(1, 2)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), tokens.flatten())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_odd_parameters_and_dropout(place: Any, precision: str) -> None:
+    device, placement = place
+    config = make_config(placement, precision=precision, gradient_accumulation_steps=2)
+    batches = [Batch((ids(i),)) for i in range(20)]
+    torch.manual_seed(5)
+    expected = train_exactly(seeded(Odd)(), batches, config)
+    torch.manual_seed(5)
+    run = train(seeded(Odd)(), batches, config, device=make_device(device))
+    assert run.differences(expected) == []
+
+
+def weights_in_a_loss_outside(model: Any, backward: Callable[..., Any]) -> None:
+    """A penalty on weights, computed outside the engine's call, before and after the forward."""
+    module = getattr(model, "module", model)
+    penalty = module.blocks[0].up.weight.pow(2).sum()
+    loss = model(ids(1))
+    backward(loss + 0.1 * penalty + 0.1 * module.blocks[3].down.weight.abs().pow(3).sum())
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_weights_in_a_loss_outside_the_engine_call(place: Any) -> None:
+    """Right, or an error: autograd saves a leaf as itself, which pins nothing."""
+    build, use = CASES["gpt"].build, weights_in_a_loss_outside
+    problem = None
+    try:
+        assert_same(engine_gradients(build, use, place), plain_gradients(build, use))
+    except (RuntimeError, InfinityError) as error:
+        problem = error
+    if problem is not None:
+        assert "modified by an inplace operation" in str(problem)
+        assert place[1][0] != "device"

@@ -102,7 +102,9 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 class Gpt(nn.Module):
     """Embedding, blocks, and a head tied to the embedding. Returns the loss."""
 
-    def __init__(self, checkpointing: Checkpointing = CHECKPOINTINGS[0], num_blocks: int = 4) -> None:
+    def __init__(
+        self, checkpointing: Checkpointing = CHECKPOINTINGS[0], num_blocks: int = 4
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
         self.blocks = nn.ModuleList(Block(checkpointing) for _ in range(num_blocks))
@@ -356,7 +358,9 @@ class Case:
     groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None
     regular: bool = True
 
-    def build(self, checkpointing: Checkpointing = CHECKPOINTINGS[0], *, seed: int = 0) -> nn.Module:
+    def build(
+        self, checkpointing: Checkpointing = CHECKPOINTINGS[0], *, seed: int = 0
+    ) -> nn.Module:
         """The same model, to the bit, for the same seed."""
         with torch.random.fork_rng():
             torch.manual_seed(seed)

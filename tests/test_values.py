@@ -1,0 +1,340 @@
+"""Whole values: read, written, materialized; exact, from and to every home."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.fake_accelerator import FakeAccelerator
+from support.small import (
+    MIXED,
+    ON_DEVICE,
+    ON_DISK,
+    batch,
+    masters,
+    same,
+    small_engine,
+    small_model,
+    train,
+)
+from torch import Tensor
+
+from infinity.engine import Engine
+from infinity.errors import ConfigError, PresenceError
+
+HOMES = {"disk": ON_DISK, "mixed": MIXED, "device": ON_DEVICE}
+every_home = pytest.mark.parametrize("homes", list(HOMES.values()), ids=list(HOMES))
+every_precision = pytest.mark.parametrize("precision", ["fp32", "bf16"])
+
+
+def values(engine: Engine) -> dict[str, Tensor]:
+    return dict(engine.state_dict().items())
+
+
+@every_home
+@every_precision
+def test_the_first_values_are_those_of_the_model(
+    tmp_path: Path, homes: dict[str, str], precision: str
+) -> None:
+    plain = small_model().state_dict()
+    with small_engine(tmp_path, homes, precision=precision) as engine:
+        assert same(masters(engine), dict(plain))
+        assert list(engine.state_dict()) == [*(k for k in plain if k != "offset"), "offset"]
+        compute = torch.bfloat16 if precision == "bf16" else torch.float32
+        state = values(engine)
+        assert {v.dtype for k, v in state.items() if k != "offset"} == {compute}
+        assert all(torch.allclose(state[k].float(), plain[k], rtol=2**-8) for k in plain)
+
+
+def test_a_state_dict_reads_what_is_asked_for_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_engine(tmp_path) as engine:
+        read: list[int] = []
+        store = engine._parts.store
+        original = store.read
+        monkeypatch.setattr(store, "read", lambda u, k: read.append(u) or original(u, k))
+        state = engine.state_dict()
+        assert len(state) == len(list(state))
+        assert not read
+        _ = state["blocks.1.up.weight"], state["blocks.1.down.weight"]
+        assert len(set(read)) == len(read) == 1
+        with pytest.raises(KeyError):
+            _ = state["nothing"]
+
+
+@every_home
+@every_precision
+def test_the_state_dict_of_the_module_is_full(
+    tmp_path: Path, homes: dict[str, str], precision: str
+) -> None:
+    with small_engine(tmp_path, homes, precision=precision) as engine:
+        train(engine, 2)
+        assert same(dict(engine.module.state_dict()), values(engine))
+        sub = engine.module.blocks[1].state_dict(prefix="b.")
+        assert torch.equal(sub["b.up.weight"], engine.state_dict()["blocks.1.up.weight"])
+
+
+def test_a_saved_module_state_loads_into_a_plain_model(tmp_path: Path) -> None:
+    folder = tmp_path / "nvme"
+    folder.mkdir()
+    with small_engine(folder) as engine:
+        train(engine, 2)
+        torch.save(engine.module.state_dict(), tmp_path / "state.pt")
+        expected = values(engine)
+        engine_loss = engine(batch(7)).detach()
+    plain = small_model(seed=9)
+    plain.load_state_dict(torch.load(tmp_path / "state.pt"))
+    assert same(dict(plain.state_dict()), expected)
+    assert torch.equal(plain(batch(7)), engine_loss)
+
+
+def test_saving_or_copying_the_module_itself_is_refused(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        with pytest.raises(PresenceError):
+            torch.save(engine.module, io.BytesIO())
+        with pytest.raises(PresenceError):
+            copy.deepcopy(engine.module)
+
+
+def by_engine(engine: Engine, state: dict[str, Tensor]) -> None:
+    engine.load_state_dict(state)
+
+
+def by_module(engine: Engine, state: dict[str, Tensor]) -> None:
+    engine.module.load_state_dict(state)
+
+
+@every_home
+@every_precision
+@pytest.mark.parametrize("load", [by_engine, by_module])
+def test_fp32_values_become_exact_masters(
+    tmp_path: Path, homes: dict[str, str], precision: str, load: Callable[[Engine, Any], None]
+) -> None:
+    other = dict(small_model(seed=5).state_dict())
+    other["offset"] = torch.tensor(2.25)
+    with small_engine(tmp_path, homes, precision=precision) as engine:
+        train(engine, 1)
+        load(engine, other)
+        assert same(masters(engine), other)
+        assert engine.module.offset == 2.25
+        if precision == "fp32":
+            plain = small_model(seed=5)
+            assert torch.equal(engine(batch(0)), plain(batch(0)))
+        else:
+            assert engine(batch(0)).isfinite()
+
+
+@pytest.mark.parametrize("load", [by_engine, by_module])
+def test_a_round_trip_in_bf16_keeps_residuals(
+    tmp_path: Path, load: Callable[[Engine, Any], None]
+) -> None:
+    with small_engine(tmp_path, precision="bf16") as engine:
+        train(engine, 2)
+        before = masters(engine)
+        load(engine, values(engine))
+        assert same(masters(engine), before)
+        edited = values(engine)
+        edited["norm.weight"] = edited["norm.weight"].clone()
+        edited["norm.weight"][0] = 5.0
+        load(engine, edited)
+        after = masters(engine)
+        assert after["norm.weight"][0] == 5.0
+        assert torch.equal(after["norm.weight"][1:], before["norm.weight"][1:])
+        assert torch.equal(after["blocks.0.up.weight"], before["blocks.0.up.weight"])
+
+
+def test_every_mismatch_is_told_at_once_and_nothing_is_changed(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        before = masters(engine)
+        state = {k: v + 1 for k, v in before.items()}
+        del state["norm.bias"]
+        state["extra"] = torch.zeros(1)
+        state["norm.weight"] = torch.zeros(3)
+        with pytest.raises(ConfigError) as caught:
+            engine.load_state_dict(state)
+        text = str(caught.value)
+        assert "missing 'norm.bias'" in text
+        assert "unexpected 'extra'" in text
+        assert "'norm.weight' has shape (3,), not (16,)" in text
+        with pytest.raises(RuntimeError, match=r"Missing key.*norm\.bias[\s\S]*Unexpected.*extra"):
+            engine.module.load_state_dict(
+                {k: v for k, v in before.items() if k != "norm.bias"} | {"extra": torch.zeros(1)}
+            )
+        assert same(masters(engine), before)
+
+
+def test_a_lenient_load_takes_what_there_is(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        before = masters(engine)
+        value = torch.full((16,), 3.0)
+        engine.load_state_dict({"norm.weight": value, "extra": value}, strict=False)
+        expected = before | {"norm.weight": value}
+        assert same(masters(engine), expected)
+        result = engine.module.load_state_dict({"norm.bias": value, "extra": value}, strict=False)
+        assert "extra" in result.unexpected_keys
+        assert same(masters(engine), expected | {"norm.bias": value})
+        assert engine(batch(0)).isfinite()
+
+
+@every_home
+@every_precision
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_edits_persist_and_the_next_forward_uses_them(
+    tmp_path: Path, homes: dict[str, str], precision: str, accelerator: bool
+) -> None:
+    arguments = {"device": FakeAccelerator(1)} if accelerator else {}
+    with small_engine(tmp_path, homes, precision=precision, arguments=arguments) as engine:
+        train(engine, 1)
+        weight = engine.module.blocks[1].down.weight
+        before = engine(batch(3)).detach()
+        with engine.materialized(weight), torch.no_grad():
+            assert weight.isfinite().all()
+            weight.zero_()
+        with engine.materialized(engine.module.blocks[1].down), torch.no_grad():
+            engine.module.blocks[1].down.bias.fill_(0.5)
+        state = values(engine)
+        assert not state["blocks.1.down.weight"].any()
+        assert (state["blocks.1.down.bias"] == 0.5).all()
+        after = engine(batch(3)).detach()
+        assert not torch.equal(before, after)
+        plain = small_model()
+        plain.load_state_dict(state)
+        if precision == "bf16":
+            plain.bfloat16()
+        assert torch.equal(after, plain(batch(3)).detach())
+        train(engine, 1, first=4)
+
+
+def test_materialized_takes_a_module_a_parameter_or_several(tmp_path: Path) -> None:
+    plain = small_model()
+    with small_engine(tmp_path) as engine:
+        module = engine.module
+        with engine.materialized(module):
+            for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(mine, theirs)
+        with engine.materialized([module.norm, module.blocks[0].up.bias]):
+            assert torch.equal(module.norm.weight, plain.norm.weight)
+            assert torch.equal(module.blocks[0].up.bias, plain.blocks[0].up.bias)
+        with pytest.raises(ConfigError, match="does not belong"):
+            engine.materialized(torch.nn.Parameter(torch.ones(1)))
+        assert all(p.isnan().all() for p in module.parameters())
+
+
+def test_materialized_masters_are_fp32_and_exact(tmp_path: Path) -> None:
+    with small_engine(tmp_path, precision="bf16") as engine:
+        train(engine, 1)
+        before = masters(engine)
+        norm = engine.module.norm
+        with engine.materialized(norm, master=True), torch.no_grad():
+            assert norm.weight.dtype is torch.float32
+            assert torch.equal(norm.weight, before["norm.weight"])
+            norm.weight.mul_(1.0001)
+        assert norm.weight.dtype is torch.bfloat16
+        after = masters(engine)
+        assert torch.equal(after["norm.weight"], before["norm.weight"] * 1.0001)
+        assert torch.equal(after["norm.bias"], before["norm.bias"])
+
+
+def test_reading_without_editing_changes_no_bit(tmp_path: Path) -> None:
+    with small_engine(tmp_path, precision="bf16") as engine:
+        train(engine, 2)
+        before = masters(engine)
+        with engine.materialized(engine.module):
+            pass
+        assert same(masters(engine), before)
+
+
+def test_nested_materialized_is_refused_and_the_outer_one_goes_on(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        norm = engine.module.norm
+        with engine.materialized(norm):
+            with pytest.raises(PresenceError, match="materialized already"):
+                with engine.materialized(norm.weight):
+                    pass
+            with torch.no_grad():
+                norm.weight.fill_(2.0)
+            with engine.materialized(engine.module.blocks[0]):
+                assert engine.module.blocks[0].up.weight.isfinite().all()
+        assert (engine.state_dict()["norm.weight"] == 2.0).all()
+
+
+def test_a_unit_may_compute_inside_the_block_when_it_is_lent_whole(tmp_path: Path) -> None:
+    plain = small_model()
+    with small_engine(tmp_path) as engine:
+        block = engine.module.blocks[0]
+        x = torch.randn(2, 16)
+        with engine.materialized(block), torch.no_grad():
+            assert torch.equal(block(x), plain.blocks[0](x))
+        with engine.materialized(block.up.weight), torch.no_grad():
+            with pytest.raises(PresenceError, match="some of its parameters are materialized"):
+                block(x)
+        assert engine(batch(0)).isfinite()
+
+
+def test_an_exception_inside_the_block_keeps_edits_and_returns_the_loan(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        with pytest.raises(ValueError, match="mine"), engine.materialized(engine.module.norm):
+            with torch.no_grad():
+                engine.module.norm.weight.fill_(4.0)
+            raise ValueError("mine")
+        assert (engine.state_dict()["norm.weight"] == 4.0).all()
+        assert len(train(engine, 1)) == 1
+
+
+@pytest.mark.parametrize("homes", [ON_DISK, MIXED])
+def test_an_edit_outside_is_told_at_release(tmp_path: Path, homes: dict[str, str]) -> None:
+    with small_engine(tmp_path, homes, num_windows=None) if False else small_engine(
+        tmp_path, homes
+    ) as engine:
+        before = values(engine)
+        with torch.no_grad():
+            engine.module.blocks[0].up.weight.add_(1.0)
+        with pytest.raises(PresenceError, match=r"blocks\.0\.up\.weight.* edited in place"):
+            train(engine, 2)
+        assert same(values(engine), before) or engine.global_steps == 1
+        assert all(torch.isfinite(torch.tensor(train(engine, 2))))
+
+
+def test_a_gradient_is_what_plain_torch_makes(tmp_path: Path) -> None:
+    plain = small_model()
+    loss = plain(batch(0)) / 2 + plain(batch(1)) / 2
+    loss.backward()
+    with small_engine(tmp_path, gradient_accumulation_steps=2) as engine:
+        with pytest.raises(Exception, match="has no gradient in this window"):
+            engine.gradient(engine.module.norm.weight)
+        engine.backward(engine(batch(0)))
+        engine.step()
+        engine.backward(engine(batch(1)))
+        for mine, theirs in zip(engine.module.parameters(), plain.parameters(), strict=True):
+            assert mine.grad is None
+            assert torch.allclose(engine.gradient(mine), theirs.grad, rtol=1e-4, atol=1e-7)
+        with pytest.raises(Exception, match="does not belong"):
+            engine.gradient(torch.nn.Parameter(torch.ones(1)))
+        engine.step()
+
+
+@pytest.mark.parametrize("read", ["state_dict", "module", "materialized", "attribute"])
+def test_reading_waits_for_the_sweep(tmp_path: Path, read: str) -> None:
+    with small_engine(tmp_path, ON_DEVICE) as engine:
+        train(engine, 1)
+        expected = values(engine)["blocks.2.up.weight"]
+    slow = {"io": {"slow_bytes_per_s": 5_000_000}}
+    with small_engine(tmp_path, **slow) as engine:
+        train(engine, 1)
+        weight = engine._parts.cut.parameters[engine._parts.cut.names.index("blocks.2.up.weight")]
+        if read == "state_dict":
+            value = engine.state_dict()["blocks.2.up.weight"]
+        elif read == "module":
+            value = engine.module.state_dict()["blocks.2.up.weight"]
+        elif read == "materialized":
+            with engine.materialized(weight):
+                value = weight.detach().clone()
+        else:
+            value = engine.module.blocks[2].up.weight.detach().clone()
+        assert torch.equal(value, expected)

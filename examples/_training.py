@@ -154,7 +154,7 @@ class Run:
     def _evaluate(self, engine: Any) -> float:
         """Return the mean bits per byte on the held-out text, always the same sequences."""
         arguments = self.arguments
-        total = 0.0
+        total: float = 0.0
         engine.eval()
         for tokens, targets in corpus.held_out_batches(
             self.text.held_out, arguments.eval_batches, arguments.micro_batch, self.shape.context

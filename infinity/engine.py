@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -75,7 +75,7 @@ class Engine:
         self._after_commit: Exception | None = None  # of a step that happened all the same
         num_units = len(self.plan.units)
         self._tapes = {grad: Tape(guess_cycle(num_units, backward=grad)) for grad in (True, False)}
-        self._values = Values(parts.store, parts.mover, parts.adam, self._finish_sweep)
+        self._values = Values(parts.store, parts.mover, parts.adam, _settler(parts))
         parts.hooks.lent = self._values.lent
         self._state_hooks = ModuleStateHooks(module, self._values, self._index_of)
         self._meter = Meter(parts.lanes)
@@ -229,6 +229,7 @@ class Engine:
         parts.gradients.reset()
         try:
             self._report(norm, factor, skipped)
+            self.optimizer.mark_stepped()
             if not skipped and self.lr_scheduler is not None:
                 self.lr_scheduler.step()
         except Exception as error:
@@ -321,7 +322,7 @@ class Engine:
     def gradient(self, parameter: nn.Parameter) -> Tensor:
         """A copy of the parameter's accumulated gradient in this window (`p.grad` is None)."""
         self._check_usable()
-        index = self._index_of[id(parameter)]
+        (index,) = targets(parameter, self._index_of)
         return self._parts.gradients.read(index).view(parameter.shape)
 
     # --- the rest --------------------------------------------------------------------------------
@@ -447,6 +448,16 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _tensors(item)
+
+
+def _settler(parts: Parts) -> Callable[[], None]:
+    """What waits for updates; refers to no engine, so that one that is dropped can be closed."""
+
+    def settle() -> None:
+        parts.sweep.finish()
+        parts.mover.check()
+
+    return settle
 
 
 def _after_fork(engine: Engine) -> None:

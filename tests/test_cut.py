@@ -55,7 +55,7 @@ class UnevenCnn(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         widths = [3, 8, 16, 24, 32, 48, 64, 64, 40, 24]
-        layers = [nn.Conv2d(a, b, 3) for a, b in zip(widths[:-1], widths[1:], strict=True)]
+        layers = [nn.Conv2d(a, b, 3) for a, b in zip(widths[:-1], widths[1:], strict=True)]  # noqa: RUF007
         self.features = nn.Sequential(*layers)
         self.head = nn.Linear(24, 10)
 
@@ -83,7 +83,9 @@ def test_a_tied_weight_belongs_to_one_unit() -> None:
 
 def test_a_block_that_is_used_twice_is_one_unit() -> None:
     block = nn.Linear(8, 8)
-    model = nn.ModuleDict({"a": nn.ModuleList([block, nn.Linear(8, 8), block]), "b": nn.Linear(8, 2)})
+    model = nn.ModuleDict(
+        {"a": nn.ModuleList([block, nn.Linear(8, 8), block]), "b": nn.Linear(8, 2)}
+    )
     cuts = Cutter(model).cut()
     assert_each_parameter_once(model, cuts)
     assert sum(block in c.modules for c in cuts) == 1
@@ -133,7 +135,9 @@ def test_unequal_convolutions_are_not_one_giant_unit() -> None:
 
 
 def test_an_lstm() -> None:
-    model = nn.ModuleDict({"e": nn.Embedding(50, 8), "lstm": nn.LSTM(8, 16, 2), "h": nn.Linear(16, 50)})
+    model = nn.ModuleDict(
+        {"e": nn.Embedding(50, 8), "lstm": nn.LSTM(8, 16, 2), "h": nn.Linear(16, 50)}
+    )
     cuts = cut_by_name(model)
     assert "lstm" in cuts
     assert len(cuts["lstm"].parameters) == 8
@@ -193,5 +197,7 @@ def test_an_explicit_list_need_not_name_everything() -> None:
 
 @pytest.mark.parametrize("spec", ["block.0", nn.Linear(2, 2), ["blocks.0", "nothing"]])
 def test_an_unknown_unit_is_named(spec: object) -> None:
-    with pytest.raises(ConfigError, match=r"which is not a module of the model[\s\S]*named_modules"):
+    with pytest.raises(
+        ConfigError, match=r"which is not a module of the model[\s\S]*named_modules"
+    ):
         Cutter(SmallModel()).cut([spec])  # type: ignore[list-item]

@@ -279,7 +279,10 @@ def run_struck(
     losses, expected = undisturbed(path, build, **more)
     fake = FakeAccelerator(fake_seed) if fake_seed is not None else None
     arguments = {"device": fake} if fake is not None else {}
-    with explained(strikes), small_engine(path, model=build(), arguments=arguments, **more) as engine:
+    with (
+        explained(strikes),
+        small_engine(path, model=build(), arguments=arguments, **more) as engine,
+    ):
         with strikes:
             seen = train_through(engine, STEPS, strikes)
         assert seen == losses
@@ -441,7 +444,7 @@ def test_an_interrupted_initialize_leaves_nothing(tmp_path: Path) -> None:
         seen = {"calls": 0}
 
         def progress(done: int, total: int, what: str) -> None:
-            seen["calls"] += 1
+            seen["calls"] += 1  # noqa: B023
             if seen["calls"] == after:  # noqa: B023
                 raise KeyboardInterrupt
 
@@ -455,7 +458,7 @@ def test_an_interrupted_initialize_leaves_nothing(tmp_path: Path) -> None:
 
 def test_an_interrupted_materialized_block_writes_its_edits(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
-        with pytest.raises(KeyboardInterrupt), engine.materialized(engine.module.norm):
+        with pytest.raises(KeyboardInterrupt), engine.materialized(engine.module.norm):  # noqa: PT012
             with torch.no_grad():
                 engine.module.norm.weight.fill_(3.0)
             raise KeyboardInterrupt
@@ -491,7 +494,7 @@ def test_an_edit_outside_is_refused_at_the_step_and_training_can_go_on(tmp_path:
         engine.backward(engine(batch(0)))
         with torch.no_grad():
             engine.module.blocks[0].up.weight.add_(1.0)
-        with pytest.raises(PresenceError, match=r"edited in place[\s\S]*materialized"):
+        with pytest.raises(PresenceError, match=r"edited in place[\s\S]*materialized"):  # noqa: PT012
             engine.step()
             engine(batch(1))
         for index in range(2, 4):

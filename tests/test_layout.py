@@ -92,7 +92,7 @@ def test_segments_are_aligned_apart_and_inside(
     ranges = sorted(r for r in byte_ranges(layout) if r[0] < r[1])
     for start, _ in byte_ranges(layout):
         assert start % SEGMENT_ALIGN_BYTES == 0
-    for (_, end), (start, _) in zip(ranges[:-1], ranges[1:], strict=True):
+    for (_, end), (start, _) in zip(ranges[:-1], ranges[1:], strict=True):  # noqa: RUF007
         assert end <= start
     assert all(end <= layout.slot_bytes for _, end in ranges)
     for segment, (_, end) in zip(layout.segments, byte_ranges(layout), strict=True):

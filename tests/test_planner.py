@@ -61,7 +61,7 @@ def assert_sums(plan: Plan) -> None:
     per_state = plan.precision.residual + 8
     for tier in Tier:
         parts = plan.memory[tier.value]
-        at = [h for h in zip(plan.units, plan.homes, strict=True)]
+        at = [h for h in zip(plan.units, plan.homes, strict=True)]  # noqa: C416
         assert parts["weights"] == sum(u.slot_bytes for u, h in at if h.weight is tier)
         assert parts["state"] == sum(u.numel * per_state for u, h in at if h.state is tier)
         assert parts["gradients"] == sum(
@@ -84,7 +84,9 @@ def assert_slots_serve(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("unified", [True, False])
-@pytest.mark.parametrize(("weights", "moments", "gradients"), list(itertools.product(TIERS, repeat=3)))
+@pytest.mark.parametrize(
+    ("weights", "moments", "gradients"), list(itertools.product(TIERS, repeat=3))
+)
 def test_every_explicit_home_is_honoured(
     weights: str, moments: str, gradients: str, unified: bool
 ) -> None:
@@ -103,7 +105,7 @@ def test_every_explicit_home_is_honoured(
 @pytest.mark.parametrize("kind", ["weights", "moments", "gradients"])
 def test_an_explicit_home_that_does_not_fit_is_refused_and_not_moved(kind: str, tier: str) -> None:
     wish = dict.fromkeys(("weights", "moments", "gradients"), "auto") | {kind: tier}
-    roomy = {t: 2**40 for t in TIERS}
+    roomy = dict.fromkeys(TIERS, 2**40)
     tight = Limits(**{**roomy, tier: 64 << 10})
     text = refusal([100_000, 100_000], tight, homes=wish, unified=False)
     assert "64.00 KiB" in text
@@ -141,7 +143,7 @@ def test_a_plan_keeps_every_budget_or_is_refused(
             chunk_size=4096,
         )
     except DoesNotFitError as error:
-        assert "try:" in str(error)
+        assert "try:" in str(error)  # noqa: PT017
         return
     used = plan.tier_bytes
     assert used["device"] <= (limits.device if limits.device is not None else 2**60)
@@ -273,6 +275,15 @@ def test_chunks_are_no_longer_than_the_largest_unit() -> None:
 
 def test_the_description_says_where_everything_lives() -> None:
     wish = {"weights": "device", "moments": "disk", "gradients": "host"}
-    text = plan_of([5000, 6000], Limits(None, 1 << 30, 1 << 40, base=77 << 20), homes=wish).describe()
-    for part in ("weights", "moments and residual", "gradients", "disk", "process 77.00 MiB", "1.00 GiB"):
+    text = plan_of(
+        [5000, 6000], Limits(None, 1 << 30, 1 << 40, base=77 << 20), homes=wish
+    ).describe()
+    for part in (
+        "weights",
+        "moments and residual",
+        "gradients",
+        "disk",
+        "process 77.00 MiB",
+        "1.00 GiB",
+    ):
         assert part in text

@@ -159,9 +159,10 @@ def test_leaving_bumps_the_version_so_that_stale_saves_raise(tmp_path: Path) -> 
 
 def test_a_slot_is_not_reused_while_an_alias_lives(tmp_path: Path) -> None:
     plain = small_model(num_blocks=6)
-    with small_engine(
-        tmp_path, model=small_model(num_blocks=6), look_ahead=1
-    ) as engine, torch.no_grad():
+    with (
+        small_engine(tmp_path, model=small_model(num_blocks=6), look_ahead=1) as engine,
+        torch.no_grad(),
+    ):
         alias = engine.module.blocks[0].up.weight.detach()[1:3]
         for index in (1, 2, 3, 4, 5):
             assert engine.module.blocks[index].up.weight.isfinite().all()
@@ -169,12 +170,13 @@ def test_a_slot_is_not_reused_while_an_alias_lives(tmp_path: Path) -> None:
 
 
 def test_when_every_slot_is_held_the_error_names_units_and_holders(tmp_path: Path) -> None:
-    with small_engine(
-        tmp_path, model=small_model(num_blocks=6), look_ahead=0
-    ) as engine, torch.no_grad():
+    with (
+        small_engine(tmp_path, model=small_model(num_blocks=6), look_ahead=0) as engine,
+        torch.no_grad(),
+    ):
         blocks = engine.module.blocks
         held = [blocks[i].up.weight.detach() for i in range(2)]
-        with pytest.raises(PresenceError, match=r"no slot is free for unit 'blocks\.\d'") as caught:
+        with pytest.raises(PresenceError, match=r"no slot is free for unit 'blocks\.\d'") as caught:  # noqa: PT012
             for index in range(2, 6):
                 held.append(blocks[index].up.weight.detach())
         assert "blocks.0" in str(caught.value)

@@ -254,7 +254,7 @@ def test_nested_materialized_is_refused_and_the_outer_one_goes_on(tmp_path: Path
     with small_engine(tmp_path) as engine:
         norm = engine.module.norm
         with engine.materialized(norm):
-            with pytest.raises(PresenceError, match="materialized already"):
+            with pytest.raises(PresenceError, match="materialized already"):  # noqa: SIM117
                 with engine.materialized(norm.weight):
                     pass
             with torch.no_grad():
@@ -271,7 +271,7 @@ def test_a_unit_may_compute_inside_the_block_when_it_is_lent_whole(tmp_path: Pat
         x = torch.randn(2, 16)
         with engine.materialized(block), torch.no_grad():
             assert torch.equal(block(x), plain.blocks[0](x))
-        with engine.materialized(block.up.weight), torch.no_grad():
+        with engine.materialized(block.up.weight), torch.no_grad():  # noqa: SIM117
             with pytest.raises(PresenceError, match="some of its parameters are materialized"):
                 block(x)
         assert engine(batch(0)).isfinite()
@@ -279,7 +279,7 @@ def test_a_unit_may_compute_inside_the_block_when_it_is_lent_whole(tmp_path: Pat
 
 def test_an_exception_inside_the_block_keeps_edits_and_returns_the_loan(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
-        with pytest.raises(ValueError, match="mine"), engine.materialized(engine.module.norm):
+        with pytest.raises(ValueError, match="mine"), engine.materialized(engine.module.norm):  # noqa: PT012
             with torch.no_grad():
                 engine.module.norm.weight.fill_(4.0)
             raise ValueError("mine")
@@ -289,9 +289,7 @@ def test_an_exception_inside_the_block_keeps_edits_and_returns_the_loan(tmp_path
 
 @pytest.mark.parametrize("homes", [ON_DISK, MIXED])
 def test_an_edit_outside_is_told_at_release(tmp_path: Path, homes: dict[str, str]) -> None:
-    with small_engine(tmp_path, homes, num_windows=None) if False else small_engine(
-        tmp_path, homes
-    ) as engine:
+    with small_engine(tmp_path, homes) as engine:
         before = values(engine)
         with torch.no_grad():
             engine.module.blocks[0].up.weight.add_(1.0)

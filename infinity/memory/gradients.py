@@ -209,8 +209,8 @@ class GradientStore:
             with self.lanes.stall("gradient"):
                 window.ticket.wait()
             window.ticket = None
-        self._windows.remove(window)
-        self._windows.append(window)  # most recently used last
+        # Most recently used last; one call, because an interruption must not lose a window.
+        self._windows.sort(key=lambda w: w is window)
         numel = self.plan.units[unit].numel
         return window.buffer[: numel * self.plan.gradient_itemsize].view(self.dtype)
 

@@ -93,6 +93,10 @@ class Lanes:
             self._stalled = False
             self._stall_s[cause] += time.perf_counter() - start
 
+    def forget_stall(self) -> None:
+        """After an interruption: no stall is being timed."""
+        self._stalled = False
+
     def moved(self) -> dict[str, int]:
         """Bytes per lane since the start."""
         with self._lock:

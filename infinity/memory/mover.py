@@ -282,8 +282,10 @@ class Mover:
             return False
         try:
             self._give_up(unit)
-        finally:  # an edited parameter raises, but it is gone all the same
+        except PresenceError:  # an edited parameter is gone all the same
             self.ledger.move(unit, Where.ABSENT)
+            raise
+        self.ledger.move(unit, Where.ABSENT)
         return True
 
     def fetch(self, unit: int) -> None:
@@ -312,13 +314,17 @@ class Mover:
         entry = self.entries[unit]
         slot = entry.slot
         assert slot is not None
-        try:
-            if entry.bound:
-                entry.bound = False
+        edited: PresenceError | None = None
+        if entry.bound:
+            entry.bound = False
+            try:
                 self.presence.unbind(unit)
-        finally:
-            slot.free_after = after_all(entry.ready, self.lanes.device.compute_event())
-            self.ledger.give_up(unit)
+            except PresenceError as error:
+                edited = error
+        slot.free_after = after_all(entry.ready, self.lanes.device.compute_event())
+        self.ledger.give_up(unit)
+        if edited is not None:  # the edit is lost, the slot is not
+            raise edited
 
     # --- updates -------------------------------------------------------------------------------
 
@@ -402,6 +408,10 @@ class Mover:
 
     def recover(self) -> None:
         """After an interruption at any point: a consistent ledger, nothing bound or in flight."""
+        with contextlib.suppress(RuntimeError):
+            while True:  # a signal inside Condition.__enter__ or __exit__ leaks the lock
+                self.changed.release()
+        self.lanes.forget_stall()
         self.lanes.device.synchronize()  # a copy's event may have been lost on its way to us
         with self.changed:
             self.demand, self.current, self._retry = None, -1, False
@@ -418,10 +428,9 @@ class Mover:
                 if entry.slot is not None and entry.slot.slot_class is None:
                     entry.where = Where.PRESENT
                     continue
-                if entry.slot is not None and entry.slot.residency is not None:
-                    entry.slot.free_after = after_all(
-                        entry.ready, self.lanes.device.compute_event()
-                    )
+                slot = entry.slot
+                if slot is not None and slot.owner == unit and slot.residency is not None:
+                    slot.free_after = after_all(entry.ready, self.lanes.device.compute_event())
                     self.ledger.give_up(unit)
                 entry.slot, entry.where = None, Where.ABSENT
             for slot in self.ledger.slots:

@@ -151,12 +151,12 @@ class Residency:
         assert slot is not None
         assert not entry.bound
         if slot.slot_class is not None:
+            entry.slot = None  # first: an interruption after it finds a slot without an entry
             slot.owner = None
             slot.lingering, slot.residency = slot.residency, None
             if self.poison is not None and slot.arena is not None and slot.is_free():
                 entry.ready.wait()
                 self.poison(slot.arena.view(slot.offset, slot.nbytes))
-            entry.slot = None
         self.changed.notify_all()
 
     def holders(self, slot_class: int) -> str:

@@ -47,6 +47,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if self._engine_step is not None:
             self._engine_step()
 
+    def mark_stepped(self) -> None:
+        """Tell torch's schedulers, which otherwise warn, that a step came before theirs."""
+        self._opt_called = True
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to do: gradients leave as they are made, and are consumed by `step()`."""
 

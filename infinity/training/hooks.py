@@ -206,7 +206,14 @@ class Hooks:
         self._refuse_strangers()
         index = self._index_of[id(parameter)]
         if index not in self.lent:
-            self.mover.use(self._unit_of[index])
+            self._use(self._unit_of[index])
+
+    def _use(self, unit: int) -> None:
+        if not torch.is_inference_mode_enabled():
+            self.mover.use(unit)
+            return
+        with torch.inference_mode(False):  # what is bound now may be trained with later
+            self.mover.use(unit)
 
     def _refuse_strangers(self) -> None:
         if os.getpid() != self._pid:
@@ -229,7 +236,7 @@ class Hooks:
         def hook(module: nn.Module, args: Any) -> None:
             self._refuse_strangers()
             if not self._is_lent(unit):
-                self.mover.use(unit)
+                self._use(unit)
             self.mover.entries[unit].entered += 1
             self._pushed.append(self.saved.push())
 

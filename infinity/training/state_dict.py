@@ -108,8 +108,11 @@ class ModuleStateHooks:
         self, module: nn.Module, state: Mapping[str, Tensor], prefix: str, *_: object
     ) -> None:
         for name, index in self._own(module).items():
-            if prefix + name in state and index not in self.values.lent:
-                self.values.lend(index, master=True)
+            value = state.get(prefix + name)
+            if value is not None and index not in self.values.lent:
+                # Values in the compute dtype keep the residual where their bits did not change.
+                compute = self.values.mover.presence.dtypes[index]
+                self.values.lend(index, master=getattr(value, "dtype", None) is not compute)
 
     def _close(self, module: nn.Module, incompatible: object) -> None:
         for index in self._own(module).values():

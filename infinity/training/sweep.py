@@ -130,10 +130,9 @@ class Sweep:
         with self.mover.changed:
             assert self._order is None
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._loop, name="infinity-sweep", daemon=True
-                )
-                self._thread.start()
+                thread = threading.Thread(target=self._loop, name="infinity-sweep", daemon=True)
+                thread.start()
+                self._thread = thread
             self._order = order
             self.mover.changed.notify_all()
         self.await_commit()
@@ -176,7 +175,7 @@ class Sweep:
         while True:
             with self.mover.changed:
                 while self._order is None and not self._closing:
-                    self.mover.changed.wait()
+                    self.mover.changed.wait(WAKE_S)  # an interruption may swallow the wake-up
                 if self._closing:
                     return
                 order = self._order
@@ -190,6 +189,7 @@ class Sweep:
             except BaseException as error:
                 self.mover.fail(error)
                 return
+            del order, job  # they refer to the engine, which must be free to go
             with self.mover.changed:
                 self._order = None
                 self.mover.changed.notify_all()

@@ -163,7 +163,7 @@ def test_pairs_of_axes(group: int) -> None:
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_random_sample(group: int) -> None:
     chance = random.Random(20260 + group)
-    rows = [{axis: chance.choice(values) for axis, values in AXES.items()} for _ in range(4)]
+    rows = [{axis: chance.choice(values) for axis, values in AXES.items()} for _ in range(3)]
     problems = {str(row): found for i, row in enumerate(rows) if (found := check(row, i))}
     assert problems == {}
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.fake_accelerator import FakeAccelerator
 from support.models import CASES, LENGTH, VOCAB, Batch, Block, Checkpointing
 from support.trainer import (
     Run,
@@ -213,6 +214,19 @@ def test_a_wrong_look_ahead_costs_a_wait_and_never_an_error(
     how = Checkpointing(mode, "inside")
     expected = train_exactly(case.build(how), batches, config)
     run = train(case.build(how), batches, config, device=make_device(device))
+    assert run.differences(expected) == []
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("weights", ["host", "disk"])
+def test_a_slot_given_up_while_it_is_filled(weights: str, seed: int) -> None:
+    """Not poisoned: to poison a slot is to wait for the copy that fills it."""
+    case = CASES["routed"]
+    config = make_config((weights, "host", "host"), look_ahead=3, gradient_accumulation_steps=3)
+    batches = case.batches(18)
+    expected = train_exactly(case.build(), batches, config)
+    fake = FakeAccelerator(seed, max_delay_s=0.02)
+    run = train(case.build(), batches, config, device=fake, poison=None)
     assert run.differences(expected) == []
 
 

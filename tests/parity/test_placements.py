@@ -23,7 +23,7 @@ COMPUTATIONS: dict[str, dict[str, Any]] = {
     "encoder_decoder": {"precision": "fp32"},
     "reused": {"precision": "fp32"},
     "frozen": {"precision": "bf16"},
-    "routed": {"precision": "bf16", "gradient_accumulation_steps": 2},
+    "routed": {"precision": "bf16"},
     "buffered": {"precision": "bf16"},
 }
 

@@ -1,0 +1,260 @@
+"""Bad input: one clear error, nothing left behind, and the model as it was."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.small import (
+    ON_DEVICE,
+    ON_DISK,
+    SmallModel,
+    assert_nothing_left,
+    batch,
+    masters,
+    same,
+    settings,
+    small_engine,
+    small_model,
+    train,
+)
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import infinity
+from infinity.errors import (
+    ConfigError,
+    DoesNotFitError,
+    InfinityError,
+    MachineError,
+    PresenceError,
+    TrainingError,
+)
+from infinity.memory.reservations import PROCESS
+from infinity.memory.scratch import Scratch
+
+TIERS = ("device", "host", "disk")
+
+
+def refusal(
+    kind: type[InfinityError],
+    folder: Path,
+    given: dict[str, Any],
+    model: nn.Module | None = None,
+    **arguments: Any,
+) -> str:
+    """The error's text; the model must still compute, and nothing may be left behind."""
+    model = small_model() if model is None else model
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    threads = set(threading.enumerate())
+    reserved = [PROCESS.total(t) for t in TIERS]
+    with pytest.raises(kind) as caught:
+        infinity.initialize(model, given, **arguments)
+    assert_nothing_left(folder, threads)
+    assert [PROCESS.total(t) for t in TIERS] == reserved
+    assert same(dict(model.state_dict()), before)
+    assert all(type(m._parameters) is dict for m in model.modules())
+    text = str(caught.value)
+    assert "try:" in text or "mistake in the configuration" in text
+    return text
+
+
+def test_a_missing_path(tmp_path: Path) -> None:
+    text = refusal(MachineError, tmp_path, settings(tmp_path / "none"))
+    assert f"{tmp_path / 'none'}" in text
+    assert "mkdir -p" in text or "does not exist" in text
+
+
+def test_a_path_that_is_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("x")
+    with pytest.raises(MachineError, match="not a directory"):
+        infinity.initialize(small_model(), settings(file))
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
+    """/proc refuses new files to root too."""
+    text = refusal(MachineError, tmp_path, settings(Path("/proc/self/task")))
+    assert "/proc/self/task" in text
+
+
+def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = os.statvfs(tmp_path)
+
+    class Full:
+        f_bavail = 3
+        f_frsize = 4096
+        f_favail = facts.f_favail
+
+    monkeypatch.setattr(os, "statvfs", lambda path: Full())
+    text = refusal(DoesNotFitError, tmp_path, settings(tmp_path))
+    assert "12.00 KiB free" in text or "12.00 KiB" in text
+
+
+def test_a_disk_that_fills_up_while_it_is_reserved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Scratch, required: int) -> None:
+        raise DoesNotFitError("disk: full", remedy="free space")
+
+    monkeypatch.setattr(Scratch, "check_space", full)
+    assert "disk: full" in refusal(DoesNotFitError, tmp_path, settings(tmp_path))
+
+
+def test_disk_homes_without_a_path(tmp_path: Path) -> None:
+    given = settings(tmp_path)
+    del given["nvme_path"]
+    assert "nvme_path must be given" in refusal(ConfigError, tmp_path, given)
+
+
+def test_a_budget_that_cannot_hold_two_slots(tmp_path: Path) -> None:
+    from support.fake_accelerator import FakeAccelerator
+
+    fake = FakeAccelerator()
+    given = settings(tmp_path, budget={"device": "16KiB"})
+    model = small_model(width=64)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(DoesNotFitError) as caught:
+        infinity.initialize(model, given, device=fake)
+    text = str(caught.value)
+    assert "16.00 KiB cannot hold two slots of the largest unit" in text
+    assert "raise budget.device to at least" in text
+    assert same(dict(model.state_dict()), before)
+    assert not list(tmp_path.iterdir())
+    fake.close()
+
+
+def test_a_host_budget_that_is_too_small(tmp_path: Path) -> None:
+    text = refusal(DoesNotFitError, tmp_path, settings(tmp_path, ON_DISK, budget={"host": "1MiB"}))
+    assert "1.00 MiB" in text
+    assert "too much" in text or "cannot hold" in text
+
+
+def test_a_budget_above_the_machine(tmp_path: Path) -> None:
+    text = refusal(ConfigError, tmp_path, settings(tmp_path, budget={"host": "900TiB"}))
+    assert "budget.host" in text
+    assert "may use at most" in text
+
+
+def test_unknown_keys_are_named_with_their_neighbours(tmp_path: Path) -> None:
+    given = settings(tmp_path, gradient_acumulation_steps=2, optimiser={"lr": 1})
+    with pytest.raises(ConfigError) as caught:
+        infinity.initialize(small_model(), given)
+    assert "gradient_accumulation_steps" in str(caught.value)
+    assert "optimizer" in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_unit_leaves_nothing(tmp_path: Path) -> None:
+    text = refusal(ConfigError, tmp_path, settings(tmp_path), units=["nothing"])
+    assert "'nothing'" in text
+
+
+def test_a_batch_on_the_wrong_device(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        wrong = batch(0).to("meta")
+        for arguments in ((wrong,), ([{"x": wrong}],)):
+            with pytest.raises(TrainingError, match=r"is on meta.*computes on cpu[\s\S]*\.to\("):
+                engine(*arguments)
+        with pytest.raises(TrainingError, match="is on meta"):
+            engine(tokens=wrong)
+        assert len(train(engine, 1)) == 1
+
+
+def test_an_error_of_the_model_itself_comes_through(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        with pytest.raises(IndexError):
+            engine(torch.full((2, 4), 10_000))
+        with pytest.raises(TypeError):
+            engine()
+        assert len(train(engine, 1)) == 1
+
+
+def test_a_loss_that_is_nan_for_ever(tmp_path: Path) -> None:
+    class Broken(SmallModel):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return super().forward(tokens) * math.nan
+
+    with small_engine(tmp_path, model=Broken()) as engine:
+        before = masters(engine)
+        with pytest.raises(TrainingError, match="not finite") as caught:
+            train(engine, 100)
+        assert "learning rate" in str(caught.value)
+        assert same(masters(engine), before)
+
+
+# --- children ------------------------------------------------------------------------------------
+
+
+class Nosy(Dataset[Tensor]):
+    """A dataset that touches the engine, or the model, in the worker."""
+
+    def __init__(self, touch: Any) -> None:
+        self.touch = touch
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.touch()
+        return batch(index)[0]
+
+
+@pytest.mark.parametrize("what", ["engine", "step", "parameter", "module", "state_dict"])
+def test_a_worker_that_touches_the_engine(tmp_path: Path, what: str) -> None:
+    with small_engine(tmp_path, ON_DEVICE) as engine:
+        losses, expected = train(engine, 4), masters(engine)
+    with small_engine(tmp_path) as engine:
+        seen = train(engine, 2)
+        module = engine.module
+        touches = {
+            "engine": lambda: engine(batch(0)),
+            "step": engine.step,
+            "parameter": lambda: module.norm.weight.sum(),
+            "module": lambda: module(batch(0)),
+            "state_dict": lambda: module.state_dict(),
+        }
+        loader = DataLoader(
+            Nosy(touches[what]), num_workers=2, multiprocessing_context="fork", timeout=20
+        )
+        with pytest.raises((PresenceError, RuntimeError), match="is a fork of it") as caught:
+            next(iter(loader))
+        del caught, loader  # and with them the threads of the loader
+        gc.collect()
+        seen += train(engine, 2, first=2)
+        assert seen == losses
+        assert same(masters(engine), expected)
+
+
+def test_workers_that_only_load_do_no_harm(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        train(engine, 1)
+        loader = DataLoader(
+            Nosy(lambda: None), batch_size=2, num_workers=2, multiprocessing_context="fork"
+        )
+        for tokens in loader:
+            engine.backward(engine(tokens))
+            engine.step()
+        assert engine.global_steps == 3
+
+
+def test_a_child_leaves_the_scratch_directory_to_its_parent(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        train(engine, 1)
+        child = os.fork()
+        if child == 0:
+            try:
+                engine.close()
+                del engine
+            finally:
+                os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert list(tmp_path.iterdir())
+        assert len(train(engine, 1)) == 1

@@ -1,0 +1,550 @@
+"""The engine's contract: calls, counters, clipping, hooks, closing, failing, and refusals."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.fake_accelerator import FakeAccelerator
+from support.small import (
+    MIXED,
+    ON_DEVICE,
+    ON_DISK,
+    SmallModel,
+    batch,
+    masters,
+    poison,
+    same,
+    settings,
+    small_engine,
+    small_model,
+    train,
+)
+from torch import Tensor, nn
+
+import infinity
+from infinity.errors import (
+    ConfigError,
+    DoesNotFitError,
+    EngineClosedError,
+    EngineFailedError,
+    InfinityError,
+    PresenceError,
+    TrainingError,
+)
+from infinity.memory.reservations import PROCESS
+
+
+class Poisonable(nn.Module):
+    """A small model whose loss can be made non-finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = SmallModel()
+
+    def forward(self, tokens: Tensor, factor: float = 1.0) -> Tensor:
+        return self.inner(tokens) * factor
+
+
+def test_initialize_returns_engine_optimizer_loader_and_scheduler(tmp_path: Path) -> None:
+    data = torch.utils.data.TensorDataset(torch.stack([batch(i)[0] for i in range(6)]))
+    scheduler = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}}
+    given = settings(tmp_path, scheduler=scheduler)
+    made = infinity.initialize(small_model(), given, training_data=data, batch_size=2)
+    engine, optimizer, loader, schedule = made
+    with engine:
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        assert optimizer is engine.optimizer
+        assert isinstance(loader, torch.utils.data.DataLoader)
+        assert schedule is engine.lr_scheduler
+        for (tokens,) in loader:
+            engine.backward(engine(tokens))
+            optimizer.step()
+        assert engine.global_steps == 3
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / 8)
+    stream = iter([1, 2])
+    engine, _, loader, schedule = infinity.initialize(
+        small_model(), settings(tmp_path), training_data=stream
+    )
+    assert loader is stream
+    assert schedule is None
+    engine.close()
+
+
+def test_the_scheduler_is_stepped_once_an_update(tmp_path: Path) -> None:
+    seen = []
+
+    def halve(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+    arguments = {"lr_scheduler": halve}
+    with small_engine(tmp_path, arguments=arguments, gradient_accumulation_steps=2) as engine:
+        for index in range(6):
+            train_one(engine, index)
+            seen.append(engine.optimizer.param_groups[0]["lr"])
+    assert seen == pytest.approx([1e-2, 5e-3, 5e-3, 2.5e-3, 2.5e-3, 1.25e-3])
+
+
+def train_one(engine: infinity.Engine, index: int) -> float:
+    loss = engine(batch(index))
+    engine.backward(loss)
+    engine.step()
+    return float(loss.detach())
+
+
+def test_the_engine_steps_at_the_boundary_only(tmp_path: Path) -> None:
+    with small_engine(tmp_path, gradient_accumulation_steps=3) as engine:
+        before = masters(engine)
+        counts = []
+        for index in range(6):
+            scaled = engine.backward(engine(batch(index)))
+            assert scaled.requires_grad is False
+            engine.step()
+            counts.append((engine.micro_step, engine.global_steps))
+            if index < 2:
+                assert same(masters(engine), before)
+        assert counts == [(1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (0, 2)]
+        assert not same(masters(engine), before)
+
+
+def test_backward_returns_the_scaled_loss(tmp_path: Path) -> None:
+    with small_engine(tmp_path, gradient_accumulation_steps=4) as engine:
+        loss = engine(batch(0))
+        assert torch.equal(engine.backward(loss), loss.detach() / 4)
+
+
+def test_step_without_backward_is_refused(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        for _ in range(2):
+            with pytest.raises(TrainingError, match=r"without a backward[\s\S]*engine\.backward"):
+                engine.step()
+        engine(batch(0))
+        with pytest.raises(TrainingError):
+            engine.step()
+        assert len(train(engine, 1)) == 1
+
+
+@pytest.mark.parametrize("loss", [torch.ones(2, requires_grad=True), torch.ones(()), 3.0, None])
+def test_backward_needs_a_scalar_loss(tmp_path: Path, loss: Any) -> None:
+    with small_engine(tmp_path) as engine:
+        with pytest.raises(TrainingError, match="scalar loss"):
+            engine.backward(loss)
+        with torch.no_grad():
+            without = engine(batch(0))
+        with pytest.raises(TrainingError, match="no_grad"):
+            engine.backward(without)
+
+
+@pytest.mark.parametrize("homes", [ON_DISK, ON_DEVICE])
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+def test_a_step_that_is_not_finite_is_skipped_and_counted(
+    tmp_path: Path, homes: dict[str, str], factor: float
+) -> None:
+    with small_engine(tmp_path, homes, model=Poisonable()) as engine:
+        train(engine, 1)
+        before = masters(engine)
+        engine.backward(engine(batch(1), factor))
+        engine.step()
+        assert (engine.global_steps, engine.skipped_steps, engine.micro_step) == (1, 1, 0)
+        assert engine.last_report.skipped
+        assert not math.isfinite(engine.grad_norm)
+        assert same(masters(engine), before)
+        train(engine, 1)
+        assert engine.global_steps == 2
+        assert not same(masters(engine), before)
+
+
+def test_a_skipped_step_leaves_no_trace_in_what_follows(tmp_path: Path) -> None:
+    with small_engine(tmp_path, ON_DEVICE, model=Poisonable()) as engine:
+        losses, expected = train(engine, 3), masters(engine)
+    with small_engine(tmp_path, model=Poisonable()) as engine:
+        seen = []
+        for index in range(3):
+            engine.backward(engine(batch(50), math.nan))
+            engine.step()
+            seen.append(train_one(engine, index))
+        assert seen == losses
+        assert same(masters(engine), expected)
+
+
+def test_many_steps_in_a_row_that_are_not_finite_are_an_error(tmp_path: Path) -> None:
+    with small_engine(tmp_path, model=Poisonable()) as engine:
+        with pytest.raises(  # noqa: PT012
+            TrainingError, match=r"20 steps in a row were not finite; first in 'inner"
+        ):
+            for _ in range(30):
+                engine.backward(engine(batch(0), math.nan))
+                engine.step()
+        assert engine.skipped_steps == 20
+        assert math.isfinite(train_one(engine, 0))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_norm_and_the_factor_are_those_of_torch(tmp_path: Path, micro_batches: int) -> None:
+    plain = small_model()
+    for index in range(micro_batches):
+        (plain(batch(index)) / micro_batches).backward()
+    expected = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.25))
+    more = {"gradient_clipping": 0.25, "gradient_accumulation_steps": micro_batches}
+    with small_engine(tmp_path, **more) as engine:
+        assert engine.grad_norm is None
+        train(engine, 1)
+        assert engine.grad_norm == pytest.approx(expected, rel=1e-6)
+        assert engine.last_report.clip_factor == pytest.approx(0.25 / (expected + 1e-6), rel=1e-6)
+        assert all(p.grad is None for p in engine.module.parameters())
+
+
+def test_clipping_can_be_off_and_a_small_norm_is_left_alone(tmp_path: Path) -> None:
+    for clipping in (0, 1e6):
+        with small_engine(tmp_path, gradient_clipping=clipping) as engine:
+            train(engine, 1)
+            assert engine.last_report.clip_factor == 1.0
+
+
+def test_a_step_matches_plain_torch(tmp_path: Path) -> None:
+    plain = small_model()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=False)
+    with small_engine(tmp_path) as engine:
+        for index in range(4):
+            optimizer.zero_grad()
+            loss = plain(batch(index))
+            loss.backward()
+            nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+            optimizer.step()
+            assert train_one(engine, index) == pytest.approx(float(loss.detach()), rel=1e-4)
+        for name, value in masters(engine).items():
+            assert torch.allclose(value, plain.state_dict()[name], rtol=1e-4, atol=1e-5), name
+
+
+# --- hooks of the user ---------------------------------------------------------------------------
+
+
+def test_hooks_on_modules_and_parameters_see_what_they_should(tmp_path: Path) -> None:
+    plain, calls = small_model(), []
+    with small_engine(tmp_path) as engine:
+        block = engine.module.blocks[1]
+        up = block.up
+
+        def before(module: nn.Module, args: Any) -> None:
+            assert torch.equal(module.up.weight, plain.blocks[1].up.weight)
+            calls.append("before")
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            assert module.up.weight.isfinite().all()
+            calls.append("after")
+
+        def backward(module: nn.Module, inputs: Any, outputs: Any) -> None:
+            assert outputs[0].isfinite().all()
+            assert module.up.weight.isfinite().all()
+            calls.append("backward")
+
+        def backward_before(module: nn.Module, outputs: Any) -> None:
+            calls.append("backward_before")
+
+        seen: list[Tensor] = []
+        handles = [
+            block.register_forward_pre_hook(before),
+            block.register_forward_hook(after),
+            block.register_full_backward_hook(backward),
+            block.register_full_backward_pre_hook(backward_before),
+            up.weight.register_hook(lambda g: seen.append(g.clone())),
+        ]
+        engine.backward(engine(batch(0)))
+        assert calls == ["before", "after", "backward_before", "backward"]
+        assert torch.equal(seen[0], engine.gradient(up.weight))
+        engine.step()
+        for handle in handles:
+            handle.remove()
+        train(engine, 1)
+
+
+def test_a_tensor_hook_may_change_a_gradient(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        weight = engine.module.norm.weight
+        weight.register_hook(lambda gradient: gradient * 0)
+        before = engine.state_dict()["norm.weight"]
+        engine.backward(engine(batch(0)))
+        assert not engine.gradient(weight).any()
+        engine.step()
+        assert torch.allclose(engine.state_dict()["norm.weight"], before * (1 - 1e-4))
+
+
+def test_a_parameter_in_a_loss_outside_the_call(tmp_path: Path) -> None:
+    """Right, or a clear error: here an L2 term over a parameter fetched by access."""
+    plain = small_model()
+    (plain(batch(0)) + plain.blocks[0].up.weight.square().sum()).backward()
+    with small_engine(tmp_path, look_ahead=0) as engine:
+        loss = engine(batch(0)) + engine.module.blocks[0].up.weight.square().sum()
+        try:
+            engine.backward(loss)
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)  # noqa: PT017
+            assert engine.micro_step == 0
+            return
+        grad = engine.gradient(engine.module.blocks[0].up.weight)
+        assert torch.allclose(grad, plain.blocks[0].up.weight.grad, atol=1e-6)
+
+
+def test_an_absent_parameter_in_a_loss_is_loud(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        absent = [p for p in engine.module.parameters() if p.isnan().all()]
+        loss = engine(batch(0)) + sum(p.square().sum() for p in absent)
+        assert loss.isnan()
+
+
+def test_a_module_used_outside_the_call(tmp_path: Path) -> None:
+    plain = small_model()
+    with small_engine(tmp_path) as engine:
+        with torch.no_grad():
+            assert torch.equal(engine.module(batch(0)), plain(batch(0)))
+            assert torch.equal(
+                engine.module.blocks[1](torch.ones(16)), plain.blocks[1](torch.ones(16))
+            )
+        with torch.inference_mode():
+            assert torch.equal(engine.module(batch(0)), plain(batch(0)))
+        train(engine, 2)
+        with torch.inference_mode():
+            engine.eval()
+            assert engine(batch(0)).isfinite()
+        engine.train()
+        train(engine, 1)
+
+
+def test_a_frozen_parameter_that_is_unfrozen_is_refused_by_name(tmp_path: Path) -> None:
+    model = small_model()
+    model.norm.weight.requires_grad_(False)
+    with small_engine(tmp_path, model=model) as engine:
+        train(engine, 1)
+        model.norm.weight.requires_grad_(True)
+        with pytest.raises(TrainingError, match=r"'norm\.weight' requires a gradient"):
+            engine(batch(0))
+        model.norm.weight.requires_grad_(False)
+        train(engine, 1)
+
+
+def test_the_autocast_cache_is_off_inside_calls_only(tmp_path: Path) -> None:
+    seen = []
+    with small_engine(tmp_path) as engine:
+        handle = engine.module.norm.register_forward_hook(
+            lambda *_: seen.append(torch.is_autocast_cache_enabled())
+        )
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.is_autocast_cache_enabled()
+            loss = engine(batch(0))
+            assert torch.is_autocast_cache_enabled()
+        engine.backward(loss)
+        engine.step()
+        handle.remove()
+    assert seen == [False]
+
+
+# --- several engines, closing --------------------------------------------------------------------
+
+
+def test_two_engines_share_nothing_but_the_budget(tmp_path: Path) -> None:
+    with small_engine(tmp_path, ON_DEVICE) as engine:
+        losses, expected = train(engine, 3), masters(engine)
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir(), two.mkdir()
+    first, *_ = infinity.initialize(small_model(), settings(one))
+    second, *_ = infinity.initialize(small_model(), settings(two, MIXED))
+    with first, second:
+        seen = [(train_one(first, i), train_one(second, i)) for i in range(3)]
+        assert seen == [(loss, loss) for loss in losses]
+        assert same(masters(first), expected)
+        assert same(masters(second), expected)
+    for folder in (one, two):
+        folder.rmdir()
+
+
+def test_a_second_engine_that_does_not_fit_is_refused_until_the_first_closes(
+    tmp_path: Path,
+) -> None:
+    big = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))  # 8 MiB with its state
+    homes = dict.fromkeys(("weights", "moments", "gradients"), "device")
+    fake, other = FakeAccelerator(), FakeAccelerator()
+    limits = {"budget": {"device": "12MiB"}}
+    before = PROCESS.total("device")
+    first, *_ = infinity.initialize(big, settings(tmp_path, homes, **limits), device=fake)
+    assert PROCESS.total("device") > before
+    second = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    with pytest.raises(DoesNotFitError, match="device"):
+        infinity.initialize(second, settings(tmp_path, homes, **limits), device=other)
+    assert type(second[0]._parameters) is dict
+    first.close()
+    assert PROCESS.total("device") == before
+    again, *_ = infinity.initialize(second, settings(tmp_path, homes, **limits), device=other)
+    again.close()
+
+
+def test_an_owned_model_is_refused(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        for module in (engine.module, nn.Sequential(engine.module.blocks[0])):
+            with pytest.raises(ConfigError, match="owned by another engine"):
+                infinity.initialize(module, settings(tmp_path))
+        train(engine, 1)
+
+
+def test_close_is_idempotent_and_everything_else_is_refused(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        loss = engine(batch(0))
+        engine.close()
+        engine.close()
+        engine.close(restore=True)
+        calls: Iterator[Any] = iter(
+            [
+                lambda: engine(batch(0)),
+                lambda: engine.backward(loss),
+                engine.step,
+                engine.optimizer.step,
+                engine.state_dict,
+                lambda: engine.load_state_dict({}),
+                lambda: engine.materialized(engine.module),
+                lambda: engine.gradient(engine.module.norm.weight),
+                engine.settle,
+            ]
+        )
+        for call in calls:
+            with pytest.raises(EngineClosedError):
+                call()
+        assert engine.global_steps == 0
+
+
+def test_an_engine_that_is_dropped_cleans_up_after_itself(tmp_path: Path) -> None:
+    engine = infinity.initialize(small_model(), settings(tmp_path), poison=poison)[0]
+    engine(batch(0))
+    assert list(tmp_path.iterdir())
+    del engine
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_with_block_closes_on_an_exception(tmp_path: Path) -> None:
+    engine, *_ = infinity.initialize(small_model(), settings(tmp_path))
+    with pytest.raises(ValueError, match="mine"), engine:
+        raise ValueError("mine")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_sweep_poisons_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with small_engine(tmp_path) as engine:
+        train(engine, 1)
+        engine.settle()
+        lanes = engine._parts.lanes
+        loss = engine(batch(1))
+        engine.backward(loss)
+        engine._parts.gradients.settle()
+
+        def broken(pieces: Any) -> Any:
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(lanes, "write", broken)
+        calls = [
+            lambda: engine(batch(2)),
+            lambda: engine.state_dict(),
+            lambda: engine.module.state_dict(),
+            lambda: engine.load_state_dict({}),
+            lambda: engine.materialized(engine.module.norm).__enter__(),
+            engine.settle,
+            engine.step,
+        ]
+        engine.step()
+        for call in [*calls, *calls]:
+            with pytest.raises(EngineFailedError, match="Input/output error") as caught:
+                call()
+            assert isinstance(caught.value.__cause__, OSError)
+        with pytest.raises(EngineFailedError):
+            engine.close(restore=True)
+        engine.close()
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE=2[\s\S]*one process"):
+        infinity.initialize(small_model(), settings(tmp_path))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    infinity.initialize(small_model(), settings(tmp_path))[0].close()
+
+
+def test_a_model_on_meta_is_refused(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = SmallModel()
+    with pytest.raises(ConfigError, match=r"'embedding\.weight' is on the meta device"):
+        infinity.initialize(model, settings(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_sparse_gradient_is_refused(tmp_path: Path) -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(50, 8, sparse=True)
+            self.out = nn.Linear(8, 8)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.out(self.table(tokens)).square().mean()
+
+    with small_engine(tmp_path, model=Sparse()) as engine:
+        loss = engine(batch(0))
+        with pytest.raises(TrainingError, match=r"'table\.weight' is sparse[\s\S]*sparse=False"):
+            engine.backward(loss)
+        assert engine.micro_step == 0
+
+
+def test_function_transforms_are_refused(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        module = engine.module
+        x = torch.ones(3, 16)
+        with pytest.raises(PresenceError, match=r"torch\.func"):
+            torch.func.grad(lambda value: module.blocks[0](value).sum())(x)
+        with pytest.raises(PresenceError, match=r"torch\.func"):
+            torch.func.vmap(module.blocks[0])(x)
+        weights = {k: v for k, v in engine.state_dict().items() if k != "head.weight"}
+        with pytest.raises(PresenceError, match=r"torch\.func|functional_call"):
+            torch.func.functional_call(module, weights, (batch(0),))
+        train(engine, 2)
+
+
+def test_model_parameters_and_optimizer_arguments_are_checked(tmp_path: Path) -> None:
+    model = small_model()
+    stranger = nn.Parameter(torch.ones(3))
+    with pytest.raises(ConfigError, match="the model does not have"):
+        infinity.initialize(model, settings(tmp_path), model_parameters=[stranger])
+    frozen = small_model().requires_grad_(False)
+    with pytest.raises(ConfigError, match="no parameter of the model requires a gradient"):
+        infinity.initialize(frozen, settings(tmp_path))
+    with pytest.raises(ConfigError, match="float64"):
+        infinity.initialize(small_model().double(), settings(tmp_path))
+    with pytest.raises(ConfigError, match="Module"):
+        infinity.initialize([1, 2], settings(tmp_path))  # type: ignore[arg-type]
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([stranger]), 1)
+    with pytest.raises(ConfigError, match="another optimizer"):
+        infinity.initialize(model, settings(tmp_path), lr_scheduler=scheduler)
+    assert not list(tmp_path.iterdir())
+    assert model(batch(0)).isfinite()
+
+
+def test_groups_keep_their_own_values(tmp_path: Path) -> None:
+    model = small_model()
+    groups = [
+        {"params": list(model.blocks.parameters()), "lr": 0.0, "weight_decay": 0.0},
+        {"params": list(model.norm.parameters()), "lr": 0.1},
+    ]
+    with small_engine(tmp_path, model=model, arguments={"model_parameters": groups}) as engine:
+        model.embedding.weight.requires_grad_(False)
+        before = masters(engine)
+        train(engine, 1)
+        after = masters(engine)
+        changed = {k for k in before if not torch.equal(before[k], after[k])}
+        assert changed == {"norm.weight", "norm.bias"}
+        with pytest.raises(InfinityError):
+            engine.optimizer.step(lambda: 0)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,24 +22,13 @@ from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.parts import Parts
 from infinity.plan.forecast import forecast_bytes
 from infinity.plan.plan import Plan
-from infinity.plan.tape import Tape, guess_cycle
-from infinity.training.report import Meter, StepReport
+from infinity.training.cycles import Cycles
+from infinity.training.report import StepReport
 from infinity.training.state_dict import ModuleStateHooks, StateDict, state_dict_of
-from infinity.training.sweep import SweepJob
+from infinity.training.stepper import Stepper
 from infinity.training.values import Values, targets
 
-MAX_SKIPPED_IN_A_ROW = 20
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where training is; replaced as a whole, so that an interruption finds it old or new."""
-
-    micro_step: int = 0
-    backwards: int = 0  # since the last step()
-    global_steps: int = 0
-    skipped_steps: int = 0
-    skipped_in_a_row: int = 0
+_IN_PLACE = "has been modified by an inplace operation: [torch."  # torch's own words
 
 
 class Engine:
@@ -58,27 +45,23 @@ class Engine:
         optimizer: OffloadedOptimizer,
         *,
         gradient_clipping: float,
-        journal: Journal | None,
+        lr_scheduler: Any = None,
+        journal: Journal | None = None,
     ) -> None:
         self.module = module
         self.optimizer = optimizer
         self.plan: Plan = parts.plan
-        self.lr_scheduler: Any = None
         self.gradient_clipping = gradient_clipping
-        self.last_report: StepReport | None = None
         self._parts = parts
         self._journal = journal
         self._index_of = {id(p): i for i, p in enumerate(parts.cut.parameters)}
-        self._steps = [0] * len(parts.cut.parameters)
-        self._progress = Progress()
-        self._cycle_open = False
-        self._after_commit: Exception | None = None  # of a step that happened all the same
-        num_units = len(self.plan.units)
-        self._tapes = {grad: Tape(guess_cycle(num_units, backward=grad)) for grad in (True, False)}
+        self._cycles = Cycles(parts.mover)
+        self._stepper = Stepper(
+            parts, self._cycles, optimizer, self._index_of, lr_scheduler, journal
+        )
         self._values = Values(parts.store, parts.mover, parts.adam, _settler(parts))
         parts.hooks.lent = self._values.lent
         self._state_hooks = ModuleStateHooks(module, self._values, self._index_of)
-        self._meter = Meter(parts.lanes)
         self._closed = False
         self._finalizer = weakref.finalize(self, parts.close)
         optimizer.connect(self.step)
@@ -92,7 +75,7 @@ class Engine:
         self._check_usable()
         self._check_arguments(args, kwargs)
         self._values.take_back_all()
-        self._begin_cycle()
+        self._cycles.begin(last_micro_batch=self._is_last_micro_batch())
         hooks = self._parts.hooks
         mark = hooks.mark()
         # No `finally`: an interruption may strike inside one, and then the rest of it is skipped.
@@ -102,12 +85,12 @@ class Engine:
             result = self.module(*args, **kwargs)
             hooks.restore(mark)
             if not torch.is_grad_enabled():
-                self._end_cycle()
+                self._cycles.end()
             return result
         except BaseException:
             hooks.restore(mark)
             self._parts.mover.recover()
-            self._end_cycle()
+            self._cycles.end()
             raise
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> Tensor:
@@ -133,21 +116,28 @@ class Engine:
         try:
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             gradients.finish()
-            self._end_cycle()
-            self._progress = replace(self._progress, backwards=self._progress.backwards + 1)
+            self._cycles.end()
+            self._stepper.count_backward()
             return result
-        except BaseException:
+        except BaseException as error:
             hooks.restore(mark)  # a recomputation pushes pairs of its own
             self._start_over()
+            if _IN_PLACE in str(error) and isinstance(error, RuntimeError):
+                raise TrainingError(
+                    str(error),
+                    because="a tensor was changed in place, or weights were used in a loss outside "
+                    "the engine call and have been moved since",
+                    remedy="compute penalties on weights inside the module's forward",
+                ) from error
             raise
 
     def _start_over(self) -> None:
         """After an exception: the accumulation window is empty again."""
-        self._progress = replace(self._progress, micro_step=0, backwards=0)
+        self._stepper.start_over()
         self._parts.mover.recover()
         self._parts.hooks.drop_gradients()
         self._parts.gradients.reset()
-        self._end_cycle()
+        self._cycles.end()
 
     def step(self) -> None:
         """End a micro-batch; at the end of the accumulation window, update.
@@ -157,8 +147,7 @@ class Engine:
         it has happened, or the accumulation window starts over: `global_steps` and `micro_step`
         tell.
         """
-        progress = self._progress
-        culprit = None
+        progress = self._stepper.progress
         try:
             self._check_usable()
             if progress.backwards == 0:
@@ -168,124 +157,30 @@ class Engine:
                     remedy="replace loss.backward() by engine.backward(loss)",
                 )
             if not self._is_last_micro_batch():
-                self._progress = replace(progress, micro_step=progress.micro_step + 1, backwards=0)
+                self._stepper.end_micro_batch()
                 return
-            self._end_cycle()
+            self._cycles.end()
             self._values.take_back_all()
             self._finish_sweep()
-            norm, skipped, factor = self._norm_and_factor()
-            culprit = self._parts.gradients.first_non_finite() if skipped else None
-            self._parts.gradients.settle()
-            self._parts.sweep.submit(lambda: self._commit(norm, factor, skipped))
+            self._stepper.update(self.gradient_clipping)
         except InfinityError:
-            raise  # a refusal: nothing has happened
+            raise  # a refusal, or an error of a step that has happened
         except BaseException:
             self._parts.sweep.await_commit()
-            if self._progress is progress:
+            if self._stepper.progress is progress:
                 self._start_over()
             raise
-        error, self._after_commit = self._after_commit, None
-        if error is not None:
-            raise error
-        if self._progress.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            raise TrainingError(
-                f"the gradients of {self._progress.skipped_in_a_row} steps in a row were not "
-                f"finite; first in {culprit!r}",
-                because="the loss is NaN or infinite, or the learning rate diverged",
-                remedy="lower the learning rate, or look at the loss and the data",
-            )
 
-    def _norm_and_factor(self) -> tuple[float, bool, float]:
-        """(global norm, whether to skip, what gradients are multiplied by)."""
-        with self._parts.lanes.stall("norm"):
-            norm = math.sqrt(self._parts.gradients.square_sum())
-        if not math.isfinite(norm):
-            return norm, True, 0.0
-        clipping = self.gradient_clipping
-        return norm, False, min(1.0, clipping / (norm + 1e-6)) if clipping else 1.0
+    def zero_grad(self) -> None:
+        """Start the accumulation window over: its gradients are dropped, `micro_step` is 0.
 
-    def _commit(self, norm: float, factor: float, skipped: bool) -> SweepJob | None:
-        """The step happens, on the sweep thread: units become pending, counters advance."""
-        progress, parts = self._progress, self._parts
-        job = None if skipped else self._make_job(factor)
-        progress = replace(
-            progress,
-            micro_step=0,
-            backwards=0,
-            global_steps=progress.global_steps + (not skipped),
-            skipped_steps=progress.skipped_steps + skipped,
-            skipped_in_a_row=progress.skipped_in_a_row + 1 if skipped else 0,
-        )
-        self._progress = progress
-        # From here the step has happened: whatever fails, the units that are pending get their
-        # update, and `step` raises the error after it.
-        try:
-            if job is not None:
-                for index in job.steps:
-                    self._steps[index] += 1
-                parts.mover.make_pending(job.units)
-        except PresenceError as error:
-            self._after_commit = error
-        parts.gradients.reset()
-        try:
-            self._report(norm, factor, skipped)
-            self.optimizer.mark_stepped()
-            if not skipped and self.lr_scheduler is not None:
-                self.lr_scheduler.step()
-        except Exception as error:
-            self._after_commit = self._after_commit or error
-        return job
-
-    def _make_job(self, factor: float) -> SweepJob:
-        """Everything the sweep depends on, as it is now."""
-        arrived = self._parts.gradients.arrived()
-        hypers = self.optimizer.hypers(self._index_of)
-        order = dict.fromkeys(self._tapes[True].first_uses())
-        order.update(dict.fromkeys(range(len(self.plan.units))))
-        units = self.plan.units
-        return SweepJob(
-            units=tuple(
-                u for u in order if any(s.parameter in arrived for s in units[u].trained_segments)
-            ),
-            hypers={i: hypers[i] for i in arrived},
-            steps={i: self._steps[i] + 1 for i in arrived},
-            grad_scale=factor,
-        )
-
-    def _report(self, norm: float, factor: float, skipped: bool) -> None:
-        surprises = self._parts.mover.surprises + sum(t.surprises for t in self._tapes.values())
-        self.last_report = self._meter.read(
-            step=self._progress.global_steps,
-            grad_norm=norm,
-            clip_factor=factor,
-            skipped=skipped,
-            surprises=surprises,
-        )
-        if self._journal is not None:
-            self._journal.write({"event": "step", **vars(self.last_report)})
-
-    # --- cycles ----------------------------------------------------------------------------------
+        For loops that caught an interruption between `backward()` and `step()`.
+        """
+        self._check_usable()
+        self._start_over()
 
     def _is_last_micro_batch(self) -> bool:
-        return self._progress.micro_step + 1 == self.plan.micro_batches
-
-    def _begin_cycle(self) -> None:
-        mover = self._parts.mover
-        tape = self._tapes[torch.is_grad_enabled()]
-        if self._cycle_open and mover.tape is tape:
-            return  # a second forward before the backward
-        self._end_cycle()
-        mover.tape = tape
-        mover.wraps = not (torch.is_grad_enabled() and self._is_last_micro_batch())
-        tape.begin()
-        self._cycle_open = True
-
-    def _end_cycle(self) -> None:
-        mover = self._parts.mover
-        if mover.tape is not None:
-            mover.tape.end()
-            mover.tape = None
-        self._cycle_open = False
+        return self._stepper.progress.micro_step + 1 == self.plan.micro_batches
 
     # --- values ----------------------------------------------------------------------------------
 
@@ -342,22 +237,32 @@ class Engine:
         return self._parts.device.torch_device
 
     @property
+    def lr_scheduler(self) -> Any:
+        """The scheduler the engine steps, or None."""
+        return self._stepper.lr_scheduler
+
+    @property
+    def last_report(self) -> StepReport | None:
+        """What the last step did; None before the first."""
+        return self._stepper.last_report
+
+    @property
     def global_steps(self) -> int:
         """Steps that updated parameters."""
         self._parts.sweep.await_commit()
-        return self._progress.global_steps
+        return self._stepper.progress.global_steps
 
     @property
     def micro_step(self) -> int:
         """Micro-batches of the current accumulation window that are behind us."""
         self._parts.sweep.await_commit()
-        return self._progress.micro_step
+        return self._stepper.progress.micro_step
 
     @property
     def skipped_steps(self) -> int:
         """Steps skipped because gradients were not finite."""
         self._parts.sweep.await_commit()
-        return self._progress.skipped_steps
+        return self._stepper.progress.skipped_steps
 
     @property
     def grad_norm(self) -> float | None:
@@ -366,7 +271,7 @@ class Engine:
 
     def forecast(self) -> dict[str, int]:
         """Predicted bytes per lane and step, for the order of units learnt so far."""
-        return forecast_bytes(self.plan, self._tapes[True].sequence)
+        return forecast_bytes(self.plan, self._cycles.training.sequence)
 
     def counters(self) -> dict[str, int]:
         """Bytes per lane since the engine was made, the initial state included."""

@@ -68,9 +68,9 @@ def initialize(
         parts,
         optimizer,
         gradient_clipping=float(settings.gradient_clipping),
+        lr_scheduler=scheduler,
         journal=journal,
     )
-    engine.lr_scheduler = scheduler
     if journal is not None:
         journal.write({"event": "start", "config": settings.resolved(), "plan": plan.describe()})
     loader = training_data

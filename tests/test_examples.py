@@ -199,6 +199,14 @@ def test_the_baseline_is_adamw_with_clipping(micro_batches: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
+    # Softmax ignores a shift of all keys: the key bias has no gradient, only rounding noise, and
+    # what Adam makes of that depends on the thread count.
+    keys = slice(shape.width, 2 * shape.width)
+    with torch.no_grad():
+        for model in (ours, reference):
+            bias = model.blocks[0].query_key_value.bias
+            assert bias[keys].abs().max() < 1e-3
+            bias[keys] = 0
     for a, b in zip(ours.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 

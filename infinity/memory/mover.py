@@ -22,18 +22,19 @@ from infinity.errors import EngineFailedError, PresenceError, TransferError
 from infinity.memory.device import HAPPENED, Event
 from infinity.memory.landing import Landings
 from infinity.memory.lanes import Lanes, after_all
-from infinity.memory.residency import Residency, Slot, Where
+from infinity.memory.residency import Slot, Where
+from infinity.memory.slots import Slots
 from infinity.memory.state import StateStore
 from infinity.model.presence import Presence
 from infinity.plan import policy
 from infinity.plan.layout import Kind, Tier
-from infinity.plan.plan import Plan, publishes
+from infinity.plan.plan import Plan
 from infinity.plan.tape import NEVER, Tape
 
 WAKE_S = 0.1  # waits look around this often, for signals and failures
 
 
-class Mover:
+class Mover(Slots):
     """Fetch, look ahead, evict; the only writer of residency on the training thread."""
 
     def __init__(
@@ -44,16 +45,10 @@ class Mover:
         presence: Presence,
         poison: Callable[[Tensor], None] | None = None,
     ) -> None:
-        self.plan = plan
-        self.lanes = lanes
+        super().__init__(plan, lanes, presence, poison)
         self.store = store
-        self.presence = presence
-        self.ledger = Residency(plan, lanes.device, poison)
-        self.changed = self.ledger.changed
-        self.entries = self.ledger.entries
         self.tape: Tape | None = None
         self.wraps = True
-        self.current = -1
         self.demand: int | None = None  # the unit the training thread waits for
         self.paced = True
         self.failure: BaseException | None = None
@@ -142,35 +137,17 @@ class Mover:
         if slot_class is None:
             return
         entry = self.entries[unit]
-        while entry.slot is None and self._free_slot(unit) is None:
+        while entry.slot is None and self.free_slot(unit) is None:
             if any(
                 policy.make_slot_free(self, wider, self._distance) or self._call_off(wider)
                 for wider in range(slot_class, -1, -1)
             ):
                 return
-            if not self._sweep_fills(slot_class):
-                raise self._no_slot(unit, slot_class)
+            if not self.sweep_fills(slot_class):
+                raise self.no_slot(unit, slot_class)
             with self.lanes.stall("slot"):  # the sweep needs nothing of ours to finish that unit
                 self.changed.wait(WAKE_S)
             self.check()
-
-    def _no_slot(self, unit: int, slot_class: int) -> PresenceError:
-        name = self.plan.units[unit].name
-        return PresenceError(
-            f"no slot is free for unit {name!r}: {self.ledger.holders(slot_class)}",
-            because="tensors that share memory with lent-out weights are still alive",
-            remedy="drop graphs and aliases you do not need, or raise look_ahead (more slots)",
-        )
-
-    def _sweep_fills(self, slot_class: int) -> bool:
-        """Whether new weights are on their way into a slot that would do."""
-        return any(
-            slot.slot_class is not None
-            and slot.slot_class <= slot_class
-            and slot.owner is not None
-            and self.is_pending(slot.owner)
-            for slot in self.ledger.slots
-        )
 
     def _call_off(self, slot_class: int) -> bool:
         """Free a slot that is being filled: the look-ahead was wrong, every slot is under way."""
@@ -186,16 +163,6 @@ class Mover:
             if self.evict(unit):
                 return True
         return False
-
-    def _free_slot(self, unit: int) -> Slot | None:
-        """A free slot of the unit's class, else of a wider one."""
-        slot_class = self.class_of(unit)
-        assert slot_class is not None
-        for wider in range(slot_class, -1, -1):
-            free = self.ledger.free_slots(wider)
-            if free:
-                return free[0]
-        return None
 
     def _distance(self, unit: int) -> int:
         return self.tape.distance(unit, wraps=self.wraps) if self.tape is not None else NEVER
@@ -239,59 +206,10 @@ class Mover:
         landed = next(u for u, e in enumerate(self.entries) if e.landing is not None)
         self._copy_landed(landed)
 
-    # --- the policy's view (also used by tests) ------------------------------------------------
-
-    def class_of(self, unit: int) -> int | None:
-        """The unit's slot class; None where its weights rest on the device."""
-        return self.ledger.class_of[unit]
-
-    def holds_slot(self, unit: int) -> bool:
-        """Whether a slot holds, or is about to hold, the unit's current weights."""
-        return self.entries[unit].slot is not None
-
-    def is_pending(self, unit: int) -> bool:
-        """Whether the sweep owes the unit an update."""
-        return self.entries[unit].where is Where.PENDING
-
-    def publishes(self, unit: int) -> bool:
-        """Whether the sweep brings the unit's new weights into a slot."""
-        return publishes(self.plan, unit)
-
-    def num_free(self, slot_class: int) -> int:
-        """Free slots of the class."""
-        return len(self.ledger.free_slots(slot_class))
-
-    def evictable(self, slot_class: int) -> Collection[int]:
-        """Units present in slots of the class that no forward is inside of."""
-        found = []
-        for slot in self.ledger.slots:
-            unit = slot.owner
-            if slot.slot_class == slot_class and unit is not None and unit != self.current:
-                entry = self.entries[unit]
-                if entry.where is Where.PRESENT and not entry.entered:
-                    found.append(unit)
-        return found
-
-    def evict(self, unit: int) -> bool:
-        """Give up the unit's slot; False if something still refers to its weights."""
-        entry = self.entries[unit]
-        slot = entry.slot
-        assert slot is not None
-        num_bound = len(self.plan.units[unit].segments) if entry.bound else 0
-        if slot.num_aliases(num_bound) > 0:
-            return False
-        try:
-            self._give_up(unit)
-        except PresenceError:  # an edited parameter is gone all the same
-            self.ledger.move(unit, Where.ABSENT)
-            raise
-        self.ledger.move(unit, Where.ABSENT)
-        return True
-
     def fetch(self, unit: int) -> None:
         """Start bringing the unit's weights from home into a free slot."""
         with self.changed:
-            slot = self._free_slot(unit)
+            slot = self.free_slot(unit)
             assert slot is not None
             residency = self.ledger.assign(unit, slot)
             entry = self.ledger.move(unit, Where.FETCHING)
@@ -310,22 +228,6 @@ class Mover:
         buffer = self._landings.buffer(entry.landing, residency.numel())
         entry.ticket = self.lanes.read(self.store.weight_parts(unit, buffer))
 
-    def _give_up(self, unit: int) -> None:
-        entry = self.entries[unit]
-        slot = entry.slot
-        assert slot is not None
-        edited: PresenceError | None = None
-        if entry.bound:
-            entry.bound = False
-            try:
-                self.presence.unbind(unit)
-            except PresenceError as error:
-                edited = error
-        slot.free_after = after_all(entry.ready, self.lanes.device.compute_event())
-        self.ledger.give_up(unit)
-        if edited is not None:  # the edit is lost, the slot is not
-            raise edited
-
     # --- updates -------------------------------------------------------------------------------
 
     def make_pending(self, units: Collection[int]) -> None:
@@ -342,7 +244,7 @@ class Mover:
                 entry = self.entries[unit]
                 if entry.where is Where.PRESENT:
                     try:
-                        self._give_up(unit)
+                        self.give_up(unit)
                     except PresenceError as error:
                         edited = edited or error
                 self.ledger.move(unit, Where.PENDING)
@@ -359,7 +261,7 @@ class Mover:
             entry = self.entries[unit]
             if entry.where is not Where.PRESENT:
                 return
-            self._give_up(unit)
+            self.give_up(unit)
             entry.updates += 1
             if entry.slot is None:
                 self.ledger.move(unit, Where.ABSENT)
@@ -378,7 +280,7 @@ class Mover:
                 assert slot_class is not None
                 free = self.ledger.free_slots(slot_class)
                 if not free and self.demand == unit:
-                    wide = self._free_slot(unit)
+                    wide = self.free_slot(unit)
                     free = [wide] if wide is not None else []
                 if free:
                     return free[0], self.ledger.assign(unit, free[0])

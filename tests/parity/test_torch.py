@@ -186,9 +186,7 @@ def test_schedulers(name: str, by_engine: bool) -> None:
     "by_engine",
     [
         True,
-        pytest.param(
-            False, marks=pytest.mark.xfail(reason="engine.step() sets _opt_called too late for it")
-        ),
+        False,
     ],
     ids=["engine_steps_it", "user_steps_it"],
 )

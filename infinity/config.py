@@ -217,7 +217,6 @@ class Config(_Section):
     cpu: CpuConfig = CpuConfig()
     journal: OnePath | None = None
     durable: bool = False
-    trace: OnePath | None = None
 
     @field_validator("precision", mode="before")
     @classmethod

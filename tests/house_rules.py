@@ -17,7 +17,7 @@ Rule = Callable[[Sources], list[str]]
 
 # What each room may import at run time; a room may always import itself. Imports that stand under
 # `if TYPE_CHECKING:` name types only, bind nothing, and are free.
-_FACTS = {"errors", "sizes", "config", "trace", "journal"}
+_FACTS = {"errors", "sizes", "config", "journal"}
 _MIDDLE = {"plan", "model", "optim", "memory"}
 _BELOW_ENGINE = _FACTS | _MIDDLE | {"training"}
 ALLOWED: dict[str, set[str]] = {
@@ -28,12 +28,11 @@ ALLOWED: dict[str, set[str]] = {
     "config_source": {"errors"},
     "config_problems": {"errors"},
     "config": {"errors", "sizes", "config_source", "config_problems"},
-    "trace": {"errors"},
     "journal": {"errors"},
-    "plan": {"errors", "sizes", "config", "trace"},
+    "plan": {"errors", "sizes", "config"},
     "model": {"errors", "sizes", "plan"},
     "optim": {"errors", "_adam"},
-    "memory": {"errors", "sizes", "config", "trace", "plan", "model", "optim", "_aio"},
+    "memory": {"errors", "sizes", "config", "plan", "model", "optim", "_aio"},
     "training": _FACTS | _MIDDLE,
     "parts": _BELOW_ENGINE,
     "engine": _BELOW_ENGINE | {"parts"},

@@ -104,8 +104,8 @@ class Plan:
             ("gradients", Kind.GRADIENT),
         ):
             lines.append(f"  {label:<21} {self._homes_line(kind)}")
-        for tier, parts in self.memory.items():
-            budget = self.budget.get(tier)
+        for tier, parts in self._memory_lines().items():
+            budget = self.budget.get("host" if tier == "ram" else tier)
             total = sum(parts.values())
             of = f" of {format_size(budget)}" if budget is not None else ""
             inside = ", ".join(f"{k} {format_size(v)}" for k, v in parts.items() if v)
@@ -124,6 +124,15 @@ class Plan:
         lines.append(f"  predicted per step: {lanes or 'nothing moves between tiers'}")
         lines.extend(f"  note: {note}" for note in self.notes)
         return "\n".join(lines)
+
+    def _memory_lines(self) -> dict[str, dict[str, int]]:
+        """Tier -> purpose -> bytes, with device and host as one where they are one memory."""
+        if not self.unified:
+            return self.memory
+        device, host = self.memory["device"], self.memory["host"]
+        purposes = dict.fromkeys([*host, *device])
+        ram = {p: host.get(p, 0) + device.get(p, 0) for p in purposes}
+        return {"ram": ram, "disk": self.memory["disk"]}
 
     def _homes_line(self, kind: Kind) -> str:
         counts: dict[Tier, int] = {}

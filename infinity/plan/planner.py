@@ -27,7 +27,7 @@ CHUNK_ELEMENTS = 1 << 20  # 12 MiB records: inside the 8-64 MiB that disks like
 NUM_STAGES = 4  # one read, one updated, one written, one to spare
 NUM_WINDOWS = 3  # gradient ranges in RAM when gradients rest on disk
 NUM_BOUNCES = 2  # device -> host gradient buffers
-AUTO_DEVICE_SHARE = 0.7  # of the device budget; the rest is left to activations
+AUTO_SHARE = 0.7  # of the memory compute uses; auto homes leave the rest to activations
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,8 @@ def _excess(plan: Plan, limits: Limits, *, auto: bool = False) -> dict[str, int]
     for tier, limit in (("device", limits.device), ("host", limits.host), ("disk", limits.disk)):
         if limit is None:
             continue
-        share = AUTO_DEVICE_SHARE if auto and tier == "device" and not plan.unified else 1.0
+        computes = tier == ("host" if plan.unified else "device")
+        share = AUTO_SHARE if auto and computes else 1.0
         if used[tier] > limit * share:
             over[tier] = used[tier] - int(limit * share)
     return over

@@ -216,6 +216,7 @@ class Parts:
         self.mover = Mover(plan, self.lanes, self.store, self.presence, poison)
         self.sweep = Sweep(plan, self.lanes, self.store, self.gradients, self.mover, self.adam)
         undo.append(self.sweep.close)
+        self.sweep.open()
         Birth(plan, self.lanes, self.store, self.adam).write(
             cut.parameters, self.presence, progress
         )

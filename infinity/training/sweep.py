@@ -113,11 +113,15 @@ class Sweep:
         self._stages = [_Stage(arena.carve(nbytes)) for _ in range(plan.num_stages)]
         self._order: _Commit | None = None
         self._closing = False
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._loop, name="infinity-sweep", daemon=True)
         self._target: tuple[Slot, Tensor] | None = None
         self._published: list[Event] = []
 
     # --- the training thread ---------------------------------------------------------------
+
+    def open(self) -> None:
+        """Start the thread; before training, where an interruption ends in `close`."""
+        self._thread.start()
 
     def submit(self, commit: Callable[[], SweepJob | None]) -> None:
         """Run `commit` on the sweep thread, and then, behind the caller, the job it returns.
@@ -129,10 +133,6 @@ class Sweep:
         order = _Commit(commit)
         with self.mover.changed:
             assert self._order is None
-            if self._thread is None:
-                thread = threading.Thread(target=self._loop, name="infinity-sweep", daemon=True)
-                thread.start()
-                self._thread = thread
             self._order = order
             self.mover.changed.notify_all()
         self.await_commit()
@@ -165,9 +165,8 @@ class Sweep:
             self._closing = True
             self.mover.paced = False
             self.mover.changed.notify_all()
-        if self._thread is not None:
+        if self._thread.ident is not None:
             self._thread.join()
-            self._thread = None
 
     # --- the sweep thread --------------------------------------------------------------------
 

@@ -1,5 +1,9 @@
 // The Python face: arguments in, exceptions out, the interpreter's lock released around every wait.
 // No decision about input or output is taken here.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
@@ -9,10 +13,6 @@
 #include <string>
 #include <utility>
 #include <vector>
-
-#include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/string.h>
 
 #include "bind_error.h"
 #include "engine.h"
@@ -32,9 +32,9 @@ void check_signals() {
 }
 
 [[noreturn]] void refuse_fork(const char* what, int owner) {
-  throw IoFailure(EPERM, what, {}, 0, 0,
-                  "it belongs to process " + std::to_string(owner) +
-                      "; a forked child must create its own");
+  throw IoFailure(
+      EPERM, what, {}, 0, 0,
+      "it belongs to process " + std::to_string(owner) + "; a forked child must create its own");
 }
 
 // --- File ----------------------------------------------------------------------------------------
@@ -120,8 +120,8 @@ class PyTicket {
     const double seconds = timeout_s.value_or(kForever);
     if (std::isnan(seconds)) throw std::invalid_argument("timeout_s must be a number");
     const auto deadline =
-        Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(
-                           std::clamp(seconds, 0.0, kForever)));
+        Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                           std::chrono::duration<double>(std::clamp(seconds, 0.0, kForever)));
     while (!ticket_->done()) {
       if (os::process_id() != ticket_->process_id) refuse_fork("wait", ticket_->process_id);
       const auto left = deadline - Clock::now();
@@ -173,13 +173,12 @@ Segment to_segment(nb::handle item, size_t index) {
   const PyFile* file = nullptr;
   if (!nb::try_cast(item, parts) || parts.size() != 4 || !nb::try_cast(parts[0], file) ||
       file == nullptr) {
-    throw nb::type_error(("segment " + std::to_string(index) +
-                          " must be a tuple (File, offset, length, address)")
-                             .c_str());
+    throw nb::type_error(
+        ("segment " + std::to_string(index) + " must be a tuple (File, offset, length, address)")
+            .c_str());
   }
   return {file->get(), segment_part(parts[1], index, "offset"),
-          segment_part(parts[2], index, "length"),
-          segment_part(parts[3], index, "address")};
+          segment_part(parts[2], index, "length"), segment_part(parts[3], index, "address")};
 }
 
 class PyEngine {
@@ -323,8 +322,8 @@ NB_MODULE(_aio, module) {
 
   nb::class_<PyEngine>(module, "Engine", "Moves blocks, at most queue_depth at once.")
       .def(nb::init<const std::string&, uint64_t, uint32_t, uint32_t, uint64_t>(), nb::kw_only(),
-           "backend"_a = "auto", "block_size"_a = 1 << 20, "queue_depth"_a = 8,
-           "num_threads"_a = 4, "slow_bytes_per_s"_a = 0)
+           "backend"_a = "auto", "block_size"_a = 1 << 20, "queue_depth"_a = 8, "num_threads"_a = 4,
+           "slow_bytes_per_s"_a = 0)
       .def("submit", &PyEngine::submit, "op"_a, "segments"_a)
       .def("counters", &PyEngine::counters)
       .def("close", &PyEngine::close)

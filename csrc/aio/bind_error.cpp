@@ -1,9 +1,9 @@
 #include "bind_error.h"
 
+#include <nanobind/stl/string.h>
+
 #include <cerrno>
 #include <string>
-
-#include <nanobind/stl/string.h>
 
 namespace infinity::aio {
 namespace {

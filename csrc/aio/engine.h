@@ -96,7 +96,7 @@ class Engine final : private BlockSource {
 
   mutable std::mutex mutex_;
   std::condition_variable drained_;
-  std::vector<Block> blocks_;     // all there will ever be: the depth
+  std::vector<Block> blocks_;  // all there will ever be: the depth
   std::vector<Block*> free_;
   std::deque<Block*> continued_;  // lent-out blocks that need another attempt
   std::deque<TicketPointer> queue_;

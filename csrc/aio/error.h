@@ -15,9 +15,9 @@ class IoFailure : public std::exception {
 
   const char* what() const noexcept override { return message.c_str(); }
 
-  int error;           // errno
-  std::string op;      // "read", "write", "open", "allocate", "sync", "start", "submit"
-  std::string path;    // empty where no file is concerned
+  int error;         // errno
+  std::string op;    // "read", "write", "open", "allocate", "sync", "start", "submit"
+  std::string path;  // empty where no file is concerned
   uint64_t offset;
   uint64_t length;
   std::string reason;  // the text of errno, or a more exact one

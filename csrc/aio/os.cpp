@@ -1,9 +1,5 @@
 #include "os.h"
 
-#include <cerrno>
-#include <csignal>
-#include <ctime>
-
 #include <fcntl.h>
 #include <pthread.h>
 #include <sys/eventfd.h>
@@ -12,6 +8,10 @@
 #include <sys/syscall.h>
 #include <sys/vfs.h>
 #include <unistd.h>
+
+#include <cerrno>
+#include <csignal>
+#include <ctime>
 
 namespace infinity::aio::os {
 namespace {
@@ -95,8 +95,8 @@ int uring_setup(uint32_t num_entries, void* params) {
 }
 
 int uring_enter(int ring_fd, uint32_t to_submit, uint32_t min_complete, uint32_t flags) {
-  return static_cast<int>(checked(
-      ::syscall(kSysUringEnter, ring_fd, to_submit, min_complete, flags, nullptr, 0)));
+  return static_cast<int>(
+      checked(::syscall(kSysUringEnter, ring_fd, to_submit, min_complete, flags, nullptr, 0)));
 }
 
 int map_shared(int fd, size_t length, uint64_t offset, void** address) {

@@ -22,11 +22,11 @@ struct Magic {
   const char* name;
 };
 constexpr Magic kMagics[] = {
-    {0xEF53, "ext4"},        {0x58465342, "xfs"},     {0x9123683E, "btrfs"},
-    {0x01021994, "tmpfs"},   {0x794C7630, "overlay"}, {0x6969, "nfs"},
-    {0x65735546, "fuse"},    {0x2FC12FC1, "zfs"},     {0xF2F52010, "f2fs"},
-    {0xCA451A4E, "bcachefs"}, {0x858458F6, "ramfs"},  {0xFF534D42, "cifs"},
-    {0xFE534D42, "smb2"},    {0x01021997, "9p"},      {0x0BD00BD0, "lustre"},
+    {0xEF53, "ext4"},         {0x58465342, "xfs"},     {0x9123683E, "btrfs"},
+    {0x01021994, "tmpfs"},    {0x794C7630, "overlay"}, {0x6969, "nfs"},
+    {0x65735546, "fuse"},     {0x2FC12FC1, "zfs"},     {0xF2F52010, "f2fs"},
+    {0xCA451A4E, "bcachefs"}, {0x858458F6, "ramfs"},   {0xFF534D42, "cifs"},
+    {0xFE534D42, "smb2"},     {0x01021997, "9p"},      {0x0BD00BD0, "lustre"},
 };
 
 class Page {
@@ -70,8 +70,7 @@ void finish(const Ticket& ticket, const std::function<void()>& pulse) {
 
 BackendProbe try_backend(BackendKind kind, const std::shared_ptr<File>& file, uint8_t salt,
                          const std::function<void()>& pulse) {
-  const uint32_t length =
-      std::max({4096u, file->memory_alignment(), file->offset_alignment()});
+  const uint32_t length = std::max({4096u, file->memory_alignment(), file->offset_alignment()});
   const Page page(2 * size_t{length});  // before the engine: must outlive what is in flight
   uint8_t* written = page.bytes();
   uint8_t* read_back = written + length;

@@ -15,8 +15,10 @@ struct FlagName {
   const char* name;
 };
 constexpr FlagName kFlags[] = {
-    {kSetupSingleIssuer, "SINGLE_ISSUER"}, {kSetupDeferTaskrun, "DEFER_TASKRUN"},
-    {kSetupCoopTaskrun, "COOP_TASKRUN"},   {kSetupSubmitAll, "SUBMIT_ALL"},
+    {kSetupSingleIssuer, "SINGLE_ISSUER"},
+    {kSetupDeferTaskrun, "DEFER_TASKRUN"},
+    {kSetupCoopTaskrun, "COOP_TASKRUN"},
+    {kSetupSubmitAll, "SUBMIT_ALL"},
     {kSetupClamp, "CLAMP"},
 };
 
@@ -33,12 +35,18 @@ constexpr uint32_t kFlagSets[] = {
 
 const char* setup_cause(int error) {
   switch (error) {
-    case EPERM: return " (seccomp of a container, or sysctl kernel.io_uring_disabled)";
-    case EACCES: return " (a security module forbids it)";
-    case ENOSYS: return " (kernel before 5.1, or io_uring compiled out or hidden by a sandbox)";
-    case ENOMEM: return " (RLIMIT_MEMLOCK: raise `ulimit -l`)";
-    case EMFILE: return " (too many open files: raise `ulimit -n`)";
-    default: return "";
+    case EPERM:
+      return " (seccomp of a container, or sysctl kernel.io_uring_disabled)";
+    case EACCES:
+      return " (a security module forbids it)";
+    case ENOSYS:
+      return " (kernel before 5.1, or io_uring compiled out or hidden by a sandbox)";
+    case ENOMEM:
+      return " (RLIMIT_MEMLOCK: raise `ulimit -l`)";
+    case EMFILE:
+      return " (too many open files: raise `ulimit -n`)";
+    default:
+      return "";
   }
 }
 

@@ -227,7 +227,13 @@ def test_overrides_win_and_leave_the_source_alone() -> None:
     raw = {"io": {"queue_depth": 4}, "cpu": None}
     merged = apply_overrides(
         raw,
-        ["io.queue_depth=16", "homes.weights=host", "cpu.isa=avx2", "seed=1", "journal="],
+        [
+            "io.queue_depth=16",
+            "homes.weights=host",
+            "cpu.isa=avx2",
+            "optimizer.lr=1e-4",
+            "journal=",
+        ],
     )
     assert raw == {"io": {"queue_depth": 4}, "cpu": None}
     assert merged["io"] == {"queue_depth": 16}

@@ -131,6 +131,22 @@ class Mover(Slots):
             finally:
                 self.demand = None
 
+    def await_consumed(self, unit: int) -> None:
+        """Wait until no sweep reads the unit's gradients: before they are written again.
+
+        A forward through the unit has waited already; this is for graphs older than the last
+        step, of which parts need no weights.
+        """
+        entry = self.entries[unit]
+        if entry.where is not Where.PENDING:
+            return
+        with self.lanes.stall("update"), self.changed:
+            self.paced = False
+            self.changed.notify_all()
+            while entry.where is Where.PENDING and self.failure is None:
+                self.changed.wait(WAKE_S)
+        self.check()
+
     def _require_slot(self, unit: int) -> None:
         """Free a slot for the unit, or say who holds them all; the caller holds `changed`."""
         slot_class = self.class_of(unit)

@@ -267,6 +267,7 @@ class Hooks:
         def hook(parameter: Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
+            self.mover.await_consumed(self._unit_of[index])
             self.gradients.receive(index, gradient)
             self.mover.tend()
 

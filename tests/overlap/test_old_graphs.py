@@ -1,0 +1,51 @@
+"""A graph older than the last step whose gradients need no weights: they must not overwrite what
+the sweep still reads.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import infinity
+
+NUMEL = 1 << 16
+
+
+class Shift(nn.Module):
+    """Adds a vector: its gradient needs nothing that was saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(NUMEL))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * (x + self.bias)).mean()
+
+
+def masters_after_an_old_backward(path: Path, where: str, slow_bytes_per_s: int) -> Tensor:
+    config = {
+        "nvme_path": str(path),
+        "precision": "fp32",
+        "homes": {"weights": where, "moments": where, "gradients": "host"},
+        "chunk_size": 4096,
+        "gradient_clipping": 0.0,
+        "io": {"slow_bytes_per_s": slow_bytes_per_s},
+    }
+    engine, *_ = infinity.initialize(Shift(), config)
+    generator = torch.Generator().manual_seed(0)
+    with engine:
+        first, second = (engine(torch.randn(NUMEL, generator=generator)) for _ in range(2))
+        engine.backward(first)
+        engine.step()  # the sweep starts, and is slow
+        engine.backward(second)
+        engine.step()
+        return engine.state_dict(master=True)["bias"]
+
+
+def test_an_old_graph_waits_for_the_sweep(tmp_path: Path) -> None:
+    expected = masters_after_an_old_backward(tmp_path, "device", 0)
+    slow = masters_after_an_old_backward(tmp_path, "disk", 4_000_000)
+    assert torch.equal(slow, expected)

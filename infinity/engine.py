@@ -61,6 +61,7 @@ class Engine:
         )
         self._values = Values(parts.store, parts.mover, parts.adam, _settler(parts))
         parts.hooks.lent = self._values.lent
+        parts.hooks.write_edits = self._values.flush_edits
         self._state_hooks = ModuleStateHooks(module, self._values, self._index_of)
         self._closed = False
         self._finalizer = weakref.finalize(self, parts.close)

@@ -182,6 +182,7 @@ class Parts:
         self.plan = plan
         self.device = device
         self._undo: list[Callable[[], None]] = []
+        self._born = False  # the initial state is home; the parameters' own memory is gone
         PROCESS.take(self, plan.tier_bytes)
         self._undo.append(lambda: PROCESS.release(self))
         try:
@@ -215,16 +216,26 @@ class Parts:
         self.presence = Presence(plan.units, cut.parameters, cut.dtypes, self.device.torch_device)
         self.mover = Mover(plan, self.lanes, self.store, self.presence, poison)
         self.sweep = Sweep(plan, self.lanes, self.store, self.gradients, self.mover, self.adam)
+        undo.append(self._let_go)
         undo.append(self.sweep.close)
         self.sweep.open()
         Birth(plan, self.lanes, self.store, self.adam).write(
             cut.parameters, self.presence, progress
         )
+        self._born = True
         move_buffers(model, self.device.torch_device)
         self.hooks = Hooks(self.mover, self.gradients, cut.units, cut.parameters, cut.trained)
         undo.append(self.hooks.remove)
         self.installation = Installation(model, self.hooks.touch)
         undo.append(self.installation.remove)
+
+    def _let_go(self) -> None:
+        """Make every parameter absent: a view would keep slots and homes alive."""
+        if self._born:
+            for layout in self.plan.units:
+                self.presence.forget(layout.index)
+        for slot in self.mover.ledger.slots:
+            slot.residency = slot.lingering = None
 
     def close(self) -> None:
         """Take everything down; every step is tried, the first error is raised at the end."""

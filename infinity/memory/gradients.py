@@ -11,6 +11,7 @@ home when the unit is complete, and read back when the next micro-batch reaches 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from infinity.errors import TrainingError
+from infinity.errors import TrainingError, TransferError
 from infinity.memory.device import DeviceArena, Event
 from infinity.memory.disk import Extent, Ticket
 from infinity.memory.host import HostArena, arena_for
@@ -118,6 +119,8 @@ class GradientStore:
                 f"the gradient of {segment.name!r} is sparse; flat gradient ranges are dense",
                 remedy="use sparse=False in nn.Embedding",
             )
+        if segment.numel == 0:
+            return
         flat = gradient.detach().contiguous().view(-1)
         if unit in self.on_device:
             self._accumulate_on_device(unit, segment, flat)
@@ -231,9 +234,9 @@ class GradientStore:
         for window in self._windows:
             wanted = unit is None or window.last_unit == unit
             if window.unit is None and window.ticket is not None and wanted:
+                ticket, window.ticket = window.ticket, None
                 with self.lanes.stall("gradient"):
-                    window.ticket.wait()
-                window.ticket = None
+                    ticket.wait()
 
     def _save(self, unit: int) -> None:
         """Write the window home; it is free when the write has ended."""
@@ -310,9 +313,10 @@ class GradientStore:
         self._pending.clear()
         self._bounced = 0
         for window in self._windows:
-            if window.ticket is not None:
-                window.ticket.wait()
-            window.ticket = window.unit = None
+            ticket, window.ticket, window.unit = window.ticket, None, None
+            if ticket is not None:
+                with contextlib.suppress(TransferError):  # what it moved is dropped
+                    ticket.wait()
         self._has.clear()
         self._squares.clear()
         self._saved.clear()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection
 
+import torch
 from torch import Tensor
 
 from infinity.errors import EngineFailedError, PresenceError, TransferError
@@ -56,7 +57,9 @@ class Mover(Slots):
         self._retry = False
         self._landings = Landings(plan, lanes)
         for unit, homes in enumerate(plan.homes):
-            if homes.weight is Tier.DEVICE and plan.units[unit].slot_bytes:
+            if not plan.units[unit].slot_bytes:  # only parameters without elements
+                self.ledger.add_permanent(unit, torch.empty(0, dtype=torch.uint8))
+            elif homes.weight is Tier.DEVICE:
                 state = store.units[unit]
                 home = state.ram if plan.unified else state.on_device
                 self.ledger.add_permanent(unit, home[Kind.WEIGHT])
@@ -204,6 +207,16 @@ class Mover(Slots):
         with self.changed:
             self.ledger.move(unit, Where.PRESENT)
 
+    def _abandon_fetch(self, unit: int) -> None:
+        """A fetch that failed, of weights that are not wanted any more."""
+        entry = self.entries[unit]
+        if entry.landing is not None:
+            self._landings.copied_by(entry.landing, HAPPENED)
+        entry.ticket = entry.landing = None
+        with self.changed:
+            self.ledger.give_up(unit)
+            self.ledger.move(unit, Where.ABSENT)
+
     def _copy_landed(self, unit: int) -> None:
         """Second half of disk -> device: the read has landed in RAM, copy it in."""
         entry = self.entries[unit]
@@ -254,7 +267,10 @@ class Mover(Slots):
         edited: PresenceError | None = None
         for unit in units:
             if self.entries[unit].where is Where.FETCHING:
-                self._finish_fetch(unit)
+                try:
+                    self._finish_fetch(unit)
+                except TransferError:  # nobody needs the stale weights it was to bring
+                    self._abandon_fetch(unit)
         with self.changed:
             for unit in units:
                 entry = self.entries[unit]
@@ -278,9 +294,12 @@ class Mover(Slots):
             if entry.where is not Where.PRESENT:
                 return
             self.give_up(unit)
-            entry.updates += 1
             if entry.slot is None:
                 self.ledger.move(unit, Where.ABSENT)
+
+    def edited(self, unit: int) -> None:
+        """The unit's weights were edited at home: graphs made before are stale."""
+        self.entries[unit].updates += 1
 
     def publish_slot(self, unit: int) -> tuple[Slot, Tensor] | None:
         """For the sweep: the slot the unit's new weights go to, or None if they only go home."""
@@ -324,11 +343,15 @@ class Mover(Slots):
 
     # --- interruption --------------------------------------------------------------------------
 
+    def unlock(self) -> None:
+        """Release what a signal inside Condition.__enter__ or __exit__ may have leaked."""
+        with contextlib.suppress(RuntimeError):
+            while True:
+                self.changed.release()
+
     def recover(self) -> None:
         """After an interruption at any point: a consistent ledger, nothing bound or in flight."""
-        with contextlib.suppress(RuntimeError):
-            while True:  # a signal inside Condition.__enter__ or __exit__ leaks the lock
-                self.changed.release()
+        self.unlock()
         self.lanes.forget_stall()
         self.lanes.device.synchronize()  # a copy's event may have been lost on its way to us
         with self.changed:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from infinity.memory.device import DeviceArena
+from infinity.memory.device import DeviceArena, Event
 from infinity.memory.disk import Extent, Ticket
 from infinity.memory.host import HostArena, arena_for
 from infinity.memory.lanes import Lanes
@@ -34,7 +34,7 @@ class UnitState:
     on_device: dict[Kind, Tensor] = field(default_factory=dict)
     extents: list[Extent] = field(default_factory=list)
     frozen: Extent | None = None
-    writes: list[Ticket] = field(default_factory=list)
+    writes: list[Ticket | Event] = field(default_factory=list)
 
 
 class StateStore:
@@ -122,7 +122,7 @@ class StateStore:
         return [(state.frozen, buffer[start : start + state.layout.frozen_bytes])]
 
     def settle_writes(self, unit: int) -> None:
-        """Wait until what was written to the unit's extents may be read back."""
+        """Wait until what was sent to the unit's homes is there and may be read back."""
         writes = self.units[unit].writes
         while writes:
             writes[0].wait()
@@ -136,6 +136,7 @@ class StateStore:
         if kind in state.ram:
             buffer.copy_(state.ram[kind])
         elif kind in state.on_device:
+            self.settle_writes(unit)
             self.lanes.copy_out(buffer, state.on_device[kind]).wait()
         elif buffer.numel():
             self.settle_writes(unit)
@@ -153,6 +154,7 @@ class StateStore:
         if kind in state.ram:
             state.ram[kind].copy_(value)
         elif kind in state.on_device:
+            self.settle_writes(unit)
             source = HostArena(nbytes).view(0, nbytes)
             source.copy_(value)
             self.lanes.copy_in(state.on_device[kind], source).wait()

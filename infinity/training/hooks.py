@@ -13,7 +13,7 @@ With no outer pair it is kept detached with its version, which is checked on unp
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,7 +179,8 @@ class Hooks:
         self.mover = mover
         self.gradients = gradients
         self.saved = SavedTensors(mover, gradients.expect)
-        self.lent: Container[int] = ()  # parameters that have a full value of their own now
+        self.lent: Collection[int] = ()  # parameters that have a full value of their own now
+        self.write_edits: Callable[[], None] = lambda: None  # before home is read
         self._pid = os.getpid()
         self._cuts = cuts
         self._parameters = parameters
@@ -206,9 +207,11 @@ class Hooks:
         self._refuse_strangers()
         index = self._index_of[id(parameter)]
         if index not in self.lent:
+            self._is_lent(self._unit_of[index])  # raises where a sibling is
             self._use(self._unit_of[index])
 
     def _use(self, unit: int) -> None:
+        self.write_edits()
         if not torch.is_inference_mode_enabled():
             self.mover.use(unit)
             return
@@ -243,6 +246,8 @@ class Hooks:
         return hook
 
     def _is_lent(self, unit: int) -> bool:
+        if not self.lent:
+            return False
         lent = [i in self.lent for i in self._cuts[unit].parameters]
         if any(lent) and not all(lent):
             raise PresenceError(

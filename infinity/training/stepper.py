@@ -91,6 +91,7 @@ class Stepper:
         Raises `TrainingError` after too many skipped steps in a row, and what the commit raised
         (an edited parameter, a scheduler) after the step has happened.
         """
+        self._gradients.finish()  # a backward the engine did not see may have left some open
         with self._mover.lanes.stall("norm"):
             norm = math.sqrt(self._gradients.square_sum())
         skipped = not math.isfinite(norm)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from infinity.errors import EngineClosedError
 from infinity.memory.device import Event
 from infinity.memory.disk import Ticket
 from infinity.memory.gradients import GradientStore
@@ -157,6 +158,8 @@ class Sweep:
             self.mover.paced = False
             self.mover.changed.notify_all()
             while self._order is not None and self.mover.failure is None:
+                if self._closing:
+                    raise EngineClosedError("the engine is closed", remedy="make a new one")
                 self.mover.changed.wait(WAKE_S)
 
     def close(self) -> None:
@@ -165,7 +168,9 @@ class Sweep:
             self._closing = True
             self.mover.paced = False
             self.mover.changed.notify_all()
-        if self._thread.ident is not None:
+        self.mover.unlock()
+        # The garbage collector may close a dropped engine on any thread, this one's too.
+        if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join()
 
     # --- the sweep thread --------------------------------------------------------------------
@@ -333,6 +338,7 @@ class Sweep:
             target = home[start * itemsize : (start + count) * itemsize]
             event = self.lanes.copy_in(target, work.views[kind])
             work.stage.busy.append(event)
+            state.writes.append(event)
             if kind is Kind.WEIGHT:
                 self._published.append(event)
 

@@ -30,6 +30,13 @@ class _CachedUnit:
     residual: Tensor | None
     dirty: bool = False
 
+    def replace(self, part: Tensor, value: Tensor) -> None:
+        """Overwrite a part of a range; the unit is dirty if any byte changes."""
+        old, new = part.view(torch.uint8), value.view(torch.uint8)
+        if not torch.equal(old, new):
+            self.dirty = True
+            old.copy_(new)
+
 
 class Values:
     """Reads and writes parameters by index; `settle` must lift the pacing and wait for updates."""
@@ -74,24 +81,24 @@ class Values:
                 f"parameter {segment.name!r} has shape {segment.shape}, got {tuple(value.shape)}"
             )
         cached = self._load(layout)
-        cached.dirty = True
         flat = value.detach().cpu().contiguous().view(-1)
         if not segment.trained:
             start = layout.trained_bytes + segment.offset
             dtype = self.mover.presence.dtypes[parameter]
-            cached.weight[start : start + segment.nbytes].copy_(flat.to(dtype).view(torch.uint8))
+            part = cached.weight[start : start + segment.nbytes]
+            cached.replace(part, flat.to(dtype))
             return
         weight, residual = self._parts(cached, segment)
         if residual is None:
-            weight.copy_(flat)
+            cached.replace(weight, flat.to(weight.dtype))
             return
         keep = torch.zeros(segment.numel, dtype=torch.bool)
         if flat.dtype is torch.bfloat16:
             keep = flat.view(torch.int16) == weight.view(torch.int16)
         new_weight, new_residual = torch.empty_like(weight), torch.empty_like(residual)
         self.adam.split(flat.float(), new_weight, new_residual)
-        weight.copy_(torch.where(keep, weight, new_weight))
-        residual.copy_(torch.where(keep, residual, new_residual))
+        cached.replace(weight, torch.where(keep, weight, new_weight))
+        cached.replace(residual, torch.where(keep, residual, new_residual))
 
     def shape(self, parameter: int) -> tuple[int, ...]:
         """The parameter's real shape."""
@@ -102,10 +109,18 @@ class Values:
         cached, self._cached = self._cached, None
         if cached is not None and cached.dirty:
             unit = cached.layout.index
-            self.mover.drop(unit)
-            self.store.write(unit, Kind.WEIGHT, cached.weight)
-            if cached.residual is not None:
-                self.store.write(unit, Kind.RESIDUAL, cached.residual)
+            try:
+                self.mover.drop(unit)
+            finally:  # an edit outside a loan raises, those inside one are kept
+                self.store.write(unit, Kind.WEIGHT, cached.weight)
+                if cached.residual is not None:
+                    self.store.write(unit, Kind.RESIDUAL, cached.residual)
+                self.mover.edited(unit)
+
+    def flush_edits(self) -> None:
+        """`flush`, if anything was edited."""
+        if self._cached is not None and self._cached.dirty:
+            self.flush()
 
     def _load(self, layout: UnitLayout) -> _CachedUnit:
         if os.getpid() != self._pid:

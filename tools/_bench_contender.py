@@ -218,12 +218,12 @@ def engine_config(job: dict[str, Any], contender: str) -> dict[str, Any]:
 
 
 def deepspeed_config(job: dict[str, Any]) -> dict[str, Any]:
-    """Return DeepSpeed's config; the values are those that survived /work/shared/peers."""
+    """Return DeepSpeed's config: its defaults crash here, these values run (look-ahead off)."""
     path = str(Path(job["path"]) / "deepspeed")
     optimizer = {"device": "nvme", "nvme_path": path, "pin_memory": True, "buffer_count": 4,
-                 "pipeline_read": True, "pipeline_write": True}  # fmt: skip
-    parameters = {"device": "nvme", "nvme_path": path, "pin_memory": True, "buffer_count": 5,
-                  "buffer_size": int(1e8), "max_in_cpu": 0}  # fmt: skip
+                 "pipeline_read": False, "pipeline_write": False}  # fmt: skip
+    parameters = {"device": "nvme", "nvme_path": path, "pin_memory": True, "buffer_count": 12,
+                  "buffer_size": int(3e7), "max_in_cpu": 0}  # fmt: skip
     return {
         "train_micro_batch_size_per_gpu": job["rows"],
         "gradient_accumulation_steps": job["micro_batches"],
@@ -235,15 +235,16 @@ def deepspeed_config(job: dict[str, Any]) -> dict[str, Any]:
             "stage": 3,
             "overlap_comm": False,
             "contiguous_gradients": True,
-            "sub_group_size": int(1e8),
-            "stage3_prefetch_bucket_size": int(5e7),
-            "stage3_max_live_parameters": int(1e9),
+            "sub_group_size": int(3e7),
+            "stage3_prefetch_bucket_size": 0,
+            "stage3_max_live_parameters": 0,
+            "stage3_max_reuse_distance": 0,
             "stage3_param_persistence_threshold": int(1e5),
             "reduce_bucket_size": int(5e7),
             "offload_optimizer": optimizer,
             "offload_param": parameters,
         },
-        "aio": {"block_size": 2**20, "queue_depth": 32, "intra_op_parallelism": 1,
+        "aio": {"block_size": 2**20, "queue_depth": 8, "intra_op_parallelism": 1,
                 "single_submit": False, "overlap_events": True},
     }  # fmt: skip
 

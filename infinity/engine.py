@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from infinity.errors import (
     EngineClosedError,
     InfinityError,
-    PresenceError,
     TrainingError,
 )
 from infinity.journal import Journal
@@ -23,6 +22,7 @@ from infinity.parts import Parts
 from infinity.plan.forecast import forecast_bytes
 from infinity.plan.plan import Plan
 from infinity.training.cycles import Cycles
+from infinity.training.owner import Owner
 from infinity.training.report import StepReport
 from infinity.training.state_dict import ModuleStateHooks, StateDict, state_dict_of
 from infinity.training.stepper import Stepper
@@ -66,7 +66,7 @@ class Engine:
         self._closed = False
         self._finalizer = weakref.finalize(self, parts.close)
         optimizer.connect(self.step)
-        self._pid = os.getpid()
+        self._owner = Owner()
         _after_fork(self)
 
     # --- training ------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class Engine:
                 return
             self._cycles.end()
             self._values.take_back_all()
-            self._finish_sweep()
+            self._values.settle()
             self._stepper.update(self.gradient_clipping)
         except InfinityError:
             raise  # a refusal, or an error of a step that has happened
@@ -281,7 +281,7 @@ class Engine:
     def settle(self) -> None:
         """Wait until no update is owed and everything is home."""
         self._check_usable()
-        self._finish_sweep()
+        self._values.settle()
         for unit in range(len(self.plan.units)):
             self._parts.store.settle_writes(unit)
 
@@ -291,7 +291,7 @@ class Engine:
         Parameters are absent afterwards; with `restore` they first get their full values back,
         in RAM, in the compute dtype.
         """
-        if self._closed or os.getpid() != self._pid:
+        if self._closed or not self._owner.is_here():
             return
         values = None
         if restore:
@@ -313,17 +313,8 @@ class Engine:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _finish_sweep(self) -> None:
-        self._parts.sweep.finish()
-        self._parts.mover.check()
-
     def _check_usable(self) -> None:
-        if os.getpid() != self._pid:
-            raise PresenceError(
-                f"this engine belongs to process {self._pid}; {os.getpid()} is a fork of it",
-                because="a DataLoader worker or another child touched the engine",
-                remedy="use the engine only in the process that made it",
-            )
+        self._owner.check()
         if self._closed:
             raise EngineClosedError("the engine is closed", remedy="make a new one")
         self._parts.mover.check()

@@ -12,7 +12,6 @@ With no outer pair it is kept detached with its version, which is checked on unp
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +29,7 @@ from infinity.model.torch_private import (
     inside_function_transform,
     top_saved_tensors_hooks,
 )
+from infinity.training.owner import Owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ class Hooks:
         self.saved = SavedTensors(mover, gradients.expect)
         self.lent: Collection[int] = ()  # parameters that have a full value of their own now
         self.write_edits: Callable[[], None] = lambda: None  # before home is read
-        self._pid = os.getpid()
+        self._owner = Owner()
         self._cuts = cuts
         self._parameters = parameters
         self._index_of = {id(p): i for i, p in enumerate(parameters)}
@@ -219,14 +219,7 @@ class Hooks:
             self.mover.use(unit)
 
     def _refuse_strangers(self) -> None:
-        if os.getpid() != self._pid:
-            raise PresenceError(
-                f"this engine belongs to process {self._pid}; process {os.getpid()} is a fork "
-                "of it and has neither its slots nor its threads",
-                because="a DataLoader worker or another child touched the offloaded model",
-                remedy="use the model only in the process that made the engine; give workers "
-                "plain data",
-            )
+        self._owner.check()
         if inside_function_transform():
             raise PresenceError(
                 "torch.func transforms (grad, vmap, functional_call, ...) cannot run over an "

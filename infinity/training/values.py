@@ -6,7 +6,6 @@ writes each unit once. Nothing here is fast; all of it is exact.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from infinity.memory.mover import Mover
 from infinity.memory.state import StateStore
 from infinity.optim.cpu import CpuAdam
 from infinity.plan.layout import Kind, Segment, UnitLayout
+from infinity.training.owner import Owner
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Values:
         self.lent: dict[int, torch.dtype] = {}
         self._places = {s.parameter: (u, s) for u in store.plan.units for s in u.segments}
         self._cached: _CachedUnit | None = None
-        self._pid = os.getpid()
+        self._owner = Owner()
 
     # --- single values -----------------------------------------------------------------------
 
@@ -123,12 +123,7 @@ class Values:
             self.flush()
 
     def _load(self, layout: UnitLayout) -> _CachedUnit:
-        if os.getpid() != self._pid:
-            raise PresenceError(
-                f"this engine belongs to process {self._pid}; {os.getpid()} is a fork of it",
-                because="a DataLoader worker or another child asked for values of the model",
-                remedy="read values in the process that made the engine",
-            )
+        self._owner.check()
         if self._cached is not None and self._cached.layout is layout:
             return self._cached
         self.flush()

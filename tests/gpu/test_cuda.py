@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from support.small import VOCABULARY, small_model
+from torch import Tensor
 
 import infinity
 
@@ -17,36 +17,10 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
 ]
 TIERS = ("device", "host", "disk")
-VOCAB, DIM = 97, 128
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(DIM)
-        self.up = nn.Linear(DIM, 4 * DIM)
-        self.down = nn.Linear(4 * DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, DIM)
-        self.blocks = nn.ModuleList(Block() for _ in range(6))
-        self.head = nn.Linear(DIM, VOCAB, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1).float(), tokens.flatten())
 
 
 def train(path: Path, homes: tuple[str, ...], precision: str) -> tuple[list[float], list[Tensor]]:
-    torch.manual_seed(0)
+    model = small_model(num_blocks=6, width=128)
     config = {
         "nvme_path": str(path),
         "precision": precision,
@@ -54,12 +28,12 @@ def train(path: Path, homes: tuple[str, ...], precision: str) -> tuple[list[floa
         "gradient_accumulation_steps": 2,
         "chunk_size": 16384,
     }
-    engine, *_ = infinity.initialize(Model(), config, device="cuda")
+    engine, *_ = infinity.initialize(model, config, device="cuda")
     generator = torch.Generator().manual_seed(1)
     losses = []
     with engine:
         for _ in range(20):
-            tokens = torch.randint(0, VOCAB, (4, 32), generator=generator).cuda()
+            tokens = torch.randint(0, VOCABULARY, (4, 32), generator=generator).cuda()
             loss = engine(tokens)
             engine.backward(loss)
             engine.step()

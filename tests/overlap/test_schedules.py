@@ -11,45 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support.fake_accelerator import FakeAccelerator
-from torch import Tensor, nn
+from support.small import VOCABULARY, small_model
 
 import infinity
 
-VOCAB, DIM, STEPS = 31, 16, 250
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(DIM)
-        self.up = nn.Linear(DIM, 2 * DIM)
-        self.down = nn.Linear(2 * DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, DIM)
-        self.blocks = nn.ModuleList(Block() for _ in range(5))
-        self.norm = nn.LayerNorm(DIM)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        logits = F.linear(self.norm(x), self.embed.weight)
-        return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+STEPS = 250
 
 
 def losses_of(
     path: Path, homes: tuple[str, str, str], device: FakeAccelerator | None, num_steps: int
 ) -> list[float]:
-    torch.manual_seed(0)
     config = {
         "nvme_path": str(path),
         "homes": dict(zip(("weights", "moments", "gradients"), homes, strict=True)),
@@ -59,14 +31,17 @@ def losses_of(
         "optimizer": {"lr": 3e-3},
     }
     engine, *_ = infinity.initialize(
-        Model(), config, device=device or "cpu", poison=lambda slot: slot.fill_(255)
+        small_model(num_blocks=5),
+        config,
+        device=device or "cpu",
+        poison=lambda slot: slot.fill_(255),
     )
     generator = torch.Generator().manual_seed(1)
     losses = []
     with engine:
         for _ in range(num_steps):
             for _ in range(2):
-                loss = engine(torch.randint(0, VOCAB, (2, 8), generator=generator))
+                loss = engine(torch.randint(0, VOCABULARY, (2, 9), generator=generator))
                 engine.backward(loss)
                 engine.step()
                 losses.append(loss.item())

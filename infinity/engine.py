@@ -59,7 +59,7 @@ class Engine:
         self._stepper = Stepper(
             parts, self._cycles, optimizer, self._index_of, lr_scheduler, journal
         )
-        self._values = Values(parts.store, parts.mover, parts.adam, _settler(parts))
+        self._values = Values(parts.store, parts.mover, parts.kernels, _settler(parts))
         parts.hooks.lent = self._values.lent
         parts.hooks.write_edits = self._values.flush_edits
         self._state_hooks = ModuleStateHooks(module, self._values, self._index_of)

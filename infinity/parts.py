@@ -21,7 +21,7 @@ from infinity.memory.reservations import PROCESS
 from infinity.memory.state import StateStore
 from infinity.model.cut import Cutter, UnitCut, UnitSpec
 from infinity.model.presence import Installation, ParameterMap, Presence, move_buffers
-from infinity.optim.cpu import CpuAdam
+from infinity.optim.cpu import CpuKernels
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.plan.layout import PRECISIONS, ParameterFacts, UnitLayout, lay_out
 from infinity.plan.machine import default_host_budget_bytes, read_machine
@@ -200,26 +200,26 @@ class Parts:
     ) -> None:
         plan, cut, undo = self.plan, self.cut, self._undo
         undo.append(self.device.close)
-        self.adam = CpuAdam(config.cpu.num_threads, config.cpu.isa)
-        undo.append(self.adam.close)
+        self.kernels = CpuKernels(config.cpu.num_threads, config.cpu.isa)
+        undo.append(self.kernels.close)
         if isinstance(self.device, CpuDevice):
-            self.device.copier = self.adam.copy
+            self.device.copier = self.kernels.copy
         needs_disk = any(plan.memory["disk"].values())
         self.disk = Disk(config.nvme_path, config.io) if needs_disk else None
         if self.disk is not None:
             undo.append(self.disk.close)
         self.lanes = Lanes(self.device, self.disk)
         self.store = StateStore(plan, self.lanes)
-        self.gradients = GradientStore(plan, self.lanes, self.adam)
+        self.gradients = GradientStore(plan, self.lanes, self.kernels)
         if self.disk is not None:
             self.disk.allocate()
         self.presence = Presence(plan.units, cut.parameters, cut.dtypes, self.device.torch_device)
         self.mover = Mover(plan, self.lanes, self.store, self.presence, poison)
-        self.sweep = Sweep(plan, self.lanes, self.store, self.gradients, self.mover, self.adam)
+        self.sweep = Sweep(plan, self.lanes, self.store, self.gradients, self.mover, self.kernels)
         undo.append(self._let_go)
         undo.append(self.sweep.close)
         self.sweep.open()
-        Birth(plan, self.lanes, self.store, self.adam).write(
+        Birth(plan, self.lanes, self.store, self.kernels).write(
             cut.parameters, self.presence, progress
         )
         self._born = True

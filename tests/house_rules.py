@@ -17,7 +17,7 @@ Rule = Callable[[Sources], list[str]]
 
 # What each room may import at run time; a room may always import itself. Imports that stand under
 # `if TYPE_CHECKING:` name types only, bind nothing, and are free.
-_FACTS = {"errors", "sizes", "config", "journal"}
+_FACTS = {"errors", "sizes", "formats", "config", "journal"}
 _MIDDLE = {"plan", "model", "optim", "memory"}
 _BELOW_ENGINE = _FACTS | _MIDDLE | {"training"}
 ALLOWED: dict[str, set[str]] = {
@@ -25,14 +25,15 @@ ALLOWED: dict[str, set[str]] = {
     "_adam": set(),
     "errors": set(),
     "sizes": {"errors"},
+    "formats": set(),
     "config_source": {"errors"},
     "config_problems": {"errors"},
     "config": {"errors", "sizes", "config_source", "config_problems"},
     "journal": {"errors"},
-    "plan": {"errors", "sizes", "config"},
+    "plan": {"errors", "sizes", "formats", "config"},
     "model": {"errors", "sizes", "plan"},
-    "optim": {"errors", "_adam"},
-    "memory": {"errors", "sizes", "config", "plan", "model", "optim", "_aio"},
+    "optim": {"errors", "formats", "_adam"},
+    "memory": {"errors", "sizes", "formats", "config", "plan", "model", "optim", "_aio"},
     "training": _FACTS | _MIDDLE,
     "parts": _BELOW_ENGINE,
     "engine": _BELOW_ENGINE | {"parts"},

@@ -24,7 +24,7 @@ from infinity.memory.device import DeviceArena, Event
 from infinity.memory.disk import Extent, Ticket
 from infinity.memory.host import HostArena, arena_for
 from infinity.memory.lanes import Lanes
-from infinity.optim.cpu import CpuAdam
+from infinity.optim.cpu import CpuKernels
 from infinity.plan.layout import PAGE, Segment, Tier, round_up
 from infinity.plan.plan import Plan
 from infinity.plan.planner import NUM_BOUNCES, largest_trained, largest_window, num_windows
@@ -57,10 +57,10 @@ class GradientStore:
     The sweep reads ranges through `ram`, `on_device` and `extent` after `finish`.
     """
 
-    def __init__(self, plan: Plan, lanes: Lanes, adam: CpuAdam) -> None:
+    def __init__(self, plan: Plan, lanes: Lanes, kernels: CpuKernels) -> None:
         self.plan = plan
         self.lanes = lanes
-        self.adam = adam
+        self.kernels = kernels
         self.dtype = torch.bfloat16 if plan.gradient_itemsize == 2 else torch.float32
         self.last_micro_batch = True  # square sums are worth taking now
         self.ram: dict[int, Tensor] = {}
@@ -168,13 +168,13 @@ class GradientStore:
         home = self.ram.get(unit)
         target = self._part(self._window(unit) if home is None else home, segment)
         if segment.parameter in self._has:
-            self.adam.accumulate(target, gradient)
+            self.kernels.accumulate(target, gradient)
         else:
-            self.adam.convert(target, gradient)
+            self.kernels.convert(target, gradient)
         self._has.add(segment.parameter)
         self._squares.pop(segment.parameter, None)
         if self.last_micro_batch:
-            self._squares[segment.parameter] = self.adam.square_sum(target)
+            self._squares[segment.parameter] = self.kernels.square_sum(target)
         if home is None:
             self._arrived[unit] = self._arrived.get(unit, 0) + 1
             if self._arrived[unit] == len(self.plan.units[unit].trained_segments):
@@ -275,7 +275,7 @@ class GradientStore:
         total = 0.0
         for parameter in sorted(self._has):
             if parameter not in self._squares:
-                self._squares[parameter] = self.adam.square_sum(self.read(parameter))
+                self._squares[parameter] = self.kernels.square_sum(self.read(parameter))
             total += self._squares[parameter]
         return total
 

@@ -21,7 +21,7 @@ _FLOATS = tuple(_CODES)
 _scalars = lru_cache(maxsize=32)(scalars)  # a step has thousands of segments, one set of scalars
 
 
-class CpuAdam:
+class CpuKernels:
     """One thread pool and its kernels; may be used from several threads at once."""
 
     def __init__(self, num_threads: int = 0, isa: str = "auto") -> None:
@@ -168,7 +168,7 @@ class CpuAdam:
         self, name: str, tensor: torch.Tensor, n: int, dtypes: tuple[torch.dtype, ...] | None
     ) -> None:
         if self._closed:
-            raise EngineClosedError("this CpuAdam is closed")
+            raise EngineClosedError("this CpuKernels is closed")
         if (
             tensor.is_cpu
             and (dtypes is None or tensor.dtype in dtypes)

@@ -17,7 +17,7 @@ from infinity.memory.host import HostArena, arena_for
 from infinity.memory.lanes import Lanes
 from infinity.memory.state import StateStore, UnitState
 from infinity.model.presence import Presence
-from infinity.optim.cpu import CpuAdam
+from infinity.optim.cpu import CpuKernels
 from infinity.plan.layout import PAGE, Kind, UnitLayout, round_up
 from infinity.plan.plan import Plan
 
@@ -27,11 +27,11 @@ Progress = Callable[[int, int, str], None]
 class Birth:
     """Writes the initial state from live parameters; two buffers, so that writes overlap."""
 
-    def __init__(self, plan: Plan, lanes: Lanes, store: StateStore, adam: CpuAdam) -> None:
+    def __init__(self, plan: Plan, lanes: Lanes, store: StateStore, kernels: CpuKernels) -> None:
         self.plan = plan
         self.lanes = lanes
         self.store = store
-        self.adam = adam
+        self.kernels = kernels
         per_element = sum(plan.precision.itemsize(k) for k in plan.precision.kinds)
         self._chunk = min(plan.chunk_elements, max((u.numel for u in plan.units), default=0))
         nbytes = round_up(self._chunk * per_element, PAGE)
@@ -93,7 +93,7 @@ class Birth:
 
     def _fill_views(self, views: dict[Kind, Tensor], master: Tensor) -> None:
         if Kind.RESIDUAL in views:
-            self.adam.split(
+            self.kernels.split(
                 master,
                 views[Kind.WEIGHT].view(torch.bfloat16),
                 views[Kind.RESIDUAL].view(torch.int16),

@@ -31,7 +31,7 @@ from infinity.memory.mover import WAKE_S, Mover
 from infinity.memory.residency import Slot
 from infinity.memory.state import StateStore
 from infinity.optim.adamw import AdamHyper
-from infinity.optim.cpu import CpuAdam
+from infinity.optim.cpu import CpuKernels
 from infinity.plan.layout import Kind, Segment
 from infinity.plan.plan import Plan
 from infinity.plan.planner import stage_bytes
@@ -99,14 +99,14 @@ class Sweep:
         store: StateStore,
         gradients: GradientStore,
         mover: Mover,
-        adam: CpuAdam,
+        kernels: CpuKernels,
     ) -> None:
         self.plan = plan
         self.lanes = lanes
         self.store = store
         self.gradients = gradients
         self.mover = mover
-        self.adam = adam
+        self.kernels = kernels
         nbytes = stage_bytes(plan)
         arena = arena_for([nbytes] * plan.num_stages)
         if nbytes:
@@ -314,7 +314,7 @@ class Sweep:
         def part(kind: Kind, dtype: torch.dtype) -> Tensor:
             return work.views[kind].view(dtype)[first:last]
 
-        self.adam.update(
+        self.kernels.update(
             part(Kind.WEIGHT, torch.bfloat16 if split else torch.float32),
             part(Kind.RESIDUAL, torch.int16) if split else None,
             part(Kind.MOMENT1, torch.float32),

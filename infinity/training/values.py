@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from infinity.errors import ConfigError, PresenceError
 from infinity.memory.mover import Mover
 from infinity.memory.state import StateStore
-from infinity.optim.cpu import CpuAdam
+from infinity.optim.cpu import CpuKernels
 from infinity.plan.layout import Kind, Segment, UnitLayout
 from infinity.training.owner import Owner
 
@@ -42,11 +42,11 @@ class Values:
     """Reads and writes parameters by index; `settle` must lift the pacing and wait for updates."""
 
     def __init__(
-        self, store: StateStore, mover: Mover, adam: CpuAdam, settle: Callable[[], None]
+        self, store: StateStore, mover: Mover, kernels: CpuKernels, settle: Callable[[], None]
     ) -> None:
         self.store = store
         self.mover = mover
-        self.adam = adam
+        self.kernels = kernels
         self.settle = settle
         self.lent: dict[int, torch.dtype] = {}
         self._places = {s.parameter: (u, s) for u in store.plan.units for s in u.segments}
@@ -68,7 +68,7 @@ class Values:
         if not master or residual is None:
             return weight.view(segment.shape).clone()
         joined = torch.empty(segment.numel, dtype=torch.float32)
-        self.adam.join(weight, residual, joined)
+        self.kernels.join(weight, residual, joined)
         return joined.view(segment.shape)
 
     def write(self, parameter: int, value: Tensor) -> None:
@@ -96,7 +96,7 @@ class Values:
         if flat.dtype is torch.bfloat16:
             keep = flat.view(torch.int16) == weight.view(torch.int16)
         new_weight, new_residual = torch.empty_like(weight), torch.empty_like(residual)
-        self.adam.split(flat.float(), new_weight, new_residual)
+        self.kernels.split(flat.float(), new_weight, new_residual)
         cached.replace(weight, torch.where(keep, weight, new_weight))
         cached.replace(residual, torch.where(keep, residual, new_residual))
 

@@ -25,7 +25,7 @@ from support.adam_values import (
 from infinity import _adam
 from infinity.optim import adamw
 from infinity.optim.adamw import AdamHyper
-from infinity.optim.cpu import CpuAdam
+from infinity.optim.cpu import CpuKernels
 
 HYPERS = (
     ADAMW,
@@ -45,9 +45,9 @@ property_test = settings(
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[list[CpuAdam]]:
+def pools() -> Iterator[list[CpuKernels]]:
     """One pool for every instruction set and several thread counts."""
-    made = [CpuAdam(threads, isa) for isa in _adam.isas() for threads in (1, 2, 3, 5)]
+    made = [CpuKernels(threads, isa) for isa in _adam.isas() for threads in (1, 2, 3, 5)]
     yield made
     for pool in made:
         pool.close()
@@ -154,7 +154,7 @@ def test_split_and_join_equal_reference(pools, seed, n) -> None:
 # The split layout itself, from its definition.
 
 
-def check_split(pool: CpuAdam, patterns: np.ndarray) -> None:
+def check_split(pool: CpuKernels, patterns: np.ndarray) -> None:
     n = patterns.size
     weight, residual = torch.empty(n, dtype=BF16), torch.empty(n, dtype=torch.int16)
     back = torch.empty(n)
@@ -180,7 +180,7 @@ def test_split_is_lossless_on_a_sample_of_all_patterns(pools) -> None:
 @pytest.mark.big
 @pytest.mark.timeout(1800)
 def test_split_is_lossless_on_all_patterns() -> None:
-    with CpuAdam() as pool:
+    with CpuKernels() as pool:
         for start in range(0, 2**32, 2**24):
             check_split(pool, np.arange(start, start + 2**24, dtype=np.uint64).astype(np.uint32))
 

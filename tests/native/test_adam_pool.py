@@ -17,7 +17,7 @@ from infinity import _adam
 from infinity.errors import ConfigError, EngineClosedError, PresenceError
 from infinity.optim import adamw
 from infinity.optim.adamw import AdamHyper
-from infinity.optim.cpu import CpuAdam
+from infinity.optim.cpu import CpuKernels
 
 
 def test_two_threads_share_one_pool() -> None:
@@ -43,7 +43,7 @@ def test_two_threads_share_one_pool() -> None:
         for _ in range(8):
             pool.accumulate(total, gradient)
 
-    with CpuAdam(3) as pool, ThreadPoolExecutor(2) as executor:
+    with CpuKernels(3) as pool, ThreadPoolExecutor(2) as executor:
         for future in [executor.submit(sweep), executor.submit(accumulate)]:
             future.result(timeout=60)
     assert_same(state, want_state)
@@ -54,7 +54,7 @@ def test_many_threads_and_close_in_between() -> None:
     """Calls in flight when the pool closes finish with the right numbers; later ones raise."""
     values = Source(6).floats(300_000, torch.float32, wild=False)
     want = adamw.reference_square_sum(values)
-    pool = CpuAdam(4)
+    pool = CpuKernels(4)
 
     def work() -> int:
         for count in range(2000):
@@ -80,7 +80,7 @@ def test_flush_denormal_does_not_change_the_bits() -> None:
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU cannot flush denormals")
     try:
-        with CpuAdam(2) as pool:
+        with CpuKernels(2) as pool:
             pool.update(*state, gradient, ADAMW, 1)
         assert float(torch.full((1,), 1e-40) * 2) == 0.0  # and torch's choice is restored
     finally:
@@ -123,7 +123,7 @@ def test_fork_raises_and_does_not_hang() -> None:
 
 
 def test_close_is_idempotent_and_final() -> None:
-    pool = CpuAdam(3)
+    pool = CpuKernels(3)
     pool.square_sum(torch.ones(200_000))
     pool.close()
     pool.close()
@@ -144,7 +144,7 @@ def test_pool_arguments() -> None:
     with pytest.raises(ValueError, match="negative"):
         _adam.Pool(-1)
     with pytest.raises(ConfigError, match="not available"):
-        CpuAdam(isa="sse9")
+        CpuKernels(isa="sse9")
     pool = _adam.Pool(1)
     with pytest.raises(ValueError, match="null"):
         pool.split(n=1, master=0, weight=64, residual=64)
@@ -157,7 +157,7 @@ def test_pool_arguments() -> None:
 @pytest.mark.parametrize("nbytes", [0, 1, 1000, 600_001, 20_000_003])
 def test_copy(nbytes) -> None:
     source = torch.randint(0, 255, (nbytes + 3,), dtype=torch.uint8)[3:]
-    with CpuAdam(3) as pool:
+    with CpuKernels(3) as pool:
         for offset in (0, 1, 63):
             target = torch.full((nbytes + 128,), 255, dtype=torch.uint8)
             pool.copy(target[offset : offset + nbytes], source)
@@ -169,7 +169,7 @@ def test_copy(nbytes) -> None:
 def test_misuse_is_refused_with_a_reason() -> None:
     fp32, bf16 = torch.zeros(8), torch.zeros(8, dtype=BF16)
     int16 = torch.zeros(8, dtype=torch.int16)
-    with CpuAdam(1) as pool:
+    with CpuKernels(1) as pool:
         with pytest.raises(ConfigError, match="weight has dtype"):
             pool.update(fp32, int16, fp32, fp32.clone(), fp32.clone(), ADAMW, 1)
         with pytest.raises(ConfigError, match="gradient has 7 elements"):

@@ -13,7 +13,7 @@ import torch
 from support.adam_values import ADAMW, L2, Source
 
 from infinity.optim import adamw
-from infinity.optim.cpu import CpuAdam
+from infinity.optim.cpu import CpuKernels
 
 
 def errors_in_ulps(
@@ -56,7 +56,7 @@ def test_twenty_steps_agree_with_torch(hyper, split) -> None:
     )  # fmt: skip
     moments = [torch.zeros(n), torch.zeros(n)]
     worst = [0.0, 0.0, 0.0]
-    with CpuAdam() as pool:
+    with CpuKernels() as pool:
         for step in range(1, 21):
             gradient = source.floats(n, torch.float32, wild=False)
             master = weight.detach().clone()

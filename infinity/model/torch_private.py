@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -25,3 +26,7 @@ def top_saved_tensors_hooks() -> SavedTensorHooks | None:
 def inside_function_transform() -> bool:
     """Whether a `torch.func` transform (grad, vmap, ...) is running."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context that sees every operation, after autograd, as `call(*args, **kwargs)`."""

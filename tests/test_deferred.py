@@ -1,0 +1,152 @@
+"""A model built under `Deferral` holds, tensor by tensor, the bits of an ordinary build."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from infinity.model.deferred import Deferral
+
+SMALL = 64  # bytes; so that the tensors of a test's small models are deferred
+
+
+class Rough(nn.Module):
+    """Initialised the way real models do it: after the fact, twice, through data, with loops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 24, padding_idx=3)
+        self.blocks = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
+        self.head = nn.Linear(24, 50, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.linspace(0.0, 1.0, 48))
+        self.register_buffer("steps", torch.arange(0, 96, 2).float() / 96)
+        self.register_buffer(
+            "table", torch.tensor([[float(i * j) for i in range(9)] for j in range(9)])
+        )
+        self.register_buffer("mask", torch.ones(12, 12).tril().bool())
+        for block in self.blocks:
+            nn.init.trunc_normal_(block.weight, std=0.5, a=-0.6, b=0.6)  # rejects and draws again
+        nn.init.orthogonal_(self.blocks[0].weight, gain=0.7)
+        self.blocks[1].weight.data.normal_(mean=0.0, std=0.02 / math.sqrt(6))
+        with torch.no_grad():
+            self.blocks[2].weight.mul_(0.5).add_(self.blocks[1].weight)
+            self.blocks[2].weight[4:6].zero_()
+            self.blocks[1].weight.copy_(self.blocks[1].weight.t() * 2)
+
+
+class Generators(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        own = torch.Generator().manual_seed(5)
+        self.a = nn.Parameter(torch.empty(40).normal_(generator=own))
+        self.b = nn.Parameter(torch.randn(7, 9))
+        self.c = nn.Parameter(torch.rand(33, generator=own).to(torch.bfloat16))
+        self.d = nn.Parameter(torch.empty(10, 20, dtype=torch.float64).exponential_())
+
+
+def lstm() -> nn.Module:
+    return nn.LSTM(12, 12, num_layers=2)
+
+
+def transformer() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    return nn.TransformerEncoder(layer, 2)  # deep copies of one layer
+
+
+def converted() -> nn.Module:
+    return nn.Sequential(nn.Linear(40, 40), nn.Conv2d(3, 6, 3), nn.BatchNorm1d(40)).bfloat16()
+
+
+BUILDS: list[Callable[[], nn.Module]] = [Rough, Generators, lstm, transformer, converted]
+
+
+def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return {**named, **dict(model.named_buffers(remove_duplicate=False))}
+
+
+@pytest.mark.parametrize("threshold", [SMALL, 1000])
+@pytest.mark.parametrize("build", BUILDS, ids=lambda b: b.__name__)
+def test_every_value_is_that_of_an_ordinary_build(
+    build: Callable[[], nn.Module], threshold: int
+) -> None:
+    torch.manual_seed(11)
+    plain = build()
+    after_plain = torch.rand(3)
+
+    torch.manual_seed(11)
+    with Deferral(threshold) as deferral:
+        model = build()
+    assert torch.equal(torch.rand(3), after_plain), "the generator must end where it would have"
+
+    expected, found = values_of(plain), values_of(model)
+    assert list(expected) == list(found)
+    names = list(expected)
+    random.Random(3).shuffle(names)
+    deferred = 0
+    for name in names:
+        meta = found[name]
+        assert meta.shape == expected[name].shape
+        assert meta.dtype == expected[name].dtype
+        if meta.is_meta:
+            deferred += 1
+            assert deferral.holds(meta)
+            value = deferral.value(meta)
+            assert torch.equal(value, expected[name]), name
+            assert torch.equal(deferral.value(meta), value), "asking twice gives the same"
+        else:
+            assert torch.equal(meta, expected[name]), name
+    assert deferred > 0
+
+
+def test_asking_for_a_value_leaves_the_generator_alone() -> None:
+    with Deferral(SMALL) as deferral:
+        layer = nn.Linear(30, 30)
+    before = torch.get_rng_state()
+    deferral.value(layer.weight)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_shadows_are_dropped_while_the_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infinity.model.deferred.KEEP_BYTES", 10_000)
+    torch.manual_seed(1)
+    plain = nn.Sequential(*(nn.Linear(40, 40, bias=False) for _ in range(20)))
+    torch.manual_seed(1)
+    live = []
+    with Deferral(SMALL) as deferral:
+        layers = []
+        for _ in range(20):
+            layers.append(nn.Linear(40, 40, bias=False))
+            live.append(sum(s.nbytes() for s in map(_shadow, _storages(deferral)) if s is not None))
+        nn.init.ones_(layers[0].weight[:1])  # a shadow that is gone by now is made again
+    assert max(live) <= 10_000 + 40 * 40 * 4
+    with torch.no_grad():
+        plain[0].weight[:1].fill_(1)
+    for layer, expected in zip(layers, plain, strict=True):
+        assert torch.equal(deferral.value(layer.weight), expected.weight)
+    assert all(_shadow(s) is None for s in _storages(deferral))
+
+
+def test_what_was_made_outside_is_not_ours() -> None:
+    outside = torch.empty(100, 100, device="meta")
+    with Deferral(SMALL) as deferral:
+        inside = nn.Linear(30, 30)
+        total = outside + 1
+    assert not deferral.holds(outside)
+    assert not deferral.holds(total)
+    assert deferral.holds(inside.weight)
+    assert total.is_meta
+
+
+def _storages(deferral: Deferral) -> list[object]:
+    return list(deferral._storages.values())
+
+
+def _shadow(storage: object) -> torch.UntypedStorage | None:
+    return storage.shadow  # type: ignore[attr-defined,no-any-return]

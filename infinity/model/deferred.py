@@ -283,7 +283,7 @@ class Deferral(DispatchMode):  # type: ignore[no-untyped-call]
             for place in _places((entry.args, entry.kwargs)):
                 if place.storage not in shadows:  # its past does not matter: it is overwritten here
                     nbytes = self._storages[place.storage].nbytes
-                    shadows[place.storage] = torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
+                    shadows[place.storage] = _empty(nbytes)
             if entry.state is not None:
                 torch.set_rng_state(entry.state)
             args, kwargs = _arguments(entry, shadows)
@@ -336,6 +336,10 @@ def _place(tensor: Tensor) -> _Place:
         tensor.stride(),
         int(tensor.storage_offset()),
     )
+
+
+def _empty(nbytes: int) -> torch.UntypedStorage:
+    return torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
 
 
 def _view(storage: torch.UntypedStorage, place: _Place) -> Tensor:

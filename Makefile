@@ -6,7 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
-STYLED_SOURCES := $(filter %.h %.hpp %.c %.cc %.cpp %.inl %.cu,$(NATIVE_SOURCES))
+STYLED_SOURCES := $(filter %.h %.hpp %.c %.cc %.cpp %.inl %.cu %.cuh,$(NATIVE_SOURCES)) \
+  $(wildcard tests/native/cpp/*.h tests/native/cpp/*.cpp)
 
 # No locale, no terminal, no PATH and an empty HOME must be enough.
 export PATH := $(or $(PATH),/usr/local/bin:/usr/bin:/bin)
@@ -17,10 +18,10 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-big lint bench clean
+.PHONY: help setup demo test test-native test-big lint bench bench-swap clean
 
 help:  ## say what there is
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PYTHON=python3.12 chooses the interpreter (3.11 or newer);"
 	@echo "  ARGS='...' is handed to what demo, test, test-big and bench start."
@@ -33,6 +34,24 @@ demo: setup  ## train a GPT whose weights and optimizer state live on disk
 test: setup  ## run the tests, but not the long or large ones
 	$(BIN)/python -m pytest -q -n 2 -m "not big" $(ARGS)
 
+test-native: setup  ## run the native tests under ASan+UBSan and under TSan
+	$(call native-tests,asan,address$(COMMA)undefined)
+	$(call native-tests,tsan,thread)
+
+# Builds and runs tests/native/cpp. TSan fails where the kernel spreads mappings too widely for it
+# (vm.mmap_rnd_bits), which setarch -R turns off; where that is forbidden it is tried without.
+COMMA := ,
+QUIET_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
+define native-tests
+	@mkdir -p build/native-$(1)
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/native-$(1) -G Ninja \
+	  -DCMAKE_BUILD_TYPE=Debug -DINFINITY_NATIVE_TESTS=ON -DINFINITY_SANITIZE=$(2) \
+	  >build/native-$(1)/cmake.log || { cat build/native-$(1)/cmake.log; exit 1; }
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/native-$(1) -- --quiet
+	cd build/native-$(1) && $(QUIET_ADDRESSES) tests/native/cpp/aio_tests
+	cd build/native-$(1) && $(QUIET_ADDRESSES) tests/native/cpp/adam_tests
+endef
+
 test-big: setup  ## run all tests
 	$(BIN)/python -m pytest -q -n 2 $(ARGS)
 
@@ -44,6 +63,9 @@ lint: setup  ## check style, types and the format of the native sources
 
 bench: setup  ## time a step against plain torch and against the bounds
 	$(BIN)/python tools/bench_step.py --json $(ARGS)
+
+bench-swap: setup  ## measure the disk: make bench-swap ARGS='--path DIR --compare all'
+	$(BIN)/python tools/bench_swap.py $(ARGS)
 
 clean:  ## remove .venv and everything that was built
 	rm -rf $(VENV) build dist *.egg-info

@@ -43,8 +43,10 @@ class PlainTorch:
             p if p.dtype == torch.float32 else nn.Parameter(p.detach().float())
             for p in self._parameters
         ]
-        kind = getattr(torch.optim, config.optimizer.type)
-        options = config.optimizer.model_dump(exclude={"type"})
+        kind = getattr(torch.optim, config.optimizer.type, None)
+        if kind is None:
+            raise ValueError(f"torch has no {config.optimizer.type}")
+        options = config.optimizer.parameters()
         self._optimizers = [kind([master], fused=True, **options) for master in self._masters]
         self._lr_source = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.optimizer.lr)
         self._scheduler: Any = None

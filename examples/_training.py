@@ -89,6 +89,8 @@ class Run:
             result["predicted_bytes"] = dict(engine.plan.predicted_bytes)
             result["budget_host_bytes"] = engine.plan.budget["host"]
             result["tier_bytes"] = dict(engine.plan.tier_bytes)
+            per_parameter = engine.plan.precision.bytes_per_parameter
+            result["state_bytes"] = round(per_parameter * num_parameters)
             result["skipped_steps"] = engine.skipped_steps
         finally:
             screen.end_live()
@@ -99,7 +101,6 @@ class Run:
         return result | {
             "model": arguments.model,
             "num_parameters": num_parameters,
-            "state_bytes": 12 * num_parameters,
             "precision": self.config.precision,
             "tokens_per_step": self.tokens_per_step,
             "held_out_bits_per_byte": {"first": first, "last": last},

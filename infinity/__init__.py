@@ -10,7 +10,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module as _import_module
 from importlib import metadata as _metadata
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 
 def _check_ours() -> str:
@@ -27,15 +29,46 @@ def _check_ours() -> str:
 
 __version__ = _check_ours()
 
-from infinity.config import Config, load_config  # noqa: E402
-from infinity.engine import Engine  # noqa: E402
-from infinity.errors import InfinityError  # noqa: E402
-from infinity.initialize import initialize  # noqa: E402
-from infinity.training.report import StepReport  # noqa: E402
+if _TYPE_CHECKING:
+    from infinity.config import Config as Config
+    from infinity.config import load_config as load_config
+    from infinity.engine import Engine as Engine
+    from infinity.errors import InfinityError as InfinityError
+    from infinity.optim.standalone import CPUAdam as CPUAdam
+    from infinity.optim.standalone import FusedAdam as FusedAdam
+    from infinity.startup import initialize as initialize
+    from infinity.training.report import StepReport as StepReport
+
+# Where the public names live. They are imported when first used: the command line must not wait
+# for torch, and a broken part must not keep `infinity doctor` from saying so.
+_HOMES = {
+    "Config": "infinity.config",
+    "load_config": "infinity.config",
+    "Engine": "infinity.engine",
+    "InfinityError": "infinity.errors",
+    "initialize": "infinity.startup",
+    "CPUAdam": "infinity.optim.standalone",
+    "FusedAdam": "infinity.optim.standalone",
+    "StepReport": "infinity.training.report",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'infinity' has no attribute {name!r}")
+    value = globals()[name] = getattr(_import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 __all__ = [
+    "CPUAdam",
     "Config",
     "Engine",
+    "FusedAdam",
     "InfinityError",
     "StepReport",
     "__version__",

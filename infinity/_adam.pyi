@@ -1,4 +1,4 @@
-"""AdamW and its one-pass helpers on raw CPU memory; same bits on every instruction set.
+"""Optimizers and their one-pass helpers on raw CPU memory; same bits on every instruction set.
 
 Addresses are plain integers, aligned to the element size; counts are in elements. All methods of
 `Pool` release the GIL, may be called from several threads at once, and raise RuntimeError after
@@ -7,34 +7,61 @@ Addresses are plain integers, aligned to the element size; counts are in element
 
 BF16: int
 FP32: int
+FP16: int
 
 def isas() -> list[str]:
     """Instruction sets available on this CPU, best last."""
 
+class Piece:
+    """A checked piece of a parameter: addresses, formats and the scalars of one step."""
+
+    def __init__(
+        self,
+        n: int,
+        rule: int,
+        layout: int,
+        format: int,
+        gradient_dtype: int,
+        key: int,
+        first: int,
+        weight: int,
+        rest: int,
+        moment1: int,
+        scales1: int,
+        moment2: int,
+        scales2: int,
+        gradient: int,
+        scalars: list[float],
+    ) -> None:
+        """Raise ValueError for what a kernel could not walk: null, misaligned, overlapping."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that an update must read and write at least."""
+
+def check_apart(pieces: list[Piece]) -> None:
+    """Raise ValueError if what one piece writes overlaps what another reads or writes."""
+
 class Pool:
     """Worker threads (started by the first large call) and the kernels of one instruction set."""
 
-    def __init__(self, num_threads: int = 0, isa: str = "auto") -> None:
+    def __init__(self, num_threads: int = 0, isa: str = "auto", root: str = "/") -> None:
         """`num_threads` counts the caller; 0 takes every CPU this process may run on."""
 
     @property
     def num_threads(self) -> int: ...
     @property
     def isa(self) -> str: ...
+    @property
+    def nodes(self) -> list[list[int]]: ...
+    @property
+    def node_of_thread(self) -> list[int]: ...
     def close(self) -> None: ...
-    def adam(
-        self,
-        *,
-        n: int,
-        weight: int,
-        residual: int,
-        moment1: int,
-        moment2: int,
-        gradient: int,
-        gradient_dtype: int,
-        scalars: tuple[float, ...],
-    ) -> None:
-        """One step in place; `residual` 0 means an fp32 weight. `scalars`: see optim/adamw.py."""
+    def update(self, pieces: list[Piece]) -> None:
+        """One step in place; no two pieces may share memory."""
+
+    def stream(self, pieces: list[Piece]) -> None:
+        """Read and write what `update` would, and change nothing."""
 
     def accumulate(
         self, *, n: int, target: int, target_dtype: int, source: int, source_dtype: int
@@ -45,4 +72,10 @@ class Pool:
     def square_sum(self, *, n: int, source: int, source_dtype: int) -> float: ...
     def split(self, *, n: int, master: int, weight: int, residual: int) -> None: ...
     def join(self, *, n: int, weight: int, residual: int, master: int) -> None: ...
+    def encode(
+        self, *, n: int, values: int, moment: int, scales: int, format: int, is_signed: bool
+    ) -> None: ...
+    def decode(
+        self, *, n: int, values: int, moment: int, scales: int, format: int, is_signed: bool
+    ) -> None: ...
     def copy(self, *, nbytes: int, target: int, source: int) -> None: ...

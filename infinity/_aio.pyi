@@ -4,15 +4,25 @@ Addresses are plain integers: the caller keeps the memory alive until the ticket
 engine is closed. No order between tickets is promised; wait for a write before reading its bytes.
 """
 
+from collections.abc import Iterable
 from typing import final
 
 READ: int
 WRITE: int
 
-class AioError(OSError):
-    """A transfer that failed; `str()` names everything and the likely cause."""
+# Classes of `Engine.submit`: within one first come, first served; a lower one never starves.
+URGENT: int  # somebody waits
+NORMAL: int  # read-ahead
+BACKGROUND: int  # write-back
 
-    op: str  # "read", "write"; also "open", "size", "allocate", "sync", "start", "submit", "wait"
+class AioError(OSError):
+    """A transfer that failed; `str()` names everything and the likely cause.
+
+    errno ETIMEDOUT is the watchdog's: the kernel still holds the memory of what the text names.
+    """
+
+    # "read", "write"; also "open", "size", "allocate", "sync", "start", "submit", "wait", "close"
+    op: str
     offset: int
     length: int
 
@@ -35,6 +45,12 @@ class File:
     @property
     def direct(self) -> bool: ...
     @property
+    def direct_reason(self) -> str: ...  # why it is buffered, "" when direct
+    @property
+    def file_system(self) -> str: ...  # "ext4", "overlayfs", ...; hexadecimal when unknown
+    @property
+    def device(self) -> str: ...  # "major:minor" of stat's st_dev
+    @property
     def memory_alignment(self) -> int: ...  # 1 for buffered files
     @property
     def offset_alignment(self) -> int: ...
@@ -50,15 +66,29 @@ class File:
 
 @final
 class Ticket:
-    """One request; valid also after its engine is closed."""
+    """One request; valid also after its engine is closed.
+
+    Dropping the last reference waits until the kernel has let go of the memory. When the watchdog
+    says that this is vain, the ticket's `keep` is leaked on purpose and counted (`leaked_tickets`).
+    """
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Return True when done, False on timeout; raise AioError of the first failed block.
 
-        Whenever this returned True or raised AioError, the kernel has let go of the memory.
+        Promotes what is still queued. When this returned True, or when it raised AioError and
+        `done()`, the kernel has let go of the memory.
         """
 
     def done(self) -> bool: ...
+    def promote(self) -> None:
+        """Move what is still queued to the end of the URGENT class."""
+
+    def cancel(self) -> bool:
+        """Cancel what is still queued; True when nothing of it moves any more.
+
+        A ticket of which something was cancelled fails with errno ECANCELED.
+        """
+
     @property
     def nbytes(self) -> int: ...
     @property
@@ -70,27 +100,70 @@ class Ticket:
 
 @final
 class Engine:
-    """Cuts requests into blocks and keeps at most `queue_depth` of them in the kernel."""
+    """Cuts requests into blocks and keeps at most `queue_depth` per device in the kernel."""
 
     def __init__(
         self,
         *,
         backend: str = "auto",  # "auto", "io_uring", "threads"
         block_size: int = 1048576,
-        queue_depth: int = 8,
+        queue_depth: int = 8,  # per device, as is num_threads
         num_threads: int = 4,
-        slow_bytes_per_s: int = 0,  # > 0: deliver completions no faster, for tests
+        slow_bytes_per_s: int = 0,  # > 0: each device delivers no faster, for tests
+        stuck_after_s: float = 0.0,  # > 0: waits for requests older than this raise ETIMEDOUT
+        faults: str = "",  # "seed=1[,kinds=eio+enospc+short+delay+reorder+flip+stuck][,rate=0.01]"
     ) -> None: ...
     @property
     def backend(self) -> str: ...
     @property
     def backend_reason(self) -> str: ...
-    def submit(self, op: int, segments: list[tuple[File, int, int, int]]) -> Ticket:
+    def submit(
+        self,
+        op: int,
+        segments: Iterable[tuple[File, int, int, int]],
+        *,
+        priority: int = 1,  # NORMAL
+        keep: object = None,  # lives until the kernel has let go, even if the ticket is dropped
+    ) -> Ticket:
         """Queue one scatter list of (file, offset, length, address); never blocks."""
 
-    def counters(self) -> dict[str, int]: ...
+    def counters(self) -> dict[str, int]:
+        """Totals over all devices, and tickets, leaked_tickets, leaked_bytes."""
+
+    def device_counters(self) -> dict[str, dict[str, int | str]]:
+        """By device: {read,write}_{bytes,requests,queue_ns,device_ns}, queued_blocks,
+        in_flight_blocks, busy_ns, backend. Only devices that were used.
+        """
+
+    def outstanding(self) -> list[dict[str, object]]:
+        """The blocks in flight, oldest first: op, path, offset, length, age_s."""
+
     def close(self) -> None:
-        """Cancel what is queued, wait for what the kernel holds, stop the threads."""
+        """Cancel what is queued, wait for what the kernel holds, stop the threads.
+
+        With `stuck_after_s` the wait ends after that time: AioError (ETIMEDOUT) then says what is
+        outstanding; the engine is closed, and what the kernel holds is left to it for ever.
+        """
+
+def wait_any(tickets: Iterable[Ticket], timeout_s: float | None = None) -> int | None:
+    """Return the index of a finished ticket, None on timeout; does not raise its error.
+
+    Promotes nothing. Raises AioError (ETIMEDOUT) only when every ticket is stuck.
+    """
+
+def wait_all(tickets: Iterable[Ticket], timeout_s: float | None = None) -> bool:
+    """Return True when all are done, False on timeout; does not raise their errors.
+
+    Promotes what is still queued. Raises AioError (ETIMEDOUT) when one is stuck.
+    """
 
 def probe(directory: str) -> dict[str, object]:
     """Write and read back a block with each back end in `directory`; see csrc/aio/probe.h."""
+
+def crc32c(address: int, nbytes: int, initial: int = 0) -> int:
+    """CRC32C of memory; `initial` is that of the bytes before."""
+
+def crc32c_blocks(address: int, nbytes: int, block: int, out_address: int) -> None:
+    """Store one little-endian uint32 CRC32C per `block` bytes; the last block may be short."""
+
+crc32c_kind: str  # "sse4.2", "arm-crc" or "table"

@@ -77,6 +77,7 @@ def _pair(value: Any) -> Any:
 
 Size: TypeAlias = Annotated[int, BeforeValidator(_size)]
 Number: TypeAlias = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Weight: TypeAlias = Annotated[Number, Field(gt=0)]
 Beta: TypeAlias = Annotated[Number, Field(ge=0, lt=1)]
 OnePath: TypeAlias = Annotated[Path, BeforeValidator(_path)]
 
@@ -85,23 +86,76 @@ class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=False)
 
 
-class OptimizerConfig(_Section):
-    """The update rule. "AdamW" decays weights directly, "Adam" adds the decay to the gradient."""
+# What each update rule takes and its defaults: torch's, and for Lion the paper's.
+_RULES: dict[str, dict[str, Any]] = {
+    "AdamW": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
+    "Adam": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+    "Lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
+    "SGD": {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
+    "Adagrad": {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0,
+                "initial_accumulator_value": 0.0, "eps": 1e-10},
+}  # fmt: skip
+for _defaults in _RULES.values():
+    _defaults["maximize"] = False
+_RULE_OF = {name.lower(): name for name in _RULES}
 
-    type: Literal["AdamW", "Adam"] = "AdamW"
-    lr: Number = Field(default=1e-3, ge=0)
-    betas: Annotated[tuple[Beta, Beta], BeforeValidator(_pair)] = (0.9, 0.999)
-    eps: Number = Field(default=1e-8, ge=0)
-    # torch's defaults: 0.01 for AdamW, 0 for Adam.
-    weight_decay: Number = Field(
-        default_factory=lambda given: 0.0 if given.get("type") == "Adam" else 0.01, ge=0
+
+def _of_the_rule(name: str, **limits: Any) -> Any:
+    """A field whose default depends on `type`; None where the rule does not take it."""
+    return Field(
+        default_factory=lambda given: _RULES[given["type"]].get(name) if "type" in given else None,
+        **limits,
     )
+
+
+class OptimizerConfig(_Section):
+    """The update rule; each takes some of the keys, with torch's names and defaults.
+
+    "AdamW" decays weights directly, "Adam" adds the decay to the gradient. `moments` says how
+    moments are stored: all but fp32 are lossy.
+    """
+
+    type: Literal["AdamW", "Adam", "Lion", "SGD", "Adagrad"] = "AdamW"
+    lr: Number = _of_the_rule("lr", ge=0)
+    betas: Annotated[tuple[Beta, Beta], BeforeValidator(_pair)] = _of_the_rule("betas")
+    eps: Number = _of_the_rule("eps", ge=0)
+    weight_decay: Number = _of_the_rule("weight_decay", ge=0)
+    momentum: Number = _of_the_rule("momentum", ge=0)
+    dampening: Number = _of_the_rule("dampening")
+    nesterov: bool = _of_the_rule("nesterov")
+    lr_decay: Number = _of_the_rule("lr_decay", ge=0)
+    initial_accumulator_value: Number = _of_the_rule("initial_accumulator_value", ge=0)
+    maximize: bool = _of_the_rule("maximize")
+    moments: Literal["fp32", "bf16", "bf16_stochastic", "8bit"] = "fp32"
 
     @field_validator("type", mode="before")
     @classmethod
     def _any_case(cls, value: Any) -> Any:
-        names = {"adamw": "AdamW", "adam": "Adam"}
-        return names.get(value.lower(), value) if isinstance(value, str) else value
+        return _RULE_OF.get(value.lower(), value) if isinstance(value, str) else value
+
+    @field_validator(*dict.fromkeys(key for rule in _RULES.values() for key in rule), mode="before")
+    @classmethod
+    def _the_rule_takes_it(cls, value: Any, info: ValidationInfo) -> Any:
+        kind = info.data.get("type")
+        if kind is not None and info.field_name not in _RULES[kind]:
+            takes = ", ".join(_RULES[kind])
+            raise ValueError(f"{kind} does not take it; it takes {takes}, moments")
+        return value
+
+    @field_validator("nesterov")
+    @classmethod
+    def _nesterov_needs_momentum(cls, value: bool, info: ValidationInfo) -> bool:
+        momentum, dampening = info.data.get("momentum", 1.0), info.data.get("dampening", 0.0)
+        if value and (momentum == 0 or dampening != 0):
+            raise ValueError(
+                f"needs momentum above 0 and no dampening, got momentum {momentum:g} and "
+                f"dampening {dampening:g}"
+            )
+        return value
+
+    def parameters(self) -> dict[str, Any]:
+        """What the rule takes, by torch's names: the defaults of its parameter groups."""
+        return {name: getattr(self, name) for name in _RULES[self.type]}
 
 
 class SchedulerConfig(_Section):
@@ -188,8 +242,17 @@ class IoConfig(_Section):
     queue_depth: int = Field(default=8, ge=1, le=256)
     # Four plain threads reach the disk; used by the threads back end only.
     num_threads: int = Field(default=4, ge=1, le=64)
+    # Relative speeds of the paths in nvme_path, in their order; left out: measured at start.
+    weights: Annotated[tuple[Weight, ...] | None, BeforeValidator(_pair)] = None
+    # Keep a CRC32C of every page on disk in RAM (0.1 % of it), and check it on every read.
+    verify: bool = False
+    # Seconds a request may be in the kernel before waiting for it is an error. 0 = for ever.
+    stuck_after_s: Number = Field(default=120.0, ge=0)
     # Bytes per second; slows the disk down in tests. 0 = as fast as it goes.
     slow_bytes_per_s: Size = 0
+    # "seed=7,kinds=eio+flip,rate=0.01": a back end that fails on purpose, for tests and
+    # bench_swap only. "" = none.
+    faults: str = ""
 
 
 class CpuConfig(_Section):
@@ -241,6 +304,15 @@ class Config(_Section):
             raise ValueError(f"{problem}, got {value!r}")
         return value
 
+    @field_validator("io")
+    @classmethod
+    def _a_weight_per_path(cls, io: IoConfig, info: ValidationInfo) -> IoConfig:
+        paths = info.data.get("nvme_path")
+        if io.weights is not None and paths is not None and len(io.weights) != len(paths):
+            given, needed = len(io.weights), len(paths)
+            raise ValueError(f"weights needs one number per nvme_path: {given} for {needed}")
+        return io
+
     @field_validator("homes")
     @classmethod
     def _disk_has_a_path(cls, homes: HomesConfig, info: ValidationInfo) -> HomesConfig:
@@ -262,6 +334,8 @@ def _entries(section: BaseModel, prefix: str) -> Iterator[tuple[str, dict[str, A
     dumped = section.model_dump(mode="json")
     for name in type(section).model_fields:
         value = getattr(section, name)
+        if isinstance(section, OptimizerConfig) and value is None:
+            continue  # its rule does not take it
         if isinstance(value, BaseModel):
             yield from _entries(value, f"{prefix}{name}.")
         else:

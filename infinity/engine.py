@@ -15,6 +15,7 @@ from infinity.errors import (
     EngineClosedError,
     InfinityError,
     TrainingError,
+    TransferError,
 )
 from infinity.journal import Journal
 from infinity.optim.offloaded import OffloadedOptimizer
@@ -145,7 +146,8 @@ class Engine:
 
         Returns once the norm and the clip factor are known; the sweep runs behind the next
         forward. A step whose gradients are not all finite is skipped and counted. Interrupted,
-        it has happened, or the accumulation window starts over: `global_steps` and `micro_step`
+        or where gradients were lost on their way home (`TransferError`), it has happened, or the
+        accumulation window starts over: `global_steps` and `micro_step`
         tell.
         """
         progress = self._stepper.progress
@@ -164,6 +166,10 @@ class Engine:
             self._values.take_back_all()
             self._values.settle()
             self._stepper.update(self.gradient_clipping)
+        except TransferError:
+            if self._stepper.progress is progress:  # gradients were lost on their way home
+                self._start_over()
+            raise
         except InfinityError:
             raise  # a refusal, or an error of a step that has happened
         except BaseException:
@@ -278,6 +284,15 @@ class Engine:
         """Bytes per lane since the engine was made, the initial state included."""
         return self._parts.lanes.moved()
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is slow or risky about the paths of this run; told by `initialize` too."""
+        return tuple(self._parts.disk.warnings) if self._parts.disk is not None else ()
+
+    def drives(self) -> dict[str, dict[str, Any]]:
+        """Per path in use: device, file system, share of the state, speed, bytes and times."""
+        return self._parts.disk.drives() if self._parts.disk is not None else {}
+
     def settle(self) -> None:
         """Wait until no update is owed and everything is home."""
         self._check_usable()
@@ -291,17 +306,19 @@ class Engine:
         Parameters are absent afterwards; with `restore` they first get their full values back,
         in RAM, in the compute dtype.
         """
-        if self._closed or not self._owner.is_here():
+        if (self._closed and self._parts.closed) or not self._owner.is_here():
             return
         values = None
-        if restore:
+        if restore and not self._closed:
             self._values.take_back_all()
             values = [self._values.read(i) for i in range(len(self._parts.cut.parameters))]
         self._closed = True
         self._state_hooks.remove()
         try:
-            self._finalizer()
+            self._parts.close()
         finally:
+            if self._parts.closed:
+                self._finalizer.detach()
             if self._journal is not None:
                 self._journal.close()
             if values is not None:
@@ -351,6 +368,8 @@ def _settler(parts: Parts) -> Callable[[], None]:
     """What waits for updates; refers to no engine, so that one that is dropped can be closed."""
 
     def settle() -> None:
+        if parts.closed:  # a state dict that outlived its engine
+            raise EngineClosedError("the engine is closed", remedy="read values before close()")
         parts.sweep.finish()
         parts.mover.check()
 

@@ -27,6 +27,10 @@ class InfinityError(Exception):
         super().__init__("\n  ".join(lines))
 
 
+class InfinityWarning(UserWarning):
+    """Something works, but costs more than it needs to, or is less safe than it looks."""
+
+
 class ConfigError(InfinityError):
     """The configuration or the arguments cannot mean what they say."""
 
@@ -64,6 +68,22 @@ class TransferError(MachineError):
         self.offset = offset
         self.length = length
         self.errno = errno
+
+    def untraced(self) -> TransferError:
+        """The same error as a new object: to be remembered, it must not keep frames alive.
+
+        Frames of a forward hold graphs, which refer to whoever remembers, where the garbage
+        collector cannot see it.
+        """
+        return TransferError(
+            self.what,
+            path=self.path,
+            offset=self.offset,
+            length=self.length,
+            errno=self.errno,
+            because=self.because,
+            remedy=self.remedy,
+        )
 
 
 class PresenceError(InfinityError):

@@ -18,9 +18,9 @@ class MomentFormat(Enum):
     """How moments are stored; arithmetic is fp32 in all of them."""
 
     FP32 = "fp32"
-    BF16 = "bf16"  # rounded to nearest even: lossy
+    BF16 = "bf16"  # rounded to nearest even: lossy, and deaf to changes smaller than a step
     BF16_STOCHASTIC = "bf16_stochastic"  # rounded up or down at random, reproducibly: lossy
-    INT8 = "8bit"  # one byte per element and one scale per block: lossy
+    INT8 = "8bit"  # one byte per element and one scale per block, second moments at random: lossy
 
     @property
     def itemsize(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from infinity.config import Config
 from infinity.errors import ConfigError
+from infinity.formats import MomentFormat
 from infinity.memory.device import CpuDevice, Device
 from infinity.memory.disk import Disk
 from infinity.memory.gradients import GradientStore
@@ -21,11 +22,15 @@ from infinity.memory.reservations import PROCESS
 from infinity.memory.state import StateStore
 from infinity.model.cut import Cutter, UnitCut, UnitSpec
 from infinity.model.presence import Installation, ParameterMap, Presence, move_buffers
+from infinity.optim.built_in import BuiltInRule
 from infinity.optim.cpu import CpuKernels
+from infinity.optim.guest import GuestRule
+from infinity.optim.guest_probe import GuestMaker, open_guest
 from infinity.optim.offloaded import OffloadedOptimizer
-from infinity.plan.layout import PRECISIONS, ParameterFacts, UnitLayout, lay_out
+from infinity.optim.tiles import Rule
+from infinity.plan.layout import PRECISIONS, ParameterFacts, Tier, UnitLayout, lay_out
 from infinity.plan.machine import default_host_budget_bytes, read_machine
-from infinity.plan.plan import Plan
+from infinity.plan.plan import Plan, RuleFacts
 from infinity.plan.planner import Limits, make_plan
 from infinity.training.birth import Birth, Progress
 from infinity.training.hooks import Hooks
@@ -74,9 +79,22 @@ def check_model(model: nn.Module) -> None:
 
 
 def make_optimizer(
-    model: nn.Module, config: Config, model_parameters: Iterable[Any] | None
+    model: nn.Module,
+    config: Config,
+    model_parameters: Iterable[Any] | None,
+    given: torch.optim.Optimizer | GuestMaker | None = None,
 ) -> OffloadedOptimizer:
-    """`engine.optimizer` over the given parameters or groups, else over all that require grad."""
+    """`engine.optimizer` over the given parameters or groups, else over all that require grad.
+
+    `given` is what `initialize(optimizer=...)` got; without it the config's rule is used.
+    """
+    if isinstance(given, torch.optim.Optimizer):
+        if model_parameters is not None:
+            raise ConfigError(
+                "an optimizer object has its parameters already; model_parameters came as well",
+                remedy="give one of them, or optimizer=lambda groups: ...",
+            )
+        model_parameters = given.param_groups
     if model_parameters is None:
         groups: list[Any] = [p for p in model.parameters() if p.requires_grad]
         if not groups:
@@ -97,13 +115,19 @@ def make_optimizer(
                 remedy="train float32, bfloat16 or float16 parameters; freeze the others",
             )
     settings = config.optimizer
-    defaults = {
-        "lr": settings.lr,
-        "betas": tuple(settings.betas),
-        "eps": settings.eps,
-        "weight_decay": settings.weight_decay,
-    }
-    return OffloadedOptimizer(groups, defaults, decoupled=settings.type == "AdamW")
+    if given is None:
+        rule = BuiltInRule(settings.type, MomentFormat(settings.moments))
+        return OffloadedOptimizer(groups, settings.parameters(), rule=rule)
+    if settings.model_fields_set:
+        raise ConfigError(
+            "the config has an optimizer section, but initialize() got an optimizer as well",
+            because=f"optimizer.{sorted(settings.model_fields_set)[0]} would not be used",
+            remedy="leave one of them out",
+        )
+    if groups and not isinstance(groups[0], dict):
+        groups = [{"params": groups}]
+    facts = open_guest(given, groups)
+    return OffloadedOptimizer(facts.groups, facts.defaults, rule=GuestRule(facts))
 
 
 def cut_model(
@@ -175,6 +199,7 @@ class Parts:
         plan: Plan,
         config: Config,
         device: Device,
+        optimizer: OffloadedOptimizer,
         progress: Progress | None = None,
         poison: Callable[[Tensor], None] | None = None,
     ) -> None:
@@ -186,7 +211,7 @@ class Parts:
         PROCESS.take(self, plan.tier_bytes)
         self._undo.append(lambda: PROCESS.release(self))
         try:
-            self._assemble(model, config, progress, poison)
+            self._assemble(model, config, optimizer, progress, poison)
         except BaseException:
             self.close()
             raise
@@ -195,12 +220,14 @@ class Parts:
         self,
         model: nn.Module,
         config: Config,
+        optimizer: OffloadedOptimizer,  # not kept: it refers to the engine
         progress: Progress | None,
         poison: Callable[[Tensor], None] | None,
     ) -> None:
         plan, cut, undo = self.plan, self.cut, self._undo
         undo.append(self.device.close)
-        self.kernels = CpuKernels(config.cpu.num_threads, config.cpu.isa)
+        num_threads = config.cpu.num_threads or read_machine().num_cpus
+        self.kernels = CpuKernels(num_threads, config.cpu.isa)
         undo.append(self.kernels.close)
         if isinstance(self.device, CpuDevice):
             self.device.copier = self.kernels.copy
@@ -215,14 +242,20 @@ class Parts:
             self.disk.allocate()
         self.presence = Presence(plan.units, cut.parameters, cut.dtypes, self.device.torch_device)
         self.mover = Mover(plan, self.lanes, self.store, self.presence, poison)
-        self.sweep = Sweep(plan, self.lanes, self.store, self.gradients, self.mover, self.kernels)
+        rule, seed = optimizer.rule, config.seed or 0
+        self.updater = rule.updater(self.kernels, cut.names, largest_trained_of(cut.layouts), seed)
+        self.sweep = Sweep(plan, self.lanes, self.store, self.gradients, self.mover, self.updater)
         undo.append(self._let_go)
         undo.append(self.sweep.close)
         self.sweep.open()
-        Birth(plan, self.lanes, self.store, self.kernels).write(
+        index_of = {id(p): i for i, p in enumerate(cut.parameters)}
+        hypers = optimizer.hypers(index_of).items()
+        initial = {index: rule.initial(hyper) for index, hyper in hypers}
+        Birth(plan, self.lanes, self.store, self.kernels, initial).write(
             cut.parameters, self.presence, progress
         )
         self._born = True
+        self.gradients.write_once()
         move_buffers(model, self.device.torch_device)
         self.hooks = Hooks(self.mover, self.gradients, cut.units, cut.parameters, cut.trained)
         undo.append(self.hooks.remove)
@@ -237,19 +270,57 @@ class Parts:
         for slot in self.mover.ledger.slots:
             slot.residency = slot.lingering = None
 
+    @property
+    def closed(self) -> bool:
+        """Whether everything was given back."""
+        return not self._undo
+
     def close(self) -> None:
         """Take everything down; every step is tried, the first error is raised at the end."""
         first: BaseException | None = None
         while self._undo:
             try:
-                self._undo.pop()()
-            except BaseException as error:
+                self._undo[-1]()
+            except Exception as error:
                 first = first or error
+            except BaseException as error:  # an interruption cut the step short: once more
+                first = first or error
+                continue
+            self._undo.pop()
         if first is not None:
             raise first
 
 
-def plan_for(model: nn.Module, cut: Cut, config: Config, device: Device) -> Plan:
+def largest_trained_of(layouts: Iterable[UnitLayout]) -> int:
+    """Elements of the largest trained parameter."""
+    return max((s.numel for layout in layouts for s in layout.trained_segments), default=0)
+
+
+def facts_of(rule: Rule, layouts: Iterable[UnitLayout]) -> RuleFacts:
+    """What the plan needs to know of the update rule."""
+    return RuleFacts(
+        name=rule.name,
+        moments=rule.moments,
+        whole=rule.whole,
+        tile_elements=rule.tile_elements(largest_trained_of(layouts)),
+        notes=rule.notes,
+    )
+
+
+def plan_for(model: nn.Module, cut: Cut, config: Config, device: Device, rule: Rule) -> Plan:
     """The plan of one engine on this machine."""
     limits = limits_for(config, device, model.parameters())
-    return make_plan(cut.layouts, config, limits, unified=device.unified)
+    facts = facts_of(rule, cut.layouts)
+    reason = "" if device.unified else device.why_no_kernels()
+    plan = make_plan(
+        cut.layouts,
+        config,
+        limits,
+        unified=device.unified,
+        rule=facts,
+        device_kernels=reason is None,
+    )
+    if reason and Tier.DEVICE in {homes.state for homes in plan.homes}:
+        note = f"state that rests on the device is updated by the host, slower: {reason}"
+        plan = replace(plan, notes=(*plan.notes, note))
+    return plan

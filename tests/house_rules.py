@@ -32,15 +32,17 @@ ALLOWED: dict[str, set[str]] = {
     "journal": {"errors"},
     "plan": {"errors", "sizes", "formats", "config"},
     "model": {"errors", "sizes", "plan"},
-    "optim": {"errors", "formats", "_adam"},
+    "optim": {"errors", "formats", "plan", "_adam"},
     "memory": {"errors", "sizes", "formats", "config", "plan", "model", "optim", "_aio"},
     "training": _FACTS | _MIDDLE,
     "parts": _BELOW_ENGINE,
     "engine": _BELOW_ENGINE | {"parts"},
-    "initialize": _BELOW_ENGINE | {"parts", "engine"},
-    "integrations": _BELOW_ENGINE | {"engine", "initialize"},
-    "cli": _BELOW_ENGINE | {"engine", "initialize", "integrations", "__init__"},
-    "__init__": _BELOW_ENGINE | {"engine", "initialize", "integrations"},
+    "startup": _BELOW_ENGINE | {"parts", "engine"},
+    "integrations": _BELOW_ENGINE | {"engine", "startup"},
+    "bench": {"errors", "sizes", "plan", "memory", "_aio"},
+    "cli": _BELOW_ENGINE
+    | {"engine", "startup", "integrations", "bench", "_aio", "_adam", "__init__"},
+    "__init__": _BELOW_ENGINE | {"engine", "startup", "integrations", "optim"},
 }
 DATA_ASSIGNER = "infinity/model/presence.py"
 PRIVATE_TORCH = "infinity/model/torch_private.py"

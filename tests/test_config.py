@@ -82,7 +82,7 @@ def test_every_mistake_is_told_at_once() -> None:
             "nvm_path": "/x",
             "homes": {"weigths": "host", "moments": "dsik", "gradients": "disk"},
             "io": {"queue_depth": 0, "num_threads": "4", "block_size": 5000},
-            "optimizer": {"type": "sgd", "lr": -1, "betas": [0.9, 1.0], "eps": "abc"},
+            "optimizer": {"type": "adamm", "lr": -1, "betas": [0.9, 1.0], "eps": "abc"},
             "budget": {"host": "24 XB", "device": True},
             "gradient_clipping": float("nan"),
             "gradient_accumulation_steps": 1.5,
@@ -98,7 +98,7 @@ def test_every_mistake_is_told_at_once() -> None:
         "io.queue_depth: should be greater than or equal to 1, got 0",
         "io.num_threads: should be a valid integer, got '4'",
         "io.block_size: should be a multiple of 4096, got 5000",
-        "optimizer.type: should be 'AdamW' or 'Adam', got 'sgd'",
+        "optimizer.type: should be 'AdamW', 'Adam', 'Lion', 'SGD' or 'Adagrad', got 'adamm'",
         "optimizer.lr: should be greater",
         "optimizer.betas.1: should be less than 1, got 1.0",
         "optimizer.eps: should be a number, got 'abc'",
@@ -272,3 +272,51 @@ def test_a_configuration_does_not_change() -> None:
     with pytest.raises(ValueError, match="frozen"):
         config.seed = 3
     assert isinstance(config, Config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "defaults"),
+    [
+        ("adamw", {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}),
+        ("ADAM", {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}),
+        ("lion", {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0}),
+        ("sgd", {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0,
+                 "nesterov": False}),
+        ("Adagrad", {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "eps": 1e-10,
+                     "initial_accumulator_value": 0.0}),
+    ],
+)  # fmt: skip
+def test_every_rule_has_its_own_keys_and_defaults(kind: str, defaults: dict[str, Any]) -> None:
+    config = load_config({"optimizer": {"type": kind}})
+    assert config.optimizer.parameters() == {**defaults, "maximize": False}
+    assert config.optimizer.moments == "fp32"
+    told = {key.removeprefix("optimizer.") for key in config.resolved() if "optimizer." in key}
+    assert told == {"type", "moments", "maximize", *defaults}
+    assert load_config(config).resolved() == config.resolved()
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD", "Adagrad"])
+def test_defaults_of_rules_are_those_of_torch(kind: str) -> None:
+    torch = pytest.importorskip("torch")
+    parameter = torch.nn.Parameter(torch.ones(1))
+    theirs = getattr(torch.optim, kind)([parameter]).defaults
+    for name, value in load_config({"optimizer": {"type": kind}}).optimizer.parameters().items():
+        assert theirs[name] == value, name
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        ({"type": "SGD", "betas": [0.9, 0.99]}, "optimizer.betas: SGD does not take it; it"),
+        ({"momentum": 0.9}, "optimizer.momentum: AdamW does not take it; it takes lr, betas, eps"),
+        ({"type": "Lion", "eps": 1e-8}, "optimizer.eps: Lion does not take it"),
+        ({"type": "SGD", "nesterov": True}, "optimizer.nesterov: needs momentum above 0"),
+        ({"type": "SGD", "momentum": 0.9, "dampening": 0.1, "nesterov": True}, "no dampening"),
+        ({"type": "Adagrad", "initial_accumulator_value": -1}, "greater than or equal to 0"),
+        ({"moments": "int8"}, "optimizer.moments: should be 'fp32', 'bf16'"),
+        ({"type": "Adafactor"}, "should be 'AdamW', 'Adam', 'Lion', 'SGD' or 'Adagrad'"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_a_rule_does_not_take_is_refused(optimizer: dict[str, Any], words: str) -> None:
+    assert words in refusal({"optimizer": optimizer})

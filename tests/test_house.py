@@ -49,7 +49,7 @@ RULES: dict[Rule, tuple[list[dict[str, str]], dict[str, str]]] = {
             {"infinity/memory/a.py": "from infinity import _adam"},
             {"infinity/training/a.py": "from infinity.engine import Engine"},
             {"infinity/engine.py": "import infinity"},
-            {"infinity/engine.py": "from infinity import initialize"},
+            {"infinity/engine.py": "from infinity import startup"},
             {"infinity/attic.py": ""},
         ],
         {
@@ -58,7 +58,7 @@ RULES: dict[Rule, tuple[list[dict[str, str]], dict[str, str]]] = {
             "if TYPE_CHECKING:\n    from infinity.memory.disk import Disk",
             "infinity/memory/a.py": "from infinity import _aio, plan\nfrom ..plan.a import b",
             "infinity/optim/a.py": "import infinity._adam as _adam",
-            "infinity/cli/main.py": "import infinity\nfrom infinity import initialize",
+            "infinity/cli/main.py": "import infinity\nfrom infinity import startup",
         },
     ),
     one_file_assigns_data: (

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infinity.formats import MOMENT_BLOCK, MomentFormat
 from infinity.plan.layout import (
     BF16,
     ELEMENT_ALIGN,
     FP32,
+    MOMENTS,
     PAGE,
     RECORD_ORDER,
     SEGMENT_ALIGN_BYTES,
@@ -24,7 +27,8 @@ from infinity.plan.layout import (
 )
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int8": 1, "bool": 1}
-precisions = st.sampled_from([BF16, FP32])
+moments = st.lists(st.sampled_from(MomentFormat), max_size=len(MOMENTS)).map(tuple)
+precisions = st.builds(lambda p, m: replace(p, moments=m), st.sampled_from([BF16, FP32]), moments)
 shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 frozen_dtypes = st.sampled_from(sorted(ITEMSIZES))
 
@@ -34,7 +38,7 @@ def facts(draw: st.DrawFn, precision: Precision) -> list[ParameterFacts]:
     found = []
     for index in range(draw(st.integers(0, 8))):
         shape, trained = draw(shapes), draw(st.booleans())
-        compute = "bfloat16" if precision is BF16 else "float32"
+        compute = "bfloat16" if precision.weight == 2 else "float32"
         dtype = compute if trained else draw(frozen_dtypes)
         found.append(
             ParameterFacts(
@@ -92,6 +96,8 @@ def test_segments_are_aligned_apart_and_inside(
     ranges = sorted(r for r in byte_ranges(layout) if r[0] < r[1])
     for start, _ in byte_ranges(layout):
         assert start % SEGMENT_ALIGN_BYTES == 0
+    for segment in layout.trained_segments:  # no block of a moment belongs to two parameters
+        assert segment.offset % MOMENT_BLOCK == 0
     for (_, end), (start, _) in zip(ranges[:-1], ranges[1:], strict=True):  # noqa: RUF007
         assert end <= start
     assert all(end <= layout.slot_bytes for _, end in ranges)
@@ -130,7 +136,7 @@ def test_chunks_cover_the_trained_range_once(
     assert end == layout.numel
 
 
-@given(precisions, st.sets(st.sampled_from(RECORD_ORDER), min_size=1), st.integers(1, 9))
+@given(precisions, st.sets(st.sampled_from(RECORD_ORDER), min_size=1), st.integers(1, 70))
 def test_a_record_is_contiguous_and_every_part_starts_on_a_page(
     precision: Precision, kinds: set[Kind], blocks: int
 ) -> None:
@@ -141,14 +147,32 @@ def test_a_record_is_contiguous_and_every_part_starts_on_a_page(
     for kind in chosen:
         assert record.offset(kind, count) == end
         assert end % PAGE == 0
-        end += count * precision.itemsize(kind)
-    assert record.nbytes(count) == end == count * record.bytes_per_element
+        end += precision.nbytes(kind, count)
+    assert record.nbytes(count) == end
+
+
+@given(precisions, st.integers(1, 70))
+def test_a_part_holds_values_and_scales_and_less_than_a_page_more(
+    precision: Precision, blocks: int
+) -> None:
+    count = blocks * ELEMENT_ALIGN
+    assert precision.nbytes(Kind.WEIGHT, count) == count * precision.weight
+    if precision.residual:
+        assert precision.nbytes(Kind.RESIDUAL, count) == count * precision.residual
+    sizes = {"fp32": 4 * count, "bf16": 2 * count, "bf16_stochastic": 2 * count}
+    for kind in precision.moment_kinds:
+        needed = sizes.get(precision.format_of(kind).value, count + 4 * (count // MOMENT_BLOCK))
+        assert needed <= precision.nbytes(kind, count) < needed + PAGE
 
 
 def test_the_kinds_of_a_precision() -> None:
     assert BF16.kinds == (Kind.WEIGHT, Kind.RESIDUAL, Kind.MOMENT1, Kind.MOMENT2)
     assert FP32.kinds == (Kind.WEIGHT, Kind.MOMENT1, Kind.MOMENT2)
-    assert sum(map(BF16.itemsize, BF16.kinds)) == sum(map(FP32.itemsize, FP32.kinds)) == 12
+    assert BF16.bytes_per_parameter == FP32.bytes_per_parameter == 12
+    assert replace(BF16, moments=()).kinds == (Kind.WEIGHT, Kind.RESIDUAL)
+    three = replace(FP32, moments=(MomentFormat.INT8,) * 3)
+    assert three.kinds == (Kind.WEIGHT, Kind.MOMENT1, Kind.MOMENT2, Kind.MOMENT3)
+    assert three.bytes_per_parameter == 4 + 3 * (1 + 4 / MOMENT_BLOCK)
 
 
 @given(st.integers(0, 10**15), st.integers(1, 10**6))

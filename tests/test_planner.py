@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from infinity.config import load_config
 from infinity.errors import ConfigError, DoesNotFitError
+from infinity.formats import MomentFormat
 from infinity.plan.forecast import forecast_bytes
 from infinity.plan.layout import PRECISIONS, Kind, ParameterFacts, Tier, UnitLayout, lay_out
-from infinity.plan.plan import LANES, Plan
+from infinity.plan.plan import LANES, Plan, RuleFacts
 from infinity.plan.planner import Limits, make_plan
 
 TIERS = ("device", "host", "disk")
@@ -58,7 +59,7 @@ def refusal(*args: Any, **kwargs: Any) -> str:
 
 def assert_sums(plan: Plan) -> None:
     """Every byte of every unit rests exactly once, and the memory table says so."""
-    per_state = plan.precision.residual + 8
+    per_state = plan.precision.residual + 8  # two fp32 moments
     for tier in Tier:
         parts = plan.memory[tier.value]
         at = [h for h in zip(plan.units, plan.homes, strict=True)]  # noqa: C416
@@ -287,3 +288,51 @@ def test_the_description_says_where_everything_lives() -> None:
         "1.00 GiB",
     ):
         assert part in text
+
+
+rules = st.builds(
+    RuleFacts,
+    name=st.just("Rule"),
+    moments=st.lists(st.sampled_from(MomentFormat), max_size=4).map(tuple),
+    whole=st.booleans(),
+    tile_elements=st.sampled_from([0, 5000]),
+)
+
+
+@given(sizes_of_units, rules, st.sampled_from(["bf16", "fp32"]), st.sampled_from(TIERS))
+@settings(max_examples=60, deadline=None)
+def test_sizes_follow_the_rule_and_its_formats(
+    sizes: list[int], rule: RuleFacts, precision: str, tier: str
+) -> None:
+    """Memory, stages, records and forecast, added up chunk by chunk from the formats alone."""
+    given = {"nvme_path": "/nvme", "precision": precision, "chunk_size": 4096,
+             "homes": dict.fromkeys(("weights", "moments", "gradients"), tier)}  # fmt: skip
+    made = units(sizes, precision)
+    plan = make_plan(made, load_config(given), UNLIMITED, unified=False, rule=rule)
+    largest = max(u.numel for u in made)
+    chunk = largest if rule.whole else min(4096, largest)
+    assert plan.chunk_elements == chunk
+    assert (rule.whole and "chunk_size 4096 is not used" in plan.describe()) or not rule.whole
+    weight, residual = (2, 2) if precision == "bf16" else (4, 0)
+
+    def state(count: int) -> int:
+        total = 0
+        for kind in rule.moments:
+            per = {"fp32": 4, "8bit": 1}.get(kind.value, 2)
+            scales = count // 128 * 4 if kind.value == "8bit" else 0
+            total += -(-(count * per + scales) // 4096) * 4096
+        return total + residual * count
+
+    pieces = [min(chunk, u.numel - first) for u in made for first in range(0, u.numel, chunk)]
+    everything = sum(map(state, pieces))
+    assert plan.memory[tier]["state"] == everything
+    assert plan.memory["host"]["optimizer tiles"] == (8 * 4 * 5000 if rule.tile_elements else 0)
+    if tier == "disk":
+        weights = sum(u.numel for u in made) * weight
+        assert plan.predicted_bytes["disk_write"] == everything + weights + sum(
+            u.numel * plan.gradient_itemsize for u in made
+        )
+        record = state(chunk) + (weight + plan.gradient_itemsize) * chunk
+        assert plan.memory["host"]["staging"] == 4 * record
+    text = plan.describe()
+    assert ("lossy" in text) == any(not kind.is_exact for kind in rule.moments)

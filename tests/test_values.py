@@ -25,7 +25,7 @@ from support.small import (
 from torch import Tensor
 
 from infinity.engine import Engine
-from infinity.errors import ConfigError, PresenceError
+from infinity.errors import ConfigError, EngineClosedError, PresenceError
 
 HOMES = {"disk": ON_DISK, "mixed": MIXED, "device": ON_DEVICE}
 every_home = pytest.mark.parametrize("homes", list(HOMES.values()), ids=list(HOMES))
@@ -336,3 +336,15 @@ def test_reading_waits_for_the_sweep(tmp_path: Path, read: str) -> None:
         else:
             value = engine.module.blocks[2].up.weight.detach().clone()
         assert torch.equal(value, expected)
+
+
+@every_home
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_a_state_dict_that_outlives_its_engine_says_so(
+    tmp_path: Path, homes: dict[str, str], accelerator: bool
+) -> None:
+    arguments = {"device": FakeAccelerator(1)} if accelerator else {}
+    with small_engine(tmp_path, homes, arguments=arguments) as engine:
+        state = engine.state_dict(master=True)
+    with pytest.raises(EngineClosedError, match="read values before close"):
+        state["blocks.1.down.weight"]

@@ -1,18 +1,18 @@
 // infinity._adam: the Python face. Raw addresses and element counts in, nothing of torch.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
-#include <sched.h>
 #include <unistd.h>
 
-#include <array>
+#include <algorithm>
 #include <atomic>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "dispatch.h"
+#include "piece.h"
+#include "topology.h"
 #include "workers.h"
 
 namespace nb = nanobind;
@@ -26,47 +26,29 @@ constexpr std::size_t kInlineElements = 32768;
 constexpr std::size_t kCopyChunkBytes = std::size_t{512} << 10;
 constexpr std::size_t kStreamBytes = std::size_t{8} << 20;
 
-using Address = std::uintptr_t;
-using ScalarArray = std::array<double, 9>;
-
-Dtype checked_dtype(int code) {
-  if (code == kBf16) return kBf16;
-  if (code == kFp32) return kFp32;
-  throw std::invalid_argument("unknown dtype code " + std::to_string(code) +
-                              "; use _adam.BF16 or _adam.FP32");
-}
-
-std::size_t size_of(Dtype dtype) { return dtype == kBf16 ? 2 : 4; }
-
 template <class T>
-T* checked_address(const char* name, Address address, std::size_t n, std::size_t alignment) {
-  if (address == 0 && n != 0) throw std::invalid_argument(std::string(name) + " is null");
-  if (address % alignment != 0) {
-    throw std::invalid_argument(std::string(name) + " is not aligned to its element size, " +
-                                std::to_string(alignment) + " bytes");
-  }
-  return reinterpret_cast<T*>(address);
+T* pointer(const char* name, Address address, std::size_t n) {
+  return static_cast<T*>(checked_address(name, address, n, alignof(T)));
 }
 
-int usable_cpus() {
-  cpu_set_t cpus;
-  CPU_ZERO(&cpus);
-  if (sched_getaffinity(0, sizeof cpus, &cpus) == 0) return CPU_COUNT(&cpus);
-  const unsigned count = std::thread::hardware_concurrency();
-  return count == 0 ? 1 : static_cast<int>(count);
-}
-
-AdamScalars to_scalars(const ScalarArray& s) {
-  const auto f = [&](std::size_t i) { return static_cast<float>(s[i]); };
-  return {f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8)};
+CodeArguments code_arguments(std::size_t n, Address values, Address moment, Address scales,
+                             int format, bool is_signed) {
+  const Format kind = checked_format(format);
+  return {pointer<float>("values", values, n),
+          checked_address("moment", moment, n, moment_size(kind)),
+          pointer<float>("scales", scales, kind == kInt8Moment ? n : 0), kind, is_signed};
 }
 
 class Pool {
  public:
-  Pool(int num_threads, const std::string& isa) : kernels_(find_kernels(isa)), pid_(getpid()) {
+  Pool(int num_threads, const std::string& isa, const std::string& root)
+      : kernels_(find_kernels(isa)), pid_(getpid()), nodes_(usable_nodes(root)) {
     if (num_threads < 0) throw std::invalid_argument("num_threads must not be negative");
-    num_threads_ = num_threads == 0 ? usable_cpus() : num_threads;
-    workers_ = new Workers(num_threads_);
+    num_threads_ = num_threads;
+    if (num_threads == 0) {
+      for (const auto& cpus : nodes_) num_threads_ += static_cast<int>(cpus.size());
+    }
+    workers_ = new Workers(num_threads_, nodes_);
   }
 
   // In a forked child the threads do not exist and the locks are in an unknown state: leak them.
@@ -78,24 +60,22 @@ class Pool {
 
   int num_threads() const { return num_threads_; }
   const char* isa() const { return kernels_->name; }
+  const std::vector<std::vector<int>>& nodes() const { return nodes_; }
+  const std::vector<std::size_t>& node_of_thread() const { return workers_->node_of_thread(); }
 
   void close() {
     closed_ = true;
     if (getpid() == pid_) workers_->stop();
   }
 
-  void adam(std::size_t n, Address weight, Address residual, Address moment1, Address moment2,
-            Address gradient, int gradient_dtype, const ScalarArray& scalars) {
-    const Dtype dtype = checked_dtype(gradient_dtype);
-    const AdamArguments arguments{
-        checked_address<void>("weight", weight, n, residual == 0 ? 4 : 2),
-        checked_address<std::int16_t>("residual", residual, 0, 2),
-        checked_address<float>("moment1", moment1, n, 4),
-        checked_address<float>("moment2", moment2, n, 4),
-        checked_address<const void>("gradient", gradient, n, size_of(dtype)),
-        dtype,
-        to_scalars(scalars)};
-    run(n, kernels_->adam, arguments);
+  void update(const std::vector<const Piece*>& pieces) {
+    check_usable();
+    run_pieces(pieces, kernels_->update);
+  }
+
+  void stream(const std::vector<const Piece*>& pieces) {
+    check_usable();
+    run_pieces(pieces, kernels_->stream);
   }
 
   void accumulate(std::size_t n, Address target, int target_dtype, Address source,
@@ -110,7 +90,7 @@ class Pool {
   double square_sum(std::size_t n, Address source, int source_dtype) {
     check_usable();
     const Dtype dtype = checked_dtype(source_dtype);
-    const auto* address = checked_address<const void>("source", source, n, size_of(dtype));
+    const void* address = checked_address("source", source, n, size_of(dtype));
     std::vector<double> sums((n + kSquareBlock - 1) / kSquareBlock);
     const SquareArguments arguments{address, dtype, n, sums.data()};
     const std::size_t chunk = n <= kInlineElements ? sums.size() : kChunkElements / kSquareBlock;
@@ -128,10 +108,20 @@ class Pool {
     run(n, kernels_->join, halves(n, master, weight, residual));
   }
 
+  void encode(std::size_t n, Address values, Address moment, Address scales, int format,
+              bool is_signed) {
+    run(n, kernels_->encode, code_arguments(n, values, moment, scales, format, is_signed));
+  }
+
+  void decode(std::size_t n, Address values, Address moment, Address scales, int format,
+              bool is_signed) {
+    run(n, kernels_->decode, code_arguments(n, values, moment, scales, format, is_signed));
+  }
+
   void copy(std::size_t nbytes, Address target, Address source) {
     check_usable();
-    auto* to = checked_address<char>("target", target, nbytes, 1);
-    const auto* from = checked_address<const char>("source", source, nbytes, 1);
+    auto* to = pointer<char>("target", target, nbytes);
+    const auto* from = pointer<const char>("source", source, nbytes);
     const bool stream = nbytes >= kStreamBytes;
     workers_->run(nbytes, kCopyChunkBytes, [=](std::size_t begin, std::size_t end) {
       if (stream) {
@@ -147,14 +137,13 @@ class Pool {
                             int source_dtype) {
     const Dtype to = checked_dtype(target_dtype);
     const Dtype from = checked_dtype(source_dtype);
-    return {checked_address<void>("target", target, n, size_of(to)),
-            checked_address<const void>("source", source, n, size_of(from)), to, from};
+    return {checked_address("target", target, n, size_of(to)),
+            checked_address("source", source, n, size_of(from)), to, from};
   }
 
   static SplitArguments halves(std::size_t n, Address master, Address weight, Address residual) {
-    return {checked_address<float>("master", master, n, 4),
-            checked_address<std::uint16_t>("weight", weight, n, 2),
-            checked_address<std::int16_t>("residual", residual, n, 2)};
+    return {pointer<float>("master", master, n), pointer<std::uint16_t>("weight", weight, n),
+            pointer<std::int16_t>("residual", residual, n)};
   }
 
   template <class Arguments>
@@ -164,6 +153,31 @@ class Pool {
     const std::size_t chunk = n <= kInlineElements ? kInlineElements : kChunkElements;
     workers_->run(n, chunk,
                   [&](std::size_t begin, std::size_t end) { kernel(arguments, begin, end); });
+  }
+
+  // One job for all pieces: the chunks are numbered through, so that no thread waits at the end of
+  // a piece.
+  void run_pieces(const std::vector<const Piece*>& pieces,
+                  void (*kernel)(const UpdateArguments&, std::size_t, std::size_t)) {
+    std::vector<std::size_t> chunks_before{0};
+    std::size_t elements = 0;
+    for (const Piece* piece : pieces) {
+      const std::size_t n = piece->arguments().n;
+      elements += n;
+      chunks_before.push_back(chunks_before.back() + (n + kChunkElements - 1) / kChunkElements);
+    }
+    const std::size_t num_chunks = chunks_before.back();
+    const std::size_t step = elements <= kInlineElements ? num_chunks : 1;
+    workers_->run(num_chunks, step, [&](std::size_t begin, std::size_t end) {
+      auto next = std::upper_bound(chunks_before.begin(), chunks_before.end(), begin);
+      for (std::size_t chunk = begin; chunk < end; ++chunk) {
+        while (*next <= chunk) ++next;  // a piece may be empty
+        const auto piece = static_cast<std::size_t>(next - chunks_before.begin()) - 1;
+        const UpdateArguments& arguments = pieces[piece]->arguments();
+        const std::size_t first = (chunk - chunks_before[piece]) * kChunkElements;
+        kernel(arguments, first, std::min(first + kChunkElements, arguments.n));
+      }
+    });
   }
 
   void check_usable() const {
@@ -176,10 +190,19 @@ class Pool {
 
   const Kernels* kernels_;
   const pid_t pid_;
+  const std::vector<std::vector<int>> nodes_;
   int num_threads_;
   Workers* workers_;
   std::atomic<bool> closed_{false};
 };
+
+void check_pieces_apart(const std::vector<const Piece*>& pieces) {
+  std::vector<Range> ranges;
+  for (const Piece* piece : pieces) {
+    for (const Range& range : piece->ranges()) ranges.push_back(range);
+  }
+  check_apart(std::move(ranges));
+}
 
 std::vector<std::string> isas() {
   std::vector<std::string> names;
@@ -191,21 +214,38 @@ std::vector<std::string> isas() {
 }  // namespace infinity
 
 NB_MODULE(_adam, module) {
+  using infinity::Piece;
   using infinity::Pool;
   using Release = nb::call_guard<nb::gil_scoped_release>;
   nb::set_leak_warnings(false);  // a pool that lives until the interpreter ends is no mistake
-  module.doc() = "AdamW and its one-pass helpers on raw CPU memory; same bits on every CPU.";
+  module.doc() = "Optimizers and their one-pass helpers on raw CPU memory; same bits on every CPU.";
   module.attr("BF16") = static_cast<int>(infinity::kBf16);
   module.attr("FP32") = static_cast<int>(infinity::kFp32);
+  module.attr("FP16") = static_cast<int>(infinity::kFp16);
   module.def("isas", &infinity::isas, "Instruction sets available on this CPU, best last.");
 
+  module.def("check_apart", &infinity::check_pieces_apart, "pieces"_a,
+             "Raise ValueError if two pieces overlap in what is written.");
+
+  nb::class_<Piece>(module, "Piece")
+      .def(nb::init<std::size_t, int, int, int, int, std::uint64_t, std::uint64_t, std::uintptr_t,
+                    std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t,
+                    std::uintptr_t, const std::vector<double>&>(),
+           "n"_a, "rule"_a, "layout"_a, "format"_a, "gradient_dtype"_a, "key"_a, "first"_a,
+           "weight"_a, "rest"_a, "moment1"_a, "scales1"_a, "moment2"_a, "scales2"_a, "gradient"_a,
+           "scalars"_a)
+      .def_prop_ro("nbytes", &Piece::nbytes);
+
   nb::class_<Pool>(module, "Pool")
-      .def(nb::init<int, const std::string&>(), "num_threads"_a = 0, "isa"_a = "auto")
+      .def(nb::init<int, const std::string&, const std::string&>(), "num_threads"_a = 0,
+           "isa"_a = "auto", "root"_a = "/")
       .def_prop_ro("num_threads", &Pool::num_threads)
       .def_prop_ro("isa", &Pool::isa)
+      .def_prop_ro("nodes", &Pool::nodes)
+      .def_prop_ro("node_of_thread", &Pool::node_of_thread)
       .def("close", &Pool::close, Release())
-      .def("adam", &Pool::adam, nb::kw_only(), "n"_a, "weight"_a, "residual"_a, "moment1"_a,
-           "moment2"_a, "gradient"_a, "gradient_dtype"_a, "scalars"_a, Release())
+      .def("update", &Pool::update, "pieces"_a, Release())
+      .def("stream", &Pool::stream, "pieces"_a, Release())
       .def("accumulate", &Pool::accumulate, nb::kw_only(), "n"_a, "target"_a, "target_dtype"_a,
            "source"_a, "source_dtype"_a, Release())
       .def("convert", &Pool::convert, nb::kw_only(), "n"_a, "target"_a, "target_dtype"_a,
@@ -216,5 +256,9 @@ NB_MODULE(_adam, module) {
            Release())
       .def("join", &Pool::join, nb::kw_only(), "n"_a, "weight"_a, "residual"_a, "master"_a,
            Release())
+      .def("encode", &Pool::encode, nb::kw_only(), "n"_a, "values"_a, "moment"_a, "scales"_a,
+           "format"_a, "is_signed"_a, Release())
+      .def("decode", &Pool::decode, nb::kw_only(), "n"_a, "values"_a, "moment"_a, "scales"_a,
+           "format"_a, "is_signed"_a, Release())
       .def("copy", &Pool::copy, nb::kw_only(), "nbytes"_a, "target"_a, "source"_a, Release());
 }

@@ -9,32 +9,34 @@
 
 namespace infinity {
 
-enum Dtype : int { kBf16 = 0, kFp32 = 1 };
+enum Dtype : int { kBf16 = 0, kFp32 = 1, kFp16 = 2 };
+
+// fp32; bf16 with an int16 rest (split master); fp16 with an fp32 rest (the master).
+enum Layout : int { kFp32Weight = 0, kSplitWeight = 1, kFp16Weight = 2 };
+
+enum Format : int { kFp32Moment = 0, kBf16Moment = 1, kBf16Stochastic = 2, kInt8Moment = 3 };
+
+enum Rule : int { kAdam = 0, kLion = 1, kMomentum = 2, kPlain = 3, kAdagrad = 4 };
 
 // Elements of one block of the square sum; part of its definition, never a tuning knob.
 constexpr std::size_t kSquareBlock = 4096;
 
-// The scalars of one step, each rounded to fp32 once (infinity/optim/adamw.py computes them).
-struct AdamScalars {
-  float grad_scale;
-  float decay;  // multiplies the weight: 1 - lr * weight_decay, or 1
-  float l2;     // adds l2 * weight to the gradient; 0 skips the addition
-  float beta1_lerp;
-  float beta2;
-  float one_minus_beta2;
-  float step_size;
-  float bias_correction2_sqrt;
-  float eps;
-};
+constexpr std::size_t kMaxScalars = 9;
 
-struct AdamArguments {
-  void* weight;            // bf16 halves when `residual` is set, else fp32
-  std::int16_t* residual;  // or null
-  float* moment1;
-  float* moment2;
-  const void* gradient;
+struct UpdateArguments {
+  Rule rule;
+  Layout layout;
+  Format format;
   Dtype gradient_dtype;
-  AdamScalars scalars;
+  std::size_t n;
+  std::uint64_t key;    // of stochastic rounding
+  std::uint64_t first;  // index of element 0 in its parameter; 8 bits: a multiple of a block
+  void* weight;
+  void* rest;
+  void* moment[2];
+  float* scales[2];  // 8 bits only
+  const void* gradient;
+  float scalars[kMaxScalars];  // see infinity/optim/rules.py
 };
 
 struct PairArguments {
@@ -57,15 +59,27 @@ struct SplitArguments {
   std::int16_t* residual;
 };
 
-// Every function works on elements (square_blocks: on blocks) [begin, end).
+struct CodeArguments {
+  float* values;
+  void* moment;
+  float* scales;
+  Format format;
+  bool is_signed;
+};
+
+// Every function works on elements (square_blocks: on blocks) [begin, end). For 8-bit moments
+// `begin` is a multiple of a block, and `end` is too or is the end of the range.
 struct Kernels {
   const char* name;
-  void (*adam)(const AdamArguments&, std::size_t begin, std::size_t end);
+  void (*update)(const UpdateArguments&, std::size_t begin, std::size_t end);
+  void (*stream)(const UpdateArguments&, std::size_t begin, std::size_t end);
   void (*accumulate)(const PairArguments&, std::size_t begin, std::size_t end);
   void (*convert)(const PairArguments&, std::size_t begin, std::size_t end);
   void (*square_blocks)(const SquareArguments&, std::size_t begin, std::size_t end);
   void (*split)(const SplitArguments&, std::size_t begin, std::size_t end);
   void (*join)(const SplitArguments&, std::size_t begin, std::size_t end);
+  void (*encode)(const CodeArguments&, std::size_t begin, std::size_t end);
+  void (*decode)(const CodeArguments&, std::size_t begin, std::size_t end);
 };
 
 extern const Kernels kBaselineKernels;  // x86-64 with SSE2, or arm64 with NEON

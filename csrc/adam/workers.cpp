@@ -6,8 +6,10 @@
 #include <algorithm>
 #include <chrono>
 #include <system_error>
+#include <utility>
 
 #include "dispatch.h"
+#include "topology.h"
 
 namespace infinity {
 namespace {
@@ -32,12 +34,46 @@ void spin_until(const Done& done) {
 
 }  // namespace
 
-void Workers::Job::work() {
-  for (;;) {
-    const std::size_t begin = next.fetch_add(chunk, std::memory_order_relaxed);
-    if (begin >= n) return;
-    (*body)(begin, std::min(begin + chunk, n));
+Workers::Workers(int num_threads, std::vector<std::vector<int>> nodes)
+    : num_threads_(num_threads), nodes_(std::move(nodes)) {
+  std::size_t num_cpus = 0;
+  for (const auto& cpus : nodes_) num_cpus += cpus.size();
+  for (int thread = 0; thread < num_threads; ++thread) {
+    // Thread i of n goes where the i-th of n equal parts of the CPUs has its middle.
+    const auto twice = static_cast<std::size_t>(2 * thread + 1) * num_cpus;
+    std::size_t at = twice / static_cast<std::size_t>(2 * num_threads);
+    std::size_t node = 0;
+    while (at >= nodes_[node].size()) at -= nodes_[node++].size();
+    node_of_thread_.push_back(node);
   }
+}
+
+bool Workers::Job::exhausted() const {
+  return std::all_of(shares.begin(), shares.end(), [](const Share& share) {
+    return share.next.load(std::memory_order_relaxed) >= share.end;
+  });
+}
+
+void Workers::Job::work(std::size_t node) {
+  for (std::size_t i = 0; i < shares.size(); ++i) {
+    Share& share = shares[(node + i) % shares.size()];
+    for (;;) {
+      const std::size_t taken = share.next.fetch_add(1, std::memory_order_relaxed);
+      if (taken >= share.end) break;
+      const std::size_t begin = taken * chunk;
+      (*body)(begin, std::min(begin + chunk, n));
+    }
+  }
+}
+
+std::size_t Workers::node_here() const {
+  if (nodes_.size() == 1) return 0;
+  const int cpu = current_cpu();
+  for (std::size_t node = 0; node < nodes_.size(); ++node) {
+    const auto& cpus = nodes_[node];
+    if (std::find(cpus.begin(), cpus.end(), cpu) != cpus.end()) return node;
+  }
+  return 0;
 }
 
 void Workers::run(std::size_t n, std::size_t chunk, const Body& body) {
@@ -48,7 +84,17 @@ void Workers::run(std::size_t n, std::size_t chunk, const Body& body) {
     body(0, n);
     return;
   }
-  Job job{&body, n, chunk};
+  Job job{&body, n, chunk, std::vector<Share>(nodes_.size())};
+  std::size_t threads_before = 0;
+  for (std::size_t node = 0; node < nodes_.size(); ++node) {
+    const auto share_of = [&](std::size_t threads) {
+      return chunks * threads / static_cast<std::size_t>(num_threads_);
+    };
+    job.shares[node].next = share_of(threads_before);
+    threads_before +=
+        static_cast<std::size_t>(std::count(node_of_thread_.begin(), node_of_thread_.end(), node));
+    job.shares[node].end = share_of(threads_before);
+  }
   {
     const std::lock_guard lock(mutex_);
     if (!stopping_) {
@@ -60,7 +106,7 @@ void Workers::run(std::size_t n, std::size_t chunk, const Body& body) {
   for (std::size_t i = 1; i < std::min<std::size_t>(chunks, num_threads_); ++i) {
     posted_changed_.notify_one();
   }
-  job.work();
+  job.work(node_here());
 
   // Nobody can join once the job is off the list; then wait for those who had.
   {
@@ -91,7 +137,13 @@ void Workers::start_threads() {
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
   try {
-    for (int i = 1; i < num_threads_; ++i) threads_.emplace_back([this] { serve(); });
+    for (int i = 1; i < num_threads_; ++i) {
+      const std::size_t node = node_of_thread_[static_cast<std::size_t>(i)];
+      threads_.emplace_back([this, node] { serve(node); });
+      if (nodes_.size() > 1) {
+        pin(threads_.back().native_handle(), nodes_[node]);  // a refusal costs speed only
+      }
+    }
   } catch (const std::system_error&) {
     // The machine gives no more threads: the ones there are, and every caller, do the work.
   }
@@ -107,7 +159,7 @@ Workers::Job* Workers::find_job() {
   return best;
 }
 
-void Workers::serve() {
+void Workers::serve(std::size_t node) {
   const StandardFloats standard;
   std::unique_lock lock(mutex_);
   while (!stopping_) {
@@ -115,7 +167,7 @@ void Workers::serve() {
     if (Job* job = find_job()) {
       ++job->helpers;
       lock.unlock();
-      job->work();
+      job->work(node);
       lock.lock();
       // The job may be gone as soon as the count is zero and the mutex free.
       if (--job->helpers == 0) helper_left_.notify_all();

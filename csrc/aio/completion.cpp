@@ -3,7 +3,7 @@
 #include <cerrno>
 #include <utility>
 
-#include "engine.h"
+#include "lane.h"
 #include "os.h"
 
 namespace infinity::aio {
@@ -14,29 +14,12 @@ constexpr uint32_t kSpinAttempts = 16;       // before a millisecond of sleep be
 
 }  // namespace
 
-Ticket::Ticket(Op ticket_op, std::vector<Segment> list, int creator)
-    : op(ticket_op), process_id(creator), segments_(std::move(list)) {
-  for (const Segment& segment : segments_) nbytes += segment.length;
-}
-
-bool Ticket::wait_for(std::chrono::nanoseconds time) const {
-  if (done()) return true;
-  std::unique_lock lock(mutex_);
-  return finished_.wait_for(lock, time, [this] { return done(); });
-}
-
-void Ticket::announce() {
-  const std::lock_guard lock(mutex_);
-  done_.store(true, std::memory_order_release);
-  finished_.notify_all();
-}
-
-void Engine::Finished::announce() {
-  for (const TicketPointer& ticket : tickets) ticket->announce();
+void Finished::announce() {
+  for (const std::shared_ptr<Ticket>& ticket : tickets) ticket->announce();
 }
 
 // True: the block is over, with block->error set if it failed. False: it needs another attempt.
-bool Engine::judge(Block* block, int64_t result) const {
+bool Lane::judge(Block* block, int64_t result) const {
   if (result == -EINTR || result == -EAGAIN) {
     if (++block->idle_attempts > kMaxIdleAttempts) {
       block->error = static_cast<int>(-result);
@@ -77,61 +60,75 @@ bool Engine::judge(Block* block, int64_t result) const {
   return false;
 }
 
-void Engine::finish(Block* block, int64_t result) {
+void Lane::finish(Block* block, int64_t result) {
   if (!judge(block, result)) {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(hub_.mutex);
     continued_.push_back(block);
     return;
   }
-  if (throttle_) {
-    throttle_->add(block);
-  } else {
-    deliver(block);
-  }
+  if (!block->file->direct() && sweeper_->add(block)) return;
+  leave_kernel(block);
 }
 
-void Engine::deliver(Block* block) {
-  Finished finished;
+// The kernel is done with the block: it may only be held back from here on.
+void Lane::leave_kernel(Block* block) {
+  if (!throttle_) return deliver(block);
   {
-    const std::lock_guard lock(mutex_);
-    const int64_t now_ns = os::monotonic_ns();
-    const TicketPointer ticket = std::move(block->ticket);
-    account(*block, now_ns);
-    --ticket->num_in_flight_;
+    const std::lock_guard lock(hub_.mutex);
+    block->in_kernel = false;
+  }
+  throttle_->add(block);
+}
+
+void Lane::deliver(Block* block) {
+  Finished finished;
+  std::shared_ptr<File> file;  // may be the last to hold it open: let go without the lock
+  {
+    const std::lock_guard lock(hub_.mutex);
+    file = std::move(block->file);
+    const std::shared_ptr<Ticket> ticket = std::move(block->ticket);
+    account(*block, os::monotonic_ns());
+    --block->part->num_in_flight;
     if (block->error != 0) {
       if (!ticket->failure_) {
-        ticket->failure_.emplace(block->error, op_name(block->op), block->file->path(),
-                                 block->offset, block->length,
-                                 block->reason != nullptr ? block->reason : "");
+        ticket->failure_.emplace(block->error, op_name(block->op), file->path(), block->offset,
+                                 block->length, block->reason != nullptr ? block->reason : "");
       }
-      cancel_rest(ticket);
+      cancel_rest(ticket.get());
     }
     free_.push_back(block);
-    complete_if_last(ticket, now_ns, &finished);
-    if (counters_.in_flight_blocks == 0) drained_.notify_all();
+    complete_if_last(ticket, &finished);
+    if (is_idle()) hub_.drained.notify_all();
   }
   finished.announce();
 }
 
-void Engine::account(const Block& block, int64_t now_ns) {
+void Lane::account(const Block& block, int64_t now_ns) {
   const auto direction = static_cast<size_t>(block.op);
   if (block.error == 0) counters_.bytes[direction] += block.length;
   ++counters_.requests[direction];
-  counters_.block_ns[direction] += static_cast<uint64_t>(now_ns - block.start_ns);
+  counters_.device_ns[direction] += static_cast<uint64_t>(now_ns - block.start_ns);
   if (--counters_.in_flight_blocks == 0) counters_.busy_ns += now_ns - busy_since_ns_;
+  if (--hub_.in_flight_blocks == 0) hub_.busy_ns += now_ns - hub_.busy_since_ns;
 }
 
-void Engine::cancel_rest(const TicketPointer& ticket) {
-  if (ticket->num_queued_ == 0) return;
-  counters_.queued_blocks -= ticket->num_queued_;
-  ticket->num_queued_ = 0;
-  std::erase(queue_, ticket);
+bool Lane::cancel_rest(Ticket* ticket) {
+  bool found = false;
+  for (Part& part : ticket->parts_) {
+    if (part.num_queued == 0) continue;
+    found |= part.lane->queue_.erase(&part);
+    part.num_queued = 0;
+  }
+  return found;
 }
 
-void Engine::complete_if_last(const TicketPointer& ticket, int64_t now_ns, Finished* finished) {
-  if (ticket->num_queued_ > 0 || ticket->num_in_flight_ > 0) return;
-  ticket->finished_ns_ = now_ns;
-  finished->segments.push_back(std::exchange(ticket->segments_, {}));
+void Lane::complete_if_last(const std::shared_ptr<Ticket>& ticket, Finished* finished) {
+  for (const Part& part : ticket->parts_) {
+    if (part.num_queued > 0 || part.num_in_flight > 0) return;
+  }
+  if (std::exchange(ticket->over_, true)) return;
+  ticket->finished_ns_ = os::monotonic_ns();
+  finished->parts.push_back(std::exchange(ticket->parts_, {}));
   finished->tickets.push_back(ticket);
 }
 

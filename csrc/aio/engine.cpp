@@ -1,9 +1,10 @@
 #include "engine.h"
 
 #include <algorithm>
+#include <cassert>
 #include <cerrno>
+#include <iterator>
 #include <stdexcept>
-#include <utility>
 
 #include "os.h"
 
@@ -27,61 +28,52 @@ void check_config(const EngineConfig& config) {
   if (config.num_threads == 0 || config.num_threads > kMaxDepth) {
     throw std::invalid_argument("num_threads must be between 1 and 4096");
   }
+  if (!(config.stuck_after_s >= 0 && config.stuck_after_s <= 1e9)) {
+    throw std::invalid_argument("stuck_after_s must be between 0 (no watchdog) and 1e9 seconds");
+  }
+  if (config.faults.has(Fault::stuck) && config.stuck_after_s == 0) {
+    throw std::invalid_argument(
+        "faults of the kind 'stuck' need a watchdog: set stuck_after_s, or name other kinds");
+  }
+}
+
+[[noreturn]] void refuse_closed() {
+  throw IoFailure(ECANCELED, "submit", {}, 0, 0, "the engine is closed");
 }
 
 }  // namespace
 
 // --- life ----------------------------------------------------------------------------------------
 
-Engine::Engine(const EngineConfig& config)
-    : process_id_(os::process_id()), block_size_(config.block_size) {
+Engine::Engine(const EngineConfig& config) : config_(config), process_id_(os::process_id()) {
+  spare_lane_ = std::make_unique<Lane>(hub_, config_);
+  first_lane_ = spare_lane_.get();
+}
+
+std::shared_ptr<Engine> Engine::start(const EngineConfig& config) {
   check_config(config);
-  if (config.slow_bytes_per_s > 0) {
-    throttle_ = std::make_unique<Throttle>(config.slow_bytes_per_s, [this](Block* block) {
-      deliver(block);
-      backend_->wake(1);  // the back end may sleep: its own finish() came long ago
-    });
-  }
-  choose_backend(config);
+  return {new Engine(config), &Engine::retire};
 }
 
-Engine::~Engine() {
-  begin_close();
-  while (!wait_drained(std::chrono::seconds(1))) continue;
-  finish_close();
-}
-
-void Engine::choose_backend(const EngineConfig& config) {
-  if (config.backend == BackendKind::threads) return start_threads(config, "forced by config");
-  if (config.backend == BackendKind::uring) return start_uring(config, "forced by config");
+void Engine::retire(Engine* engine) {
+  // After a fork the threads are the parent's and the mutexes in any state: the copy is left alone.
+  if (engine->process_id_ != os::process_id()) return;
   try {
-    start_uring(config, "chosen by probing");
-  } catch (const IoFailure& failure) {
-    start_threads(config, "chosen by probing; io_uring: " + failure.reason);
+    engine->close([] {});
+  } catch (const IoFailure&) {
+    // Nobody is left to tell; the tickets tell those who wait for them.
   }
+  if (!engine->abandoned_) {
+    delete engine;
+    return;
+  }
+  static std::mutex mutex;
+  static auto* const abandoned = new std::vector<Engine*>;  // outlives the threads that use them
+  const std::lock_guard lock(mutex);
+  abandoned->push_back(engine);
 }
 
-void Engine::start_uring(const EngineConfig& config, const std::string& reason) {
-  blocks_.resize(config.queue_depth);
-  for (Block& block : blocks_) free_.push_back(&block);
-  try {
-    backend_ = make_uring_backend(*this, config.queue_depth);
-  } catch (...) {
-    free_.clear();
-    throw;
-  }
-  backend_name_ = "io_uring";
-  backend_reason_ = "io_uring: " + reason + " (" + backend_->description() + ")";
-}
-
-void Engine::start_threads(const EngineConfig& config, const std::string& reason) {
-  const uint32_t num_threads = std::min(config.queue_depth, config.num_threads);
-  blocks_.resize(num_threads);
-  for (Block& block : blocks_) free_.push_back(&block);
-  backend_ = make_threads_backend(*this, num_threads);
-  backend_name_ = "threads";
-  backend_reason_ = "threads: " + reason + " (" + backend_->description() + ")";
-}
+Engine::~Engine() { assert(stopped_); }
 
 void Engine::check_process() const {
   if (os::process_id() == process_id_) return;
@@ -90,34 +82,14 @@ void Engine::check_process() const {
                       "; a forked child must create its own");
 }
 
-void Engine::begin_close() {
-  Finished finished;
-  {
-    const std::lock_guard lock(mutex_);
-    closing_ = true;
-    const std::deque<TicketPointer> cancelled = std::exchange(queue_, {});
-    for (const TicketPointer& ticket : cancelled) {
-      const Segment& next = ticket->segments_[ticket->next_segment_];
-      ticket->failure_.emplace(ECANCELED, op_name(ticket->op), next.file->path(),
-                               next.offset + ticket->next_offset_,
-                               next.length - ticket->next_offset_, "the engine was closed");
-      cancel_rest(ticket);
-      complete_if_last(ticket, os::monotonic_ns(), &finished);
-    }
-  }
-  finished.announce();
-  if (throttle_) throttle_->release();
-}
-
-bool Engine::wait_drained(std::chrono::nanoseconds time) {
-  std::unique_lock lock(mutex_);
-  return drained_.wait_for(lock, time, [this] { return counters_.in_flight_blocks == 0; });
-}
-
-void Engine::finish_close() {
-  const std::lock_guard lock(stop_mutex_);
-  if (throttle_) throttle_->stop();
-  if (backend_) backend_->stop();
+Lane* Engine::lane_for(const File& file) {
+  const DeviceKey key{file.device().major, file.device().minor};
+  const std::lock_guard lock(lanes_mutex_);
+  if (closed_) refuse_closed();
+  if (const auto found = lanes_.find(key); found != lanes_.end()) return found->second.get();
+  std::unique_ptr<Lane> lane = std::move(spare_lane_);
+  if (lane == nullptr) lane = std::make_unique<Lane>(hub_, config_);  // may throw: no threads left
+  return lanes_.emplace(key, std::move(lane)).first->second.get();
 }
 
 // --- submitting ----------------------------------------------------------------------------------
@@ -144,83 +116,125 @@ void Engine::check_segment(const Segment& segment, size_t index) const {
   require("the offset", segment.offset, file.offset_alignment());
   require("the length", segment.length, file.offset_alignment());
   require("the address", segment.address, file.memory_alignment());
-  require("the engine's block_size", block_size_, file.offset_alignment());
-  require("the engine's block_size", block_size_, file.memory_alignment());
+  require("the engine's block_size", config_.block_size, file.offset_alignment());
+  require("the engine's block_size", config_.block_size, file.memory_alignment());
 }
 
-std::shared_ptr<Ticket> Engine::submit(Op op, std::vector<Segment> segments) {
+std::vector<Part> Engine::part_by_device(std::vector<Segment> segments) {
+  std::vector<Part> parts;
+  for (Segment& segment : segments) {
+    if (segment.length == 0) continue;
+    Lane* lane = lane_for(*segment.file);
+    auto part = std::ranges::find(parts, lane, &Part::lane);
+    if (part == parts.end()) {
+      parts.emplace_back().lane = lane;
+      part = std::prev(parts.end());
+    }
+    part->num_queued += num_blocks(segment.length, config_.block_size);
+    part->segments.push_back(std::move(segment));
+  }
+  return parts;
+}
+
+std::shared_ptr<Ticket> Engine::submit(Op op, std::vector<Segment> segments, Priority priority) {
   check_process();
-  uint64_t queued = 0;
+  auto ticket = std::make_shared<Ticket>(op, priority, process_id_, weak_from_this());
   for (size_t index = 0; index < segments.size(); ++index) {
     check_segment(segments[index], index);
-    queued += num_blocks(segments[index].length, block_size_);
+    ticket->nbytes += segments[index].length;
   }
-  auto ticket = std::make_shared<Ticket>(op, std::move(segments), process_id_);
+  ticket->parts_ = part_by_device(std::move(segments));
   ticket->submitted_ns_ = os::monotonic_ns();
-  ticket->num_queued_ = queued;
   Finished finished;
-  size_t num_startable = 0;
+  std::vector<std::pair<Lane*, size_t>> startable;
   {
-    const std::lock_guard lock(mutex_);
-    if (closing_) throw IoFailure(ECANCELED, "submit", {}, 0, 0, "the engine is closed");
-    ++counters_.tickets;
-    if (queued > 0) {
-      queue_.push_back(ticket);
-      counters_.queued_blocks += queued;
-      num_startable = std::min<uint64_t>(queued, free_.size());
-    } else {
-      complete_if_last(ticket, os::monotonic_ns(), &finished);
+    const std::lock_guard lanes_lock(lanes_mutex_);
+    if (closed_) refuse_closed();
+    const std::lock_guard lock(hub_.mutex);
+    ++num_tickets_;
+    for (Part& part : ticket->parts_) {
+      part.lane->enqueue(ticket, &part);
+      startable.emplace_back(part.lane, part.lane->num_startable());
     }
+    Lane::complete_if_last(ticket, &finished);  // of a request for nothing
   }
   finished.announce();
-  if (num_startable > 0) backend_->wake(num_startable);
+  for (const auto& [lane, count] : startable) {
+    if (count > 0) lane->wake(count);
+  }
   return ticket;
 }
 
-void Engine::cut_block(const TicketPointer& ticket, Block* block) {
-  while (ticket->segments_[ticket->next_segment_].length == ticket->next_offset_) {
-    ++ticket->next_segment_;  // finished, or of length 0
-    ticket->next_offset_ = 0;
+void Engine::promote(Ticket* ticket) {
+  const std::lock_guard lock(hub_.mutex);
+  if (ticket->priority_ == Priority::urgent) return;
+  ticket->priority_ = Priority::urgent;
+  for (const Part& part : ticket->parts_) {
+    if (part.num_queued > 0) part.lane->promote(&part);
   }
-  const Segment& segment = ticket->segments_[ticket->next_segment_];
-  const uint64_t start = ticket->next_offset_;
-  *block = Block{};
-  block->op = ticket->op;
-  block->file = segment.file.get();
-  block->offset = segment.offset + start;
-  block->length = std::min(block_size_, segment.length - start);
-  block->address = segment.address + start;
-  block->ticket = ticket;
-  block->start_ns = os::monotonic_ns();
-  ticket->next_offset_ = start + block->length;
-  --ticket->num_queued_;
-  ++ticket->num_in_flight_;
 }
 
-size_t Engine::take(Block** blocks, size_t max_blocks) {
-  size_t num_taken = 0;
-  const std::lock_guard lock(mutex_);
-  while (num_taken < max_blocks && !continued_.empty()) {
-    blocks[num_taken++] = continued_.front();
-    continued_.pop_front();
+bool Engine::cancel(Ticket* ticket) {
+  Finished finished;
+  bool is_over = false;
+  {
+    const std::lock_guard lock(hub_.mutex);
+    cancel_locked(ticket->shared_from_this(), "it was cancelled", &finished);
+    is_over = ticket->over_;
   }
-  while (num_taken < max_blocks && !free_.empty() && !queue_.empty()) {
-    Block* block = free_.back();
-    free_.pop_back();
-    cut_block(queue_.front(), block);
-    if (queue_.front()->num_queued_ == 0) queue_.pop_front();
-    if (counters_.in_flight_blocks++ == 0) busy_since_ns_ = block->start_ns;
-    --counters_.queued_blocks;
-    blocks[num_taken++] = block;
-  }
-  return num_taken;
+  finished.announce();
+  return is_over;
 }
 
-Counters Engine::counters() const {
-  const std::lock_guard lock(mutex_);
-  Counters snapshot = counters_;
-  if (snapshot.in_flight_blocks > 0) snapshot.busy_ns += os::monotonic_ns() - busy_since_ns_;
-  return snapshot;
+void Engine::cancel_locked(const std::shared_ptr<Ticket>& ticket, const char* why,
+                           Finished* finished) {
+  for (const Part& part : ticket->parts_) {
+    if (part.num_queued == 0 || ticket->failure_) continue;
+    const Segment& next = part.segments[part.next_segment];
+    ticket->failure_.emplace(ECANCELED, op_name(ticket->op), next.file->path(),
+                             next.offset + part.next_offset, next.length - part.next_offset, why);
+  }
+  Lane::cancel_rest(ticket.get());
+  Lane::complete_if_last(ticket, finished);
+}
+
+void Engine::note_leak(const Ticket& ticket) {
+  const std::lock_guard lock(hub_.mutex);
+  ++leaked_tickets_;
+  leaked_bytes_ += ticket.nbytes;
+}
+
+// --- looking -------------------------------------------------------------------------------------
+
+EngineCounters Engine::counters() const {
+  const std::lock_guard lanes_lock(lanes_mutex_);
+  const std::lock_guard lock(hub_.mutex);
+  EngineCounters sum{{}, num_tickets_, leaked_tickets_, leaked_bytes_};
+  for (const auto& [device, lane] : lanes_) {
+    const Counters part = lane->counters();
+    for (size_t op = 0; op < 2; ++op) {
+      sum.total.bytes[op] += part.bytes[op];
+      sum.total.requests[op] += part.requests[op];
+      sum.total.queue_ns[op] += part.queue_ns[op];
+      sum.total.device_ns[op] += part.device_ns[op];
+    }
+    sum.total.in_flight_blocks += part.in_flight_blocks;
+    sum.total.queued_blocks += part.queued_blocks;
+  }
+  sum.total.busy_ns = hub_.busy_ns;
+  if (hub_.in_flight_blocks > 0) sum.total.busy_ns += os::monotonic_ns() - hub_.busy_since_ns;
+  return sum;
+}
+
+std::vector<DeviceCounters> Engine::device_counters() const {
+  const std::lock_guard lanes_lock(lanes_mutex_);
+  const std::lock_guard lock(hub_.mutex);
+  std::vector<DeviceCounters> list;
+  for (const auto& [key, lane] : lanes_) {
+    list.push_back({std::to_string(key.first) + ":" + std::to_string(key.second),
+                    lane->backend_name(), lane->counters()});
+  }
+  return list;
 }
 
 }  // namespace infinity::aio

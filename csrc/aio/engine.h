@@ -1,114 +1,122 @@
-// The engine: tickets in, blocks out to a back end, every result judged once.
+// The engine: tickets in, spread over one lane per device, blocks out to their back ends.
 //
-// Invariants: at most `queue_depth` blocks are lent out; a ticket is announced only when none of
-// its blocks is lent out; tickets are cut into blocks first come, first served. One mutex guards
-// all of it and is never held across a system call that may sleep. The engine knows nothing of
-// Python, tensors or what the bytes mean.
+// It knows nothing of Python, tensors or what the bytes mean. Lanes are made on the first use of a
+// file on a new device; the first one is made at once, so that a back end that cannot start is
+// known early, and given to the first device that is used.
 //
-// Seams for later: a priority is an order of `queue_`, a device is one more (queue, back end) pair,
-// cancelling is cancel_rest(), a watchdog reads Block::start_ns.
+// Seams for later: another back end is one more make_...() in backend.h and one more line in
+// Lane::start; a smarter order of service is Queue::front.
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
-#include <deque>
+#include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "backend.h"
-#include "throttle.h"
+#include "config.h"
+#include "lane.h"
 #include "ticket.h"
 
 namespace infinity::aio {
 
-enum class BackendKind { automatic, uring, threads };
-
-struct EngineConfig {
-  BackendKind backend = BackendKind::automatic;
-  uint64_t block_size = 1 << 20;
-  uint32_t queue_depth = 8;
-  uint32_t num_threads = 4;
-  uint64_t slow_bytes_per_s = 0;  // 0: as fast as the disk
-};
-
-struct Counters {
-  uint64_t bytes[2];     // indexed by Op; only blocks that succeeded
-  uint64_t requests[2];  // blocks finished, failed ones included
-  uint64_t block_ns[2];  // sum over blocks, from the hand-over to the kernel to the end
+struct EngineCounters {
+  Counters total;  // busy_ns: with a block in flight on any device
   uint64_t tickets;
-  uint64_t in_flight_blocks;
-  uint64_t queued_blocks;
-  int64_t busy_ns;  // wall time with at least one block in flight
+  uint64_t leaked_tickets;  // dropped while the kernel held their memory
+  uint64_t leaked_bytes;
 };
 
-class Engine final : private BlockSource {
+struct DeviceCounters {
+  std::string device;  // "major:minor"
+  std::string backend;
+  Counters counters;
+};
+
+class Engine final : public std::enable_shared_from_this<Engine> {
  public:
-  explicit Engine(const EngineConfig& config);  // throws IoFailure, std::invalid_argument
-  ~Engine() override;                           // closes; blocks for what the kernel still holds
+  // Throws IoFailure, std::invalid_argument. The last owner closes; an engine that had to be
+  // abandoned (see close) is never destroyed.
+  static std::shared_ptr<Engine> start(const EngineConfig& config);
+  ~Engine();  // Pre: closed
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Never blocks on the disk. Throws std::invalid_argument for a segment that cannot work.
-  std::shared_ptr<Ticket> submit(Op op, std::vector<Segment> segments);
-  Counters counters() const;
+  // Never blocks on the disk. Throws std::invalid_argument for a segment that cannot work,
+  // IoFailure when the engine is closed, or belongs to the parent of this process.
+  std::shared_ptr<Ticket> submit(Op op, std::vector<Segment> segments,
+                                 Priority priority = Priority::normal);
+  EngineCounters counters() const;
+  std::vector<DeviceCounters> device_counters() const;
+  std::vector<Outstanding> outstanding() const;  // oldest first
 
-  // Closing in three steps, so that a caller can look at signals in the middle: refuse and cancel;
-  // wait until nothing is in flight (false: not yet, call again); stop the threads.
-  void begin_close();
-  bool wait_drained(std::chrono::nanoseconds time);
-  void finish_close();
+  // Refuses and cancels, waits until nothing is in flight, stops the threads. `pulse` is called at
+  // least every 50 ms and may throw; call again then. With a watchdog the wait ends after
+  // stuck_after_s, and IoFailure says what is outstanding: then blocks that were only held back
+  // (faults) come back failed, and what the kernel still has is left to it together with the
+  // threads that wait for it. Idempotent.
+  void close(const std::function<void()>& pulse);
 
-  const std::string& backend_name() const { return backend_name_; }
-  const std::string& backend_reason() const { return backend_reason_; }
+  // For tickets; see there.
+  void promote(Ticket* ticket);
+  bool cancel(Ticket* ticket);
+  void note_leak(const Ticket& ticket);
+  // Set when the kernel has held a block of this ticket, or every block of a device this ticket
+  // waits for, for longer than stuck_after_s.
+  std::optional<IoFailure> stuck(const Ticket& ticket) const;
+
+  const std::string& backend_name() const { return first_lane_->backend_name(); }
+  const std::string& backend_reason() const { return first_lane_->backend_reason(); }
   int process_id() const { return process_id_; }
 
  private:
-  using TicketPointer = std::shared_ptr<Ticket>;
-  // What must happen after the lock is gone: wake waiters, close files.
-  struct Finished {
-    std::vector<TicketPointer> tickets;
-    std::vector<std::vector<Segment>> segments;
-    void announce();
-  };
+  using DeviceKey = std::pair<uint32_t, uint32_t>;
 
-  size_t take(Block** blocks, size_t max_blocks) override;
-  void finish(Block* block, int64_t result) override;
+  explicit Engine(const EngineConfig& config);
+  static void retire(Engine* engine);
 
-  void choose_backend(const EngineConfig& config);
-  void start_uring(const EngineConfig& config, const std::string& reason);
-  void start_threads(const EngineConfig& config, const std::string& reason);
   void check_segment(const Segment& segment, size_t index) const;
   void check_process() const;
-  bool judge(Block* block, int64_t result) const;
-  void deliver(Block* block);
+  Lane* lane_for(const File& file);
+  std::vector<Part> part_by_device(std::vector<Segment> segments);
+  void begin_close();
+  bool wait_idle(std::chrono::nanoseconds time, const std::vector<Lane*>& lanes);
+  std::vector<Lane*> lanes() const;
+  void give_up();  // throws what is outstanding
+  void stop_lanes(const std::vector<Lane*>& lanes);
 
-  // Lock held for all of these.
-  void cut_block(const TicketPointer& ticket, Block* block);
-  void account(const Block& block, int64_t now_ns);
-  void cancel_rest(const TicketPointer& ticket);
-  void complete_if_last(const TicketPointer& ticket, int64_t now_ns, Finished* finished);
+  // Hub's mutex held.
+  void cancel_locked(const std::shared_ptr<Ticket>& ticket, const char* why, Finished* finished);
+  std::vector<Outstanding> outstanding_locked(const Ticket* first) const;
 
+  const EngineConfig config_;
   const int process_id_;
-  const uint64_t block_size_;
 
-  mutable std::mutex mutex_;
-  std::condition_variable drained_;
-  std::vector<Block> blocks_;  // all there will ever be: the depth
-  std::vector<Block*> free_;
-  std::deque<Block*> continued_;  // lent-out blocks that need another attempt
-  std::deque<TicketPointer> queue_;
-  Counters counters_{};
-  int64_t busy_since_ns_ = 0;
-  bool closing_ = false;
+  mutable Hub hub_;
+  // Guarded by the hub's mutex.
+  uint64_t num_tickets_ = 0;
+  uint64_t leaked_tickets_ = 0;
+  uint64_t leaked_bytes_ = 0;
 
-  std::mutex stop_mutex_;
-  std::string backend_name_;
-  std::string backend_reason_;
-  std::unique_ptr<Throttle> throttle_;
-  std::unique_ptr<Backend> backend_;
+  // Guards the lanes' existence. Taken before the hub's.
+  mutable std::mutex lanes_mutex_;
+  bool closed_ = false;  // no new lanes, no new requests
+  std::map<DeviceKey, std::unique_ptr<Lane>> lanes_;
+  std::unique_ptr<Lane> spare_lane_;  // the first one, until a device is known
+  Lane* first_lane_ = nullptr;
+
+  std::mutex close_mutex_;  // one caller closes; taken before all others
+  bool stopped_ = false;
+  bool abandoned_ = false;
+
+  // The watchdog looks only while somebody waits. Guarded by hub_.mutex.
+  mutable int64_t last_look_ns_ = 0;
+  mutable int64_t looking_since_ns_ = 0;
 };
 
 }  // namespace infinity::aio

@@ -1,9 +1,13 @@
-// An open file that knows what direct I/O wants. Shared: requests in flight keep it open.
+// An open file that knows what direct I/O wants and where it lies. Shared: requests in flight keep
+// it open.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
+
+#include "os.h"
 
 namespace infinity::aio {
 
@@ -22,9 +26,19 @@ class File {
   const std::string& path() const { return path_; }
   int fd() const { return fd_; }
   bool direct() const { return direct_; }
+  const std::string& direct_reason() const { return direct_reason_; }  // "" when direct
   uint32_t memory_alignment() const { return memory_alignment_; }
   uint32_t offset_alignment() const { return offset_alignment_; }
+  const std::string& file_system() const { return file_system_; }
+  os::Device device() const { return device_; }
+  // sync_file_range() reaches the pages of this file; elsewhere only fdatasync() does.
+  bool has_range_sync() const { return has_range_sync_; }
   uint64_t size() const;
+
+  // The device lost bytes that write() had accepted into the page cache. Sticky: every later
+  // transfer and sync() of this file reports the first one. 0: none.
+  int write_back_error() const { return write_back_error_.load(std::memory_order_relaxed); }
+  void note_write_back(int result);  // 0 or a negated errno
 
   // One attempt each; false: interrupted by a signal, call again. Throw IoFailure.
   bool allocate(uint64_t size) const;
@@ -32,12 +46,18 @@ class File {
 
  private:
   File(std::string path, int fd, bool direct);
+  void become_buffered(std::string reason);
 
   const std::string path_;
   const int fd_;
   bool direct_;
+  std::string direct_reason_;
   uint32_t memory_alignment_ = 1;
   uint32_t offset_alignment_ = 1;
+  std::string file_system_;
+  os::Device device_{0, 0};
+  bool has_range_sync_ = true;
+  std::atomic<int> write_back_error_{0};
 };
 
 }  // namespace infinity::aio

@@ -6,6 +6,7 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/sysmacros.h>
 #include <sys/vfs.h>
 #include <unistd.h>
 
@@ -76,10 +77,36 @@ int truncate(int fd, int64_t size) { return checked(::ftruncate(fd, size)); }
 
 int data_sync(int fd) { return checked(::fdatasync(fd)); }
 
-int64_t file_system_magic(const char* path) {
+int64_t file_system_magic(int fd) {
   struct statfs status;
-  if (::statfs(path, &status) < 0) return -errno;
+  if (::fstatfs(fd, &status) < 0) return -errno;
   return static_cast<uint32_t>(status.f_type);  // some magics fill 32 bits: keep them positive
+}
+
+int file_device(int fd, Device* device) {
+  struct stat status;
+  if (::fstat(fd, &status) < 0) return -errno;
+  *device = {major(status.st_dev), minor(status.st_dev)};
+  return 0;
+}
+
+int start_write_back(int fd, uint64_t offset, uint64_t length) {
+  return checked(::sync_file_range(fd, static_cast<off_t>(offset), static_cast<off_t>(length),
+                                   SYNC_FILE_RANGE_WRITE));
+}
+
+int finish_write_back(int fd, uint64_t offset, uint64_t length) {
+  constexpr unsigned kAll =
+      SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
+  return checked(
+      ::sync_file_range(fd, static_cast<off_t>(offset), static_cast<off_t>(length), kAll));
+}
+
+int forbid_read_ahead(int fd) { return -::posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM); }
+
+int drop_pages(int fd, uint64_t offset, uint64_t length) {
+  return -::posix_fadvise(fd, static_cast<off_t>(offset), static_cast<off_t>(length),
+                          POSIX_FADV_DONTNEED);
 }
 
 int64_t read_at(int fd, void* address, size_t length, uint64_t offset) {

@@ -39,8 +39,25 @@ int allocate(int fd, int64_t size);
 int truncate(int fd, int64_t size);
 // Data and the size are on stable storage when this returns 0.
 int data_sync(int fd);
-// Magic number of the file system that holds `path`.
-int64_t file_system_magic(const char* path);
+// Magic number of the file system that holds an open file.
+int64_t file_system_magic(int fd);
+// The block device behind an open file, as stat's st_dev; anonymous devices have major 0.
+struct Device {
+  uint32_t major;
+  uint32_t minor;
+};
+int file_device(int fd, Device* device);
+
+// --- page cache ----------------------------------------------------------------------------------
+// Starts writing the dirty pages of a range; returns before they are on the device, unless the
+// device's queue is full.
+int start_write_back(int fd, uint64_t offset, uint64_t length);
+// Waits until the pages of a range that were dirty are written. Says nothing of metadata.
+int finish_write_back(int fd, uint64_t offset, uint64_t length);
+// No read-ahead through this descriptor: what is asked for is read, all at once, and no more.
+int forbid_read_ahead(int fd);
+// Drops the clean pages of a range from the page cache.
+int drop_pages(int fd, uint64_t offset, uint64_t length);
 
 // --- transfers -----------------------------------------------------------------------------------
 // One attempt; may transfer less than `length`. Pre: `address` is valid for `length` bytes.

@@ -18,6 +18,7 @@ struct ProbeResult {
   bool direct;
   uint32_t memory_alignment;
   uint32_t offset_alignment;
+  std::string direct_reason;  // why not, "" if direct
   std::string file_system;
 };
 
@@ -25,8 +26,5 @@ struct ProbeResult {
 // is called at least every 50 ms while it waits, and may throw. Throws IoFailure when the directory
 // takes no file at all.
 ProbeResult probe_directory(const std::string& directory, const std::function<void()>& pulse);
-
-// "ext4", "xfs", ..., or the magic number in hexadecimal.
-std::string file_system_name(const std::string& path);
 
 }  // namespace infinity::aio

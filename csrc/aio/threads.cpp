@@ -45,6 +45,18 @@ class ThreadsBackend final : public Backend {
     workers_.clear();
   }
 
+  // Idle threads end at once, the others when the kernel lets go.
+  bool abandon() override {
+    {
+      const std::lock_guard lock(mutex_);
+      stopped_ = true;
+    }
+    changed_.notify_all();
+    for (std::thread& worker : workers_) worker.detach();
+    workers_.clear();
+    return false;
+  }
+
   std::string description() const override {
     return std::to_string(num_threads_) + (num_threads_ == 1 ? " thread" : " threads");
   }
@@ -52,7 +64,7 @@ class ThreadsBackend final : public Backend {
  private:
   static int64_t transfer(const Block& block) {
     auto* address = reinterpret_cast<char*>(block.address) + block.done;
-    const size_t length = block.length - block.done;
+    const size_t length = block.end - block.done;
     const uint64_t offset = block.offset + block.done;
     const int fd = block.file->fd();
     return block.op == Op::read ? os::read_at(fd, address, length, offset)

@@ -20,6 +20,8 @@
 namespace infinity::aio {
 namespace {
 
+// The kernel holds a longer batch back until its last request is built, while the device idles.
+constexpr size_t kSubmitBatch = 2;
 constexpr uint64_t kWakeTag = 0;  // user_data of the eventfd read; a block's is its address
 
 class UringBackend final : public Backend {
@@ -54,6 +56,15 @@ class UringBackend final : public Backend {
     if (!thread_.joinable()) return;
     os::event_signal(wake_fd_);
     thread_.join();
+  }
+
+  // The thread ends by itself when the kernel lets go. Until then the ring, its memory and this
+  // object are its own.
+  bool abandon() override {
+    stopped_.store(true, std::memory_order_release);
+    os::event_signal(wake_fd_);
+    thread_.detach();
+    return false;
   }
 
   std::string description() const override { return flags_; }
@@ -100,8 +111,10 @@ class UringBackend final : public Backend {
     for (size_t i = 0; i < num_taken; ++i) {
       const Block& block = *batch_[i];
       ring.prepare(block.op == Op::read ? uring::kOpRead : uring::kOpWrite, block.file->fd(),
-                   block.address + block.done, static_cast<uint32_t>(block.length - block.done),
+                   block.address + block.done, static_cast<uint32_t>(block.end - block.done),
                    block.offset + block.done, reinterpret_cast<uint64_t>(batch_[i]));
+      // An error shows again at the next enter, which handles it.
+      if (i % kSubmitBatch == kSubmitBatch - 1) ring.enter(0);
     }
     num_lent_ += num_taken;
   }

@@ -9,14 +9,16 @@ is the host: copies are immediate and every event has already happened.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from infinity.errors import ConfigError, DoesNotFitError
+from infinity.errors import ConfigError, DoesNotFitError, MachineError
 from infinity.memory.host import HostArena
+from infinity.optim.cpu import Piece
+from infinity.optim.cuda import CudaKernels
 from infinity.plan.layout import PAGE, round_up
 from infinity.sizes import format_size
 
@@ -83,6 +85,21 @@ class Device(ABC):
     @abstractmethod
     def compute_wait(self, event: Event) -> None:
         """Order compute issued from now on after `event`; blocks the host only if it must."""
+
+    def why_no_kernels(self) -> str | None:
+        """Why optimizer state that rests here is updated by the host; None if `update` works."""
+        return "there are no kernels for this device"
+
+    def update(self, pieces: Sequence[Piece], after: Event = HAPPENED) -> Event:
+        """One optimizer step, in place, of pieces in device memory, after `after`.
+
+        Only where `why_no_kernels` gives no reason. May return early.
+        """
+        raise MachineError("an update was asked of the device", because=self.why_no_kernels())
+
+    def square_sums(self, tensors: Sequence[Tensor]) -> list[float]:
+        """Sums of squares of device tensors, after all compute issued so far; as `update`."""
+        raise MachineError("square sums were asked of the device", because=self.why_no_kernels())
 
     def synchronize(self) -> None:  # noqa: B027
         """Wait for every copy and all compute; only after an interruption."""
@@ -184,6 +201,8 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", torch_device.index or 0)
         self._in = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._out = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._update = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._kernels: CudaKernels | None = None
         self._pinned: list[tuple[int, int]] = []
 
     def reserve(self, nbytes: int) -> _CudaArena:
@@ -233,6 +252,32 @@ class CudaDevice(Device):
             torch.cuda.current_stream(self.torch_device).wait_event(event.raw)
         else:
             event.wait()
+
+    def why_no_kernels(self) -> str | None:
+        """Compiles or loads the first kernels, when first asked."""
+        if self._kernels is None:
+            try:
+                self._kernels = CudaKernels(self.torch_device)
+            except MachineError as error:
+                return error.because or error.what
+        return None
+
+    def update(self, pieces: Sequence[Piece], after: Event = HAPPENED) -> Event:
+        """On the update stream; launches only, so that copies and compute go on beside it."""
+        assert self._kernels is not None
+        if isinstance(after, _CudaEvent):
+            self._update.wait_event(after.raw)
+        else:
+            after.wait()
+        self._kernels.update_all(pieces, self._update)
+        return _CudaEvent(self._update)
+
+    def square_sums(self, tensors: Sequence[Tensor]) -> list[float]:
+        """On the current stream; waits for the numbers."""
+        assert self._kernels is not None
+        sums = torch.empty(len(tensors), dtype=torch.float64, device=self.torch_device)
+        self._kernels.square_sums(tensors, sums)
+        return [float(total) for total in sums.tolist()]
 
     def synchronize(self) -> None:
         """Everything on the device."""

@@ -1,38 +1,57 @@
 """The disk tier: preallocated files in private scratch directories, and tickets over them.
 
-Extents are handed out once, before training, round-robin over the given paths; nothing is ever
-extended while training. A ticket is one request, however many extents it names; waiting for it
-raises a `TransferError` that names path, offset, length and errno.
+Extents are promised before training, in one logical space, and placed when all are known: dealt
+over the given drives in proportion to their speed (see `stripes`), reserved, and never extended
+while training. A ticket is one request, however many extents and drives it touches; waiting for
+it raises a `TransferError` that names unit, path, offset, length and errno.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from infinity import _aio
 from infinity.config import IoConfig
-from infinity.errors import MachineError, TransferError
-from infinity.memory.scratch import Scratch
+from infinity.errors import ConfigError, MachineError, TransferError
+from infinity.memory import file_systems
+from infinity.memory.checksums import Checksums, first_difference
+from infinity.memory.disk_errors import corruption, transfer_error
+from infinity.memory.disk_speed import measure_speeds
+from infinity.memory.scratch import Scratch, does_not_fit
+from infinity.memory.stripes import Stripes
 from infinity.plan.layout import PAGE, round_up
+
+# What a path keeps free where there are others: a file system needs some for its own tables.
+_SPARE_SHARE = 64
+_SPARE_BYTES = 64 << 20
+
+
+class Priority(IntEnum):
+    """Which queued requests go first; waiting for a ticket makes what is left of it URGENT."""
+
+    URGENT = 0  # somebody waits for it
+    NORMAL = 1  # reads ahead of their use
+    BACKGROUND = 2  # writes nobody waits for
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A reserved range on disk: which path, byte offset, bytes."""
+    """A reserved range of the logical space: byte offset, whole pages, and whose bytes they are."""
 
-    path_index: int
     offset: int
     nbytes: int
+    owner: str
 
     def part(self, start: int, nbytes: int) -> Extent:
         """A range inside this one; `start` counts from its beginning."""
         assert 0 <= start <= start + nbytes <= self.nbytes, (start, nbytes, self.nbytes)
-        return Extent(self.path_index, self.offset + start, nbytes)
+        return Extent(self.offset + start, nbytes, self.owner)
 
 
 class Ticket(Protocol):
@@ -46,50 +65,71 @@ class Ticket(Protocol):
 
 
 class DiskTicket:
-    """A native ticket; holds its buffers alive and turns errors into ours."""
+    """A native ticket; holds its buffers alive, checks what was read, turns errors into ours.
 
-    def __init__(self, raw: _aio.Ticket, buffers: Sequence[Tensor]) -> None:
-        self._raw = raw
-        self._buffers: Sequence[Tensor] | None = buffers
+    Dropped before it is over, it waits; the native module never lets go of a buffer that the
+    kernel may still write to.
+    """
+
+    def __init__(
+        self,
+        raw: _aio.Ticket,
+        disk: Disk,
+        pieces: Sequence[tuple[Extent, Tensor]],
+        expected: Sequence[Tensor],
+    ) -> None:
+        self._raw: _aio.Ticket | None = raw  # None: over, well, and checked
+        self._disk = disk
+        self._pieces = pieces
+        self._expected = expected  # checksums of the pages that are read; empty: not verified
+        self._failure: TransferError | None = None
 
     def done(self) -> bool:
         """Whether the request is over."""
-        return self._raw.done()
+        return self._raw is None or self._raw.done()
 
     def wait(self) -> None:
-        """Block until it is over; raises `TransferError`."""
+        """Block until it is over; raises `TransferError`, every time."""
+        if self._raw is None:
+            return
+        if self._failure is not None:
+            raise self._failure.untraced()
         try:
             self._raw.wait()
         except _aio.AioError as error:
-            raise transfer_error(error) from error
-        self._buffers = None
-
-
-def transfer_error(error: _aio.AioError) -> TransferError:
-    """Our error for a native one, with the likely cause and what to do."""
-    causes = {
-        5: ("the drive or file system reports a failure", "check `dmesg` and the drive's health"),
-        28: ("the file system is full", "free space on nvme_path or point it elsewhere"),
-        125: ("the engine was closed while the request was queued", "do not use a closed engine"),
-    }
-    because, remedy = causes.get(error.errno or 0, (None, "check nvme_path"))
-    return TransferError(
-        str(error),
-        path=str(error.filename),
-        offset=error.offset,
-        length=error.length,
-        errno=error.errno or 0,
-        because=because,
-        remedy=remedy,
-    )
+            owner = self._disk.owner_at(self._pieces, str(error.filename), error.offset)
+            failure = transfer_error(error, owner)
+            if not self._raw.done():
+                self._disk.stuck = self._disk.stuck or failure.untraced()
+            raise failure from error
+        if self._expected:
+            self._failure = self._disk.first_corruption(self._pieces, self._expected)
+            if self._failure is not None:
+                raise self._failure.untraced()
+        self._raw = None  # not before all are checked: a signal may strike
+        self._pieces = self._expected = ()
 
 
 class Disk:
-    """Scratch directories, one state file in each, and the native engine that moves bytes."""
+    """Scratch directories, one state file in each, and the native engine that moves bytes.
+
+    `warnings` says what the user should know about the paths, once `allocate` has run. `stuck` is
+    the error of the first request that the kernel did not let go of in `io.stuck_after_s`.
+    """
 
     def __init__(self, paths: Sequence[Path], io: IoConfig) -> None:
-        self._sizes = [0] * len(paths)
-        self._next = 0
+        self.warnings: list[str] = []
+        self.stuck: TransferError | None = None
+        if io.weights is None and len(paths) > 1:
+            paths, self.warnings = file_systems.one_per_file_system(paths)
+        if len(paths) > 1:
+            self.warnings += file_systems.shared_drives(paths)
+        self.paths = tuple(paths)
+        self.speeds = tuple(io.weights or ()) if len(paths) > 1 else ()
+        self.used: tuple[int, ...] = ()
+        self._verify = io.verify
+        self._checksums: Checksums | None = None
+        self._stripes = Stripes(len(paths), io.block_size)
         self._files: list[_aio.File] = []
         self.scratches: list[Scratch] = []
         self._aio: _aio.Engine | None = None
@@ -102,7 +142,12 @@ class Disk:
                 queue_depth=io.queue_depth,
                 num_threads=io.num_threads,
                 slow_bytes_per_s=io.slow_bytes_per_s,
+                stuck_after_s=io.stuck_after_s,
+                faults=io.faults,
             )
+        except ValueError as error:
+            self.close()
+            raise ConfigError(f"io: {error}") from error
         except OSError as error:
             self.close()
             raise MachineError(
@@ -119,56 +164,183 @@ class Disk:
         assert self._aio is not None
         return f"{self._aio.backend} ({self._aio.backend_reason})"
 
-    def extent(self, nbytes: int) -> Extent:
-        """Promise a page-aligned extent; only before `allocate`."""
-        assert not self._files, "extents are handed out before allocation"
-        index = self._next
-        self._next = (index + 1) % len(self._sizes)
-        extent = Extent(index, self._sizes[index], round_up(nbytes, PAGE))
-        self._sizes[index] += extent.nbytes
-        return extent
+    # --- reserving ---------------------------------------------------------------------------
+
+    def extent(self, nbytes: int, owner: str = "", cuts: Sequence[int] = ()) -> Extent:
+        """Promise whole pages; only before `allocate`.
+
+        `owner` names the bytes in errors. `cuts` are the offsets where parts begin that are also
+        read alone; each part is spread over the drives.
+        """
+        return Extent(self._stripes.promise(nbytes, cuts), round_up(nbytes, PAGE), owner)
 
     def allocate(self) -> None:
-        """Create and preallocate the files; raises `DoesNotFitError` with the missing bytes."""
-        for scratch, size in zip(self.scratches, self._sizes, strict=True):
-            scratch.check_space(size)
-        for scratch, size in zip(self.scratches, self._sizes, strict=True):
+        """Place the extents, and create and reserve the files.
+
+        Raises `DoesNotFitError` with the missing bytes, `TransferError` or `MachineError`.
+        """
+        self._create_files()
+        if len(self.paths) > 1 and not self.speeds:
+            assert self._aio is not None
+            room = [scratch.free_bytes() for scratch in self.scratches]
+            self.speeds = tuple(measure_speeds(self._aio, self._files, room))
+        self._place()
+        for file, size in zip(self._files, self.used, strict=True):
             try:
-                file = _aio.File(str(scratch.path("state.bin")), create=True)
-                self._files.append(file)
                 file.allocate(max(size, PAGE))
+            except _aio.AioError as error:
+                raise transfer_error(error) from error
+        if self._verify:
+            self._checksums = Checksums(self._stripes.total)
+        for path, file, size in zip(self.paths, self._files, self.used, strict=True):
+            self.warnings += file_systems.file_system_warnings(path, file, size)
+
+    def _create_files(self) -> None:
+        for scratch in self.scratches:
+            try:
+                self._files.append(_aio.File(str(scratch.path("state.bin")), create=True))
             except _aio.AioError as error:
                 raise transfer_error(error) from error
             except OSError as error:
                 raise MachineError(f"cannot create the state file: {error}") from error
 
-    def read(self, pieces: Sequence[tuple[Extent, Tensor]]) -> DiskTicket:
+    def _place(self) -> None:
+        total = self._stripes.total
+        if len(self.paths) == 1:
+            self.used = tuple(self._stripes.place([1.0], [total]))
+            self.scratches[0].check_space(total)
+            return
+        free = [
+            scratch.free_bytes() + file.size
+            for scratch, file in zip(self.scratches, self._files, strict=True)
+        ]
+        if sum(f // PAGE * PAGE for f in free) < total:
+            raise does_not_fit(total, dict(zip(self.paths, free, strict=True)))
+        spared = [f - min(f // _SPARE_SHARE, _SPARE_BYTES) for f in free]
+        room = spared if sum(f // PAGE * PAGE for f in spared) >= total else free
+        self.used = tuple(self._stripes.place(self.speeds, room))
+
+    # --- moving ------------------------------------------------------------------------------
+
+    def read(
+        self, pieces: Sequence[tuple[Extent, Tensor]], priority: Priority = Priority.NORMAL
+    ) -> DiskTicket:
         """Start reading extents into uint8 buffers of their size."""
-        return self._submit(_aio.READ, pieces)
+        expected: list[Tensor] = []
+        if self._checksums is not None:
+            expected = [self._checksums.expected(e.offset, e.nbytes) for e, _ in pieces]
+        return self._submit(_aio.READ, pieces, priority, expected)
 
-    def write(self, pieces: Sequence[tuple[Extent, Tensor]]) -> DiskTicket:
-        """Start writing uint8 buffers to extents of their size."""
-        return self._submit(_aio.WRITE, pieces)
+    def write(
+        self, pieces: Sequence[tuple[Extent, Tensor]], priority: Priority = Priority.BACKGROUND
+    ) -> DiskTicket:
+        """Start writing uint8 buffers to extents of their size; they may not change till then."""
+        if self._checksums is not None:
+            for extent, buffer in pieces:
+                self._checksums.written(extent.offset, buffer)
+        return self._submit(_aio.WRITE, pieces, priority, ())
 
-    def _submit(self, op: int, pieces: Sequence[tuple[Extent, Tensor]]) -> DiskTicket:
+    def _submit(
+        self,
+        op: int,
+        pieces: Sequence[tuple[Extent, Tensor]],
+        priority: Priority,
+        expected: Sequence[Tensor],
+    ) -> DiskTicket:
         assert self._aio is not None
         segments = []
         for extent, buffer in pieces:
             assert buffer.numel() == extent.nbytes, (buffer.numel(), extent.nbytes)
-            file = self._files[extent.path_index]
-            segments.append((file, extent.offset, extent.nbytes, buffer.data_ptr()))
-        return DiskTicket(self._aio.submit(op, segments), [b for _, b in pieces])
+            address = buffer.data_ptr()
+            for piece in self._stripes.pieces(extent.offset, extent.nbytes):
+                file = self._files[piece.path_index]
+                segments.append((file, piece.offset, piece.nbytes, address))
+                address += piece.nbytes
+        raw = self._aio.submit(op, segments, priority=priority, keep=[b for _, b in pieces])
+        return DiskTicket(raw, self, pieces, expected)
+
+    # --- whose bytes -------------------------------------------------------------------------
+
+    def owner_at(self, pieces: Sequence[tuple[Extent, Tensor]], path: str, offset: int) -> str:
+        """Whose bytes a ticket moved at an offset of a file; "" where it did not."""
+        for extent, _ in pieces:
+            for piece in self._stripes.pieces(extent.offset, extent.nbytes):
+                inside = piece.offset <= offset < piece.offset + piece.nbytes
+                if inside and self._files[piece.path_index].path == path:
+                    return extent.owner
+        return ""
+
+    def first_corruption(
+        self, pieces: Sequence[tuple[Extent, Tensor]], expected: Sequence[Tensor]
+    ) -> TransferError | None:
+        """The error for the first page that is not what was written; None where all are."""
+        for (extent, buffer), sums in zip(pieces, expected, strict=True):
+            difference = first_difference(buffer, sums)
+            if difference is not None:
+                start, found, wanted = difference
+                (piece,) = self._stripes.pieces(extent.offset + start, PAGE)
+                path = self._files[piece.path_index].path
+                return corruption(extent.owner, path, piece.offset, PAGE, found, wanted)
+        return None
+
+    # --- counting ----------------------------------------------------------------------------
 
     def counters(self) -> dict[str, int]:
         """The native engine's counters; see `_aio.Engine.counters`."""
         return self._aio.counters() if self._aio is not None else {}
 
+    def times_s(self, op: str) -> dict[str, float]:
+        """Seconds that blocks of "read" or "write" waited in "queue", and had the "device"."""
+        assert self._aio is not None
+        counters = self._aio.device_counters().values()
+        return {
+            where: sum(int(c[f"{op}_{where}_ns"]) for c in counters) / 1e9
+            for where in ("queue", "device")
+        }
+
+    def drives(self) -> dict[str, dict[str, Any]]:
+        """Per path: what it is, how much rests there, and what its device has done.
+
+        `nbytes` is bytes reserved; `speed` is relative, or bytes per second where it was measured
+        (None for one path); the counters are those of the whole device, see
+        `_aio.Engine.device_counters`.
+        """
+        assert self._aio is not None
+        counters = self._aio.device_counters()
+        speeds = self.speeds or (None,) * len(self.paths)
+        return {
+            str(path): {
+                "device": file.device,
+                "file_system": file.file_system,
+                "direct": file.direct,
+                "nbytes": nbytes,
+                "speed": speed,
+                **counters.get(file.device, {}),
+            }
+            for path, file, nbytes, speed in zip(
+                self.paths, self._files, self.used, speeds, strict=True
+            )
+        }
+
     def close(self) -> None:
-        """Wait for what the kernel holds, close files, remove the scratch directories."""
+        """Wait for what the kernel holds, close files, remove the scratch directories.
+
+        Every step is tried; raises the first error. Where the kernel does not let go of a
+        request, the error names it, and the request's memory is never given to anyone else.
+        """
+        failure: Exception | None = None
         if self._aio is not None:
-            self._aio.close()
+            try:
+                self._aio.close()
+            except _aio.AioError as error:
+                failure = transfer_error(error)
         for file in self._files:
             file.close()
         self._files = []
         for scratch in self.scratches:
-            scratch.remove()
+            try:
+                scratch.remove()
+            except MachineError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure

@@ -98,7 +98,8 @@ class GradientStore:
         for unit, home in homes.items():
             if home is Tier.DISK:
                 assert self.lanes.disk is not None
-                self.extents[unit] = self.lanes.disk.extent(sizes[unit])
+                owner = f"unit {plan.units[unit].name!r}, gradients"
+                self.extents[unit] = self.lanes.disk.extent(sizes[unit], owner)
         nbytes = largest_window(plan)
         arena = arena_for([nbytes] * num_windows(plan))
         self._windows = [_Window(arena.carve(nbytes)) for _ in range(num_windows(plan))]
@@ -108,6 +109,16 @@ class GradientStore:
             device.pin(bounce_arena)
         self._bounce = bounce_arena.view(0, bounce)
         self._bounced = 0
+
+    def write_once(self) -> None:
+        """Write every extent, before training: a first write of reserved space is a slow one."""
+        for turn, (unit, extent) in enumerate(self.extents.items()):
+            window = self._windows[turn % len(self._windows)]
+            if window.ticket is not None:
+                window.ticket.wait()
+            window.last_unit = unit
+            window.ticket = self.lanes.write([(extent, window.buffer[: extent.nbytes])])
+        self.settle()
 
     # --- arrivals --------------------------------------------------------------------------
 
@@ -272,12 +283,26 @@ class GradientStore:
 
     def square_sum(self) -> float:
         """Sum of squares of all gradients, in parameter order, fp64; after `finish`."""
+        self._sum_on_device()
         total = 0.0
         for parameter in sorted(self._has):
             if parameter not in self._squares:
                 self._squares[parameter] = self.kernels.square_sum(self.read(parameter))
             total += self._squares[parameter]
         return total
+
+    def _sum_on_device(self) -> None:
+        """Square sums of what rests on a device with kernels: the same tree, nothing moves."""
+        if not self.plan.device_kernels:
+            return
+        parts = {
+            parameter: self._part(self.on_device[unit], segment)
+            for parameter, (unit, segment) in self._places.items()
+            if parameter in self._has and parameter not in self._squares and unit in self.on_device
+        }
+        if parts:
+            sums = self.lanes.device.square_sums(list(parts.values()))
+            self._squares.update(zip(parts, sums, strict=True))
 
     def first_non_finite(self) -> str | None:
         """Name of the first parameter whose gradient is not finite; after `square_sum`."""

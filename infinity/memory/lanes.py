@@ -9,11 +9,12 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from infinity.errors import InfinityError
+from infinity.errors import InfinityError, TransferError
 from infinity.memory.device import HAPPENED, Device, Event
-from infinity.memory.disk import Disk, Extent, Ticket
+from infinity.memory.disk import Disk, Extent, Priority, Ticket
 from infinity.plan.plan import LANES
 
+DISK_LANES = {"disk_read": "read", "disk_write": "write"}
 STALLS = ("disk_read", "disk_write", "update", "copy", "slot", "gradient", "norm")
 
 
@@ -55,15 +56,19 @@ class Lanes:
         self._stall_s = dict.fromkeys(STALLS, 0.0)
         self._stalled = False
 
-    def read(self, pieces: Sequence[tuple[Extent, Tensor]]) -> Ticket:
+    def read(
+        self, pieces: Sequence[tuple[Extent, Tensor]], priority: Priority = Priority.NORMAL
+    ) -> Ticket:
         """Disk to RAM."""
-        ticket = self._disk().read(pieces)
+        ticket = self._disk().read(pieces, priority)
         self._count("disk_read", pieces)
         return ticket
 
-    def write(self, pieces: Sequence[tuple[Extent, Tensor]]) -> Ticket:
+    def write(
+        self, pieces: Sequence[tuple[Extent, Tensor]], priority: Priority = Priority.BACKGROUND
+    ) -> Ticket:
         """RAM to disk."""
-        ticket = self._disk().write(pieces)
+        ticket = self._disk().write(pieces, priority)
         self._count("disk_write", pieces)
         return ticket
 
@@ -105,6 +110,20 @@ class Lanes:
     def stalled_s(self) -> dict[str, float]:
         """Seconds waited per cause since the start."""
         return dict(self._stall_s)
+
+    @property
+    def stuck(self) -> TransferError | None:
+        """The first request that the kernel did not let go of in time; its memory is lost."""
+        return self.disk.stuck if self.disk is not None else None
+
+    def disk_times_s(self) -> dict[str, dict[str, float]]:
+        """Per disk lane, seconds since the start that blocks were queued, and with the device.
+
+        Summed over blocks, many of which are under way at the same time.
+        """
+        if self.disk is None:
+            return {lane: {"queue": 0.0, "device": 0.0} for lane in DISK_LANES}
+        return {lane: self.disk.times_s(op) for lane, op in DISK_LANES.items()}
 
     def _disk(self) -> Disk:
         if self.disk is None:  # pragma: no cover - the plan never homes without a disk

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from infinity.errors import EngineFailedError, PresenceError, TransferError
 from infinity.memory.device import HAPPENED, Event
+from infinity.memory.disk import Priority
 from infinity.memory.landing import Landings
 from infinity.memory.lanes import Lanes, after_all
 from infinity.memory.residency import Slot, Where
@@ -29,7 +30,7 @@ from infinity.memory.state import StateStore
 from infinity.model.presence import Presence
 from infinity.plan import policy
 from infinity.plan.layout import Kind, Tier
-from infinity.plan.plan import Plan
+from infinity.plan.plan import Plan, updated_on_device
 from infinity.plan.tape import NEVER, Tape
 
 WAKE_S = 0.1  # waits look around this often, for signals and failures
@@ -90,7 +91,7 @@ class Mover(Slots):
             elif entry.where is Where.ABSENT:
                 with self.changed:  # held over both: the sweep must not take the freed slot
                     self._require_slot(unit)
-                    self.fetch(unit)
+                    self.fetch(unit, Priority.URGENT)
             else:
                 self._await_update(unit)
         if not entry.bound:
@@ -112,7 +113,9 @@ class Mover(Slots):
             self._look_ahead()
 
     def check(self) -> None:
-        """Raise what made an earlier update fail."""
+        """Raise what made an earlier update fail, or what the drive does not let go of."""
+        if self.lanes.stuck is not None:
+            self.fail(self.lanes.stuck)
         if self.failure is not None:
             raise EngineFailedError(
                 f"an earlier update failed, the state is incomplete: {self.failure}",
@@ -141,14 +144,15 @@ class Mover(Slots):
         step, of which parts need no weights.
         """
         entry = self.entries[unit]
-        if entry.where is not Where.PENDING:
-            return
-        with self.lanes.stall("update"), self.changed:
-            self.paced = False
-            self.changed.notify_all()
-            while entry.where is Where.PENDING and self.failure is None:
-                self.changed.wait(WAKE_S)
-        self.check()
+        if entry.where is Where.PENDING:
+            with self.lanes.stall("update"), self.changed:
+                self.paced = False
+                self.changed.notify_all()
+                while entry.where is Where.PENDING and self.failure is None:
+                    self.changed.wait(WAKE_S)
+            self.check()
+        if updated_on_device(self.plan, unit) and not entry.ready.done():
+            self.lanes.device.compute_wait(entry.ready)  # queued there, not yet over
 
     def _require_slot(self, unit: int) -> None:
         """Free a slot for the unit, or say who holds them all; the caller holds `changed`."""
@@ -235,7 +239,7 @@ class Mover(Slots):
         landed = next(u for u, e in enumerate(self.entries) if e.landing is not None)
         self._copy_landed(landed)
 
-    def fetch(self, unit: int) -> None:
+    def fetch(self, unit: int, priority: Priority = Priority.NORMAL) -> None:
         """Start bringing the unit's weights from home into a free slot."""
         with self.changed:
             slot = self.free_slot(unit)
@@ -249,13 +253,17 @@ class Mover(Slots):
             return
         if state.writes:
             with self.lanes.stall("disk_write"):
-                self.store.settle_writes(unit)
+                try:
+                    self.store.settle_writes(unit)
+                except TransferError as error:  # of an update, of which there is no second copy
+                    self.fail(error)
+                    raise
         if self.plan.unified:
-            entry.ticket = self.lanes.read(self.store.weight_parts(unit, residency))
+            entry.ticket = self.lanes.read(self.store.weight_parts(unit, residency), priority)
             return
         entry.landing = self._landings.take(self._land_oldest)
         buffer = self._landings.buffer(entry.landing, residency.numel())
-        entry.ticket = self.lanes.read(self.store.weight_parts(unit, buffer))
+        entry.ticket = self.lanes.read(self.store.weight_parts(unit, buffer), priority)
 
     # --- updates -------------------------------------------------------------------------------
 
@@ -270,6 +278,7 @@ class Mover(Slots):
                 try:
                     self._finish_fetch(unit)
                 except TransferError:  # nobody needs the stale weights it was to bring
+                    self.check()
                     self._abandon_fetch(unit)
         with self.changed:
             for unit in units:
@@ -336,7 +345,9 @@ class Mover(Slots):
             self.ledger.move(unit, Where.PRESENT if entry.slot is not None else Where.ABSENT)
 
     def fail(self, error: BaseException) -> None:
-        """For the sweep: remember the first failure and wake everyone."""
+        """Remember the first failure, which is for good, and wake everyone."""
+        if isinstance(error, TransferError):
+            error = error.untraced()
         with self.changed:
             self.failure = self.failure or error
             self.changed.notify_all()
@@ -363,6 +374,8 @@ class Mover(Slots):
                 if entry.ticket is not None:
                     with contextlib.suppress(TransferError):  # it is read again when needed
                         entry.ticket.wait()
+                    if not entry.ticket.done():  # stuck: the slot is the kernel's for good
+                        continue
                 entry.ticket = entry.landing = None
                 self.presence.forget(unit)
                 entry.bound = False

@@ -17,6 +17,7 @@ import shutil
 import socket
 import time
 import weakref
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -80,17 +81,15 @@ class Scratch:
         assert name not in ("", ".", "..", _LOCK_NAME, _RECORD_NAME)
         return self.directory / name
 
+    def free_bytes(self) -> int:
+        """Return the space an ordinary user may still fill on this disk."""
+        return _free_bytes(self.directory)
+
     def check_space(self, required_bytes: int) -> None:
         """Raise `DoesNotFitError` unless `required_bytes` more bytes fit on this disk now."""
-        free_bytes = _free_bytes(self.directory)
+        free_bytes = self.free_bytes()
         if free_bytes < required_bytes:
-            missing = format_size(required_bytes - free_bytes)
-            raise DoesNotFitError(
-                f"disk: {format_size(required_bytes)} needed, {format_size(free_bytes)} free at "
-                f"{self.directory.parent}, {missing} missing",
-                because="the state of this run is reserved there before training starts",
-                remedy=f"free {missing} there, choose another nvme_path, or keep more in host RAM",
-            )
+            raise does_not_fit(required_bytes, {self.directory.parent: free_bytes})
 
     def remove(self) -> None:
         """Delete the directory and give up its lock. Safe to call twice, and in a forked child.
@@ -147,6 +146,18 @@ def remove_dead_runs(nvme_path: str | os.PathLike[str]) -> list[Path]:
         if (is_run or is_new) and _remove_if_dead(root, name, is_new=bool(is_new)):
             removed.append(root / name)
     return removed
+
+
+def does_not_fit(required_bytes: int, free_bytes: Mapping[Path, int]) -> DoesNotFitError:
+    """Return the error for a state that is larger than the room at all paths together."""
+    missing = format_size(required_bytes - sum(free_bytes.values()))
+    each = ", ".join(f"{format_size(free)} free at {path}" for path, free in free_bytes.items())
+    return DoesNotFitError(
+        f"disk: {format_size(required_bytes)} needed, {each}, {missing} missing",
+        because="the state of this run is reserved there before training starts",
+        remedy=f"free {missing} there, choose another nvme_path or add one, or keep more in host "
+        "RAM",
+    )
 
 
 def _remove_if_dead(root: Path, name: str, *, is_new: bool) -> bool:

@@ -52,7 +52,7 @@ class StateStore:
     def _range_bytes(self, layout: UnitLayout, kind: Kind) -> int:
         if kind is Kind.WEIGHT:
             return layout.slot_bytes
-        return layout.numel * self.plan.precision.itemsize(kind)
+        return self.plan.range_bytes(layout, kind)
 
     def _homed(self, *tiers: Tier) -> list[tuple[UnitState, Kind, int]]:
         found = []
@@ -94,19 +94,22 @@ class StateStore:
             if unit.record.kinds:
                 for index in range(layout.num_chunks(self.plan.chunk_elements)):
                     _, count = layout.chunk(index, self.plan.chunk_elements)
-                    unit.extents.append(disk.extent(unit.record.nbytes(count)))
+                    owner = f"unit {layout.name!r}, chunk {index}"
+                    cuts = [unit.record.offset(kind, count) for kind in unit.record.kinds]
+                    unit.extents.append(disk.extent(unit.record.nbytes(count), owner, cuts))
             if self.plan.homes[layout.index].weight is Tier.DISK and layout.frozen_bytes:
-                unit.frozen = disk.extent(layout.frozen_bytes)
+                owner = f"unit {layout.name!r}, frozen parameters"
+                unit.frozen = disk.extent(layout.frozen_bytes, owner)
 
     def parts(self, unit: int, kind: Kind, buffer: Tensor) -> list[tuple[Extent, Tensor]]:
         """(extent, buffer part) pairs that together are the trained range of a disk-homed kind."""
         state = self.units[unit]
-        itemsize = self.plan.precision.itemsize(kind)
         pieces = []
         for index, extent in enumerate(state.extents):
-            start, count = state.layout.chunk(index, self.plan.chunk_elements)
-            part = extent.part(state.record.offset(kind, count), count * itemsize)
-            pieces.append((part, buffer[start * itemsize : (start + count) * itemsize]))
+            _, count = state.layout.chunk(index, self.plan.chunk_elements)
+            nbytes = self.plan.precision.nbytes(kind, count)
+            part = extent.part(state.record.offset(kind, count), nbytes)
+            pieces.append((part, buffer[self.plan.part(state.layout, kind, index)]))
         return pieces
 
     def weight_parts(self, unit: int, buffer: Tensor) -> list[tuple[Extent, Tensor]]:

@@ -168,6 +168,11 @@ def _flag(config: Mapping[str, Any], name: str, default: bool) -> bool:
     return default if value is None else bool(value)
 
 
+def _tie(head: nn.Linear, embedding: nn.Module) -> None:
+    assert isinstance(embedding, nn.Embedding)
+    head.weight = embedding.weight
+
+
 def _decoder(config: Mapping[str, Any], kind: _Decoder) -> nn.Module:
     hidden = _count(config, "hidden_size")
     vocabulary = _count(config, "vocab_size")
@@ -179,7 +184,7 @@ def _decoder(config: Mapping[str, Any], kind: _Decoder) -> nn.Module:
     )
     head = nn.Linear(hidden, vocabulary, bias=False)
     if _flag(config, "tie_word_embeddings", kind.tied):
-        head.weight = body.get_submodule("embed_tokens").weight
+        _tie(head, body.get_submodule("embed_tokens"))
     return _Bag(model=body, lm_head=head)
 
 
@@ -263,7 +268,7 @@ def _gpt2(config: Mapping[str, Any]) -> nn.Module:
     )
     head = nn.Linear(hidden, vocabulary, bias=False)
     if _flag(config, "tie_word_embeddings", True):
-        head.weight = body.get_submodule("wte").weight
+        _tie(head, body.get_submodule("wte"))
     return _Bag(transformer=body, lm_head=head)
 
 
@@ -290,7 +295,7 @@ def _gpt_neox(config: Mapping[str, Any]) -> nn.Module:
     )
     head = nn.Linear(hidden, vocabulary, bias=False)
     if _flag(config, "tie_word_embeddings", False):
-        head.weight = body.get_submodule("embed_in").weight
+        _tie(head, body.get_submodule("embed_in"))
     return _Bag(gpt_neox=body, embed_out=head)
 
 
@@ -298,7 +303,10 @@ def _from_transformers(config: Mapping[str, Any]) -> nn.Module:
     """Any causal language model that transformers knows; called under the meta device."""
     family = config.get("model_type")
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import (  # type: ignore[import-not-found, unused-ignore]
+            AutoConfig,
+            AutoModelForCausalLM,
+        )
     except ImportError as error:
         raise ConfigError(
             f"model_type {family!r} is not known here",

@@ -11,94 +11,60 @@ operations is that of `torch.optim.AdamW(foreach=False, fused=False)`:
     p = p - (step_size * m) / (sqrt(v) / bias_correction2_sqrt + eps)        addcdiv_
 
 Every operation is one fp32 operation, rounded on its own: no fused multiply-add, true division and
-square root. The scalars are computed in double and rounded to fp32 once (`scalars`). torch itself
+square root. The scalars are computed in double and rounded to fp32 once (`rules.py`). torch itself
 fuses multiply and add where the CPU can, and its `sqrt` is not correctly rounded, so it does not
-give the same bits on every CPU; this does.
-
-Split masters: `hi = (bits + 0x8000) >> 16` is the bf16 weight, `residual = bits - (hi << 16)` a
-signed 16-bit rest, mod 2^32. Any NaN that arithmetic produces is stored as 0x7fc00000, as payloads
-depend on the machine. Invariant: nothing here knows threads, instruction sets or addresses.
+give the same bits on every CPU; this does. The other rules are in `reference.py`, the number
+formats in `rounding.py`. Invariant: nothing here knows threads, instruction sets or addresses.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from infinity.errors import ConfigError
+from infinity.optim.rounding import Fp32Array, canonical, floats, join_master, split_master
+from infinity.optim.rules import AdamHyper
 
-Fp32Array = npt.NDArray[np.float32]
+__all__ = [
+    "SQUARE_BLOCK",
+    "SQUARE_LANES",
+    "AdamHyper",
+    "adam",
+    "join_master",
+    "reference_square_sum",
+    "reference_step",
+    "scalars",
+    "split_master",
+]
 
 SQUARE_BLOCK = 4096  # elements; with SQUARE_LANES the definition of the square sum, not a knob
 SQUARE_LANES = 16
-_NAN = np.uint32(0x7FC00000)
-
-
-@dataclass(frozen=True)
-class AdamHyper:
-    """What the user chooses; `decoupled` tells AdamW from Adam with L2."""
-
-    lr: float
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    decoupled: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "eps", "weight_decay"):
-            value = getattr(self, name)
-            if not value >= 0.0:
-                raise ConfigError(f"{name} is {value}", remedy=f"{name} >= 0")
-        for name in ("beta1", "beta2"):
-            value = getattr(self, name)
-            if not 0.0 <= value < 1.0:
-                raise ConfigError(f"{name} is {value}", remedy=f"0 <= {name} < 1")
 
 
 def scalars(hyper: AdamHyper, step: int, grad_scale: float = 1.0) -> tuple[float, ...]:
-    """The nine numbers of one step, in the order `_adam.Pool.adam` takes; `step` counts from 1.
+    """Return the nine numbers of one step (`AdamHyper.scalars`); `step` counts from 1."""
+    return hyper.scalars(step, grad_scale)
 
-    (grad_scale, decay, l2, 1 - beta1, beta2, 1 - beta2, step_size, sqrt(bias correction 2), eps)
-    """
-    if step < 1:
-        raise ConfigError(f"step is {step}", because="bias correction divides by 1 - beta ** step")
-    bias_correction1 = 1 - hyper.beta1**step
-    bias_correction2 = 1 - hyper.beta2**step
-    doubles = (
-        grad_scale,
-        1 - hyper.lr * hyper.weight_decay if hyper.decoupled else 1.0,
-        0.0 if hyper.decoupled else hyper.weight_decay,
-        1 - hyper.beta1,
-        hyper.beta2,
-        1 - hyper.beta2,
-        hyper.lr / bias_correction1,
-        bias_correction2**0.5,
-        hyper.eps,
+
+def adam(
+    p: Fp32Array, gradient: Fp32Array, moments: list[Fp32Array], step_scalars: tuple[float, ...]
+) -> tuple[Fp32Array, list[Fp32Array]]:
+    """Return the new (p, [m, v]) of one step, not yet canonical."""
+    grad_scale, decay, l2, lerp, beta2, one_minus_beta2, step_size, correction, eps = (
+        np.float32(value) for value in step_scalars
     )
-    return tuple(float(np.float32(value)) for value in doubles)
-
-
-def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The fp32 master as (bf16 weight, int16 residual)."""
-    bits = _canonical(_floats(master)).view(np.uint32)
-    high = ((bits + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16)
-    residual = bits.astype(np.uint16)  # bits - (high << 16), mod 2^16
-    return (
-        torch.from_numpy(high.view(np.int16)).view(torch.bfloat16),
-        torch.from_numpy(residual.view(np.int16)),
-    )
-
-
-def join_master(weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """The fp32 master that was split into `weight` and `residual`."""
-    high = weight.view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
-    rest = residual.numpy().astype(np.int32).view(np.uint32)
-    bits = (high << np.uint32(16)) + rest
-    return torch.from_numpy(_canonical(bits.view(np.float32)))
+    m, v = moments
+    g = gradient * grad_scale
+    if l2 != 0:
+        g = g + l2 * p
+    p = p * decay
+    near = lerp < np.float32(0.5)
+    m = m + lerp * (g - m) if near else g - (np.float32(1) - lerp) * (g - m)
+    v = v * beta2
+    v = v + (one_minus_beta2 * g) * g
+    root: Fp32Array = np.sqrt(v)
+    denominator = root / correction + eps
+    return p - (step_size * m) / denominator, [m, v]
 
 
 def reference_step(
@@ -110,26 +76,12 @@ def reference_step(
     step_scalars: tuple[float, ...],
 ) -> None:
     """One step in place on the split layout, or on an fp32 weight when `residual` is None."""
-    grad_scale, decay, l2, lerp, beta2, one_minus_beta2, step_size, correction, eps = (
-        np.float32(value) for value in step_scalars
-    )
-    p = _floats(weight if residual is None else join_master(weight, residual))
-    m, v = _floats(moment1), _floats(moment2)
+    p = floats(weight if residual is None else join_master(weight, residual))
     with np.errstate(all="ignore"):
-        g = _floats(gradient) * grad_scale
-        if l2 != 0:
-            g = g + l2 * p
-        p = p * decay
-        near = lerp < np.float32(0.5)
-        m = m + lerp * (g - m) if near else g - (np.float32(1) - lerp) * (g - m)
-        v = v * beta2
-        v = v + (one_minus_beta2 * g) * g
-        root: Fp32Array = np.sqrt(v)
-        denominator = root / correction + eps
-        p = p - (step_size * m) / denominator
-    _floats(moment1)[:] = _canonical(m)
-    _floats(moment2)[:] = _canonical(v)
-    master = torch.from_numpy(_canonical(p))
+        new, moments = adam(p, floats(gradient), [floats(moment1), floats(moment2)], step_scalars)
+    for moment, values in zip((moment1, moment2), moments, strict=True):
+        floats(moment)[:] = canonical(values)
+    master = torch.from_numpy(canonical(new))
     if residual is None:
         weight.copy_(master)
     else:
@@ -139,9 +91,9 @@ def reference_step(
 
 
 def reference_square_sum(tensor: torch.Tensor) -> float:
-    """Sum of squares in fp64 over one fixed tree (csrc/adam/kernel.inl says it in words)."""
+    """Sum of squares in fp64 over one fixed tree (csrc/adam/passes.inl says it in words)."""
     with np.errstate(all="ignore"):
-        values = _floats(tensor.reshape(-1)).astype(np.float64)
+        values = floats(tensor.reshape(-1)).astype(np.float64)
     num_blocks = -(-values.size // SQUARE_BLOCK)
     padded = np.zeros(num_blocks * SQUARE_BLOCK, dtype=np.float64)
     padded[: values.size] = values
@@ -158,17 +110,3 @@ def reference_square_sum(tensor: torch.Tensor) -> float:
             even = sums.size - sums.size % 2
             sums = np.concatenate([sums[0:even:2] + sums[1:even:2], sums[even:]])
     return float(sums[0]) if sums.size else 0.0
-
-
-def _floats(tensor: torch.Tensor) -> Fp32Array:
-    """The fp32 values: a view of an fp32 tensor, a widened copy of a bf16 one."""
-    if tensor.dtype == torch.bfloat16:
-        high = tensor.view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
-        return (high << np.uint32(16)).view(np.float32)
-    values: Fp32Array = tensor.numpy()
-    return values
-
-
-def _canonical(values: Fp32Array) -> Fp32Array:
-    bits = values.view(np.uint32)
-    return np.where(np.isnan(values), _NAN, bits).view(np.float32)

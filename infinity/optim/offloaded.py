@@ -1,26 +1,27 @@
 """`engine.optimizer`: a real `torch.optim.Optimizer` whose groups the sweeps obey.
 
 It holds parameter groups, so that any `torch.optim.lr_scheduler` works over it; moments and
-masters live in the engine's tiers. `step()` is the engine's step.
+masters live in the engine's tiers. `step()` is the engine's step, `read_state` looks at what is
+kept of a parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from infinity.errors import ConfigError
-from infinity.optim.adamw import AdamHyper
+from infinity.optim.tiles import Rule
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """AdamW or Adam over offloaded state; per-group `lr`, `betas`, `eps`, `weight_decay`.
+    """Parameter groups over offloaded state, with the keys of the update rule.
 
     `groups` is what any torch optimizer takes. Groups may change values at any time; what a
-    sweep uses is captured at `step()`.
+    sweep uses is captured at `step()`, by the `rule`, from each group.
     """
 
     def __init__(
@@ -28,17 +29,21 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         groups: list[nn.Parameter] | list[dict[str, Any]],
         defaults: dict[str, Any],
         *,
-        decoupled: bool,
+        rule: Rule,
     ) -> None:
         super().__init__(groups, defaults)
-        self.decoupled = decoupled
+        self.rule = rule
         self._engine_step: Callable[[], None] | None = None
-        for group in self.param_groups:
-            self._hyper(group)
+        self._read_state: Callable[[nn.Parameter], dict[str, Any]] | None = None
+        rule.reserve(self.param_groups)
 
     def connect(self, engine_step: Callable[[], None]) -> None:
         """Name what `step()` does."""
         self._engine_step = engine_step
+
+    def connect_state(self, read_state: Callable[[nn.Parameter], dict[str, Any]]) -> None:
+        """Name what `read_state` does."""
+        self._read_state = read_state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """The engine's `step()`; closures are not supported."""
@@ -47,6 +52,35 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if self._engine_step is not None:
             self._engine_step()
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, until the engine is made: what it trains is reserved then."""
+        if getattr(self, "_engine_step", None) is not None:
+            raise ConfigError(
+                "a group cannot be added once the engine is made",
+                remedy="pass all groups in initialize(model_parameters=[...]); lr 0 rests them",
+            )
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the groups' values; raises `ConfigError` for state, which rests in the engine."""
+        if state_dict.get("state"):
+            raise ConfigError(
+                f"optimizer state of {len(state_dict['state'])} parameters cannot be loaded here",
+                because="moments rest in the engine's tiers, and loading them is not built yet",
+                remedy="load the groups only: {**state, 'state': {}}",
+            )
+        super().load_state_dict(state_dict)
+
+    def read_state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """What is kept of one parameter, by torch's names, `step` included.
+
+        Moments are fresh fp32 CPU tensors, whatever the format they rest in. Waits for updates
+        that are owed. Raises `ConfigError` if the parameter has no state.
+        """
+        if self._read_state is None:
+            raise ConfigError("this optimizer belongs to no engine", remedy="call initialize()")
+        return self._read_state(parameter)
+
     def mark_stepped(self) -> None:
         """Tell torch's schedulers, which otherwise warn, that a step came before theirs."""
         self._opt_called = True
@@ -54,22 +88,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to do: gradients leave as they are made, and are consumed by `step()`."""
 
-    def hypers(self, index_of: dict[int, int]) -> dict[int, AdamHyper]:
-        """Parameter index -> hyper-parameters now."""
-        found: dict[int, AdamHyper] = {}
+    def hypers(self, index_of: Mapping[int, int]) -> dict[int, Any]:
+        """Parameter index -> what its group holds now, as captured."""
+        found: dict[int, Any] = {}
         for group in self.param_groups:
-            hyper = self._hyper(group)
+            hyper = self.rule.capture(group)
             for parameter in group["params"]:
                 found[index_of[id(parameter)]] = hyper
         return found
-
-    def _hyper(self, group: dict[str, Any]) -> AdamHyper:
-        beta1, beta2 = group["betas"]
-        return AdamHyper(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            decoupled=self.decoupled,
-        )

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from infinity.plan import policy
 from infinity.plan.layout import Kind, Tier
-from infinity.plan.plan import LANES, Plan, publishes
+from infinity.plan.plan import LANES, Plan, publishes, updated_on_device
 from infinity.plan.tape import Tape, guess_cycle
 
 
@@ -77,7 +77,7 @@ class _CountedRun:
 
     def _sweep(self, unit: int, *, publish: bool) -> None:
         layout, homes = self.plan.units[unit], self.plan.homes[unit]
-        record = self.plan.record(layout).nbytes(layout.numel)
+        record = self.plan.record_bytes(layout)
         self.moved["disk_read"] += record
         self.moved["disk_write"] += record
         gradient = layout.numel * self.plan.gradient_itemsize
@@ -85,16 +85,16 @@ class _CountedRun:
             self.moved["disk_read"] += gradient
         if publish and homes.weight is not Tier.DEVICE and not self.plan.unified:
             self.moved["to_device"] += layout.trained_bytes
-        if self.plan.unified:
+        if self.plan.unified or updated_on_device(self.plan, unit):
             return
         for kind in self.plan.precision.kinds:
             if homes.of(kind) is Tier.DEVICE:
-                nbytes = layout.numel * self.plan.precision.itemsize(kind)
+                nbytes = self.plan.range_bytes(layout, kind)
                 self.moved["from_device"] += nbytes
                 self.moved["to_device"] += nbytes
-        if homes.of(Kind.GRADIENT) is Tier.DEVICE:  # once for the norm, once for the update
+        if homes.of(Kind.GRADIENT) is Tier.DEVICE:  # for the update, and for a norm on the host
             normed = sum(s.numel for s in layout.trained_segments) * self.plan.gradient_itemsize
-            self.moved["from_device"] += gradient + normed
+            self.moved["from_device"] += gradient + (0 if self.plan.device_kernels else normed)
 
     def _gradients(self, micro_batch: int) -> None:
         for unit in self.tape.first_uses():

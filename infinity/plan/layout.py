@@ -6,14 +6,19 @@ element. The *frozen* range behind it is opaque bytes of any dtype, without stat
 
 The trained range is cut into chunks of a fixed number of elements. On disk a chunk is one
 contiguous record of those kinds that rest on disk, in the order of `RECORD_ORDER`; in RAM each
-kind is one flat range per unit. Lengths are padded to `ELEMENT_ALIGN` elements so that every
-part of every record starts and ends on a 4096-byte boundary, whatever its item size.
+kind is one flat range per unit, in the same chunk-wise form: the parts of its chunks one after
+the other. A part of a moment is its values, then the scales of its blocks where the format has
+them, then padding. Every part starts and ends on a 4096-byte boundary: lengths are padded to
+`ELEMENT_ALIGN` elements, and parts of narrower formats to whole pages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+
+from infinity.formats import MOMENT_BLOCK, MomentFormat
 
 PAGE = 4096
 ELEMENT_ALIGN = 2048  # elements: 4096 bytes of the narrowest kind (2 bytes)
@@ -35,43 +40,78 @@ class Kind(Enum):
     RESIDUAL = "residual"
     MOMENT1 = "moment1"
     MOMENT2 = "moment2"
+    MOMENT3 = "moment3"
+    MOMENT4 = "moment4"
+    MOMENT5 = "moment5"
+    MOMENT6 = "moment6"
     GRADIENT = "gradient"
 
 
-RECORD_ORDER = (Kind.WEIGHT, Kind.RESIDUAL, Kind.MOMENT1, Kind.MOMENT2)
+# Adam has two, `torch.optim.AdamW(amsgrad=True)` three; the rest is for optimizers of others.
+MOMENTS = (
+    Kind.MOMENT1,
+    Kind.MOMENT2,
+    Kind.MOMENT3,
+    Kind.MOMENT4,
+    Kind.MOMENT5,
+    Kind.MOMENT6,
+)
+RECORD_ORDER = (Kind.WEIGHT, Kind.RESIDUAL, *MOMENTS)
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Item sizes (bytes) of one compute precision; `residual` is 0 where weights are fp32."""
+    """How one compute precision rests: item sizes (bytes), and the format of each moment.
+
+    `residual` is 0 where weights are fp32; `moments` has none to six formats.
+    """
 
     name: str
     weight: int
     residual: int
-    moment: int = 4
-
-    def itemsize(self, kind: Kind) -> int:
-        """Bytes per element of a state kind (not of gradients: see `Plan`)."""
-        if kind is Kind.WEIGHT:
-            return self.weight
-        if kind is Kind.RESIDUAL:
-            return self.residual
-        return self.moment
+    moments: tuple[MomentFormat, ...] = (MomentFormat.FP32, MomentFormat.FP32)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """The state kinds this precision stores, in record order."""
-        return tuple(k for k in RECORD_ORDER if k is not Kind.RESIDUAL or self.residual)
+        residual = (Kind.RESIDUAL,) if self.residual else ()
+        return (Kind.WEIGHT, *residual, *self.moment_kinds)
 
+    @property
+    def moment_kinds(self) -> tuple[Kind, ...]:
+        """The kinds of the moments."""
+        return MOMENTS[: len(self.moments)]
 
-BF16 = Precision("bf16", weight=2, residual=2)
-FP32 = Precision("fp32", weight=4, residual=0)
-PRECISIONS = {"bf16": BF16, "fp32": FP32}
+    def format_of(self, kind: Kind) -> MomentFormat:
+        """The format of a moment."""
+        return self.moments[MOMENTS.index(kind)]
+
+    def nbytes(self, kind: Kind, num_elements: int) -> int:
+        """Bytes of one kind's part of a chunk of `num_elements`, padded to pages.
+
+        `num_elements` is a multiple of `ELEMENT_ALIGN`. Not for gradients: see `Plan`.
+        """
+        if kind is Kind.WEIGHT:
+            return num_elements * self.weight
+        if kind is Kind.RESIDUAL:
+            return num_elements * self.residual
+        return round_up(self.format_of(kind).nbytes(num_elements), PAGE)
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Bytes at rest of one trained parameter, padding not counted."""
+        moments = sum(f.nbytes(MOMENT_BLOCK) for f in self.moments) / MOMENT_BLOCK
+        return self.weight + self.residual + moments
 
 
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is not below `value`."""
     return -(-value // multiple) * multiple
+
+
+BF16 = Precision("bf16", weight=2, residual=2)
+FP32 = Precision("fp32", weight=4, residual=0)
+PRECISIONS = {"bf16": BF16, "fp32": FP32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +168,11 @@ class UnitLayout:
         start = index * chunk_elements
         return start, min(chunk_elements, self.numel - start)
 
+    def chunks(self, chunk_elements: int) -> Iterator[tuple[int, int]]:
+        """(first element, number of elements) of every chunk, in order."""
+        for index in range(self.num_chunks(chunk_elements)):
+            yield self.chunk(index, chunk_elements)
+
 
 @dataclass(frozen=True, slots=True)
 class ParameterFacts:
@@ -149,7 +194,7 @@ def lay_out(
     """Place parameters one after the other, each aligned; trained ones first."""
     segments: list[Segment] = []
     element = 0
-    align = SEGMENT_ALIGN_BYTES // precision.weight
+    align = max(SEGMENT_ALIGN_BYTES // precision.weight, MOMENT_BLOCK)  # no scale is shared
     for fact in (p for p in parameters if p.trained):
         nbytes = fact.numel * precision.weight
         segments.append(
@@ -184,14 +229,9 @@ class Record:
 
     def nbytes(self, num_elements: int) -> int:
         """Bytes of the record of a chunk of `num_elements`."""
-        return num_elements * self.bytes_per_element
-
-    @property
-    def bytes_per_element(self) -> int:
-        """Bytes on disk per trained element."""
-        return sum(self.precision.itemsize(k) for k in self.kinds)
+        return sum(self.precision.nbytes(k, num_elements) for k in self.kinds)
 
     def offset(self, kind: Kind, num_elements: int) -> int:
         """Where `kind` starts inside the record of a chunk of `num_elements`, in bytes."""
         before = self.kinds[: self.kinds.index(kind)]
-        return num_elements * sum(self.precision.itemsize(k) for k in before)
+        return sum(self.precision.nbytes(k, num_elements) for k in before)

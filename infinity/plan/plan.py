@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from infinity.formats import MomentFormat
 from infinity.plan.layout import (
-    BF16,
     Kind,
     Precision,
     Record,
@@ -15,6 +15,22 @@ from infinity.plan.layout import (
 from infinity.sizes import format_count, format_size
 
 LANES = ("disk_read", "disk_write", "to_device", "from_device")
+
+
+@dataclass(frozen=True, slots=True)
+class RuleFacts:
+    """What the plan needs to know of the update rule.
+
+    `moments` holds a format for each moment it keeps of a parameter; `whole` says that it needs
+    whole parameters, so that a chunk is a whole unit; `tile_elements` is the size of the tiles
+    that an optimizer of torch's is run on, 0 for our own kernels.
+    """
+
+    name: str = "AdamW"
+    moments: tuple[MomentFormat, ...] = (MomentFormat.FP32, MomentFormat.FP32)
+    whole: bool = False
+    tile_elements: int = 0
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +79,13 @@ class Plan:
     micro_batches: int
     gradient_itemsize: int
     unified: bool
+    verify: bool  # checksums of what rests on disk are kept on the host
     memory: dict[str, dict[str, int]]  # tier -> purpose -> bytes
     budget: dict[str, int | None]
     predicted_bytes: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    rule: RuleFacts = RuleFacts()
+    device_kernels: bool = False  # a device with memory of its own runs our optimizer kernels
 
     @property
     def tier_bytes(self) -> dict[str, int]:
@@ -84,6 +103,21 @@ class Plan:
         kinds = tuple(k for k in self.precision.kinds if homes.of(k) is Tier.DISK)
         return Record(kinds, self.precision)
 
+    def range_bytes(self, layout: UnitLayout, kind: Kind) -> int:
+        """Bytes of the trained range of one state kind: the sum of its chunks' parts."""
+        chunks = layout.chunks(self.chunk_elements)
+        return sum(self.precision.nbytes(kind, count) for _, count in chunks)
+
+    def part(self, layout: UnitLayout, kind: Kind, chunk: int) -> slice:
+        """Where a chunk's part of one state kind lies in the unit's range, in bytes."""
+        _, count = layout.chunk(chunk, self.chunk_elements)
+        start = chunk * self.precision.nbytes(kind, self.chunk_elements)
+        return slice(start, start + self.precision.nbytes(kind, count))
+
+    def record_bytes(self, layout: UnitLayout) -> int:
+        """Bytes on disk of all records of a unit."""
+        return sum(self.range_bytes(layout, kind) for kind in self.record(layout).kinds)
+
     def class_of(self, unit: int) -> int | None:
         """The unit's slot class, None where its weights rest on the device."""
         for index, slot_class in enumerate(self.slot_classes):
@@ -93,14 +127,16 @@ class Plan:
 
     def describe(self) -> str:
         """Several plain lines: what lives where, memory against budgets, bytes per step."""
-        name = "bf16 + 16-bit residual" if self.precision is BF16 else "fp32"
+        name = "bf16 + 16-bit residual" if self.precision.residual else "fp32"
         lines = [
             f"{format_count(self.num_trained)} trained parameters in {len(self.units)} units, "
-            f"master {name}, {self.micro_batches} micro-batch(es) per step"
+            f"master {name}, {self.micro_batches} micro-batch(es) per step",
+            f"  {self.rule.name}: {self._moments_line()}; "
+            f"{self.precision.bytes_per_parameter:g} bytes a parameter at rest",
         ]
         for label, kind in (
             ("weights", Kind.WEIGHT),
-            ("moments and residual", Kind.MOMENT1),
+            ("moments and residual", Kind.RESIDUAL),
             ("gradients", Kind.GRADIENT),
         ):
             lines.append(f"  {label:<21} {self._homes_line(kind)}")
@@ -125,6 +161,15 @@ class Plan:
         lines.extend(f"  note: {note}" for note in self.notes)
         return "\n".join(lines)
 
+    def _moments_line(self) -> str:
+        """The moments and their formats in words; lossy ones are called so."""
+        formats = dict.fromkeys(self.precision.moments)
+        if not formats:
+            return "no moments"
+        words = [f.value if f.is_exact else f"{f.value} (lossy)" for f in formats]
+        count = len(self.precision.moments)
+        return f"{count} moment{'s' if count > 1 else ''} in {' and '.join(words)}"
+
     def _memory_lines(self) -> dict[str, dict[str, int]]:
         """Tier -> purpose -> bytes, with device and host as one where they are one memory."""
         if not self.unified:
@@ -143,6 +188,13 @@ class Plan:
             f"{tier.value} ({n} unit{'s' if n > 1 else ''})" if len(counts) > 1 else tier.value
             for tier, n in counts.items()
         )
+
+
+def updated_on_device(plan: Plan, unit: int) -> bool:
+    """Whether a unit is updated where it rests, on a device with memory of its own."""
+    homes = plan.homes[unit]
+    kernels = plan.device_kernels and not plan.rule.tile_elements and not plan.unified
+    return kernels and {homes.weight, homes.state, homes.gradient} == {Tier.DEVICE}
 
 
 def publishes(plan: Plan, unit: int) -> bool:

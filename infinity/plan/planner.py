@@ -14,19 +14,21 @@ from infinity.errors import ConfigError, DoesNotFitError
 from infinity.plan.forecast import forecast_bytes
 from infinity.plan.layout import (
     ELEMENT_ALIGN,
+    PAGE,
     PRECISIONS,
-    Precision,
+    Kind,
     Tier,
     UnitLayout,
     round_up,
 )
-from infinity.plan.plan import Plan, SlotClass, UnitHomes
+from infinity.plan.plan import Plan, RuleFacts, SlotClass, UnitHomes, updated_on_device
 from infinity.sizes import format_size
 
 CHUNK_ELEMENTS = 1 << 20  # 12 MiB records: inside the 8-64 MiB that disks like
 NUM_STAGES = 4  # one read, one updated, one written, one to spare
 NUM_WINDOWS = 3  # gradient ranges in RAM when gradients rest on disk
 NUM_BOUNCES = 2  # device -> host gradient buffers
+TILE_BUFFERS = 8  # fp32 arrays of a tile: master, gradient, and what torch's step makes on the way
 AUTO_SHARE = 0.7  # of the memory compute uses; auto homes leave the rest to activations
 
 
@@ -41,14 +43,30 @@ class Limits:
 
 
 def make_plan(
-    units: tuple[UnitLayout, ...], config: Config, limits: Limits, *, unified: bool
+    units: tuple[UnitLayout, ...],
+    config: Config,
+    limits: Limits,
+    *,
+    unified: bool,
+    rule: RuleFacts | None = None,
+    device_kernels: bool = False,
 ) -> Plan:
-    """Choose homes, slots and stages; raises `DoesNotFitError` or `ConfigError`."""
-    precision = PRECISIONS[config.precision]
+    """Choose homes, slots and stages; raises `DoesNotFitError` or `ConfigError`.
+
+    `rule` is what the update rule keeps; two fp32 moments if it is left out. `device_kernels`
+    says that the device can run our optimizer kernels itself.
+    """
+    rule = rule or RuleFacts()
+    precision = replace(PRECISIONS[config.precision], moments=rule.moments)
     micro_batches = config.gradient_accumulation_steps
     gradient_itemsize = 4 if micro_batches > 1 or precision.weight == 4 else 2
     largest = max((u.numel for u in units), default=0)
     chunk = config.chunk_size if isinstance(config.chunk_size, int) else CHUNK_ELEMENTS
+    notes = rule.notes
+    if rule.whole:
+        if isinstance(config.chunk_size, int):
+            notes += (f"chunk_size {chunk} is not used: {rule.name} needs whole parameters",)
+        chunk = max(largest, 1)
     draft = Plan(
         precision=precision,
         units=units,
@@ -60,8 +78,12 @@ def make_plan(
         micro_batches=micro_batches,
         gradient_itemsize=gradient_itemsize,
         unified=unified,
+        verify=config.io.verify,
         memory={},
         budget={"device": limits.device, "host": limits.host, "disk": limits.disk},
+        notes=notes,
+        rule=rule,
+        device_kernels=device_kernels,
     )
     failure: DoesNotFitError | None = None
     for distance in range(config.look_ahead, -1, -1):
@@ -154,26 +176,30 @@ def _with_memory(plan: Plan, limits: Limits) -> Plan:
         "gradient windows": num_windows(plan) * largest_window(plan),
         "landing": num_landings(plan) * largest_slot(plan),
         "bounce": 0 if plan.unified else NUM_BOUNCES * largest_trained(plan),
+        "optimizer tiles": TILE_BUFFERS * 4 * plan.rule.tile_elements,
     }
     disk = {
         "weights": _homed(plan, "weight", Tier.DISK),
         "state": _homed(plan, "state", Tier.DISK),
         "gradients": _homed(plan, "gradient", Tier.DISK),
     }
+    host["checksums"] = checksum_bytes(sum(disk.values())) if plan.verify else 0
     return replace(plan, memory={"device": device, "host": host, "disk": disk})
+
+
+def checksum_bytes(nbytes: int) -> int:
+    """Bytes of checksums for so many bytes on disk: 4 for every page."""
+    return -(-nbytes // PAGE) * 4
 
 
 def _homed(plan: Plan, field: str, tier: Tier) -> int:
     units = [u for u in plan.units if plan.homes[u.index].of_field(field) is tier]
     if field == "weight":
         return sum(u.slot_bytes for u in units)
-    per = plan.gradient_itemsize if field == "gradient" else state_itemsize(plan.precision)
-    return sum(u.numel * per for u in units)
-
-
-def state_itemsize(precision: Precision) -> int:
-    """Bytes per element of residual and both moments."""
-    return precision.residual + 2 * precision.moment
+    if field == "gradient":
+        return sum(u.numel * plan.gradient_itemsize for u in units)
+    kinds = [k for k in plan.precision.kinds if k is not Kind.WEIGHT]
+    return sum(plan.range_bytes(u, k) for u in units for k in kinds)
 
 
 def stage_bytes(plan: Plan) -> int:
@@ -182,11 +208,14 @@ def stage_bytes(plan: Plan) -> int:
     trained = [u for u in plan.units if u.numel]
     nbytes = 0
     for unit in trained:
+        if updated_on_device(plan, unit.index):
+            continue
         homes = plan.homes[unit.index]
-        per = plan.precision.weight if homes.weight not in reachable else 0
-        per += state_itemsize(plan.precision) if homes.state not in reachable else 0
-        per += plan.gradient_itemsize if homes.gradient not in reachable else 0
-        nbytes = max(nbytes, per * min(plan.chunk_elements, unit.numel))
+        count = min(plan.chunk_elements, unit.numel)
+        staged = [k for k in plan.precision.kinds if homes.of(k) not in reachable]
+        need = sum(plan.precision.nbytes(k, count) for k in staged)
+        need += count * plan.gradient_itemsize if homes.gradient not in reachable else 0
+        nbytes = max(nbytes, need)
     return nbytes
 
 
@@ -259,11 +288,11 @@ def _require_fit(plan: Plan, limits: Limits, config: Config) -> None:
         f"the {tier} tier needs {format_size(sum(parts.values()))} of a budget of "
         f"{format_size(limit or 0)}: {format_size(excess)} too much",
         because=needs,
-        remedy=_remedy(tier, config),
+        remedy=_remedy(tier, config, plan.rule),
     )
 
 
-def _remedy(tier: str, config: Config) -> str:
+def _remedy(tier: str, config: Config, rule: RuleFacts) -> str:
     if tier == "disk":
         return "free space on nvme_path, add a path to the list, or raise budget.disk"
     if not config.nvme_path:
@@ -272,4 +301,9 @@ def _remedy(tier: str, config: Config) -> str:
     on_disk = [k for k in ("weights", "moments", "gradients") if getattr(homes, k) != "disk"]
     if on_disk:
         return f"raise budget.{tier}, or put more on disk: homes.{on_disk[-1]}=disk"
+    if rule.whole:  # no chunk size helps: a chunk is a unit
+        return (
+            f"raise budget.{tier}, cut the model into smaller units (initialize(units=[...])), or "
+            f"use an optimizer that does not need whole parameters as {rule.name} does"
+        )
     return f"raise budget.{tier}, lower chunk_size, or cut the model into smaller units"

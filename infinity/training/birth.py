@@ -7,7 +7,7 @@ every extent written once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,23 +18,34 @@ from infinity.memory.lanes import Lanes
 from infinity.memory.state import StateStore, UnitState
 from infinity.model.presence import Presence
 from infinity.optim.cpu import CpuKernels
-from infinity.plan.layout import PAGE, Kind, UnitLayout, round_up
+from infinity.optim.tiles import moment_in
+from infinity.plan.layout import Kind, Record, UnitLayout
 from infinity.plan.plan import Plan
 
 Progress = Callable[[int, int, str], None]
 
 
 class Birth:
-    """Writes the initial state from live parameters; two buffers, so that writes overlap."""
+    """Writes the initial state from live parameters; two buffers, so that writes overlap.
 
-    def __init__(self, plan: Plan, lanes: Lanes, store: StateStore, kernels: CpuKernels) -> None:
+    `initial` holds what the moments of a parameter (by index) begin with, where that is not 0.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        lanes: Lanes,
+        store: StateStore,
+        kernels: CpuKernels,
+        initial: Mapping[int, tuple[float, ...]],
+    ) -> None:
         self.plan = plan
         self.lanes = lanes
         self.store = store
         self.kernels = kernels
-        per_element = sum(plan.precision.itemsize(k) for k in plan.precision.kinds)
+        self.initial = initial
         self._chunk = min(plan.chunk_elements, max((u.numel for u in plan.units), default=0))
-        nbytes = round_up(self._chunk * per_element, PAGE)
+        nbytes = Record(plan.precision.kinds, plan.precision).nbytes(self._chunk)
         arena = arena_for([nbytes, nbytes, self._chunk * 4])
         self._buffers = [arena.carve(nbytes), arena.carve(nbytes)]
         self._master = arena.carve(self._chunk * 4).view(torch.float32)
@@ -45,16 +56,16 @@ class Birth:
         self, parameters: Sequence[nn.Parameter], presence: Presence, progress: Progress | None
     ) -> None:
         """Write all units home; parameters are absent afterwards."""
-        total = sum(u.numel * 12 + u.frozen_bytes for u in self.plan.units)
+        sizes = [_birth_bytes(self.plan, layout) for layout in self.plan.units]
         done = 0
         for layout in self.plan.units:
             for index in range(layout.num_chunks(self.plan.chunk_elements)):
                 self._write_chunk(layout, index, parameters)
             self._write_frozen(layout, parameters)
             presence.forget(layout.index)
-            done += layout.numel * 12 + layout.frozen_bytes
+            done += sizes[layout.index]
             if progress is not None:
-                progress(done, total, f"writing the initial state: {layout.name}")
+                progress(done, sum(sizes), f"writing the initial state: {layout.name}")
         for ticket in self._tickets:
             if ticket is not None:
                 ticket.wait()
@@ -75,21 +86,22 @@ class Birth:
         views: dict[Kind, Tensor] = {}
         used = 0
         for kind in self.plan.precision.kinds:  # record kinds first keep their record order
-            nbytes = count * self.plan.precision.itemsize(kind)
+            nbytes = self.plan.precision.nbytes(kind, count)
             if kind in state.record.kinds:
                 offset = state.record.offset(kind, count)
                 views[kind] = buffer[offset : offset + nbytes]
         used = state.record.nbytes(count)
         for kind in self.plan.precision.kinds:
-            nbytes = count * self.plan.precision.itemsize(kind)
+            nbytes = self.plan.precision.nbytes(kind, count)
             if kind not in views:
                 views[kind] = buffer[used : used + nbytes]
                 used += nbytes
         self._fill_views(views, master)
+        self._fill_moments(layout, start, count, views)
         if state.record.kinds:
             record = buffer[: state.record.nbytes(count)]
             self._tickets[turn] = self.lanes.write([(state.extents[index], record)])
-        self._copy_to_memory(state, views, start, count)
+        self._copy_to_memory(state, views, index)
 
     def _fill_views(self, views: dict[Kind, Tensor], master: Tensor) -> None:
         if Kind.RESIDUAL in views:
@@ -100,15 +112,27 @@ class Birth:
             )
         else:
             views[Kind.WEIGHT].view(torch.float32).copy_(master)
-        views[Kind.MOMENT1].zero_()
-        views[Kind.MOMENT2].zero_()
 
-    def _copy_to_memory(
-        self, state: UnitState, views: dict[Kind, Tensor], start: int, count: int
+    def _fill_moments(
+        self, layout: UnitLayout, start: int, count: int, views: dict[Kind, Tensor]
     ) -> None:
+        """Zeroed bytes, which mean 0 in every format, or what the rule begins with."""
+        precision = self.plan.precision
+        for index, kind in enumerate(precision.moment_kinds):
+            views[kind].zero_()
+            moment = moment_in(views[kind], count, precision.format_of(kind))
+            for segment in layout.trained_segments:
+                initial = self.initial.get(segment.parameter, ())
+                first = max(segment.offset, start) - start
+                last = min(segment.offset + segment.numel, start + count) - start
+                if first < last and any(initial):
+                    values = torch.full((last - first,), initial[index], dtype=torch.float32)
+                    part = moment.part(first, last)
+                    self.kernels.encode(values, part, signed=False)  # only Adagrad's sum
+
+    def _copy_to_memory(self, state: UnitState, views: dict[Kind, Tensor], chunk: int) -> None:
         for kind, view in views.items():
-            itemsize = self.plan.precision.itemsize(kind)
-            part = slice(start * itemsize, (start + count) * itemsize)
+            part = self.plan.part(state.layout, kind, chunk)
             if kind in state.ram:
                 state.ram[kind][part].copy_(view)
             elif kind in state.on_device:
@@ -132,6 +156,12 @@ class Birth:
         else:
             assert state.frozen is not None
             self.lanes.write([(state.frozen, frozen)]).wait()
+
+
+def _birth_bytes(plan: Plan, layout: UnitLayout) -> int:
+    """Bytes that are written for one unit, on all tiers."""
+    kinds = plan.precision.kinds
+    return sum(plan.range_bytes(layout, kind) for kind in kinds) + layout.frozen_bytes
 
 
 def _fill_master(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from infinity.errors import PresenceError
+from infinity.errors import EngineClosedError, PresenceError
 from infinity.memory.gradients import GradientStore
 from infinity.memory.mover import Mover
 from infinity.model.cut import UnitCut
@@ -74,7 +74,7 @@ class SavedTensors:
     """Our pack/unpack pair. See [Note: saved tensors]."""
 
     def __init__(self, mover: Mover, expect: Callable[[int], None]) -> None:
-        self.mover = mover
+        self._mover: Mover | None = mover
         self._expect = expect  # a unit's backward begins: its gradients will arrive soon
         self._expected = -1
         self._addresses = {}
@@ -85,6 +85,26 @@ class SavedTensors:
                 probe = slot.arena.view(slot.offset, slot.nbytes)
             self._addresses[probe.data_ptr()] = slot
         self._stack: list[tuple[Any, SavedTensorHooks]] = []
+
+    def close(self) -> None:
+        """Refer to nothing any more.
+
+        After an exception in a backward, autograd keeps what was left of its graph in a queue,
+        and the graph our pairs; they must not keep the engine's memory alive.
+        """
+        self._mover = None
+        self._expect = lambda unit: None
+        self._addresses.clear()
+
+    @property
+    def mover(self) -> Mover:
+        """The mover; raises `EngineClosedError` where there is none any more."""
+        if self._mover is None:
+            raise EngineClosedError(
+                "backward through a graph of an engine that is closed",
+                remedy="call engine.backward(loss) before engine.close()",
+            )
+        return self._mover
 
     def push(self) -> bool:
         """Put our pair on top unless it is there already; whether it was pushed."""
@@ -296,3 +316,4 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self.saved.close()

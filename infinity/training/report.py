@@ -13,7 +13,8 @@ class StepReport:
     """What one step did. Times are seconds of the training thread since the previous step ended.
 
     `moved` is bytes per lane in that time: the sweep of the previous step, and the fetches and
-    gradients of this one.
+    gradients of this one. `disk_s` is seconds per disk lane that its blocks waited in "queue" and
+    were with the "device", summed over blocks.
     """
 
     step: int
@@ -24,6 +25,7 @@ class StepReport:
     stall_s: dict[str, float] = field(default_factory=dict)
     moved: dict[str, int] = field(default_factory=dict)
     surprises: int = 0
+    disk_s: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 class Meter:
@@ -34,6 +36,7 @@ class Meter:
         self._time_s = time.perf_counter()
         self._stalled_s = lanes.stalled_s()
         self._moved = lanes.moved()
+        self._disk_s = lanes.disk_times_s()
         self._surprises = 0
 
     def read(
@@ -41,6 +44,7 @@ class Meter:
     ) -> StepReport:
         """The report since the previous reading; `surprises` counts from the start."""
         now_s, stalled_s, moved = time.perf_counter(), self._lanes.stalled_s(), self._lanes.moved()
+        disk_s = self._lanes.disk_times_s()
         report = StepReport(
             step=step,
             wall_s=now_s - self._time_s,
@@ -50,7 +54,11 @@ class Meter:
             stall_s={cause: s - self._stalled_s[cause] for cause, s in stalled_s.items()},
             moved={lane: n - self._moved[lane] for lane, n in moved.items()},
             surprises=surprises - self._surprises,
+            disk_s={
+                lane: {where: s - self._disk_s[lane][where] for where, s in times.items()}
+                for lane, times in disk_s.items()
+            },
         )
         self._time_s, self._stalled_s, self._moved = now_s, stalled_s, moved
-        self._surprises = surprises
+        self._surprises, self._disk_s = surprises, disk_s
         return report

@@ -12,13 +12,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from infinity.errors import PresenceError, TrainingError
+from torch import nn
+
+from infinity.errors import ConfigError, EngineClosedError, PresenceError, TrainingError
 from infinity.journal import Journal
+from infinity.memory.device import Event
 from infinity.memory.gradients import GradientStore
 from infinity.memory.mover import Mover
+from infinity.memory.state import StateStore
 from infinity.optim.offloaded import OffloadedOptimizer
+from infinity.optim.tiles import Updater
 from infinity.plan.plan import Plan
 from infinity.training.cycles import Cycles
+from infinity.training.optimizer_state import read_state
 from infinity.training.report import Meter, StepReport
 from infinity.training.sweep import Sweep, SweepJob
 
@@ -41,6 +47,8 @@ class Rooms(Protocol):
 
     plan: Plan
     mover: Mover
+    store: StateStore
+    updater: Updater
     gradients: GradientStore
     sweep: Sweep
 
@@ -70,6 +78,8 @@ class Stepper:
         self._journal = journal
         self._meter = Meter(rooms.mover.lanes)
         self._steps = [0] * len(index_of)
+        self._rooms = rooms
+        optimizer.connect_state(self._read_state)
         self._after_commit: Exception | None = None  # of a step that happened all the same
 
     def count_backward(self) -> None:
@@ -100,7 +110,8 @@ class Stepper:
         if clipping and not skipped:
             factor = min(1.0, clipping / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         self._gradients.settle()
-        self._sweep.submit(lambda: self._commit(norm, factor, skipped))
+        computed = self._mover.lanes.device.compute_event()  # here: streams belong to threads
+        self._sweep.submit(lambda: self._commit(norm, factor, skipped, computed))
         error, self._after_commit = self._after_commit, None
         if error is not None:
             raise error
@@ -112,9 +123,11 @@ class Stepper:
                 remedy="lower the learning rate, or look at the loss and the data",
             )
 
-    def _commit(self, norm: float, factor: float, skipped: bool) -> SweepJob | None:
+    def _commit(
+        self, norm: float, factor: float, skipped: bool, computed: Event
+    ) -> SweepJob | None:
         """The step happens, on the sweep thread: units become pending, counters advance."""
-        job = None if skipped else self._make_job(factor)
+        job = None if skipped else self._make_job(factor, computed)
         progress = self.progress
         self.progress = replace(
             progress,
@@ -143,7 +156,7 @@ class Stepper:
             self._after_commit = self._after_commit or error
         return job
 
-    def _make_job(self, factor: float) -> SweepJob:
+    def _make_job(self, factor: float, computed: Event) -> SweepJob:
         """Everything the sweep depends on, as it is now."""
         arrived = self._gradients.arrived()
         hypers = self._optimizer.hypers(self._index_of)
@@ -156,7 +169,20 @@ class Stepper:
             hypers={i: hypers[i] for i in arrived},
             steps={i: self._steps[i] + 1 for i in arrived},
             grad_scale=factor,
+            computed=computed,
         )
+
+    def _read_state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """`OffloadedOptimizer.read_state`."""
+        index = self._index_of.get(id(parameter))
+        if index is None:
+            raise ConfigError("this parameter does not belong to the engine's module")
+        if self._sweep.closed:
+            raise EngineClosedError("the engine is closed", remedy="make a new one")
+        self._sweep.finish()
+        self._mover.check()
+        rooms, hyper = self._rooms, self._optimizer.hypers(self._index_of).get(index)
+        return read_state(rooms.store, rooms.updater, index, hyper, self._steps)
 
     def _report(self, norm: float, factor: float, skipped: bool) -> None:
         self.last_report = self._meter.read(

@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,10 +31,10 @@ from infinity.memory.lanes import Lanes, after_all
 from infinity.memory.mover import WAKE_S, Mover
 from infinity.memory.residency import Slot
 from infinity.memory.state import StateStore
-from infinity.optim.adamw import AdamHyper
-from infinity.optim.cpu import CpuKernels
-from infinity.plan.layout import Kind, Segment
-from infinity.plan.plan import Plan
+from infinity.optim.built_in import KernelUpdater
+from infinity.optim.tiles import Tile, Updater, moment_in
+from infinity.plan.layout import Kind
+from infinity.plan.plan import Plan, updated_on_device
 from infinity.plan.planner import stage_bytes
 
 
@@ -42,13 +43,15 @@ class SweepJob:
     """Everything one sweep depends on; captured at `step()`.
 
     `hypers` and `steps` are by parameter index and name exactly the parameters to update;
-    `steps` counts this update, from 1.
+    `steps` counts this update, from 1. `computed` is the end of the compute that made the
+    gradients, and read the weights that are about to change.
     """
 
     units: tuple[int, ...]
-    hypers: Mapping[int, AdamHyper]
+    hypers: Mapping[int, Any]
     steps: Mapping[int, int]
     grad_scale: float
+    computed: Event
 
 
 @dataclass(eq=False)
@@ -99,14 +102,14 @@ class Sweep:
         store: StateStore,
         gradients: GradientStore,
         mover: Mover,
-        kernels: CpuKernels,
+        updater: Updater,
     ) -> None:
         self.plan = plan
         self.lanes = lanes
         self.store = store
         self.gradients = gradients
         self.mover = mover
-        self.kernels = kernels
+        self.updater = updater
         nbytes = stage_bytes(plan)
         arena = arena_for([nbytes] * plan.num_stages)
         if nbytes:
@@ -162,6 +165,11 @@ class Sweep:
                     raise EngineClosedError("the engine is closed", remedy="make a new one")
                 self.mover.changed.wait(WAKE_S)
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` has begun."""
+        return self._closing
+
     def close(self) -> None:
         """Abandon what is left and end the thread."""
         with self.mover.changed:
@@ -210,6 +218,9 @@ class Sweep:
         return job
 
     def _run(self, job: SweepJob) -> None:
+        for unit in job.units:
+            if updated_on_device(self.plan, unit):
+                self.mover.updated(unit, self._update_on_device(job, unit))
         queue: deque[_Work] = deque()
         order = self._chunks(job)
         turn = 0
@@ -230,7 +241,7 @@ class Sweep:
 
     def _chunks(self, job: SweepJob) -> Iterator[tuple[int, int]]:
         """(unit, chunk) in order; a unit somebody waits for comes next."""
-        remaining = list(job.units)
+        remaining = [u for u in job.units if not updated_on_device(self.plan, u)]
         while remaining:
             demand = self.mover.demand
             unit = demand if demand in remaining else remaining[0]
@@ -238,11 +249,32 @@ class Sweep:
             for chunk in range(self.plan.units[unit].num_chunks(self.plan.chunk_elements)):
                 yield unit, chunk
 
+    def _update_on_device(self, job: SweepJob, unit: int) -> Event:
+        """Queue the update of a unit that rests on the device, all its chunks in one."""
+        assert isinstance(self.updater, KernelUpdater)
+        state, plan = self.store.units[unit], self.plan
+        self.store.settle_writes(unit)
+        tiles: list[Tile] = []
+        for chunk in range(state.layout.num_chunks(plan.chunk_elements)):
+            start, count = state.layout.chunk(chunk, plan.chunk_elements)
+            views = {
+                kind: state.on_device[kind][plan.part(state.layout, kind, chunk)]
+                for kind in plan.precision.kinds
+            }
+            gradient = self.gradients.on_device[unit][start : start + count]
+            views[Kind.GRADIENT] = gradient.view(torch.uint8)
+            tiles += self._tiles(job, unit, views, start, count)
+        pieces = self.updater.pieces(tiles, job.grad_scale)
+        event = self.lanes.device.update(pieces, job.computed)
+        state.writes.append(event)
+        return event
+
     def _issue(self, unit: int, chunk: int, stage: _Stage) -> _Work:
         """Start bringing a chunk's kinds and gradient where the CPU can update them."""
         state = self.store.units[unit]
         layout, plan = state.layout, self.plan
         start, count = layout.chunk(chunk, plan.chunk_elements)
+        sizes = {kind: plan.precision.nbytes(kind, count) for kind in plan.precision.kinds}
         work = _Work(unit, chunk, stage, {}, [])
         used = 0
         if chunk == 0:
@@ -252,16 +284,14 @@ class Sweep:
             work.waits.append(self.lanes.read([(state.extents[chunk], stage.buffer[:used])]))
             for kind in state.record.kinds:
                 offset = state.record.offset(kind, count)
-                nbytes = count * plan.precision.itemsize(kind)
-                work.views[kind] = stage.buffer[offset : offset + nbytes]
-        for kind in plan.precision.kinds:
-            itemsize = plan.precision.itemsize(kind)
-            part = slice(start * itemsize, (start + count) * itemsize)
+                work.views[kind] = stage.buffer[offset : offset + sizes[kind]]
+        for kind, nbytes in sizes.items():
+            part = plan.part(layout, kind, chunk)
             if kind in state.ram:
                 work.views[kind] = state.ram[kind][part]
             elif kind in state.on_device:
-                view = stage.buffer[used : used + count * itemsize]
-                used += count * itemsize
+                view = stage.buffer[used : used + nbytes]
+                used += nbytes
                 work.waits.append(self.lanes.copy_out(view, state.on_device[kind][part]))
                 work.views[kind] = view
         self._issue_gradient(work, start, count, stage.buffer[used:])
@@ -290,9 +320,9 @@ class Sweep:
         if work.chunk == 0:
             # A copy of the old weights to the device may still read the range about to change.
             self.mover.entries[work.unit].ready.wait()
-        for segment in state.layout.trained_segments:
-            if segment.parameter in job.hypers:
-                self._update(job, segment, work, start, count)
+        tiles = self._tiles(job, work.unit, work.views, start, count)
+        if tiles:
+            self.updater.update(tiles, job.grad_scale)
         if work.chunk == 0:
             self._published = []
         self._write_back(work, start, count)
@@ -303,27 +333,39 @@ class Sweep:
         if work.chunk + 1 == state.layout.num_chunks(self.plan.chunk_elements):
             self.mover.updated(work.unit, after_all(*self._published))
 
-    def _update(self, job: SweepJob, segment: Segment, work: _Work, start: int, count: int) -> None:
-        """Update the part of one parameter that lies in this chunk."""
-        first = max(segment.offset, start) - start
-        last = min(segment.offset + segment.numel, start + count) - start
-        if first >= last:
-            return
-        split = Kind.RESIDUAL in work.views
-
-        def part(kind: Kind, dtype: torch.dtype) -> Tensor:
-            return work.views[kind].view(dtype)[first:last]
-
-        self.kernels.update(
-            part(Kind.WEIGHT, torch.bfloat16 if split else torch.float32),
-            part(Kind.RESIDUAL, torch.int16) if split else None,
-            part(Kind.MOMENT1, torch.float32),
-            part(Kind.MOMENT2, torch.float32),
-            part(Kind.GRADIENT, self.gradients.dtype),
-            job.hypers[segment.parameter],
-            job.steps[segment.parameter],
-            job.grad_scale,
-        )
+    def _tiles(
+        self, job: SweepJob, unit: int, views: Mapping[Kind, Tensor], start: int, count: int
+    ) -> list[Tile]:
+        """The parts of parameters that lie in this chunk and have an update."""
+        split = Kind.RESIDUAL in views
+        weights = views[Kind.WEIGHT].view(torch.bfloat16 if split else torch.float32)
+        rests = views[Kind.RESIDUAL].view(torch.int16) if split else None
+        gradients = views[Kind.GRADIENT].view(self.gradients.dtype)
+        precision = self.plan.precision
+        moments = [
+            moment_in(views[kind], count, precision.format_of(kind))
+            for kind in precision.moment_kinds
+        ]
+        tiles = []
+        for segment in self.plan.units[unit].trained_segments:
+            first = max(segment.offset, start) - start
+            last = min(segment.offset + segment.numel, start + count) - start
+            if first >= last or segment.parameter not in job.hypers:
+                continue
+            tiles.append(
+                Tile(
+                    parameter=segment.parameter,
+                    shape=segment.shape,
+                    first=start + first - segment.offset,
+                    weight=weights[first:last],
+                    rest=None if rests is None else rests[first:last],
+                    moments=tuple(moment.part(first, last) for moment in moments),
+                    gradient=gradients[first:last],
+                    hyper=job.hypers[segment.parameter],
+                    step=job.steps[segment.parameter],
+                )
+            )
+        return tiles
 
     def _write_back(self, work: _Work, start: int, count: int) -> None:
         """Send what was updated in the stage to its home."""
@@ -334,8 +376,7 @@ class Sweep:
             work.stage.busy.append(ticket)
             state.writes.append(ticket)
         for kind, home in state.on_device.items():
-            itemsize = self.plan.precision.itemsize(kind)
-            target = home[start * itemsize : (start + count) * itemsize]
+            target = home[self.plan.part(state.layout, kind, work.chunk)]
             event = self.lanes.copy_in(target, work.views[kind])
             work.stage.busy.append(event)
             state.writes.append(event)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from infinity.errors import ConfigError, PresenceError
+from infinity.errors import ConfigError, PresenceError, TransferError
 from infinity.memory.mover import Mover
 from infinity.memory.state import StateStore
 from infinity.optim.cpu import CpuKernels
@@ -112,9 +112,13 @@ class Values:
             try:
                 self.mover.drop(unit)
             finally:  # an edit outside a loan raises, those inside one are kept
-                self.store.write(unit, Kind.WEIGHT, cached.weight)
-                if cached.residual is not None:
-                    self.store.write(unit, Kind.RESIDUAL, cached.residual)
+                try:
+                    self.store.write(unit, Kind.WEIGHT, cached.weight)
+                    if cached.residual is not None:
+                        self.store.write(unit, Kind.RESIDUAL, cached.residual)
+                except TransferError as error:  # neither the old value nor the new one is home
+                    self.mover.fail(error)
+                    raise
                 self.mover.edited(unit)
 
     def flush_edits(self) -> None:

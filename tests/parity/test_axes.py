@@ -55,6 +55,7 @@ AXES: dict[str, list[Any]] = {
     "chunk_size": [2048, 4096, "auto"],
     "adam_threads": [1, 2],
     "optimizer": ["AdamW", "Adam"],
+    "format": ["fp32", "8bit", "bf16_stochastic"],
 }
 BASE: Choice = {name: values[0] for name, values in AXES.items()} | {
     "weights": "disk",
@@ -73,7 +74,7 @@ def config_of(choice: Choice) -> dict[str, Any]:
         chunk_size=choice["chunk_size"],
         io={"backend": choice["backend"]},
         cpu={"isa": choice["isa"], "num_threads": choice["adam_threads"]},
-        optimizer={"type": choice["optimizer"]},
+        optimizer={"type": choice["optimizer"], "moments": choice["format"]},
     )
 
 
@@ -184,7 +185,7 @@ PLACEMENT = ("device", "weights", "moments", "gradients")
 def test_full_product(computation: tuple[Any, ...]) -> None:
     chance = random.Random(repr(computation))
     fixed = dict(zip(COMPUTATION, computation, strict=True))
-    fixed |= {axis: chance.choice(AXES[axis]) for axis in ("clipping", "optimizer")}
+    fixed |= {axis: chance.choice(AXES[axis]) for axis in ("clipping", "optimizer", "format")}
     expected = plain(BASE | fixed)
     problems = {}
     for number, placement in enumerate(itertools.product(*(AXES[axis] for axis in PLACEMENT))):

@@ -1,15 +1,34 @@
-"""Values, buffers and comparisons for the tests of the native AdamW."""
+"""Values, buffers and comparisons for the tests of the native kernels."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from infinity.formats import MomentFormat
 from infinity.optim import adamw
-from infinity.optim.adamw import AdamHyper
+from infinity.optim.moments import Moment
+from infinity.optim.reference import write_moment
+from infinity.optim.rounding import to_fp16
+from infinity.optim.rules import AdagradHyper, AdamHyper, Hyper, LionHyper, SgdHyper
 
 BF16 = torch.bfloat16
-FLOATS = (torch.float32, torch.bfloat16)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+LAYOUTS = ("fp32", "split", "fp16")
+HYPERS: tuple[Hyper, ...] = (
+    AdamHyper(lr=1e-2, weight_decay=0.1),
+    AdamHyper(lr=1e-2, weight_decay=0.1, decoupled=False),
+    AdamHyper(lr=3e-4, beta1=0.4, beta2=0.95, weight_decay=0.0, maximize=True),
+    AdamHyper(lr=1.0, beta1=0.0, beta2=0.0, eps=0.0, weight_decay=0.0, decoupled=False),
+    LionHyper(lr=1e-3, weight_decay=0.1),
+    SgdHyper(lr=0.1),
+    SgdHyper(lr=0.1, weight_decay=0.01, maximize=True),
+    SgdHyper(lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
+    SgdHyper(lr=0.1, momentum=0.9, dampening=0.3),
+    AdagradHyper(lr=0.1, lr_decay=0.01, weight_decay=0.1),
+)
 ADAMW = AdamHyper(lr=1e-2, weight_decay=0.1)
 L2 = AdamHyper(lr=1e-2, weight_decay=0.1, decoupled=False)
 PATTERNS = """
@@ -39,6 +58,11 @@ class Source:
 
     def place(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         offset = int(self.random.integers(0, 16))
+        if dtype == torch.float16:
+            halves = torch.from_numpy(to_fp16(tensor.numpy()))
+            room = torch.zeros(tensor.numel() + 32, dtype=torch.float16)
+            room[offset : offset + tensor.numel()] = halves
+            return room[offset : offset + tensor.numel()]
         if dtype == torch.bfloat16:  # the upper half as it is: keeps payloads of NaN
             high = (tensor.view(torch.int32) >> 16).to(torch.int16)
             room = torch.zeros(tensor.numel() + 32, dtype=torch.int16)
@@ -63,16 +87,83 @@ class Source:
         room[7 : 7 + n] = residual
         return [weights, room[7 : 7 + n], moment1, moment2]
 
+    def moment(self, n: int, kind: MomentFormat, *, unsigned: bool, wild: bool = True) -> Moment:
+        """Any values in any format, at an offset of its own; 8-bit codes may be any bytes."""
+        values = self.floats(n, torch.float32, wild=wild)
+        if unsigned and (self.random.integers(0, 4) or not wild):
+            values.abs_()
+        fresh = Moment.zeros(n, kind)
+        room = torch.zeros(n + 32, dtype=fresh.values.dtype)
+        offset = int(self.random.integers(0, 16))
+        moment = fresh._replace(values=room[offset : offset + n])
+        write_moment(
+            moment, values.abs_().numpy() if unsigned else values.numpy(), signed=not unsigned
+        )
+        if kind is MomentFormat.INT8 and wild and self.random.integers(0, 2):
+            moment.values.copy_(torch.from_numpy(self.random.integers(0, 256, n, dtype=np.uint8)))
+        return moment
+
+    def whole_state(
+        self, n: int, layout: str, hyper: Hyper, kind: MomentFormat, *, wild: bool = True
+    ) -> State:
+        """Weight, rest and moments of `n` elements for a rule, all at odd offsets."""
+        master = self.floats(n, torch.float32, wild=wild)
+        moments = [
+            self.moment(n, kind, unsigned=unsigned, wild=wild)
+            for unsigned in hyper.unsigned[: hyper.num_moments]
+        ]
+        if layout == "fp32":
+            return State(master, None, moments)
+        if layout == "fp16":
+            return State(self.floats(n, torch.float16, wild=wild), master, moments)
+        weight, rest, _, _ = self.state(n, split=True, wild=wild)
+        assert weight is not None
+        return State(weight, rest, moments)
+
+
+@dataclass
+class State:
+    """What an update changes."""
+
+    weight: torch.Tensor
+    rest: torch.Tensor | None
+    moments: list[Moment]
+
+    def copy(self) -> State:
+        """A copy that keeps every misalignment."""
+        weight = copy_in_place(self.weight)
+        assert weight is not None
+        moments = [
+            moment._replace(
+                values=copy_in_place(moment.values), scales=copy_in_place(moment.scales)
+            )
+            for moment in self.moments
+        ]
+        return State(weight, copy_in_place(self.rest), moments)
+
+    def part(self, first: int, end: int) -> State:
+        """Elements [first, end), as views."""
+        rest = None if self.rest is None else self.rest[first:end]
+        return State(self.weight[first:end], rest, [m.part(first, end) for m in self.moments])
+
+    @property
+    def tensors(self) -> list[torch.Tensor | None]:
+        return [self.weight, self.rest, *(t for m in self.moments for t in (m.values, m.scales))]
+
+
+def fp32_moments(state: list[torch.Tensor | None]) -> list[Moment]:
+    """The moments of `Source.state`, as the kernels take them."""
+    return [Moment(tensor) for tensor in state[2:] if tensor is not None]
+
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
-    kind = torch.int32 if tensor.dtype == torch.float32 else torch.int16
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.itemsize]
     return tensor.view(kind).numpy()
 
 
 def room_of(tensor: torch.Tensor) -> torch.Tensor:
     """The whole buffer that `tensor` is cut from, to see writes outside the range."""
-    whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-    return whole.view(torch.int16)
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
 def copy_in_place(tensor: torch.Tensor | None) -> torch.Tensor | None:

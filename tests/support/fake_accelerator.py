@@ -14,7 +14,7 @@ import heapq
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from torch import Tensor
 from infinity.errors import DoesNotFitError
 from infinity.memory.device import HAPPENED, Device, Event
 from infinity.memory.host import HostArena
+from infinity.optim.cpu import CpuKernels, Piece
+from infinity.optim.moments import Moment
 
 
 class FakeEvent:
@@ -48,12 +50,20 @@ class FakeAccelerator(Device):
     unified = False
 
     def __init__(
-        self, seed: int = 0, *, max_delay_s: float = 0.002, memory: int = 1 << 32, workers: int = 2
+        self,
+        seed: int = 0,
+        *,
+        max_delay_s: float = 0.002,
+        memory: int = 1 << 32,
+        workers: int = 2,
+        kernels: bool = False,
     ) -> None:
         self._random = random.Random(seed)
         self._max_delay_s = max_delay_s
         self._memory = memory
+        self._kernels = CpuKernels(num_threads=1) if kernels else None
         self.num_copies = 0
+        self.num_updates = 0
         self.pinned: list[HostArena] = []
         self.violations: list[str] = []
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
@@ -100,13 +110,17 @@ class FakeAccelerator(Device):
 
         if after.done():
             target.fill_(0xFF)  # whoever reads before waiting gets NaN
+        self._submit(run, event, [start])
+        return event
+
+    def _submit(self, run: Callable[[], None], event: FakeEvent, starts: Iterable[int]) -> None:
+        """Run something later; until `event` it writes ranges that begin at `starts`."""
         with self._changed:
             due = time.perf_counter() + self._random.random() * self._max_delay_s
             self.num_copies += 1
             heapq.heappush(self._queue, (due, self.num_copies, run))
-            self._writing[start] = event  # not before: an interruption may strike above
+            self._writing.update(dict.fromkeys(starts, event))  # an interruption may strike above
             self._changed.notify()
-        return event
 
     def _work(self) -> None:
         while True:
@@ -119,6 +133,35 @@ class FakeAccelerator(Device):
             time.sleep(max(0.0, due - time.perf_counter()))
             run()
             del run  # it refers to the target's storage, which would pin the slot
+
+    # --- optimizer kernels: the host's, on "device" memory, when the queue comes to them ---
+
+    def why_no_kernels(self) -> str | None:
+        return "this fake device was made without" if self._kernels is None else None
+
+    def update(self, pieces: Sequence[Piece], after: Event = HAPPENED) -> Event:
+        assert self._kernels is not None
+        assert after.done()  # compute is always over here
+        kernels, event = self._kernels, FakeEvent()
+        pieces = [aliased(piece) for piece in pieces]
+        written = [bytes_of(t) for piece in pieces for t in written_by(piece)]
+        old = [tensor.clone() for tensor in written]
+        for tensor in written:
+            tensor.fill_(0xFF)  # whoever reads before waiting gets NaN
+
+        def run() -> None:
+            for tensor, value in zip(written, old, strict=True):
+                tensor.copy_(value)
+            kernels.update_all(pieces)
+            event.set()
+
+        self._submit(run, event, [tensor.data_ptr() for tensor in written])
+        self.num_updates += 1
+        return event
+
+    def square_sums(self, tensors: Sequence[Tensor]) -> list[float]:
+        assert self._kernels is not None
+        return [self._kernels.square_sum(tensor) for tensor in tensors]
 
     def compute_event(self) -> Event:
         return HAPPENED
@@ -139,6 +182,33 @@ class FakeAccelerator(Device):
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
+        if self._kernels is not None:
+            self._kernels.close()
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """A view of a tensor's bytes."""
+    return tensor.view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def written_by(piece: Piece) -> list[Tensor]:
+    """What an update of a piece replaces."""
+    stored = [t for moment in piece.moments for t in (moment.values, moment.scales)]
+    return [t for t in (piece.weight, piece.rest, *stored) if t is not None]
+
+
+def aliased(piece: Piece) -> Piece:
+    """The same piece by addresses only: no reference to a residency."""
+
+    def other(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else alias(bytes_of(tensor)).view(tensor.dtype)
+
+    return piece._replace(
+        weight=other(piece.weight),
+        rest=other(piece.rest),
+        gradient=other(piece.gradient),
+        moments=[Moment(other(m.values), other(m.scales), m.format) for m in piece.moments],
+    )
 
 
 def alias(tensor: Tensor) -> Tensor:

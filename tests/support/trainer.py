@@ -3,7 +3,7 @@
 `train` is the engine, with every freed slot poisoned and everything checked at the end: scratch
 files, threads, rules of the fake accelerator. `train_torch` is plain torch with its own AdamW and
 `clip_grad_norm_`. `train_exactly` is plain torch's forward and backward with the engine's update
-rule written out (`reference_step`): the engine must equal it bit for bit.
+rule written out (`reference_update`): the engine must equal it bit for bit.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ from torch.utils._pytree import tree_leaves
 import infinity
 from infinity.config import Config, load_config
 from infinity.engine import Engine, StepReport
+from infinity.formats import MomentFormat
 from infinity.memory.device import Device
 from infinity.optim.adamw import (
     SQUARE_BLOCK,
     SQUARE_LANES,
-    AdamHyper,
     join_master,
-    reference_step,
-    scalars,
     split_master,
 )
+from infinity.optim.built_in import rounding_key
+from infinity.optim.moments import Moment
+from infinity.optim.reference import reference_update, write_moment
+from infinity.optim.rules import AdagradHyper, AdamHyper, Hyper, LionHyper, SgdHyper
 from infinity.plan.plan import Plan
 
 TIERS = ("device", "host", "disk")
@@ -242,21 +244,17 @@ def train_torch(
     groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
     make_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     before_batch: Callable[[int, nn.Module], None] | None = None,
+    make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
 ) -> Result:
-    """fp32 with `torch.optim.AdamW(foreach=False, fused=False)` and `clip_grad_norm_`."""
+    """fp32 with torch's optimizer (`foreach=False, fused=False`) and `clip_grad_norm_`."""
     settings = _settings(config)
     cast_frozen(model, torch.float32)
-    adam = settings.optimizer
-    kind = torch.optim.AdamW if adam.type == "AdamW" else torch.optim.Adam
-    optimizer = kind(
-        torch_groups(model, groups),
-        lr=adam.lr,
-        betas=adam.betas,
-        eps=adam.eps,
-        weight_decay=adam.weight_decay,
-        foreach=False,
-        fused=False,
-    )
+    if make_optimizer is None:
+        kind = getattr(torch.optim, settings.optimizer.type)
+        options = settings.optimizer.parameters()
+        optimizer = kind(torch_groups(model, groups), **options, foreach=False, fused=False)
+    else:
+        optimizer = make_optimizer(torch_groups(model, groups))
     scheduler = make_scheduler(optimizer) if make_scheduler is not None else None
     losses: list[float] = []
     norms: list[float] = []
@@ -308,11 +306,11 @@ class _Master:
     """State of one trained parameter in `train_exactly`."""
 
     parameter: nn.Parameter
-    hyper: AdamHyper
+    name: str
+    hyper: Hyper
     weight: Tensor
     residual: Tensor | None
-    moment1: Tensor
-    moment2: Tensor
+    moments: list[Moment]
     gradient: Tensor | None = None
     step: int = 0
 
@@ -362,13 +360,15 @@ def train_exactly(
         for master in active:
             assert master.gradient is not None
             master.step += 1
-            reference_step(
+            reference_update(
                 master.weight,
                 master.residual,
-                master.moment1,
-                master.moment2,
+                master.moments,
                 master.gradient,
-                scalars(master.hyper, master.step, factor),
+                master.hyper,
+                master.step,
+                factor,
+                rounding_key(settings.seed or 0, master.name, master.step),
             )
             master.gradient = None
     values = _values(model)
@@ -386,33 +386,47 @@ def _masters(
     split: bool,
 ) -> dict[int, _Master]:
     """By id of the parameter, in the model's order."""
-    adam = settings.optimizer
-    hypers: dict[int, AdamHyper] = {}
+    hypers: dict[int, Hyper] = {}
     for group in torch_groups(model, groups):
-        hyper = AdamHyper(
-            lr=group.get("lr", adam.lr),
-            beta1=adam.betas[0],
-            beta2=adam.betas[1],
-            eps=adam.eps,
-            weight_decay=group.get("weight_decay", adam.weight_decay),
-            decoupled=adam.type == "AdamW",
-        )
+        hyper = _hyper(settings, group)
         hypers.update({id(p): hyper for p in group["params"]})
+    kind = MomentFormat(settings.optimizer.moments)
     masters: dict[int, _Master] = {}
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if id(parameter) not in hypers:
             continue
+        hyper = hypers[id(parameter)]
         flat = parameter.detach().float().reshape(-1).clone()
         weight, residual = split_master(flat) if split else (flat, None)
-        masters[id(parameter)] = _Master(
-            parameter,
-            hypers[id(parameter)],
-            weight,
-            residual,
-            torch.zeros_like(flat),
-            torch.zeros_like(flat),
-        )
+        moments = [Moment.zeros(flat.numel(), kind) for _ in range(hyper.num_moments)]
+        for moment, initial in zip(moments, hyper.initial, strict=False):
+            if initial:
+                write_moment(moment, np.full(flat.numel(), initial, np.float32), signed=False)
+        masters[id(parameter)] = _Master(parameter, name, hyper, weight, residual, moments)
     return masters
+
+
+def _hyper(settings: Config, group: Mapping[str, Any]) -> Hyper:
+    """The rule of one group; groups may override lr and weight decay."""
+    chosen = settings.optimizer
+    given = {"lr": chosen.lr, "weight_decay": chosen.weight_decay, "maximize": chosen.maximize}
+    given |= {key: group[key] for key in ("lr", "weight_decay") if key in group}
+    if chosen.type in ("AdamW", "Adam"):
+        beta1, beta2 = chosen.betas
+        decoupled = chosen.type == "AdamW"
+        return AdamHyper(beta1=beta1, beta2=beta2, eps=chosen.eps, decoupled=decoupled, **given)
+    if chosen.type == "Lion":
+        return LionHyper(beta1=chosen.betas[0], beta2=chosen.betas[1], **given)
+    if chosen.type == "SGD":
+        return SgdHyper(
+            momentum=chosen.momentum, dampening=chosen.dampening, nesterov=chosen.nesterov, **given
+        )
+    return AdagradHyper(
+        lr_decay=chosen.lr_decay,
+        eps=chosen.eps,
+        initial_accumulator_value=chosen.initial_accumulator_value,
+        **given,
+    )
 
 
 def _collect(master: _Master, dtype: torch.dtype) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from infinity.config import Config, load_config
 from infinity.engine import Engine
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, InfinityWarning
 from infinity.journal import Journal
 from infinity.memory.device import Device, find_device
 from infinity.model.cut import UnitSpec
+from infinity.optim.guest_probe import GuestMaker
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.parts import Parts, check_model, cut_model, make_optimizer, plan_for
 from infinity.training.birth import Progress
@@ -34,6 +36,7 @@ def initialize(
     device: Device | torch.device | str | None = None,
     progress: Progress | None = None,
     poison: Callable[[Tensor], None] | None = None,
+    optimizer: torch.optim.Optimizer | GuestMaker | None = None,
 ) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
     """Take over a model's memory; returns `(engine, optimizer, dataloader, scheduler)`.
 
@@ -44,6 +47,11 @@ def initialize(
     model is cut. `progress(done_bytes, total_bytes, what)` is called while the initial state is
     written. `poison` overwrites freed slots (tests).
 
+    `optimizer` replaces the config's: any `torch.optim.Optimizer` class, a function of groups that
+    makes one (`lambda groups: torch.optim.RMSprop(groups, lr=1e-3, centered=True)`), or an
+    instance over the model's parameters that has no state yet. torch runs it tile by tile on fp32
+    masters: slower than the built-in rules. It is tried out on small parameters first.
+
     Raises `ConfigError`, `DoesNotFitError` or `MachineError`; nothing is left behind then, and
     the model is as it was unless writing the initial state had begun.
     """
@@ -52,13 +60,13 @@ def initialize(
     target = find_device(device)
     if settings.seed is not None:
         torch.manual_seed(settings.seed)
-    optimizer = make_optimizer(model, settings, model_parameters)
-    cut = cut_model(model, settings, optimizer, units)
-    plan = plan_for(model, cut, settings, target)
-    scheduler = _make_scheduler(settings, optimizer, lr_scheduler)
+    offloaded = make_optimizer(model, settings, model_parameters, optimizer)
+    cut = cut_model(model, settings, offloaded, units)
+    plan = plan_for(model, cut, settings, target, offloaded.rule)
+    scheduler = _make_scheduler(settings, offloaded, lr_scheduler)
     journal = Journal(settings.journal) if settings.journal else None
     try:
-        parts = Parts(model, cut, plan, settings, target, progress, poison)
+        parts = Parts(model, cut, plan, settings, target, offloaded, progress, poison)
     except BaseException:
         if journal is not None:
             journal.close()
@@ -66,17 +74,20 @@ def initialize(
     engine = Engine(
         model,
         parts,
-        optimizer,
+        offloaded,
         gradient_clipping=float(settings.gradient_clipping),
         lr_scheduler=scheduler,
         journal=journal,
     )
+    for warning in engine.warnings:
+        warnings.warn(warning, InfinityWarning, stacklevel=2)
     if journal is not None:
-        journal.write({"event": "start", "config": settings.resolved(), "plan": plan.describe()})
+        start = {"config": settings.resolved(), "plan": plan.describe()}
+        journal.write({"event": "start", **start, "warnings": engine.warnings})
     loader = training_data
     if isinstance(training_data, Dataset):
         loader = DataLoader(training_data, batch_size=batch_size, collate_fn=collate_fn)
-    return engine, optimizer, loader, scheduler
+    return engine, offloaded, loader, scheduler
 
 
 def _make_scheduler(config: Config, optimizer: OffloadedOptimizer, given: Any) -> Any:

@@ -1,0 +1,142 @@
+#include "piece.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace infinity {
+namespace {
+
+constexpr std::size_t kMomentBlock = 128;  // as in update.inl
+
+struct Face {
+  std::size_t num_moments;
+  std::size_t num_scalars;
+};
+constexpr Face kFaces[] = {{2, 9}, {1, 7}, {1, 6}, {0, 6}, {1, 4}};  // by Rule
+
+int checked_code(const char* name, int code, int end) {
+  if (code >= 0 && code < end) return code;
+  throw std::invalid_argument("unknown " + std::string(name) + " code " + std::to_string(code));
+}
+
+std::size_t weight_size(Layout layout) { return layout == kFp32Weight ? 4 : 2; }
+
+std::size_t rest_size(Layout layout) {
+  return layout == kFp32Weight ? 0 : (layout == kSplitWeight ? 2 : 4);
+}
+
+}  // namespace
+
+std::size_t size_of(Dtype dtype) { return dtype == kFp32 ? 4 : 2; }
+
+std::size_t moment_size(Format format) {
+  return format == kFp32Moment ? 4 : (format == kInt8Moment ? 1 : 2);
+}
+
+Dtype checked_dtype(int code) { return static_cast<Dtype>(checked_code("dtype", code, kFp16 + 1)); }
+
+Format checked_format(int code) {
+  return static_cast<Format>(checked_code("format", code, kInt8Moment + 1));
+}
+
+void* checked_address(const char* name, Address address, std::size_t n, std::size_t alignment) {
+  if (address == 0 && n != 0) throw std::invalid_argument(std::string(name) + " is null");
+  if (address % alignment != 0) {
+    throw std::invalid_argument(std::string(name) + " is not aligned to its element size, " +
+                                std::to_string(alignment) + " bytes");
+  }
+  return reinterpret_cast<void*>(address);
+}
+
+Piece::Piece(std::size_t n, int rule, int layout, int format, int gradient_dtype, std::uint64_t key,
+             std::uint64_t first, Address weight, Address rest, Address moment1, Address scales1,
+             Address moment2, Address scales2, Address gradient,
+             const std::vector<double>& scalars) {
+  UpdateArguments& a = arguments_;
+  a.rule = static_cast<Rule>(checked_code("rule", rule, kAdagrad + 1));
+  a.layout = static_cast<Layout>(checked_code("layout", layout, kFp16Weight + 1));
+  a.format = checked_format(format);
+  a.gradient_dtype = checked_dtype(gradient_dtype);
+  a.n = n;
+  a.key = key;
+  // Without random numbers and blocks the place does not matter; 0 lets tiles begin with the piece.
+  a.first = a.format == kBf16Stochastic || a.format == kInt8Moment ? first : 0;
+  const Face face = kFaces[a.rule];
+  const bool blocks = a.format == kInt8Moment && face.num_moments > 0;
+  if (blocks && first % kMomentBlock != 0) {
+    throw std::invalid_argument("an 8-bit piece begins at element " + std::to_string(first) +
+                                ", which is no multiple of " + std::to_string(kMomentBlock));
+  }
+  if (scalars.size() != face.num_scalars) {
+    throw std::invalid_argument("the rule takes " + std::to_string(face.num_scalars) +
+                                " scalars, not " + std::to_string(scalars.size()));
+  }
+  for (std::size_t i = 0; i < scalars.size(); ++i) a.scalars[i] = static_cast<float>(scalars[i]);
+  a.weight = checked_address("weight", weight, n, weight_size(a.layout));
+  const std::size_t size = rest_size(a.layout);
+  a.rest = size == 0 ? nullptr : checked_address("rest", rest, n, size);
+  a.gradient = checked_address("gradient", gradient, n, size_of(a.gradient_dtype));
+  const Address moments[2] = {moment1, moment2};
+  const Address scales[2] = {scales1, scales2};
+  for (std::size_t k = 0; k < face.num_moments; ++k) {
+    const std::string name = "moment " + std::to_string(k + 1);
+    a.moment[k] = checked_address(name.c_str(), moments[k], n, moment_size(a.format));
+    if (!blocks) continue;
+    const std::string its_scales = "scales of " + name;
+    a.scales[k] = static_cast<float*>(checked_address(its_scales.c_str(), scales[k], n, 4));
+  }
+  check_apart(ranges());
+}
+
+std::vector<Range> Piece::ranges() const {
+  const UpdateArguments& a = arguments_;
+  std::vector<Range> found;
+  found.reserve(7);
+  const auto add = [&](const char* name, const void* pointer, std::size_t nbytes, bool is_written) {
+    const auto begin = reinterpret_cast<Address>(pointer);
+    if (begin != 0 && nbytes != 0) found.push_back({name, begin, begin + nbytes, is_written});
+  };
+  const std::size_t moment_bytes = a.n * moment_size(a.format);
+  const std::size_t scale_bytes = (a.n + kMomentBlock - 1) / kMomentBlock * sizeof(float);
+  add("weight", a.weight, a.n * weight_size(a.layout), true);
+  add("rest", a.rest, a.n * rest_size(a.layout), true);
+  add("moment 1", a.moment[0], moment_bytes, true);
+  add("moment 2", a.moment[1], moment_bytes, true);
+  add("scales of moment 1", a.scales[0], scale_bytes, true);
+  add("scales of moment 2", a.scales[1], scale_bytes, true);
+  add("gradient", a.gradient, a.n * size_of(a.gradient_dtype), false);
+  return found;
+}
+
+void check_apart(std::vector<Range> ranges) {
+  std::sort(ranges.begin(), ranges.end(),
+            [](const Range& one, const Range& other) { return one.begin < other.begin; });
+  // Of all ranges so far, the one that reaches furthest; and the furthest that is written.
+  const Range* furthest = nullptr;
+  const Range* written = nullptr;
+  for (const Range& range : ranges) {
+    const Range* other = range.is_written ? furthest : written;
+    if (other != nullptr && range.begin < other->end) {
+      throw std::invalid_argument(std::string(other->name) + " and " + range.name +
+                                  " overlap in memory");
+    }
+    if (furthest == nullptr || range.end > furthest->end) furthest = &range;
+    if (range.is_written && (written == nullptr || range.end > written->end)) written = &range;
+  }
+}
+
+std::size_t Piece::nbytes() const {
+  const UpdateArguments& a = arguments_;
+  const std::size_t num_moments = kFaces[a.rule].num_moments;
+  // The fp16 copy of a master is only written; everything else is read and written.
+  const std::size_t weights =
+      a.layout == kFp16Weight ? 2 + 2 * 4 : 2 * (weight_size(a.layout) + rest_size(a.layout));
+  const std::size_t scales = a.format == kInt8Moment && num_moments > 0
+                                 ? (a.n + kMomentBlock - 1) / kMomentBlock * sizeof(float)
+                                 : 0;
+  return a.n * (weights + 2 * num_moments * moment_size(a.format) + size_of(a.gradient_dtype)) +
+         2 * num_moments * scales;
+}
+
+}  // namespace infinity

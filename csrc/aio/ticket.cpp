@@ -1,0 +1,72 @@
+#include "ticket.h"
+
+#include <cerrno>
+#include <utility>
+
+#include "engine.h"
+
+namespace infinity::aio {
+
+void Bell::ring() {
+  const std::lock_guard lock(mutex_);
+  rung_ = true;
+  changed_.notify_all();
+}
+
+bool Bell::wait_for(std::chrono::nanoseconds time) {
+  std::unique_lock lock(mutex_);
+  changed_.wait_for(lock, time, [this] { return rung_; });
+  return std::exchange(rung_, false);
+}
+
+Ticket::Ticket(Op ticket_op, Priority priority, int creator, std::weak_ptr<Engine> engine)
+    : op(ticket_op), process_id(creator), engine_(std::move(engine)), priority_(priority) {}
+
+bool Ticket::wait_for(std::chrono::nanoseconds time) const {
+  if (done()) return true;
+  std::unique_lock lock(mutex_);
+  return finished_.wait_for(lock, time, [this] { return done(); });
+}
+
+void Ticket::announce() {
+  const std::lock_guard lock(mutex_);
+  done_.store(true, std::memory_order_release);
+  finished_.notify_all();
+  for (Bell* bell : bells_) bell->ring();
+}
+
+void Ticket::hang(Bell* bell) {
+  const std::lock_guard lock(mutex_);
+  bells_.push_back(bell);
+  if (done()) bell->ring();
+}
+
+void Ticket::take_off(Bell* bell) {
+  const std::lock_guard lock(mutex_);
+  std::erase(bells_, bell);
+}
+
+void Ticket::promote() {
+  if (done()) return;
+  if (const std::shared_ptr<Engine> engine = engine_.lock()) engine->promote(this);
+}
+
+bool Ticket::cancel() {
+  if (done()) return true;
+  const std::shared_ptr<Engine> engine = engine_.lock();
+  return engine != nullptr && engine->cancel(this);
+}
+
+std::optional<IoFailure> Ticket::stuck() const {
+  if (done()) return std::nullopt;
+  if (const std::shared_ptr<Engine> engine = engine_.lock()) return engine->stuck(*this);
+  return IoFailure(ETIMEDOUT, op_name(op), {}, 0, nbytes,
+                   "the engine was closed while the kernel held this request; its memory must "
+                   "never be used again");
+}
+
+void Ticket::note_leak() {
+  if (const std::shared_ptr<Engine> engine = engine_.lock()) engine->note_leak(*this);
+}
+
+}  // namespace infinity::aio

@@ -1,0 +1,243 @@
+"""Reads and writes over a back end that goes wrong on purpose: is every wrong byte noticed?
+
+Each kind of fault is injected alone, then all together. What a request may do is be right, or
+raise the error that belongs to its fault. A flipped bit is the drive's lie, which no engine can
+see; here, as with `io.verify`, a CRC32C kept apart from the data must catch it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from infinity import _aio
+from infinity.bench.drive import look_at
+from infinity.bench.testbed import io_failure
+from infinity.bench.tuning import usable_backends
+from infinity.bench.watcher import Watcher
+from infinity.memory.scratch import Scratch
+
+# Which errno a fault may end in; short, delayed and reordered transfers must end well.
+RIGHT_ERRORS: dict[str, frozenset[int]] = {
+    "short": frozenset(),
+    "delay": frozenset(),
+    "reorder": frozenset(),
+    "eio": frozenset({errno.EIO}),
+    "enospc": frozenset({errno.ENOSPC}),
+    "flip": frozenset(),
+    "stuck": frozenset({errno.ETIMEDOUT}),
+}
+_TOGETHER = "+".join(RIGHT_ERRORS)
+_NUM_CHUNKS = 32
+_CHUNK = 256 * 2**10
+_BLOCK = 16 * 2**10
+_PAGE = 4096
+_WINDOW = 8  # requests in flight
+_RATE = 0.03  # of blocks; a chunk has 16
+_STUCK_AFTER_S = 0.25
+_PATIENCE_S = 60.0  # longer is a hang
+
+
+@dataclass
+class Outcome:
+    """What the requests under one kind of fault did."""
+
+    kind: str
+    backend: str
+    requests: int = 0
+    right: int = 0
+    raised: Counter[str] = field(default_factory=Counter)
+    """The right errors, by name."""
+    caught: int = 0
+    """Reads of flipped bits that the checksum told from good ones."""
+    silent: int = 0
+    """Requests that ended well with wrong bytes, and no checksum said so."""
+    wrong_error: int = 0
+    """Errors that do not belong to the fault, hangs included."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every request was right or said so."""
+        return not self.silent and not self.wrong_error
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**vars(self), "raised": dict(self.raised), "ok": self.ok}
+
+
+def check_faults(paths: Sequence[Path], seed: int, watcher: Watcher) -> dict[str, Any]:
+    """Run every kind of fault over every back end on every path and return a report, JSON-able.
+
+    `ok` is False if a request delivered wrong bytes silently, raised an error that is not its
+    fault's, or hung. Raises `MachineError` or `DoesNotFitError` if a path cannot be used.
+    """
+    drives = [look_at(path) for path in paths]
+    backends = usable_backends([drive.backends for drive in drives])
+    kinds = [*RIGHT_ERRORS, _TOGETHER]
+    watcher.begin("injecting faults", len(paths) * len(backends) * len(kinds))
+    outcomes: list[Outcome] = []
+    for path in paths:
+        with Scratch.create(path) as scratch:
+            for backend in backends:
+                for number, kind in enumerate(kinds):
+                    file = str(scratch.path(f"{backend}-{number}.bin"))
+                    try:
+                        outcomes.append(_Trial(file, backend, kind, seed).run())
+                    except OSError as error:
+                        raise io_failure(error, path) from error
+                    watcher.advance()
+    return {
+        "ok": all(outcome.ok for outcome in outcomes),
+        "seed": seed,
+        "path": ", ".join(str(path) for path in paths),
+        "crc32c": _aio.crc32c_kind,
+        "kinds": [outcome.as_dict() for outcome in outcomes],
+    }
+
+
+class _Trial:
+    """One kind of fault on one back end: write all chunks, then read all chunks."""
+
+    def __init__(self, path: str, backend: str, kind: str, seed: int) -> None:
+        self._path, self._backend, self._kind, self._seed = path, backend, kind, seed
+        kinds = kind.split("+")
+        self._errors = frozenset[int]().union(*(RIGHT_ERRORS[name] for name in kinds))
+        self._may_flip = "flip" in kinds
+        self._may_stick = "stuck" in kinds
+        self._outcome = Outcome("all together" if len(kinds) > 1 else kind, backend)
+        bytes_of = random.Random(seed)
+        self._truth = [bytes_of.randbytes(_CHUNK) for _ in range(_NUM_CHUNKS)]
+
+    def run(self) -> Outcome:
+        with contextlib.closing(_aio.File(self._path, create=True)) as file:
+            file.allocate(_NUM_CHUNKS * _CHUNK)
+            for first in range(0, _NUM_CHUNKS, _WINDOW):
+                self._write(file, range(first, first + _WINDOW))
+            for first in range(0, _NUM_CHUNKS, _WINDOW):
+                self._read(file, range(first, first + _WINDOW))
+        return self._outcome
+
+    @contextlib.contextmanager
+    def _engine(self, salt: int) -> Iterator[_aio.Engine]:
+        """An engine for one window: what is stuck in it must not outlive it."""
+        engine = _aio.Engine(
+            backend=self._backend,
+            block_size=_BLOCK,
+            queue_depth=_WINDOW,
+            stuck_after_s=_STUCK_AFTER_S if self._may_stick else 0,
+            faults=f"seed={self._seed * 1000 + salt},kinds={self._kind},rate={_RATE}",
+        )
+        try:
+            yield engine
+        finally:
+            try:
+                engine.close()
+            except _aio.AioError as error:
+                # Giving up on what is stuck is the only reason for a close to fail.
+                if not (self._may_stick and error.errno == errno.ETIMEDOUT):
+                    self._wrong(f"close: {error}")
+
+    def _write(self, file: _aio.File, chunks: range) -> None:
+        started = []
+        with self._engine(chunks.start) as engine:
+            for index in chunks:
+                memory = _memory()
+                memory[:] = self._truth[index]
+                started.append((index, _start(engine, _aio.WRITE, file, index, memory)))
+            good = {index for index, ticket in started if self._ends_well(ticket)}
+        # Plain reads and writes are the oracle, and put right what failed.
+        fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            for index in chunks:
+                found = os.pread(fd, _CHUNK, index * _CHUNK)
+                if index in good and found == self._truth[index]:
+                    self._outcome.right += 1
+                elif index in good:
+                    self._silent(f"chunk {index} was written, but not to the disk")
+                if found != self._truth[index]:
+                    os.pwrite(fd, self._truth[index], index * _CHUNK)
+            os.fdatasync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+    def _read(self, file: _aio.File, chunks: range) -> None:
+        with self._engine(500 + chunks.start) as engine:
+            started = []
+            for index in chunks:
+                memory = _memory()
+                started.append((index, memory, _start(engine, _aio.READ, file, index, memory)))
+            for index, memory, ticket in started:
+                if self._ends_well(ticket):
+                    self._judge(index, memory)
+
+    def _judge(self, index: int, memory: mmap.mmap) -> None:
+        """Hold what was read against the truth, and against its checksums."""
+        is_right = memory[:] == self._truth[index]
+        expected = _memory()
+        expected[:] = self._truth[index]
+        passes = checksums(memory) == checksums(expected)
+        if is_right and passes:
+            self._outcome.right += 1
+        elif is_right:
+            self._wrong(f"chunk {index}: the checksum refuses good bytes")
+        elif passes:
+            self._silent(f"chunk {index}: wrong bytes, and the checksum does not see it")
+        elif self._may_flip:
+            self._outcome.caught += 1
+        else:
+            self._silent(f"chunk {index}: wrong bytes, although no bit was flipped")
+
+    def _ends_well(self, ticket: _aio.Ticket) -> bool:
+        """Wait, and note how it ended."""
+        self._outcome.requests += 1
+        try:
+            if ticket.wait(_PATIENCE_S):
+                return True
+            self._wrong(f"no answer within {_PATIENCE_S:.0f} s")
+        except _aio.AioError as error:
+            if error.errno in self._errors:
+                self._outcome.raised[errno.errorcode[error.errno]] += 1
+            else:
+                self._wrong(str(error))
+        return False
+
+    def _wrong(self, note: str) -> None:
+        self._outcome.wrong_error += 1
+        self._outcome.notes.append(note)
+
+    def _silent(self, note: str) -> None:
+        self._outcome.silent += 1
+        self._outcome.notes.append(note)
+
+
+def _memory() -> mmap.mmap:
+    return mmap.mmap(-1, _CHUNK)
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _start(
+    engine: _aio.Engine, op: int, file: _aio.File, index: int, memory: mmap.mmap
+) -> _aio.Ticket:
+    segment = (file, index * _CHUNK, _CHUNK, _address(memory))
+    return engine.submit(op, [segment], keep=memory)
+
+
+def checksums(memory: mmap.mmap) -> bytes:
+    """One CRC32C per page of `memory`, four bytes each."""
+    found = (ctypes.c_uint32 * -(-len(memory) // _PAGE))()
+    _aio.crc32c_blocks(_address(memory), len(memory), _PAGE, ctypes.addressof(found))
+    return bytes(found)

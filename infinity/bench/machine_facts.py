@@ -1,0 +1,38 @@
+"""What this machine is, for the head of a report: read from the system, never guessed."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from infinity.plan.machine import read_machine
+
+
+def machine_facts() -> dict[str, Any]:
+    """Return processor, kernel, Python, memory and load, JSON-able; sizes in bytes."""
+    machine = read_machine()
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "system": platform.system(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "processor": cpu_model(),
+        "num_cpus": machine.num_cpus,
+        "host_ram_bytes": machine.host_ram_bytes,
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def cpu_model(root: Path = Path("/")) -> str:
+    """Return the processor's name, or its architecture where it does not tell."""
+    with suppress(OSError):
+        text = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+        if match:
+            return match[1].strip()
+    return platform.machine()

@@ -1,0 +1,1 @@
+"""The command line, and the only room that prints. Starts without torch."""

@@ -1,0 +1,53 @@
+"""The `infinity` command: `doctor` says whether a run could start here, `bench` measures."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from infinity import __version__
+from infinity.cli.bench import bench
+from infinity.cli.doctor import doctor
+from infinity.cli.ending import say
+
+app = typer.Typer(
+    name="infinity",
+    help="Train models larger than the GPU, and larger than RAM, on one machine.",
+    invoke_without_command=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(doctor)
+app.add_typer(bench)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"infinity {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version),
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def main(arguments: list[str] | None = None, name: str = "infinity") -> None:
+    """Run the command line and exit; `arguments` default to the process's own."""
+    try:
+        app(arguments, prog_name=name)
+    except KeyboardInterrupt:
+        # Between commands: nothing is open yet, or nothing is any more.
+        say("stopped")
+        sys.exit(130)

@@ -1,0 +1,155 @@
+"""The built-in rules by their names in the config: hypers from groups, updates by the kernels."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from infinity.errors import ConfigError
+from infinity.formats import MomentFormat
+from infinity.optim.cpu import CpuKernels, Piece
+from infinity.optim.moments import Moment
+from infinity.optim.rules import AdagradHyper, AdamHyper, Hyper, LionHyper, SgdHyper
+from infinity.optim.tiles import Tile
+
+_ADAM_STATE = ("exp_avg", "exp_avg_sq")
+# What torch calls the moments of each rule, in the order of the kernels.
+STATE_NAMES: dict[str, tuple[str, ...]] = {
+    "AdamW": _ADAM_STATE,
+    "Adam": _ADAM_STATE,
+    "Lion": ("exp_avg",),
+    "SGD": ("momentum_buffer",),
+    "Adagrad": ("sum",),
+}
+
+
+def hyper_of(rule: str, group: Mapping[str, Any]) -> Hyper:
+    """The hyper-parameters a group holds now; raises `ConfigError` for what makes no sense."""
+    maximize = bool(group["maximize"])
+    lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
+    if rule in ("AdamW", "Adam"):
+        beta1, beta2 = map(float, group["betas"])
+        return AdamHyper(
+            lr, beta1, beta2, float(group["eps"]), weight_decay, rule == "AdamW", maximize
+        )
+    if rule == "Lion":
+        beta1, beta2 = map(float, group["betas"])
+        return LionHyper(lr, beta1, beta2, weight_decay, maximize)
+    if rule == "SGD":
+        momentum, dampening = float(group["momentum"]), float(group["dampening"])
+        return SgdHyper(lr, momentum, dampening, weight_decay, bool(group["nesterov"]), maximize)
+    initial = float(group["initial_accumulator_value"])
+    eps = float(group["eps"])
+    return AdagradHyper(lr, float(group["lr_decay"]), weight_decay, eps, initial, maximize)
+
+
+class BuiltInRule:
+    """One of the built-in rules; see `tiles.Rule`."""
+
+    whole = False
+
+    def __init__(self, name: str, moments: MomentFormat = MomentFormat.FP32) -> None:
+        self.name = name
+        self.moments: tuple[MomentFormat, ...] = ()
+        self.notes: tuple[str, ...] = ()
+        self._format = moments
+        self._reserved = False
+        if not moments.is_exact:
+            self.notes = (f"moments are stored in {moments.value}: lossy, not what fp32 gives",)
+
+    def capture(self, group: Mapping[str, Any]) -> Hyper:
+        """The group's hyper-parameters now."""
+        hyper = hyper_of(self.name, group)
+        if self._reserved and hyper.num_moments > len(self.moments):
+            raise ConfigError(
+                f"momentum is {group['momentum']}, but was 0 when the engine was made",
+                because="no memory was reserved for momentum buffers",
+                remedy="set optimizer.momentum above 0; a schedule may change it later",
+            )
+        return hyper
+
+    def reserve(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """As many moments as the group that needs the most."""
+        most = max((hyper_of(self.name, group).num_moments for group in groups), default=0)
+        self.moments = (self._format,) * most
+        self._reserved = True
+
+    def tile_elements(self, largest: int) -> int:
+        """Nothing is copied."""
+        return 0
+
+    def initial(self, captured: Hyper) -> tuple[float, ...]:
+        """Adagrad's initial accumulator value; nothing else begins with anything but zeros."""
+        return captured.initial if any(captured.initial) else ()
+
+    def updater(
+        self, kernels: CpuKernels, names: Sequence[str], largest: int, seed: int
+    ) -> KernelUpdater:
+        """The kernels."""
+        return KernelUpdater(kernels, names, STATE_NAMES[self.name], seed)
+
+
+class KernelUpdater:
+    """Updates tiles by the kernels; see `tiles.Updater`.
+
+    `names` are those of the parameters, for the seeds of rounding; `state_names` torch's names of
+    the rule's moments.
+    """
+
+    def __init__(
+        self, kernels: CpuKernels, names: Sequence[str], state_names: tuple[str, ...], seed: int
+    ) -> None:
+        self.kernels = kernels
+        self._names = names
+        self._state_names = state_names
+        self._seed = seed
+
+    def update(self, tiles: Sequence[Tile], grad_scale: float) -> None:
+        """One step of each tile's rule, as one job."""
+        self.kernels.update_all(self.pieces(tiles, grad_scale))
+
+    def pieces(self, tiles: Sequence[Tile], grad_scale: float) -> list[Piece]:
+        """What the kernels, of whichever device, need to know of the tiles."""
+        return [self._piece(tile, grad_scale) for tile in tiles]
+
+    def _piece(self, tile: Tile, grad_scale: float) -> Piece:
+        moments = tile.moments[: tile.hyper.num_moments]
+        exact = all(moment.format.is_exact for moment in moments)
+        name = self._names[tile.parameter]
+        return Piece(
+            tile.weight,
+            tile.rest,
+            moments,
+            tile.gradient,
+            tile.hyper,
+            tile.step,
+            grad_scale,
+            0 if exact else rounding_key(self._seed, name, tile.step),
+            tile.first,
+        )
+
+    def state_of(
+        self,
+        parameter: int,
+        hyper: Hyper,
+        moments: Sequence[Moment],
+        shape: tuple[int, ...],
+        step: int,
+    ) -> dict[str, Any]:
+        """Moments decoded to fp32, and the step count."""
+        state: dict[str, Any] = {"step": torch.tensor(float(step))}
+        kept = moments[: hyper.num_moments]
+        for name, moment, unsigned in zip(self._state_names, kept, hyper.unsigned, strict=False):
+            values = torch.empty(moment.values.numel(), dtype=torch.float32)
+            self.kernels.decode(moment, values, signed=not unsigned)
+            state[name] = values.view(shape)
+        return state
+
+
+def rounding_key(seed: int, name: str, step: int) -> int:
+    """64 bits for the rounding of one parameter in one step; the same under every placement."""
+    digest = hashlib.blake2b(f"{seed}\0{name}\0{step}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

@@ -1,0 +1,261 @@
+"""Guests: optimizers of torch's, or of the user's, run on tiles of fp32 masters.
+
+A guest is asked to step one tile at a time: it gets a parameter of the tile's values, the gradient
+and the state it left there last time, and never knows that the rest of the model is elsewhere.
+State tensors rest as fp32 moments; everything else it keeps (step counts, what it changes in a
+group) is kept here, per parameter. An elementwise guest gets flat tiles; any other gets whole
+parameters in their own shape. `guest_probe.py` finds out which.
+
+[Note: same bits as plain torch]
+torch's vector loops end in scalar ones, whose rounding may differ. Tiles are cut at multiples of
+128 elements of a parameter and are small enough for torch to use one thread, so every element is
+computed by the loop that would compute it if the parameter were stepped whole by one thread.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infinity.errors import TrainingError
+from infinity.formats import MomentFormat
+from infinity.optim.cpu import CpuKernels
+from infinity.optim.moments import Moment
+from infinity.optim.tiles import Tile
+
+# Below torch's grain of 32768, from which on it cuts loops between threads.
+TILE_ELEMENTS = 1 << 14
+
+MakeState = Callable[[Mapping[str, Any], nn.Parameter], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class GuestFacts:
+    """A guest and what was found out about it.
+
+    `worker` is an instance without parameters. `tensor_names` are the entries of its state that
+    have one value per element or so, `num_moments` how many of them a parameter has at most.
+    `make_state` is there where its constructor makes state: (group, parameter) -> state.
+    """
+
+    name: str
+    worker: torch.optim.Optimizer
+    groups: list[dict[str, Any]]
+    defaults: dict[str, Any]
+    whole: bool = False
+    tensor_names: frozenset[str] = frozenset()
+    num_moments: int = 0
+    make_state: MakeState | None = None
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What is kept of one parameter beside its moments; replaced after its last tile of a step."""
+
+    scalars: Mapping[str, Any] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # in order of the moments
+    group: Mapping[str, Any] = field(default_factory=dict)  # entries its step() has changed
+
+
+class GuestRule:
+    """The rule that a guest is; see `tiles.Rule`."""
+
+    def __init__(self, facts: GuestFacts) -> None:
+        self.facts = facts
+        self.name = facts.name
+        self.whole = facts.whole
+        self.moments = (MomentFormat.FP32,) * facts.num_moments
+        parts = "whole parameters" if facts.whole else f"tiles of {TILE_ELEMENTS} elements"
+        self.notes: tuple[str, ...] = (
+            f"{facts.name} is run by torch on {parts}: slower than the built-in rules",
+        )
+
+    def capture(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """A copy of the group, without its parameters."""
+        apart = ("params", "param_names")
+        return _copied({key: value for key, value in group.items() if key not in apart})
+
+    def reserve(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Nothing to do: the trial has found what the guest keeps."""
+
+    def tile_elements(self, largest: int) -> int:
+        """Whole parameters, or tiles that torch steps in one thread."""
+        return largest if self.whole else min(largest, TILE_ELEMENTS)
+
+    def initial(self, captured: Any) -> tuple[float, ...]:
+        """A guest fills its state by itself."""
+        return ()
+
+    def updater(self, kernels: CpuKernels, names: Sequence[str], largest: int, seed: int) -> Guest:
+        """The guest."""
+        return Guest(self.facts, self.tile_elements(largest), kernels)
+
+
+class Guest:
+    """Runs a guest's `step()` on tiles; used by one thread."""
+
+    def __init__(
+        self, facts: GuestFacts, tile_elements: int, kernels: CpuKernels | None = None
+    ) -> None:
+        """`kernels` joins and splits masters; without them weights must be fp32."""
+        self.facts = facts
+        self.kernels = kernels
+        self._worker = facts.worker
+        self._kept: dict[int, _Kept] = {}
+        self._master = torch.empty(tile_elements if kernels is not None else 0)
+        self._gradient = torch.empty(tile_elements)
+
+    def update(self, tiles: Sequence[Tile], grad_scale: float) -> None:
+        """One step of the guest on each tile; `hyper` is its group, `step` is not used."""
+        for tile in tiles:
+            self._update(tile, grad_scale)
+
+    def _update(self, tile: Tile, grad_scale: float) -> None:
+        count, size = tile.weight.numel(), math.prod(tile.shape)
+        if self.facts.whole and (tile.first or count != size):
+            raise TrainingError(f"{self.facts.name} needs whole parameters, got a part of one")
+        before = self._kept.get(tile.parameter)
+        after = before
+        for part in [tile] if self.facts.whole else _cut(tile):
+            after = self._run(part, before, grad_scale)
+        if tile.first + count == size and after is not None:
+            self._kept[tile.parameter] = after
+
+    def state_of(
+        self,
+        parameter: int,
+        hyper: Any,
+        moments: Sequence[Moment],
+        shape: tuple[int, ...],
+        step: int,
+    ) -> dict[str, Any]:
+        """The guest's `state[p]`, as fresh tensors; empty before the first step."""
+        kept = self._kept.get(parameter, _Kept())
+        state = _copied(kept.scalars)
+        for moment, (name, own) in zip(moments, kept.shapes.items(), strict=False):
+            own = own if self.facts.whole else shape
+            state[name] = moment.values[: math.prod(own)].clone().view(own)
+        return state
+
+    def _run(self, tile: Tile, before: _Kept | None, grad_scale: float) -> _Kept:
+        count = tile.weight.numel()
+        shape = tile.shape if self.facts.whole else (count,)
+        master = tile.weight
+        if tile.rest is not None:
+            assert self.kernels is not None
+            master = self._master[:count]
+            self.kernels.join(tile.weight, tile.rest, master)
+        gradient = self._gradient[:count].copy_(tile.gradient)
+        if grad_scale != 1.0:
+            gradient.mul_(grad_scale)
+        parameter = nn.Parameter(master.view(shape))
+        parameter.grad = gradient.view(shape)
+        given = {**tile.hyper, **before.group} if before is not None else tile.hyper
+        group = _copied(given)
+        group["params"] = [parameter]
+        self._worker.param_groups = [group]
+        self._worker.state = defaultdict(dict)
+        state = self._load(before, tile, parameter, given)
+        if state:
+            self._worker.state[parameter] = state
+        with torch.no_grad():
+            self._worker.step()
+            if parameter.data_ptr() != master.data_ptr():  # it bound another tensor to .data
+                master.copy_(parameter.detach().reshape(-1))
+        after = self._collect(tile, parameter, before or _Kept())
+        self._worker.param_groups = []
+        self._worker.state = defaultdict(dict)
+        if tile.rest is not None:
+            assert self.kernels is not None
+            self.kernels.split(master, tile.weight, tile.rest)
+        changed = {k: v for k, v in group.items() if k != "params" and not _same(v, given.get(k))}
+        return replace(after, group={**after.group, **changed})
+
+    def _load(
+        self, before: _Kept | None, tile: Tile, parameter: nn.Parameter, group: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The state the guest left for this tile; state tensors are views of the moments."""
+        if before is None:
+            return self.facts.make_state(group, parameter) if self.facts.make_state else {}
+        state = _copied(before.scalars)  # steps change them in place
+        for moment, (name, own) in zip(tile.moments, before.shapes.items(), strict=False):
+            shape = own if self.facts.whole else tuple(parameter.shape)
+            state[name] = moment.values[: math.prod(shape)].view(shape)
+        return state
+
+    def _collect(self, tile: Tile, parameter: nn.Parameter, before: _Kept) -> _Kept:
+        """Take the guest's state over: tensors to the moments, the rest as it is."""
+        scalars: dict[str, Any] = {}
+        shapes = dict(before.shapes)
+        for name, value in self._worker.state.get(parameter, {}).items():
+            if not is_per_element(name, value, self.facts.tensor_names):
+                scalars[name] = value
+                continue
+            shapes[name] = tuple(value.shape)
+            index = list(shapes).index(name)
+            self._check_tensor(tile, name, value, index)
+            target = tile.moments[index].values[: value.numel()]
+            if value.data_ptr() != target.data_ptr() or not value.is_contiguous():
+                target.copy_(value.detach().clone().reshape(-1))
+        return _Kept(scalars, shapes, before.group)
+
+    def _check_tensor(self, tile: Tile, name: str, value: Tensor, index: int) -> None:
+        room = tile.weight.numel()
+        fits = value.numel() <= room if self.facts.whole else value.numel() == room
+        if index < len(tile.moments) and value.dtype is torch.float32 and fits:
+            return
+        raise TrainingError(
+            f"{self.facts.name} keeps {name!r} of shape {tuple(value.shape)} and dtype "
+            f"{value.dtype} for a tile of {room} elements; {len(tile.moments)} fp32 state tensors "
+            "were planned",
+            because="it did not do so when it was tried out on small parameters",
+            remedy="use an optimizer whose state has the same form for all parameters",
+        )
+
+
+def is_per_element(name: str, value: Any, tensor_names: frozenset[str]) -> bool:
+    """Whether an entry of a guest's state rests as a moment."""
+    return isinstance(value, Tensor) and (value.numel() > 1 or name in tensor_names)
+
+
+def _cut(tile: Tile) -> Iterator[Tile]:
+    """Parts of a tile that are small enough for torch to use one thread."""
+    count = tile.weight.numel()
+    for start in range(0, count, TILE_ELEMENTS):
+        part = slice(start, min(start + TILE_ELEMENTS, count))
+        yield replace(
+            tile,
+            first=tile.first + start,
+            weight=tile.weight[part],
+            rest=None if tile.rest is None else tile.rest[part],
+            moments=tuple(m.part(part.start, part.stop) for m in tile.moments),
+            gradient=tile.gradient[part],
+        )
+
+
+def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies that may be changed in place; the usual kinds without the price of `deepcopy`."""
+    return {key: _copy(value) for key, value in values.items()}
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple):
+        return tuple(map(_copy, value)) if type(value) is tuple else copy.deepcopy(value)
+    return copy.deepcopy(value)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return bool(one == other)

@@ -1,0 +1,122 @@
+"""From `fused_adam.cu` to machine code of a GPU: NVRTC at run time, through `cuda-core`.
+
+No nvcc, no CUDA headers, nothing of torch. The source travels as package data; in a source tree it
+is read from csrc/adam. NVRTC compiles without a GPU and without a driver. The options are part of
+the same-bits promise: no fused multiply-add, true division and square root, denormals kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from infinity.errors import MachineError
+from infinity.optim.kernel_cache import KernelCache
+
+SOURCE = "fused_adam.cu"
+_HERE = Path(__file__).parent
+_FOLDERS = (_HERE, _HERE.parents[1] / "csrc" / "adam")  # a wheel's, a source tree's
+_INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.MULTILINE)
+_OPTIONS = {
+    "std": "c++17",
+    "fma": False,
+    "ftz": False,
+    "prec_div": True,
+    "prec_sqrt": True,
+}
+_CORE = "cuda.core"
+_REMEDY = "pip install 'torch-infinity[cuda]'"
+
+
+def why_not() -> str | None:
+    """Why kernels cannot be compiled here, in one line; None if they can."""
+    try:
+        version()
+    except MachineError as error:
+        return f"{error.what}: {error.because}"
+    return None
+
+
+@lru_cache(maxsize=1)
+def version() -> str:
+    """NVRTC's version, such as "13.0"; raises `MachineError` where it cannot be used."""
+    try:
+        core()
+        bindings = importlib.import_module("cuda.bindings.nvrtc")
+        _, major, minor = bindings.nvrtcVersion()
+    # The libraries are found and loaded by others, late, with errors of their own.
+    except Exception as error:
+        cause = (str(error) or type(error).__name__).splitlines()[0]
+        raise MachineError(
+            "the CUDA kernels cannot be compiled", because=cause, remedy=_REMEDY
+        ) from error
+    return f"{major}.{minor}"
+
+
+def folder() -> Path:
+    """Where the kernel source is."""
+    for candidate in _FOLDERS:
+        if (candidate / SOURCE).is_file():
+            return candidate
+    raise MachineError(
+        f"{SOURCE} is not in the installed package",
+        because=f"looked in {' and '.join(map(str, _FOLDERS))}",
+        remedy="reinstall torch-infinity",
+    )
+
+
+@lru_cache(maxsize=1)
+def source() -> str:
+    """The kernel source as one text; includes of our own files are put in their place."""
+    return _expanded(SOURCE, set())
+
+
+def options(arch: str, defines: tuple[tuple[str, str], ...]) -> Any:
+    """`cuda.core.ProgramOptions` for `arch` ("sm_90", or "compute_90" for PTX)."""
+    return core().ProgramOptions(arch=arch, define_macro=list(defines) or None, **_OPTIONS)
+
+
+def cubin(arch: str, defines: tuple[tuple[str, str], ...], cache: KernelCache) -> bytes:
+    """Machine code for `arch` ("sm_90"), compiled with `defines` or taken from the cache.
+
+    Raises `MachineError` where NVRTC is missing or refuses the source.
+    """
+    found_version = version()
+    key = (_digest(), arch, found_version, repr((_OPTIONS, defines)))
+    found = cache.get(*key)
+    if found is not None:
+        return found
+    try:
+        program = core().Program(source(), "c++", options(arch, defines))
+        code = bytes(program.compile("cubin").code)
+    except Exception as error:
+        raise MachineError(
+            f"NVRTC {found_version} did not compile {SOURCE} for {arch}", because=str(error)
+        ) from error
+    cache.put(code, *key)
+    return code
+
+
+def core() -> Any:
+    """cuda-core's module; before version 1 it was called experimental."""
+    module = importlib.import_module(_CORE)
+    return (
+        module if hasattr(module, "Program") else importlib.import_module(f"{_CORE}.experimental")
+    )
+
+
+def _digest() -> str:
+    return hashlib.sha256(source().encode()).hexdigest()
+
+
+def _expanded(name: str, seen: set[str]) -> str:
+    """The text of a file with our own includes expanded once each."""
+    if name in seen:
+        return ""
+    seen.add(name)
+    text = (folder() / name).read_text(encoding="utf-8").replace("#pragma once\n", "")
+    return _INCLUDE.sub(lambda match: _expanded(match[1], seen), text)

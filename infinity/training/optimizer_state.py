@@ -1,0 +1,50 @@
+"""What the optimizer keeps of a parameter, read from any home: for looking and for saving."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from infinity.errors import ConfigError
+from infinity.memory.state import StateStore
+from infinity.optim.moments import Moment
+from infinity.optim.tiles import Updater, moment_in
+from infinity.plan.layout import Kind, Segment, UnitLayout
+
+
+def read_state(
+    store: StateStore, updater: Updater, parameter: int, hyper: Any, steps: Sequence[int]
+) -> dict[str, Any]:
+    """The state of one parameter, by torch's names; moments as fresh fp32 tensors of its shape.
+
+    No update may be owed. `steps` counts updates by parameter index. Raises `ConfigError` if the
+    parameter has no state.
+    """
+    for layout in store.plan.units:
+        for segment in layout.segments:
+            if segment.parameter == parameter and segment.trained:
+                kinds = store.plan.precision.moment_kinds
+                moments = [_moment(store, layout, segment, kind) for kind in kinds]
+                shape, step = segment.shape, steps[parameter]
+                return updater.state_of(parameter, hyper, moments, shape, step)
+    raise ConfigError("this parameter is frozen and has no optimizer state")
+
+
+def _moment(store: StateStore, layout: UnitLayout, segment: Segment, kind: Kind) -> Moment:
+    """A copy of the whole moment of one parameter, its chunks put together."""
+    plan, number_format = store.plan, store.plan.precision.format_of(kind)
+    flat = store.read(layout.index, kind)
+    values, scales = [], []
+    for index, (start, count) in enumerate(layout.chunks(plan.chunk_elements)):
+        first = max(segment.offset, start) - start
+        last = min(segment.offset + segment.numel, start + count) - start
+        if first < last:
+            chunk = moment_in(flat[plan.part(layout, kind, index)], count, number_format)
+            part = chunk.part(first, last)
+            values.append(part.values)
+            scales += [] if part.scales is None else [part.scales]
+    if not values:
+        return Moment.zeros(0, number_format)
+    return Moment(torch.cat(values), torch.cat(scales) if scales else None, number_format)

@@ -1,0 +1,176 @@
+"""On a real GPU: the fused kernels give the same bits as the CPU's, and never wait for the GPU."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from support.cuda_pieces import BF16, FLOATS, FP32, HYPERS, Rooms, combinations
+
+from infinity.errors import ConfigError, PresenceError
+from infinity.formats import MomentFormat
+from infinity.optim import cuda, nvrtc
+from infinity.optim.cpu import CpuKernels
+from infinity.optim.cuda import CudaKernels
+from infinity.optim.cuda_launcher import CudaLauncher
+from infinity.optim.cuda_tables import HELPERS, SQUARE_TILE, TILE
+from infinity.optim.kernel_cache import KernelCache
+from infinity.optim.rules import AdamHyper
+
+NO_CUDA = not torch.cuda.is_available()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(NO_CUDA, reason="torch sees no CUDA device"),
+]
+SIZES = (1, 3, 127, 128, 129, TILE - 1, TILE, TILE + 1, 300_000)
+ADAM = AdamHyper(lr=1e-2, weight_decay=0.1)
+
+
+@pytest.fixture(scope="module")
+def cpu():
+    with CpuKernels() as kernels:
+        yield kernels
+
+
+@pytest.fixture(scope="module")
+def gpu() -> CudaKernels:
+    device = torch.device("cuda", 0)
+    assert cuda.why_not(device) is None  # a GPU without its kernels is a failure, not a skip
+    return CudaKernels(device)
+
+
+@pytest.mark.parametrize("rule", HYPERS)
+def test_same_bits_as_the_cpu(gpu, cpu, rule: str) -> None:
+    wrong = []
+    for combination in combinations(every=True):
+        if combination[0] != rule:
+            continue
+        _, weight, gradient, format = combination
+        source = Rooms(seed=7)
+        for aligned, wild in itertools.product((True, False), repeat=2):
+            hypers = itertools.cycle(HYPERS[rule])
+            rooms = [
+                source.make(n, weight, gradient, h, format, aligned=aligned, wild=wild)
+                for n, h in zip(SIZES, hypers, strict=False)
+            ]
+            there = [room.copy("cuda:0") for room in rooms]
+            gpu.update_all([room.piece for room in there])
+            cpu.update_all([room.piece for room in rooms])
+            same = [a.same_bytes(b) for a, b in zip(rooms, there, strict=True)]
+            if not all(same):
+                wrong.append((combination, aligned, wild, same))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("step_count", [20])
+def test_same_bits_after_many_steps(gpu, cpu, step_count: int) -> None:
+    room = Rooms(seed=3).make(1_000_000, BF16, BF16, ADAM, MomentFormat.INT8, wild=False)
+    there = room.copy("cuda:0")
+    for step in range(1, step_count + 1):
+        room.step = there.step = step
+        cpu.update_all([room.piece])
+        gpu.update_all([there.piece])
+    assert room.same_bytes(there)
+
+
+@pytest.mark.parametrize("count", [40, 300, 700])
+def test_many_parameters_and_groups(gpu, cpu, count: int) -> None:
+    source = Rooms(seed=1)
+    hypers = [AdamHyper(lr=10.0**-k) for k in range(1, 5)]
+    rooms = [
+        source.make(977 * k % 9001 + 1, BF16, BF16, hypers[k % 4], MomentFormat.FP32)
+        for k in range(count)
+    ]
+    there = [room.copy("cuda:0") for room in rooms]
+    gpu.update_all([room.piece for room in there])
+    cpu.update_all([room.piece for room in rooms])
+    assert all(a.same_bytes(b) for a, b in zip(rooms, there, strict=True))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_square_sums(gpu, cpu, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = [0, 1, 4095, 4097, SQUARE_TILE, SQUARE_TILE + 1, 1026 * SQUARE_TILE + 9, 5]
+    tensors = [torch.randn(n, generator=generator).to(dtype) for n in sizes]
+    there = [tensor.cuda() for tensor in tensors]
+    sums = torch.empty(len(sizes), dtype=torch.float64, device="cuda:0")
+    gpu.square_sums(there, sums)
+    assert sums.tolist() == [cpu.square_sum(tensor) for tensor in tensors]
+    there[-1][2] = torch.nan
+    assert gpu.square_sum(there[-1]) != gpu.square_sum(there[-1])
+
+
+@pytest.mark.parametrize(("target", "source"), list(itertools.product(FLOATS, FLOATS)))
+def test_accumulation(gpu, cpu, target: torch.dtype, source: torch.dtype) -> None:
+    rooms = Rooms(seed=6)
+    for n, aligned in itertools.product((1, 5, 1024, 70_001), (True, False)):
+        plain = HYPERS["plain"][0]
+        added = rooms.make(n, FP32, source, plain, MomentFormat.FP32, aligned=aligned)
+        room = rooms.make(n, FP32, target, plain, MomentFormat.FP32, aligned=aligned)
+        there, there_added = room.copy("cuda:0"), added.copy("cuda:0")
+        gpu.accumulate(there["gradient"], there_added["gradient"])
+        cpu.accumulate(room["gradient"], added["gradient"])
+        assert room.same_bytes(there), (n, aligned)
+
+
+def test_work_is_queued_behind_the_stream_of_the_caller(gpu, cpu) -> None:
+    room = Rooms(seed=2).make(200_000, BF16, BF16, ADAM, MomentFormat.FP32, wild=False)
+    there = room.copy("cuda:0")
+    gpu.update_all([room.copy("cuda:0").piece])  # compiled and loaded
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    gradient = there["gradient"].clone()
+    there["gradient"].zero_()
+    torch.cuda.synchronize()
+    large = torch.ones(8192, 8192, device="cuda:0")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for _ in range(100):
+            torch.mm(large, large)  # some 2 s of fp32 in all
+        there["gradient"].copy_(gradient)
+        gpu.update_all([there.piece])
+        queued = not stream.query()
+    assert queued  # the host did not wait
+    stream.synchronize()
+    cpu.update_all([room.piece])
+    assert room.same_bytes(there)
+
+
+def test_another_thread_may_launch(gpu, cpu) -> None:
+    room = Rooms(seed=4).make(5000, FP32, FP32, ADAM, MomentFormat.FP32)
+    there = room.copy("cuda:0")
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            gpu.update_all([there.piece])
+            torch.cuda.synchronize()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    cpu.update_all([room.piece])
+    assert errors == []
+    assert room.same_bytes(there)
+
+
+def test_kernels_are_taken_from_the_cache(tmp_path: Path, monkeypatch) -> None:
+    device, cache = torch.device("cuda", 0), KernelCache(tmp_path)
+    CudaLauncher(device, cache).load(HELPERS)
+    assert len(list(tmp_path.iterdir())) == 1
+    monkeypatch.setattr(nvrtc.core(), "Program", lambda *_: pytest.fail("compiled again"))
+    second = CudaKernels(device, CudaLauncher(device, cache))
+    assert second.square_sum(torch.ones(10, device=device)) == 10.0
+
+
+def test_bad_input(gpu) -> None:
+    piece = Rooms(seed=5).make(300, BF16, BF16, ADAM, MomentFormat.FP32).copy("cuda:0").piece
+    with pytest.raises(PresenceError, match="gradient is on cpu"):
+        gpu.update_all([piece._replace(gradient=piece.gradient.cpu())])
+    with pytest.raises(ConfigError, match="overlap"):
+        gpu.update_all([piece, piece])

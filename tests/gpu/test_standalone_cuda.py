@@ -1,0 +1,53 @@
+"""On a real GPU: FusedAdam gives the bits of CPUAdam, and trains a model."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.formats import MomentFormat
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+SHAPES = ((300, 17), (5,), (), (2, 3, 4), (1000, 129))
+
+
+@pytest.mark.parametrize("moments", [f.value for f in MomentFormat])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_same_bits_as_cpu_adam(dtype: torch.dtype, moments: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    host = [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SHAPES]
+    device = [nn.Parameter(p.detach().cuda()) for p in host]
+    options = {"lr": 1e-2, "moments": moments, "seed": 3}
+    one, other = infinity.CPUAdam(host, **options), infinity.FusedAdam(device, **options)
+    for _ in range(5):
+        for p, q in zip(host, device, strict=True):
+            p.grad = torch.randn(p.shape, generator=generator).to(dtype)
+            q.grad = p.grad.cuda()
+        one.step()
+        other.step()
+    for p, q in zip(host, device, strict=True):
+        assert torch.equal(p.detach(), q.detach().cpu())
+        for name, value in one.state[p].items():
+            assert torch.equal(value, other.state[q][name].cpu()), name
+    moved = copy.deepcopy(other.state_dict())
+    back = infinity.CPUAdam(host, **options)
+    back.load_state_dict(moved)  # state goes to where the parameters are
+    assert back.state[host[0]]["exp_avg"].is_cpu
+
+
+def test_parameters_on_both_devices() -> None:
+    parameters = [nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5, device="cuda"))]
+    optimizer = infinity.FusedAdam(parameters)
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert torch.equal(parameters[0].detach(), parameters[1].detach().cpu())
+    with pytest.raises(infinity.InfinityError, match="FusedAdam for CUDA"):
+        infinity.CPUAdam(parameters)

@@ -1,0 +1,310 @@
+"""The disk tier over real files: bytes, errors that name whose they are, room, and checksums."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.loops import loop_mount
+from torch import Tensor
+
+from infinity import _aio
+from infinity.config import IoConfig
+from infinity.errors import ConfigError, DoesNotFitError, TransferError
+from infinity.memory.disk import Disk, Extent
+from infinity.memory.disk_speed import measure_speeds
+from infinity.memory.host import HostArena
+from infinity.plan.layout import PAGE
+
+SIZES = [1, PAGE, 3 * PAGE + 1, 40 * PAGE, 7 * PAGE, 129 * PAGE]
+
+
+@contextmanager
+def disk_over(
+    root: Path, num_paths: int = 1, sizes: list[int] = SIZES, **io: Any
+) -> Iterator[tuple[Disk, list[Extent]]]:
+    """A disk with an extent of each size, ready to be used; nothing may be left afterwards."""
+    paths = [root / f"drive{i}" for i in range(num_paths)]
+    for path in paths:
+        path.mkdir(exist_ok=True)
+    if num_paths > 1:
+        io.setdefault("weights", (1.0,) * num_paths)
+    disk = Disk(paths, IoConfig(block_size=io.pop("block_size", 4 * PAGE), **io))
+    try:
+        extents = [disk.extent(n, f"unit 'u{i}', chunk 0") for i, n in enumerate(sizes)]
+        disk.allocate()
+        yield disk, extents
+    finally:
+        disk.close()
+    assert not [name for path in paths for name in os.listdir(path)]
+
+
+def noise(nbytes: int, seed: int) -> Tensor:
+    """Random bytes in memory that direct I/O accepts."""
+    view = HostArena(nbytes).view(0, nbytes)
+    values = np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+    view.copy_(torch.from_numpy(values))
+    return view
+
+
+def empty(nbytes: int) -> Tensor:
+    return HostArena(nbytes).view(0, nbytes)
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("backend", ["threads", "io_uring"])
+@pytest.mark.parametrize("num_paths", [1, 2, 3])
+def test_any_part_of_any_extent_comes_back(
+    tmp_path: Path, num_paths: int, backend: str, verify: bool
+) -> None:
+    if backend == "io_uring":
+        try:
+            _aio.Engine(backend="io_uring").close()
+        except OSError as error:
+            pytest.skip(str(error))
+    weights = {1: None, 2: (2.0, 1.0), 3: (1.0, 3.0, 0.5)}[num_paths]
+    choose = random.Random(num_paths)
+    with disk_over(tmp_path, num_paths, backend=backend, verify=verify, weights=weights) as (
+        disk,
+        extents,
+    ):
+        assert len([size for size in disk.used if size]) == num_paths
+        plain = [noise(extent.nbytes, i) for i, extent in enumerate(extents)]  # what it must hold
+        disk.write(list(zip(extents, plain, strict=True))).wait()
+        for turn in range(60):
+            pieces, expected = [], []
+            for _ in range(choose.randint(1, 4)):
+                which = choose.randrange(len(extents))
+                pages = extents[which].nbytes // PAGE
+                start = choose.randrange(pages)
+                count = choose.randint(1, pages - start)
+                part = extents[which].part(start * PAGE, count * PAGE)
+                pieces.append((part, empty(part.nbytes)))
+                expected.append((which, slice(start * PAGE, (start + count) * PAGE)))
+            if turn % 3 == 0:
+                (extent, buffer), (which, place) = pieces[0], expected[0]
+                buffer.copy_(noise(extent.nbytes, 1000 + turn))
+                plain[which][place] = buffer
+                disk.write([(extent, buffer)]).wait()
+                continue
+            disk.read(pieces).wait()
+            for (_, buffer), (which, place) in zip(pieces, expected, strict=True):
+                assert torch.equal(buffer, plain[which][place])
+
+
+def test_weights_share_the_bytes(tmp_path: Path) -> None:
+    sizes = [64 * PAGE] * 12
+    with disk_over(tmp_path, 2, sizes, weights=(3.0, 1.0), block_size=PAGE) as (disk, _):
+        assert disk.used == (48 * PAGE * 12, 16 * PAGE * 12)
+        for path, used in zip(disk.paths, disk.used, strict=True):
+            (file,) = path.glob("*/state.bin")
+            assert file.stat().st_size == used
+            assert file.stat().st_blocks * 512 >= used  # reserved
+        drives = disk.drives()
+        assert [drive["nbytes"] for drive in drives.values()] == list(disk.used)
+        assert [drive["speed"] for drive in drives.values()] == [3.0, 1.0]
+
+
+def test_an_error_says_whose_bytes_they_are(tmp_path: Path) -> None:
+    with disk_over(tmp_path, 2) as (disk, extents):
+        (file,) = disk.paths[1].glob("*/state.bin")
+        os.truncate(file, 0)  # behind the engine's back: reading finds the end of the file
+        buffer = empty(extents[5].nbytes)
+        ticket = disk.read([(extents[0], empty(PAGE)), (extents[5], buffer)])
+        with pytest.raises(TransferError, match=r"unit 'u5', chunk 0: .*end of file") as caught:
+            ticket.wait()
+        error = caught.value
+        assert error.path == str(file)
+        assert error.errno == errno.EIO
+        assert error.length > 0
+        with pytest.raises(TransferError, match="unit 'u5'"):
+            ticket.wait()  # said again to whoever asks again
+
+
+def test_a_full_path_is_named_and_the_others_take_the_rest(tmp_path: Path) -> None:
+    """Two drives of 8 and 24 MiB for 20 MiB: the small one is filled, never over its room."""
+    sizes = [1 << 20] * 20
+    with loop_mount(tmp_path, mib=16) as small, loop_mount(tmp_path, mib=64) as large:
+        free = os.statvfs(small).f_bavail * os.statvfs(small).f_frsize
+        ballast = small / "ballast"
+        with open(ballast, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, free - (8 << 20))
+        disk = Disk([small, large], IoConfig(weights=(1.0, 1.0), block_size=64 << 10, verify=True))
+        try:
+            extents = [disk.extent(n, f"unit 'u{i}'") for i, n in enumerate(sizes)]
+            disk.allocate()
+            assert sum(disk.used) == 20 << 20
+            assert 6 << 20 < disk.used[0] <= 8 << 20
+            data = [noise(extent.nbytes, i) for i, extent in enumerate(extents)]
+            disk.write(list(zip(extents, data, strict=True))).wait()
+            for extent, expected in zip(extents, data, strict=True):
+                back = empty(extent.nbytes)
+                disk.read([(extent, back)]).wait()
+                assert torch.equal(back, expected)
+        finally:
+            disk.close()
+        disk = Disk([small, large], IoConfig(weights=(1.0, 1.0)))
+        try:
+            disk.extent(90 << 20)
+            with pytest.raises(DoesNotFitError) as caught:
+                disk.allocate()
+        finally:
+            disk.close()
+        for part in ("90.00 MiB needed", f"free at {small}", f"free at {large}", "missing"):
+            assert part in str(caught.value)
+
+
+def test_a_path_that_fills_up_while_it_is_reserved_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Free space may vanish between looking and reserving."""
+    with loop_mount(tmp_path, mib=16) as path:
+        disk = Disk([path], IoConfig())
+        try:
+            disk.extent(40 << 20)
+            monkeypatch.setattr(disk.scratches[0], "check_space", lambda required: None)
+            with pytest.raises(TransferError) as caught:
+                disk.allocate()
+        finally:
+            disk.close()
+        assert caught.value.errno == errno.ENOSPC
+        assert str(path) in str(caught.value)
+        assert "the file system is full" in str(caught.value)
+        assert not list(path.iterdir())
+
+
+def test_speeds_are_measured_briefly(tmp_path: Path) -> None:
+    """Of two files on one device: alike, in half a second; a path without room counts nothing."""
+    engine = _aio.Engine()
+    files = [_aio.File(str(tmp_path / name), create=True) for name in "abc"]
+    begin = time.perf_counter()
+    first, second, third = measure_speeds(engine, files, [1 << 30, 1 << 30, 1000])
+    assert time.perf_counter() - begin < 5  # a busy machine; PROBE_S and a little when idle
+    engine.close()
+    assert 0.2 < first / second < 5
+    assert min(first, second) > 1 << 20
+    assert third == 1.0
+    assert files[2].size == 0
+
+
+# --- checksums -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_paths", [1, 2])
+def test_bytes_that_were_changed_on_disk_are_found(tmp_path: Path, num_paths: int) -> None:
+    """Every single page is changed in turn, behind the engine's back; every change is found."""
+    with disk_over(tmp_path, num_paths, verify=True) as (disk, extents):
+        data = [noise(extent.nbytes, i) for i, extent in enumerate(extents)]
+        disk.write(list(zip(extents, data, strict=True))).wait()
+        files = [next(path.glob("*/state.bin")) for path in disk.paths]
+        found = []
+        for index, size in enumerate(disk.used):
+            for offset in range(0, size, PAGE):
+                position = offset + (offset // PAGE * 37) % PAGE
+                with open(files[index], "r+b", buffering=0) as file:
+                    original = os.pread(file.fileno(), 1, position)
+                    os.pwrite(file.fileno(), bytes([original[0] ^ 0x10]), position)
+                    os.fsync(file.fileno())
+                    ticket = disk.read([(e, empty(e.nbytes)) for e in extents])
+                    with pytest.raises(TransferError) as caught:
+                        ticket.wait()
+                    os.pwrite(file.fileno(), original, position)
+                    os.fsync(file.fileno())
+                error = caught.value
+                assert (error.path, error.offset) == (str(files[index]), offset)
+                assert error.errno == errno.EBADMSG
+                assert "are not the bytes written" in str(error)
+                found.append(str(error).split(":")[0])
+        assert set(found) == {extent.owner for extent in extents}
+        for extent, expected in zip(extents, data, strict=True):
+            back = empty(extent.nbytes)
+            disk.read([(extent, back)]).wait()
+            assert torch.equal(back, expected)
+
+
+def test_without_verify_nothing_is_checked(tmp_path: Path) -> None:
+    with disk_over(tmp_path) as (disk, extents):
+        disk.write([(extents[0], noise(PAGE, 0))]).wait()
+        (file,) = disk.paths[0].glob("*/state.bin")
+        with open(file, "r+b", buffering=0) as raw:
+            raw.write(b"other")
+            os.fsync(raw.fileno())
+        back = empty(PAGE)
+        disk.read([(extents[0], back)]).wait()
+        assert bytes(back[:5].tolist()) == b"other"
+
+
+def test_a_write_that_was_lost_is_found(tmp_path: Path) -> None:
+    """The older bytes of a page are as wrong as any others."""
+    with disk_over(tmp_path, verify=True) as (disk, extents):
+        extent = extents[3]
+        disk.write([(extent, noise(extent.nbytes, 1))]).wait()
+        (file,) = disk.paths[0].glob("*/state.bin")
+        (piece,) = disk._stripes.pieces(extent.offset + 5 * PAGE, PAGE)
+        with open(file, "r+b", buffering=0) as raw:
+            old = os.pread(raw.fileno(), PAGE, piece.offset)
+            disk.write([(extent, noise(extent.nbytes, 2))]).wait()
+            os.pwrite(raw.fileno(), old, piece.offset)
+            os.fsync(raw.fileno())
+        with pytest.raises(TransferError, match="unit 'u3'") as caught:
+            disk.read([(extent, empty(extent.nbytes))]).wait()
+        assert caught.value.offset == piece.offset
+
+
+def test_a_page_that_was_never_written_is_not_believed(tmp_path: Path) -> None:
+    with disk_over(tmp_path, verify=True) as (disk, extents):
+        ticket = disk.read([(extents[0], empty(PAGE))])
+        with pytest.raises(TransferError, match="are not the bytes written"):
+            ticket.wait()
+
+
+def test_a_read_is_checked_against_what_was_there_when_it_was_asked(tmp_path: Path) -> None:
+    """Waiting late, after a later write to the same place was submitted, is no false alarm."""
+    with disk_over(tmp_path, verify=True) as (disk, extents):
+        first, second, back = noise(PAGE, 1), noise(PAGE, 2), empty(PAGE)
+        disk.write([(extents[1], first)]).wait()
+        reading = disk.read([(extents[1], back)])
+        while not reading.done():
+            pass
+        writing = disk.write([(extents[1], second)])
+        reading.wait()
+        assert torch.equal(back, first)
+        writing.wait()
+        back.fill_(0)  # after the first wait the buffer belongs to others
+        reading.wait()
+
+
+# --- what the kernel does not give back ----------------------------------------------------------
+
+
+def test_a_stuck_request_is_an_error_and_close_returns(tmp_path: Path) -> None:
+    path = tmp_path / "drive"
+    path.mkdir()
+    faults = "seed=1,kinds=stuck,rate=1"
+    disk = Disk([path], IoConfig(stuck_after_s=0.2, faults=faults))
+    extent = disk.extent(PAGE, "unit 'u', chunk 7")
+    disk.allocate()
+    ticket = disk.write([(extent, noise(PAGE, 0))])
+    with pytest.raises(TransferError, match=r"unit 'u', chunk 7: .*outstanding") as caught:
+        ticket.wait()
+    assert caught.value.errno == errno.ETIMEDOUT
+    assert not ticket.done()
+    with pytest.raises(TransferError, match="outstanding"):
+        disk.close()
+    assert not list(path.iterdir())  # all the same
+
+
+@pytest.mark.parametrize("faults", ["seed=", "kinds=eio", "seed=1,kinds=fire", "seed=1,rate=2"])
+def test_faults_that_mean_nothing_are_refused(tmp_path: Path, faults: str) -> None:
+    with pytest.raises(ConfigError, match="io: "):
+        Disk([tmp_path], IoConfig(faults=faults))
+    assert not list(tmp_path.iterdir())

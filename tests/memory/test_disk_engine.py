@@ -1,0 +1,287 @@
+"""What the engine asks of the disk: priorities, first writes, checksums, and what it reports."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.small import MIXED, ON_DISK, batch, masters, same, small_engine, train
+from torch import Tensor
+
+from infinity.config import IoConfig, load_config
+from infinity.errors import ConfigError, EngineFailedError, TransferError
+from infinity.memory.disk import Disk, Extent, Priority
+from infinity.memory.host import HostArena
+from infinity.plan.layout import PAGE
+
+Pieces = list[tuple[Extent, Tensor]]
+
+
+# --- priorities ----------------------------------------------------------------------------------
+
+
+def test_what_somebody_waits_for_goes_first(tmp_path: Path) -> None:
+    """Behind a long write-back and a read-ahead, an urgent read is over first."""
+    disk = Disk([tmp_path], IoConfig(slow_bytes_per_s=20 << 20, block_size=64 << 10, queue_depth=1))
+    try:
+        extents = [disk.extent(1 << 20) for _ in range(3)]
+        disk.allocate()
+        buffers = [HostArena(1 << 20).view(0, 1 << 20) for _ in extents]
+        writing = disk.write([(extents[0], buffers[0])])
+        ahead = disk.read([(extents[1], buffers[1])])
+        urgent = disk.read([(extents[2], buffers[2])], Priority.URGENT)
+        urgent.wait()
+        assert not ahead.done()
+        assert not writing.done()
+        while not ahead.done():  # not by waiting, which would promote it
+            time.sleep(0.001)
+        assert not writing.done()
+        writing.wait()
+    finally:
+        disk.close()
+
+
+def test_waiting_makes_urgent(tmp_path: Path) -> None:
+    disk = Disk([tmp_path], IoConfig(slow_bytes_per_s=20 << 20, block_size=64 << 10, queue_depth=1))
+    try:
+        extents = [disk.extent(1 << 20) for _ in range(3)]
+        disk.allocate()
+        buffers = [HostArena(1 << 20).view(0, 1 << 20) for _ in extents]
+        reads = [disk.read([piece]) for piece in zip(extents, buffers, strict=True)]
+        reads[2].wait()
+        assert not reads[1].done()
+        reads[1].wait()
+    finally:
+        disk.close()
+
+
+def test_the_engine_asks_with_the_right_priority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Demands are urgent, look-ahead and sweep reads normal, all write-back in the background."""
+    seen: Counter[tuple[str, str, Priority]] = Counter()
+
+    def watch(name: str) -> None:
+        original = getattr(Disk, name)
+
+        def watched(self: Disk, pieces: Pieces, priority: Priority) -> Any:
+            kind = "gradients" if "gradients" in pieces[0][0].owner else "state"
+            thread = (
+                "sweep" if threading.current_thread() is not threading.main_thread() else "main"
+            )
+            seen[f"{thread} {name}", kind, priority] += 1
+            return original(self, pieces, priority)
+
+        monkeypatch.setattr(Disk, name, watched)
+
+    for look_ahead in (1, 0):  # without look-ahead every fetch is a demand
+        more = {"look_ahead": look_ahead, "gradient_accumulation_steps": 2}
+        with small_engine(tmp_path, **more) as engine:
+            train(engine, 2)
+            watch("read")
+            watch("write")
+            train(engine, 3, first=4)
+            engine.settle()
+            monkeypatch.undo()
+    assert {key for key in seen if key[2] is Priority.URGENT} == {
+        ("main read", "state", Priority.URGENT)
+    }
+    assert seen["main read", "state", Priority.NORMAL]
+    assert seen["main read", "gradients", Priority.NORMAL]
+    assert seen["sweep read", "state", Priority.NORMAL]
+    assert seen["sweep read", "gradients", Priority.NORMAL]
+    writes = {key for key in seen if key[0].endswith("write")}
+    assert writes == {
+        ("sweep write", "state", Priority.BACKGROUND),
+        ("main write", "gradients", Priority.BACKGROUND),
+    }
+
+
+# --- what is reported ----------------------------------------------------------------------------
+
+
+def test_the_report_says_how_long_the_disk_lanes_took(tmp_path: Path) -> None:
+    with small_engine(tmp_path, io={"slow_bytes_per_s": 20_000_000}) as engine:
+        train(engine, 3)
+        report = engine.last_report
+        assert report is not None
+        assert set(report.disk_s) == {"disk_read", "disk_write"}
+        for lane, times in report.disk_s.items():
+            # At 20 MB/s each byte takes 50 ns of the device at least.
+            assert times["device"] > report.moved[lane] / 20e6 * 0.9
+            assert times["queue"] >= 0
+        (drive,) = engine.drives().values()
+        moved = engine.counters()
+        engine.settle()
+        assert drive["read_bytes"] <= moved["disk_read"]
+        (drive,) = engine.drives().values()
+        moved = engine.counters()
+        assert (drive["read_bytes"], drive["write_bytes"]) == (
+            moved["disk_read"],
+            moved["disk_write"],
+        )
+        assert drive["nbytes"] == engine.plan.tier_bytes["disk"]
+        assert drive["speed"] is None
+    with small_engine(tmp_path, {"weights": "device", "moments": "host", "gradients": "host"}) as e:
+        train(e, 1)
+        assert e.drives() == {}
+        assert e.last_report is not None
+        assert e.last_report.disk_s["disk_read"] == {"queue": 0.0, "device": 0.0}
+
+
+# --- first writes --------------------------------------------------------------------------------
+
+
+def unwritten_bytes(path: Path) -> int:
+    """Bytes of a file that are reserved but were never written, by FIEMAP."""
+    room = 512
+    request = struct.pack("=QQIIII", 0, 2**63, 0, 0, room, 0) + bytes(56 * room)
+    with open(path, "rb") as file:
+        buffer = bytearray(request)
+        try:
+            fcntl.ioctl(file.fileno(), 0xC020660B, buffer)  # FS_IOC_FIEMAP
+        except OSError as error:
+            pytest.skip(f"no FIEMAP here: {error}")
+    (count,) = struct.unpack_from("=I", buffer, 20)
+    total = 0
+    for index in range(count):
+        _, _, length = struct.unpack_from("=QQQ", buffer, 32 + 56 * index)
+        (flags,) = struct.unpack_from("=I", buffer, 32 + 56 * index + 40)
+        total += length if flags & 0x800 else 0
+    return total
+
+
+def test_every_extent_is_written_before_training(tmp_path: Path) -> None:
+    """The gradients' too: a first write of reserved space takes the file system's locks."""
+    with small_engine(tmp_path) as engine:
+        (file,) = tmp_path.glob("*/state.bin")
+        assert file.stat().st_size == engine.plan.tier_bytes["disk"]
+        assert unwritten_bytes(file) == 0
+    reserved = tmp_path / "reserved"
+    with open(reserved, "wb") as raw:
+        os.posix_fallocate(raw.fileno(), 0, 8 * PAGE)
+    assert unwritten_bytes(reserved) == 8 * PAGE  # so the test above can fail
+    reserved.unlink()
+
+
+# --- checksums -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("homes", [ON_DISK, MIXED])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_verify_changes_no_bit(tmp_path: Path, homes: dict[str, str], micro_batches: int) -> None:
+    results = []
+    for verify in (False, True):
+        with small_engine(
+            tmp_path, homes, io={"verify": verify}, gradient_accumulation_steps=micro_batches
+        ) as engine:
+            results.append((train(engine, 4), masters(engine)))
+            disk = engine.plan.tier_bytes["disk"]
+            assert engine.plan.memory["host"]["checksums"] == (disk // PAGE * 4 if verify else 0)
+            sums = engine._parts.disk._checksums
+            assert (sums is not None) == verify
+            assert sums is None or sums._sums.numel() * 4 == disk // PAGE * 4
+    assert results[0][0] == results[1][0]
+    assert same(results[0][1], results[1][1])
+
+
+def flip(path: Path, offset: int) -> None:
+    with open(path, "r+b", buffering=0) as file:
+        (byte,) = os.pread(file.fileno(), 1, offset)
+        os.pwrite(file.fileno(), bytes([byte ^ 1]), offset)
+        os.fsync(file.fileno())
+
+
+@pytest.mark.parametrize("what", ["unit 'blocks.1', chunk 0", "unit 'blocks.2', gradients"])
+def test_a_bit_that_turned_on_disk_is_named_and_nothing_is_trained_with_it(
+    tmp_path: Path, what: str
+) -> None:
+    with small_engine(tmp_path, io={"verify": True}, gradient_accumulation_steps=2) as engine:
+        train(engine, 1)
+        engine.backward(engine(batch(2)))
+        engine.step()  # half a window: its gradients rest on disk
+        engine.settle()
+        state, gradients = engine._parts.store.units, engine._parts.gradients.extents
+        extents = [e for unit in state for e in unit.extents] + list(gradients.values())
+        (extent,) = [e for e in extents if e.owner == what]
+        (piece,) = engine._parts.disk._stripes.pieces(extent.offset, PAGE)
+        (file,) = tmp_path.glob("*/state.bin")
+        flip(file, piece.offset + 100)
+        with pytest.raises((TransferError, EngineFailedError)) as caught:  # noqa: PT012
+            for index in range(3, 9):
+                engine.backward(engine(batch(index)))
+                engine.step()
+            engine.settle()
+        error = caught.value.__cause__ if caught.type is EngineFailedError else caught.value
+        assert isinstance(error, TransferError)
+        assert error.errno == errno.EBADMSG
+        assert (error.path, error.offset, error.length) == (str(file), piece.offset, PAGE)
+        assert str(error).startswith(f"{what}: ")
+        assert "saved state" in str(error)
+
+
+def test_an_edit_that_is_lost_on_its_way_home_is_not_trained_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = TransferError("write failed", path="p", offset=0, length=1, errno=errno.EIO)
+
+    def lose(*_: object) -> None:
+        raise lost
+
+    with small_engine(tmp_path) as engine:
+        with pytest.raises(TransferError), engine.materialized(engine.module.norm):  # noqa: PT012
+            with torch.no_grad():
+                engine.module.norm.weight.fill_(3.0)
+            monkeypatch.setattr(engine._parts.store, "write", lose)
+        with pytest.raises(EngineFailedError, match="write failed"):
+            engine(batch(0))
+
+
+# --- configuration -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("io", "words"),
+    [
+        ({"weights": [1]}, "weights needs one number per nvme_path: 1 for 2"),
+        ({"weights": [1, 0]}, "io.weights.1: should be greater than 0"),
+        ({"weights": [1, "fast"]}, "io.weights.1: should be a number"),
+        ({"stuck_after_s": -1}, "io.stuck_after_s: should be greater than or equal to 0"),
+        ({"verify": "perhaps"}, "io.verify"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(io: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"nvme_path": ["/a", "/b"], "io": io})
+    assert words in str(caught.value)
+
+
+def test_the_defaults() -> None:
+    io = load_config({}).io
+    assert (io.verify, io.weights, io.stuck_after_s, io.faults) == (False, None, 120.0, "")
+
+
+def test_a_failure_that_is_remembered_keeps_nothing_alive() -> None:
+    def fail() -> TransferError:
+        big = torch.zeros(4)  # a local of a frame on the way
+        try:
+            raise TransferError("w", path="p", offset=1, length=2, errno=5, because="b", remedy="r")
+        except TransferError as error:
+            assert big is not None
+            return error
+
+    error = fail()
+    copy = error.untraced()
+    assert error.__traceback__ is not None
+    assert copy.__traceback__ is None
+    assert str(copy) == str(error)
+    assert vars(copy) == vars(error)

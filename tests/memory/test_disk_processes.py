@@ -1,0 +1,249 @@
+"""The disk tier and other processes: neighbours, murder, forks, file systems that give up."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.loops import loop_mount, loop_name, throttled
+from support.small import (
+    assert_nothing_left,
+    batch,
+    masters,
+    same,
+    settings,
+    small_engine,
+    small_model,
+    train,
+)
+from support.train_alone import digest
+
+import infinity
+from infinity.errors import EngineFailedError, InfinityError, MachineError, TransferError
+
+TESTS = Path(__file__).parent.parent
+SLOW = {"io": {"slow_bytes_per_s": 20_000_000}}
+
+
+@contextmanager
+def trainer(path: Path, steps: int, group: Path | None = None, **more: Any) -> Iterator[Any]:
+    """A process that trains; in a control group of its own if one is given."""
+    command = [sys.executable, "-m", "support.train_alone", str(path), str(steps), json.dumps(more)]
+    if group is not None:
+        command = ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh", *command]
+    process = subprocess.Popen(
+        command, cwd=TESTS, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def finished(process: Any) -> list[str]:
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return out.splitlines()
+
+
+def test_two_processes_on_one_path(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        train(engine, 6)
+        expected = digest(masters(engine))
+    with trainer(tmp_path, 6) as first, trainer(tmp_path, 6) as second:
+        assert finished(first)[-1] == expected
+        assert finished(second)[-1] == expected
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_killed_run_is_cleaned_up_by_the_next(tmp_path: Path) -> None:
+    with trainer(tmp_path, 0) as process:
+        lines = [process.stdout.readline() for _ in range(3)]
+        assert json.loads(lines[2])["step"] == 1
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    (dead,) = tmp_path.iterdir()
+    with trainer(tmp_path, 0) as alive:
+        assert alive.stdout.readline().startswith("ready")
+        (own,) = tmp_path.iterdir()
+        assert own != dead
+        engine, *_ = infinity.initialize(small_model(), settings(tmp_path))
+        with engine:  # leaves the living one alone
+            train(engine, 1)
+            assert own in set(tmp_path.iterdir())
+        assert list(tmp_path.iterdir()) == [own]
+
+
+class Batches(torch.utils.data.Dataset[torch.Tensor]):
+    """Token batches, made in whatever process asks."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return batch(index)
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_data_loader_workers_forked_while_a_sweep_is_in_flight(
+    tmp_path: Path, verify: bool
+) -> None:
+    with small_engine(tmp_path) as engine:
+        expected, state = train(engine, 8), masters(engine)
+    io = {"verify": verify, **SLOW["io"]}
+    with small_engine(tmp_path, io=io) as engine:
+        losses = []
+        for epoch in range(2):
+            loader = torch.utils.data.DataLoader(
+                torch.utils.data.Subset(Batches(8), range(4 * epoch, 4 * epoch + 4)),
+                batch_size=None,
+                num_workers=2,
+                multiprocessing_context="fork",
+            )
+            if epoch:
+                assert engine._parts.sweep._order is not None  # forked in the middle of a sweep
+            for tokens in loader:
+                loss = engine(tokens)
+                engine.backward(loss)
+                engine.step()
+                losses.append(float(loss.detach()))
+        assert losses == expected
+        assert same(masters(engine), state)
+
+
+def test_a_fork_in_flight_leaves_the_parent_alone(tmp_path: Path) -> None:
+    """The child's copy of the engine does nothing, and its end takes nothing with it."""
+    with small_engine(tmp_path) as engine:
+        expected, state = train(engine, 4), masters(engine)
+    with small_engine(tmp_path, **SLOW) as engine:
+        losses = train(engine, 2)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                engine.close()  # the parent's: nothing happens
+                try:
+                    engine(batch(0))
+                except InfinityError:
+                    code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        assert losses + train(engine, 2, first=2) == expected
+        assert same(masters(engine), state)
+
+
+# --- file systems that give up -------------------------------------------------------------------
+
+
+def break_down(engine: infinity.Engine, first: int) -> InfinityError:
+    """Train until the disk's failure is told."""
+    with pytest.raises((TransferError, EngineFailedError)) as caught:
+        train(engine, 20, first=first)
+    return caught.value
+
+
+def transfer_error(error: BaseException | None) -> TransferError:
+    while error is not None and not isinstance(error, TransferError):
+        error = error.__cause__
+    assert isinstance(error, TransferError)
+    return error
+
+
+def test_a_file_system_that_becomes_read_only_while_training(tmp_path: Path) -> None:
+    threads = set(threading.enumerate())
+    with loop_mount(tmp_path, "ext4", options="errors=remount-ro") as path:
+        trigger = Path(f"/sys/fs/ext4/{loop_name(path)}/trigger_fs_error")
+        if not trigger.exists():
+            pytest.skip("this kernel cannot be told to find an ext4 error")
+        engine, *_ = infinity.initialize(small_model(), settings(path))
+        train(engine, 2)
+        trigger.write_text("a test")
+        error = transfer_error(break_down(engine, 2))
+        assert error.errno in (errno.EROFS, errno.EIO)
+        assert str(path) in str(error)
+        assert "unit '" in str(error)
+        with pytest.raises(MachineError, match="could not be removed"):
+            engine.close()
+        engine.close()
+        (left,) = path.iterdir()
+        deadline = [t for t in threading.enumerate() if t not in threads]
+        assert not deadline
+        assert left.name.startswith("infinity-run-")
+
+
+def test_a_drive_that_dies_while_training(tmp_path: Path) -> None:
+    """ext4 is shut down under the engine: every transfer fails from then on."""
+    import fcntl
+    import struct
+
+    with loop_mount(tmp_path, "ext4") as path:
+        engine, *_ = infinity.initialize(small_model(), settings(path))
+        train(engine, 2)
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.ioctl(fd, 0x8004587D, struct.pack("I", 2))  # EXT4_IOC_SHUTDOWN, without the log
+        except OSError as problem:
+            engine.close()
+            pytest.skip(f"ext4 cannot be shut down here: {problem}")
+        finally:
+            os.close(fd)
+        error = transfer_error(break_down(engine, 2))
+        assert error.errno == errno.EIO
+        assert "dmesg" in str(error)
+        with pytest.raises(InfinityError):
+            engine.close()
+        assert infinity.memory.reservations.PROCESS.total("host") == 0
+
+
+def test_a_path_without_room_is_refused_before_training(tmp_path: Path) -> None:
+    threads = set(threading.enumerate())
+    with loop_mount(tmp_path, "ext4", mib=16) as path:
+        model = small_model(width=512, num_blocks=2)
+        with pytest.raises(InfinityError, match=r"needed, .* free at .*missing") as caught:
+            infinity.initialize(model, settings(path))
+        assert str(path) in str(caught.value)
+        assert caught.value.exit_code == 3
+        assert_nothing_left(path, threads)
+
+
+def test_two_drives_of_different_speed_share_by_speed(tmp_path: Path) -> None:
+    """The probe finds the ratio, and a run over both drives computes the same."""
+    with small_engine(tmp_path) as engine:
+        train(engine, 4)
+        expected = digest(masters(engine))
+    with loop_mount(tmp_path, mib=128) as slow, loop_mount(tmp_path, mib=128) as fast:
+        with throttled(slow, 10 << 20) as group:
+            (group / "blkio.throttle.read_bps_device").write_text(speed_rule(fast, 30 << 20))
+            (group / "blkio.throttle.write_bps_device").write_text(speed_rule(fast, 30 << 20))
+            paths = [str(slow), str(fast)]
+            io = {"block_size": 4096}
+            with trainer(slow, 4, group, nvme_path=paths, io=io) as process:
+                ready, *_, last = finished(process)
+        drives = json.loads(ready.removeprefix("ready"))
+        ratio = drives[str(fast)]["speed"] / drives[str(slow)]["speed"]
+        assert 2 < ratio < 4.5
+        share = drives[str(fast)]["nbytes"] / drives[str(slow)]["nbytes"]
+        assert share == pytest.approx(ratio, rel=0.1)
+        assert last == expected
+        assert not [*slow.iterdir(), *fast.iterdir()]
+
+
+def speed_rule(path: Path, bytes_per_s: int) -> str:
+    device = os.stat(path).st_dev
+    return f"{os.major(device)}:{os.minor(device)} {bytes_per_s}"

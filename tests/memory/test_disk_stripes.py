@@ -1,0 +1,139 @@
+"""The logical space over several drives: every page somewhere, nowhere twice, in proportion."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from infinity.memory.stripes import Stripes, fair_shares
+from infinity.plan.layout import PAGE
+
+MIB = 1 << 20
+PLENTY = 1 << 50
+RECORD = 12 * MIB
+CUTS = (2 * MIB, 4 * MIB, 8 * MIB)  # weight 2, residual 2, moments 4 and 4 MiB
+
+
+def page_map(stripes: Stripes, ranges: list[tuple[int, int]]) -> dict[int, tuple[int, int]]:
+    """Logical page -> (path, page of its file), asked page by page: slow and obvious."""
+    pages = {}
+    for start, nbytes in ranges:
+        for at in range(start, start + nbytes, PAGE):
+            (piece,) = stripes.pieces(at, PAGE)
+            assert piece.nbytes == PAGE
+            assert piece.offset % PAGE == 0
+            pages[at // PAGE] = (piece.path_index, piece.offset // PAGE)
+    return pages
+
+
+EXTENTS = st.lists(
+    st.tuples(st.integers(1, 40 * PAGE), st.lists(st.integers(0, 30), max_size=3)),
+    min_size=1,
+    max_size=20,
+)
+
+
+@hypothesis_settings(max_examples=200, deadline=None)
+@given(
+    extents=EXTENTS,
+    weights=st.lists(st.floats(0.1, 10), min_size=1, max_size=4),
+    stripe_pages=st.integers(1, 8),
+    tightness=st.lists(st.floats(0, 1), min_size=4, max_size=4),
+)
+def test_every_page_lies_somewhere_and_nowhere_twice(
+    extents: list[tuple[int, list[int]]],
+    weights: list[float],
+    stripe_pages: int,
+    tightness: list[float],
+) -> None:
+    stripes = Stripes(len(weights), stripe_pages * PAGE)
+    ranges = []
+    for nbytes, cuts in extents:
+        start = stripes.promise(nbytes, [c * PAGE for c in cuts if c * PAGE < nbytes])
+        ranges.append((start, stripes.total - start))
+    # Rooms from hopeless to plenty; the last one makes up what is missing.
+    room = [int(t * stripes.total) for t in tightness[: len(weights)]]
+    room[-1] += max(0, stripes.total - sum(r // PAGE * PAGE for r in room)) + PAGE
+    used = stripes.place(weights, room)
+    pages = page_map(stripes, ranges)
+    assert len(pages) == stripes.total // PAGE
+    assert len(set(pages.values())) == len(pages)
+    for path, size in enumerate(used):
+        assert size <= room[path]
+        assert {page for p, page in pages.values() if p == path} == set(range(size // PAGE))
+    for start, nbytes in ranges:  # ranges asked as a whole agree with pages asked alone
+        at = start
+        for piece in stripes.pieces(start, nbytes):
+            for page in range(piece.nbytes // PAGE):
+                assert pages[at // PAGE] == (piece.path_index, piece.offset // PAGE + page)
+                at += PAGE
+        assert at == start + nbytes
+
+
+def time_of(stripes: Stripes, ranges: list[tuple[int, int]], weights: list[float]) -> float:
+    """How much longer than in perfect proportion the slowest drive takes; 1.0 is best."""
+    moved = [0] * len(weights)
+    for start, nbytes in ranges:
+        for piece in stripes.pieces(start, nbytes):
+            moved[piece.path_index] += piece.nbytes
+    ideal = sum(moved) / sum(weights)
+    return max(m / w for m, w in zip(moved, weights, strict=True)) / ideal
+
+
+@pytest.mark.parametrize("weights", [[1.0, 1.0], [2.0, 1.0], [3.0, 2.0], [1.9, 0.87], [5.0, 2, 1]])
+def test_all_drives_finish_together(weights: list[float]) -> None:
+    stripes = Stripes(len(weights), MIB)
+    records = [stripes.promise(RECORD, CUTS) for _ in range(96)]
+    used = stripes.place(weights, [PLENTY] * len(weights))
+    for size, weight in zip(used, weights, strict=True):
+        assert size == pytest.approx(sum(used) * weight / sum(weights), rel=0.02)
+    for first in range(0, 96, 8):
+        some = records[first : first + 8]
+        whole = [(start, RECORD) for start in some]
+        fetched = [(start, CUTS[0]) for start in some]  # a fetch reads the weights alone
+        assert time_of(stripes, whole, weights) < 1.05
+        assert time_of(stripes, fetched, weights) < 1.25
+
+
+def test_a_small_drive_is_spread_over_all_records() -> None:
+    """Where one path has less room than its share, every record has a part of it."""
+    stripes = Stripes(2, MIB)
+    records = [stripes.promise(RECORD, CUTS) for _ in range(40)]
+    used = stripes.place([1.0, 1.0], [80 * MIB, PLENTY])
+    assert used == [80 * MIB, 400 * MIB]
+    for start in records:
+        on_small = sum(p.nbytes for p in stripes.pieces(start, RECORD) if p.path_index == 0)
+        assert MIB <= on_small <= 3 * MIB
+
+
+def test_one_path_is_one_stretch() -> None:
+    stripes = Stripes(1, MIB)
+    starts = [stripes.promise(n) for n in (5000, 4096, 3 * MIB)]
+    assert starts == [0, 8192, 12288]
+    assert stripes.place([1.0], [stripes.total]) == [12288 + 3 * MIB]
+    assert [(p.path_index, p.offset, p.nbytes) for p in stripes.pieces(4096, 2 * MIB)] == [
+        (0, 4096, 2 * MIB)
+    ]
+
+
+def test_nothing_promised() -> None:
+    for num_paths in (1, 2):
+        assert Stripes(num_paths, MIB).place([1.0] * num_paths, [0] * num_paths) == [0] * num_paths
+
+
+@pytest.mark.parametrize(
+    ("total", "weights", "room", "expected"),
+    [
+        (300, [2, 1], [1000, 1000], [200, 100]),
+        (300, [2, 1], [50, 1000], [50, 250]),
+        (300, [1, 1, 1], [20, 1000, 1000], [20, 140, 140]),
+        (300, [1, 1, 1], [20, 130, 1000], [20, 130, 150]),
+        (300, [1, 1], [150, 150], [150, 150]),
+        (300, [1, 3], [0, 300], [0, 300]),
+        (0, [1, 3], [5, 5], [0, 0]),
+    ],
+)
+def test_shares(total: int, weights: list[float], room: list[int], expected: list[float]) -> None:
+    assert fair_shares(total, weights, room) == pytest.approx(expected)

@@ -1,0 +1,56 @@
+// Order of completion on a disk that does one block after the other, slowly.
+#include "support.h"
+
+using namespace infinity::aio;
+using namespace infinity::aio::testing;
+
+namespace {
+
+struct Slow {
+  explicit Slow(BackendKind backend) : scratch(64 * kBlock), buffer(64 * kBlock) {
+    EngineConfig config = small(backend);
+    config.queue_depth = 1;
+    config.slow_bytes_per_s = 500 * kBlock;
+    engine = Engine::start(config);
+  }
+  std::shared_ptr<Ticket> submit(Priority priority, uint64_t num_blocks) {
+    return engine->submit(Op::read, {{scratch.file, 0, num_blocks * kBlock, buffer.address()}},
+                          priority);
+  }
+
+  Scratch scratch;
+  Buffer buffer;
+  std::shared_ptr<Engine> engine;
+};
+
+}  // namespace
+
+TEST(priority_decides_who_finishes_first) {
+  with_each_backend([](BackendKind backend) {
+    Slow slow(backend);
+    const auto background = slow.submit(Priority::background, 10);
+    const auto normal = slow.submit(Priority::normal, 10);
+    const auto urgent = slow.submit(Priority::urgent, 10);
+    CHECK(outcome(*urgent) == 0);
+    CHECK(!normal->done());
+    CHECK(outcome(*normal) == 0);
+    CHECK(!background->done());
+    CHECK(outcome(*background) == 0);
+    CHECK(urgent->latency_ns() < normal->latency_ns());
+    close(*slow.engine);
+  });
+}
+
+TEST(priority_can_be_raised) {
+  with_each_backend([](BackendKind backend) {
+    Slow slow(backend);
+    const auto first = slow.submit(Priority::normal, 10);
+    const auto second = slow.submit(Priority::background, 10);
+    second->promote();
+    CHECK(outcome(*second) == 0);
+    CHECK(!first->done());
+    CHECK(outcome(*first) == 0);
+    second->promote();  // of one that is done: nothing
+    close(*slow.engine);
+  });
+}

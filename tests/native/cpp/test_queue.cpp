@@ -1,0 +1,91 @@
+// The order of service, without threads or files.
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "queue.h"
+
+using namespace infinity::aio;
+
+namespace {
+
+// Requests with one part each, named by a letter.
+struct Line {
+  Queue queue;
+  std::vector<std::unique_ptr<Part>> parts;
+  std::string names;
+
+  Part* add(char name, Priority priority, uint64_t num_blocks, Op op = Op::read) {
+    parts.push_back(std::make_unique<Part>());
+    names += name;
+    parts.back()->num_queued = num_blocks;
+    queue.push(
+        {std::make_shared<Ticket>(op, priority, 0, std::weak_ptr<Engine>{}), parts.back().get()},
+        priority);
+    return parts.back().get();
+  }
+  char cut() {
+    const Queue::Entry entry = queue.front();
+    --entry.part->num_queued;
+    queue.cut();
+    for (size_t i = 0; i < parts.size(); ++i) {
+      if (parts[i].get() == entry.part) return names[i];
+    }
+    return '?';
+  }
+  std::string rest() {
+    std::string order;
+    while (!queue.empty()) order += cut();
+    return order;
+  }
+};
+
+}  // namespace
+
+TEST(queue_serves_classes_in_order_and_each_first_come_first_served) {
+  Line line;
+  line.add('x', Priority::background, 2);
+  line.add('a', Priority::normal, 2);
+  line.add('b', Priority::normal, 1);
+  line.add('u', Priority::urgent, 2);
+  CHECK(line.queue.num_blocks() == 7);
+  CHECK(line.rest() == "uuaabxx");
+  CHECK(line.queue.num_blocks() == 0);
+}
+
+TEST(queue_mixes_directions_within_a_class) {
+  Line line;
+  line.add('r', Priority::normal, 3);
+  line.add('w', Priority::normal, 2, Op::write);
+  line.add('v', Priority::normal, 2, Op::write);
+  line.add('b', Priority::background, 1, Op::write);
+  CHECK(line.rest() == "rwrwrvvb");
+}
+
+TEST(queue_starves_no_class) {
+  Line line;
+  line.add('u', Priority::urgent, 1000);
+  line.add('n', Priority::normal, 10);
+  line.add('b', Priority::background, 10);
+  const std::string order = line.rest();
+  CHECK(order.find_first_not_of('u') == Queue::kPatience);
+  const size_t last = order.find_last_not_of('u');
+  CHECK_WITH(std::to_string(last), last < 10 * (Queue::kPatience + 3));
+  CHECK(order.size() == 1020);
+}
+
+TEST(queue_moves_and_drops_what_is_not_cut) {
+  Line line;
+  Part* a = line.add('a', Priority::normal, 3);
+  Part* b = line.add('b', Priority::background, 3);
+  line.add('c', Priority::background, 1);
+  line.add('u', Priority::urgent, 1);
+  CHECK(line.cut() == 'u');
+  CHECK(line.cut() == 'a');
+  line.queue.promote(b);
+  CHECK(line.cut() == 'b');
+  CHECK(line.queue.erase(a));
+  CHECK(!line.queue.erase(a));
+  CHECK(line.queue.num_blocks() == 3);
+  CHECK(line.rest() == "bbc");
+}

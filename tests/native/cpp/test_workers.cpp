@@ -1,0 +1,72 @@
+// The pool of the CPU optimizer, used by several threads at once.
+#include <atomic>
+#include <cstddef>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "dispatch.h"
+#include "topology.h"
+#include "workers.h"
+
+using namespace infinity;
+
+namespace {
+
+// Every element is computed once, whoever does it.
+bool covers(Workers& workers, std::size_t n, std::size_t chunk) {
+  std::vector<int> counts(n, 0);
+  workers.run(n, chunk, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t i = begin; i < end; ++i) ++counts[i];
+  });
+  for (const int count : counts) {
+    if (count != 1) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+TEST(workers_cover_the_range_once) {
+  for (const int num_threads : {1, 2, 5}) {
+    Workers workers(num_threads, usable_nodes("/"));
+    for (const std::size_t n : {1u, 2u, 99u, 1000u, 4096u}) {
+      for (const std::size_t chunk : {1u, 7u, 1000u}) CHECK(covers(workers, n, chunk));
+    }
+  }
+}
+
+TEST(workers_serve_several_callers) {
+  Workers workers(4, usable_nodes("/"));
+  std::atomic<int> num_wrong{0};
+  std::vector<std::thread> callers;
+  for (int i = 0; i < 3; ++i) {
+    callers.emplace_back([&] {
+      for (int turn = 0; turn < 100; ++turn) num_wrong += covers(workers, 500, 16) ? 0 : 1;
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  CHECK(num_wrong == 0);
+}
+
+TEST(workers_stop_while_a_job_runs) {
+  for (int turn = 0; turn < 30; ++turn) {
+    Workers workers(3, usable_nodes("/"));
+    std::atomic<bool> is_right{true};
+    std::thread caller([&] {
+      for (int i = 0; i < 10; ++i) {
+        if (!covers(workers, 300, 8)) is_right = false;
+      }
+    });
+    workers.stop();
+    caller.join();
+    CHECK(is_right);
+    CHECK(covers(workers, 300, 8));  // alone, after the stop
+  }
+}
+
+TEST(workers_have_kernels_to_run) {
+  CHECK(!available_kernels().empty());
+  CHECK(find_kernels("auto") == available_kernels().back());
+  CHECK_THROWS(std::invalid_argument, find_kernels("abacus"));
+}

@@ -1,0 +1,136 @@
+// Runs the update of the baseline kernels and of the emulated AVX-512 ones on the same random
+// bytes, for every rule, layout, moment format and gradient type, and says where they differ.
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "kernels.h"
+
+namespace infinity {
+extern const Kernels kEmulatedKernels;
+}
+
+namespace {
+
+using namespace infinity;
+
+struct State {
+  std::vector<unsigned char> weight, rest, moment[2];
+  std::vector<float> scales[2];
+
+  bool operator==(const State& other) const {
+    const auto same = [](const std::vector<float>& a, const std::vector<float>& b) {
+      return a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+    };
+    return weight == other.weight && rest == other.rest && moment[0] == other.moment[0] &&
+           moment[1] == other.moment[1] && same(scales[0], other.scales[0]) &&
+           same(scales[1], other.scales[1]);
+  }
+};
+
+std::mt19937_64 random_source(7);
+
+float some_float(bool is_wild) {
+  static std::normal_distribution<float> normal;
+  if (is_wild && random_source() % 8 == 0) {
+    const auto bits = static_cast<std::uint32_t>(random_source());
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+  }
+  return normal(random_source) * 1e-2f;
+}
+
+void fill(std::vector<unsigned char>& bytes, std::size_t n, std::size_t size, bool is_wild,
+          bool is_positive) {
+  bytes.resize(n * size);
+  for (std::size_t i = 0; i < n; ++i) {
+    float value = some_float(is_wild);
+    if (is_positive) value = value < 0 ? -value : value;
+    std::uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    if (size == 2) bits >>= 16;
+    if (size == 1) bits = static_cast<std::uint32_t>(random_source() & 0xff);
+    std::memcpy(bytes.data() + i * size, &bits, size);
+  }
+}
+
+void run(const Kernels& kernels, UpdateArguments a, State& state) {
+  a.weight = state.weight.data();
+  a.rest = state.rest.empty() ? nullptr : state.rest.data();
+  for (int k = 0; k < 2; ++k) {
+    a.moment[k] = state.moment[k].empty() ? nullptr : state.moment[k].data();
+    a.scales[k] = state.scales[k].empty() ? nullptr : state.scales[k].data();
+  }
+  kernels.update(a, 0, a.n);
+}
+
+const float kScalars[5][kMaxScalars] = {
+    {0.5f, 0.999f, 0.0f, 0.1f, 0.999f, 0.001f, 1e-2f, 0.3f, 1e-8f},
+    {0.5f, 0.999f, 0.9f, 0.1f, 0.99f, 0.01f, 1e-3f},
+    {0.5f, 0.1f, 0.9f, 0.7f, 0.9f, 1e-2f},
+    {0.5f, 0.1f, 0.0f, 0.0f, 0.0f, 1e-2f},
+    {0.5f, 0.1f, 1e-2f, 1e-10f},
+};
+constexpr int kNumMoments[5] = {2, 1, 1, 0, 1};
+
+}  // namespace
+
+int main() {
+  int tried = 0;
+  int different = 0;
+  for (int code = 0; code < 5 * 3 * 4 * 3 * 4 * 2; ++code) {
+    int rest = code;
+    const auto take = [&rest](int count) {
+      const int digit = rest % count;
+      rest /= count;
+      return digit;
+    };
+    UpdateArguments a{};
+    a.rule = static_cast<Rule>(take(5));
+    a.layout = static_cast<Layout>(take(3));
+    a.format = static_cast<Format>(take(4));
+    a.gradient_dtype = static_cast<Dtype>(take(3));
+    a.n =
+        std::vector<std::size_t>{128, 1, 3 * 128 + 77, 5 * 128}[static_cast<std::size_t>(take(4))];
+    const bool is_wild = take(2) == 1;
+    const bool shifts = a.format == kBf16Stochastic;  // others begin at a tile
+    a.key = random_source();
+    a.first = (std::uint64_t{1} << 32) - 256 + (shifts ? 31 : 0);
+    std::memcpy(a.scalars, kScalars[a.rule], sizeof a.scalars);
+    if (a.rule == kAdam && is_wild) a.scalars[2] = 0.1f;  // Adam with L2 is a loop of its own
+    State before;
+    fill(before.weight, a.n, a.layout == kFp32Weight ? 4 : 2, is_wild, false);
+    if (a.layout != kFp32Weight) {
+      fill(before.rest, a.n, a.layout == kSplitWeight ? 2 : 4, is_wild, false);
+    }
+    for (int k = 0; k < kNumMoments[a.rule]; ++k) {
+      const std::size_t size = a.format == kFp32Moment ? 4 : (a.format == kInt8Moment ? 1 : 2);
+      fill(before.moment[k], a.n, size, is_wild, k == 1 || a.rule == kAdagrad);
+      for (std::size_t i = 0; a.format == kInt8Moment && i < (a.n + 127) / 128; ++i) {
+        const float scale = some_float(false);
+        before.scales[k].push_back(scale < 0 ? -scale : scale);
+      }
+    }
+    std::vector<unsigned char> gradient;
+    fill(gradient, a.n, a.gradient_dtype == kFp32 ? 4 : 2, is_wild, false);
+    a.gradient = gradient.data();
+    State one = before;
+    State other = before;
+    run(kBaselineKernels, a, one);
+    run(kEmulatedKernels, a, other);
+    ++tried;
+    if (!(one == other)) {
+      ++different;
+      std::printf("rule %d layout %d format %d gradient %d n %zu wild %d differ\n", a.rule,
+                  a.layout, a.format, a.gradient_dtype, a.n, is_wild);
+    }
+    if (one == before && a.n > 1) {  // one element may be a NaN and stay one
+      ++different;
+      std::printf("nothing changed in case %d\n", code);
+    }
+  }
+  std::printf("%d cases, %d different\n", tried, different);
+  return different == 0 ? 0 : 1;
+}

@@ -1,0 +1,174 @@
+"""The seeded faulty back end: every kind shows, and what survives it is right."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import random
+from pathlib import Path
+
+import pytest
+from support.native_io import BLOCK, Buffer, make_file, noise
+
+from infinity._aio import READ, WRITE, AioError, Engine, File, Ticket, wait_all, wait_any
+
+NUM_BLOCKS = 64
+DATA = noise(NUM_BLOCKS * BLOCK, seed=7)
+
+
+def faulty(backend: str, faults: str, queue_depth: int = 4) -> Engine:
+    return Engine(
+        backend=backend,
+        block_size=BLOCK,
+        queue_depth=queue_depth,
+        stuck_after_s=0.3,
+        faults=faults,
+    )
+
+
+def outcome(ticket: Ticket) -> int:
+    """The error number, 0 where it went well."""
+    try:
+        ticket.wait()
+    except AioError as error:
+        return error.errno or -1
+    return 0
+
+
+def outcomes(engine: Engine, op: int, file: File, buffer: Buffer) -> list[int]:
+    """The error number of every block, each a request of its own; 0 where it went well."""
+    tickets = [
+        engine.submit(op, [(file, i * BLOCK, BLOCK, buffer.address + i * BLOCK)], keep=buffer)
+        for i in range(NUM_BLOCKS)
+    ]
+    assert wait_all(tickets, 30.0)
+    return [outcome(ticket) for ticket in tickets]
+
+
+def wrong_blocks(got: bytes, want: bytes = DATA) -> list[int]:
+    pieces = range(0, len(want), BLOCK)
+    return [i // BLOCK for i in pieces if got[i : i + BLOCK] != want[i : i + BLOCK]]
+
+
+@pytest.mark.parametrize(("kind", "number"), [("eio", errno.EIO), ("enospc", errno.ENOSPC)])
+def test_errors(backend: str, tmp_path: Path, kind: str, number: int) -> None:
+    file = make_file(tmp_path / "f", bytes(len(DATA)))
+    engine = faulty(backend, f"seed=1,kinds={kind},rate=0.3")
+    written = outcomes(engine, WRITE, file, Buffer(len(DATA), DATA))
+    assert set(written) == {0, number}
+    assert 8 <= written.count(number) <= 32
+    # A write that failed did not happen, one that went well did.
+    on_disk = (tmp_path / "f").read_bytes()
+    assert wrong_blocks(on_disk) == [i for i, error in enumerate(written) if error]
+    target = Buffer(len(DATA), b"\xaa" * len(DATA))
+    read = outcomes(engine, READ, file, target)
+    assert (read.count(errno.EIO) > 5) == (kind == "eio")
+    failed = {i for i, error in enumerate(read) if error}
+    assert set(wrong_blocks(target.bytes(), on_disk)) == failed
+    engine.close()
+
+
+@pytest.mark.parametrize("direct", ["off", "auto"])
+@pytest.mark.parametrize("kind", ["short", "delay", "reorder", "short+delay+reorder"])
+@pytest.mark.parametrize("rate", [0.3, 1.0])
+def test_harmless_kinds(backend: str, tmp_path: Path, kind: str, direct: str, rate: float) -> None:
+    file = make_file(tmp_path / "f", bytes(len(DATA)), direct=direct)
+    engine = faulty(backend, f"seed=2,kinds={kind},rate={rate}")
+    assert set(outcomes(engine, WRITE, file, Buffer(len(DATA), DATA))) == {0}
+    target = Buffer(len(DATA))
+    assert set(outcomes(engine, READ, file, target)) == {0}
+    assert target.bytes() == DATA == (tmp_path / "f").read_bytes()
+    counters = engine.counters()
+    assert counters["read_bytes"] == counters["write_bytes"] == len(DATA)
+    engine.close()
+
+
+def test_reordering_reorders(backend: str, tmp_path: Path) -> None:
+    """Of two requests the later one finishes first, which a sound engine of depth 1 never does."""
+    file = make_file(tmp_path / "f", DATA)
+    target = Buffer(len(DATA))
+    engine = faulty(backend, "seed=3,kinds=reorder,rate=0.4", queue_depth=2)
+    overtaken = 0
+    for turn in range(30):
+        pair = [
+            engine.submit(READ, [(file, at * BLOCK, BLOCK, target.address + at * BLOCK)])
+            for at in (2 * turn, 2 * turn + 1)
+        ]
+        overtaken += wait_any(pair) == 1
+        assert wait_all(pair)
+    assert overtaken > 3
+    engine.close()
+
+
+def test_flips(backend: str, tmp_path: Path) -> None:
+    file = make_file(tmp_path / "f", DATA)
+    target = Buffer(len(DATA))
+    engine = faulty(backend, "seed=4,kinds=flip,rate=0.25")
+    assert set(outcomes(engine, READ, file, target)) == {0}
+    wrong = wrong_blocks(target.bytes())
+    assert 6 <= len(wrong) <= 28
+    bits = int.from_bytes(target.bytes()) ^ int.from_bytes(DATA)
+    assert bits.bit_count() == len(wrong)  # one in each
+    assert (tmp_path / "f").read_bytes() == DATA
+    engine.close()
+
+
+def test_the_seed_decides(backend: str, tmp_path: Path) -> None:
+    def pattern(seed: int) -> list[int]:
+        file = make_file(tmp_path / "f", DATA)
+        engine = faulty(backend, f"seed={seed},kinds=eio,rate=0.3")
+        errors = outcomes(engine, READ, file, Buffer(len(DATA)))
+        engine.close()
+        return errors
+
+    assert pattern(5) == pattern(5)
+    assert pattern(5) != pattern(6)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_seeds_of_all_kinds_end_well(backend: str, tmp_path: Path, seed: int) -> None:
+    """Right bytes or an error of the right kind, and the engine closes; flips excepted."""
+    rng = random.Random(seed)
+    file = make_file(tmp_path / "f", DATA)
+    kinds = "eio+enospc+short+delay+reorder+stuck"
+    engine = faulty(backend, f"seed={seed},kinds={kinds},rate=0.05")
+    targets, tickets, ranges = [], [], []
+    for _ in range(12):
+        first = rng.randrange(NUM_BLOCKS - 4)
+        length = rng.randrange(1, 4 * BLOCK)
+        target = Buffer(length)
+        segment = (file, first * BLOCK, length, target.address)
+        tickets.append(engine.submit(READ, [segment], priority=rng.randrange(3), keep=target))
+        targets.append(target)
+        ranges.append((first * BLOCK, length))
+    with contextlib.suppress(AioError):
+        wait_all(tickets, 20.0)
+    with contextlib.suppress(AioError):
+        engine.close()
+    for ticket, target, (offset, length) in zip(tickets, targets, ranges, strict=True):
+        assert ticket.done()
+        number = outcome(ticket)
+        assert number in (0, errno.EIO, errno.ETIMEDOUT, errno.ECANCELED)
+        if number == 0:
+            assert target.bytes(0, length) == DATA[offset : offset + length]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("rate=0.1", "seed is missing"),
+        ("seed=one", "not a number"),
+        ("seed=1,kinds=fire", "no kind 'fire'"),
+        ("seed=1,rate=1.5", "between 0 and 1"),
+        ("seed=1,often=yes", "no setting 'often'"),
+    ],
+)
+def test_nonsense_is_refused(text: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        Engine(faults=text, stuck_after_s=1.0)
+
+
+def test_the_description_tells(backend: str) -> None:
+    engine = faulty(backend, "seed=99,kinds=delay")
+    assert "faults of seed 99" in engine.backend_reason
+    engine.close()

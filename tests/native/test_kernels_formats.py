@@ -1,0 +1,221 @@
+"""Lossy moments: what a code stands for, what rounding does on average, what stays visible."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.adam_values import ADAMW, Source
+
+from infinity.formats import MOMENT_BLOCK, MomentFormat
+from infinity.optim.cpu import CpuKernels
+from infinity.optim.moments import Moment
+from infinity.optim.reference import read_moment, write_moment
+from infinity.optim.rounding import random_bits, random_for_bf16
+from infinity.optim.rules import AdagradHyper
+
+INT8 = MomentFormat.INT8
+LOSSY = [kind for kind in MomentFormat if not kind.is_exact]
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Iterator[CpuKernels]:
+    with CpuKernels(2) as made:
+        yield made
+
+
+def coded(kernels: CpuKernels, values: torch.Tensor, kind: MomentFormat, signed: bool) -> Moment:
+    moment = Moment.zeros(values.numel(), kind)
+    kernels.encode(values, moment, signed=signed)
+    return moment
+
+
+def decoded(kernels: CpuKernels, moment: Moment, signed: bool) -> torch.Tensor:
+    values = torch.empty(moment.values.numel())
+    kernels.decode(moment, values, signed=signed)
+    return values
+
+
+@pytest.mark.parametrize("kind", MomentFormat)
+@pytest.mark.parametrize("signed", [True, False])
+def test_zeroed_bytes_mean_zero(kernels, kind, signed) -> None:
+    assert torch.equal(decoded(kernels, Moment.zeros(300, kind), signed), torch.zeros(300))
+
+
+@pytest.mark.parametrize("kind", MomentFormat)
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("wild", [True, False])
+def test_encode_and_decode_equal_the_reference(kernels, kind, signed, wild) -> None:
+    for seed, n in enumerate((0, 1, 128, 129, 5000)):
+        values = Source(seed).floats(n, torch.float32, wild=wild)
+        if not signed:
+            values.abs_()
+        want = Moment.zeros(n, kind)
+        write_moment(want, values.numpy(), signed=signed)
+        got = coded(kernels, values, kind, signed)
+        assert torch.equal(got.values.view(torch.uint8), want.values.view(torch.uint8))
+        if got.scales is not None and want.scales is not None:
+            assert torch.equal(got.scales.view(torch.int32), want.scales.view(torch.int32))
+        back = decoded(kernels, got, signed)
+        np.testing.assert_array_equal(back.numpy(), read_moment(want, signed=signed))
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_8_bits_are_within_a_step(kernels, signed) -> None:
+    """Eight steps per octave: at most 1/16 off, down to 2^-16 (2^-32) of the largest."""
+    octaves = 15 if signed else 31
+    exponents = torch.linspace(0, octaves, 40 * MOMENT_BLOCK)[torch.randperm(40 * MOMENT_BLOCK)]
+    values = torch.exp2(-exponents)
+    values[::MOMENT_BLOCK] = 1.0
+    if signed:
+        values[1::2] *= -1
+    back = decoded(kernels, coded(kernels, values, INT8, signed), signed)
+    assert float((back / values - 1).abs().max()) <= 1 / 16 + 1e-6
+    assert torch.equal(back[::MOMENT_BLOCK], values[::MOMENT_BLOCK])  # the largest is exact
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_every_code_survives_a_round_trip(kernels, signed) -> None:
+    """Decoding and encoding again moves nothing, whatever the scale."""
+    for scale in (1.0, 3e-5, 1.1754944e-38, 2.0**100, torch.finfo(torch.float32).max):
+        codes = torch.arange(256, dtype=torch.uint8).repeat(2)
+        codes[::MOMENT_BLOCK] = 127 if signed else 255  # or the scale would be another
+        if signed:
+            codes[codes == 128] = 0  # minus zero is zero
+        moment = Moment(codes, torch.full((4,), scale), INT8)
+        again = coded(kernels, decoded(kernels, moment, signed), INT8, signed)
+        if scale > 1e-30:
+            assert torch.equal(again.values, codes)
+        torch.testing.assert_close(
+            decoded(kernels, again, signed), decoded(kernels, moment, signed), rtol=0, atol=1e-38
+        )
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_value_that_is_not_finite_shows_in_its_whole_block(kernels, signed, bad) -> None:
+    values = torch.ones(3 * MOMENT_BLOCK)
+    values[MOMENT_BLOCK + 5] = bad
+    moment = coded(kernels, values, INT8, signed)
+    back = decoded(kernels, moment, signed)
+    assert back.isnan().nonzero().flatten().tolist() == list(range(MOMENT_BLOCK, 2 * MOMENT_BLOCK))
+    assert int(moment.values[MOMENT_BLOCK : 2 * MOMENT_BLOCK].sum()) == 0
+
+
+def test_a_nan_in_a_gradient_shows_in_moments_and_weight(kernels) -> None:
+    for kind in MomentFormat:
+        weight = torch.ones(256)
+        moments = [Moment.zeros(256, kind), Moment.zeros(256, kind)]
+        gradient = torch.ones(256)
+        gradient[3] = torch.nan
+        kernels.update(weight, None, moments, gradient, ADAMW, 1)
+        assert weight.isnan().nonzero().flatten().tolist() == [3]
+        for moment, signed in zip(moments, (True, False), strict=True):
+            assert decoded(kernels, moment, signed)[3].isnan()
+
+
+def test_a_second_moment_never_becomes_zero(kernels) -> None:
+    """A root of zero in the denominator would make the update explode."""
+    gradient = torch.exp2(-torch.linspace(0, 60, 256))
+    weight = torch.zeros(256)
+    moments = [Moment.zeros(256, INT8), Moment.zeros(256, INT8)]
+    for step in range(1, 30):
+        kernels.update(weight, None, moments, gradient, ADAMW, step, key=step)
+    assert (decoded(kernels, moments[1], signed=False) > 0).all()
+    assert float(weight.abs().max()) < 29 * ADAMW.lr * 1.5
+
+
+def test_denormal_moments(kernels) -> None:
+    values = torch.full((MOMENT_BLOCK,), 2.0**-140)
+    for signed in (True, False):
+        back = decoded(kernels, coded(kernels, values, INT8, signed), signed)
+        torch.testing.assert_close(back, values, rtol=0.07, atol=0)
+
+
+@pytest.mark.parametrize("kind", [MomentFormat.BF16_STOCHASTIC, INT8])
+def test_stochastic_rounding_is_right_on_average(kernels, kind) -> None:
+    """Adagrad's sum stays (the gradient is 0), so only rounding moves it; many keys average out."""
+    hyper = AdagradHyper(lr=0.0)
+    n = 64 * MOMENT_BLOCK
+    exact = torch.exp2(-torch.linspace(0, 9, n))
+    exact[::MOMENT_BLOCK] = 1.0
+    start = coded(kernels, exact, kind, signed=False)
+    gradient = (0.3 * exact.sqrt()).contiguous()  # now the sum is between two steps
+    total = torch.zeros(n, dtype=torch.float64)
+    rounds = 400
+    for key in range(rounds):
+        moment = start.clone()
+        kernels.update(torch.zeros(n), None, [moment], gradient, hyper, 1, key=key)
+        total += decoded(kernels, moment, signed=False).double()
+    want = decoded(kernels, start, signed=False).double() + gradient.double() ** 2
+    step = want * (2.0**-7 if kind is MomentFormat.BF16_STOCHASTIC else 2.0**-3)
+    # A mean of `rounds` values, each off by less than a step: four standard errors.
+    error = (total / rounds - want).abs() / step
+    assert float(error.max()) < 5 * 0.5 / rounds**0.5
+    assert abs(float(((total / rounds - want) / step).mean())) < 4 * 0.5 / (rounds * n) ** 0.5
+
+
+def test_a_sum_smaller_than_a_step_still_grows(kernels) -> None:
+    """What rounding to nearest would lose: 1000 additions of a thousandth."""
+    for kind, grows in (
+        (INT8, True),
+        (MomentFormat.BF16_STOCHASTIC, True),
+        (MomentFormat.BF16, False),
+    ):
+        moment = coded(kernels, torch.ones(4096), kind, signed=False)
+        gradient = torch.full((4096,), 1e-3**0.5)
+        gradient[::MOMENT_BLOCK] = 0.0  # these keep the scale
+        for step in range(1, 1001):
+            kernels.update(
+                torch.zeros(4096), None, [moment], gradient, AdagradHyper(lr=0.0), step, key=step
+            )
+        mean = float(decoded(kernels, moment, signed=False).mean())
+        assert (1.8 < mean < 2.1) if grows else mean == 1.0
+
+
+def test_random_bits_are_fair_and_independent() -> None:
+    bits = random_bits(1234, 0, 1 << 18)
+    other = random_bits(1235, 0, 1 << 18)
+    shifted = random_bits(1234, 1 << 18, 1 << 18)
+    for moment in (0, 1):
+        uniform = random_for_bf16(bits, moment) / 2.0**16
+        assert abs(uniform.mean() - 0.5) < 0.004
+        assert abs(uniform.var() - 1 / 12) < 0.002
+        for again in (other, shifted, np.roll(bits, 1), np.roll(bits, 128)):
+            correlation = np.corrcoef(uniform, random_for_bf16(again, moment) / 2.0**16)[0, 1]
+            assert abs(correlation) < 0.01
+    low, high = (random_for_bf16(bits, moment) for moment in (0, 1))
+    assert abs(np.corrcoef(low, high)[0, 1]) < 0.01
+    counts = np.unpackbits(bits.view(np.uint8)).reshape(-1, 8).mean(axis=0)
+    assert np.abs(counts - 0.5).max() < 0.004
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(key=st.integers(0, 2**64 - 1), first=st.integers(0, 2**40), n=st.integers(1, 500))
+def test_random_bits_do_not_depend_on_the_cut(key, first, n) -> None:
+    whole = random_bits(key, first, n)
+    cut = n // 3
+    parts = [random_bits(key, first, cut), random_bits(key, first + cut, n - cut)]
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+@pytest.mark.parametrize("kind", LOSSY)
+def test_lossy_moments_follow_exact_ones(kernels, kind) -> None:
+    """200 steps of AdamW: the path of the weights stays close to that of fp32 moments."""
+    n = 4096
+    generator = torch.Generator().manual_seed(7)
+    spread = torch.exp(torch.randn(n, generator=generator))
+    mean = 0.3 * spread * torch.randn(n, generator=generator)
+    exact, lossy = torch.zeros(n), torch.zeros(n)
+    exact_moments = [Moment.zeros(n, MomentFormat.FP32) for _ in range(2)]
+    lossy_moments = [Moment.zeros(n, kind) for _ in range(2)]
+    for step in range(1, 201):
+        gradient = mean + spread * torch.randn(n, generator=generator)
+        kernels.update(exact, None, exact_moments, gradient, ADAMW, step)
+        kernels.update(lossy, None, lossy_moments, gradient, ADAMW, step, key=step)
+    distance = float((exact - lossy).norm() / exact.norm())
+    assert distance < {INT8: 0.12, MomentFormat.BF16: 0.05}.get(kind, 0.02)

@@ -1,0 +1,181 @@
+"""Bad input to the kernels: a clear error before any byte is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.adam_values import ADAMW, Source
+
+from infinity import _adam
+from infinity.errors import ConfigError, EngineClosedError, InfinityError, PresenceError
+from infinity.formats import MomentFormat
+from infinity.optim.cpu import CpuKernels, Piece
+from infinity.optim.moments import Moment
+from infinity.optim.rules import LionHyper, SgdHyper
+
+N = 256
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Iterator[CpuKernels]:
+    with CpuKernels(1) as made:
+        yield made
+
+
+def good(kind: MomentFormat = MomentFormat.FP32) -> dict[str, Any]:
+    state = Source(1).whole_state(N, "split", ADAMW, kind, wild=False)
+    return {
+        "weight": state.weight,
+        "rest": state.rest,
+        "moments": state.moments,
+        "gradient": torch.ones(N),
+        "hyper": ADAMW,
+        "step": 1,
+    }
+
+
+def moment(**changes: Any) -> list[Moment]:
+    fresh = Moment.zeros(N, MomentFormat.INT8)
+    return [fresh._replace(**changes), Moment.zeros(N, MomentFormat.INT8)]
+
+
+SHARED = torch.zeros(2 * N)
+BAD: list[tuple[dict[str, Any], type[InfinityError], str]] = [
+    ({"weight": torch.zeros(N)}, ConfigError, "rest"),
+    ({"weight": torch.zeros(N, dtype=torch.float64)}, ConfigError, "weight has dtype"),
+    ({"weight": torch.zeros(N - 1, dtype=torch.bfloat16)}, ConfigError, "elements"),
+    ({"rest": None}, ConfigError, "missing"),
+    ({"rest": torch.zeros(N)}, ConfigError, "rest has dtype"),
+    ({"rest": torch.zeros(N - 1, dtype=torch.int16)}, ConfigError, "rest has 255 elements"),
+    ({"gradient": torch.zeros(N + 1)}, ConfigError, "gradient has 257 elements"),
+    ({"gradient": torch.zeros(N, dtype=torch.int32)}, ConfigError, "gradient has dtype"),
+    ({"gradient": torch.zeros(N, device="meta")}, PresenceError, "gradient is on meta"),
+    ({"gradient": torch.zeros(2 * N)[::2]}, PresenceError, "strides"),
+    ({"gradient": torch.zeros(2, N // 2)}, PresenceError, "shape"),
+    ({"gradient": torch.full((1,), torch.nan).expand(N)}, PresenceError, "strides"),
+    ({"moments": []}, ConfigError, "0 moments"),
+    ({"moments": [Moment(torch.zeros(N))] * 3}, ConfigError, "3 moments"),
+    ({"hyper": LionHyper(lr=0.1)}, ConfigError, "2 moments"),
+    ({"hyper": SgdHyper(lr=0.1)}, ConfigError, "2 moments"),
+    ({"moments": [Moment(torch.zeros(N))] * 2}, ConfigError, "overlap"),
+    (
+        {"moments": [Moment(SHARED[:N]), Moment(SHARED[N - 1 : 2 * N - 1])]},
+        ConfigError,
+        "overlap",
+    ),
+    ({"gradient": SHARED[1 : N + 1], "moments": [Moment(SHARED[:N]), Moment(torch.zeros(N))]},
+     ConfigError, "overlap"),
+    ({"moments": [Moment(torch.zeros(N)), Moment(torch.zeros(N - 1))]}, ConfigError, "moment 2"),
+    ({"moments": moment(scales=None)}, ConfigError, "no scales"),
+    ({"moments": moment(scales=torch.zeros(1))}, ConfigError, "scales has 1 elements"),
+    ({"moments": moment(values=torch.zeros(N))}, ConfigError, "moment 1 has dtype"),
+    (
+        {"moments": [Moment(torch.zeros(N)), Moment.zeros(N, MomentFormat.BF16)]},
+        ConfigError,
+        "different formats",
+    ),
+    ({"moments": moment(), "first": 64}, ConfigError, "element 64"),
+    ({"key": -1}, ConfigError, "key -1"),
+    ({"key": 2**64}, ConfigError, "64 bits"),
+    ({"first": -128}, ConfigError, "first -128"),
+    ({"step": 0}, ConfigError, "step is 0"),
+    ({"step": -1}, ConfigError, "step is -1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "error", "words"), BAD, ids=lambda value: str(value)[:40])
+def test_bad_input_touches_nothing(kernels, change, error, words) -> None:
+    arguments = good() | change
+    tensors = [arguments["weight"], arguments["rest"], arguments["gradient"]]
+    tensors += [tensor for m in arguments["moments"] for tensor in (m.values, m.scales)]
+    here = [t for t in tensors if t is not None and t.is_cpu]
+    before = [tensor.clone() for tensor in here]
+    with pytest.raises(error, match=words):
+        kernels.update(**arguments)
+    with pytest.raises(error, match=words):
+        kernels.update_all([Piece(**good()), Piece(**arguments)])
+    with pytest.raises(error, match=words):
+        kernels.prepare([Piece(**arguments)])
+    for tensor, copy in zip(here, before, strict=True):
+        assert torch.equal(tensor.nan_to_num(7), copy.nan_to_num(7))
+
+
+def test_a_bad_piece_leaves_the_good_ones_alone(kernels) -> None:
+    first = good()
+    state = [first["weight"], first["rest"], *(m.values for m in first["moments"])]
+    before = [tensor.clone() for tensor in state]
+    with pytest.raises(ConfigError, match="step is 0"):
+        kernels.update_all([Piece(**first), Piece(**(good() | {"step": 0}))])
+    assert all(torch.equal(one, other) for one, other in zip(state, before, strict=True))
+
+
+def test_pieces_that_share_memory_are_refused(kernels) -> None:
+    piece = Piece(**good())
+    with pytest.raises(ConfigError, match="overlap"):
+        kernels.update_all([piece, piece])
+    same_gradient = Piece(**(good() | {"gradient": piece.gradient}))
+    kernels.update_all([piece, same_gradient])  # reading twice is no harm
+
+
+def test_misuse_of_the_helpers_is_refused(kernels) -> None:
+    fp32, bf16 = torch.zeros(8), torch.zeros(8, dtype=torch.bfloat16)
+    with pytest.raises(PresenceError, match="strides"):
+        kernels.square_sum(torch.full((1,), torch.nan).expand(8))
+    with pytest.raises(PresenceError, match="strides"):
+        kernels.square_sum(torch.zeros(2, 2))
+    with pytest.raises(PresenceError, match="meta"):
+        kernels.square_sum(torch.zeros(8, device="meta"))
+    with pytest.raises(ConfigError, match="overlap"):
+        kernels.accumulate(fp32[1:], fp32[:-1])
+    with pytest.raises(ConfigError, match="bytes"):
+        kernels.copy(fp32, bf16)
+    with pytest.raises(ConfigError, match="values has dtype"):
+        kernels.encode(bf16, Moment.zeros(8, MomentFormat.BF16), signed=True)
+    with pytest.raises(ConfigError, match="moment has 9 elements"):
+        kernels.decode(Moment.zeros(9, MomentFormat.BF16), fp32, signed=True)
+    with pytest.raises(ConfigError, match="overlap"):
+        kernels.encode(fp32, Moment(fp32), signed=True)
+    with pytest.raises(ConfigError, match="cut at element 64"):
+        Moment.zeros(N, MomentFormat.INT8).part(64, N)
+
+
+def test_a_closed_pool_refuses() -> None:
+    pool = CpuKernels(1)
+    prepared = pool.prepare([Piece(**good())])
+    pool.close()
+    with pytest.raises(EngineClosedError):
+        pool.update(**good())
+    with pytest.raises(EngineClosedError):
+        pool.decode(Moment(torch.zeros(4)), torch.zeros(4), signed=True)
+    with pytest.raises(EngineClosedError):
+        pool.update_prepared(prepared)
+
+
+def test_the_native_side_refuses_too() -> None:
+    address = torch.zeros(64).data_ptr()
+
+    def piece(**changes: Any) -> _adam.Piece:
+        sizes = {"n": 8, "rule": 0, "layout": 0, "format": 0, "gradient_dtype": _adam.FP32}
+        places = {"weight": address, "rest": 0, "moment1": address + 32, "scales1": 0}
+        places |= {"moment2": address + 64, "scales2": 0, "gradient": address + 96}
+        rest = {"key": 0, "first": 0, "scalars": [1.0] * 9}
+        return _adam.Piece(**(sizes | places | rest | changes))
+
+    assert piece().nbytes == 8 * 28
+    for changes, words in (
+        ({"rule": 5}, "rule"),
+        ({"layout": 3}, "layout"),
+        ({"format": -1}, "format"),
+        ({"gradient_dtype": 9}, "dtype"),
+        ({"scalars": [1.0]}, "9 scalars"),
+        ({"weight": 0}, "weight is null"),
+        ({"moment2": address + 2}, "aligned"),
+        ({"gradient": address}, "overlap"),
+        ({"format": 3, "first": 1}, "multiple of 128"),
+        ({"format": 3}, "scales of moment 1 is null"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            piece(**changes)

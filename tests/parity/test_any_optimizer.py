@@ -1,0 +1,368 @@
+"""Any torch optimizer, tile by tile: bit for bit what plain torch gives on fp32 masters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.fake_accelerator import FakeAccelerator
+from support.models import CASES
+from support.trainer import PLACEMENTS, Run, make_config, make_device, same_bits, train, train_torch
+from torch import Tensor, nn, optim
+
+from infinity.errors import ConfigError, DoesNotFitError
+from infinity.optim.adamw import split_master
+from infinity.optim.guest import TILE_ELEMENTS
+from infinity.optim.guest_probe import open_guest
+
+STEPS = 4
+CASE = CASES["gpt"]
+DISK = ("disk", "disk", "disk")
+Groups = list[dict[str, Any]]
+
+
+class SignedMomentum(optim.Optimizer):
+    """A user's own: a count in the group, rebound state and rebound `.data`."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["count"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                old = state.get("momentum", torch.zeros_like(p))
+                state["momentum"] = old * 0.9 + p.grad
+                p.data = p.data - group["lr"] / group["count"] * state["momentum"].sign()
+
+
+class TrustRatio(optim.Optimizer):
+    """LAMB-like: a step as long as the parameter's norm says. Not elementwise."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    m = self.state[p].setdefault("m", torch.zeros_like(p))
+                    m.lerp_(p.grad, 0.1)
+                    p.sub_(m * (group["lr"] * p.norm() / (m.norm() + 1e-6)))
+
+
+ELEMENTWISE: dict[str, Callable[[Groups], optim.Optimizer]] = {
+    "NAdam": optim.NAdam,
+    "RMSprop": lambda groups: optim.RMSprop(groups, lr=1e-3, centered=True, momentum=0.9),
+    "Adadelta": lambda groups: optim.Adadelta(groups, lr=0.5),
+    "Rprop": optim.Rprop,
+    "ASGD": lambda groups: optim.ASGD(groups, lr=1e-2, t0=2),
+    "Adamax": optim.Adamax,
+    "RAdam": lambda groups: optim.RAdam(groups, lr=1e-2, decoupled_weight_decay=True),
+    "AMSGrad": lambda groups: optim.AdamW(groups, lr=1e-2, amsgrad=True),
+    "Adagrad": lambda groups: optim.Adagrad(groups, initial_accumulator_value=0.5),
+    "SGD": lambda groups: optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True),
+    "own": SignedMomentum,
+}
+WHOLE: dict[str, Callable[[Groups], optim.Optimizer]] = {
+    "Adafactor": lambda groups: optim.Adafactor(groups, lr=1e-2),
+    "TrustRatio": TrustRatio,
+}
+
+
+def config_of(placement: tuple[str, str, str] = DISK, **more: Any) -> dict[str, Any]:
+    config = make_config(placement, gradient_clipping=0.0, **more)
+    del config["optimizer"]
+    return config
+
+
+@pytest.mark.parametrize("name", [*ELEMENTWISE, *WHOLE])
+def test_fp32_equals_plain_torch(name: str) -> None:
+    maker = (ELEMENTWISE | WHOLE)[name]
+    batches = CASE.batches(STEPS)
+    theirs = train_torch(
+        CASE.build(), batches, config_of(), groups=CASE.groups, make_optimizer=maker
+    )
+    number = list(ELEMENTWISE | WHOLE).index(name)
+    for placement in (DISK, PLACEMENTS[(number * 5) % 27]):
+        ours = train(
+            CASE.build(),
+            batches,
+            config_of(placement),
+            device=make_device("fake", number),
+            groups=CASE.groups,
+            optimizer=maker,
+        )
+        assert ours.losses == theirs.losses
+        for key, value in theirs.masters.items():
+            assert same_bits(ours.masters[key], value), key
+        assert ours.report is not None
+        assert ours.report.moved == ours.forecast
+        assert ours.plan is not None
+        chunks = [u.num_chunks(ours.plan.chunk_elements) for u in ours.plan.units]
+        assert (max(chunks) == 1) == (name in WHOLE)
+        assert any("slower" in note for note in ours.plan.notes)
+
+
+class Matrices(nn.Module):
+    """Only matrices, for Muon."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(48, 48, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def test_muon_gets_whole_matrices() -> None:
+    inputs = torch.randn(5, 8, 48, generator=torch.Generator().manual_seed(0))
+
+    def build() -> Matrices:
+        torch.manual_seed(3)
+        return Matrices()
+
+    theirs = build()
+    muon = optim.Muon(theirs.parameters(), lr=0.02)
+    for x in inputs:
+        theirs(x).backward()
+        muon.step()
+        muon.zero_grad()
+    given = {"device": make_device("fake"), "optimizer": lambda g: optim.Muon(g, lr=0.02)}
+    with Run(build(), config_of(), **given) as run:
+        for x in inputs:
+            run.engine.backward(run.engine(x))
+            run.engine.step()
+        for name, value in theirs.state_dict().items():
+            assert same_bits(run.masters()[name], value)
+        for mine, other in zip(run.model.parameters(), theirs.parameters(), strict=True):
+            state = run.engine.optimizer.read_state(mine)
+            assert same_bits(state["momentum_buffer"], muon.state[other]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("name", ["NAdam", "RMSprop", "own", "Adafactor"])
+def test_bf16_steps_the_split_masters(name: str) -> None:
+    """Plain torch's optimizer on fp32 masters, from the gradients of a bf16 model."""
+    maker = (ELEMENTWISE | WHOLE)[name]
+    batches = CASE.batches(STEPS)
+    model = CASE.build()
+    masters = {p: nn.Parameter(p.detach().clone()) for p in model.parameters()}
+    optimizer = maker([{"params": list(masters.values())}])
+    losses = []
+    for batch in batches:
+        for parameter, master in masters.items():
+            flat = master.detach().reshape(-1)
+            parameter.data = split_master(flat)[0].view(parameter.shape)
+            parameter.grad = None
+        loss = batch.call(model)
+        loss.backward()
+        losses.append(loss.item())
+        for parameter, master in masters.items():
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        optimizer.step()
+    for placement in (DISK, ("device", "host", "disk")):
+        ours = train(
+            CASE.build(),
+            batches,
+            config_of(placement, precision="bf16"),
+            device="cpu",
+            optimizer=maker,
+        )
+        assert ours.losses == losses
+        for key, parameter in model.named_parameters(remove_duplicate=False):
+            assert same_bits(ours.masters[key], masters[parameter].detach()), key
+
+
+def test_a_parameter_larger_than_a_tile_and_a_chunk() -> None:
+    """Its last elements lie in a tail of torch's loops, and its tiles in several chunks."""
+    size = 2 * TILE_ELEMENTS + 77
+
+    class Vector(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.weight = nn.Parameter(torch.randn(size))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.weight * x).tanh().square().sum()
+
+    inputs = torch.randn(4, size, generator=torch.Generator().manual_seed(0))
+    for name in ("NAdam", "RMSprop"):
+        theirs = Vector()
+        optimizer = ELEMENTWISE[name]([{"params": [theirs.weight]}])
+        for x in inputs:
+            theirs(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for chunk in (6144, "auto"):
+            given = {"device": "cpu", "optimizer": ELEMENTWISE[name]}
+            with Run(Vector(), config_of(chunk_size=chunk), **given) as run:
+                assert run.engine.plan.chunk_elements == (6144 if chunk == 6144 else 36864 - 2048)
+                for x in inputs:
+                    run.engine.backward(run.engine(x))
+                    run.engine.step()
+                assert same_bits(run.masters()["weight"], theirs.weight.detach()), (name, chunk)
+
+
+def test_an_instance_without_state_gives_class_groups_and_defaults() -> None:
+    model, twin = CASE.build(), CASE.build()
+    instance = optim.NAdam(model.parameters(), lr=3e-3, betas=(0.8, 0.99))
+    batches = CASE.batches(STEPS)
+    theirs = train_torch(
+        twin, batches, config_of(), make_optimizer=lambda g: optim.NAdam(g, 3e-3, (0.8, 0.99))
+    )
+    ours = train(model, batches, config_of(), device="cpu", optimizer=instance)
+    assert ours.losses == theirs.losses
+    assert all(same_bits(ours.masters[k], v) for k, v in theirs.masters.items())
+
+
+@pytest.mark.parametrize("name", ["cosine", "one_cycle"])
+def test_schedules_reach_the_guest(name: str) -> None:
+    schedules: dict[str, Callable[[optim.Optimizer], Any]] = {
+        "cosine": lambda o: optim.lr_scheduler.CosineAnnealingLR(o, T_max=STEPS),
+        "one_cycle": lambda o: optim.lr_scheduler.OneCycleLR(o, max_lr=0.01, total_steps=9),
+    }
+    maker, batches = ELEMENTWISE["RMSprop"], CASE.batches(STEPS)
+    theirs = train_torch(
+        CASE.build(), batches, config_of(), make_optimizer=maker, make_scheduler=schedules[name]
+    )
+    ours = train(
+        CASE.build(), batches, config_of(), device="cpu", optimizer=maker,
+        lr_scheduler=schedules[name],
+    )  # fmt: skip
+    assert all(same_bits(ours.masters[k], v) for k, v in theirs.masters.items())
+
+
+def test_state_reads_by_the_names_of_the_guest() -> None:
+    case, model, twin = CASE, CASE.build(), CASE.build()
+    optimizer = optim.NAdam(twin.parameters())
+    with Run(model, config_of(), device="cpu", optimizer=optim.NAdam) as run:
+        for batch in case.batches(3):
+            run.engine.backward(batch.call(run.engine))
+            run.engine.step()
+            batch.call(twin).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+            state, expected = run.engine.optimizer.read_state(mine), optimizer.state[other]
+            assert state.keys() == expected.keys()
+            assert all(same_bits(state[k], v) for k, v in expected.items())
+
+
+# --- what is refused ---------------------------------------------------------------------------
+
+
+def refusal(given: Any, model: nn.Module | None = None, **config: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Run(model or CASE.build(), {**config_of(), **config}, device="cpu", optimizer=given)
+    return str(caught.value)
+
+
+class _GlobalNorm(SignedMomentum):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        everything = [p for group in self.param_groups for p in group["params"]]
+        total = torch.stack([p.grad.norm() for p in everything]).norm()
+        for p in everything:
+            p.sub_(p.grad / total * 0.01)
+
+
+class _HiddenCount(SignedMomentum):
+    calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"] / self.calls)
+
+
+class _Noisy(SignedMomentum):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_((p.grad + torch.randn_like(p)) * group["lr"])
+
+
+class _Closure(SignedMomentum):
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        closure()
+
+
+class _Double(SignedMomentum):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                m = self.state[p].setdefault("m", torch.zeros_like(p, dtype=torch.float64))
+                p.sub_(m.add_(p.grad).float(), alpha=group["lr"])
+
+
+class _Idle(SignedMomentum):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (optim.LBFGS, "LBFGS cannot be used with offloaded state"),
+        (lambda groups: optim.LBFGS(groups), "by a closure"),
+        (optim.SparseAdam, "sparse gradients"),
+        (_GlobalNorm, "mixes parameters"),
+        (_HiddenCount, "keeps state outside"),
+        (_Noisy, "draws random numbers"),
+        (_Closure, "closure"),
+        (_Double, "float64"),
+        (_Idle, "changed nothing"),
+        (lambda groups: 3, "made a int"),
+        (lambda groups: optim.SGD(groups, lr=-1), "Invalid learning rate"),
+        (lambda groups: optim.SGD([nn.Parameter(torch.ones(2))]), "was not given to it"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", "made"),
+)
+def test_what_cannot_be_run_is_refused_by_name_and_reason(given: Any, words: str) -> None:
+    assert words in refusal(given)
+
+
+def test_other_refusals() -> None:
+    model = CASE.build()
+    stepped = optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    CASE.batch(0).call(model).backward()
+    stepped.step()
+    assert "has state already" in refusal(stepped, model)
+    assert "would not be used" in refusal(optim.NAdam, optimizer={"lr": 1.0})
+    instance = optim.NAdam(model.parameters())
+    with pytest.raises(ConfigError, match="has its parameters already"):
+        Run(model, config_of(), optimizer=instance, model_parameters=model.parameters())
+
+
+def test_whole_parameters_that_do_not_fit_are_refused_with_the_reason() -> None:
+    device = FakeAccelerator(0, max_delay_s=0.001)
+    config = config_of(budget={"host": "330 MB", "device": "1 GB"})
+    try:
+        with pytest.raises(DoesNotFitError, match="whole parameters as TrustRatio does"):
+            Run(nn.Linear(2000, 2000), config, device=device, optimizer=TrustRatio)
+    finally:
+        device.close()
+
+
+def test_the_trial_leaves_the_random_state_and_allocates_nothing_of_the_model() -> None:
+    with torch.device("meta"):
+        huge = nn.Parameter(torch.empty(1 << 20, 1 << 20))
+    before = torch.get_rng_state()
+    facts = open_guest(optim.Adagrad, [{"params": [huge]}])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert facts.groups[0]["params"][0] is huge
+    assert facts.make_state is not None

@@ -1,0 +1,151 @@
+"""Units that rest on a device with kernels of its own are updated there: same bits, nothing moves.
+
+The fake accelerator's kernels run when its queue comes to them; until then what they will write
+holds poison, so a missing wait shows as NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from overlap.test_old_graphs import NUMEL, Shift
+from support.fake_accelerator import FakeAccelerator
+from support.models import CASES
+from support.trainer import Result, make_config, train
+
+import infinity
+
+STEPS = 8
+ALL = ("device", "device", "device")
+NAMES = ("gpt", "encoder_decoder", "frozen", "routed")
+
+
+def run(name: str, device: Any, placement: tuple[str, str, str] = ALL, **changes: Any) -> Result:
+    case = CASES[name]
+    batches = case.batches(STEPS * changes.get("gradient_accumulation_steps", 1))
+    config = make_config(placement, **changes)
+    return train(case.build(), batches, config, device=device, groups=case.groups)
+
+
+def with_kernels(seed: int = 0) -> FakeAccelerator:
+    return FakeAccelerator(seed, max_delay_s=0.002, kernels=True)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", NAMES)
+def test_updates_on_the_device_give_the_same_bits_and_move_nothing(
+    name: str, precision: str
+) -> None:
+    expected = run(name, "cpu", precision=precision, gradient_accumulation_steps=2)
+    fake = with_kernels()
+    got = run(name, fake, precision=precision, gradient_accumulation_steps=2)
+    assert got.differences(expected) == []
+    assert fake.violations == []
+    assert fake.num_updates > 0
+    assert got.plan is not None
+    assert got.plan.memory["host"]["staging"] == 0
+    if CASES[name].regular:
+        assert got.report is not None
+        assert got.report.moved == got.forecast
+        assert got.forecast["from_device"] == got.forecast["to_device"] == 0
+
+
+@pytest.mark.parametrize("moments", ["bf16", "bf16_stochastic", "8bit"])
+def test_lossy_moments(moments: str) -> None:
+    changes = {"precision": "bf16", "optimizer": {"lr": 1e-2, "moments": moments}}
+    expected = run("gpt", "cpu", **changes)
+    assert run("gpt", with_kernels(), **changes).differences(expected) == []
+    other = run("gpt", with_kernels(), **{**changes, "optimizer": {"lr": 1e-2}})
+    assert other.differences(expected) != []  # lossy
+
+
+@pytest.mark.parametrize("rule", ["Lion", "SGD", "Adagrad"])
+def test_other_rules(rule: str) -> None:
+    settings = {"type": rule, "lr": 1e-3} | ({"momentum": 0.9} if rule == "SGD" else {})
+    config = make_config(ALL)
+    config["optimizer"] = settings
+    case = CASES["encoder_decoder"]
+    batches = case.batches(STEPS)
+    expected = train(case.build(), batches, config, device="cpu", groups=case.groups)
+    got = train(case.build(), batches, config, device=with_kernels(), groups=case.groups)
+    assert got.differences(expected) == []
+
+
+@pytest.mark.parametrize("placement", [("device", "device", "host"), ("host", "device", "device")])
+def test_what_rests_only_partly_on_the_device_streams(placement: tuple[str, str, str]) -> None:
+    expected = run("gpt", "cpu", precision="bf16")
+    fake = with_kernels()
+    got = run("gpt", fake, placement, precision="bf16")
+    assert got.differences(expected) == []
+    assert fake.num_updates == 0
+    assert got.report is not None
+    assert got.report.moved == got.forecast
+
+
+def test_an_optimizer_of_torch_is_run_by_the_host() -> None:
+    def losses(device: Any) -> list[float]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(40, 40) for _ in range(3)))
+        config = make_config(ALL)
+        del config["optimizer"]
+        engine, *_ = infinity.initialize(
+            model, config, optimizer=lambda g: torch.optim.RMSprop(g, lr=1e-3), device=device
+        )
+        found = []
+        generator = torch.Generator().manual_seed(1)
+        with engine:
+            for _ in range(STEPS):
+                loss = engine(torch.randn(5, 40, generator=generator)).square().mean()
+                engine.backward(loss)
+                engine.step()
+                found.append(loss.item())
+        return found
+
+    fake = with_kernels()
+    assert losses(fake) == losses("cpu")
+    assert fake.num_updates == 0
+
+
+def test_the_plan_says_why_the_host_updates_what_rests_on_the_device() -> None:
+    without = run("gpt", FakeAccelerator(max_delay_s=0.0005), precision="bf16")
+    assert without.plan is not None
+    assert any("this fake device was made without" in note for note in without.plan.notes)
+    assert without.differences(run("gpt", "cpu", precision="bf16")) == []
+    away = run("gpt", FakeAccelerator(), ("host", "host", "host"), precision="bf16")
+    kernels = run("gpt", with_kernels(), precision="bf16")
+    for result in (away, kernels):
+        assert result.plan is not None
+        assert not any("updated by the host" in note for note in result.plan.notes)
+
+
+def masters_after_an_old_backward(device: Any) -> torch.Tensor:
+    config = make_config(ALL, gradient_clipping=0.0)
+    engine, *_ = infinity.initialize(Shift(), config, device=device)
+    generator = torch.Generator().manual_seed(0)
+    with engine:
+        first, second = (engine(torch.randn(NUMEL, generator=generator)) for _ in range(2))
+        engine.backward(first)
+        engine.step()  # the update is queued, and is late
+        engine.backward(second)
+        engine.step()
+        return engine.state_dict(master=True)["bias"]
+
+
+def test_an_old_graph_waits_for_an_update_that_is_only_queued() -> None:
+    expected = masters_after_an_old_backward("cpu")
+    late = FakeAccelerator(max_delay_s=0.2, kernels=True)
+    assert torch.equal(masters_after_an_old_backward(late), expected)
+
+
+def test_state_is_read_after_the_update_has_ended() -> None:
+    for seed in range(12):  # each has another order of what is queued
+        late = FakeAccelerator(seed, max_delay_s=0.02, kernels=True)
+        config = make_config(ALL, precision="bf16")
+        engine, *_ = infinity.initialize(torch.nn.Linear(64, 64), config, device=late)
+        with engine:
+            engine.backward(engine(torch.ones(2, 64, dtype=torch.bfloat16)).sum())
+            engine.step()
+            values = engine.state_dict(master=True)
+            assert all(value.isfinite().all() for value in values.values()), seed

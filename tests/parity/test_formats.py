@@ -1,0 +1,214 @@
+"""Every rule in every moment format: the same bits under every placement, those of a plain loop.
+
+The plain loop (`train_exactly`) holds everything in RAM and updates by the numpy reference.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.models import CASES
+from support.trainer import (
+    PLACEMENTS,
+    Result,
+    Run,
+    make_config,
+    make_device,
+    same_bits,
+    train,
+    train_exactly,
+)
+
+from infinity.errors import ConfigError, EngineClosedError
+from infinity.formats import MomentFormat
+
+STEPS = 3
+CASE = CASES["gpt"]
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": {"type": "AdamW"},
+    "Adam-L2": {"type": "Adam", "weight_decay": 0.1, "maximize": True},
+    "Lion": {"type": "Lion", "lr": 1e-3},
+    "SGD": {"type": "SGD", "momentum": 0.9, "nesterov": True},
+    "Adagrad": {"type": "Adagrad", "lr_decay": 0.1, "initial_accumulator_value": 0.3},
+}
+PLAIN = {"type": "SGD", "weight_decay": 0.1}  # keeps no moment: there is nothing to format
+COMBINATIONS = [(name, f.value) for name in OPTIMIZERS for f in MomentFormat]
+NUM_SAMPLED = 2
+
+
+def config_of(
+    optimizer: dict[str, Any], moments: str, placement: tuple[str, str, str], **more: Any
+) -> dict[str, Any]:
+    settings = {"weight_decay": 0.01, "lr": 1e-2, **optimizer, "moments": moments}
+    config = make_config(placement, precision="bf16", seed=5, **more)
+    return {**config, "optimizer": settings}
+
+
+def sampled(number: int) -> list[tuple[str, str, str]]:
+    """Some placements; over all combinations every one several times, on disk always."""
+    some = [PLACEMENTS[(number * NUM_SAMPLED + i * 13) % 27] for i in range(NUM_SAMPLED)]
+    return [*some, ("disk", "disk", "disk")]
+
+
+def check(
+    expected: Result, optimizer: dict[str, Any], moments: str, placement: tuple[str, str, str],
+    number: int, **more: Any
+) -> list[str]:  # fmt: skip
+    """What differs from the plain loop, and from the forecast."""
+    run = train(
+        CASE.build(),
+        CASE.batches(STEPS),
+        config_of(optimizer, moments, placement, **more),
+        device=make_device("fake" if number % 2 else "cpu", number),
+        groups=CASE.groups,
+    )
+    found = run.differences(expected)
+    assert run.report is not None
+    if run.report.moved != run.forecast:
+        found.append(f"moved {run.report.moved}, forecast {run.forecast}")
+    return found
+
+
+def plain_loop(optimizer: dict[str, Any], moments: str, **more: Any) -> Result:
+    config = config_of(optimizer, moments, PLACEMENTS[0], **more)
+    return train_exactly(CASE.build(), CASE.batches(STEPS), config, groups=CASE.groups)
+
+
+@pytest.mark.parametrize(("name", "moments"), COMBINATIONS)
+def test_placements_and_the_plain_loop_give_the_same_bits(name: str, moments: str) -> None:
+    optimizer, number = OPTIMIZERS[name], COMBINATIONS.index((name, moments))
+    expected = plain_loop(optimizer, moments)
+    problems = {
+        placement: found
+        for i, placement in enumerate(sampled(number))
+        if (found := check(expected, optimizer, moments, placement, number + i))
+    }
+    assert problems == {}
+
+
+def test_all_placements_of_8_bit_moments() -> None:
+    """The format with the most parts: values, scales, padding."""
+    expected = plain_loop(OPTIMIZERS["AdamW"], "8bit")
+    problems = {
+        placement: found
+        for number, placement in enumerate(PLACEMENTS)
+        if (found := check(expected, OPTIMIZERS["AdamW"], "8bit", placement, number + 1))
+    }
+    assert problems == {}
+
+
+def test_a_rule_without_moments() -> None:
+    expected = plain_loop(PLAIN, "fp32")
+    for number, placement in enumerate(sampled(3)):
+        assert check(expected, PLAIN, "fp32", placement, number) == []
+
+
+@pytest.mark.parametrize("moments", [f.value for f in MomentFormat])
+def test_neither_chunks_nor_threads_nor_precision_change_a_bit(moments: str) -> None:
+    """Blocks and random bits belong to the parameter, not to the chunk it is cut into."""
+    for precision in ("bf16", "fp32"):
+        base = {"precision": precision}
+        config = config_of(OPTIMIZERS["AdamW"], moments, PLACEMENTS[0]) | base
+        expected = train_exactly(CASE.build(), CASE.batches(STEPS), config, groups=CASE.groups)
+        for chunk in (2048, 4096, "auto"):
+            changed = {**config, "chunk_size": chunk, "cpu": {"num_threads": 2}}
+            run = train(
+                CASE.build(), CASE.batches(STEPS), changed, device="cpu", groups=CASE.groups
+            )
+            assert run.differences(expected) == [], (precision, chunk)
+
+
+def test_lossy_formats_differ_from_fp32_and_from_each_other() -> None:
+    runs = {f: plain_loop(OPTIMIZERS["AdamW"], f.value) for f in MomentFormat}
+    exact = runs[MomentFormat.FP32]
+    for kind, run in runs.items():
+        assert (run.differences(exact) == []) == kind.is_exact
+        assert run.losses == pytest.approx(exact.losses, rel=2e-2)
+    stochastic, nearest = runs[MomentFormat.BF16_STOCHASTIC], runs[MomentFormat.BF16]
+    assert stochastic.differences(nearest) != []
+
+
+def test_the_seed_chooses_the_random_bits_of_rounding() -> None:
+    config = config_of(OPTIMIZERS["AdamW"], "bf16_stochastic", PLACEMENTS[0])
+
+    def run(seed: int) -> Result:
+        return train(CASE.build(), CASE.batches(STEPS), {**config, "seed": seed}, device="cpu")
+
+    one = run(1)
+    assert one.differences(run(1)) == []
+    assert one.differences(run(2)) != []
+
+
+@pytest.mark.parametrize("placement", [PLACEMENTS[0], ("disk", "host", "disk"), PLACEMENTS[26]])
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
+def test_the_optimizer_reads_its_state_as_fp32(
+    moments: str, placement: tuple[str, str, str]
+) -> None:
+    """In every format, from every home, whole although parameters span chunks."""
+    config = config_of(OPTIMIZERS["AdamW"], moments, placement, gradient_clipping=0.0)
+    precision = {"precision": "fp32"}
+    model = CASE.build()
+    theirs = CASE.build()
+    adam = torch.optim.AdamW(theirs.parameters(), lr=1e-2, weight_decay=0.01)
+    with Run(model, {**config, **precision}, device=make_device("fake")) as run:
+        for batch in CASE.batches(2):
+            run.engine.backward(batch.call(run.engine))
+            run.engine.step()
+            batch.call(theirs).backward()
+            adam.step()
+            adam.zero_grad()
+        for mine, other in zip(model.parameters(), theirs.parameters(), strict=True):
+            state, expected = run.engine.optimizer.read_state(mine), adam.state[other]
+            assert state["step"] == expected["step"] == 2
+            for name in ("exp_avg", "exp_avg_sq"):
+                assert state[name].dtype is torch.float32
+                assert state[name].shape == other.shape
+                scale = float(expected[name].abs().max())
+                atol = {"fp32": 1e-5, "bf16": 1e-2, "8bit": 0.15}[moments] * scale
+                torch.testing.assert_close(state[name], expected[name], rtol=0.15, atol=atol)
+
+
+def test_state_that_cannot_be_read_is_refused() -> None:
+    """Of a frozen parameter, of a stranger, and when the engine is closed."""
+    case = CASES["frozen"]
+    config = make_config(PLACEMENTS[0])
+    with Run(case.build(), config, device="cpu", groups=case.groups) as run:
+        optimizer = run.engine.optimizer
+        trained = optimizer.param_groups[0]["params"]
+        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        frozen = next(p for p in run.model.parameters() if id(p) not in known)
+        assert set(optimizer.read_state(trained[0])) == {"step", "exp_avg", "exp_avg_sq"}
+        with pytest.raises(ConfigError, match="frozen"):
+            optimizer.read_state(frozen)
+        with pytest.raises(ConfigError, match="does not belong"):
+            optimizer.read_state(torch.nn.Parameter(torch.ones(2)))
+    with pytest.raises(EngineClosedError):
+        optimizer.read_state(trained[0])
+
+
+def test_a_fresh_accumulator_reads_as_its_initial_value_in_every_format() -> None:
+    for kind in MomentFormat:
+        config = config_of(OPTIMIZERS["Adagrad"], kind.value, ("disk", "disk", "disk"))
+        with Run(CASE.build(), config, device="cpu") as run:
+            for parameter in run.model.parameters():
+                state = run.engine.optimizer.read_state(parameter)
+                wanted = torch.full(parameter.shape, 0.3)
+                torch.testing.assert_close(state["sum"], wanted, rtol=5e-3, atol=0)
+                assert state["step"] == 0
+                if kind.is_exact:
+                    assert same_bits(state["sum"], wanted)
+
+
+@pytest.mark.parametrize(
+    ("moments", "bytes_per_parameter"),
+    [("fp32", 12), ("bf16", 8), ("bf16_stochastic", 8), ("8bit", 6.0625)],
+)
+def test_the_plan_names_the_format_and_its_size(moments: str, bytes_per_parameter: float) -> None:
+    config = config_of(OPTIMIZERS["AdamW"], moments, ("disk", "disk", "disk"))
+    with Run(CASE.build(), config, device="cpu") as run:
+        text = run.engine.plan.describe()
+        assert f"2 moments in {moments}" in text
+        assert ("lossy" in text) == (moments != "fp32")
+        assert f"{bytes_per_parameter:g} bytes a parameter at rest" in text

@@ -1,0 +1,140 @@
+"""The built-in rules against plain torch in fp32; Lion, which torch does not have, by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.models import CASES
+from support.trainer import Run, make_config, make_device, train, train_torch
+from torch import Tensor
+
+from infinity.errors import ConfigError, EngineFailedError
+
+DISK = ("disk", "disk", "disk")
+STEPS = 8
+LOSS = 2e-6  # relative; see test_torch.py for why not equal
+WEIGHT = 2e-5  # absolute
+
+
+class HandLion(torch.optim.Optimizer):
+    """Algorithm 2 of Chen et al. 2023, in the order of its authors' code."""
+
+    def __init__(
+        self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(torch.sign(m * beta1 + p.grad * (1 - beta1)), alpha=-group["lr"])
+                m.mul_(beta2).add_(p.grad, alpha=1 - beta2)
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "AdamW-maximize": {"type": "AdamW", "eps": 1e-4, "maximize": True},
+    "SGD": {"type": "SGD", "lr": 0.05, "weight_decay": 0.01},
+    "SGD-momentum": {"type": "SGD", "lr": 0.05, "momentum": 0.9, "dampening": 0.3},
+    "SGD-nesterov": {"type": "SGD", "lr": 0.02, "momentum": 0.9, "nesterov": True},
+    "Adagrad": {"type": "Adagrad", "eps": 1e-4, "lr_decay": 0.1, "weight_decay": 0.01},
+    "Adagrad-initial": {"type": "Adagrad", "initial_accumulator_value": 0.5},
+}
+
+
+def config_of(optimizer: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {**make_config(DISK, gradient_clipping=0.5, **more), "optimizer": optimizer}
+
+
+def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=WEIGHT, msg=name)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_fp32_agrees_with_torch(name: str) -> None:
+    case, config = CASES["gpt"], config_of(RULES[name])
+    batches = case.batches(STEPS)
+    ours = train(case.build(), batches, config, device=make_device("fake"), groups=case.groups)
+    theirs = train_torch(case.build(), batches, config, groups=case.groups)
+    assert ours.losses == pytest.approx(theirs.losses, rel=LOSS)
+    assert_close(ours.masters, theirs.masters)
+    assert len(set(theirs.losses)) == STEPS
+
+
+def test_lion_agrees_with_lion_by_hand() -> None:
+    """A sign may turn where the interpolation is zero but for rounding; one step is 2 lr."""
+    case = CASES["buffered"]
+    options = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
+    config = config_of({"type": "Lion", **options})
+    batches = case.batches(STEPS)
+    ours = train(case.build(), batches, config, device=make_device("fake"))
+    theirs = train_torch(
+        case.build(), batches, config, make_optimizer=lambda groups: HandLion(groups, **options)
+    )
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-3)
+    turned = total = 0
+    for name, value in theirs.masters.items():
+        if value.is_floating_point():
+            difference = (ours.masters[name] - value).abs()
+            turned += int((difference > WEIGHT).sum())
+            total += value.numel()
+            assert float(difference.max()) <= 2 * STEPS * options["lr"] + WEIGHT
+    assert turned <= total * 0.01
+
+
+def test_groups_may_have_momentum_or_not() -> None:
+    """The group that needs the most moments decides what is reserved."""
+    case = CASES["gpt"]
+    config = config_of({"type": "SGD", "lr": 0.05})
+
+    def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+        split = case.groups
+        assert split is not None
+        one, *rest = split(model)
+        return [{**one, "momentum": 0.9}, *rest]
+
+    batches = case.batches(STEPS)
+    ours = train(case.build(), batches, config, device="cpu", groups=groups)
+    theirs = train_torch(case.build(), batches, config, groups=groups)
+    assert ours.plan is not None
+    assert len(ours.plan.precision.moments) == 1
+    assert_close(ours.masters, theirs.masters)
+
+
+def test_the_keys_of_groups_follow_the_rule() -> None:
+    for optimizer in ({}, *RULES.values(), {"type": "Lion"}):
+        with Run(CASES["gpt"].build(), config_of(optimizer), device="cpu") as run:
+            (group,) = run.engine.optimizer.param_groups
+            expected = set(run.config.optimizer.parameters())
+            assert set(group) == {"params", *expected}
+
+
+def test_momentum_that_was_not_reserved_is_refused_at_the_step() -> None:
+    case = CASES["gpt"]
+    with Run(case.build(), config_of({"type": "SGD", "lr": 0.05}), device="cpu") as run:
+        run.engine.backward(case.batch(0).call(run.engine))
+        run.engine.optimizer.param_groups[0]["momentum"] = 0.9
+        with pytest.raises((ConfigError, EngineFailedError), match="was 0 when the engine was"):
+            run.engine.step()
+
+
+def test_a_schedule_moves_what_the_rule_has() -> None:
+    """OneCycleLR cycles momentum; the run is the one with the same values set by hand."""
+    case, config = CASES["gpt"], config_of({"type": "SGD", "lr": 0.01, "momentum": 0.9})
+    batches = case.batches(STEPS)
+
+    def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=STEPS + 1)
+
+    ours = train(case.build(), batches, config, device="cpu", lr_scheduler=one_cycle)
+    theirs = train_torch(case.build(), batches, config, make_scheduler=one_cycle)
+    assert_close(ours.masters, theirs.masters)

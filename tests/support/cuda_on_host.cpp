@@ -1,0 +1,32 @@
+// fused_adam.cu as a shared library for a CPU; one variant, chosen by the same macros as on a GPU.
+#include "cuda_on_host.h"
+
+#include "fused_adam.cu"
+
+// Returns 0 if there is no such kernel.
+extern "C" int run(const char* name, unsigned blocks, unsigned threads, void** arguments) {
+#define INFINITY_RUN(kernel)                                  \
+  if (std::strcmp(name, #kernel) == 0) {                      \
+    emulated::run_kernel(kernel, blocks, threads, arguments); \
+    return 1;                                                 \
+  }
+#ifdef INFINITY_RULE
+  INFINITY_RUN(update_small)
+  INFINITY_RUN(update_large)
+#else
+  INFINITY_RUN(square_tiles_Fp32)
+  INFINITY_RUN(square_tiles_Bf16)
+  INFINITY_RUN(square_tiles_Fp16)
+  INFINITY_RUN(fold_partials)
+  INFINITY_RUN(accumulate_Fp32_Fp32)
+  INFINITY_RUN(accumulate_Fp32_Bf16)
+  INFINITY_RUN(accumulate_Fp32_Fp16)
+  INFINITY_RUN(accumulate_Bf16_Fp32)
+  INFINITY_RUN(accumulate_Bf16_Bf16)
+  INFINITY_RUN(accumulate_Bf16_Fp16)
+  INFINITY_RUN(accumulate_Fp16_Fp32)
+  INFINITY_RUN(accumulate_Fp16_Bf16)
+  INFINITY_RUN(accumulate_Fp16_Fp16)
+#endif
+  return 0;
+}

@@ -1,0 +1,193 @@
+// The few CUDA words of csrc/adam/fused_adam.cu, with a meaning on a CPU.
+//
+// A block's threads are fibers on one system thread. A fiber runs until it meets the others of its
+// warp (a shuffle) or of its block (__syncthreads); then the next one runs. Vectors check their
+// alignment, and threads that wait for one another for ever end the process: on a GPU both are
+// errors too. Slow, obvious, and the same floats: IEEE operations, nothing fused.
+#pragma once
+
+#include <ucontext.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(count)
+#define __shared__ static  // one block runs at a time
+
+struct Index {
+  unsigned x;
+};
+static Index threadIdx;
+static Index blockIdx;
+
+namespace emulated {
+
+constexpr unsigned kWarp = 32;
+constexpr std::size_t kStack = std::size_t{192} << 10;
+
+// Those who must meet: a warp, or a block.
+struct Meeting {
+  unsigned members = 0;
+  unsigned arrived = 0;
+  unsigned round = 0;
+};
+
+struct Warp {
+  Meeting meeting;
+  std::uint64_t offered[2][kWarp];  // by parity of the round: the slow may still read the last one
+};
+
+struct Fiber {
+  ucontext_t context;
+  bool done;
+};
+
+static std::vector<Fiber> fibers;
+static std::vector<char> stacks;
+static std::vector<Warp> warps;
+static Meeting everybody;
+static ucontext_t scheduler;
+static unsigned long progress;  // meetings and ends so far
+static void (*body)(void**);
+static void** body_arguments;
+
+[[noreturn]] inline void fail(const char* what) {
+  std::fprintf(stderr, "cuda_on_host: %s (block %u, thread %u)\n", what, blockIdx.x, threadIdx.x);
+  std::abort();
+}
+
+inline void meet(Meeting& meeting) {
+  const unsigned round = meeting.round;
+  if (++meeting.arrived == meeting.members) {
+    meeting.arrived = 0;
+    ++meeting.round;
+    ++progress;
+  }
+  const unsigned self = threadIdx.x;
+  while (meeting.round == round) {
+    swapcontext(&fibers[self].context, &scheduler);
+  }
+}
+
+inline void run_fiber() {
+  body(body_arguments);
+  fibers[threadIdx.x].done = true;
+  ++progress;
+}
+
+inline void run_block(unsigned threads) {
+  fibers.resize(threads);
+  stacks.resize(threads * kStack);
+  warps.assign(threads / kWarp, Warp{});
+  for (Warp& warp : warps) warp.meeting.members = kWarp;
+  everybody = {threads, 0, 0};
+  for (unsigned i = 0; i < threads; ++i) {
+    ucontext_t& context = fibers[i].context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = stacks.data() + i * kStack;
+    context.uc_stack.ss_size = kStack;
+    context.uc_link = &scheduler;
+    makecontext(&context, run_fiber, 0);
+    fibers[i].done = false;
+  }
+  for (bool alive = true; alive;) {
+    alive = false;
+    const unsigned long before = progress;
+    for (unsigned i = 0; i < threads; ++i) {
+      if (fibers[i].done) continue;
+      alive = true;
+      threadIdx.x = i;
+      swapcontext(&scheduler, &fibers[i].context);
+    }
+    if (alive && progress == before) fail("threads wait for others that never come");
+  }
+}
+
+// The kernel's arguments, as an array of their addresses: what cuLaunchKernel takes.
+template <class... Arguments>
+struct Kernel {
+  static inline void (*function)(Arguments...);
+
+  template <std::size_t... kIndex>
+  static void call(void** values, std::index_sequence<kIndex...>) {
+    function(*static_cast<Arguments*>(values[kIndex])...);
+  }
+  static void call(void** values) { call(values, std::index_sequence_for<Arguments...>{}); }
+};
+
+// The last block first: blocks have no order.
+template <class... Arguments>
+void run_kernel(void (*kernel)(Arguments...), unsigned blocks, unsigned threads, void** arguments) {
+  Kernel<Arguments...>::function = kernel;
+  body = Kernel<Arguments...>::call;
+  body_arguments = arguments;
+  for (unsigned block = blocks; block-- > 0;) {
+    blockIdx.x = block;
+    run_block(threads);
+  }
+}
+
+template <class V>
+void check_aligned(const V* address) {
+  if (reinterpret_cast<std::uintptr_t>(address) % sizeof(V) != 0) fail("a misaligned vector");
+}
+
+}  // namespace emulated
+
+struct float4 {
+  float x, y, z, w;
+};
+struct ushort4 {
+  unsigned short x, y, z, w;
+};
+struct short4 {
+  short x, y, z, w;
+};
+struct uchar4 {
+  unsigned char x, y, z, w;
+};
+
+template <class V>
+V __ldcg(const V* from) {
+  emulated::check_aligned(from);
+  V value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+template <class V>
+struct SameType {
+  using Type = V;
+};
+
+template <class V>
+void __stcg(V* to, typename SameType<V>::Type value) {
+  emulated::check_aligned(to);
+  std::memcpy(to, &value, sizeof value);
+}
+
+inline unsigned __float_as_uint(float value) { return __builtin_bit_cast(unsigned, value); }
+inline float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
+inline float __fsqrt_rn(float value) { return __builtin_sqrtf(value); }
+
+inline void __syncthreads() { emulated::meet(emulated::everybody); }
+
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, unsigned other) {
+  if (mask != 0xffffffffu) emulated::fail("only whole warps are emulated");
+  const unsigned lane = threadIdx.x % emulated::kWarp;
+  emulated::Warp& warp = emulated::warps[threadIdx.x / emulated::kWarp];
+  std::uint64_t* offered = warp.offered[warp.meeting.round % 2];
+  std::memcpy(&offered[lane], &value, sizeof value);
+  emulated::meet(warp.meeting);
+  std::memcpy(&value, &offered[lane ^ other], sizeof value);
+  return value;
+}

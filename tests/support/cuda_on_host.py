@@ -1,0 +1,72 @@
+"""The CUDA kernels on host memory: `fused_adam.cu` built by the machine's C++ compiler.
+
+Takes the place of `CudaLauncher`, so that everything in `CudaKernels` but the launch itself runs
+without a GPU. Libraries are built once per variant and kept for the session.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from infinity.optim import nvrtc
+from infinity.optim.cuda_tables import Launch, Variant
+
+_HERE = Path(__file__).parent
+_FLAGS = ("-std=c++20", "-O2", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared")
+_WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unused-function")
+
+
+def compiler() -> str | None:
+    """A C++ compiler of this machine."""
+    chosen = os.environ.get("CXX")
+    return chosen or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+
+
+class HostLauncher:
+    """Runs launches at once, on the calling thread; keeps what it ran."""
+
+    def __init__(self) -> None:
+        self.launched: list[Launch] = []
+
+    def __call__(self, launch: Launch, stream: object) -> None:
+        del stream
+        self.launched.append(launch)
+        arguments = (ctypes.c_void_p * len(launch.arguments))(
+            *(ctypes.addressof(argument) for argument in launch.arguments)
+        )
+        library = _library(launch.variant)
+        found = library.run(launch.kernel.encode(), launch.blocks, launch.threads, arguments)
+        assert found, f"no kernel {launch.kernel} in {launch.variant}"
+
+    def load(self, variant: Variant) -> None:
+        _library(variant)
+
+    def room(self, num_elements: int, stream: object) -> torch.Tensor:
+        del stream
+        return torch.full((num_elements,), float("nan"), dtype=torch.float64)
+
+
+@cache
+def _library(variant: Variant) -> ctypes.CDLL:
+    source = _HERE / "cuda_on_host.cpp"
+    parts = (nvrtc.source(), source.read_text(), (_HERE / "cuda_on_host.h").read_text())
+    digest = hashlib.sha256(repr((parts, variant, _FLAGS)).encode()).hexdigest()[:24]
+    folder = Path(tempfile.gettempdir()) / f"infinity-cuda-on-host-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    target = folder / f"{digest}.so"
+    if not target.exists():
+        written = folder / f"{digest}.{os.getpid()}.so"
+        command = [compiler() or "c++", *_FLAGS, *_WARNINGS, f"-I{_HERE}"]
+        command += [f"-I{nvrtc.folder()}", *(f"-D{name}={value}" for name, value in variant)]
+        subprocess.run([*command, "-o", str(written), str(source)], check=True)
+        os.replace(written, target)
+    return ctypes.CDLL(str(target))

@@ -1,0 +1,194 @@
+"""Pieces of every layout and format for the tests of the CUDA kernels, each in one room of bytes.
+
+A room is a buffer that holds all tensors of a piece, at chosen offsets, with foreign bytes between
+them. Rooms are copied and compared whole, so a write outside of a tensor shows, and a copy on
+another device has the same alignments.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infinity.formats import MomentFormat
+from infinity.optim.cpu import Piece
+from infinity.optim.moments import VALUE_DTYPES, Moment
+from infinity.optim.rounding import split_master
+from infinity.optim.rules import AdagradHyper, AdamHyper, Hyper, LionHyper, SgdHyper
+
+FP32, BF16, FP16 = FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FORMATS = tuple(MomentFormat)
+REST = {FP32: None, BF16: torch.int16, FP16: FP32}
+# Hyper-parameters by kernel: what differs within a tuple are scalars, hence rows of one table.
+HYPERS: dict[str, tuple[Hyper, ...]] = {
+    "adam": (
+        AdamHyper(lr=1e-2, weight_decay=0.1),
+        AdamHyper(lr=1e-3, beta1=0.4, weight_decay=0.1, decoupled=False),
+        AdamHyper(lr=1e-2, eps=0.0, maximize=True),
+    ),
+    "lion": (LionHyper(lr=1e-3, weight_decay=0.1), LionHyper(lr=1e-2, maximize=True)),
+    "momentum": (
+        SgdHyper(lr=1e-2, momentum=0.9, dampening=0.3, weight_decay=0.1),
+        SgdHyper(lr=1e-2, momentum=0.9, nesterov=True, maximize=True),
+    ),
+    "plain": (SgdHyper(lr=1e-2), SgdHyper(lr=1e-1, weight_decay=0.1)),
+    "adagrad": (AdagradHyper(lr=1e-2, lr_decay=0.1), AdagradHyper(lr=1e-1, weight_decay=0.1)),
+}
+_PATTERNS = "0 1 7fff 8000 7fffff 800000 3f7fffff 3f800000 3f808000 7f7fffff 7f800000 7fc00000"
+_SPECIAL = np.array([int(pattern, 16) for pattern in _PATTERNS.split()], dtype=np.uint32)
+_SPECIAL = np.concatenate([_SPECIAL, _SPECIAL | np.uint32(0x80000000)])
+
+
+@dataclass
+class Room:
+    """The bytes of a piece, and what else makes it one."""
+
+    storage: Tensor  # uint8
+    places: dict[str, tuple[int, int, torch.dtype]]  # name -> first byte, number of bytes, dtype
+    format: MomentFormat
+    hyper: Hyper
+    step: int
+    grad_scale: float
+    key: int
+    first: int
+
+    def __getitem__(self, name: str) -> Tensor | None:
+        if name not in self.places:
+            return None
+        start, nbytes, dtype = self.places[name]
+        return self.storage[start : start + nbytes].view(dtype)
+
+    @property
+    def piece(self) -> Piece:
+        weight, gradient = self["weight"], self["gradient"]
+        assert weight is not None
+        assert gradient is not None
+        moments = []
+        for k in range(self.hyper.num_moments):
+            values = self[f"moment{k}"]
+            assert values is not None
+            moments.append(Moment(values, self[f"scales{k}"], self.format))
+        return Piece(
+            weight,
+            self["rest"],
+            moments,
+            gradient,
+            self.hyper,
+            self.step,
+            self.grad_scale,
+            self.key,
+            self.first,
+        )
+
+    def copy(self, device: torch.device | str = "cpu") -> Room:
+        values = dict(self.__dict__)
+        return Room(**{**values, "storage": self.storage.clone().to(device)})
+
+    def same_bytes(self, other: Room) -> bool:
+        return torch.equal(self.storage.cpu(), other.storage.cpu())
+
+
+class Rooms:
+    """Makes rooms with seeded values; `wild` ones hold every kind of number."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = np.random.default_rng(seed)
+
+    def make(
+        self,
+        n: int,
+        weight: torch.dtype,
+        gradient: torch.dtype,
+        hyper: Hyper,
+        format: MomentFormat,
+        *,
+        aligned: bool = True,
+        wild: bool = True,
+        first: int = 0,
+    ) -> Room:
+        tensors = self._weights(n, weight, wild)
+        tensors["gradient"] = self._floats(n, gradient, wild)
+        for k in range(hyper.num_moments):
+            if format is MomentFormat.INT8:
+                tensors[f"moment{k}"] = self._codes(n)
+                tensors[f"scales{k}"] = self._scales(format.num_scales(n), wild)
+                continue
+            values = self._floats(n, VALUE_DTYPES[format], wild)
+            tensors[f"moment{k}"] = values.abs() if hyper.unsigned[k] and not wild else values
+        storage, places = self._pack(tensors, aligned)
+        grad_scale = float(self.random.choice([1.0, 0.125, 0.3]))
+        step = int(self.random.integers(1, 50))
+        key = int(self.random.integers(0, 2**64, dtype=np.uint64))
+        return Room(storage, places, format, hyper, step, grad_scale, key, first)
+
+    def _pack(
+        self, tensors: dict[str, Tensor], aligned: bool
+    ) -> tuple[Tensor, dict[str, tuple[int, int, torch.dtype]]]:
+        places, used = {}, 64
+        for name, tensor in tensors.items():
+            if not aligned:
+                used += tensor.element_size() * int(self.random.integers(1, 4))
+            places[name] = (used, tensor.nbytes, tensor.dtype)
+            used = -(-(used + tensor.nbytes + 1) // 64) * 64
+        storage = torch.from_numpy(self.random.integers(0, 256, used + 64, dtype=np.uint8))
+        for name, tensor in tensors.items():
+            start, nbytes, _ = places[name]
+            storage[start : start + nbytes] = tensor.view(torch.uint8)
+        return storage, places
+
+    def _weights(self, n: int, dtype: torch.dtype, wild: bool) -> dict[str, Tensor]:
+        master = self._floats(n, FP32, wild)
+        if dtype == FP32:
+            return {"weight": master}
+        if dtype == FP16:  # the weight is written, never read
+            return {"weight": self._codes(2 * n).view(FP16), "rest": master}
+        weight, residual = split_master(master)
+        return {"weight": weight, "rest": residual}
+
+    def _floats(self, n: int, dtype: torch.dtype, wild: bool) -> Tensor:
+        scale = 10.0 ** float(self.random.integers(-6, 3))
+        values = (self.random.standard_normal(n) * scale).astype(np.float32)
+        if wild:
+            kind = self.random.integers(0, 16, n)
+            bits = self.random.integers(0, 2**32, n, dtype=np.uint32)
+            special = self.random.choice(_SPECIAL, n)
+            mixed = np.where(kind == 0, bits, np.where(kind == 1, special, values.view(np.uint32)))
+            values = mixed.astype(np.uint32).view(np.float32)
+        if dtype == FP32:
+            return torch.from_numpy(values)
+        if not wild:
+            return torch.from_numpy(values).to(dtype)
+        high = (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+        return torch.from_numpy(high.view(np.int16)).view(dtype)  # any 16 bits are a number
+
+    def _codes(self, n: int) -> Tensor:
+        return torch.from_numpy(self.random.integers(0, 256, n, dtype=np.uint8))
+
+    def _scales(self, n: int, wild: bool) -> Tensor:
+        scales = np.exp(self.random.uniform(-40, 5, n)).astype(np.float32)
+        if wild:
+            kind = self.random.integers(0, 10, n)
+            scales = np.where(kind == 0, np.nan, np.where(kind == 1, 0.0, scales))
+        return torch.from_numpy(scales.astype(np.float32))
+
+
+Combination = tuple[str, torch.dtype, torch.dtype, MomentFormat]
+
+
+def combinations(*, every: bool) -> list[Combination]:
+    """(rule, weight, gradient, format): all, or a selection that shows every two of them together.
+
+    The selection: dtypes are turned against rules and formats as in a Latin square.
+    """
+    whole = itertools.product(HYPERS, FLOATS, FLOATS, FORMATS)
+    turned = [
+        (rule, FLOATS[(r + f) % 3], FLOATS[(r + 2 * f) % 3], format)
+        for (r, rule), (f, format) in itertools.product(enumerate(HYPERS), enumerate(FORMATS))
+    ]
+    chosen = list(whole) if every else turned
+    plain = [(rule, w, g, MomentFormat.FP32) for rule, w, g, _ in chosen if rule == "plain"]
+    return [*(c for c in chosen if c[0] != "plain"), *dict.fromkeys(plain)]

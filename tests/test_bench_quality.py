@@ -1,0 +1,62 @@
+"""`tools/bench_quality.py`: goes on from checkpoints bit for bit, and sums up what is there."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+
+TOOLS = Path(__file__).resolve().parent.parent / "tools"
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setattr(sys, "path", [str(TOOLS), *sys.path])
+    spec = importlib.util.spec_from_file_location("bench_quality", TOOLS / "bench_quality.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def losses(out: Path, variant: str) -> list[float]:
+    found: list[float] = json.loads((out / f"{variant}.json").read_text())["losses"]
+    return found
+
+
+def test_variants_resume_and_are_compared(bench: ModuleType, tmp_path: Path) -> None:
+    small = ["--model", "gpt-tiny", "--context", "16", "--micro-batch", "1", "--warm-up", "2",
+             "--precision", "fp32"]  # fmt: skip
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+
+    def run(out: Path, variant: str, steps: int) -> None:
+        given = [*small, "--out", str(out), "--variant", variant, "--steps", str(steps)]
+        assert bench.main(given) == 0
+
+    for variant in ("fp32", "8bit"):
+        run(whole, variant, 6)
+        run(cut, variant, 2)
+        assert len(losses(cut, variant)) == 2
+        run(cut, variant, 6)
+        assert losses(cut, variant) == losses(whole, variant)
+    assert losses(whole, "fp32") != losses(whole, "8bit")
+    assert bench.main(["--out", str(whole), "--plot-only"]) == 0
+    summary = json.loads((whole / "quality.json").read_text())
+    assert summary["steps"] == 6
+    assert set(summary["variants"]) == {"fp32", "8bit"}
+    assert summary["variants"]["fp32"]["difference_from_fp32"] == 0
+    assert 0 < summary["variants"]["8bit"]["mean_absolute_difference_per_step"] < 0.1
+    drawing = ElementTree.parse(whole / "quality.svg").getroot()
+    assert {"fp32", "8bit"} <= {text.text for text in drawing.iter() if text.text}
+    other = [*small, "--out", str(whole), "--variant", "fp32", "--seed", "1"]
+    assert bench.main(other) == 2  # the checkpoint is of another seed
+
+
+def test_nothing_to_compare_with_is_said(bench: ModuleType, tmp_path: Path) -> None:
+    assert bench.main(["--out", str(tmp_path), "--plot-only"]) == 1

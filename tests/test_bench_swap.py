@@ -1,0 +1,585 @@
+"""The swap benchmark: the maths by hand, every contender over real files, wrong bytes noticed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from infinity.bench import faults, reference, testbed
+from infinity.bench.contender import Contender, Sample, UnavailableError
+from infinity.bench.disk import Options
+from infinity.bench.fio import Fio, parse_jobs
+from infinity.bench.load import MODES, Load, Mode, Span, make_load
+from infinity.bench.ours import EngineContender, IoSettings
+from infinity.bench.peer import DeepSpeedHandle
+from infinity.bench.plain import AiofilesLoop, BufferedFiles, PlainThreads
+from infinity.bench.ratios import Ratio, geometric_mean, median_interval, ratio_of
+from infinity.bench.rounds import relative, rotated, take_turns
+from infinity.bench.testbed import Testbed
+from infinity.bench.training_terms import FETCH_BYTES, STATE_BYTES, training_terms
+from infinity.bench.tuning import DEFAULTS, choose, scores_against, usable_backends
+from infinity.errors import ConfigError, DoesNotFitError, InfinityError
+
+MIB = 2**20
+ROOT = Path(__file__).resolve().parent.parent
+TOOL = ROOT / "tools/bench_swap.py"
+
+
+# The maths.
+
+
+@pytest.mark.parametrize(
+    ("count", "rank", "coverage"),
+    [
+        (1, 1, 0.0),
+        (3, 1, 0.75),
+        (4, 1, 0.875),
+        (5, 1, 0.9375),
+        (8, 2, 1 - 2 * 9 / 256),
+        (10, 2, 1 - 2 * 11 / 1024),
+        (11, 3, 1 - 2 * (1 + 11 + 55) / 2048),
+    ],
+)
+def test_the_interval_by_hand(count: int, rank: int, coverage: float) -> None:
+    values = [float(v) for v in range(1, count + 1)]
+    low, high, covered = median_interval(values[::-1])
+    assert (low, high) == (values[rank - 1], values[count - rank])
+    assert covered == pytest.approx(coverage)
+
+
+@pytest.mark.parametrize("count", range(1, 12))
+def test_the_interval_against_all_outcomes(count: int) -> None:
+    """Every value falls below the true median with probability 1/2: go through all outcomes."""
+    low, high, covered = median_interval([float(v) for v in range(count)])
+    first, last = int(low), int(high)
+    holding = sum(first < sum(below) <= last for below in itertools.product((0, 1), repeat=count))
+    assert covered == pytest.approx(holding / 2**count)
+    if count > 4:
+        assert covered >= 0.9
+        inner = sum(
+            first + 1 < sum(below) <= last - 1 for below in itertools.product((0, 1), repeat=count)
+        )
+        assert inner / 2**count < 0.9, "a narrower interval would do"
+
+
+def test_a_ratio_is_taken_within_rounds() -> None:
+    ratio = ratio_of([1.0, 2.0, 4.0], [1.0, 1.0, 8.0])
+    assert ratio.values == (1.0, 2.0, 0.5)
+    assert ratio.median == 1.0  # the ratio of medians would be 2
+    assert (ratio.low, ratio.high, ratio.coverage) == (0.5, 2.0, 0.75)
+
+
+def test_when_a_ratio_holds() -> None:
+    assert Ratio(0.9, 0.8, 0.97, 0.9, ()).holds
+    assert Ratio(1.1, 1.0, 1.2, 0.9, ()).holds
+    assert not Ratio(0.96, 0.95, 0.969, 0.9, ()).holds
+
+
+def test_means() -> None:
+    assert geometric_mean([4.0, 0.25]) == pytest.approx(1.0)
+    rounds = {"a": [sample(10), sample(30)], "b": [sample(30), sample(90)]}
+    assert relative(rounds) == pytest.approx({"a": 0.5, "b": 1.5})
+    scores = scores_against({"read": rounds, "write": rounds}, "a")
+    assert scores == pytest.approx({"a": 1.0, "b": 3.0})
+
+
+def test_the_default_stays_unless_another_is_clearly_faster() -> None:
+    assert choose({"default": 1.0, "other": 1.02}, "default") == "default"
+    assert choose({"default": 1.0, "other": 1.2, "third": 1.1}, "default") == "other"
+
+
+def test_training_terms_by_hand() -> None:
+    terms = training_terms(2.4e9, 2e9, 1_000_000_000)
+    assert terms.sweep_parameters_per_s == pytest.approx(1e8)
+    assert (terms.read_bytes, terms.written_bytes) == (14 * 10**9, 12 * 10**9)
+    assert terms.step_s == pytest.approx(10 + 1)
+    assert terms.steps_per_100_tbw == pytest.approx(100e12 / 12e9)
+
+
+def test_training_terms_agree_with_the_architecture() -> None:
+    text = (ROOT / "docs/ARCHITECTURE.md").read_text(encoding="utf-8")
+    row = re.search(r"\| all on disk, gradient in RAM \|[^|]+\| ([^|]+) \| ([^|]+) \|", text)
+    assert row is not None
+    read, written = row[1], row[2]
+    assert read == f"{STATE_BYTES} + {FETCH_BYTES} + 4(M\u22121)"
+    assert written == str(STATE_BYTES)
+
+
+def test_options_that_mean_nothing(tmp_path: Path) -> None:
+    for options, part in (
+        (Options(()), "no path"),
+        (Options((tmp_path,), compare=("fio", "dd")), "dd"),
+        (Options((tmp_path, tmp_path)), "twice"),
+        (Options((tmp_path,), file_bytes=MIB), "no chunk"),
+        (Options((tmp_path,), chunk_bytes=MIB + 1), "whole MiB"),
+        (Options((tmp_path,), num_rounds=0), "--rounds"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            options.check()
+        assert part in caught.value.what
+    Options((tmp_path,)).check()
+
+
+# Loads and rounds.
+
+
+def test_a_load_covers_its_spans_once_per_pass() -> None:
+    load = make_load(
+        "mixed", rates=[8e9, 2e9], target_s=0.01, chunk_bytes=2 * MIB, region_bytes=16 * MIB
+    )
+    assert load.num_files == 2
+    assert load.reads[0] == Span(0, 16 * MIB, 2), "40 MB each way: 20 chunks, so 2 passes of 8"
+    assert load.writes[1] == Span(16 * MIB, 10 * MIB, 1), "10 MB each way: 5 chunks"
+    assert load.total_bytes == 2 * (32 + 10) * MIB
+    for index in range(2):
+        for is_write, span in ((False, load.reads[index]), (True, load.writes[index])):
+            assert span is not None
+            moved = [p.offset for p in load.pieces(index) if p.is_write == is_write]
+            once = list(range(span.offset, span.offset + span.nbytes, 2 * MIB))
+            assert moved == once * span.num_passes
+    ways = [piece.is_write for piece in load.pieces(0)]
+    assert ways == [False, True] * (len(ways) // 2), "a read and a write take turns"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("block", [MIB // 2, MIB, 3 * MIB])
+def test_blocks_are_the_pieces_cut_up(mode: Mode, block: int) -> None:
+    load = make_load(mode, rates=[1e9], target_s=0.02, chunk_bytes=4 * MIB, region_bytes=16 * MIB)
+    covered: dict[tuple[bool, int], int] = {}
+    for piece, start, nbytes in load.blocks(0, block):
+        assert covered.get((piece.is_write, piece.offset), 0) == start, "in order, no gaps"
+        covered[piece.is_write, piece.offset] = start + nbytes
+    whole = {(p.is_write, p.offset): 4 * MIB for p in load.pieces(0)}
+    assert covered == whole
+
+
+class Fake:
+    family = "plain"
+
+    def __init__(self, name: str, log: list[str], fails_in: str = "") -> None:
+        self.name, self._log, self._fails_in = name, log, fails_in
+
+    def run(self, load: Load) -> Sample:
+        if load.mode == self._fails_in:
+            raise UnavailableError("out of order")
+        self._log.append(f"{load.mode}:{self.name}")
+        return sample(1)
+
+    def close(self) -> None:
+        pass
+
+
+def sample(rate: float) -> Sample:
+    return Sample(1.0, int(rate), 0.0)
+
+
+def a_load(mode: Mode) -> Load:
+    return make_load(mode, rates=[1.0], target_s=1.0, chunk_bytes=MIB, region_bytes=MIB)
+
+
+def test_contenders_take_turns_and_everybody_begins_once() -> None:
+    log: list[str] = []
+    who: list[Contender] = [Fake(name, log) for name in "abc"]
+    loads = {mode: a_load(mode) for mode in MODES}
+    samples = take_turns(dict.fromkeys(MODES, who), loads, 3, left_out={})
+    assert [len(found) for by_name in samples.values() for found in by_name.values()] == [3] * 9
+    reads = [entry[-1] for entry in log if entry.startswith("read")]
+    assert reads == list("abcbcacab")
+    assert rotated([], 5) == []
+
+
+def test_who_fails_is_named_and_the_others_go_on() -> None:
+    log: list[str] = []
+    who: list[Contender] = [Fake("a", log), Fake("b", log, fails_in="write")]
+    left_out: dict[str, str] = {}
+    loads = {mode: a_load(mode) for mode in MODES}
+    samples = take_turns(dict.fromkeys(MODES, who), loads, 2, left_out=left_out)
+    assert left_out == {"b": "out of order"}
+    assert set(samples["write"]) == {"a"}
+    assert set(samples["read"]) == {"a", "b"}
+    assert len(samples["write"]["a"]) == 2
+
+
+def test_every_sample_writes_something_else() -> None:
+    salts: list[int] = []
+
+    class Recorder(Fake):
+        def run(self, load: Load) -> Sample:
+            salts.append(load.salt)
+            return sample(1)
+
+    take_turns({"write": [Recorder("a", [])]}, {"write": a_load("write")}, 4, left_out={})
+    assert len(set(salts)) == 4
+
+
+# Contenders over real files.
+
+
+@pytest.fixture
+def bed(tmp_path: Path) -> Iterator[Testbed]:
+    paths = [tmp_path / "one", tmp_path / "two"]
+    for path in paths:
+        path.mkdir()
+    with Testbed(paths, 4 * MIB, MIB) as found:
+        yield found.prepare()
+    assert [list(path.iterdir()) for path in paths] == [[], []]
+
+
+MAKERS: dict[str, Callable[[Testbed], Contender]] = {
+    "io_uring": lambda bed: EngineContender(bed, IoSettings("io_uring", MIB // 4, 4)),
+    "threads": lambda bed: EngineContender(bed, IoSettings("threads", MIB // 4, 4, 2)),
+    "plain": lambda bed: PlainThreads(bed, MIB // 4, 3),
+    "buffered": BufferedFiles,
+    "aiofiles": AiofilesLoop,
+    "fio psync": lambda bed: Fio(bed, "psync", MIB // 4, 2),
+    "fio libaio": lambda bed: Fio(bed, "libaio", MIB // 4, 4),
+    "deepspeed": lambda bed: DeepSpeedHandle(bed, MIB // 4, 4, 1),
+}
+
+
+def make(bed: Testbed, name: str, monkeypatch: pytest.MonkeyPatch) -> Contender:
+    if name.startswith("fio") and shutil.which("fio") is None:
+        pytest.skip("fio is not installed")
+    if name == "deepspeed":
+        install_fake_peer(monkeypatch)
+    try:
+        return MAKERS[name](bed)
+    except UnavailableError as error:
+        pytest.skip(str(error))
+
+
+def loads_for(bed: Testbed, mode: Mode) -> Load:
+    rates = [2e9, 1e9]  # 4 MiB and one pass, 2 MiB: the drives take part in proportion
+    return make_load(
+        mode, rates=rates, target_s=0.002, chunk_bytes=bed.chunk_bytes, region_bytes=4 * MIB
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_contender_moves_the_load(
+    bed: Testbed, name: str, mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contender = make(bed, name, monkeypatch)
+    load = Load(**{**vars(loads_for(bed, mode)), "salt": 3})
+    before = [path.read_bytes() for path in bed.file_paths]
+    try:
+        found = contender.run(load)
+    finally:
+        contender.close()
+        contender.close()
+    assert found.nbytes == load.total_bytes > 0
+    assert found.duration_s > 0
+    assert found.cpu_s is not None
+    for index, path in enumerate(bed.file_paths):
+        after = path.read_bytes()
+        written = {p.offset: p for p in load.pieces(index) if p.is_write}
+        assert bool(written) == (mode != "read")
+        for offset in range(0, 8 * MIB, MIB):
+            chunk = after[offset : offset + MIB]
+            if offset not in written:
+                assert chunk == before[index][offset : offset + MIB], "not its to write"
+            elif name.startswith("fio"):
+                assert chunk != before[index][offset : offset + MIB], "nothing was written"
+            else:
+                assert chunk in [bed.pattern(k, 3).tobytes() for k in range(5)]
+                if name != "deepspeed":
+                    assert chunk == bed.pattern(offset // MIB, 3).tobytes()
+
+
+@pytest.mark.parametrize("name", [n for n in MAKERS if not n.startswith("fio")])
+def test_wrong_bytes_are_no_measurement(
+    bed: Testbed, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contender = make(bed, name, monkeypatch)
+    load = loads_for(bed, "read")
+    for path in bed.file_paths:
+        with path.open("r+b") as file:
+            file.write(os.urandom(4 * MIB))
+    try:
+        with pytest.raises(InfinityError, match="other bytes"):
+            contender.run(load)
+    finally:
+        contender.close()
+
+
+def test_a_read_that_did_not_happen_is_noticed(bed: Testbed) -> None:
+    contender = EngineContender(bed, IoSettings("threads", MIB))
+    load = loads_for(bed, "read")
+    contender.run(load)
+    contender._drive_all = lambda load: None  # type: ignore[method-assign]
+    with pytest.raises(InfinityError, match="a read delivered other bytes"):
+        contender.run(load)
+    contender.close()
+
+
+def test_a_write_that_did_not_happen_is_noticed(bed: Testbed) -> None:
+    load = Load(**{**vars(loads_for(bed, "write")), "salt": 1})
+    contender = EngineContender(bed, IoSettings("threads", MIB))
+    contender.run(load)
+    bed.check_written(load)
+    with pytest.raises(InfinityError, match="a write delivered other bytes"):
+        bed.check_written(Load(**{**vars(load), "salt": 2}))
+    contender.close()
+
+
+class FakeHandle:
+    """DeepSpeed's handle as its bindings describe it: nothing moves for sure before `wait`."""
+
+    def __init__(self, block: int, depth: int, single: bool, overlap: bool, threads: int) -> None:
+        self._pending: deque[tuple[bool, Tensor, str, int]] = deque()
+
+    def new_cpu_locked_tensor(self, count: int, example: Tensor) -> Tensor:
+        return torch.empty(count, dtype=example.dtype)
+
+    def free_cpu_locked_tensor(self, tensor: Tensor) -> bool:
+        return True
+
+    def async_pread(self, buffer: Tensor, filename: str, file_offset: int = 0) -> int:
+        self._pending.append((False, buffer, filename, file_offset))
+        return 0
+
+    def async_pwrite(self, buffer: Tensor, filename: str, file_offset: int = 0) -> int:
+        self._pending.append((True, buffer, filename, file_offset))
+        return 0
+
+    def wait(self) -> int:
+        assert self._pending, "the real one aborts the process"
+        count = len(self._pending)
+        while self._pending:
+            is_write, buffer, filename, offset = self._pending.popleft()
+            with open(filename, "r+b") as file:
+                file.seek(offset)
+                if is_write:
+                    file.write(buffer.numpy().tobytes())
+                else:
+                    data = bytearray(file.read(buffer.numel()))
+                    buffer.copy_(torch.frombuffer(data, dtype=torch.uint8))
+        return count
+
+
+def install_fake_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Builder:
+        def load(self) -> types.SimpleNamespace:
+            return types.SimpleNamespace(aio_handle=FakeHandle)
+
+    package, ops = types.ModuleType("deepspeed"), types.ModuleType("deepspeed.ops")
+    builders = types.ModuleType("deepspeed.ops.op_builder")
+    builders.AsyncIOBuilder = Builder  # type: ignore[attr-defined]
+    package.__spec__ = types.SimpleNamespace()  # type: ignore[assignment]
+    for module in (package, ops, builders):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def test_a_peer_that_does_not_load_is_left_out(
+    bed: Testbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    field = reference.gather(bed, ("aiofiles",), [IoSettings("threads", MIB // 2)])
+    try:
+        assert "not importable" in field.left_out["deepspeed"]
+        assert "not installed" in field.left_out["fio"]
+        assert {c.family for c in field.contenders.values()} == {"plain", "aiofiles"}
+        assert "plain 512.00 KiB x 4 threads" in field.contenders, "our settings are tried too"
+    finally:
+        field.close()
+
+
+def test_fios_answers() -> None:
+    assert parse_jobs('note: both\n{"jobs": [{"jobname": "r"}]}') == [{"jobname": "r"}]
+    for text in ("", "fio: unknown engine", "{", '{"jobs": 1}'):
+        with pytest.raises(UnavailableError):
+            parse_jobs(text)
+
+
+def test_calibration_picks_the_fastest_of_each_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Timed(Fake):
+        def __init__(self, name: str, rates: dict[str, float], family: str) -> None:
+            super().__init__(name, [])
+            self.family, self._rates = family, rates
+
+        def run(self, load: Load) -> Sample:
+            return sample(self._rates[load.mode])
+
+    field = reference.Field()
+    field.add("x", lambda: Timed("f", {"read": 10, "write": 40, "mixed": 10}, "fio"))
+    field.add("x", lambda: Timed("p", {"read": 20, "write": 20, "mixed": 30}, "plain"))
+    field.add("x", lambda: Timed("b", {"read": 99, "write": 99, "mixed": 99}, "buffered"))
+    loads = {mode: a_load(mode) for mode in MODES}
+    found = reference.calibrate(field, loads)
+    best = {mode: found.best(mode, field.families) for mode in MODES}
+    assert best == {"read": "p", "write": "f", "mixed": "p"}
+    assert found.best("read", field.families, "fio") == "f"
+    assert found.rates["write"] == {"f": 40, "p": 20}
+    who = reference.compared(field, found, "read", ("fio", "buffered", "deepspeed"))
+    assert [contender.name for contender in who] == ["f", "b"]
+
+
+def test_usable_backends() -> None:
+    def answers(*ok: bool) -> dict[str, dict[str, Any]]:
+        return {n: {"ok": o, "reason": "no"} for n, o in zip(DEFAULTS, ok, strict=True)}
+
+    assert usable_backends([answers(True, True)]) == ["io_uring", "threads"]
+    assert usable_backends([answers(True, True), answers(False, True)]) == ["threads"]
+    with pytest.raises(UnavailableError):
+        usable_backends([answers(False, True), answers(True, False)])
+
+
+# Refusals and cleaning up.
+
+
+def test_too_little_room_is_told_with_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.mkdir()
+    monkeypatch.setattr(testbed, "disk_free_bytes", lambda path: 12 * MIB)
+    with Testbed(paths, 4 * MIB, MIB) as bed, pytest.raises(DoesNotFitError) as caught:
+        bed.prepare()
+    # Both lie on one file system: 16 MiB are needed there, not 8.
+    assert "16.00 MiB of test files are needed, 12.00 MiB are free" in caught.value.what
+    assert "4.00 MiB are missing" in caught.value.what
+    assert [list(path.iterdir()) for path in paths] == [[], []]
+
+
+def test_nothing_is_left_after_a_failure(tmp_path: Path) -> None:
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), Testbed([tmp_path], 4 * MIB, MIB) as bed:
+        bed.prepare(interrupt)
+    assert list(tmp_path.iterdir()) == []
+
+
+# Injected faults.
+
+SILENT_KINDS = ("short", "delay", "reorder")
+
+
+def trial(tmp_path: Path, kind: str, seed: int = 5) -> faults.Outcome:
+    return faults._Trial(str(tmp_path / "f.bin"), "threads", kind, seed).run()
+
+
+@pytest.mark.parametrize("kind", SILENT_KINDS)
+def test_harmless_faults_end_well(tmp_path: Path, kind: str) -> None:
+    outcome = trial(tmp_path, kind)
+    assert outcome.ok
+    assert outcome.right == outcome.requests == 64
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("eio", "EIO"), ("enospc", "ENOSPC"), ("stuck", "ETIMEDOUT")]
+)
+def test_a_failure_raises_its_error(tmp_path: Path, kind: str, name: str) -> None:
+    outcome = trial(tmp_path, kind)
+    assert outcome.ok, outcome.notes
+    assert set(outcome.raised) == {name}
+    assert outcome.right + outcome.raised[name] == outcome.requests == 64
+    assert outcome.right > 0
+
+
+def test_flipped_bits_are_caught_by_the_checksum(tmp_path: Path) -> None:
+    outcome = trial(tmp_path, "flip")
+    assert outcome.ok
+    assert outcome.caught > 0
+    assert outcome.caught + outcome.right == outcome.requests
+
+
+def test_without_a_checksum_flipped_bits_are_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "checksums", lambda memory: b"blind")
+    outcome = trial(tmp_path, "flip")
+    assert outcome.silent > 0
+    assert not outcome.ok
+
+
+def test_an_engine_that_lies_is_found_out(tmp_path: Path) -> None:
+    """The engine flips bits while only delays were asked for."""
+    subject = faults._Trial(str(tmp_path / "f.bin"), "threads", "flip", 5)
+    subject._may_flip = False
+    outcome = subject.run()
+    assert outcome.silent > 0
+    assert not outcome.ok
+    subject = faults._Trial(str(tmp_path / "g.bin"), "threads", "eio", 5)
+    subject._errors = frozenset()
+    outcome = subject.run()
+    assert outcome.wrong_error > 0
+    assert not outcome.ok
+
+
+# The tool as a whole. Without fio it is brief: only plain threads compete.
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("bench")
+    command = [sys.executable, str(TOOL), "--path", str(path), "--gib", "0.0625"]
+    command += ["--rounds", "2", "--sample-s", "0.02", "--chunk", "1MiB", "--json"]
+    found = subprocess.run(
+        [*command, "--compare", "fio,plain,buffered,aiofiles"],
+        env=os.environ | {"PATH": "/nonexistent"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    assert list(path.iterdir()) == []
+    result: dict[str, Any] = json.loads(found.stdout)  # one object, and nothing else
+    return result
+
+
+def test_the_report_has_its_keys(report: dict[str, Any]) -> None:
+    for key in ("best", "reference"):
+        for mode in MODES:
+            assert report[key][f"{mode}_gib_s"] > 0
+    assert set(report["best"]["config"]) == set(vars(IoSettings()))
+    assert report["reference"]["name"]
+    assert set(report["reference"]["names"]) == set(MODES)
+    for key in ("ratio", "threads_ratio"):
+        for mode in MODES:
+            low, high = report[f"{key}_interval"][mode]
+            assert low <= report[key][mode] <= high
+            assert report[f"{key}_coverage"][mode] == 0.5, "two rounds"
+    for who in ("threads", "reference", report["ratio_backend"]):
+        assert all(report["cpu_s_per_gib"][who][mode] >= 0 for mode in MODES)
+    for key in ("machine", "kernel", "file_system", "date", "command", "samples", "drives"):
+        assert report[key], key
+    assert "fio is not installed" in report["left_out"]["fio"]
+
+
+def test_the_reports_numbers_follow_from_its_samples(report: dict[str, Any]) -> None:
+    ours = {e["family"]: name for name, e in report["contenders"].items() if e["ours"]}
+    for mode in MODES:
+        samples = report["samples"][mode]
+        rates = {n: [s["nbytes"] / s["duration_s"] for s in found] for n, found in samples.items()}
+        assert all(len(found) == 2 for found in rates.values())
+        against = report["reference"]["names"][mode]
+        for key, backend in (("ratio", report["ratio_backend"]), ("threads_ratio", "threads")):
+            values = [a / b for a, b in zip(rates[ours[backend]], rates[against], strict=True)]
+            assert report[key][mode] == pytest.approx(statistics.median(values))
+        assert report["reference"][f"{mode}_gib_s"] == pytest.approx(
+            statistics.median(rates[against]) / 2**30
+        )
+        moved = {s["nbytes"] for found in samples.values() for s in found}
+        assert moved == {report["sample_bytes"][mode]}, "everybody moves the same bytes"
+        families = {report["contenders"][name]["family"] for name in samples}
+        assert families >= {"threads", "plain", "buffered", "aiofiles"}

@@ -1,0 +1,281 @@
+"""The CUDA kernels without a GPU: `fused_adam.cu` runs thread by thread on the host.
+
+Everything but the launch itself is the real thing: checks, tables, tiles, warps, arithmetic. On a
+GPU the same pieces are compared in tests/gpu/test_fused_adam.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from support.cuda_on_host import HostLauncher, compiler
+from support.cuda_pieces import BF16, FLOATS, FP16, FP32, HYPERS, Combination, Rooms, combinations
+
+from infinity.errors import ConfigError, InfinityError, PresenceError
+from infinity.formats import MomentFormat
+from infinity.optim.cpu import CpuKernels, Piece
+from infinity.optim.cuda import CudaKernels
+from infinity.optim.cuda_tables import SQUARE_TILE, TILE
+from infinity.optim.moments import Moment
+from infinity.optim.reference import reference_update
+from infinity.optim.rules import AdamHyper
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler to emulate with")
+SIZES = (1, 3, 127, 128, 129, TILE - 1, TILE, TILE + 1, 2 * TILE + 777)
+ADAM = AdamHyper(lr=1e-2, weight_decay=0.1)
+
+
+@pytest.fixture(scope="module")
+def cpu():
+    with CpuKernels(num_threads=1) as kernels:
+        yield kernels
+
+
+@pytest.fixture
+def launcher() -> HostLauncher:
+    return HostLauncher()
+
+
+@pytest.fixture
+def cuda(launcher: HostLauncher) -> CudaKernels:
+    return CudaKernels("cpu", launcher)
+
+
+def check_combination(cuda: CudaKernels, cpu: CpuKernels, combination: Combination) -> None:
+    rule, weight, gradient, format = combination
+    source = Rooms(seed=7)
+    for aligned, wild in itertools.product((True, False), repeat=2):
+        hypers = itertools.cycle(HYPERS[rule])
+        rooms = [
+            source.make(n, weight, gradient, h, format, aligned=aligned, wild=wild, first=128 * n)
+            for n, h in zip(SIZES, hypers, strict=False)
+        ]
+        ours, theirs, slow = ([room.copy() for room in rooms] for _ in range(3))
+        cuda.update_all([room.piece for room in ours])
+        cpu.update_all([room.piece for room in theirs])
+        for n, before, one, two, three in zip(SIZES, rooms, ours, theirs, slow, strict=True):
+            reference_update(*three.piece)
+            assert n < 100 or not wild or not one.same_bytes(before), n
+            assert one.same_bytes(two), (n, aligned, wild)
+            assert one.same_bytes(three), (n, aligned, wild)
+
+
+def name_of(combination: Combination) -> str:
+    return "-".join(str(getattr(part, "value", part)).split(".")[-1] for part in combination)
+
+
+@pytest.mark.parametrize("combination", combinations(every=False), ids=name_of)
+def test_same_bits_as_the_cpu_and_the_reference(cuda, cpu, combination) -> None:
+    check_combination(cuda, cpu, combination)
+
+
+@pytest.mark.big
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("rule", HYPERS)
+def test_same_bits_for_every_combination(cuda, cpu, rule: str) -> None:
+    for combination in combinations(every=True):
+        if combination[0] == rule:
+            check_combination(cuda, cpu, combination)
+
+
+def test_one_launch_serves_many_parameters_and_groups(cuda, cpu, launcher) -> None:
+    source = Rooms(seed=1)
+    hypers = [AdamHyper(lr=10.0**-k) for k in range(1, 5)]
+    for count, kernel in ((40, "update_small"), (41, "update_large"), (340, "update_large")):
+        rooms = [
+            source.make(17 * k % 131 + 1, BF16, BF16, hypers[k % 4], MomentFormat.FP32)
+            for k in range(count)
+        ]
+        for room in rooms:
+            room.grad_scale, room.step = 0.5, 3
+        copies = [room.copy() for room in rooms]
+        launcher.launched.clear()
+        cuda.update_all([room.piece for room in rooms])
+        cpu.update_all([room.piece for room in copies])
+        assert [launch.kernel for launch in launcher.launched] == [kernel]
+        assert all(a.same_bytes(b) for a, b in zip(rooms, copies, strict=True))
+
+
+@pytest.mark.parametrize(("count", "num_groups"), [(700, 1), (150, 150), (20, 15)])
+def test_a_full_table_starts_another(cuda, cpu, launcher, count: int, num_groups: int) -> None:
+    source = Rooms(seed=2)
+    rooms = [source.make(130, FP32, FP32, ADAM, MomentFormat.FP32) for _ in range(count)]
+    for k, room in enumerate(rooms):
+        room.grad_scale, room.step = 1.0, k % num_groups + 1
+    copies = [room.copy() for room in rooms]
+    launcher.launched.clear()
+    cuda.update_all([room.piece for room in rooms])
+    cpu.update_all([room.piece for room in copies])
+    assert len(launcher.launched) == max(-(-count // 340), -(-num_groups // 70))
+    assert all(a.same_bytes(b) for a, b in zip(rooms, copies, strict=True))
+
+
+def test_scalars_are_told_apart_by_bits(cuda, cpu) -> None:
+    rooms = [Rooms(seed=3).make(64, FP32, FP32, ADAM, MomentFormat.FP32) for _ in range(2)]
+    for room, scale in zip(rooms, (0.0, -0.0), strict=True):
+        room.grad_scale, room.step = scale, 1
+    copies = [room.copy() for room in rooms]
+    cuda.update_all([room.piece for room in rooms])
+    cpu.update_all([copies[0].piece])
+    reference_update(*copies[1].piece)
+    assert all(a.same_bytes(b) for a, b in zip(rooms, copies, strict=True))
+
+
+@pytest.mark.parametrize("format", list(MomentFormat))
+def test_the_cut_of_a_parameter_does_not_show(cuda, format: MomentFormat) -> None:
+    n, first = 3 * TILE + 300, 2**32 - 2 * 128
+    whole = Rooms(seed=4).make(n, BF16, BF16, ADAM, format, first=first)
+    cut = whole.copy()
+    cuda.update_all([whole.piece])
+    piece = cut.piece
+    for start in range(0, n, 640):
+        end = min(start + 640, n)
+        part = piece._replace(
+            weight=piece.weight[start:end],
+            rest=None if piece.rest is None else piece.rest[start:end],
+            gradient=piece.gradient[start:end],
+            moments=[moment.part(start, end) for moment in piece.moments],
+            first=first + start,
+        )
+        cuda.update_all([part])
+    assert cut.same_bytes(whole)
+
+
+def test_random_bits_beyond_four_billion_elements(cuda, cpu) -> None:
+    for first in (2**32 - 6, 2**32, 2**40 + 1):
+        room = Rooms(seed=5).make(
+            300, FP32, FP32, ADAM, MomentFormat.BF16_STOCHASTIC, first=first, wild=False
+        )
+        other = room.copy()
+        cuda.update_all([room.piece])
+        cpu.update_all([other.piece])
+        assert room.same_bytes(other), first
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_square_sums_over_the_same_tree(cuda, cpu, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = [0, 1, 15, 17, 4095, 4096, 4097, 8193, SQUARE_TILE - 1, SQUARE_TILE, SQUARE_TILE + 1]
+    sizes += [3 * SQUARE_TILE + 5, 0]
+    tensors = [
+        (torch.randn(n + 1, generator=generator) * 10.0 ** (n % 7 - 3)).to(dtype)[n % 2 :][:n]
+        for n in sizes
+    ]
+    sums = torch.full((len(sizes),), math.nan, dtype=torch.float64)
+    cuda.square_sums(tensors, sums)
+    assert sums.tolist() == [cpu.square_sum(tensor) for tensor in tensors]
+    assert sums.tolist() == [cuda.square_sum(tensor) for tensor in tensors]
+
+
+def test_square_sums_of_more_than_a_thousand_tiles(cuda, cpu) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tensor = torch.empty(1026 * SQUARE_TILE + 9, dtype=BF16).normal_(generator=generator)
+    assert cuda.square_sum(tensor) == cpu.square_sum(tensor)
+
+
+def test_square_sums_of_many_tensors_of_several_dtypes(cuda, cpu, launcher) -> None:
+    generator = torch.Generator().manual_seed(2)
+    tensors = [torch.randn(k, generator=generator).to(FLOATS[k % 3]) for k in range(450)]
+    sums = torch.empty(len(tensors), dtype=torch.float64)
+    launcher.launched.clear()
+    cuda.square_sums(tensors, sums)
+    assert sums.tolist() == [cpu.square_sum(tensor) for tensor in tensors]
+    assert len(launcher.launched) == 2 * 3 * 2  # two kernels, three dtypes, 127 to a table
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_square_sum_shows_what_is_not_finite(cuda, dtype: torch.dtype, value: float) -> None:
+    tensor = torch.ones(5000, dtype=dtype)
+    tensor[4321] = value
+    total = cuda.square_sum(tensor)
+    assert math.isnan(total) if math.isnan(value) else total == math.inf
+
+
+@pytest.mark.parametrize(("target", "source"), list(itertools.product(FLOATS, FLOATS)))
+def test_accumulation(cuda, cpu, target: torch.dtype, source: torch.dtype) -> None:
+    rooms = Rooms(seed=6)
+    for n, aligned in itertools.product((1, 5, 1024, 4099), (True, False)):
+        room = rooms.make(n, FP32, source, HYPERS["plain"][0], MomentFormat.FP32, aligned=aligned)
+        other = rooms.make(n, FP32, target, HYPERS["plain"][0], MomentFormat.FP32, aligned=aligned)
+        copy = other.copy()
+        cuda.accumulate(other["gradient"], room["gradient"])
+        cpu.accumulate(copy["gradient"], room["gradient"])
+        assert other.same_bytes(copy), (n, aligned)
+
+
+def test_nothing_to_do(cuda, launcher) -> None:
+    launcher.launched.clear()
+    cuda.update_all([])
+    empty = torch.empty(0)
+    cuda.update_all([Piece(empty, None, [Moment(empty)] * 2, empty, ADAM, 1)])
+    cuda.accumulate(empty, empty)
+    assert launcher.launched == []
+    assert cuda.square_sum(torch.empty(0)) == 0.0
+
+
+def refused() -> dict[str, tuple[dict[str, object], type[InfinityError], str]]:
+    """What is replaced in a good 8-bit split piece of 300 elements, and what is said of it."""
+    long, wide = torch.zeros(301, dtype=BF16), torch.zeros(600, dtype=BF16)
+    moment = Moment.zeros(300, MomentFormat.INT8)
+    exact = Moment.zeros(300, MomentFormat.FP32)
+    return {
+        "size": ({"gradient": long}, ConfigError, "gradient has 301 elements, expected 300"),
+        "dtype": ({"gradient": torch.zeros(300).double()}, ConfigError, "gradient has dtype"),
+        "strides": ({"gradient": wide[::2]}, PresenceError, "contiguous"),
+        "device": ({"gradient": long.to("meta")[:300]}, PresenceError, "gradient is on meta"),
+        "no rest": ({"rest": None}, ConfigError, "rest is missing"),
+        "rest": ({"rest": torch.zeros(300)}, ConfigError, "rest has dtype"),
+        "weight": ({"weight": torch.zeros(300, dtype=torch.int8)}, ConfigError, "weight has"),
+        "moments": ({"moments": [moment]}, ConfigError, "1 moments for"),
+        "formats": ({"moments": [moment, exact]}, ConfigError, "different formats"),
+        "scales": ({"moments": [moment._replace(scales=None)] * 2}, ConfigError, "no scales"),
+        "short scales": (
+            {"moments": [moment._replace(scales=torch.zeros(2))] * 2},
+            ConfigError,
+            "scales has 2 elements, expected 3",
+        ),
+        "first": ({"first": 64}, ConfigError, "begins at element 64"),
+        "step": ({"step": 0}, ConfigError, "step is 0"),
+        "key": ({"key": -1}, ConfigError, "64 bits"),
+        "overlap": ({"moments": [moment, moment]}, ConfigError, "overlap"),
+    }
+
+
+@pytest.mark.parametrize("case", refused())
+def test_bad_input_is_refused_before_a_byte_is_touched(cuda, case: str) -> None:
+    replaced, error, text = refused()[case]
+    rooms = [Rooms(9).make(300, BF16, BF16, ADAM, MomentFormat.INT8) for _ in range(2)]
+    before = [room.copy() for room in rooms]
+    with pytest.raises(error, match=text):
+        cuda.update_all([rooms[0].piece, rooms[1].piece._replace(**replaced)])
+    assert all(a.same_bytes(b) for a, b in zip(rooms, before, strict=True))
+
+
+def test_step_zero_is_refused_before_the_first_of_several_launches(cuda) -> None:
+    rooms = [Rooms(9).make(300, dtype, dtype, ADAM, MomentFormat.FP32) for dtype in (FP32, BF16)]
+    before = [room.copy() for room in rooms]
+    rooms[1].step = 0
+    with pytest.raises(ConfigError, match="step is 0"):
+        cuda.update_all([room.piece for room in rooms])
+    assert all(a.same_bytes(b) for a, b in zip(rooms, before, strict=True))
+
+
+def test_pieces_that_share_memory_are_refused(cuda) -> None:
+    rooms = [Rooms(9).make(300, FP32, FP32, ADAM, MomentFormat.FP32) for _ in range(2)]
+    first, second = (room.piece for room in rooms)
+    for clash in ({"gradient": first.weight}, {"weight": first.weight}):
+        with pytest.raises(ConfigError, match="overlap"):
+            cuda.update_all([first, second._replace(**clash)])
+    cuda.update_all([first, second._replace(gradient=first.gradient)])  # only read: may be shared
+    with pytest.raises(ConfigError, match="overlap"):
+        cuda.accumulate(first.weight, first.weight)
+
+
+def test_fp16_weights_follow_their_masters(cuda) -> None:
+    room = Rooms(10).make(500, FP16, FP16, ADAM, MomentFormat.FP32, wild=False)
+    cuda.update_all([room.piece])
+    assert torch.equal(room["weight"], room["rest"].to(FP16))

@@ -1,0 +1,225 @@
+"""`infinity doctor`: what it tells, and the exit code of each thing that stops a run."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import infinity
+from infinity.bench import drive
+from infinity.cli import checkup
+from infinity.cli.doctor import text_of
+from infinity.cli.main import app
+
+
+def doctor(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["doctor", *arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout
+
+
+def facts_of(*arguments: str) -> tuple[int, dict[str, Any]]:
+    code, out = doctor(*arguments, "--json")
+    facts: dict[str, Any] = json.loads(out)
+    return code, facts
+
+
+def test_a_run_could_start(tmp_path: Path) -> None:
+    code, out = doctor("--path", str(tmp_path))
+    assert code == 0, out
+    assert out.endswith("a run could start here\n")
+    for part in (f"infinity   {infinity.__version__}", "torch ", "device ", "memlock ", "NUMA "):
+        assert part in out
+    assert f"path       {tmp_path}" in out
+    assert "\x1b" not in out, "plain text, to be pasted"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_as_json(tmp_path: Path) -> None:
+    code, facts = facts_of("--path", str(tmp_path))
+    assert (code, facts["ok"], facts["problems"]) == (0, True, [])
+    import torch
+
+    assert facts["torch"]["version"] == torch.__version__
+    assert bool(facts["torch"]["accelerators"]) == torch.cuda.is_available()
+    assert bool(facts["torch"]["no_accelerator_because"]) != torch.cuda.is_available()
+    assert facts["kernels"]["chosen"] in facts["kernels"]["isas"]
+    assert facts["io"]["backend"] in ("io_uring", "threads")
+    (place,) = facts["drives"]
+    space = os.statvfs(tmp_path)
+    assert place["total_bytes"] == space.f_blocks * space.f_frsize
+    assert place["parameters"] == place["free_bytes"] // 12
+    assert set(place["backends"]) == {"io_uring", "threads"}
+    assert place["direct"] == (place["direct_reason"] == "")
+    memory = facts["memory"]
+    assert 0 < memory["budget_bytes"] < memory["usable_bytes"] <= memory["physical_bytes"]
+
+
+def test_without_a_path_nothing_is_written() -> None:
+    code, facts = facts_of()
+    assert code == 0
+    assert facts["drives"] == []
+    assert "a run could start here" in doctor()[1]
+
+
+def test_a_missing_path_and_a_file(tmp_path: Path) -> None:
+    code, out = doctor("--path", str(tmp_path / "none"))
+    assert code == 4
+    assert f"PROBLEM: nvme_path {tmp_path / 'none'} does not exist" in out
+    assert f"try: mkdir -p {tmp_path / 'none'}" in out
+    assert "a run could start" not in out
+    (tmp_path / "file").write_text("")
+    assert doctor("--path", str(tmp_path / "file"))[0] == 4
+
+
+def test_the_first_problem_gives_the_code_and_all_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkup, "LEAST_HOST_BYTES", 2**60)
+    code, facts = facts_of("--path", str(tmp_path / "none"))
+    assert code == 3
+    assert [problem["exit_code"] for problem in facts["problems"]] == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "part"),
+    [(errno.EROFS, 4, "is read-only"), (errno.EACCES, 4, "is not writable"), (28, 3, "is full")],
+)
+def test_a_path_that_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int, part: str
+) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", refuse)
+        found, out = doctor("--path", str(tmp_path))
+    assert found == code
+    assert part in out
+    assert os.strerror(number) in out
+
+
+@contextmanager
+def tmpfs(place: Path, options: str) -> Iterator[None]:
+    """A small file system; skips the test where this process may not mount."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+    if subprocess.run(command, check=False, capture_output=True).returncode != 0:
+        pytest.skip("this container may not mount")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_full_tmpfs(tmp_path: Path) -> None:
+    with tmpfs(tmp_path, "size=1m"):
+        (tmp_path / "filler").write_bytes(b"x" * 2**20)
+        code, out = doctor("--path", str(tmp_path))
+        assert code == 3, out
+        assert "is full" in out
+        assert os.listdir(tmp_path) == ["filler"]
+
+
+def test_a_read_only_file_system(tmp_path: Path) -> None:
+    with tmpfs(tmp_path, "size=1m,ro"):
+        code, out = doctor("--path", str(tmp_path))
+        assert code == 4, out
+        assert "is read-only" in out
+
+
+def test_a_tmpfs_is_ram_and_said_to_be(tmp_path: Path) -> None:
+    with tmpfs(tmp_path, "size=64m"):
+        code, facts = facts_of("--path", str(tmp_path))
+        assert code == 0
+        assert facts["drives"][0]["file_system"] == "tmpfs"
+        assert any("tmpfs, which is RAM" in note for note in facts["notes"])
+
+
+def test_no_back_end_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {name: {"ok": False, "reason": "seccomp forbids it"} for name in drive.BACKENDS}
+    monkeypatch.setattr(drive, "_answer", lambda found: answers["io_uring"])
+    code, out = doctor("--path", str(tmp_path))
+    assert code == 4
+    assert "no I/O back end works" in out
+    assert "seccomp forbids it" in out
+
+
+def test_a_back_end_that_does_not_work_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = drive._aio.probe
+
+    def probe(directory: str) -> dict[str, Any]:
+        return {**real(directory), "io_uring": {"ok": False, "reason": "seccomp forbids it"}}
+
+    monkeypatch.setattr("infinity._aio.probe", probe)
+    code, out = doctor("--path", str(tmp_path))
+    assert code == 0, "threads do"
+    assert "io_uring: does not work: seccomp forbids it" in out
+
+
+def test_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    problems: list[dict[str, Any]] = []
+    assert checkup._part(checkup._torch, problems) is None
+    assert problems[0]["what"] == "torch cannot be imported"
+    assert problems[0]["exit_code"] == 4
+    assert "pip install" in problems[0]["remedy"]
+
+
+MEMINFO = "MemTotal: {total} kB\nMemAvailable: {free} kB\nHugePages_Total: 7\n"
+
+
+def computer(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_too_little_memory(tmp_path: Path) -> None:
+    root = computer(tmp_path, {"proc/meminfo": MEMINFO.format(total=4 << 20, free=1 << 18)})
+    facts = checkup.examine([], root)
+    (problem,) = facts["problems"]
+    assert problem["exit_code"] == 3
+    assert "204.80 MiB of RAM can be planned with" in problem["what"]
+    assert "PROBLEM" in text_of(facts)
+    assert not facts["ok"]
+
+
+def test_what_bounds_the_memory(tmp_path: Path) -> None:
+    files = {
+        "proc/meminfo": MEMINFO.format(total=64 << 20, free=64 << 20),
+        "proc/self/cgroup": "0::/box\n",
+        "proc/self/mountinfo": "29 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
+        "sys/fs/cgroup/box/memory.max": str(8 << 30),
+        "sys/fs/cgroup/box/memory.current": "0",
+        "sys/devices/system/node/node0/cpulist": "0-3\n",
+        "sys/devices/system/node/node1/cpulist": "4-7\n",
+        "sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]\n",
+    }
+    facts = checkup.examine([], computer(tmp_path, files))
+    memory = facts["memory"]
+    assert (memory["usable_bytes"], memory["physical_bytes"]) == (8 << 30, 64 << 30)
+    assert memory["bounded_by"] == "memory cgroup /box"
+    assert memory["huge_pages"] == 7
+    assert [node["cpus"] for node in memory["numa_nodes"]] == ["0-3", "4-7"]
+    assert any("huge pages are off" in note for note in facts["notes"])
+    out = text_of(facts)
+    assert "8.00 GiB usable, bounded by memory cgroup /box; 64.00 GiB in the machine" in out
+    assert "node1: CPUs 4-7" in out
+    (tmp_path / "sys/fs/cgroup/box/memory.max").write_text("max")
+    assert checkup.examine([], tmp_path)["memory"]["bounded_by"] == "the machine's RAM"

@@ -1,0 +1,233 @@
+"""Compiling the CUDA kernels: the machine code's options, the cache, and what is missing.
+
+NVRTC needs no GPU. Tests that compile skip where `cuda-core` and NVRTC are not installed; they are
+also looked for in the site-packages folder that $INFINITY_CUDA_SITE names.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from support.cuda_pieces import combinations
+
+from infinity.errors import MachineError
+from infinity.optim import cuda, cuda_tables, nvrtc
+from infinity.optim.cuda import CudaKernels
+from infinity.optim.kernel_cache import KernelCache, default_folder
+
+CSRC = Path(__file__).parents[1] / "csrc" / "adam"
+ARCHES = ("sm_80", "sm_90")
+VARIANT = (
+    ("INFINITY_RULE", "Adam"),
+    ("INFINITY_LAYOUT", "Split"),
+    ("INFINITY_GRADIENT", "Bf16"),
+    ("INFINITY_MOMENTS", "Exact"),
+)
+# Fused multiply-add, approximate division and roots, flushed denormals; exact in fp64 are squares.
+FORBIDDEN = re.compile(r"\b(?:fma\.\S*f32|mad\.\S*f32|\S+\.approx\S*|\S+\.ftz\S*|\S+\.full\.f32)\b")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _site():
+    folder = os.environ.get("INFINITY_CUDA_SITE")
+    if folder:
+        sys.path.append(folder)
+        for library in Path(folder).glob("nvidia/*/lib/libnvrtc.so.*"):
+            ctypes.CDLL(str(library))  # cuda-core looks in the interpreter's own folders only
+    nvrtc.version.cache_clear()
+    yield
+    if folder:
+        sys.path.remove(folder)
+
+
+@pytest.fixture
+def compiler(_site):
+    if (reason := nvrtc.why_not()) is not None:
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> KernelCache:
+    return KernelCache(tmp_path / "kernels")
+
+
+def variant_of(combination) -> cuda_tables.Variant:
+    rule, weight, gradient, format = combination
+    names = (rule.capitalize(), cuda_tables.LAYOUTS[weight], cuda_tables.TYPES[gradient])
+    macros = ("INFINITY_RULE", "INFINITY_LAYOUT", "INFINITY_GRADIENT", "INFINITY_MOMENTS")
+    return tuple(zip(macros, (*names, cuda_tables.FORMATS[format]), strict=True))
+
+
+def ptx(variant: cuda_tables.Variant) -> str:
+    """PTX of a variant, by the options that machine code is made with (cuda-core asks the driver
+    before it makes PTX, so this goes below it)."""
+    bindings = importlib.import_module("cuda.bindings.nvrtc")
+
+    def checked(answer):
+        assert int(answer[0]) == 0, answer
+        return answer[1] if len(answer) > 1 else None
+
+    chosen = nvrtc.options("compute_80", variant).as_bytes("nvrtc", "ptx")
+    program = checked(
+        bindings.nvrtcCreateProgram(nvrtc.source().encode(), b"fused_adam.cu", 0, [], [])
+    )
+    checked(bindings.nvrtcCompileProgram(program, len(chosen), chosen))
+    text = b" " * checked(bindings.nvrtcGetPTXSize(program))
+    checked(bindings.nvrtcGetPTX(program, text))
+    return text.decode()
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_every_combination_compiles(compiler, cache, arch: str) -> None:
+    for variant in {variant_of(c) for c in combinations(every=False)} | {cuda_tables.HELPERS}:
+        assert nvrtc.cubin(arch, variant, cache).startswith(b"\x7fELF")
+
+
+def test_the_instructions_are_exact_and_wide(compiler) -> None:
+    variants = {variant_of(c) for c in combinations(every=False)} | {cuda_tables.HELPERS, VARIANT}
+    texts = {variant: ptx(variant) for variant in variants}
+    for variant, text in texts.items():
+        assert FORBIDDEN.findall(text) == [], variant
+        assert ".local" not in text, variant  # nothing spills into memory
+    adam = texts[VARIANT]
+    assert "div.rn.f32" in adam
+    assert "sqrt.rn.f32" in adam
+    for moved in ("ld.global.cg.v4.f32", "st.global.cg.v4.f32", "st.global.cg.v4.u16"):
+        assert moved in adam
+
+
+def test_the_check_of_instructions_sees_what_is_wrong() -> None:
+    for wrong in ("fma.rn.f32 %f1", "div.approx.f32", "mul.ftz.f32", "div.full.f32"):
+        assert FORBIDDEN.search(f"\t{wrong} ")
+    for right in ("div.rn.f32 ", "sqrt.rn.f32 ", "mul.rn.f32 ", "fma.rn.f64 ", "mad.lo.s32 "):
+        assert not FORBIDDEN.search(f"\t{right}")
+
+
+def test_machine_code_is_compiled_once(compiler, cache, monkeypatch) -> None:
+    first = nvrtc.cubin("sm_80", VARIANT, cache)
+    (entry,) = cache.folder.iterdir()
+    with monkeypatch.context() as patch:
+        core = importlib.import_module("cuda.core")
+        patch.setattr(core, "Program", None)  # a second compilation would call it
+        assert nvrtc.cubin("sm_80", VARIANT, cache) == first
+    entry.write_bytes(entry.read_bytes()[:-1])  # damaged: as good as none
+    again = nvrtc.cubin("sm_80", VARIANT, cache)  # not the same bytes: names hold random parts
+    assert again.startswith(b"\x7fELF")
+    assert nvrtc.cubin("sm_80", VARIANT, cache) == again
+    assert nvrtc.cubin("sm_90", VARIANT, cache) not in (first, again)
+    assert len(list(cache.folder.iterdir())) == 2
+
+
+def test_a_source_that_does_not_compile_is_shown(compiler, cache, monkeypatch) -> None:
+    monkeypatch.setattr(nvrtc, "source", lambda: "this is no kernel")
+    with pytest.raises(MachineError, match="did not compile") as caught:
+        nvrtc.cubin("sm_80", VARIANT, cache)
+    assert "this is no kernel" in (caught.value.because or "")
+
+
+# --- without NVRTC -------------------------------------------------------------------------------
+
+
+def test_without_cuda_core_the_reason_is_named(monkeypatch) -> None:
+    nvrtc.version.cache_clear()
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    reason = nvrtc.why_not()
+    assert reason is not None
+    assert "cuda.core" in reason
+    with pytest.raises(MachineError, match=re.escape("torch-infinity[cuda]")):
+        nvrtc.version()
+    nvrtc.version.cache_clear()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without CUDA is needed")
+def test_without_a_gpu_the_reason_is_named() -> None:
+    reason = cuda.why_not(torch.device("cuda"))
+    assert reason is not None
+    assert "torch" in reason
+    with pytest.raises(MachineError, match="not a CUDA device"):
+        CudaKernels("cuda")
+    with pytest.raises(MachineError, match="cpu is not a CUDA device"):
+        CudaKernels("cpu")
+
+
+def test_the_source_is_whole_and_needs_no_header() -> None:
+    text = nvrtc.source()
+    assert "#include" not in text
+    assert "#pragma once" not in text
+    for word in ("update_small", "struct Adagrad", "fold_partials", "struct Segment"):
+        assert text.count(word) >= 1
+    assert text.count("struct Segment {") == 1
+
+
+def test_the_wheel_carries_every_file_of_the_source() -> None:
+    parts = {nvrtc.SOURCE}
+    while True:
+        found = {i for p in parts for i in re.findall(r'#include "(.*)"', (CSRC / p).read_text())}
+        if found <= parts:
+            break
+        parts |= found
+    listed = (CSRC / "CMakeLists.txt").read_text()
+    (installed,) = re.findall(r"install\(FILES ([^)]*?)\s+DESTINATION infinity/optim\)", listed)
+    assert set(installed.split()) == parts
+
+
+def test_cache_entries_are_apart_and_survive(tmp_path: Path) -> None:
+    cache = KernelCache(tmp_path / "deep" / "kernels")
+    assert cache.get("a", "b") is None
+    cache.put(b"one", "a", "b")
+    cache.put(b"two", "ab", "")
+    assert cache.get("a", "b") == b"one"
+    assert cache.get("ab", "") == b"two"
+    cache.put(b"three", "a", "b")
+    assert KernelCache(cache.folder).get("a", "b") == b"three"
+    assert len(list(cache.folder.iterdir())) == 2  # and nothing half-written
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", b"\0" * 100])
+def test_a_damaged_cache_entry_is_none(tmp_path: Path, damage: bytes) -> None:
+    cache = KernelCache(tmp_path)
+    cache.put(b"payload", "key")
+    (entry,) = tmp_path.iterdir()
+    entry.write_bytes(damage)
+    assert cache.get("key") is None
+    cache.put(b"payload", "key")
+    assert cache.get("key") == b"payload"
+
+
+def test_a_cache_that_cannot_be_written_is_only_forgetful(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    cache = KernelCache(tmp_path / "file" / "kernels")
+    cache.put(b"payload", "key")
+    assert cache.get("key") is None
+
+
+def test_where_the_cache_is(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("INFINITY_KERNEL_CACHE", raising=False)
+    assert default_folder() == tmp_path / "infinity" / "kernels"
+    monkeypatch.setenv("INFINITY_KERNEL_CACHE", str(tmp_path / "mine"))
+    assert default_folder() == tmp_path / "mine"
+
+
+def test_writers_may_race_for_an_entry(tmp_path: Path) -> None:
+    payloads = [bytes([k]) * 100_000 for k in range(3)]
+
+    def write_and_read(payload: bytes) -> bool:
+        cache = KernelCache(tmp_path)
+        for _ in range(60):
+            cache.put(payload, "key")
+            if cache.get("key") not in payloads:
+                return False
+        return True
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(write_and_read, payloads))
+    assert len(list(tmp_path.iterdir())) == 1

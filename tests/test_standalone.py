@@ -1,0 +1,458 @@
+"""CPUAdam and FusedAdam as drop-ins for torch's AdamW and Adam, without the engine."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.trainer import native_threads, same_bits
+from torch import Tensor, nn
+
+import infinity
+from infinity.errors import ConfigError, EngineClosedError, InfinityError
+from infinity.formats import MomentFormat
+from infinity.optim.built_in import rounding_key
+from infinity.optim.moments import Moment
+from infinity.optim.reference import reference_update
+from infinity.optim.rules import AdamHyper
+
+SHAPES = ((17, 9), (33,), (), (2, 3, 4, 5), (0, 4), (700, 11))
+CLASSES = (infinity.CPUAdam, infinity.FusedAdam)
+STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def parameters(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SHAPES]
+
+
+def gradients(number: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 + number)
+    return [torch.randn(s, generator=generator).to(dtype) for s in SHAPES]
+
+
+def steps(optimizer: Any, mine: list[nn.Parameter], first: int = 0, count: int = STEPS) -> None:
+    for number in range(first, first + count):
+        for parameter, gradient in zip(mine, gradients(number, mine[0].dtype), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+
+
+def groups(mine: list[nn.Parameter]) -> list[dict[str, Any]]:
+    return [
+        {"params": mine[:3], "lr": 3e-2, "betas": (0.8, 0.99)},
+        {"params": mine[3:], "weight_decay": 0.2},
+    ]
+
+
+def assert_close(mine: list[nn.Parameter], theirs: list[nn.Parameter]) -> None:
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one.detach(), other.detach(), rtol=2e-6, atol=2e-6)
+
+
+def assert_same(mine: list[nn.Parameter], theirs: list[nn.Parameter]) -> None:
+    for one, other in zip(mine, theirs, strict=True):
+        assert same_bits(one.detach(), other.detach())
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("adamw", [True, False])
+@pytest.mark.parametrize("maximize", [True, False])
+def test_agrees_with_torch(kind: Any, adamw: bool, maximize: bool) -> None:
+    mine, theirs = parameters(), parameters()
+    options = {"lr": 1e-2, "eps": 1e-6, "weight_decay": 0.1, "maximize": maximize}
+    peer = torch.optim.AdamW if adamw else torch.optim.Adam
+    ours = kind(groups(mine), adamw_mode=adamw, **options)
+    other = peer(groups(theirs), foreach=False, **options)
+    steps(ours, mine)
+    steps(other, theirs)
+    assert_close(mine, theirs)
+    for one, two in zip(mine, theirs, strict=True):
+        if one.numel():
+            assert ours.state[one].keys() == other.state[two].keys()
+            assert ours.state[one]["step"] == other.state[two]["step"] == STEPS
+            for name in ("exp_avg", "exp_avg_sq"):
+                torch.testing.assert_close(ours.state[one][name], other.state[two][name])
+
+
+def test_defaults_are_those_of_torch() -> None:
+    ours, theirs = infinity.CPUAdam(parameters()), torch.optim.AdamW(parameters())
+    for name in ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize"):
+        assert ours.defaults[name] == theirs.defaults[name]
+
+
+def test_without_bias_correction() -> None:
+    (p,) = mine = [nn.Parameter(torch.full((5,), 2.0))]
+    ours = infinity.CPUAdam(mine, lr=0.1, weight_decay=0.0, bias_correction=False)
+    p.grad = torch.full((5,), 3.0)
+    ours.step()
+    m, v = 0.1 * 3, 0.001 * 9
+    torch.testing.assert_close(p.detach(), torch.full((5,), 2 - 0.1 * m / (v**0.5 + 1e-8)))
+
+
+@pytest.mark.parametrize("moments", [f.value for f in MomentFormat])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_layout_and_format_is_the_reference(dtype: torch.dtype, moments: str) -> None:
+    mine = parameters(dtype)
+    ours = infinity.CPUAdam(mine, lr=1e-2, moments=moments, seed=9, num_threads=2)
+    steps(ours, mine)
+    kind = MomentFormat(moments)
+    hyper = AdamHyper(lr=1e-2)
+    for index, start in enumerate(parameters(dtype)):
+        weight = start.detach().clone().reshape(-1)
+        rest: Tensor | None = None
+        if dtype is torch.bfloat16:
+            rest = torch.zeros_like(weight, dtype=torch.int16)
+        elif dtype is torch.float16:
+            rest = weight.float()
+        kept = [Moment.zeros(weight.numel(), kind) for _ in range(2)]
+        for step in range(1, STEPS + 1):
+            gradient = gradients(step - 1, dtype)[index].reshape(-1)
+            key = rounding_key(9, str(index), step)
+            reference_update(weight, rest, kept, gradient, hyper, step, 1.0, key)
+        assert same_bits(mine[index].detach().reshape(-1), weight)
+        if weight.numel():
+            assert same_bits(ours.state[mine[index]]["exp_avg"].reshape(-1), kept[0].values)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_a_master_is_for(dtype: torch.dtype) -> None:
+    """Updates far below the last bit add up with a master, and are lost without."""
+    moved = {}
+    for master in (True, False):
+        (p,) = mine = [nn.Parameter(torch.ones(8, dtype=dtype))]
+        ours = infinity.CPUAdam(mine, lr=1e-4, weight_decay=0.0, master=master)
+        for _ in range(200):
+            p.grad = torch.ones(8, dtype=dtype)
+            ours.step()
+        moved[master] = 1 - float(p.detach()[0])
+        assert any(name in ours.state[p] for name in ("residual", "master")) == master
+    assert moved[True] == pytest.approx(200 * 1e-4, rel=0.2)
+    assert moved[False] == 0
+
+
+def test_an_edited_parameter_gets_a_fresh_master() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        (p,) = mine = [nn.Parameter(torch.ones(8, dtype=dtype))]
+        ours = infinity.CPUAdam(mine, lr=1e-3)
+        for _ in range(3):
+            p.grad = torch.ones(8, dtype=dtype)
+            ours.step()
+        with torch.no_grad():
+            p.fill_(4.0)
+        ours.step()
+        assert float(p.detach()[0]) == pytest.approx(4.0, rel=2e-3)
+
+
+@pytest.mark.parametrize("gradient_dtype", [torch.bfloat16, torch.float16])
+def test_gradients_may_be_narrower(gradient_dtype: torch.dtype) -> None:
+    """torch lets `.grad` differ in dtype only by hand; loops that keep their own do so."""
+    mine, theirs = parameters(), parameters()
+    ours, other = infinity.CPUAdam(mine, lr=1e-2), infinity.CPUAdam(theirs, lr=1e-2)
+    for number in range(3):
+        for one, two, g in zip(mine, theirs, gradients(number, gradient_dtype), strict=True):
+            one.grad_dtype = None
+            one.grad, two.grad = g, g.float()
+        ours.step()
+        other.step()
+    assert_same(mine, theirs)
+
+
+def test_a_scale_is_folded_in() -> None:
+    mine, theirs = parameters(), parameters()
+    ours, other = infinity.CPUAdam(mine), infinity.CPUAdam(theirs)
+    for one, two, g in zip(mine, theirs, gradients(0), strict=True):
+        one.grad, two.grad = g * 4, g.clone()
+    ours.step(grad_scale=0.25)
+    other.step()
+    assert_same(mine, theirs)
+
+
+# --- state dicts, copies ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moments", [f.value for f in MomentFormat])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("way", ["state_dict", "file", "pickle", "deepcopy"])
+def test_going_on_after_a_round_trip(
+    way: str, dtype: torch.dtype, moments: str, tmp_path: Any
+) -> None:
+    straight = parameters(dtype)
+    one = infinity.CPUAdam(groups(straight), lr=1e-2, moments=moments)
+    steps(one, straight)
+    if way in ("pickle", "deepcopy"):
+        twin = copy.deepcopy(one) if way == "deepcopy" else pickle.loads(pickle.dumps(one))
+        mine = [p for group in twin.param_groups for p in group["params"]]
+    else:
+        mine = [nn.Parameter(p.detach().clone()) for p in straight]
+        twin = infinity.CPUAdam(groups(mine), lr=1e-2, moments=moments)
+        state = one.state_dict()
+        if way == "file":
+            torch.save(state, tmp_path / "state.pt")
+            state = torch.load(tmp_path / "state.pt", weights_only=True)
+        twin.load_state_dict(state)
+    assert all(a is not b for a, b in zip(mine, straight, strict=True))
+    steps(one, straight, first=STEPS)
+    steps(twin, mine, first=STEPS)
+    assert_same(mine, straight)
+
+
+@pytest.mark.parametrize("forth", [True, False], ids=["from_torch", "to_torch"])
+def test_states_go_between_ours_and_torchs(forth: bool) -> None:
+    mine, theirs = parameters(), parameters()
+    ours, other = infinity.CPUAdam(groups(mine)), torch.optim.AdamW(groups(theirs))
+    if forth:
+        steps(other, theirs)
+        ours.load_state_dict(other.state_dict())
+    else:
+        steps(ours, mine)
+        other.load_state_dict(copy.deepcopy(ours.state_dict()))  # torch would share it
+    with torch.no_grad():
+        for one, two in zip(mine, theirs, strict=True):
+            (one if forth else two).copy_(two if forth else one)
+    steps(ours, mine, first=STEPS)
+    steps(other, theirs, first=STEPS)
+    assert_close(mine, theirs)
+    assert [g["lr"] for g in ours.param_groups] == [3e-2, 1e-3]
+
+
+def test_fp32_state_is_not_cast_to_the_dtype_of_the_parameter() -> None:
+    """torch's own loading would narrow it."""
+    mine = parameters(torch.bfloat16)
+    ours = infinity.CPUAdam(mine)
+    steps(ours, mine)
+    twin = infinity.CPUAdam(parameters(torch.bfloat16))
+    twin.load_state_dict(ours.state_dict())
+    state = twin.state[twin.param_groups[0]["params"][0]]
+    assert state["exp_avg"].dtype is torch.float32
+    assert state["residual"].dtype is torch.int16
+
+
+@pytest.mark.parametrize("moments", ["bf16", "8bit"])
+def test_fp32_states_load_into_lossy_formats(moments: str) -> None:
+    theirs = parameters()
+    other = torch.optim.AdamW(theirs)
+    steps(other, theirs)
+    mine = [nn.Parameter(p.detach().clone()) for p in theirs]
+    ours = infinity.CPUAdam(mine, moments=moments)
+    ours.load_state_dict(other.state_dict())
+    steps(ours, mine, first=STEPS, count=2)
+    steps(other, theirs, first=STEPS, count=2)
+    for one, two in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one.detach(), two.detach(), rtol=0, atol=5e-4)
+
+
+def test_states_that_do_not_fit_are_refused_and_nothing_changes() -> None:
+    mine = parameters()
+    ours = infinity.CPUAdam(mine)
+    steps(ours, mine)
+    before = copy.deepcopy(ours.state_dict())
+    amsgrad = torch.optim.AdamW(theirs := parameters(), amsgrad=True)
+    steps(amsgrad, theirs)
+    eight = infinity.CPUAdam(other := parameters(), moments="8bit")
+    steps(eight, other)
+    sgd = torch.optim.SGD(third := parameters(), momentum=0.9)
+    steps(sgd, third)
+    for given, words in ((amsgrad, "amsgrad"), (eight, "moments="), (sgd, "lacks step")):
+        with pytest.raises(ConfigError, match=words):
+            ours.load_state_dict(given.state_dict())
+    with pytest.raises(ValueError, match="doesn't match the size"):
+        ours.load_state_dict(infinity.CPUAdam(parameters()[:2]).state_dict())
+    after = ours.state_dict()
+    assert all(
+        same_bits(after["state"][i][n], v) for i, s in before["state"].items() for n, v in s.items()
+    )
+
+
+# --- use -------------------------------------------------------------------------------------
+
+
+def test_schedulers_closures_and_zero_grad() -> None:
+    def run(kind: Any) -> tuple[list[float], list[Tensor]]:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        optimizer = kind(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=8)
+        inputs = torch.randn(4, 6)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(inputs).square().mean()
+            loss.backward()
+            return loss
+
+        losses = []
+        for _ in range(7):
+            losses.append(optimizer.step(closure).item())
+            scheduler.step()
+        return losses, [p.detach() for p in model.parameters()]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours, theirs = run(infinity.CPUAdam), run(torch.optim.AdamW)
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+    for one, other in zip(ours[1], theirs[1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_parameters_without_a_gradient_are_left_alone() -> None:
+    mine = parameters()
+    ours = infinity.CPUAdam(mine)
+    mine[0].grad = torch.ones(SHAPES[0])
+    before = [p.detach().clone() for p in mine]
+    ours.step()
+    assert not same_bits(mine[0].detach(), before[0])
+    for parameter, old in zip(mine[1:], before[1:], strict=True):
+        assert same_bits(parameter.detach(), old)
+        assert parameter not in ours.state
+
+
+def test_autograd_sees_that_parameters_changed() -> None:
+    p = nn.Parameter(torch.ones(4))
+    ours = infinity.CPUAdam([p])
+    loss = (p * p).sum()
+    p.grad = torch.ones(4)
+    ours.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_gradients_need_not_be_contiguous() -> None:
+    mine, theirs = [nn.Parameter(torch.ones(6, 4))], [nn.Parameter(torch.ones(6, 4))]
+    mine[0].grad = torch.randn(4, 6).t()
+    theirs[0].grad = mine[0].grad.contiguous()
+    infinity.CPUAdam(mine).step()
+    infinity.CPUAdam(theirs).step()
+    assert_same(mine, theirs)
+
+
+def test_threads_are_given_back() -> None:
+    before = native_threads()
+
+    def used() -> infinity.CPUAdam:
+        mine = [nn.Parameter(torch.ones(300_000))]
+        ours = infinity.CPUAdam(mine, num_threads=3)
+        mine[0].grad = torch.ones(300_000)
+        ours.step()
+        return ours
+
+    ours = used()
+    assert native_threads() > before
+    ours.close()
+    ours.close()
+    _await_threads(before)
+    with pytest.raises(EngineClosedError):
+        ours.step()
+    ours = used()
+    assert native_threads() > before
+    del ours
+    gc.collect()
+    _await_threads(before)
+
+
+def _await_threads(count: int) -> None:
+    deadline = time.monotonic() + 5
+    while native_threads() > count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert native_threads() <= count
+
+
+def test_the_pool_is_as_large_as_the_process_may_use() -> None:
+    ours = infinity.CPUAdam([p := nn.Parameter(torch.ones(3))])
+    p.grad = torch.ones(3)
+    ours.step()
+    (kernels,) = ours._kernels.values()
+    assert 1 <= kernels.num_threads <= len(os.sched_getaffinity(0))
+
+
+def test_results_do_not_depend_on_threads() -> None:
+    runs = []
+    for threads in (1, 2, 5):
+        mine = parameters()
+        steps(infinity.CPUAdam(mine, moments="8bit", num_threads=threads), mine)
+        runs.append(mine)
+    assert_same(runs[0], runs[1])
+    assert_same(runs[0], runs[2])
+
+
+# --- refusals --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lr": -1.0}, "lr is -1"),
+        ({"lr": float("nan")}, "lr is nan"),
+        ({"betas": (1.0, 0.9)}, "beta1 is 1"),
+        ({"eps": -1e-8}, "eps is"),
+        ({"weight_decay": float("inf")}, "weight_decay is inf"),
+        ({"amsgrad": True}, "amsgrad is not supported"),
+        ({"moments": "int4"}, "moments is 'int4'"),
+    ],
+    ids=str,
+)
+def test_bad_numbers_are_refused_at_once(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        infinity.CPUAdam(parameters(), **options)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_bad_parameters_are_refused_at_once(kind: Any) -> None:
+    for bad, words in (
+        (nn.Parameter(torch.ones(4, 6).t()), "strides"),
+        (nn.Parameter(torch.ones(4, dtype=torch.float64)), "float64"),
+        (nn.Parameter(torch.ones(4, device="meta")), "meta"),
+    ):
+        with pytest.raises(InfinityError, match=words):
+            kind([bad])
+        ours = kind([nn.Parameter(torch.ones(3))])
+        with pytest.raises(InfinityError, match=words):
+            ours.add_param_group({"params": [bad]})
+        assert len(ours.param_groups) == 1
+
+
+def test_bad_gradients_are_refused_before_a_byte_is_touched() -> None:
+    good, bad = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, 2))
+    ours = infinity.CPUAdam([good, bad])
+    good.grad = torch.ones(4)
+    bad.grad = torch.ones(4, 2).to_sparse()
+    with pytest.raises(ConfigError, match="sparse"):
+        ours.step()
+    bad.grad = torch.ones(4, 2)
+    ours.param_groups[0]["lr"] = -1
+    with pytest.raises(ConfigError, match="lr is -1"):
+        ours.step()
+    shared = torch.ones(10)
+    twins = [nn.Parameter(shared[:6]), nn.Parameter(shared[4:])]
+    for twin in twins:
+        twin.grad = torch.ones(6)
+    with pytest.raises(ConfigError, match="overlap"):
+        infinity.CPUAdam(twins).step()
+    assert same_bits(good.detach(), torch.ones(4))
+    assert same_bits(shared, torch.ones(10))
+
+
+def test_values_may_be_anything() -> None:
+    """Infinities and NaN go through as in the reference; nothing else is touched by them."""
+    p = nn.Parameter(torch.ones(300))
+    p.grad = torch.tensor(np.resize([np.inf, np.nan, 1e-45, 3e38, 0.0], 300), dtype=torch.float32)
+    infinity.CPUAdam([p], weight_decay=0.0).step()
+    assert torch.isnan(p.detach()[1])
+    assert p.detach()[4] == 1

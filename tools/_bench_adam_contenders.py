@@ -1,0 +1,112 @@
+"""Who takes part in `bench_adam.py`: something that does one step on shared arrays."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from _bench_adam_arrays import HYPER, STEP, Arrays
+
+MIN_SAMPLE_S = 0.03  # a sample repeats the step until it takes this long
+
+
+@dataclass
+class Contender:
+    """One way to do one step; `bytes_per_param` is what it must move at least."""
+
+    name: str
+    bytes_per_param: float
+    step: Callable[[], object]
+    isa: str = ""
+    repeats: int = 1
+
+    def warm_up(self) -> None:
+        """Touch everything once, and see how often a sample must repeat."""
+        self.step()
+        self.repeats = max(1, round(MIN_SAMPLE_S / self._seconds()))
+
+    def sample(self) -> float:
+        """Return seconds per step."""
+        start = time.perf_counter()
+        for _ in range(self.repeats):
+            self.step()
+        return (time.perf_counter() - start) / self.repeats
+
+    def _seconds(self) -> float:
+        start = time.perf_counter()
+        self.step()
+        return max(1e-6, time.perf_counter() - start)
+
+
+def plain_parameters(arrays: Arrays) -> list[torch.nn.Parameter]:
+    """The fp32 arrays as parameters with gradients."""
+    made = []
+    for weight, gradient in zip(
+        arrays.parts(arrays.weight), arrays.parts(arrays.gradient), strict=True
+    ):
+        parameter = torch.nn.Parameter(weight)
+        parameter.grad = gradient
+        made.append(parameter)
+    return made
+
+
+def torch_adamw(arrays: Arrays, name: str, *, copies: bool, **how: bool) -> Contender:
+    """torch's AdamW, and if wanted the bf16 copy of the weights that mixed precision needs."""
+    parameters = plain_parameters(arrays)
+    optimizer = torch.optim.AdamW(
+        parameters,
+        lr=HYPER.lr,
+        betas=(HYPER.beta1, HYPER.beta2),
+        eps=HYPER.eps,
+        weight_decay=HYPER.weight_decay,
+        **how,
+    )
+    moments = zip(arrays.parts(arrays.moments[0]), arrays.parts(arrays.moments[1]), strict=True)
+    for parameter, (moment1, moment2) in zip(parameters, moments, strict=True):
+        optimizer.state[parameter] = {
+            "step": torch.tensor(float(STEP)),
+            "exp_avg": moment1,
+            "exp_avg_sq": moment2,
+        }
+
+    def step() -> None:
+        optimizer.step()
+        if copies:
+            arrays.copy.copy_(arrays.weight)
+
+    return Contender(name, 34.0 if copies else 28.0, step)
+
+
+def deepspeed_adam(arrays: Arrays) -> Contender:
+    """DeepSpeed's CPU Adam and the bf16 copy; raises whatever its import or its build raises."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found]
+
+    parameters = plain_parameters(arrays)
+    optimizer = DeepSpeedCPUAdam(
+        parameters,
+        lr=HYPER.lr,
+        betas=(HYPER.beta1, HYPER.beta2),
+        eps=HYPER.eps,
+        weight_decay=HYPER.weight_decay,
+    )
+    moments = zip(arrays.parts(arrays.moments[0]), arrays.parts(arrays.moments[1]), strict=True)
+    for parameter, (moment1, moment2) in zip(parameters, moments, strict=True):
+        optimizer.state[parameter] = {"step": STEP, "exp_avg": moment1, "exp_avg_sq": moment2}
+
+    def step() -> None:
+        optimizer.step()
+        arrays.copy.copy_(arrays.weight)
+
+    return Contender("DeepSpeed CPU Adam + copy", 34.0, step)
+
+
+def take_turns(contenders: Sequence[Contender], num_rounds: int) -> list[list[float]]:
+    """Seconds per step of every contender, by round; who begins rotates from round to round."""
+    times: list[list[float]] = [[] for _ in contenders]
+    for number in range(num_rounds):
+        for turn in range(len(contenders)):
+            index = (number + turn) % len(contenders)
+            times[index].append(contenders[index].sample())
+    return times

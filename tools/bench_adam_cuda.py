@@ -1,0 +1,192 @@
+#!/usr/bin/env python3
+"""Time the fused CUDA optimizer against a device copy that moves the same bytes, and torch's own.
+
+    python tools/bench_adam_cuda.py --json
+
+Contenders take turns, so that a GPU whose clock wanders slows all alike; ratios are medians over
+rounds of ratios within a round. Times are of CUDA events around queued work, launches included.
+`limit` copies half the bytes from one place to another: it reads and writes as many as the update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+
+from infinity.formats import MomentFormat
+from infinity.optim import cuda
+from infinity.optim.cpu import Piece
+from infinity.optim.cuda import CudaKernels
+from infinity.optim.moments import Moment
+from infinity.optim.rules import AdamHyper
+
+HYPER = AdamHyper(lr=1e-4, weight_decay=0.01)
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+# name -> weight, rest, gradient, moments; bytes moved per parameter follow from it
+LAYOUTS = {
+    "fp32": (FP32, None, FP32, MomentFormat.FP32),
+    "fp32, bf16 gradient": (FP32, None, BF16, MomentFormat.FP32),
+    "split": (BF16, torch.int16, BF16, MomentFormat.FP32),
+    "split, bf16 moments": (BF16, torch.int16, BF16, MomentFormat.BF16_STOCHASTIC),
+    "split, 8-bit moments": (BF16, torch.int16, BF16, MomentFormat.INT8),
+    "fp16": (FP16, FP32, FP16, MomentFormat.FP32),
+}
+Work = Callable[[], None]
+
+
+class State:
+    """`n` parameters of one layout in `num_pieces` pieces."""
+
+    def __init__(self, kernels: CudaKernels, layout: str, n: int, num_pieces: int) -> None:
+        weight, rest, gradient, format = LAYOUTS[layout]
+        device = kernels.device
+        self.kernels = kernels
+        self.tensors = [
+            torch.randn(n, device=device).to(weight),
+            torch.zeros(n, dtype=rest or torch.int8, device=device),
+            torch.randn(n, device=device).mul_(1e-3).to(gradient),
+        ]
+        moments = [Moment.zeros(n, format, device) for _ in range(2)]
+        size = -(-n // num_pieces // 4096) * 4096 or 4096
+        self.pieces = [
+            Piece(
+                self.tensors[0][first:end],
+                None if rest is None else self.tensors[1][first:end],
+                [moment.part(first, end) for moment in moments],
+                self.tensors[2][first:end],
+                HYPER,
+                step=10,
+                first=first,
+            )
+            for first in range(0, n, size)
+            for end in [min(first + size, n)]
+        ]
+        written = self.tensors[0].nbytes + (self.tensors[1].nbytes if rest else 0)
+        written += sum(
+            m.values.nbytes + (0 if m.scales is None else m.scales.nbytes) for m in moments
+        )
+        read = written - (self.tensors[0].nbytes if weight == FP16 else 0)
+        self.nbytes = written + read + self.tensors[2].nbytes
+
+    def update(self) -> None:
+        """One step."""
+        self.kernels.update_all(self.pieces)
+
+
+def torch_fused(n: int, device: torch.device) -> Work:
+    """torch's AdamW with an fp32 gradient, and the bf16 copy of the weights that compute needs."""
+    weight = torch.nn.Parameter(torch.randn(n, device=device))
+    weight.grad = torch.randn(n, device=device).mul_(1e-3)
+    copy = torch.empty(n, dtype=BF16, device=device)
+    optimizer = torch.optim.AdamW([weight], lr=1e-4, fused=True)
+
+    def step() -> None:
+        optimizer.step()
+        copy.copy_(weight.detach())
+
+    return step
+
+
+def seconds(work: Work, repeats: int) -> float:
+    """Device seconds of one call."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / repeats
+
+
+def compare(contenders: dict[str, Work], rounds: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds per call, by name, in rounds that take all contenders in turn."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for work in contenders.values():
+        work()
+    torch.cuda.synchronize()
+    for _ in range(rounds):
+        for name, work in contenders.items():
+            times[name].append(seconds(work, repeats))
+    return times
+
+
+def measure(kernels: CudaKernels, n: int, rounds: int) -> Iterator[dict[str, object]]:
+    """One result per layout and cut."""
+    for layout in LAYOUTS:
+        for num_pieces in (1, 300):
+            state = State(kernels, layout, n, num_pieces)
+            half = state.nbytes // 2
+            source, target = (
+                torch.empty(half, dtype=torch.uint8, device=kernels.device) for _ in range(2)
+            )
+            times = compare(
+                {
+                    "ours": state.update,
+                    "limit": lambda target=target, source=source: target.copy_(source),
+                    "torch": torch_fused(n, kernels.device),
+                },
+                rounds,
+                repeats=10,
+            )
+            ours = statistics.median(times["ours"])
+            yield {
+                "layout": layout,
+                "pieces": len(state.pieces),
+                "bytes_per_param": round(state.nbytes / n, 2),
+                "ns_per_param": ours / n * 1e9,
+                "gb_s": state.nbytes / ours / 1e9,
+                "limit_gb_s": 2 * half / statistics.median(times["limit"]) / 1e9,
+                "ratio_to_limit": _ratio(times["limit"], times["ours"]),
+                "speedup_vs_torch_fused": _ratio(times["torch"], times["ours"]),
+            }
+    tensor = torch.randn(n, device=kernels.device).to(BF16)
+    total = torch.zeros(n, device=kernels.device)
+    sums = torch.zeros(1, dtype=torch.float64, device=kernels.device)
+    helpers: dict[str, tuple[Work, int]] = {
+        "square sum, bf16": (lambda: kernels.square_sums([tensor], sums), 2 * n),
+        "accumulate bf16 to fp32": (lambda: kernels.accumulate(total, tensor), 10 * n),
+    }
+    for name, (work, nbytes) in helpers.items():
+        took = statistics.median(compare({name: work}, rounds, repeats=10)[name])
+        yield {"helper": name, "ns_per_param": took / n * 1e9, "gb_s": nbytes / took / 1e9}
+
+
+def _ratio(these: list[float], those: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(these, those, strict=True))
+
+
+def main() -> int:
+    """Print one line per result, or all as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--params", type=int, default=250_000_000)
+    parser.add_argument("--rounds", type=int, default=9)
+    arguments = parser.parse_args()
+    device = torch.device("cuda", 0)
+    if (reason := cuda.why_not(device)) is not None:
+        print(f"bench_adam_cuda: {reason}", file=sys.stderr)
+        return 4
+    results = []
+    for result in measure(CudaKernels(device), arguments.params, arguments.rounds):
+        results.append(result)
+        if not arguments.json:
+            print(
+                "  ".join(
+                    f"{k} {v:.3g}" if isinstance(v, float) else f"{v}" for k, v in result.items()
+                )
+            )
+    if arguments.json:
+        name = torch.cuda.get_device_name(device)
+        print(
+            json.dumps({"device": name, "params": arguments.params, "results": results}, indent=2)
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+#!/usr/bin/env python3
+"""What lossy moments cost: loss curves of one model, trained alike but for the moments' format.
+
+    python tools/bench_quality.py --steps 1000 --context 64            all variants, then the plot
+    python tools/bench_quality.py --variant 8bit --steps 1000 ...      one of them, in this process
+    python tools/bench_quality.py --plot-only                          the plot from what is there
+
+The model of examples/gpt.py (bf16 with split masters, or `--precision fp32`, which small CPUs
+compute faster), the standard library's source as text, `infinity.CPUAdam`: the engine's kernels.
+Same seed, same data, same order in every variant. Each writes `<out>/<variant>.json` (losses in
+bits per byte) and, every `--save-every` steps, a checkpoint beside it, from which the same command
+goes on; with more `--steps` it goes on further. `quality.svg` and `quality.json` sum up. Exit code
+0; 1 if a loss is not finite or fp32 is missing, 2 if a checkpoint is of other settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+
+VARIANTS = ("fp32", "bf16", "bf16_stochastic", "8bit")
+# What must agree between a checkpoint and the run that goes on from it.
+FIXED = ("model", "precision", "context", "micro_batch", "lr", "warm_up", "clipping", "seed")
+LAST = 100  # steps whose mean is "the loss at the end"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one variant, or all in processes of their own; then plot."""
+    arguments = _parser().parse_args(argv)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.variant is not None:
+        return train(arguments, arguments.variant, _say)
+    if not arguments.plot_only:
+        given = sys.argv[1:] if argv is None else argv
+        for variant in VARIANTS:
+            command = [sys.executable, __file__, *given, "--variant", variant]
+            code = subprocess.run(command, check=False).returncode
+            if code:
+                return code
+    return plot(arguments.out)
+
+
+def train(arguments: argparse.Namespace, variant: str, say: Callable[[str], None]) -> int:
+    """Train one variant to `--steps`, going on from its checkpoint if there is one."""
+    import corpus
+    import gpt
+    import torch
+
+    import infinity
+
+    torch.manual_seed(arguments.seed)
+    shape = gpt.shape_of(arguments.model, arguments.context)
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[arguments.precision]
+    model = gpt.build_gpt(shape, dtype, arguments.seed)
+    optimizer = infinity.CPUAdam(
+        model.parameters(), lr=arguments.lr, betas=(0.9, 0.95), moments=variant, seed=arguments.seed
+    )
+    scheduler = torch.optim.lr_scheduler.LinearLR(
+        optimizer, start_factor=0.05, total_iters=arguments.warm_up
+    )
+    source = corpus.batches(
+        corpus.standard_library().train, arguments.seed, arguments.micro_batch, shape.context
+    )
+    settings = {name: getattr(arguments, name) for name in FIXED}
+    checkpoint = arguments.out / f"{variant}.pt"
+    losses: list[float] = []
+    if checkpoint.exists():
+        kept = torch.load(checkpoint, weights_only=True)
+        if kept["settings"] != settings:
+            say(f"{checkpoint} was made with {kept['settings']}; remove it, or use another --out")
+            return 2
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(kept["model"][name])
+        optimizer.load_state_dict(kept["optimizer"])  # after the weights: masters belong to them
+        scheduler.load_state_dict(kept["scheduler"])
+        losses = kept["losses"]
+        source.position = len(losses)
+        say(f"{variant}: going on from step {len(losses)}")
+    started, done = time.perf_counter(), len(losses)
+    while len(losses) < arguments.steps:
+        tokens, targets = next(source)
+        loss = model(tokens, targets)
+        loss.backward()
+        losses.append(loss.item() / math.log(2))
+        if not math.isfinite(losses[-1]):
+            say(f"{variant}: the loss of step {len(losses)} is {losses[-1]}")
+            return 1
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients))
+        optimizer.step(grad_scale=min(1.0, arguments.clipping / (norm + 1e-6)))
+        optimizer.zero_grad()
+        scheduler.step()
+        step = len(losses)
+        if step % arguments.save_every == 0 or step == arguments.steps:
+            rate = (time.perf_counter() - started) / (step - done)
+            say(f"{variant}: step {step}, {losses[-1]:.4f} bits per byte, {rate:.2f} s a step")
+            _save(torch, checkpoint, {
+                "settings": settings,
+                "losses": losses,
+                "model": dict(model.named_parameters()),
+                "optimizer": optimizer.state_dict(),
+                "scheduler": scheduler.state_dict(),
+            })  # fmt: skip
+            _write(arguments.out / f"{variant}.json", json.dumps(
+                {"variant": variant, "settings": settings, "losses": losses}
+            ))  # fmt: skip
+    optimizer.close()
+    return 0
+
+
+def plot(out: Path) -> int:
+    """Draw and sum up what is in `out`; raises nothing if variants are missing."""
+    from _quality_plot import draw
+
+    found = {v: out / f"{v}.json" for v in VARIANTS if (out / f"{v}.json").exists()}
+    runs = {variant: json.loads(path.read_text()) for variant, path in found.items()}
+    if "fp32" not in runs:
+        _say(f"{out} has no fp32.json to compare with")
+        return 1
+    settings = runs["fp32"]["settings"]
+    runs = {v: run for v, run in runs.items() if run["settings"] == settings}
+    losses = {variant: run["losses"] for variant, run in runs.items()}
+    steps = min(map(len, losses.values()))
+    last = min(LAST, steps)
+    summary: dict[str, Any] = {"settings": settings, "steps": steps, "last": last, "variants": {}}
+    exact = sum(losses["fp32"][steps - last : steps]) / last
+    for variant, values in losses.items():
+        mean = sum(values[steps - last : steps]) / last
+        gaps = [abs(a - b) for a, b in zip(values[:steps], losses["fp32"], strict=False)]
+        summary["variants"][variant] = {
+            "bits_per_byte_at_the_end": mean,
+            "difference_from_fp32": mean - exact,
+            "mean_absolute_difference_per_step": sum(gaps) / steps,
+        }
+    title = f"{settings['model']}, {settings['micro_batch']} x {settings['context']} tokens a step"
+    _write(out / "quality.svg", draw(losses, title, window=max(1, min(25, steps // 4))))
+    _write(out / "quality.json", json.dumps({**summary, "losses": losses}))
+    _say(json.dumps(summary, indent=2))
+    return 0
+
+
+def _save(torch: Any, path: Path, state: dict[str, Any]) -> None:
+    torch.save(state, path.with_suffix(".tmp"))
+    os.replace(path.with_suffix(".tmp"), path)
+
+
+def _write(path: Path, text: str) -> None:
+    path.with_suffix(path.suffix + ".tmp").write_text(text)
+    os.replace(path.with_suffix(path.suffix + ".tmp"), path)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    summary = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(description=summary, allow_abbrev=False)
+    add = parser.add_argument
+    add("--variant", choices=VARIANTS, help="only this one, in this process; no plot")
+    add("--plot-only", action="store_true", help="train nothing")
+    add("--out", type=Path, default=ROOT / "build" / "quality", metavar="DIR")
+    add("--steps", type=int, default=1000, metavar="N")
+    add("--save-every", type=int, default=100, metavar="N", help="steps between checkpoints")
+    add("--model", default="gpt-100m", help="a preset of examples/gpt.py (default: %(default)s)")
+    add("--precision", choices=("bf16", "fp32"), default="bf16", help="of the model")
+    add("--context", type=int, default=64, metavar="N", help="tokens a sequence")
+    add("--micro-batch", type=int, default=2, metavar="N", help="sequences a step")
+    add("--lr", type=float, default=3e-4)
+    add("--warm-up", type=int, default=50, metavar="N", help="steps")
+    add("--clipping", type=float, default=1.0)
+    add("--seed", type=int, default=0)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -132,6 +132,13 @@ class Segment:
     trained: bool
     group: int
 
+    def within(self, start: int, count: int) -> tuple[int, int]:
+        """(first, end) of the elements that lie in a chunk, counted from the chunk's start.
+
+        Of a trained segment; `first >= end` where none do.
+        """
+        return max(self.offset - start, 0), min(self.offset + self.numel - start, count)
+
 
 @dataclass(frozen=True, slots=True)
 class UnitLayout:

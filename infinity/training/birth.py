@@ -123,8 +123,7 @@ class Birth:
             moment = moment_in(views[kind], count, precision.format_of(kind))
             for segment in layout.trained_segments:
                 initial = self.initial.get(segment.parameter, ())
-                first = max(segment.offset, start) - start
-                last = min(segment.offset + segment.numel, start + count) - start
+                first, last = segment.within(start, count)
                 if first < last and any(initial):
                     values = torch.full((last - first,), initial[index], dtype=torch.float32)
                     part = moment.part(first, last)
@@ -171,9 +170,8 @@ def _fill_master(
     master.zero_()
     count = master.numel()
     for segment in layout.trained_segments:
-        first = max(segment.offset, start)
-        last = min(segment.offset + segment.numel, start + count)
+        first, last = segment.within(start, count)
         if first < last:
             flat = parameters[segment.parameter].detach().reshape(-1)
-            part = flat[first - segment.offset : last - segment.offset]
-            master[first - start : last - start].copy_(part)
+            skipped = start - segment.offset
+            master[first:last].copy_(flat[first + skipped : last + skipped])

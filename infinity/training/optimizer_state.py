@@ -38,8 +38,7 @@ def _moment(store: StateStore, layout: UnitLayout, segment: Segment, kind: Kind)
     flat = store.read(layout.index, kind)
     values, scales = [], []
     for index, (start, count) in enumerate(layout.chunks(plan.chunk_elements)):
-        first = max(segment.offset, start) - start
-        last = min(segment.offset + segment.numel, start + count) - start
+        first, last = segment.within(start, count)
         if first < last:
             chunk = moment_in(flat[plan.part(layout, kind, index)], count, number_format)
             part = chunk.part(first, last)

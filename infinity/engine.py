@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -60,7 +60,7 @@ class Engine:
         self._stepper = Stepper(
             parts, self._cycles, optimizer, self._index_of, lr_scheduler, journal
         )
-        self._values = Values(parts.store, parts.mover, parts.kernels, _settler(parts))
+        self._values = Values(parts.store, parts.mover, parts.kernels, parts.sweep.finish)
         parts.hooks.lent = self._values.lent
         parts.hooks.write_edits = self._values.flush_edits
         self._state_hooks = ModuleStateHooks(module, self._values, self._index_of)
@@ -362,18 +362,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _tensors(item)
-
-
-def _settler(parts: Parts) -> Callable[[], None]:
-    """What waits for updates; refers to no engine, so that one that is dropped can be closed."""
-
-    def settle() -> None:
-        if parts.closed:  # a state dict that outlived its engine
-            raise EngineClosedError("the engine is closed", remedy="read values before close()")
-        parts.sweep.finish()
-        parts.mover.check()
-
-    return settle
 
 
 def _after_fork(engine: Engine) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from infinity.errors import ConfigError, EngineClosedError, PresenceError, TrainingError
+from infinity.errors import ConfigError, PresenceError, TrainingError
 from infinity.journal import Journal
 from infinity.memory.device import Event
 from infinity.memory.gradients import GradientStore
@@ -177,10 +177,7 @@ class Stepper:
         index = self._index_of.get(id(parameter))
         if index is None:
             raise ConfigError("this parameter does not belong to the engine's module")
-        if self._sweep.closed:
-            raise EngineClosedError("the engine is closed", remedy="make a new one")
         self._sweep.finish()
-        self._mover.check()
         rooms, hyper = self._rooms, self._optimizer.hypers(self._index_of).get(index)
         return read_state(rooms.store, rooms.updater, index, hyper, self._steps)
 

@@ -156,19 +156,21 @@ class Sweep:
             raise interrupt
 
     def finish(self) -> None:
-        """Lift the pacing and wait until no update is owed."""
+        """Lift the pacing and wait until no update is owed; raises what made that impossible.
+
+        `EngineClosedError` once `close` has begun, also for what outlived the engine, such as a
+        state dict.
+        """
         with self.lanes.stall("update"), self.mover.changed:
             self.mover.paced = False
             self.mover.changed.notify_all()
-            while self._order is not None and self.mover.failure is None:
-                if self._closing:
-                    raise EngineClosedError("the engine is closed", remedy="make a new one")
+            while not self._closing and self._order is not None and self.mover.failure is None:
                 self.mover.changed.wait(WAKE_S)
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` has begun."""
-        return self._closing
+        if self._closing:
+            raise EngineClosedError(
+                "the engine is closed", remedy="read values before close(), or make a new engine"
+            )
+        self.mover.check()
 
     def close(self) -> None:
         """Abandon what is left and end the thread."""
@@ -348,8 +350,7 @@ class Sweep:
         ]
         tiles = []
         for segment in self.plan.units[unit].trained_segments:
-            first = max(segment.offset, start) - start
-            last = min(segment.offset + segment.numel, start + count) - start
+            first, last = segment.within(start, count)
             if first >= last or segment.parameter not in job.hypers:
                 continue
             tiles.append(

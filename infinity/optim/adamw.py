@@ -22,28 +22,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from infinity.optim.rounding import Fp32Array, canonical, floats, join_master, split_master
-from infinity.optim.rules import AdamHyper
-
-__all__ = [
-    "SQUARE_BLOCK",
-    "SQUARE_LANES",
-    "AdamHyper",
-    "adam",
-    "join_master",
-    "reference_square_sum",
-    "reference_step",
-    "scalars",
-    "split_master",
-]
+from infinity.optim.rounding import Fp32Array, floats
 
 SQUARE_BLOCK = 4096  # elements; with SQUARE_LANES the definition of the square sum, not a knob
 SQUARE_LANES = 16
-
-
-def scalars(hyper: AdamHyper, step: int, grad_scale: float = 1.0) -> tuple[float, ...]:
-    """Return the nine numbers of one step (`AdamHyper.scalars`); `step` counts from 1."""
-    return hyper.scalars(step, grad_scale)
 
 
 def adam(
@@ -65,29 +47,6 @@ def adam(
     root: Fp32Array = np.sqrt(v)
     denominator = root / correction + eps
     return p - (step_size * m) / denominator, [m, v]
-
-
-def reference_step(
-    weight: torch.Tensor,
-    residual: torch.Tensor | None,
-    moment1: torch.Tensor,
-    moment2: torch.Tensor,
-    gradient: torch.Tensor,
-    step_scalars: tuple[float, ...],
-) -> None:
-    """One step in place on the split layout, or on an fp32 weight when `residual` is None."""
-    p = floats(weight if residual is None else join_master(weight, residual))
-    with np.errstate(all="ignore"):
-        new, moments = adam(p, floats(gradient), [floats(moment1), floats(moment2)], step_scalars)
-    for moment, values in zip((moment1, moment2), moments, strict=True):
-        floats(moment)[:] = canonical(values)
-    master = torch.from_numpy(canonical(new))
-    if residual is None:
-        weight.copy_(master)
-    else:
-        high, rest = split_master(master)
-        weight.view(torch.int16).copy_(high.view(torch.int16))
-        residual.copy_(rest)
 
 
 def reference_square_sum(tensor: torch.Tensor) -> float:

@@ -13,9 +13,9 @@ from support.trainer import PLACEMENTS, Run, make_config, make_device, same_bits
 from torch import Tensor, nn, optim
 
 from infinity.errors import ConfigError, DoesNotFitError
-from infinity.optim.adamw import split_master
 from infinity.optim.guest import TILE_ELEMENTS
 from infinity.optim.guest_probe import open_guest
+from infinity.optim.rounding import split_master
 
 STEPS = 4
 CASE = CASES["gpt"]

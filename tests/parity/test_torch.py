@@ -23,7 +23,8 @@ from support.trainer import (
 )
 from torch import Tensor, nn
 
-from infinity.optim.adamw import reference_square_sum, split_master
+from infinity.optim.adamw import reference_square_sum
+from infinity.optim.rounding import split_master
 
 DISK = ("disk", "disk", "disk")
 STEPS = 12

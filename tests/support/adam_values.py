@@ -8,10 +8,9 @@ import numpy as np
 import torch
 
 from infinity.formats import MomentFormat
-from infinity.optim import adamw
 from infinity.optim.moments import Moment
 from infinity.optim.reference import write_moment
-from infinity.optim.rounding import to_fp16
+from infinity.optim.rounding import split_master, to_fp16
 from infinity.optim.rules import AdagradHyper, AdamHyper, Hyper, LionHyper, SgdHyper
 
 BF16 = torch.bfloat16
@@ -81,7 +80,7 @@ class Source:
             moment2.abs_()
         if not split:
             return [master, None, moment1, moment2]
-        weight, residual = adamw.split_master(master)
+        weight, residual = split_master(master)
         weights = self.place((weight.view(torch.int16).int() << 16).view(torch.float32), BF16)
         room = torch.zeros(n + 16, dtype=torch.int16)
         room[7 : 7 + n] = residual

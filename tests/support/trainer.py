@@ -32,15 +32,11 @@ from infinity.config import Config, load_config
 from infinity.engine import Engine, StepReport
 from infinity.formats import MomentFormat
 from infinity.memory.device import Device
-from infinity.optim.adamw import (
-    SQUARE_BLOCK,
-    SQUARE_LANES,
-    join_master,
-    split_master,
-)
+from infinity.optim.adamw import SQUARE_BLOCK, SQUARE_LANES
 from infinity.optim.built_in import rounding_key
 from infinity.optim.moments import Moment
 from infinity.optim.reference import reference_update, write_moment
+from infinity.optim.rounding import join_master, split_master
 from infinity.optim.rules import AdagradHyper, AdamHyper, Hyper, LionHyper, SgdHyper
 from infinity.plan.plan import Plan
 

@@ -28,6 +28,7 @@ from infinity.errors import ConfigError, MachineError, TrainingError
 REPOSITORY = Path(__file__).resolve().parent.parent
 DEFAULT_FOLDER = Path("scratch")  # of the repository; made, and removed when empty
 BITS = 1 / math.log(2)  # per nat; a token is a byte
+SLOW_BF16 = 3  # times slower than fp32; halving the bytes is worth no more
 NUM_WARMUP_STEPS = 2  # before the slots, the tape and the sweep are in their steady state
 
 
@@ -47,6 +48,7 @@ class Run:
         self.tokens_per_step = self.micro_batches * arguments.micro_batch * context
         self.seed = self.config.seed or 0
         self.device = compute_device()
+        self.config = _with_precision(self.config, self.device)
 
     def run(self) -> dict[str, Any]:
         """Train, then measure plain PyTorch, and return everything worth telling."""
@@ -68,7 +70,10 @@ class Run:
     def _train(self) -> dict[str, Any]:
         screen, arguments = self.screen, self.arguments
         num_parameters = gpt.count_parameters(self.shape)
-        screen.say(f"{arguments.model}: {num_parameters / 1e6:.1f}M parameters, {self.shape}")
+        screen.say(
+            f"{arguments.model}: {num_parameters / 1e6:.1f}M parameters in "
+            f"{self.config.precision}, {self.shape}"
+        )
         screen.say(self.text.describe())
         model = gpt.build_gpt(self.shape, DTYPES[self.config.precision], self.seed)
         engine = None
@@ -259,6 +264,29 @@ def _read_config(arguments: Namespace) -> Config:
     if config.nvme_path == (DEFAULT_FOLDER,):
         config = config.model_copy(update={"nvme_path": (REPOSITORY / DEFAULT_FOLDER,)})
     return config
+
+
+def _with_precision(config: Config, device: torch.device) -> Config:
+    """bf16 unless the config says otherwise, or this processor multiplies fp32 much faster.
+
+    Without bf16 instructions torch's bf16 product can be fifty times slower than its fp32 one.
+    """
+    if "precision" in config.model_fields_set or device.type != "cpu":
+        return config
+    slower = _product_s(torch.bfloat16) / _product_s(torch.float32)
+    precision = "bf16" if slower < SLOW_BF16 else "fp32"
+    return config.model_copy(update={"precision": precision})
+
+
+def _product_s(dtype: torch.dtype) -> float:
+    """Seconds of a matrix product as backward has them: neither factor transposed."""
+    left, right = torch.ones(64, 768, dtype=dtype), torch.ones(768, 768, dtype=dtype)
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        left @ right
+        times.append(time.perf_counter() - started)
+    return min(times)
 
 
 def _make_default_folder(config: Config) -> Path | None:

@@ -21,6 +21,7 @@ from infinity.errors import ConfigError
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
+import _training
 import _ui
 import corpus
 import gpt
@@ -226,6 +227,20 @@ def test_the_bf16_baseline_learns(micro_batches: int) -> None:
 
 
 # What is shown
+
+
+@pytest.mark.parametrize(
+    ("given", "bf16_s", "expected"),
+    [({}, 1.1, "bf16"), ({}, 50.0, "fp32"), ({"precision": "bf16"}, 50.0, "bf16")],
+)
+def test_a_processor_that_is_slow_with_bf16_gets_fp32(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], bf16_s: float, expected: str
+) -> None:
+    times = {torch.bfloat16: bf16_s, torch.float32: 1.0}
+    monkeypatch.setattr(_training, "_product_s", times.__getitem__)
+    config = infinity.config.load_config(given)
+    assert _training._with_precision(config, torch.device("cpu")).precision == expected
+    assert _training._with_precision(config, torch.device("cuda")).precision == "bf16"
 
 
 def test_the_live_line_names_the_lanes_that_stall() -> None:

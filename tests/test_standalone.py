@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import pickle
+import signal
 import time
 import warnings
 from collections.abc import Iterator
@@ -129,7 +130,8 @@ def test_every_layout_and_format_is_the_reference(dtype: torch.dtype, moments: s
             reference_update(weight, rest, kept, gradient, hyper, step, 1.0, key)
         assert same_bits(mine[index].detach().reshape(-1), weight)
         if weight.numel():
-            assert same_bits(ours.state[mine[index]]["exp_avg"].reshape(-1), kept[0].values)
+            name = "exp_avg_codes" if moments == "8bit" else "exp_avg"
+            assert same_bits(ours.state[mine[index]][name].reshape(-1), kept[0].values)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -312,6 +314,92 @@ def test_schedulers_closures_and_zero_grad() -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+def test_a_learning_rate_may_be_a_tensor() -> None:
+    mine, theirs = parameters(), parameters()
+    rate = torch.tensor(0.25)
+    ours, other = infinity.CPUAdam(mine, lr=rate), infinity.CPUAdam(theirs, lr=0.25)
+    steps(ours, mine, count=2)
+    steps(other, theirs, count=2)
+    rate.fill_(0.125)
+    other.param_groups[0]["lr"] = 0.125
+    steps(ours, mine)
+    steps(other, theirs)
+    assert_same(mine, theirs)
+
+
+def test_step_hooks_run() -> None:
+    (p,) = mine = [nn.Parameter(torch.ones(4))]
+    ours = infinity.CPUAdam(mine, lr=0.5, weight_decay=0.0)
+    seen: list[Any] = []
+    ours.register_step_pre_hook(lambda _, __, kwargs: seen.append((kwargs, float(p.detach()[0]))))
+    ours.register_step_post_hook(lambda *_: seen.append(float(p.detach()[0])))
+    p.grad = torch.ones(4)
+    ours.step(grad_scale=2.0)
+    assert seen == [({"grad_scale": 2.0}, 1.0), pytest.approx(0.5)]
+
+
+def test_a_forked_child_makes_threads_of_its_own() -> None:
+    mine = [nn.Parameter(torch.ones(300_000))]
+    ours = infinity.CPUAdam(mine, num_threads=2)
+    mine[0].grad = torch.ones(300_000)
+    ours.step()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        try:
+            ours.step()
+            ours.close()
+            os._exit(0 if ours.state[mine[0]]["step"] == 2 else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    ours.step()
+    assert ours.state[mine[0]]["step"] == 2
+
+
+@pytest.mark.parametrize("master", [True, False])
+@pytest.mark.parametrize(
+    "way",
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.bfloat16, torch.float16),
+        (torch.float16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+    ],
+    ids=str,
+)
+def test_a_model_may_change_its_dtype(way: tuple[torch.dtype, torch.dtype], master: bool) -> None:
+    """`.half()` and its like put other data into the same parameters."""
+    before, after = way
+    model = nn.Linear(5, 3).to(before)
+    ours = infinity.CPUAdam(model.parameters(), lr=1e-2, master=master)
+
+    def step(optimizer: infinity.CPUAdam, model: nn.Module) -> None:
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 0.5)
+        optimizer.step()
+
+    step(ours, model)
+    model.to(after)
+    twin = copy.deepcopy(model)
+    fresh = infinity.CPUAdam(twin.parameters(), lr=1e-2, master=master)
+    moments = copy.deepcopy(ours.state_dict())
+    for state in moments["state"].values():
+        for name in ("residual", "master", "fingerprint"):
+            state.pop(name, None)
+    fresh.load_state_dict(moments)
+    for _ in range(3):
+        step(ours, model)
+        step(fresh, twin)
+    assert_same(list(model.parameters()), list(twin.parameters()))
+    rest = {torch.bfloat16: {"residual"}, torch.float16: {"master"}}.get(after, set())
+    for p in model.parameters():
+        kept = {"step", "exp_avg", "exp_avg_sq"} | (rest if master else set())
+        assert ours.state[p].keys() == kept
+
+
 def test_parameters_without_a_gradient_are_left_alone() -> None:
     mine = parameters()
     ours = infinity.CPUAdam(mine)
@@ -400,7 +488,14 @@ def test_results_do_not_depend_on_threads() -> None:
     [
         ({"lr": -1.0}, "lr is -1"),
         ({"lr": float("nan")}, "lr is nan"),
+        ({"lr": "a"}, "lr='a'"),
+        ({"lr": None}, "lr=None"),
+        ({"lr": torch.ones(2)}, "lr=tensor"),
         ({"betas": (1.0, 0.9)}, "beta1 is 1"),
+        ({"betas": (0.9, float("nan"))}, "beta2 is nan"),
+        ({"betas": (-0.1, 0.9)}, "beta1 is -0.1"),
+        ({"betas": None}, "betas=None"),
+        ({"betas": (0.9,)}, "betas="),
         ({"eps": -1e-8}, "eps is"),
         ({"weight_decay": float("inf")}, "weight_decay is inf"),
         ({"amsgrad": True}, "amsgrad is not supported"),
@@ -447,6 +542,20 @@ def test_bad_gradients_are_refused_before_a_byte_is_touched() -> None:
         infinity.CPUAdam(twins).step()
     assert same_bits(good.detach(), torch.ones(4))
     assert same_bits(shared, torch.ones(10))
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), -float("inf"), 1e39, None, "a"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_scale_that_would_ruin_the_parameters_is_refused(scale: Any, dtype: torch.dtype) -> None:
+    mine = parameters(dtype)
+    ours = infinity.CPUAdam(mine)
+    steps(ours, mine)
+    weights, states = [p.detach().clone() for p in mine], copy.deepcopy(ours.state_dict()["state"])
+    with pytest.raises(ConfigError, match="grad_scale is"):
+        ours.step(lambda: pytest.fail("the closure ran"), grad_scale=scale)
+    assert all(same_bits(p.detach(), w) for p, w in zip(mine, weights, strict=True))
+    after = ours.state_dict()["state"]
+    assert all(same_bits(after[i][n], v) for i, state in states.items() for n, v in state.items())
 
 
 def test_values_may_be_anything() -> None:

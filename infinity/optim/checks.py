@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _REST_DTYPES = {torch.float32: None, torch.bfloat16: torch.int16, torch.float16: torch.float32}
-_MAX_64_BITS = 2**64 - 1
+MAX_64_BITS = 2**64 - 1
 _BF16_FORMATS = (MomentFormat.BF16, MomentFormat.BF16_STOCHASTIC)
 
 
@@ -61,7 +61,7 @@ def check_piece(piece: Piece, device: torch.device) -> None:
         raise ConfigError(
             f"{len(moments)} moments for {hyper}", remedy=f"{hyper.num_moments} moments"
         )
-    if not (0 <= key <= _MAX_64_BITS and 0 <= first <= _MAX_64_BITS):
+    if not (0 <= key <= MAX_64_BITS and 0 <= first <= MAX_64_BITS):
         raise ConfigError(f"key {key} or first {first} is not a number of 64 bits")
     for number, moment in enumerate(moments, 1):
         check_moment(f"moment {number}", moment, n, device)

@@ -18,6 +18,7 @@ from infinity.errors import ConfigError, EngineClosedError
 from infinity.formats import MOMENT_BLOCK, MomentFormat
 from infinity.optim.checks import (
     FLOATS,
+    MAX_64_BITS,
     check_apart,
     check_moment,
     check_piece,
@@ -40,7 +41,6 @@ _FORMATS = {
 _LAYOUTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # by the weight's dtype
 _HOST = torch.device("cpu")
 _FP32, _INT8 = MomentFormat.FP32, MomentFormat.INT8
-_MAX_64_BITS = 2**64 - 1
 
 
 class Piece(NamedTuple):
@@ -304,8 +304,8 @@ def _is_plain(piece: Piece) -> bool:
         and gradient.dtype in _CODES
         and _fits(gradient, n, gradient.dtype)
         and len(moments) == hyper.num_moments
-        and 0 <= key <= _MAX_64_BITS
-        and 0 <= first <= _MAX_64_BITS
+        and 0 <= key <= MAX_64_BITS
+        and 0 <= first <= MAX_64_BITS
     )
 
 

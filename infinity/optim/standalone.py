@@ -5,12 +5,13 @@ The arithmetic is fp32, whatever the parameters are. For bf16 and fp16 parameter
 is kept (`master=True`): bf16 ones as a 16-bit residual beside the parameter, losslessly, so that
 together they are the master bit for bit; fp16 ones as an fp32 copy. With `master=False` nothing
 below the parameter's precision survives a step: updates smaller than half its last bit are lost.
-Moments are fp32 unless `moments=` names a lossy format.
+Moments are fp32 unless `moments=` names a lossy format. What is kept is in `standalone_state.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +21,24 @@ from torch import Tensor
 from infinity.errors import ConfigError, EngineClosedError, PresenceError
 from infinity.formats import MomentFormat
 from infinity.optim.built_in import rounding_key
+from infinity.optim.checks import FLOATS
 from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.cuda import CudaKernels
-from infinity.optim.moments import VALUE_DTYPES, Moment
-from infinity.optim.rules import AdamHyper
+from infinity.optim.rules import Hyper
+from infinity.optim.standalone_groups import finite_scale, group_hyper, taken_groups
+from infinity.optim.standalone_state import (
+    FINGERPRINT,
+    State,
+    fresh_state,
+    moments_of,
+    needs_seal,
+    rest_of,
+    seal,
+    settle,
+    taken_state,
+)
 from infinity.plan.machine import read_machine
 
-_NAMES = ("exp_avg", "exp_avg_sq")
-_REST = {torch.bfloat16: "residual", torch.float16: "master"}
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NO_CORRECTION = 1 << 62  # a step so late that beta ** step is 0
 
 
@@ -84,7 +94,9 @@ class _Adam(torch.optim.Optimizer):
     def _begin(self) -> None:
         """Everything that is neither copied nor pickled."""
         self._kernels: dict[torch.device, CpuKernels | CudaKernels] = {}
-        self._versions: dict[Tensor, int] = {}  # of parameters as we left them
+        self._pid = os.getpid()  # of the process that the kernels' threads live in
+        # Of parameters whose master is known to be theirs; another version means an edit.
+        self._marks: dict[Tensor, tuple[int, torch.dtype]] = {}
         self._closed = False
 
     # --- groups and state --------------------------------------------------------------------
@@ -93,7 +105,7 @@ class _Adam(torch.optim.Optimizer):
         """As torch's; raises `ConfigError` or `PresenceError` for parameters it cannot step."""
         super().add_param_group(param_group)
         try:
-            _hyper(self.param_groups[-1])
+            group_hyper(self.param_groups[-1])
             for parameter in self.param_groups[-1]["params"]:
                 self._check(parameter)
         except BaseException:
@@ -108,7 +120,7 @@ class _Adam(torch.optim.Optimizer):
                 f"{' and '.join(self._takes)} parameters",
                 remedy="use infinity.FusedAdam for CUDA parameters",
             )
-        if parameter.dtype not in _DTYPES:
+        if parameter.dtype not in FLOATS:
             raise ConfigError(
                 f"{name} has dtype {parameter.dtype}", remedy="float32, bfloat16 or float16"
             )
@@ -119,105 +131,86 @@ class _Adam(torch.optim.Optimizer):
                 remedy="make the model's parameters contiguous before the optimizer",
             )
 
-    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """The state, made at the first step; with a fresh master if the parameter was edited."""
-        state: dict[str, Any] = self.state[parameter]
-        kind = self._settings.moments
+    def _state_of(self, parameter: Tensor) -> State:
+        """The state, made at the first step, with the master of the parameter as it is now."""
+        state: State = self.state[parameter]
         if not state:
-            state["step"] = torch.tensor(0.0)
-            for name in _NAMES:
-                self._put(state, name, parameter, Moment.zeros(parameter.numel(), kind,
-                                                               parameter.device))  # fmt: skip
-        elif self._versions.get(parameter, parameter._version) == parameter._version:
-            return state
+            state.update(fresh_state(parameter, self._settings.moments))
+            self._marks.pop(parameter, None)
         if self._settings.master:
-            self._put_master(state, parameter)
+            self._settle(parameter, state)
+        state.pop(FINGERPRINT, None)  # the step makes it wrong
         return state
 
-    @staticmethod
-    def _put(state: dict[str, Any], name: str, parameter: Tensor, moment: Moment) -> None:
-        state[name] = moment.values.view(parameter.shape)
-        if moment.scales is not None:
-            state[f"{name}_scales"] = moment.scales
+    def _settle(self, parameter: Tensor, state: State) -> None:
+        if self._marks.get(parameter) != _mark(parameter):
+            settle(state, parameter)
+            self._marks[parameter] = _mark(parameter)
 
-    @staticmethod
-    def _put_master(state: dict[str, Any], parameter: Tensor) -> None:
-        """The master of a 16-bit parameter is the parameter itself, widened."""
-        if parameter.dtype is torch.bfloat16:
-            state["residual"] = torch.zeros_like(parameter, dtype=torch.int16)
-        elif parameter.dtype is torch.float16:
-            state["master"] = parameter.detach().float()
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; the tensors are those in use, not copies."""
+        self._seal()
+        return super().state_dict()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def _seal(self) -> None:
+        """Say of every residual to which parameter it belongs: its reader cannot tell."""
+        for parameter, state in self.state.items():
+            if isinstance(parameter, Tensor) and needs_seal(state):
+                self._settle(parameter, state)
+                if needs_seal(state):
+                    seal(state, parameter)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state of this class, or of `torch.optim.AdamW` or `Adam`, by the same keys.
 
-        fp32 moments are stored in the chosen format; lossy ones must have been saved in it.
-        Raises `ConfigError` before anything is changed.
+        fp32 moments are stored in the chosen format; lossy ones must have been saved in it. The
+        parameters may be loaded before or after: masters are judged at the next step. Raises
+        `ConfigError` before anything is changed.
         """
-        order = [p for group in self.param_groups for p in group["params"]]
-        numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
-        states = state_dict["state"]
-        loaded = {}
-        if len(order) == len(numbers):  # else torch says what is wrong
-            pairs = zip(order, numbers, strict=True)
-            loaded = {p: self._taken(p, states[i]) for p, i in pairs if states.get(i)}
-        super().load_state_dict({**state_dict, "state": {}})
-        self.state.update(loaded)
-        self._versions.clear()
+        loaded: dict[Tensor, State] = {}
 
-    def _taken(self, parameter: Tensor, given: Mapping[str, Any]) -> dict[str, Any]:
-        """A state for one parameter from a given one; everything is copied."""
-        if "max_exp_avg_sq" in given:
-            raise ConfigError("the state is of an optimizer with amsgrad, which is not supported")
-        missing = [name for name in ("step", *_NAMES) if name not in given]
-        if missing:
-            raise ConfigError(
-                f"the state of a parameter of shape {tuple(parameter.shape)} lacks "
-                + ", ".join(missing),
-                remedy="load a state of CPUAdam, FusedAdam, torch.optim.AdamW or Adam",
-            )
-        state: dict[str, Any] = {"step": torch.tensor(float(given["step"]))}
-        for name in _NAMES:
-            scales = given.get(f"{name}_scales")
-            self._put(state, name, parameter, self._moment_from(name, parameter, given[name],
-                                                                scales))  # fmt: skip
-        rest = _REST.get(parameter.dtype)
-        if self._settings.master and rest is not None:
-            self._put_master(state, parameter)
-            if rest in given:
-                state[rest].copy_(given[rest])
-        return state
+        def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            changed, states = self._taken(given)
+            loaded.update(states)
+            return changed
 
-    def _moment_from(
-        self, name: str, parameter: Tensor, given: Tensor, scales: Tensor | None
-    ) -> Moment:
-        kind = self._settings.moments
-        if given.numel() != parameter.numel():
-            raise ConfigError(
-                f"{name} has shape {tuple(given.shape)}, its parameter {tuple(parameter.shape)}"
+        def put(_: torch.optim.Optimizer) -> None:
+            self.state.update(loaded)
+            self._marks.clear()
+
+        # Hooks of our own: behind the user's, who may rewrite what is given, and before the
+        # user's, who look at what was loaded. torch's loading would narrow moments and masters.
+        before = self.register_load_state_dict_pre_hook(take)
+        after = self.register_load_state_dict_post_hook(put, prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
+
+    def _taken(self, given: dict[str, Any]) -> tuple[dict[str, Any], dict[Tensor, State]]:
+        """What torch shall load of a given state dict, and the states that we load ourselves."""
+        ours, theirs = self.param_groups, given["param_groups"]
+        if [len(group["params"]) for group in ours] != [len(g["params"]) for g in theirs]:
+            return given, {}  # torch says what is wrong
+        groups = taken_groups(ours, theirs, self.defaults)
+        order = [p for group in ours for p in group["params"]]
+        numbers = [number for group in theirs for number in group["params"]]
+        states = given["state"]
+        settings = self._settings
+        loaded = {
+            parameter: taken_state(
+                parameter, states[number], settings.moments, master=settings.master
             )
-        raw = VALUE_DTYPES[kind]
-        flat = given.detach().reshape(-1)
-        if flat.dtype is raw and (scales is not None) == (kind is MomentFormat.INT8):
-            values = flat.to(parameter.device, copy=True)
-            copied = None if scales is None else scales.detach().to(parameter.device, copy=True)
-            return Moment(values, copied, kind)
-        if not flat.is_floating_point() or scales is not None:
-            raise ConfigError(
-                f"{name} was saved as {given.dtype}, moments are {kind.value!r} here",
-                remedy="make the optimizer with the moments= of the run that was saved",
-            )
-        moment = Moment.zeros(parameter.numel(), kind)
-        values = flat.float().cpu().contiguous()
-        with CpuKernels(1) as kernels:
-            kernels.encode(values, moment, signed=name == _NAMES[0])
-        return Moment(
-            moment.values.to(parameter.device),
-            None if moment.scales is None else moment.scales.to(parameter.device),
-            kind,
-        )
+            for parameter, number in zip(order, numbers, strict=True)
+            if states.get(number)
+        }
+        known = set(numbers)
+        others = {key: value for key, value in states.items() if key not in known}
+        return {**given, "param_groups": groups, "state": others}, loaded
 
     def __getstate__(self) -> dict[str, Any]:
+        self._seal()
         return {**super().__getstate__(), "_settings": self._settings}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -235,8 +228,9 @@ class _Adam(torch.optim.Optimizer):
         """One step of every parameter that has a gradient; returns what `closure` returned.
 
         Gradients are multiplied by `grad_scale` on the way: a clip factor, or one over a loss
-        scale, without a pass of its own.
+        scale, without a pass of its own. Raises `ConfigError` if it is not finite.
         """
+        scale = finite_scale(grad_scale)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -245,24 +239,25 @@ class _Adam(torch.optim.Optimizer):
         stepped: list[Tensor] = []
         number = -1
         for group in self.param_groups:
-            hyper = _hyper(group)
+            hyper = group_hyper(group)
             for parameter in group["params"]:
                 number += 1
                 if parameter.grad is not None and parameter.numel():
                     self._check(parameter)
-                    piece = self._piece(parameter, group, hyper, number, grad_scale)
+                    piece = self._piece(parameter, group, hyper, number, scale)
                     pieces.setdefault(parameter.device, []).append(piece)
                     stepped.append(parameter)
-        for device, some in pieces.items():
-            self._kernels_of(device).update_all(some)
+        work = [(self._kernels_of(device), some) for device, some in pieces.items()]
+        for kernels, some in work:
+            kernels.update_all(some)
         for parameter in stepped:
             self.state[parameter]["step"] += 1
         torch.autograd.graph.increment_version(stepped)  # what autograd saved is stale now
-        self._versions.update((p, p._version) for p in stepped)
+        self._marks.update((p, _mark(p)) for p in stepped)
         return loss
 
     def _piece(
-        self, parameter: Tensor, group: dict[str, Any], hyper: AdamHyper, number: int, scale: float
+        self, parameter: Tensor, group: dict[str, Any], hyper: Hyper, number: int, scale: float
     ) -> Piece:
         gradient = parameter.grad
         assert gradient is not None
@@ -274,21 +269,14 @@ class _Adam(torch.optim.Optimizer):
         state = self._state_of(parameter)
         step = int(state["step"]) + 1
         kind = self._settings.moments
-        moments = tuple(
-            Moment(state[name].view(-1), state.get(f"{name}_scales"), kind) for name in _NAMES
-        )
-        rest_name = _REST.get(parameter.dtype)
-        rest = None
-        if rest_name is not None:
-            holder = state
-            if not self._settings.master:
-                self._put_master(holder := {}, parameter)
-            rest = holder[rest_name].view(-1)
+        holder = state
+        if not self._settings.master:
+            settle(holder := {}, parameter)
         exact = kind.is_exact
         return Piece(
             parameter.detach().view(-1),
-            rest,
-            moments,
+            rest_of(holder, parameter),
+            moments_of(state, kind),
             gradient.detach().contiguous().view(-1),
             hyper,
             step if group["bias_correction"] else _NO_CORRECTION,
@@ -299,6 +287,9 @@ class _Adam(torch.optim.Optimizer):
     def _kernels_of(self, device: torch.device) -> CpuKernels | CudaKernels:
         if self._closed:
             raise EngineClosedError(f"this {type(self).__name__} is closed")
+        if self._pid != os.getpid():  # a forked child has none of the threads
+            self._kernels.clear()
+            self._pid = os.getpid()
         kernels = self._kernels.get(device)
         if kernels is None:
             if device.type == "cpu":
@@ -324,15 +315,23 @@ class CPUAdam(_Adam):
     `adamw_mode=False` is Adam with L2, `bias_correction=False` leaves the correction out;
     `amsgrad` is refused. Parameters are fp32, bf16 or fp16, of any shape, contiguous; gradients
     of any of these dtypes. `master` keeps an fp32 master of 16-bit parameters: see the note on
-    precision above. A parameter that was edited by torch operations since the last step gets a
-    fresh master; edits through `.data` go unseen. `moments` is "fp32", or lossy: "bf16",
-    "bf16_stochastic", "8bit". `seed` is for stochastic rounding. `num_threads` 0 is as many as
-    this process may use. Results depend neither on it nor on the instruction set.
+    precision above. Where a parameter was edited by torch operations since the last step, or its
+    dtype was changed, it gets a fresh master; other edits through `.data` go unseen. `moments` is
+    "fp32", or lossy: "bf16", "bf16_stochastic", "8bit". `seed` is for stochastic rounding.
+    `num_threads` 0 is as many as this process may use. Results depend neither on it nor on the
+    instruction set.
 
-    State by parameter: `step`, `exp_avg`, `exp_avg_sq`; with lossy formats these hold stored
-    values (8bit: codes, and `exp_avg_scales`, `exp_avg_sq_scales`); `residual` (int16) for bf16
-    and `master` (fp32) for fp16 parameters. Raises `ConfigError` or `PresenceError` for what it
-    cannot step, before any byte is touched.
+    State by parameter: `step`, `exp_avg`, `exp_avg_sq`, which `torch.optim.AdamW` understands.
+    8-bit moments are `exp_avg_codes`, `exp_avg_scales`, `exp_avg_sq_codes`, `exp_avg_sq_scales`
+    instead: torch has no use for them, and says so by a KeyError. Masters are `residual` (int16)
+    for bf16 and `master` (fp32) for fp16 parameters. They are no use without the parameters they
+    were saved with: load these too, before or after. What is not theirs is dropped at the next
+    step: elements of `master` that do not round to the parameter, and all of `residual` if the
+    parameter's bits do not have the `fingerprint` (int64) that state dicts and copies carry. A
+    `residual` without one belongs to the parameter as it is when the state is loaded.
+
+    Raises `ConfigError` or `PresenceError` for what it cannot step, before any byte is touched.
+    In a forked child it makes threads of its own.
     """
 
 
@@ -347,19 +346,5 @@ class FusedAdam(_Adam):
     _takes = ("cpu", "cuda")
 
 
-def _hyper(group: Mapping[str, Any]) -> AdamHyper:
-    """A group's hyper-parameters now; raises `ConfigError` for what makes no sense."""
-    if group["amsgrad"]:
-        raise ConfigError(
-            "amsgrad is not supported", remedy="use torch.optim.AdamW(amsgrad=True), or leave it"
-        )
-    beta1, beta2 = group["betas"]
-    return AdamHyper(
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        decoupled=bool(group["adamw_mode"]),
-        maximize=bool(group["maximize"]),
-    )
+def _mark(parameter: Tensor) -> tuple[int, torch.dtype]:
+    return parameter._version, parameter.dtype

@@ -1,0 +1,395 @@
+"""What CPUAdam takes from state dicts, copies and pickles: masters that are their parameter's."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.trainer import same_bits
+from torch import Tensor, nn
+
+import infinity
+from infinity.errors import ConfigError
+
+SHAPES = ((7, 30), (), (0, 4), (200,))
+HALVES = (torch.bfloat16, torch.float16)
+REST = {torch.bfloat16: "residual", torch.float16: "master"}
+
+
+def made(dtype: torch.dtype, seed: int = 0, **options: Any) -> tuple[nn.ParameterList, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.ParameterList(
+        nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SHAPES
+    )
+    return model, infinity.CPUAdam(model.parameters(), lr=1e-3, **options)
+
+
+def train(model: nn.ParameterList, optimizer: Any, seed: int, count: int = 5) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        for p in model:
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        optimizer.step()
+
+
+def edit(model: nn.ParameterList) -> None:
+    """Every second element of every tensor, by an operation that torch counts."""
+    with torch.no_grad():
+        for p in model:
+            p.view(-1)[::2] += 1
+
+
+def saved(model: nn.ParameterList, optimizer: Any) -> tuple[Any, Any]:
+    return copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+
+
+def model_first(model: Any, optimizer: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+    weights, state = saved(model, optimizer)
+    other, twin = made(dtype, seed=1)
+    other.load_state_dict(weights)
+    twin.load_state_dict(state)
+    return other, twin
+
+
+def optimizer_first(model: Any, optimizer: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+    weights, state = saved(model, optimizer)
+    other, twin = made(dtype, seed=1)
+    twin.load_state_dict(state)
+    other.load_state_dict(weights)
+    return other, twin
+
+
+def deepcopied(model: Any, optimizer: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+    return copy.deepcopy((model, optimizer))
+
+
+def pickled(model: Any, optimizer: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+    return pickle.loads(pickle.dumps((model, optimizer)))
+
+
+def twice(model: Any, optimizer: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+    """A state that was loaded and never used is saved again, before its model is there."""
+    weights, state = saved(model, optimizer)
+    _, between = made(dtype, seed=1)
+    between.load_state_dict(state)
+    other, twin = made(dtype, seed=2)
+    twin.load_state_dict(between.state_dict())
+    other.load_state_dict(weights)
+    return other, twin
+
+
+WAYS = (model_first, optimizer_first, deepcopied, pickled, twice)
+Way = Callable[[Any, Any, torch.dtype], tuple[Any, Any]]
+
+
+def assert_same(one: nn.ParameterList, other: nn.ParameterList) -> None:
+    assert all(same_bits(a.detach(), b.detach()) for a, b in zip(one, other, strict=True))
+
+
+# --- masters ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_masters_survive_with_their_parameters(dtype: torch.dtype, way: Way) -> None:
+    model, optimizer = made(dtype)
+    train(model, optimizer, seed=1)
+    other, twin = way(model, optimizer, dtype)
+    train(model, optimizer, seed=2)
+    train(other, twin, seed=2)
+    assert_same(model, other)
+    for p, q in zip(model, other, strict=True):
+        if p.numel():
+            assert same_bits(optimizer.state[p][REST[dtype]], twin.state[q][REST[dtype]])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_an_edit_afterwards_wins(dtype: torch.dtype, way: Way) -> None:
+    model, optimizer = made(dtype)
+    train(model, optimizer, seed=1)
+    other, twin = way(model, optimizer, dtype)
+    edit(other)
+    for group in twin.param_groups:
+        group["lr"] = 0.0  # the step changes nothing but what it believes
+    before = [p.detach().clone() for p in other]
+    train(other, twin, seed=2, count=1)
+    assert all(same_bits(p.detach(), b) for p, b in zip(other, before, strict=True))
+    for p, q in zip(other, model, strict=True):
+        if not p.numel():
+            continue
+        rest, old = twin.state[p][REST[dtype]].view(-1), optimizer.state[q][REST[dtype]].view(-1)
+        if dtype is torch.bfloat16:
+            assert not rest.any()
+        else:
+            assert torch.equal(rest[::2], p.detach().view(-1)[::2].float())
+            assert torch.equal(rest[1::2], old[1::2])  # what was not edited keeps its master
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_an_edit_before_saving_wins(dtype: torch.dtype, way: Way) -> None:
+    model, optimizer = made(dtype)
+    train(model, optimizer, seed=1)
+    edit(model)
+    other, twin = way(model, optimizer, dtype)
+    train(model, optimizer, seed=2)
+    train(other, twin, seed=2)
+    assert_same(model, other)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_an_edit_between_steps_wins(dtype: torch.dtype) -> None:
+    model, optimizer = made(dtype)
+    train(model, optimizer, seed=1)
+    optimizer.state_dict()  # says which bits the residual belongs to
+    edit(model)
+    before = [p.detach().clone() for p in model]
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(model, optimizer, seed=2, count=1)
+    assert all(same_bits(p.detach(), b) for p, b in zip(model, before, strict=True))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_saving_does_not_disturb(dtype: torch.dtype) -> None:
+    model, optimizer = made(dtype)
+    other, twin = made(dtype)
+    for seed in range(4):
+        train(model, optimizer, seed=seed)
+        train(other, twin, seed=seed)
+        optimizer.state_dict()
+        copy.deepcopy(optimizer)
+    assert_same(model, other)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_refused_step_does_not_cost_the_master(dtype: torch.dtype) -> None:
+    model, optimizer = made(dtype)
+    train(model, optimizer, seed=1)
+    other, twin = model_first(model, optimizer, dtype)
+    other[3].grad = torch.ones(SHAPES[3], dtype=dtype).to_sparse()
+    other[0].grad = torch.ones(SHAPES[0], dtype=dtype)
+    with pytest.raises(ConfigError, match="sparse"):
+        twin.step()
+    train(model, optimizer, seed=2)
+    train(other, twin, seed=2)
+    assert_same(model, other)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_state_dict_that_is_kept_while_training_goes_on(dtype: torch.dtype) -> None:
+    """Its tensors are those in use, as torch's are; so saved late it is the state of then."""
+    model, optimizer = made(dtype)
+    train(model, optimizer, seed=1)
+    kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    train(model, optimizer, seed=2)
+    kept = copy.deepcopy(kept)
+    other, twin = made(dtype, seed=1)
+    other.load_state_dict(kept["model"])
+    twin.load_state_dict(kept["optimizer"])
+    train(model, optimizer, seed=3)
+    train(other, twin, seed=3)
+    assert_same(model, other)
+
+
+def test_a_residual_without_a_fingerprint_is_that_of_the_parameter_it_meets() -> None:
+    model, optimizer = made(torch.bfloat16)
+    train(model, optimizer, seed=1)
+    weights, state = saved(model, optimizer)
+    for one in state["state"].values():
+        del one["fingerprint"]
+    other, twin = made(torch.bfloat16, seed=1)
+    other.load_state_dict(weights)
+    twin.load_state_dict(state)
+    train(model, optimizer, seed=2)
+    train(other, twin, seed=2)
+    assert_same(model, other)
+
+
+def test_fp16_masters_survive_values_at_the_ends_of_the_range() -> None:
+    p = nn.Parameter(torch.tensor([60000, 1e-7, -0.0, 1.0], dtype=torch.float16))
+    optimizer = infinity.CPUAdam([p], lr=1e4, weight_decay=0.0)
+    p.grad = torch.tensor([-1, 0, 0, float("nan")], dtype=torch.float16)
+    optimizer.step()
+    master = optimizer.state[p]["master"].clone()
+    assert p.detach()[0].isinf()
+    assert master[0] == 70000
+    twin = copy.deepcopy(optimizer)
+    (q,) = twin.param_groups[0]["params"]
+    q.grad = torch.zeros_like(q)
+    twin.param_groups[0]["lr"] = 0.0
+    twin.step()
+    assert torch.equal(twin.state[q]["master"][:3], master[:3])
+    assert twin.state[q]["master"][3].isnan()
+
+
+# --- refusals --------------------------------------------------------------------------------
+
+
+def assert_refused(optimizer: Any, state: Any, words: str) -> None:
+    before = copy.deepcopy((optimizer.state_dict(), optimizer.param_groups[0]["lr"]))
+    with pytest.raises(ConfigError, match=words):
+        optimizer.load_state_dict(state)
+    after = optimizer.state_dict()
+    for number, state in before[0]["state"].items():
+        assert state.keys() == after["state"][number].keys()
+        assert all(same_bits(after["state"][number][n], v) for n, v in state.items())
+    assert optimizer.param_groups[0]["lr"] == before[1]
+
+
+def spoiled(dtype: torch.dtype, change: Callable[[Any], Any], **options: Any) -> tuple[Any, Any]:
+    model, optimizer = made(dtype, **options)
+    train(model, optimizer, seed=1)
+    _, state = saved(model, optimizer)
+    state["param_groups"][0]["lr"] = 0.5
+    change(state)
+    return optimizer, state
+
+
+def put(name: str, value: Callable[[Tensor], Any]) -> Callable[[Any], None]:
+    """Change one entry of the last parameter's state: those before it fit."""
+
+    def change(state: Any) -> None:
+        last = state["state"][len(SHAPES) - 1]
+        last[name] = value(last.get(name))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("dtype", "moments", "change", "words"),
+    [
+        (torch.bfloat16, "fp32", put("residual", lambda t: t.float()), "residual has dtype"),
+        (torch.bfloat16, "fp32", put("residual", lambda t: t.view(20, 10)), "residual has shape"),
+        (torch.bfloat16, "fp32", put("residual", lambda t: [1]), "residual is a list"),
+        (torch.bfloat16, "fp32", put("fingerprint", lambda t: t.float()), "fingerprint is"),
+        (torch.float16, "fp32", put("master", lambda t: t.half()), "master has dtype"),
+        (torch.float16, "fp32", put("master", lambda t: t[:1]), "master has shape"),
+        (torch.float32, "fp32", put("exp_avg", lambda t: t.view(20, 10)), "exp_avg has shape"),
+        (torch.float32, "fp32", put("exp_avg_sq", lambda t: None), "exp_avg_sq is a NoneType"),
+        (torch.float32, "fp32", put("step", lambda t: torch.ones(3)), "step is"),
+        (torch.float32, "fp32", put("step", lambda t: -1), "step is -1"),
+        (torch.float32, "fp32", put("step", lambda t: float("nan")), "step is nan"),
+        (torch.float32, "fp32", put("step", lambda t: 1.5), "step is 1.5"),
+        (torch.float32, "fp32", put("max_exp_avg_sq", lambda t: 1), "amsgrad"),
+        (torch.float32, "8bit", put("exp_avg_codes", lambda t: t.view(20, 10)), "shape"),
+        (torch.float32, "8bit", put("exp_avg_scales", lambda t: None), "scales is missing"),
+        (torch.float32, "8bit", put("exp_avg_sq_scales", lambda t: t[:1]), "scales is torch"),
+        (torch.float32, "8bit", put("exp_avg_codes", lambda t: t.float()), "was saved as"),
+    ],
+)
+def test_states_that_do_not_fit(
+    dtype: torch.dtype, moments: str, change: Callable[[Any], Any], words: str
+) -> None:
+    assert_refused(*spoiled(dtype, change, moments=moments), words)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("amsgrad", True, "amsgrad"),
+        ("adamw_mode", False, "adamw_mode=False"),
+        ("betas", None, "betas=None"),
+        ("betas", (0.9,), "betas="),
+        ("lr", float("nan"), "lr is nan"),
+        ("eps", -1.0, "eps is -1"),
+        ("weight_decay", "a", "weight_decay='a'"),
+    ],
+)
+def test_groups_that_make_no_sense(name: str, value: Any, words: str) -> None:
+    def change(state: Any) -> None:
+        state["param_groups"][0][name] = value
+
+    assert_refused(*spoiled(torch.float32, change), words)
+
+
+@pytest.mark.parametrize("adamw", [True, False])
+def test_torchs_groups_say_which_rule_they_are_of(adamw: bool) -> None:
+    model, optimizer = made(torch.float32, adamw_mode=adamw)
+    train(model, optimizer, seed=1)
+    peers = torch.optim.AdamW, torch.optim.Adam
+    same, other = peers if adamw else peers[::-1]
+    assert_refused(optimizer, other(model.parameters()).state_dict(), f"adamw_mode={not adamw}")
+    optimizer.load_state_dict(same(model.parameters(), lr=0.5).state_dict())
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["adamw_mode"]) == (0.5, adamw)
+
+
+def test_what_torchs_groups_do_not_say_stays() -> None:
+    (p,) = [nn.Parameter(torch.ones(3))]
+    ours = infinity.CPUAdam([{"params": [p], "bias_correction": False, "adamw_mode": False}])
+    ours.load_state_dict(torch.optim.Adam([p], lr=0.5).state_dict())
+    (group,) = ours.param_groups
+    assert (group["lr"], group["bias_correction"], group["adamw_mode"]) == (0.5, False, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torch_does_not_take_codes_for_values(dtype: torch.dtype) -> None:
+    model, ours = made(dtype, moments="8bit")
+    train(model, ours, seed=1)
+    theirs = torch.optim.AdamW(model.parameters())
+    theirs.load_state_dict(ours.state_dict())
+    before = [p.detach().clone() for p in model]
+    with pytest.raises(KeyError):
+        theirs.step()
+    assert all(same_bits(p.detach(), b) for p, b in zip(model, before, strict=True))
+
+
+@pytest.mark.parametrize("moments", ["bf16", "bf16_stochastic"])
+def test_torch_takes_bf16_moments_for_what_they_are(moments: str) -> None:
+    model, ours = made(torch.float32, moments=moments)
+    train(model, ours, seed=1)
+    theirs = torch.optim.AdamW(model.parameters())
+    theirs.load_state_dict(copy.deepcopy(ours.state_dict()))
+    for p in model:
+        if p.numel():
+            assert same_bits(theirs.state[p]["exp_avg"], ours.state[p]["exp_avg"].float())
+
+
+# --- hooks -----------------------------------------------------------------------------------
+
+
+def test_hooks_of_loading_run_around_it() -> None:
+    model, optimizer = made(torch.bfloat16)
+    train(model, optimizer, seed=1)
+    _, twin = made(torch.bfloat16, seed=1)
+    seen: list[Any] = []
+
+    def rewrite(_: Any, given: Any) -> Any:
+        """What the hook makes of it is what counts."""
+        state = {n: {**s, "step": torch.tensor(40.0)} for n, s in given["state"].items()}
+        return {**given, "state": state, "mine": seen.append("pre")}
+
+    def look(loaded: Any) -> None:
+        seen.append({float(state["step"]) for state in loaded.state.values()})
+
+    twin.register_load_state_dict_pre_hook(rewrite)
+    twin.register_load_state_dict_post_hook(look)
+    for _ in range(2):
+        twin.load_state_dict(optimizer.state_dict())
+    assert seen == ["pre", {40.0}] * 2
+
+
+def test_hooks_of_saving_run_around_it() -> None:
+    model, optimizer = made(torch.bfloat16)
+    train(model, optimizer, seed=1)
+
+    def look(_: Any, state: Any) -> Any:
+        return {**state, "seen": "fingerprint" in state["state"][0]}
+
+    optimizer.register_state_dict_post_hook(look)
+    assert optimizer.state_dict()["seen"]
+
+
+def test_state_that_is_no_parameters_is_kept() -> None:
+    model, optimizer = made(torch.float32)
+    train(model, optimizer, seed=1)
+    state = optimizer.state_dict()
+    state["state"]["note"] = "by a user"
+    _, twin = made(torch.float32)
+    twin.load_state_dict(state)
+    assert twin.state["note"] == "by a user"

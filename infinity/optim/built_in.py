@@ -65,9 +65,10 @@ class BuiltInRule:
         hyper = hyper_of(self.name, group)
         if self._reserved and hyper.num_moments > len(self.moments):
             raise ConfigError(
-                f"momentum is {group['momentum']}, but was 0 when the engine was made",
+                f"group['momentum'] is {group['momentum']}, but was 0 when the engine was made",
                 because="no memory was reserved for momentum buffers",
-                remedy="set optimizer.momentum above 0; a schedule may change it later",
+                remedy="set it back to 0 and call step() again; to use momentum later, start with "
+                "optimizer.momentum above 0: a schedule may change it then",
             )
         return hyper
 
@@ -139,8 +140,10 @@ class KernelUpdater:
         shape: tuple[int, ...],
         step: int,
     ) -> dict[str, Any]:
-        """Moments decoded to fp32, and the step count."""
-        state: dict[str, Any] = {"step": torch.tensor(float(step))}
+        """Moments decoded to fp32, and the step count; torch's SGD keeps no count."""
+        state: dict[str, Any] = {}
+        if not isinstance(hyper, SgdHyper):
+            state["step"] = torch.tensor(float(step))
         kept = moments[: hyper.num_moments]
         for name, moment, unsigned in zip(self._state_names, kept, hyper.unsigned, strict=False):
             values = torch.empty(moment.values.numel(), dtype=torch.float32)

@@ -4,34 +4,53 @@ A guest is asked to step one tile at a time: it gets a parameter of the tile's v
 and the state it left there last time, and never knows that the rest of the model is elsewhere.
 State tensors rest as fp32 moments; everything else it keeps (step counts, what it changes in a
 group) is kept here, per parameter. An elementwise guest gets flat tiles; any other gets whole
-parameters in their own shape. `guest_probe.py` finds out which.
+parameters in their own shape. `guest_probe.py` finds out which; `guest_groups.py` is about groups.
 
 [Note: same bits as plain torch]
 torch's vector loops end in scalar ones, whose rounding may differ. Tiles are cut at multiples of
 128 elements of a parameter and are small enough for torch to use one thread, so every element is
 computed by the loop that would compute it if the parameter were stepped whole by one thread.
+
+[Note: rehearsal]
+What a guest keeps may depend on its group: momentum that is switched on needs a buffer. So small
+parameters go ahead: when an entry of a group is switched, one of each form of state takes two
+steps with it, before the commit. What they cannot do is refused while nothing has changed.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from infinity.errors import TrainingError
+from infinity.errors import ConfigError, InfinityError, TrainingError
 from infinity.formats import MomentFormat
 from infinity.optim.cpu import CpuKernels
+from infinity.optim.guest_groups import (
+    Captured,
+    Form,
+    Written,
+    copied,
+    differences,
+    newly_written,
+    outline,
+    still_written,
+)
 from infinity.optim.moments import Moment
 from infinity.optim.tiles import Tile
 
 # Below torch's grain of 32768, from which on it cuts loops between threads.
 TILE_ELEMENTS = 1 << 14
+
+# Of small parameters that things are tried out on, by their number of dimensions.
+SMALL_SHAPES = {0: (), 1: (512,), 2: (16, 32), 3: (4, 8, 16), 4: (4, 4, 4, 8)}
+SMALL_ELEMENTS = 512
+_REHEARSED_STEPS = 2  # the first makes state, the second uses it
 
 MakeState = Callable[[Mapping[str, Any], nn.Parameter], dict[str, Any]]
 
@@ -54,6 +73,10 @@ class GuestFacts:
     num_moments: int = 0
     make_state: MakeState | None = None
 
+    def dimensions(self, shape: Sequence[int]) -> int:
+        """Of what the guest is handed for a parameter of this shape; at most 4, to try it out."""
+        return min(len(shape), 4) if self.whole else 1
+
 
 @dataclass(frozen=True)
 class _Kept:
@@ -61,7 +84,20 @@ class _Kept:
 
     scalars: Mapping[str, Any] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # in order of the moments
-    group: Mapping[str, Any] = field(default_factory=dict)  # entries its step() has changed
+    group: Mapping[str, Written] = field(default_factory=dict)  # entries its step() has changed
+
+    def form(self, num_dimensions: int) -> Form:
+        """What state this is, for a parameter of so many dimensions."""
+        return num_dimensions, frozenset([*self.scalars, *self.shapes])
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A group as it was when it was last rehearsed."""
+
+    values: Mapping[str, Any]
+    outlines: Mapping[str, Any]
+    forms: dict[int, Form]
 
 
 class GuestRule:
@@ -76,14 +112,52 @@ class GuestRule:
         self.notes: tuple[str, ...] = (
             f"{facts.name} is run by torch on {parts}: slower than the built-in rules",
         )
+        self._rehearsal = _Rehearsal(facts)
+        self._groups: dict[int, _Group] = {}  # by the id of the first parameter
 
-    def capture(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """A copy of the group, without its parameters."""
+    def capture(self, group: Mapping[str, Any]) -> Captured:
+        """A copy of the group, without its parameters.
+
+        Raises `ConfigError` for an edit that needs state which was not planned.
+        """
         apart = ("params", "param_names")
-        return _copied({key: value for key, value in group.items() if key not in apart})
+        captured = Captured(copied({k: v for k, v in group.items() if k not in apart}))
+        parameters = group["params"]
+        if not parameters:
+            return captured
+        known = self._groups.get(id(parameters[0]))
+        if known is not None:
+            captured.forms = known.forms
+        outlines = {key: outline(value) for key, value in captured.items()}
+        if known is None or outlines != known.outlines:
+            self._rehearse(captured, known, parameters)
+            self._groups[id(parameters[0])] = _Group(captured, outlines, captured.forms)
+        return captured
+
+    def _rehearse(
+        self, captured: Captured, known: _Group | None, parameters: Sequence[Tensor]
+    ) -> None:
+        starts: set[Form] = set(captured.forms.values())
+        if len(captured.forms) < len(parameters):  # some have not stepped yet
+            starts |= {(self.facts.dimensions(p.shape), frozenset()) for p in parameters}
+        try:
+            self._rehearsal.walk(captured, starts)
+        except Exception as error:
+            what = error.what if isinstance(error, InfinityError) else repr(error)
+            edits = {} if known is None else differences(known.values, captured)
+            names = " and ".join(edits) or "the group"
+            raise ConfigError(
+                f"{self.name} cannot step with {' and '.join(edits.values()) or 'its groups'}",
+                because=f"tried on a small parameter: {what}; what is kept of parameters was "
+                "planned from the groups that initialize() got",
+                remedy=f"set {names} back and call step() again; to use it later, let initialize() "
+                f"get it switched on ({names} > 0, say): a schedule may change it then",
+            ) from error
 
     def reserve(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Nothing to do: the trial has found what the guest keeps."""
+        """The trial has found what the guest keeps; later edits are compared with these groups."""
+        for group in groups:
+            self.capture(group)
 
     def tile_elements(self, largest: int) -> int:
         """Whole parameters, or tiles that torch steps in one thread."""
@@ -112,6 +186,14 @@ class Guest:
         self._master = torch.empty(tile_elements if kernels is not None else 0)
         self._gradient = torch.empty(tile_elements)
 
+    def restart(self, kept: _Kept | None) -> None:
+        """Forget all parameters; parameter 0 goes on with `kept`."""
+        self._kept = {} if kept is None else {0: kept}
+
+    def kept_of(self, parameter: int) -> _Kept:
+        """What is kept of a parameter beside its moments."""
+        return self._kept.get(parameter, _Kept())
+
     def update(self, tiles: Sequence[Tile], grad_scale: float) -> None:
         """One step of the guest on each tile; `hyper` is its group, `step` is not used."""
         for tile in tiles:
@@ -127,6 +209,7 @@ class Guest:
             after = self._run(part, before, grad_scale)
         if tile.first + count == size and after is not None:
             self._kept[tile.parameter] = after
+            tile.hyper.forms[tile.parameter] = after.form(self.facts.dimensions(tile.shape))
 
     def state_of(
         self,
@@ -137,8 +220,8 @@ class Guest:
         step: int,
     ) -> dict[str, Any]:
         """The guest's `state[p]`, as fresh tensors; empty before the first step."""
-        kept = self._kept.get(parameter, _Kept())
-        state = _copied(kept.scalars)
+        kept = self.kept_of(parameter)
+        state = copied(kept.scalars)
         for moment, (name, own) in zip(moments, kept.shapes.items(), strict=False):
             own = own if self.facts.whole else shape
             state[name] = moment.values[: math.prod(own)].clone().view(own)
@@ -157,8 +240,9 @@ class Guest:
             gradient.mul_(grad_scale)
         parameter = nn.Parameter(master.view(shape))
         parameter.grad = gradient.view(shape)
-        given = {**tile.hyper, **before.group} if before is not None else tile.hyper
-        group = _copied(given)
+        written = still_written(tile.hyper, before.group) if before is not None else {}
+        given = {**tile.hyper, **{key: entry.value for key, entry in written.items()}}
+        group = copied(given)
         group["params"] = [parameter]
         self._worker.param_groups = [group]
         self._worker.state = defaultdict(dict)
@@ -175,8 +259,7 @@ class Guest:
         if tile.rest is not None:
             assert self.kernels is not None
             self.kernels.split(master, tile.weight, tile.rest)
-        changed = {k: v for k, v in group.items() if k != "params" and not _same(v, given.get(k))}
-        return replace(after, group={**after.group, **changed})
+        return replace(after, group={**written, **newly_written(tile.hyper, given, group)})
 
     def _load(
         self, before: _Kept | None, tile: Tile, parameter: nn.Parameter, group: Mapping[str, Any]
@@ -184,7 +267,7 @@ class Guest:
         """The state the guest left for this tile; state tensors are views of the moments."""
         if before is None:
             return self.facts.make_state(group, parameter) if self.facts.make_state else {}
-        state = _copied(before.scalars)  # steps change them in place
+        state = copied(before.scalars)  # steps change them in place
         for moment, (name, own) in zip(tile.moments, before.shapes.items(), strict=False):
             shape = own if self.facts.whole else tuple(parameter.shape)
             state[name] = moment.values[: math.prod(shape)].view(shape)
@@ -204,7 +287,7 @@ class Guest:
             target = tile.moments[index].values[: value.numel()]
             if value.data_ptr() != target.data_ptr() or not value.is_contiguous():
                 target.copy_(value.detach().clone().reshape(-1))
-        return _Kept(scalars, shapes, before.group)
+        return _Kept(scalars, shapes)
 
     def _check_tensor(self, tile: Tile, name: str, value: Tensor, index: int) -> None:
         room = tile.weight.numel()
@@ -218,6 +301,38 @@ class Guest:
             because="it did not do so when it was tried out on small parameters",
             remedy="use an optimizer whose state has the same form for all parameters",
         )
+
+
+class _Rehearsal:
+    """Steps of small parameters that start with the state real ones have; see the note."""
+
+    def __init__(self, facts: GuestFacts) -> None:
+        # The worker is shared: groups are captured only while no update is under way.
+        self._guest = Guest(facts, SMALL_ELEMENTS)
+        self._num_moments = facts.num_moments
+        self._examples: dict[Form, tuple[_Kept, list[Tensor]]] = {}
+
+    def walk(self, captured: Captured, starts: Iterable[Form]) -> None:
+        """Two steps from each form with the captured group; raises what the guest raises."""
+        group = Captured(captured)  # with forms of its own
+        for start in starts:
+            dimensions, names = start
+            kept, values = self._examples.get(start, (None, []))
+            if names and kept is None:
+                continue  # real parameters have found a way that the small ones did not go
+            self._guest.restart(kept)
+            weight = torch.linspace(0.5, 1, math.prod(SMALL_SHAPES[dimensions]))
+            values = [v.clone() for v in values] or [
+                torch.zeros_like(weight) for _ in range(self._num_moments)
+            ]
+            moments = tuple(Moment(v, None, MomentFormat.FP32) for v in values)
+            for step in range(1, _REHEARSED_STEPS + 1):
+                tile = Tile(0, SMALL_SHAPES[dimensions], 0, weight, None, moments,
+                            weight.clone(), group, step)  # fmt: skip
+                self._guest.update([tile], 1.0)
+                after = self._guest.kept_of(0)
+                example = (after, [v.clone() for v in values])
+                self._examples.setdefault(after.form(dimensions), example)
 
 
 def is_per_element(name: str, value: Any, tensor_names: frozenset[str]) -> bool:
@@ -238,24 +353,3 @@ def _cut(tile: Tile) -> Iterator[Tile]:
             moments=tuple(m.part(part.start, part.stop) for m in tile.moments),
             gradient=tile.gradient[part],
         )
-
-
-def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies that may be changed in place; the usual kinds without the price of `deepcopy`."""
-    return {key: _copy(value) for key, value in values.items()}
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, tuple):
-        return tuple(map(_copy, value)) if type(value) is tuple else copy.deepcopy(value)
-    return copy.deepcopy(value)
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
-    return bool(one == other)

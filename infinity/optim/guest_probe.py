@@ -16,17 +16,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, PresenceError
 from infinity.formats import MomentFormat
-from infinity.optim.guest import Guest, GuestFacts, MakeState, is_per_element
+from infinity.optim.guest import (
+    SMALL_ELEMENTS,
+    SMALL_SHAPES,
+    Guest,
+    GuestFacts,
+    MakeState,
+    is_per_element,
+)
+from infinity.optim.guest_groups import Captured
 from infinity.optim.moments import Moment
+from infinity.optim.standalone import CPUAdam, FusedAdam
 from infinity.optim.tiles import Tile
 
 GuestMaker = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 MAX_MOMENTS = 6  # of `plan.layout.MOMENTS`
 _CUTS = (0, 128, 384, 512)  # tiles of a probe of 512 elements
-_SHAPES = {0: (), 1: (512,), 2: (16, 32), 3: (4, 8, 16), 4: (4, 4, 4, 8)}
 _SCALES = (1e-3, 1.0, 1e3)  # of gradients: clipping and trust ratios act in some of them
 _STEPS = 3
 _REFUSED = {
@@ -73,6 +81,8 @@ def open_guest(
 
 
 def _refuse_by_name(kind: type) -> None:
+    if issubclass(kind, CPUAdam | FusedAdam):
+        raise _standalone(f"infinity.{kind.__name__}")
     for cls in kind.__mro__:
         reason = _REFUSED.get(cls.__name__)
         if reason is not None and cls.__module__.startswith("torch.optim"):
@@ -81,6 +91,17 @@ def _refuse_by_name(kind: type) -> None:
                 because=reason,
                 remedy="use another optimizer",
             )
+
+
+def _standalone(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name} is not an optimizer for the engine",
+        because="it is the standalone one, over parameters and state in the memory of a model; "
+        "the engine runs the same kernels on state that it keeps itself",
+        remedy='write optimizer: {"type": "AdamW", ...} in the config, with lr, betas, eps, '
+        'weight_decay, maximize and moments ("Adam" for adamw_mode=False), and leave '
+        "initialize(optimizer=...) out; or pass torch.optim.AdamW, which torch runs, slower",
+    )
 
 
 def _name_of(kind: type) -> str:
@@ -95,6 +116,8 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
 def _make(maker: GuestMaker, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     try:
         made = maker(groups)
+    except PresenceError as error:  # what our standalone optimizers say of stand-ins
+        raise _standalone("infinity.CPUAdam or FusedAdam") from error
     except Exception as error:
         raise ConfigError(
             f"the optimizer refuses the model's parameter groups: {error}",
@@ -151,7 +174,7 @@ class _Trial:
     def __init__(self, facts: GuestFacts, scale: float) -> None:
         self.facts = facts
         self._chance = torch.Generator().manual_seed(1)
-        self._profile = torch.ones(512)
+        self._profile = torch.ones(SMALL_ELEMENTS)
         self._profile[: _CUTS[1]] = 0.05  # so that tiles differ in their means
         self.options: list[dict[str, Any]] = []
         self.values: list[list[Tensor]] = []
@@ -168,8 +191,8 @@ class _Trial:
         ]
 
     def _draw(self, dim: int) -> Tensor:
-        shape = _SHAPES[dim]
-        flat = torch.randn(512, generator=self._chance) * self._profile
+        shape = SMALL_SHAPES[dim]
+        flat = torch.randn(SMALL_ELEMENTS, generator=self._chance) * self._profile
         return flat.view(shape) if dim else flat[0].clone()
 
     def plain(self) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
@@ -195,10 +218,10 @@ class _Trial:
     def tiled(self, facts: GuestFacts) -> tuple[list[Tensor], list[dict[str, Any]]]:
         """Our use: tile by tile, or parameter by parameter."""
         facts = replace(facts, worker=_without_parameters(facts.worker, ()))
-        guest = Guest(facts, tile_elements=512)
+        guest = Guest(facts, tile_elements=SMALL_ELEMENTS)
         flats = [v.clone().reshape(-1) for values in self.values for v in values]
         shapes = [tuple(v.shape) for values in self.values for v in values]
-        hypers = [o for o, vs in zip(self.options, self.values, strict=True) for _ in vs]
+        hypers = [Captured(o) for o, vs in zip(self.options, self.values, strict=True) for _ in vs]
         moments = [
             tuple(Moment.zeros(f.numel(), MomentFormat.FP32) for _ in range(facts.num_moments))
             for f in flats

@@ -72,7 +72,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
 
     def read_state(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """What is kept of one parameter, by torch's names, `step` included.
+        """What is kept of one parameter, by torch's names; `step` where torch keeps one.
 
         Moments are fresh fp32 CPU tensors, whatever the format they rest in. Waits for updates
         that are owed. Raises `ConfigError` if the parameter has no state.

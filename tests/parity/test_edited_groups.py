@@ -1,0 +1,296 @@
+"""Groups edited between steps: by the user, by a schedule, and by the optimizer itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.models import CASES
+from support.trainer import Run, make_config, make_device, same_bits
+from torch import Tensor, nn, optim
+
+from infinity.errors import ConfigError
+from infinity.optim.guest_groups import outline, same
+
+CASE = CASES["gpt"]
+Edits = dict[int, dict[str, Any]]  # before which step, what
+
+
+class Halving(optim.Optimizer):
+    """Writes to its group: a count, and a learning rate that it halves after every step."""
+
+    def __init__(self, params: Any, lr: float = 0.5) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.5, 0.0), "frozen": False})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            beta, decay = group["betas"]
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.mul_(1 - decay).sub_(p.grad, alpha=group["lr"] * beta / group["count"])
+            if not group["frozen"]:
+                group["lr"] /= 2
+                group["betas"] = (beta / 2, decay)
+
+
+class TwoKinds(optim.Optimizer):
+    """Which state a parameter has is decided at its first step."""
+
+    def __init__(self, params: Any, both: bool = False) -> None:
+        super().__init__(params, {"lr": 0.01, "both": both})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["one"] = torch.zeros_like(p)
+                    if group["both"]:
+                        state["two"] = torch.zeros_like(p)
+                for buffer in state.values():
+                    p.sub_(buffer.lerp_(p.grad, 0.5), alpha=group["lr"])
+
+
+def inputs(steps: int) -> Tensor:
+    return torch.randn(steps, 4, 16, generator=torch.Generator().manual_seed(0))
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 3))
+
+
+def config_of(**more: Any) -> dict[str, Any]:
+    config = make_config(("disk", "disk", "disk"), gradient_clipping=0.0, **more)
+    if "optimizer" not in more:
+        del config["optimizer"]
+    return config
+
+
+def plain(make: Callable[..., optim.Optimizer], steps: int, edits: Edits) -> nn.Module:
+    model = build()
+    optimizer = make(model.parameters())
+    for number, x in enumerate(inputs(steps)):
+        optimizer.param_groups[0].update(edits.get(number, {}))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def step(run: Run, x: Tensor) -> None:
+    run.engine.backward(run.engine(x).square().mean())
+    run.engine.step()
+
+
+def assert_same(run: Run, model: nn.Module) -> None:
+    for name, value in model.state_dict().items():
+        assert same_bits(run.masters()[name], value), name
+
+
+# --- entries that the optimizer writes -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        {},
+        {2: {"lr": 0.3}},
+        {2: {"lr": 0.3}, 3: {"lr": 0.2}},
+        {1: {"betas": (0.4, 0.01)}, 3: {"count": 0}},
+        {2: {"lr": 0.3, "frozen": True}, 4: {"frozen": False}},
+    ],
+)
+def test_an_edit_wins_over_what_the_guest_wrote_and_else_its_own_stays(edits: Edits) -> None:
+    theirs = plain(Halving, 6, edits)
+    with Run(build(), config_of(), device=make_device("fake"), optimizer=Halving) as run:
+        for number, x in enumerate(inputs(6)):
+            run.engine.optimizer.param_groups[0].update(edits.get(number, {}))
+            step(run, x)
+        assert_same(run, theirs)
+
+
+def test_a_schedule_wins_over_what_the_guest_wrote() -> None:
+    rates = [0.5, 0.4, 0.3, 0.2, 0.1]
+
+    def schedule(optimizer: optim.Optimizer) -> Any:
+        optimizer.param_groups[0]["initial_lr"] = 1.0
+        return optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: rates[epoch], last_epoch=-1)
+
+    theirs = plain(Halving, 4, {i: {"lr": rate} for i, rate in enumerate(rates)})
+    given = {"optimizer": lambda groups: Halving(groups, lr=1.0), "lr_scheduler": schedule}
+    with Run(build(), config_of(), device="cpu", **given) as run:
+        for x in inputs(4):
+            step(run, x)
+        assert_same(run, theirs)
+
+
+def test_entries_are_compared_by_value() -> None:
+    nan = float("nan")
+    for one in (nan, (nan, 1), [torch.ones(2)], torch.ones(2), None, "a", {"a": 1}):
+        assert same(one, one)
+    assert same([torch.ones(2)], [torch.ones(2)])
+    assert not same(torch.ones(2), torch.ones(2, dtype=torch.float64))
+    assert not same(torch.ones(1), 1.0)
+    assert not same((1, 2), (1, 2, 3))
+    assert outline(0.9) == outline(0.1) == outline(True) != outline(0)
+    assert outline(torch.ones(1)) != outline(torch.zeros(1))
+    assert outline((0.9, 0.0)) != outline((0.9, 0.1))
+
+
+# --- entries that need state which was not planned -----------------------------------------------
+
+SGD = {
+    "guest": {"optimizer": lambda groups: optim.SGD(groups, lr=0.1)},
+    "built-in": {},
+}
+
+
+def sgd_config(kind: str, **more: Any) -> dict[str, Any]:
+    rule = {"type": "SGD", "lr": 0.1, "weight_decay": 0.0, **more}
+    return config_of(optimizer=rule) if kind == "built-in" else config_of()
+
+
+@pytest.mark.parametrize("kind", SGD)
+@pytest.mark.parametrize("again", [True, False])
+def test_momentum_switched_on_is_refused_before_anything_changes(kind: str, again: bool) -> None:
+    """Set back, the step may be asked for again, or its gradients be dropped and made anew."""
+    with Run(build(), sgd_config(kind), device="cpu", **SGD[kind]) as run:
+        for x in inputs(4):
+            step(run, x)
+        expected = run.masters()
+    with Run(build(), sgd_config(kind), device=make_device("fake"), **SGD[kind]) as run:
+        (group,) = run.engine.optimizer.param_groups
+        for number, x in enumerate(inputs(4)):
+            if number == 2:
+                group["momentum"] = 0.9
+                run.engine.backward(run.engine(x).square().mean())
+                before = run.masters()
+                for _ in range(2):
+                    with pytest.raises(ConfigError) as caught:
+                        run.engine.step()
+                assert "group['momentum']" in str(caught.value)
+                assert "0.9" in str(caught.value)
+                assert "start with" in str(caught.value) or "switched on" in str(caught.value)
+                assert all(same_bits(v, before[k]) for k, v in run.masters().items())
+                assert run.engine.global_steps == 2
+                group["momentum"] = 0
+                if again:
+                    run.engine.step()
+                    continue
+                run.engine.zero_grad()
+            step(run, x)
+        assert all(same_bits(v, expected[k]) for k, v in run.masters().items())
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "off", "on"),
+    [
+        (lambda p: optim.RMSprop(p, lr=1e-3), "momentum", 0, 0.9),
+        (lambda p: optim.RMSprop(p, lr=1e-3), "centered", False, True),
+        (lambda p: optim.AdamW(p, lr=1e-3), "amsgrad", False, True),
+    ],
+)
+def test_what_needs_more_state_is_refused_and_may_come_and_go_if_planned(
+    make: Callable[..., optim.Optimizer], name: str, off: Any, on: Any
+) -> None:
+    with Run(build(), config_of(), device="cpu", optimizer=make) as run:
+        (group,) = run.engine.optimizer.param_groups
+        step(run, inputs(1)[0])
+        group[name] = on
+        with pytest.raises(ConfigError, match=f"group\\['{name}'\\] {on}, which was {off}"):
+            step(run, inputs(1)[0])
+        group[name] = off
+        run.engine.step()
+
+    def switched_on(parameters: Any) -> optim.Optimizer:
+        made = make(parameters)
+        made.param_groups[0][name] = on
+        return made
+
+    edits = {2: {name: off, "lr": 2e-3}, 3: {name: on}, 4: {name: off}}
+    theirs = plain(switched_on, 6, edits)
+    with Run(build(), config_of(), device="cpu", optimizer=switched_on) as run:
+        for number, x in enumerate(inputs(6)):
+            run.engine.optimizer.param_groups[0].update(edits.get(number, {}))
+            step(run, x)
+        assert_same(run, theirs)
+
+
+def test_a_group_may_be_switched_on_where_another_made_room() -> None:
+    def split(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+        return [{"params": parameters[:2], "momentum": 0.9}, {"params": parameters[2:]}]
+
+    theirs = build()
+    optimizer = optim.SGD(split(list(theirs.parameters())), lr=0.1, dampening=0.3)
+    model = build()
+    instance = optim.SGD(split(list(model.parameters())), lr=0.1, dampening=0.3)
+    with Run(model, config_of(), device="cpu", optimizer=instance) as run:
+        for number, x in enumerate(inputs(5)):
+            for some in (optimizer, run.engine.optimizer):
+                some.param_groups[1]["momentum"] = 0.5 if number in (2, 4) else 0
+            theirs(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step(run, x)
+        assert_same(run, theirs)
+
+
+def test_parameters_that_have_not_stepped_yet_count() -> None:
+    """Those that have stepped could go on; one that begins now would need a second buffer."""
+    model = build()
+    with Run(model, config_of(), device="cpu", optimizer=TwoKinds) as run:
+        (group,) = run.engine.optimizer.param_groups
+        step(run, inputs(1)[0])
+        group["both"] = True
+        step(run, inputs(1)[0])
+    model = build()
+    last = model[2].requires_grad_(False)
+    given = {"optimizer": TwoKinds, "model_parameters": model.parameters()}
+    with Run(model, config_of(), device="cpu", **given) as run:
+        (group,) = run.engine.optimizer.param_groups
+        step(run, inputs(1)[0])
+        last.requires_grad_(True)
+        group["both"] = True
+        with pytest.raises(ConfigError, match="keeps 'two'"):
+            step(run, inputs(1)[0])
+
+
+def test_a_schedule_that_switches_momentum_on_at_the_start_is_refused_there() -> None:
+    def one_cycle(optimizer: optim.Optimizer) -> Any:
+        return optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9)
+
+    for kind, given in SGD.items():
+        with pytest.raises(ConfigError, match=r"group\['momentum'\]"):
+            Run(build(), sgd_config(kind), device="cpu", lr_scheduler=one_cycle, **given)
+
+
+# --- what is kept, by torch's names --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("kind", SGD)
+def test_the_state_of_sgd_has_the_entries_of_torchs(kind: str, momentum: float) -> None:
+    theirs, model = build(), build()
+    reference = optim.SGD(theirs.parameters(), lr=0.1, momentum=momentum)
+    given: dict[str, Any] = {}
+    if kind == "guest":
+        given["optimizer"] = lambda groups: optim.SGD(groups, lr=0.1, momentum=momentum)
+    with Run(model, sgd_config(kind, momentum=momentum), device="cpu", **given) as run:
+        for x in inputs(2):
+            theirs(x).square().mean().backward()
+            reference.step()
+            reference.zero_grad()
+            step(run, x)
+        for mine, other in zip(model.parameters(), theirs.parameters(), strict=True):
+            state = run.engine.optimizer.read_state(mine)
+            assert state.keys() == reference.state[other].keys()
+            for name, value in reference.state[other].items():
+                torch.testing.assert_close(state[name], value)

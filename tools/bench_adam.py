@@ -127,7 +127,7 @@ class Bench:
 
 
 def show(row: dict[str, Any]) -> None:
-    """Print one line of the table."""
+    """Print one line of the table, on stderr: stdout is for JSON."""
 
     def text(ratio: dict[str, float] | None) -> str:
         if ratio is None:
@@ -138,6 +138,7 @@ def show(row: dict[str, Any]) -> None:
         f"{row['n'] / 1e6:6.0f}M {row['pieces']:4d} {row['threads']:3d}  {row['contender']:38s}"
         f"{row['isa']:9s}{row['ns_per_param']:8.3f}{row['gb_s']:8.1f}"
         f"  {text(row['ratio_to_limit']):18s}{text(row['speedup_vs_torch_fused']):18s}",
+        file=sys.stderr,
         flush=True,
     )
 
@@ -150,7 +151,7 @@ def numbers(text: str) -> list[int]:
 def main() -> None:
     """Measure what the command line asks for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--n", type=numbers, default=[100_000_000], help="parameters: 10e6,100e6")
     parser.add_argument("--pieces", type=numbers, default=[1, 300], help="pieces: 1,300")
     parser.add_argument("--threads", default="1,all", help="threads: 1,all")
@@ -162,7 +163,7 @@ def main() -> None:
     threads = [num_cpus if t == "all" else int(t) for t in options.threads.split(",")]
     cases = [case for case in CASES if options.only in case.name]
     print("     n  pcs thr  contender                             isa      ns/par    GB/s"
-          "  of limit          x torch fused + copy")  # fmt: skip
+          "  of limit          x torch fused + copy", file=sys.stderr)  # fmt: skip
     rows = []
     for n in options.n:
         for num_pieces in options.pieces:

@@ -212,8 +212,9 @@ def engine_config(job: dict[str, Any], contender: str) -> dict[str, Any]:
     }
     if contender == "infinity_disk":
         config["nvme_path"] = job["path"]
-        if job["host_budget"] is not None:
+        if job["host_budget"] is not None:  # what fits in it stays in RAM: the plan chooses
             config["budget"] = {"host": job["host_budget"]}
+            del config["homes"]
     return config
 
 

@@ -324,7 +324,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--checkpointing", action="store_true", help="recompute blocks in backward")
     add("--precision", choices=("bf16", "fp32"), default="bf16")
     add("--path", type=Path, help="folder on the disk to measure (default: the repository's)")
-    add("--host-budget", metavar="SIZE", help='of infinity_disk, for example "1GiB"')
+    add(
+        "--host-budget",
+        metavar="SIZE",
+        help='infinity_disk keeps what fits in it in RAM; "8GiB" (default: all on disk)',
+    )
     add("--compare", choices=("deepspeed",), help="add this peer if it can be imported")
     add("--json", action="store_true", help="one JSON object on stdout")
     return parser

@@ -30,19 +30,21 @@ ALLOWED: dict[str, set[str]] = {
     "config_problems": {"errors"},
     "config": {"errors", "sizes", "config_source", "config_problems"},
     "journal": {"errors"},
-    "plan": {"errors", "sizes", "formats", "config"},
-    "model": {"errors", "sizes", "plan"},
+    "plan": {"errors", "sizes", "formats", "config", "config_source", "config_problems"},
+    "model": {"errors", "sizes", "config", "plan"},
     "optim": {"errors", "formats", "plan", "_adam"},
     "memory": {"errors", "sizes", "formats", "config", "plan", "model", "optim", "_aio"},
     "training": _FACTS | _MIDDLE,
     "parts": _BELOW_ENGINE,
     "engine": _BELOW_ENGINE | {"parts"},
     "startup": _BELOW_ENGINE | {"parts", "engine"},
-    "integrations": _BELOW_ENGINE | {"engine", "startup"},
-    "bench": {"errors", "sizes", "plan", "memory", "_aio"},
+    "weights": {"errors", "model", "training", "engine"},
+    "integrations": _BELOW_ENGINE | {"engine", "startup", "weights"},
+    "bench": {"errors", "sizes", "formats", "config", "plan", "optim", "memory", "_aio"},
     "cli": _BELOW_ENGINE
-    | {"engine", "startup", "integrations", "bench", "_aio", "_adam", "__init__"},
-    "__init__": _BELOW_ENGINE | {"engine", "startup", "integrations", "optim"},
+    | {"parts", "engine", "startup", "weights", "integrations", "bench", "_aio", "_adam"}
+    | {"__init__"},
+    "__init__": _BELOW_ENGINE | {"engine", "startup", "weights", "integrations", "optim"},
 }
 DATA_ASSIGNER = "infinity/model/presence.py"
 PRIVATE_TORCH = "infinity/model/torch_private.py"

@@ -16,10 +16,11 @@ import pytest
 from typer.testing import CliRunner
 
 import infinity
-from infinity.bench import drive
+from infinity.bench import disk_rates, drive, rates
 from infinity.cli import checkup
 from infinity.cli.doctor import text_of
 from infinity.cli.main import app
+from infinity.plan.machine_file import read_machine_file
 
 
 def doctor(*arguments: str) -> tuple[int, str]:
@@ -223,3 +224,68 @@ def test_what_bounds_the_memory(tmp_path: Path) -> None:
     assert "node1: CPUs 4-7" in out
     (tmp_path / "sys/fs/cgroup/box/memory.max").write_text("max")
     assert checkup.examine([], tmp_path)["memory"]["bounded_by"] == "the machine's RAM"
+
+
+# The machine file
+
+
+@pytest.fixture
+def _brief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of its own, and little to measure."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(disk_rates, "SPAN_BYTES", 16 << 20)
+    monkeypatch.setattr(rates, "_LEAST_CHUNKS", 1)
+    monkeypatch.setattr(rates, "_MOST_CHUNKS", 1)
+    monkeypatch.setattr(rates, "_MATRIX_SIZES", (64,))
+
+
+@pytest.mark.usefixtures("_brief")
+def test_a_machine_file(tmp_path: Path) -> None:
+    place, out = tmp_path / "drive", tmp_path / "rig.json"
+    place.mkdir()
+    arguments = ("--path", str(place), "--machine-file", str(out))
+    code, text = doctor(*arguments)
+    assert code == 0, text
+    machine = read_machine_file(out)
+    assert machine.nominal == ()
+    assert f"rates      measured {machine.measured}" in text
+    for part in ("disk: read ", "mixed ", "update: fp32 ", "parameters/s", "compute: bf16 "):
+        assert part in text
+    assert text.endswith("a run could start here\n")
+    assert os.listdir(place) == []
+    assert sorted(os.listdir(tmp_path)) == ["cache", "drive", "rig.json"]
+
+    kept = machine.rates
+    code, facts = facts_of(*arguments)
+    assert read_machine_file(out).rates == kept, "measured once"
+    assert facts["machine_file"] == json.loads(out.read_text())
+    doctor(*arguments, "--refresh")
+    assert read_machine_file(out).rates != kept
+
+
+@pytest.mark.usefixtures("_brief")
+def test_a_machine_file_without_a_path(tmp_path: Path) -> None:
+    out = tmp_path / "rig.json"
+    code, text = doctor("--machine-file", str(out))
+    assert code == 0, text
+    assert read_machine_file(out).nominal == ("disk_read", "disk_write", "disk_mixed")
+    assert "nominal, not measured: disk_read, disk_write, disk_mixed" in text
+    assert "disk: " not in text
+
+
+def test_no_machine_file(tmp_path: Path) -> None:
+    out = tmp_path / "rig.json"
+    assert doctor("--path", str(tmp_path / "none"), "--machine-file", str(out))[0] == 4
+    assert not out.exists()
+    assert doctor("--refresh")[0] == 2
+
+
+@pytest.mark.usefixtures("_brief")
+def test_a_machine_file_that_cannot_be_written(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["doctor", "--machine-file", str(tmp_path / "no" / "x.json")])
+    assert result.exit_code == 4
+    assert "x.json: the machine file cannot be written" in result.stderr
+    assert "because: No such file or directory" in result.stderr
+    (tmp_path / "old.json").mkdir()
+    assert doctor("--machine-file", str(tmp_path / "old.json"))[0] == 4
+    assert sorted(os.listdir(tmp_path)) == ["cache", "old.json"]

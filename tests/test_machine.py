@@ -11,7 +11,15 @@ import pytest
 
 from infinity.errors import MachineError
 from infinity.plan import machine as module
-from infinity.plan.machine import default_host_budget_bytes, disk_free_bytes, read_machine
+from infinity.plan.machine import (
+    Mount,
+    NumaNode,
+    cpu_model,
+    default_host_budget_bytes,
+    disk_free_bytes,
+    mount_of,
+    read_machine,
+)
 
 GIB = 2**30
 V1_MOUNTS = (
@@ -152,8 +160,70 @@ def test_disks(tmp_path: Path) -> None:
         disk_free_bytes(tmp_path / "none")
 
 
+def test_memory_nodes_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    node = "sys/devices/system/node"
+    files = {
+        f"{node}/node0/cpulist": "0-3\n",
+        f"{node}/node0/meminfo": f"Node 0 MemTotal:  {8 * GIB // 1024} kB\nNode 0 MemFree: 7 kB\n",
+        f"{node}/node2/cpulist": "4-7,12\n",
+        f"{node}/node10/cpulist": "\n",
+        f"{node}/node10/meminfo": "nonsense",
+        f"{node}/node3/meminfo": f"Node 3 MemTotal:  {GIB // 1024} kB\n",
+        f"{node}/online": "0,2,10\n",
+    }
+    assert read_machine(root=computer(tmp_path, files)).numa_nodes == (
+        NumaNode("node0", "0-3", 8 * GIB),
+        NumaNode("node2", "4-7,12", 0),
+        NumaNode("node10", "", 0),
+    )
+
+
+def test_a_shared_cache_counts_once(tmp_path: Path) -> None:
+    files = {}
+    for cpu in range(4):
+        shared = "0-1" if cpu < 2 else "2-3"
+        for index, level, size, by in ((0, 1, "32K", cpu), (2, 2, "512K", cpu), (3, 3, "1M", 0)):
+            place = f"sys/devices/system/cpu/cpu{cpu}/cache/index{index}"
+            files[f"{place}/level"] = f"{level}\n"
+            files[f"{place}/size"] = "32768K\n" if size == "1M" else f"{size}\n"
+            files[f"{place}/shared_cpu_list"] = f"{shared if level == 3 else by}\n"
+    files["sys/devices/system/cpu/cpu0/cache/index4/level"] = "9\n"
+    assert read_machine(root=computer(tmp_path, files)).cache_bytes == 2 * 32768 * 1024
+
+
+def test_what_is_not_told(tmp_path: Path) -> None:
+    machine = read_machine(root=computer(tmp_path, {}))
+    assert (machine.numa_nodes, machine.cache_bytes) == ((), 0)
+    assert cpu_model(tmp_path) == os.uname().machine
+    assert cpu_model(computer(tmp_path, {"proc/cpuinfo": "model name\t: A B\n"})) == "A B"
+
+
+def test_the_mount_of_a_path(tmp_path: Path) -> None:
+    place = (tmp_path / "a b").resolve()
+    (place / "deep").mkdir(parents=True)
+    name = str(place).replace(" ", "\\040")
+    files = {
+        "proc/self/mountinfo": "22 1 0:5 / / rw - ext4 /dev/root rw\n"
+        f"23 22 0:6 / {name} rw - ext4 /dev/hidden rw\n"
+        f"24 22 0:6 / {name} rw shared:1 - xfs /dev/disk\\0401 rw\n"
+        f"25 22 0:7 / {name}/de rw - tmpfs none rw\n"
+    }
+    root = computer(tmp_path / "root", files)
+    number = os.stat(place).st_dev
+    device = f"{os.major(number)}:{os.minor(number)}"
+    for path in (place, place / "deep"):
+        assert mount_of(path, root) == Mount(device, "/dev/disk 1", "xfs")
+    (tmp_path / "link").symlink_to(place)
+    assert mount_of(tmp_path / "link", root).file_system == "xfs"
+    assert mount_of(tmp_path, root) == Mount(device, "/dev/root", "ext4")
+    assert mount_of(tmp_path, tmp_path) == Mount(device, "", "")
+    with pytest.raises(MachineError, match="mkdir -p"):
+        mount_of(tmp_path / "none")
+
+
 def test_this_computer() -> None:
     machine = read_machine()
+    assert mount_of(Path("/")).file_system
     assert 0 < machine.host_available_bytes <= machine.host_ram_bytes
     assert 0 < machine.own_rss_bytes < machine.host_ram_bytes
     assert 1 <= machine.num_cpus <= len(os.sched_getaffinity(0))

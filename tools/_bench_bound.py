@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
-import os
-import statistics
-import time
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from infinity import _aio
+from infinity.bench.disk_rates import measure_disk
 from infinity.config import IoConfig
 
-PIECE_BYTES = 12 * 2**20  # a chunk of 2**20 parameters
-NUM_PIECES = 32
-NUM_IN_FLIGHT = 4
-NUM_PASSES = 3
+MEASURE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -84,53 +74,6 @@ def ideal_bound_s(
 
 
 def measure_rates(folder: Path) -> Rates:
-    """Read, write and mix pieces of a scratch file in `folder` with the engine's own I/O."""
-    io = IoConfig()
-    half = NUM_PIECES * PIECE_BYTES
-    path = folder / f"probe-{os.getpid()}"
-    file = _aio.File(str(path), create=True)
-    engine = _aio.Engine(
-        backend=io.backend,
-        block_size=io.block_size,
-        queue_depth=io.queue_depth,
-        num_threads=io.num_threads,
-    )
-    try:
-        memory = mmap.mmap(-1, NUM_IN_FLIGHT * PIECE_BYTES)
-        data = torch.frombuffer(memory, dtype=torch.uint8)
-        data.random_(generator=torch.Generator().manual_seed(0))  # drives compress
-        prober = _Prober(engine, file, data)
-        file.allocate(2 * half)
-        prober.run([(_aio.WRITE, offset) for offset in range(0, 2 * half, PIECE_BYTES)])
-        reads = [(_aio.READ, offset) for offset in range(0, half, PIECE_BYTES)]
-        writes = [(_aio.WRITE, half + offset) for _, offset in reads]
-        mixed = [part for pair in zip(reads, writes, strict=True) for part in pair]
-        passes = [
-            (prober.run(reads), prober.run(writes), prober.run(mixed)) for _ in range(NUM_PASSES)
-        ]
-        return Rates(*(statistics.median(kind) for kind in zip(*passes, strict=True)))
-    finally:
-        engine.close()
-        file.close()
-        path.unlink()
-
-
-class _Prober:
-    def __init__(self, engine: _aio.Engine, file: _aio.File, data: torch.Tensor) -> None:
-        self._engine = engine
-        self._file = file
-        self._data = data
-
-    def run(self, pieces: list[tuple[int, int]]) -> float:
-        """Move (operation, offset) pieces, a few in flight, and return bytes per second."""
-        tickets: deque[_aio.Ticket] = deque()
-        started = time.perf_counter()
-        for index, (operation, offset) in enumerate(pieces):
-            if len(tickets) == NUM_IN_FLIGHT:
-                tickets.popleft().wait()
-            address = self._data.data_ptr() + index % NUM_IN_FLIGHT * PIECE_BYTES
-            segment = (self._file, offset, PIECE_BYTES, address)
-            tickets.append(self._engine.submit(operation, [segment]))
-        for ticket in tickets:
-            ticket.wait()
-        return len(pieces) * PIECE_BYTES / (time.perf_counter() - started)
+    """Read, write and mix chunk records in `folder` through the engine's own disk tier."""
+    found = measure_disk([folder], IoConfig(), MEASURE_S)
+    return Rates(found["disk_read"], found["disk_write"], found["disk_mixed"])

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
-import re
-from contextlib import suppress
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-from infinity.plan.machine import read_machine
+from infinity.plan.machine import cpu_model, read_machine
 
 
 def machine_facts() -> dict[str, Any]:
@@ -26,13 +23,3 @@ def machine_facts() -> dict[str, Any]:
         "host_ram_bytes": machine.host_ram_bytes,
         "load_average": os.getloadavg()[0],
     }
-
-
-def cpu_model(root: Path = Path("/")) -> str:
-    """Return the processor's name, or its architecture where it does not tell."""
-    with suppress(OSError):
-        text = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-        match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-        if match:
-            return match[1].strip()
-    return platform.machine()

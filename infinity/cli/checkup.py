@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import psutil
 
 from infinity import __version__
 from infinity.errors import DoesNotFitError, InfinityError, MachineError
-from infinity.plan.machine import Machine, default_host_budget_bytes, read_machine
+from infinity.plan.machine import Machine, cpu_model, default_host_budget_bytes, read_machine
+from infinity.plan.machine_file import PlanMachine
 from infinity.sizes import format_size
 
 # torch alone, imported and used once, takes 0.3 GiB; a model needs some room beside it.
@@ -51,6 +53,26 @@ def examine(paths: Sequence[Path], root: Path = Path("/")) -> dict[str, Any]:
     return facts
 
 
+def describe(paths: Sequence[Path], refresh: bool = False) -> PlanMachine:
+    """Return this machine for a plan: its rates are measured, or were and are kept.
+
+    Raises `InfinityError` where it cannot be measured.
+    """
+    # Here, so that a machine without a working torch can still be examined.
+    from infinity.bench.rate_cache import cached_rates, device_name
+    from infinity.memory.device import find_device
+
+    with closing(find_device(None)) as device:
+        found = cached_rates(paths, device, refresh=refresh)
+        return PlanMachine.here(
+            paths,
+            device,
+            found.rates,
+            name=f"{cpu_model()}, device {device_name(device)}",
+            measured=found.measured,
+        )
+
+
 def _part(look: Any, problems: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Return what `look` finds, or note why it fails and return None."""
     try:
@@ -82,7 +104,7 @@ def _memory(machine: Machine, root: Path) -> dict[str, Any]:
         "memlock_bytes": machine.memlock_bytes,
         "transparent_huge_pages": machine.thp_mode,
         "huge_pages": _meminfo(root, "HugePages_Total", unit=1),
-        "numa_nodes": _numa(root),
+        "numa_nodes": [asdict(node) for node in machine.numa_nodes],
     }
 
 
@@ -111,15 +133,6 @@ def _cgroup(root: Path) -> str:
             if not controllers or "memory" in controllers.split(","):
                 return path
     return "(unknown)"
-
-
-def _numa(root: Path) -> list[dict[str, Any]]:
-    """Return each memory node with its processors."""
-    nodes = []
-    for folder in sorted((root / "sys/devices/system/node").glob("node[0-9]*")):
-        with suppress(OSError):
-            nodes.append({"name": folder.name, "cpus": (folder / "cpulist").read_text().strip()})
-    return nodes
 
 
 def _torch() -> dict[str, Any]:

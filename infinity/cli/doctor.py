@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from infinity.cli.ending import command, stdout_is_ours
-from infinity.sizes import format_count, format_size
+from infinity.errors import ConfigError, MachineError
+from infinity.sizes import format_count, format_rate, format_size
 
 
 def doctor(
@@ -17,21 +19,54 @@ def doctor(
         list[Path] | None,
         typer.Option("--path", metavar="DIR", help="An nvme_path to try; may be repeated."),
     ] = None,
+    machine_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="OUT.json",
+            help="Write what a plan must know of this machine; its speeds are measured once.",
+        ),
+    ] = None,
+    refresh: Annotated[
+        bool, typer.Option("--refresh", help="Measure again what was measured before.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Say what this machine offers, and whether a run could start.
 
     Exits with 0 if it could, else with the code of the first problem: 3 something does not fit,
-    4 the machine refuses.
+    4 the machine refuses. No machine file is written then.
     """
     with command():
-        from infinity.cli.checkup import examine
+        from infinity.cli.checkup import describe, examine
 
+        if refresh and machine_file is None:
+            raise ConfigError("--refresh measures nothing", remedy="add --machine-file OUT.json")
+        paths = [part.expanduser() for part in path or []]
         with stdout_is_ours():
-            facts = examine([part.expanduser() for part in path or []])
+            facts = examine(paths)
+            if machine_file is not None and facts["ok"]:
+                machine = describe(paths, refresh)
+                _write(machine_file.expanduser(), machine.as_text())
+                facts["machine_file"] = machine.as_dict()
+                facts["rates"] = machine.rates_origin
         print(json.dumps(facts) if as_json else text_of(facts), flush=True)
         if facts["problems"]:
             raise typer.Exit(int(facts["problems"][0]["exit_code"]))
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace the file as a whole: an old one is lost only for a complete new one."""
+    new = path.with_name(f".{path.name}.new")
+    try:
+        try:
+            new.write_text(text, encoding="utf-8")
+            os.replace(new, path)
+        finally:
+            new.unlink(missing_ok=True)
+    except OSError as error:
+        raise MachineError(
+            f"{path}: the machine file cannot be written", because=error.strerror
+        ) from error
 
 
 def text_of(facts: dict[str, Any]) -> str:
@@ -53,6 +88,7 @@ def text_of(facts: dict[str, Any]) -> str:
         lines.append(f"PROBLEM: {problem['what']}")
         lines += [f"  because: {problem['because']}"] if problem["because"] else []
         lines += [f"  try: {problem['remedy']}"] if problem["remedy"] else []
+    lines += _rate_lines(facts)
     if facts["ok"]:
         lines.append("a run could start here")
     return "\n".join(lines)
@@ -93,6 +129,33 @@ def _machine_lines(facts: dict[str, Any]) -> list[str]:
     if io := facts["io"]:
         lines.append(f"I/O        {io['reason']}")
     return lines
+
+
+def _rate_lines(facts: dict[str, Any]) -> list[str]:
+    """Return how fast the lanes are, where a machine file was asked for."""
+    if "machine_file" not in facts:
+        return []
+    rates = facts["machine_file"]["rates"]
+    lines = [f"rates      {facts['rates']}"]
+    for title, names in (
+        ("disk", ("disk_read", "disk_write", "disk_mixed")),
+        ("copies", ("to_device", "from_device")),
+    ):
+        known = [name for name in names if name in rates]
+        each = ", ".join(f"{_words(name)} {format_rate(rates[name])}" for name in known)
+        lines += [f"           {title}: {each}"] if known else []
+    updates = dict(rates["update"])
+    if rates.get("device_update"):
+        updates["on the device"] = rates["device_update"]
+    each = ", ".join(f"{name} {format_count(rate)}" for name, rate in updates.items())
+    lines.append(f"           update: {each} parameters/s")
+    each = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in rates["compute"].items())
+    lines.append(f"           compute: {each} TFLOP/s")
+    return [*lines, ""]
+
+
+def _words(name: str) -> str:
+    return name.removeprefix("disk_").replace("_", " ")
 
 
 def _drive_lines(drive: dict[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ minimum over the host and all levels of the cgroup, version 1 and version 2.
 from __future__ import annotations
 
 import os
+import platform
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -24,6 +25,30 @@ _NO_LIMIT_BYTES = 2**62
 # The share of memory that is ours to plan with; the rest is for activations on a CPU device, page
 # cache, the data loader and whoever else lives on the machine.
 HOST_BUDGET_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class NumaNode:
+    """One memory node: processors and the memory next to them."""
+
+    name: str
+    """"node0"."""
+    cpus: str
+    """As the kernel lists them: "0-3,8"; "" for memory without processors."""
+    memory_bytes: int
+    """All of its memory, whatever a cgroup leaves of it; 0 where it is not told."""
+
+
+@dataclass(frozen=True)
+class Mount:
+    """The file system that a path lies on; together they tell one drive from another."""
+
+    device: str
+    """"major:minor" of stat's st_dev."""
+    source: str
+    """What is mounted, such as "/dev/nvme0n1p2" or "server:/export"; "" where it is not told."""
+    file_system: str
+    """"ext4"; "" where it is not told."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +71,10 @@ class Machine:
     """How much may be locked in memory; `None` is unlimited."""
     thp_mode: str
     """Transparent huge pages: "always", "madvise", "never" or "unknown"."""
+    numa_nodes: tuple[NumaNode, ...] = ()
+    """In the order of their numbers; empty where the kernel does not tell."""
+    cache_bytes: int = 0
+    """Of all last-level caches together; 0 where it is not told."""
 
 
 def read_machine(
@@ -76,6 +105,8 @@ def read_machine(
         disk_free_bytes=tuple((Path(path), disk_free_bytes(Path(path))) for path in paths),
         memlock_bytes=_memlock_bytes(root),
         thp_mode=_thp_mode(root),
+        numa_nodes=tuple(_numa_nodes(root)),
+        cache_bytes=_cache_bytes(root),
     )
 
 
@@ -100,6 +131,37 @@ def disk_free_bytes(path: Path) -> int:
             remedy=f"mkdir -p {path}" if missing else None,
         ) from error
     return facts.f_bavail * facts.f_frsize
+
+
+def cpu_model(root: Path = Path("/")) -> str:
+    """Return the processor's name, or its architecture where it does not tell."""
+    text = _read(root / "proc/cpuinfo") or ""
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match[1].strip() if match else platform.machine()
+
+
+def mount_of(path: Path, root: Path = Path("/")) -> Mount:
+    """Return what `path` lies on; `root` replaces "/" as the place of /proc, not of `path`.
+
+    Raises `MachineError` if `path` does not exist or cannot be looked at.
+    """
+    try:
+        number = os.stat(path).st_dev
+        place = os.path.realpath(path)
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError)
+        raise MachineError(
+            f"{path}: cannot be looked at",
+            because=error.strerror,
+            remedy=f"mkdir -p {path}" if missing else None,
+        ) from error
+    best, source, kind = "", "", ""
+    for _, mount_point, what in _mounts(root):
+        inside = (place + "/").startswith(mount_point.rstrip("/") + "/")
+        # What is mounted later on the same place hides what was there.
+        if inside and len(mount_point) >= len(best):
+            best, source, kind = mount_point, _unescaped(what[1]), what[0]
+    return Mount(f"{os.major(number)}:{os.minor(number)}", source, kind)
 
 
 def _read(path: Path) -> str | None:
@@ -170,15 +232,25 @@ def _cgroup_path(root: Path, controller: str) -> str | None:
 
 def _cgroup_mount(root: Path, controller: str) -> tuple[str, str] | None:
     """Return (the part of the hierarchy that is mounted, where) or `None`."""
+    for mount_root, mount_point, what in _mounts(root):
+        is_v1 = what[0] == "cgroup" and bool(controller) and controller in what[2].split(",")
+        if is_v1 or (what[0] == "cgroup2" and not controller):
+            return mount_root, mount_point
+    return None
+
+
+def _mounts(root: Path) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield (part that is mounted, where, [type, source, options]) of every mount."""
     for line in (_read(root / "proc/self/mountinfo") or "").splitlines():
         before, _, after = line.partition(" - ")
         where, what = before.split(), after.split()
-        if len(where) < 5 or len(what) < 3:
-            continue
-        is_v1 = what[0] == "cgroup" and bool(controller) and controller in what[2].split(",")
-        if is_v1 or (what[0] == "cgroup2" and not controller):
-            return where[3], where[4].replace("\\040", " ")
-    return None
+        if len(where) >= 5 and len(what) >= 3:
+            yield where[3], _unescaped(where[4]), what
+
+
+def _unescaped(name: str) -> str:
+    """Undo what the kernel does to blanks and backslashes in mountinfo."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), name)
 
 
 def _num_cpus(root: Path) -> int:
@@ -228,3 +300,26 @@ def _thp_mode(root: Path) -> str:
     text = _read(root / "sys/kernel/mm/transparent_hugepage/enabled") or ""
     match = re.search(r"\[(\w+)\]", text)
     return match[1] if match else "unknown"
+
+
+def _numa_nodes(root: Path) -> Iterator[NumaNode]:
+    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
+    for folder in sorted(folders, key=lambda folder: int(folder.name[4:])):
+        cpus = _read(folder / "cpulist")
+        if cpus is None:
+            continue
+        text = _read(folder / "meminfo") or ""
+        match = re.search(r"\bMemTotal:\s+([0-9]+) kB", text)
+        yield NumaNode(folder.name, cpus.strip(), int(match[1]) * 1024 if match else 0)
+
+
+def _cache_bytes(root: Path) -> int:
+    """Add up the caches of the highest level, each once however many processors share it."""
+    caches: dict[int, dict[str, int]] = {}
+    for folder in (root / "sys/devices/system/cpu").glob("cpu[0-9]*/cache/index[0-9]*"):
+        level = _number(folder / "level")
+        size = re.fullmatch(r"([0-9]+)K", (_read(folder / "size") or "").strip())
+        shared_by = (_read(folder / "shared_cpu_list") or folder.parent.parent.name).strip()
+        if level is not None and size is not None:
+            caches.setdefault(level, {})[shared_by] = int(size[1]) * 1024
+    return sum(caches[max(caches)].values()) if caches else 0

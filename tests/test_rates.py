@@ -1,0 +1,350 @@
+"""Measured rates: positive and finite, nothing left behind; the cache forgets when it should."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.fake_accelerator import FakeAccelerator
+from test_machine import GIB, computer
+
+from infinity.bench import disk_rates, rate_cache, rates
+from infinity.bench.rate_cache import MeasuredRates, cached_rates
+from infinity.bench.rates import measure_rates
+from infinity.config import IoConfig
+from infinity.errors import DoesNotFitError, MachineError, TransferError
+from infinity.memory.device import CpuDevice, Device
+from infinity.memory.disk import Disk
+from infinity.plan.machine import Machine, read_machine
+from infinity.plan.rates import COMPUTE, COPIES, DEVICE_UPDATE, DISK, NOMINAL_CPU, UPDATE, Rates
+
+BRIEF_S = 0.2
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less to measure: what comes out need not be right here."""
+    monkeypatch.setattr(disk_rates, "SPAN_BYTES", 32 << 20)
+    monkeypatch.setattr(rates, "_LEAST_CHUNKS", 1)
+    monkeypatch.setattr(rates, "_MOST_CHUNKS", 1)
+    monkeypatch.setattr(rates, "_MATRIX_SIZES", (64, 128))
+
+
+def check(found: Rates, names: Sequence[str]) -> None:
+    numbers = found.numbers()
+    assert set(numbers) == set(names)
+    assert all(math.isfinite(rate) and rate > 0 for rate in numbers.values()), numbers
+
+
+# Measuring
+
+
+def test_a_machine_with_one_memory(tmp_path: Path) -> None:
+    before = torch.random.get_rng_state()
+    found = measure_rates([tmp_path], CpuDevice(), io=IoConfig(), num_threads=1, seconds=BRIEF_S)
+    check(found, [*DISK, *UPDATE, *COMPUTE])
+    assert (found.to_device, found.from_device, found.device_update) == (None, None, None)
+    assert list(tmp_path.iterdir()) == []
+    assert torch.equal(torch.random.get_rng_state(), before), "the user's numbers stay as they are"
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_machine_with_a_device(tmp_path: Path, kernels: bool) -> None:
+    device = FakeAccelerator(kernels=kernels)
+    try:
+        io = IoConfig(backend="threads")
+        found = measure_rates([tmp_path], device, io=io, num_threads=2, seconds=BRIEF_S)
+        device.synchronize()
+    finally:
+        device.close()
+    own = [DEVICE_UPDATE] if kernels else []
+    check(found, [*DISK, *UPDATE, *COMPUTE, *COPIES, *own])
+    assert device.violations == []
+
+
+def test_two_paths_together(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.mkdir()
+    io = IoConfig(weights=(1.0, 1.0))  # one device: without weights only the first is used
+    seen: list[tuple[Path, ...]] = []
+
+    class Spy(Disk):
+        def close(self) -> None:
+            assert all(self.used)
+            seen.append(self.paths)
+            super().close()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk_rates, "Disk", Spy)
+        found = disk_rates.measure_disk(paths, io, BRIEF_S)
+    assert seen == [tuple(paths)]
+    assert set(found) == set(DISK)
+    assert [list(path.iterdir()) for path in paths] == [[], []]
+
+
+def test_no_path_no_measurement() -> None:
+    found = measure_rates([], CpuDevice(), io=IoConfig(), num_threads=1, seconds=0.05)
+    assert [getattr(found, name) for name in DISK] == [getattr(NOMINAL_CPU, n) for n in DISK]
+
+
+def test_a_slow_disk_moves_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[int] = []
+
+    class Spy(Disk):
+        def close(self) -> None:
+            counters = self.counters()
+            moved.append(counters["read_bytes"] + counters["write_bytes"])
+            super().close()
+
+    monkeypatch.setattr(disk_rates, "Disk", Spy)
+    slow = IoConfig(slow_bytes_per_s=20 << 20)
+    found = disk_rates.measure_disk([tmp_path], slow, BRIEF_S)
+    assert moved[0] < 60 << 20, "less than the range alone, were it fast"
+    assert all(rate < 40 << 20 for rate in found.values())
+
+
+def test_what_is_written_does_not_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[float] = []
+
+    class Spy(Disk):
+        def close(self) -> None:
+            text = Path(self._files[0].path).read_bytes()[: 1 << 20]
+            words = [text[i : i + 8] for i in range(0, len(text), 8)]
+            shares.append(len(set(words)) / len(words))
+            super().close()
+
+    monkeypatch.setattr(disk_rates, "Disk", Spy)
+    disk_rates.measure_disk([tmp_path], IoConfig(), 0.05)
+    assert shares[0] > 0.99
+
+
+@pytest.mark.parametrize("kinds", ["eio", "enospc"])
+def test_nothing_is_left_after_an_error(tmp_path: Path, kinds: str) -> None:
+    io = IoConfig(faults=f"seed=1,kinds={kinds},rate=0.5")
+    with pytest.raises(TransferError, match="the measurement of the disk's speed"):
+        disk_rates.measure_disk([tmp_path], io, BRIEF_S)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_left_after_an_interruption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(probe: object, kinds: object) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(disk_rates._Probe, "_run", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        disk_rates.measure_disk([tmp_path], IoConfig(), BRIEF_S)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_paths_that_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MachineError, match="mkdir -p"):
+        disk_rates.measure_disk([tmp_path / "none"], IoConfig(), BRIEF_S)
+    monkeypatch.setattr("infinity.memory.scratch.Scratch.free_bytes", lambda self: 4096)
+    with pytest.raises(DoesNotFitError, match="missing"):
+        disk_rates.measure_disk([tmp_path], IoConfig(), BRIEF_S)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_working_set_does_not_fit_into_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = read_machine()
+
+    def chunks(cache_bytes: int, available_bytes: int) -> int:
+        facts = vars(machine) | {
+            "cache_bytes": cache_bytes,
+            "host_available_bytes": available_bytes,
+        }
+        monkeypatch.setattr(rates, "read_machine", lambda: Machine(**facts))
+        return rates._num_chunks()
+
+    monkeypatch.setattr(rates, "_LEAST_CHUNKS", 8)
+    monkeypatch.setattr(rates, "_MOST_CHUNKS", 64)
+    assert chunks(0, 32 * GIB) == 8
+    assert chunks(96 << 20, 32 * GIB) == 24
+    assert chunks(8 * GIB, 32 * GIB) == 64
+    assert chunks(8 * GIB, GIB) == 9, "an eighth of what is available"
+    assert chunks(0, 0) == 1
+
+
+# The cache
+
+
+class Measurements:
+    """Stands in for measuring, and counts."""
+
+    def __init__(self) -> None:
+        self.processors = 0
+        self.disks: list[list[Path]] = []
+
+    def measure_processors(self, device: Device, threads: int, seconds: float) -> dict[str, float]:
+        self.processors += 1
+        names = [*UPDATE, *COMPUTE, *(() if device.unified else COPIES)]
+        return dict.fromkeys(names, float(self.processors))
+
+    def measure_disk(self, paths: Sequence[Path], io: IoConfig, s: float) -> dict[str, float]:
+        self.disks.append(list(paths))
+        return dict.fromkeys(DISK, float(len(self.disks)))
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        return self.processors, len(self.disks)
+
+
+@pytest.fixture
+def measurements(monkeypatch: pytest.MonkeyPatch) -> Measurements:
+    made = Measurements()
+    monkeypatch.setattr(rate_cache, "measure_processors", made.measure_processors)
+    monkeypatch.setattr(rate_cache, "measure_disk", made.measure_disk)
+    return made
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "infinity" / "rates"
+
+
+def cached(paths: Sequence[Path] = (), **options: Any) -> MeasuredRates:
+    return cached_rates(paths, options.pop("device", CpuDevice()), **options)
+
+
+def test_measured_once(tmp_path: Path, folder: Path, measurements: Measurements) -> None:
+    first = cached([tmp_path])
+    assert measurements.counts == (1, 1)
+    assert cached([tmp_path]) == first
+    assert cached([tmp_path], io=IoConfig(stuck_after_s=3.0)) == first
+    assert measurements.counts == (1, 1)
+    assert len(first.measured) == len("2026-11-21")
+    assert len(list(folder.iterdir())) == 2
+    assert folder.stat().st_mode & 0o077 == 0
+    assert all(path.stat().st_mode & 0o077 == 0 for path in folder.iterdir())
+
+
+def test_refresh_measures_again_and_keeps_it(
+    tmp_path: Path, folder: Path, measurements: Measurements
+) -> None:
+    cached([tmp_path])
+    fresh = cached([tmp_path], refresh=True)
+    assert measurements.counts == (2, 2)
+    assert fresh.rates.disk_read == 2.0
+    assert cached([tmp_path]) == fresh
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_what_is_something_else_is_measured(
+    tmp_path: Path, folder: Path, measurements: Measurements
+) -> None:
+    cached([tmp_path])
+    cached([tmp_path, tmp_path])
+    assert measurements.counts == (1, 2), "two paths are not one"
+    cached([tmp_path], io=IoConfig(queue_depth=16))
+    assert measurements.counts == (1, 3)
+    cached([tmp_path], num_threads=77)
+    assert measurements.counts == (2, 3), "the disk does not care"
+    device = FakeAccelerator()
+    try:
+        assert cached([tmp_path], device=device).rates.to_device == 3.0
+    finally:
+        device.close()
+    assert measurements.counts == (3, 3)
+    cached([])
+    assert measurements.counts == (3, 3)
+
+
+def test_another_computer_and_another_mount(
+    tmp_path: Path, folder: Path, measurements: Measurements
+) -> None:
+    def mounts(source: str, kind: str = "ext4") -> dict[str, str]:
+        return {"proc/self/mountinfo": f"22 1 0:5 / / rw - {kind} {source} rw\n"}
+
+    root = computer(tmp_path / "root", mounts("/dev/a") | {"proc/cpuinfo": "model name : A\n"})
+    cached([tmp_path], root=root)
+    cached([tmp_path], root=computer(root, mounts("/dev/a")))
+    assert measurements.counts == (1, 1)
+    cached([tmp_path], root=computer(root, mounts("/dev/b")))
+    cached([tmp_path], root=computer(root, mounts("/dev/b", "xfs")))
+    assert measurements.counts == (1, 3)
+    cached([tmp_path], root=computer(root, {"proc/cpuinfo": "model name : B\n"}))
+    assert measurements.counts == (2, 4)
+    meminfo = f"MemTotal: {64 * GIB // 1024} kB\n"
+    cached([tmp_path], root=computer(root, {"proc/meminfo": meminfo}))
+    assert measurements.counts == (3, 5)
+    little_more = f"MemTotal: {64 * GIB // 1024 + 7} kB\n"  # as after a new kernel
+    cached([tmp_path], root=computer(root, {"proc/meminfo": little_more}))
+    assert measurements.counts == (3, 5)
+
+
+def damaged(text: str) -> list[str]:
+    """The text of an entry, spoilt in several ways."""
+    entry = json.loads(text)
+    spoilt: list[Any] = [entry | {"of": {}}, entry | {"measured": "yesterday"}, [], 3, None]
+    spoilt += [entry | {"rates": value} for value in ({}, [], None, {"x": 1.0}, {"update.fp32": 1})]
+    for name, rate in (
+        ("update.fp32", 0), ("update.fp32", -1.0), ("update.fp32", None), ("update.fp32", "nan"),
+        ("update.fp32", "x"), ("colour", 1.0), ("compute.bf16", float("inf")),
+    ):  # fmt: skip
+        spoilt.append(entry | {"rates": entry["rates"] | {name: rate}})
+    return ["", "{", text[: len(text) // 2], "[" * 100_000, *map(json.dumps, spoilt)]
+
+
+def test_a_damaged_entry_is_none(folder: Path, measurements: Measurements) -> None:
+    cached()
+    (entry,) = folder.iterdir()
+    for count, text in enumerate(damaged(entry.read_text()), 2):
+        entry.write_text(text)
+        assert cached().rates.update["fp32"] == count, text[:200]
+    entry.write_bytes(b"\xff\xfe\x00")
+    count = measurements.processors
+    cached()
+    cached()
+    assert measurements.processors == count + 1
+    entry.unlink()
+    entry.mkdir()
+    cached()
+    assert measurements.processors == count + 2
+    assert list(folder.iterdir()) == [entry], "no half-written file either"
+
+
+def test_a_folder_that_cannot_be_used(tmp_path: Path, measurements: Measurements) -> None:
+    (tmp_path / "file").write_text("")
+    for _ in range(2):
+        cached(folder=tmp_path / "file" / "rates")
+    assert measurements.counts == (2, 0)
+
+
+def test_the_oldest_day_counts(tmp_path: Path, folder: Path, measurements: Measurements) -> None:
+    cached([tmp_path])
+    for path in folder.iterdir():
+        entry = json.loads(path.read_text())
+        if "disks" in entry["of"]:
+            path.write_text(json.dumps(entry | {"measured": "2001-02-03"}))
+    assert cached([tmp_path]).measured == "2001-02-03"
+    assert cached([]).measured != "2001-02-03"
+
+
+def test_a_path_that_is_not_there(tmp_path: Path, folder: Path, measurements: Measurements) -> None:
+    with pytest.raises(MachineError, match="mkdir -p"):
+        cached([tmp_path / "none"])
+
+
+def test_the_default_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert rate_cache.default_folder() == Path("/home/someone/.cache/infinity/rates")
+
+
+def test_measured_for_real_and_kept(tmp_path: Path, folder: Path) -> None:
+    place = tmp_path / "drive"
+    place.mkdir()
+    found = cached([place], seconds=BRIEF_S)
+    check(found.rates, [*DISK, *UPDATE, *COMPUTE])
+    assert cached([place], seconds=BRIEF_S) == found, "JSON gives the very numbers back"
+    assert os.listdir(place) == []

@@ -31,7 +31,8 @@ from infinity.optim.tiles import Rule
 from infinity.plan.layout import PRECISIONS, ParameterFacts, Tier, UnitLayout, lay_out
 from infinity.plan.machine import default_host_budget_bytes, read_machine
 from infinity.plan.plan import Plan, RuleFacts
-from infinity.plan.planner import Limits, make_plan
+from infinity.plan.planner import make_plan
+from infinity.plan.reserve import Limits
 from infinity.training.birth import Birth, Progress
 from infinity.training.hooks import Hooks
 from infinity.training.sweep import Sweep

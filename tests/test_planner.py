@@ -16,7 +16,8 @@ from infinity.formats import MomentFormat
 from infinity.plan.forecast import forecast_bytes
 from infinity.plan.layout import PRECISIONS, Kind, ParameterFacts, Tier, UnitLayout, lay_out
 from infinity.plan.plan import LANES, Plan, RuleFacts
-from infinity.plan.planner import Limits, make_plan
+from infinity.plan.planner import make_plan
+from infinity.plan.reserve import Limits
 
 TIERS = ("device", "host", "disk")
 MIB = 1 << 20
@@ -183,14 +184,20 @@ def test_auto_fills_the_device_then_the_host_then_the_disk() -> None:
     assert state > 0
 
 
-def test_auto_prefers_weights_then_gradients_then_state_in_fast_memory() -> None:
-    sizes = [100_000] * 4
-    weights = 4 * 102_400 * 2
-    device = Limits(int(weights / 0.7) + (300 << 10), 1 << 30, 1 << 40)
-    plan = plan_of(sizes, device, unified=False)
+def test_auto_leaves_nothing_on_disk_where_ram_has_room() -> None:
+    plan = plan_of([100_000] * 4, Limits(MIB, 1 << 30, 1 << 40), unified=False)
+    assert Tier.DISK not in {h.of(k) for h in plan.homes for k in Kind}
+    assert plan.tier_bytes["device"] <= MIB
+
+
+def test_auto_fills_ram_with_weights_first() -> None:
+    """A byte of a weight saves three of the disk's, one of gradients or state two."""
+    sizes, on_disk = [1_000_000] * 8, dict.fromkeys(("weights", "moments", "gradients"), "disk")
+    lean = plan_of(sizes, homes=on_disk, chunk_size=65536)
+    room = lean.tier_bytes["host"] + lean.tier_bytes["device"] + 9 * MIB  # 8 units x 2 bytes: 15
+    plan = plan_of(sizes, Limits(None, int(room / 0.7), 1 << 40), chunk_size=65536)
     assert {h.weight for h in plan.homes} == {Tier.DEVICE}
-    assert Tier.DEVICE not in {h.state for h in plan.homes}
-    assert Tier.DISK not in {h.state for h in plan.homes}
+    assert {h.state for h in plan.homes} == {Tier.DISK}
 
 
 def test_without_a_disk_path_auto_stays_in_ram() -> None:

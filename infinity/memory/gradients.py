@@ -27,7 +27,7 @@ from infinity.memory.lanes import Lanes
 from infinity.optim.cpu import CpuKernels
 from infinity.plan.layout import PAGE, Segment, Tier, round_up
 from infinity.plan.plan import Plan
-from infinity.plan.planner import NUM_BOUNCES, largest_trained, largest_window, num_windows
+from infinity.plan.reserve import NUM_BOUNCES, largest_trained, largest_window, num_windows
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ from infinity.memory.device import HAPPENED, Event
 from infinity.memory.host import arena_for
 from infinity.memory.lanes import Lanes
 from infinity.plan.plan import Plan
-from infinity.plan.planner import largest_slot, num_landings
+from infinity.plan.reserve import largest_slot, num_landings
 
 
 class Landings:

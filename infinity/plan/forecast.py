@@ -1,54 +1,220 @@
 """Bytes per lane of one steady step, by running the plan's own rules on counted slots.
 
 The rules are those of `policy` and `tape`; what a run really moves is counted by the lanes and
-must come out equal (tests hold that).
+must come out equal (tests hold that). Which unit moves when depends on little of a plan, its
+`_Course`, and is remembered: a search for homes asks for the same course many times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 from infinity.plan import policy
-from infinity.plan.layout import Kind, Tier
-from infinity.plan.plan import LANES, Plan, publishes, updated_on_device
+from infinity.plan.layout import Kind, Tier, UnitLayout
+from infinity.plan.plan import LANES, Plan, SlotClass, UnitHomes, publishes, updated_on_device
 from infinity.plan.tape import Tape, guess_cycle
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseBytes:
+    """What moves during the forward or the backward of one micro-batch.
+
+    The sweep of the step before runs behind the first forward, and is counted there.
+    """
+
+    micro_batch: int
+    backward: bool
+    moved: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LANES, 0))
+
+    @property
+    def has_sweep(self) -> bool:
+        """Whether the optimizer's pass runs behind this phase."""
+        return self.micro_batch == 0 and not self.backward
 
 
 def forecast_bytes(plan: Plan, cycle: list[int] | None = None) -> dict[str, int]:
     """Bytes per lane and steady step; `cycle` is a learnt tape, else the usual order is assumed."""
-    run = _CountedRun(plan, cycle or guess_cycle(len(plan.units), backward=True))
+    phases = forecast_phases(plan, cycle)
+    return {lane: sum(phase.moved[lane] for phase in phases) for lane in LANES}
+
+
+def forecast_phases(plan: Plan, cycle: list[int] | None = None) -> list[PhaseBytes]:
+    """The same by phase: forward and backward of every micro-batch, in order."""
+    course = _Course(
+        cycle=tuple(cycle or guess_cycle(len(plan.units), backward=True)),
+        slot_classes=plan.slot_classes,
+        trained=tuple(bool(unit.numel) for unit in plan.units),
+        publishes=tuple(publishes(plan, unit.index) for unit in plan.units),
+        look_ahead=plan.look_ahead,
+        micro_batches=plan.micro_batches,
+    )
+    return _Bytes(plan, dict.fromkeys(course.cycle)).of(_run(course))
+
+
+@dataclass(frozen=True, slots=True)
+class _Course:
+    """All of a plan that decides which unit moves when; how many bytes that is comes later."""
+
+    cycle: tuple[int, ...]
+    slot_classes: tuple[SlotClass, ...]
+    trained: tuple[bool, ...]
+    publishes: tuple[bool, ...]
+    look_ahead: int
+    micro_batches: int
+
+
+@dataclass(slots=True)
+class _PhaseMoves:
+    """Units fetched, and swept (and whether published), during one phase."""
+
+    micro_batch: int
+    backward: bool
+    fetched: list[int] = field(default_factory=list)
+    swept: list[tuple[int, bool]] = field(default_factory=list)
+
+
+@lru_cache(maxsize=64)
+def _run(course: _Course) -> tuple[_PhaseMoves, ...]:
+    """The moves of a steady step."""
+    run = _CountedRun(course)
     run.step()
-    before = dict(run.moved)
     run.step()
-    return {lane: run.moved[lane] - before[lane] for lane in LANES}
+    return tuple(run.phases[-1 - 2 * course.micro_batches : -1])
+
+
+class _Bytes:
+    """From moves to bytes, under the homes of one plan; `used` are units in order of first use."""
+
+    def __init__(self, plan: Plan, used: Collection[int]) -> None:
+        self.plan = plan
+        self.used = used
+        self._swept: dict[tuple[int, int, UnitHomes, bool], dict[str, int]] = {}
+        self._gradients = [self._of_gradients(first=first) for first in (False, True)]
+
+    def of(self, phases: Sequence[_PhaseMoves]) -> list[PhaseBytes]:
+        found: list[PhaseBytes] = []
+        fetches: dict[int, dict[str, int]] = {}  # repeated phases share their lists
+        for moves in phases:
+            phase = PhaseBytes(moves.micro_batch, moves.backward)
+            if id(moves.fetched) not in fetches:
+                fetches[id(moves.fetched)] = self._of_fetches(moves.fetched)
+            _add(fetches[id(moves.fetched)], phase.moved)
+            for unit, publish in moves.swept:
+                _add(self._of_sweep(self.plan.units[unit], publish), phase.moved)
+            if moves.backward:
+                _add(self._gradients[moves.micro_batch == 0], phase.moved)
+            found.append(phase)
+        return found
+
+    def _of_fetches(self, fetched: list[int]) -> dict[str, int]:
+        sizes = [(self.plan.units[u].slot_bytes, self.plan.homes[u].weight) for u in fetched]
+        moved = {"disk_read": sum(size for size, home in sizes if home is Tier.DISK)}
+        if not self.plan.unified:
+            moved["to_device"] = sum(size for size, _ in sizes)
+        return moved
+
+    def _of_sweep(self, layout: UnitLayout, publish: bool) -> dict[str, int]:
+        """Of one unit; equal ones are counted once."""
+        homes = self.plan.homes[layout.index]
+        key = (layout.numel, layout.frozen_bytes, homes, publish)
+        found = self._swept.get(key)
+        if found is None:
+            found = self._swept[key] = self._sweep(layout, homes, publish)
+        return found
+
+    def _sweep(self, layout: UnitLayout, homes: UnitHomes, publish: bool) -> dict[str, int]:
+        plan = self.plan
+        moved = dict.fromkeys(LANES, 0)
+        record = plan.record_bytes(layout)
+        moved["disk_read"] += record
+        moved["disk_write"] += record
+        gradient = layout.numel * plan.gradient_itemsize
+        if homes.gradient is Tier.DISK:
+            moved["disk_read"] += gradient
+        if publish and homes.weight is not Tier.DEVICE and not plan.unified:
+            moved["to_device"] += layout.trained_bytes
+        if plan.unified or updated_on_device(plan, layout.index):
+            return moved
+        for kind in plan.precision.kinds:
+            if homes.of(kind) is Tier.DEVICE:
+                nbytes = plan.range_bytes(layout, kind)
+                moved["from_device"] += nbytes
+                moved["to_device"] += nbytes
+        if homes.of(Kind.GRADIENT) is Tier.DEVICE:  # for the update, and for a norm on the host
+            normed = sum(s.numel for s in layout.trained_segments) * plan.gradient_itemsize
+            moved["from_device"] += gradient + (0 if plan.device_kernels else normed)
+        return moved
+
+    def _of_gradients(self, *, first: bool) -> dict[str, int]:
+        """Of all units in one backward."""
+        moved = dict.fromkeys(LANES, 0)
+        for unit in self.used:
+            layout, homes = self.plan.units[unit], self.plan.homes[unit]
+            nbytes = layout.numel * self.plan.gradient_itemsize
+            if homes.gradient is Tier.DISK:
+                moved["disk_write"] += nbytes
+                moved["disk_read"] += 0 if first else nbytes
+            if not self.plan.unified and homes.gradient is not Tier.DEVICE:
+                moved["from_device"] += sum(s.nbytes for s in layout.trained_segments)
+        return moved
+
+
+def _add(moved: dict[str, int], to: dict[str, int]) -> None:
+    for lane, nbytes in moved.items():
+        to[lane] += nbytes
 
 
 class _CountedRun:
-    """A run without data: slots are sets of unit indices, movements are additions."""
+    """A run without data: slots are sets of unit indices, movements are entries in lists."""
 
-    def __init__(self, plan: Plan, cycle: list[int]) -> None:
-        self.plan = plan
-        self.tape = Tape(cycle)
-        self.moved = dict.fromkeys(LANES, 0)
-        self.present: list[set[int]] = [set() for _ in plan.slot_classes]
+    def __init__(self, course: _Course) -> None:
+        self.course = course
+        self.tape = Tape(course.cycle)
+        self.phases: list[_PhaseMoves] = []
+        self.present: list[set[int]] = [set() for _ in course.slot_classes]
         self.pending: list[int] = []
         self.current = -1
+        self._classes = {u: i for i, c in enumerate(course.slot_classes) for u in c.members}
+
+    def begin_phase(self, micro_batch: int, *, backward: bool) -> None:
+        """Count into a new phase from now on."""
+        self.phases.append(_PhaseMoves(micro_batch, backward))
 
     def step(self) -> None:
-        for micro_batch in range(self.plan.micro_batches):
-            self.wraps = micro_batch + 1 < self.plan.micro_batches
+        turn = _turn(self.tape)
+        before: object = None
+        for micro_batch in range(self.course.micro_batches):
+            self.wraps = micro_batch + 1 < self.course.micro_batches
+            now = ([set(slots) for slots in self.present], list(self.pending))
+            if micro_batch > 1 and self.wraps and now == before:
+                self._repeat(micro_batch)  # it starts as the one before it did
+                continue
+            before = now
             self.tape.begin()
-            for unit in self.tape.sequence:
+            if micro_batch or not self.phases:  # the first began with the sweep, see below
+                self.begin_phase(micro_batch, backward=False)
+            for position, unit in enumerate(self.tape.sequence):
+                if position == turn:
+                    self.begin_phase(micro_batch, backward=True)
                 self._use(unit)
-            self._gradients(micro_batch)
+            if not self.phases[-1].backward:  # one unit: used once, for both
+                self.begin_phase(micro_batch, backward=True)
             self.tape.end()
-        trained = [u for u in self.tape.first_uses() if self.plan.units[u].numel]
+        self.begin_phase(0, backward=False)  # of the next step: the sweep runs behind it
+        trained = [u for u in self.tape.first_uses() if self.course.trained[u]]
         for slots in self.present:
             slots.difference_update(trained)
         while self.pending:  # never used in the cycle: swept home
             self._sweep(self.pending.pop(0), publish=False)
         self.pending = trained
         self._run_sweep()
+
+    def _repeat(self, micro_batch: int) -> None:
+        for phase in self.phases[-2:]:
+            moves = _PhaseMoves(micro_batch, phase.backward, phase.fetched, phase.swept)
+            self.phases.append(moves)
 
     def _use(self, unit: int) -> None:
         self.current = unit
@@ -62,7 +228,7 @@ class _CountedRun:
             self._run_sweep()
             if not self.holds_slot(unit):
                 self.fetch(unit)
-        policy.look_ahead(self, self.tape, self.plan.look_ahead, wraps=self.wraps)
+        policy.look_ahead(self, self.tape, self.course.look_ahead, wraps=self.wraps)
         self._run_sweep()
 
     def _run_sweep(self) -> None:
@@ -76,51 +242,24 @@ class _CountedRun:
                 self.present[slot_class].add(unit)
 
     def _sweep(self, unit: int, *, publish: bool) -> None:
-        layout, homes = self.plan.units[unit], self.plan.homes[unit]
-        record = self.plan.record_bytes(layout)
-        self.moved["disk_read"] += record
-        self.moved["disk_write"] += record
-        gradient = layout.numel * self.plan.gradient_itemsize
-        if homes.gradient is Tier.DISK:
-            self.moved["disk_read"] += gradient
-        if publish and homes.weight is not Tier.DEVICE and not self.plan.unified:
-            self.moved["to_device"] += layout.trained_bytes
-        if self.plan.unified or updated_on_device(self.plan, unit):
-            return
-        for kind in self.plan.precision.kinds:
-            if homes.of(kind) is Tier.DEVICE:
-                nbytes = self.plan.range_bytes(layout, kind)
-                self.moved["from_device"] += nbytes
-                self.moved["to_device"] += nbytes
-        if homes.of(Kind.GRADIENT) is Tier.DEVICE:  # for the update, and for a norm on the host
-            normed = sum(s.numel for s in layout.trained_segments) * self.plan.gradient_itemsize
-            self.moved["from_device"] += gradient + (0 if self.plan.device_kernels else normed)
-
-    def _gradients(self, micro_batch: int) -> None:
-        for unit in self.tape.first_uses():
-            layout, homes = self.plan.units[unit], self.plan.homes[unit]
-            nbytes = layout.numel * self.plan.gradient_itemsize
-            if homes.gradient is Tier.DISK:
-                self.moved["disk_write"] += nbytes
-                self.moved["disk_read"] += nbytes if micro_batch else 0
-            if not self.plan.unified and homes.gradient is not Tier.DEVICE:
-                self.moved["from_device"] += sum(s.nbytes for s in layout.trained_segments)
+        self.phases[-1].swept.append((unit, publish))
 
     # SlotView
     def class_of(self, unit: int) -> int | None:
-        return self.plan.class_of(unit)
+        return self._classes.get(unit)
 
     def holds_slot(self, unit: int) -> bool:
-        return any(unit in slots for slots in self.present)
+        slot_class = self._classes.get(unit)
+        return slot_class is not None and unit in self.present[slot_class]
 
     def is_pending(self, unit: int) -> bool:
         return unit in self.pending
 
     def publishes(self, unit: int) -> bool:
-        return publishes(self.plan, unit)
+        return self.course.publishes[unit]
 
     def num_free(self, slot_class: int) -> int:
-        return self.plan.slot_classes[slot_class].count - len(self.present[slot_class])
+        return self.course.slot_classes[slot_class].count - len(self.present[slot_class])
 
     def evictable(self, slot_class: int) -> Collection[int]:
         return self.present[slot_class] - {self.current}
@@ -131,11 +270,12 @@ class _CountedRun:
         return True
 
     def fetch(self, unit: int) -> None:
-        layout, homes = self.plan.units[unit], self.plan.homes[unit]
         slot_class = self.class_of(unit)
         assert slot_class is not None
         self.present[slot_class].add(unit)
-        if homes.weight is Tier.DISK:
-            self.moved["disk_read"] += layout.slot_bytes
-        if not self.plan.unified:
-            self.moved["to_device"] += layout.slot_bytes
+        self.phases[-1].fetched.append(unit)
+
+
+def _turn(tape: Tape) -> int:
+    """Where in the tape the backward begins: every unit has been used once before."""
+    return max((tape.sequence.index(unit) for unit in tape.first_uses()), default=-1) + 1

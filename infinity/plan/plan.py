@@ -105,8 +105,9 @@ class Plan:
 
     def range_bytes(self, layout: UnitLayout, kind: Kind) -> int:
         """Bytes of the trained range of one state kind: the sum of its chunks' parts."""
-        chunks = layout.chunks(self.chunk_elements)
-        return sum(self.precision.nbytes(kind, count) for _, count in chunks)
+        whole, rest = divmod(layout.numel, self.chunk_elements)
+        nbytes = self.precision.nbytes
+        return whole * nbytes(kind, self.chunk_elements) + (nbytes(kind, rest) if rest else 0)
 
     def part(self, layout: UnitLayout, kind: Kind, chunk: int) -> slice:
         """Where a chunk's part of one state kind lies in the unit's range, in bytes."""

@@ -35,7 +35,7 @@ from infinity.optim.built_in import KernelUpdater
 from infinity.optim.tiles import Tile, Updater, moment_in
 from infinity.plan.layout import Kind
 from infinity.plan.plan import Plan, updated_on_device
-from infinity.plan.planner import stage_bytes
+from infinity.plan.reserve import stage_bytes
 
 
 @dataclass(frozen=True)

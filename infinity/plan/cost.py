@@ -1,0 +1,179 @@
+"""How long a step takes: bytes from the forecast, rates of the machine, and what overlaps what.
+
+[Note: schedule]
+A step is a row of phases: forward and backward of each micro-batch. Inside a phase the lanes work
+at the same time, and the slowest one decides; between phases nothing overlaps. The sweep of the
+step before runs behind the first forward. On a CPU device the update takes turns with compute,
+since both want the same cores; elsewhere it runs beside it.
+
+[Note: compute]
+A token costs 2 FLOP a matrix element forward and 4 backward (2 more where blocks are recomputed);
+lookup tables cost none. Attention's products of tokens with tokens are left out: 2 * context
+elements for each layer's width, little beside 12 * width for contexts of a few thousand. Few
+tokens are bound by memory instead: each weight is read once per pass. In backward a gradient is
+written by autograd, read, and added to or stored in its home, and squared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from infinity.plan.forecast import PhaseBytes, forecast_phases
+from infinity.plan.plan import Plan, updated_on_device
+from infinity.plan.rates import Rates
+
+SPLIT_UPDATE_BYTES = 26  # a parameter: 12 of state read and written, 2 of gradient read
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a user trains: tokens of one micro-batch, and how.
+
+    `lookups` are indices of parameters that are only indexed into (embeddings); `shares` the part
+    of the tokens that a parameter sees, where not all (experts).
+    """
+
+    tokens: int
+    recompute: bool = False
+    lookups: frozenset[int] = frozenset()
+    shares: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseCost:
+    """Seconds that each lane would need for one phase alone, and the phase as a whole."""
+
+    name: str
+    lanes: dict[str, float]
+    seconds: float
+
+    @property
+    def binds(self) -> str:
+        """The lane that decides."""
+        return max(self.lanes, key=lambda lane: self.lanes[lane])
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """One steady step: its phases in order."""
+
+    phases: tuple[PhaseCost, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of a whole step."""
+        return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def lanes(self) -> dict[str, float]:
+        """Seconds each lane is busy in a step."""
+        names = dict.fromkeys(name for phase in self.phases for name in phase.lanes)
+        return {name: sum(p.lanes.get(name, 0.0) for p in self.phases) for name in names}
+
+    @property
+    def binds(self) -> str:
+        """The lane that decides most of the step's time."""
+        shares: dict[str, float] = {}
+        for phase in self.phases:
+            shares[phase.binds] = shares.get(phase.binds, 0.0) + phase.seconds
+        return max(shares, key=lambda lane: shares[lane], default="compute")
+
+
+def step_cost(
+    plan: Plan, rates: Rates, work: Work | None = None, cycle: list[int] | None = None
+) -> StepCost:
+    """The cost of a steady step; without `work` compute costs nothing, which leaves movement."""
+    phases = forecast_phases(plan, cycle)
+    return StepCost(tuple(_phase_cost(plan, rates, work, phase) for phase in phases))
+
+
+def _phase_cost(plan: Plan, rates: Rates, work: Work | None, phase: PhaseBytes) -> PhaseCost:
+    moved = phase.moved
+    lanes = {"disk": rates.disk_s(moved["disk_read"], moved["disk_write"])}
+    if not plan.unified:
+        for lane, rate in (("to_device", rates.to_device), ("from_device", rates.from_device)):
+            lanes[lane] = moved[lane] / rate if rate else 0.0
+    compute = 0.0 if work is None else _compute_s(plan, rates, work, phase)
+    update = on_device = 0.0
+    if phase.has_sweep:
+        update, on_device = update_s(plan, rates)
+    if plan.unified:  # the same cores
+        lanes["compute and update" if update else "compute"] = compute + update
+    else:
+        lanes["compute"] = compute + on_device
+        lanes["update"] = update
+    name = f"{'backward' if phase.backward else 'forward'} {phase.micro_batch + 1}"
+    return PhaseCost(name, lanes, max(lanes.values()))
+
+
+def update_s(plan: Plan, rates: Rates) -> tuple[float, float]:
+    """Seconds of one step's update: on the host, and on the device."""
+    host = device = 0
+    for unit in plan.units:
+        numel = sum(s.numel for s in unit.trained_segments)
+        if updated_on_device(plan, unit.index) and rates.device_update:
+            device += numel
+        else:
+            host += numel
+    slowest = [_update_rate(rates, name) for name in _formats(plan)]
+    host_rate = min(slowest, default=0.0)
+    return (
+        host / host_rate if host_rate else 0.0,
+        device / rates.device_update if rates.device_update else 0.0,
+    )
+
+
+def _formats(plan: Plan) -> list[str]:
+    return [moment.value for moment in plan.precision.moments] or ["fp32"]
+
+
+def _update_rate(rates: Rates, name: str) -> float:
+    known = "bf16" if name.startswith("bf16") else name
+    return rates.update.get(known) or rates.update.get("fp32") or 0.0
+
+
+def _compute_s(plan: Plan, rates: Rates, work: Work, phase: PhaseBytes) -> float:
+    """Seconds of the products and passes over memory of one forward or backward."""
+    elements, all_elements = 0.0, 0
+    for unit in plan.units:
+        for segment in unit.segments:
+            if segment.parameter in work.lookups:
+                continue
+            all_elements += segment.numel
+            if len(segment.shape) > 1:
+                elements += segment.numel * work.shares.get(segment.parameter, 1.0)
+    per_element = (6 if work.recompute else 4) if phase.backward else 2
+    rate = rates.compute.get(plan.precision.name)
+    seconds = per_element * elements * work.tokens / rate if rate else 0.0
+    memory = _memory_rate(plan, rates)
+    if memory is None:
+        return seconds
+    weight = plan.precision.weight
+    passes = (2 if work.recompute else 1) if phase.backward else 1
+    seconds = max(seconds, passes * weight * all_elements / memory)
+    if phase.backward:
+        seconds += _gradient_bytes(plan, phase) / memory
+    return seconds
+
+
+def _memory_rate(plan: Plan, rates: Rates) -> float | None:
+    """Bytes per second of the compute device's memory, where that is the host's."""
+    rate = rates.update.get("fp32")
+    return SPLIT_UPDATE_BYTES * rate if plan.unified and rate else None
+
+
+def _gradient_bytes(plan: Plan, phase: PhaseBytes) -> int:
+    """Bytes of gradients that memory moves in one backward: made, taken home, squared."""
+    trained = sum(s.numel for u in plan.units for s in u.trained_segments)
+    homes = 2 if phase.micro_batch else 1  # a sum is read and written
+    last = phase.micro_batch + 1 == plan.micro_batches
+    item = plan.gradient_itemsize
+    return trained * (2 * plan.precision.weight + homes * item + (item if last else 0))
+
+
+def disk_days(written_per_step: int, step_s: float, rated_bytes: float) -> float:
+    """Days of training without a pause until a drive's rated endurance is written."""
+    if not written_per_step or not step_s:
+        return float("inf")
+    return rated_bytes / written_per_step * step_s / 86400

@@ -1,0 +1,139 @@
+"""What a plan reserves on each tier, by purpose: slots, homes, buffers. Sizes in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from infinity.plan.layout import PAGE, Kind, Tier, UnitLayout
+from infinity.plan.plan import Plan, SlotClass, UnitHomes, updated_on_device
+
+NUM_WINDOWS = 3  # gradient ranges in RAM when gradients rest on disk
+NUM_BOUNCES = 2  # device -> host gradient buffers
+TILE_BUFFERS = 8  # fp32 arrays of a tile: master, gradient, and what torch's step makes on the way
+AUTO_SHARE = 0.7  # of the memory compute uses; auto homes leave the rest to activations
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Budgets in bytes; None means unlimited (tests). `base` is what the process already uses."""
+
+    device: int | None
+    host: int | None
+    disk: int | None
+    base: int = 0
+
+
+def with_memory(plan: Plan, limits: Limits) -> Plan:
+    """The same plan with its slot classes and bytes per tier and purpose."""
+    plan = replace(plan, slot_classes=_slot_classes(plan))
+    rest = _at_rest(plan)
+    device, host, disk = (rest[tier] for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK))
+    device = {"slots": sum(c.slot_bytes * c.count for c in plan.slot_classes), **device}
+    host = {
+        "process": limits.base,
+        **host,
+        "staging": plan.num_stages * stage_bytes(plan),
+        "gradient windows": num_windows(plan) * largest_window(plan),
+        "landing": num_landings(plan) * largest_slot(plan),
+        "bounce": 0 if plan.unified else NUM_BOUNCES * largest_trained(plan),
+        "optimizer tiles": TILE_BUFFERS * 4 * plan.rule.tile_elements,
+    }
+    host["checksums"] = checksum_bytes(sum(disk.values())) if plan.verify else 0
+    return replace(plan, memory={"device": device, "host": host, "disk": disk})
+
+
+def excess(plan: Plan, limits: Limits, *, auto: bool = False) -> dict[str, int]:
+    """Tier -> bytes over its budget; empty when the plan fits."""
+    used = plan.tier_bytes
+    if plan.unified:  # one memory: the device's part counts against the host's budget too
+        used["host"] += used["device"]
+    over: dict[str, int] = {}
+    for tier, limit in (("device", limits.device), ("host", limits.host), ("disk", limits.disk)):
+        if limit is None:
+            continue
+        computes = tier == ("host" if plan.unified else "device")
+        share = AUTO_SHARE if auto and computes else 1.0
+        if used[tier] > limit * share:
+            over[tier] = used[tier] - int(limit * share)
+    return over
+
+
+def _slot_classes(plan: Plan) -> tuple[SlotClass, ...]:
+    """Group units whose sizes lie within a factor of two; a class has slots of its largest."""
+    moving = [u for u in plan.units if plan.homes[u.index].weight is not Tier.DEVICE]
+    groups: list[list[UnitLayout]] = []
+    for unit in sorted(moving, key=lambda u: (-u.slot_bytes, u.index)):
+        if groups and unit.slot_bytes * 2 > groups[-1][0].slot_bytes:
+            groups[-1].append(unit)
+        else:
+            groups.append([unit])
+    count = plan.look_ahead + 2
+    return tuple(
+        SlotClass(g[0].slot_bytes, min(count, len(g)), tuple(u.index for u in g))
+        for g in groups
+        if g[0].slot_bytes
+    )
+
+
+def checksum_bytes(nbytes: int) -> int:
+    """Bytes of checksums for so many bytes on disk: 4 for every page."""
+    return -(-nbytes // PAGE) * 4
+
+
+def _at_rest(plan: Plan) -> dict[Tier, dict[str, int]]:
+    """What rests on each tier."""
+    found = {tier: {"weights": 0, "state": 0, "gradients": 0} for tier in Tier}
+    state_kinds = [k for k in plan.precision.kinds if k is not Kind.WEIGHT]
+    state: dict[int, int] = {}  # blocks are equal: their bytes are added up once
+    for unit, homes in zip(plan.units, plan.homes, strict=True):
+        if unit.numel not in state:
+            state[unit.numel] = sum(plan.range_bytes(unit, k) for k in state_kinds)
+        found[homes.weight]["weights"] += unit.slot_bytes
+        found[homes.state]["state"] += state[unit.numel]
+        found[homes.gradient]["gradients"] += unit.numel * plan.gradient_itemsize
+    return found
+
+
+def stage_bytes(plan: Plan) -> int:
+    """Bytes of one staging buffer: a chunk of every kind that some unit cannot update in place."""
+    reachable = {Tier.HOST, Tier.DEVICE} if plan.unified else {Tier.HOST}
+    nbytes = 0
+    seen: set[tuple[int, UnitHomes]] = set()
+    for unit, homes in zip(plan.units, plan.homes, strict=True):
+        if (unit.numel, homes) in seen or not unit.numel or updated_on_device(plan, unit.index):
+            continue
+        seen.add((unit.numel, homes))
+        count = min(plan.chunk_elements, unit.numel)
+        staged = [k for k in plan.precision.kinds if homes.of(k) not in reachable]
+        need = sum(plan.precision.nbytes(k, count) for k in staged)
+        need += count * plan.gradient_itemsize if homes.gradient not in reachable else 0
+        nbytes = max(nbytes, need)
+    return nbytes
+
+
+def num_windows(plan: Plan) -> int:
+    """Gradient windows: only where some gradients rest on disk."""
+    disk = [u for u in plan.units if u.numel and plan.homes[u.index].gradient is Tier.DISK]
+    return min(NUM_WINDOWS, len(disk))
+
+
+def largest_window(plan: Plan) -> int:
+    """Bytes of one gradient window."""
+    units = [u for u in plan.units if plan.homes[u.index].gradient is Tier.DISK]
+    return max((u.numel * plan.gradient_itemsize for u in units), default=0)
+
+
+def num_landings(plan: Plan) -> int:
+    """Host buffers in which disk reads land on their way to a device of its own memory."""
+    disk = [h for h in plan.homes if h.weight is Tier.DISK]
+    return 0 if plan.unified or not disk else plan.look_ahead + 2
+
+
+def largest_slot(plan: Plan) -> int:
+    """Bytes of the largest unit that moves through slots."""
+    return max((c.slot_bytes for c in plan.slot_classes), default=0)
+
+
+def largest_trained(plan: Plan) -> int:
+    """Bytes of the largest trained range in the compute dtype."""
+    return max((u.trained_bytes for u in plan.units), default=0)

@@ -1,0 +1,117 @@
+"""Times of a step: bytes over rates, by hand for plans small enough."""
+
+from __future__ import annotations
+
+import pytest
+from test_planner import plan_of
+
+from infinity.config import load_config
+from infinity.formats import MomentFormat
+from infinity.plan.cost import Work, disk_days, step_cost, update_s
+from infinity.plan.forecast import forecast_bytes, forecast_phases
+from infinity.plan.layout import BF16, ParameterFacts, lay_out
+from infinity.plan.plan import LANES, RuleFacts
+from infinity.plan.planner import make_plan
+from infinity.plan.rates import Rates
+from infinity.plan.reserve import Limits
+
+ON_DISK = dict.fromkeys(("weights", "moments", "gradients"), "disk")
+GB = 1e9
+CPU = Rates(disk_read=2 * GB, disk_write=GB, disk_mixed=3 * GB, update={"fp32": GB, "8bit": 2 * GB},
+            compute={"bf16": 100 * GB})  # fmt: skip
+SIZES = [102_400] * 8
+
+
+def test_disk_time_is_the_common_part_mixed_and_the_rest_alone() -> None:
+    assert CPU.disk_s(0, 0) == 0
+    assert CPU.disk_s(6 * 10**9, 0) == 3
+    assert CPU.disk_s(0, 6 * 10**9) == 6
+    assert CPU.disk_s(5 * 10**9, 3 * 10**9) == pytest.approx(2 * 3 / 3 + 2 / 2)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_phases_add_up_to_the_step(micro_batches: int, count: int) -> None:
+    plan = plan_of(SIZES[:count], homes=ON_DISK, gradient_accumulation_steps=micro_batches)
+    phases = forecast_phases(plan)
+    assert [(p.micro_batch, p.backward) for p in phases] == [
+        (m, backward) for m in range(micro_batches) for backward in (False, True)
+    ]
+    assert [p.has_sweep for p in phases] == [True] + [False] * (2 * micro_batches - 1)
+    total = {lane: sum(p.moved[lane] for p in phases) for lane in LANES}
+    assert total == forecast_bytes(plan) == plan.predicted_bytes
+
+
+def test_bytes_fall_into_the_phases_where_they_move() -> None:
+    """Gradients in RAM, all else on disk: the sweep writes, backward reads what left its slot."""
+    plan = plan_of(SIZES, homes=ON_DISK | {"gradients": "host"}, look_ahead=1)
+    forward, backward = forecast_phases(plan)
+    weights = 102_400 * 2
+    assert forward.moved["disk_write"] == forward.moved["disk_read"] == 8 * 102_400 * 12
+    assert backward.moved["disk_write"] == 0
+    assert backward.moved["disk_read"] == (8 - 3) * weights  # three slots at the turn
+
+
+def test_the_slowest_lane_decides_each_phase() -> None:
+    plan = plan_of(SIZES, homes=ON_DISK | {"gradients": "host"}, look_ahead=1)
+    cost = step_cost(plan, CPU, Work(tokens=1000))
+    forward, backward = cost.phases
+    numel = sum(SIZES)
+    assert forward.name, backward.name == ("forward 1", "backward 1")
+    memory = 26 * GB
+    read = max(0.0, numel * 2 / memory)  # vectors: no products, one pass over the weights
+    assert forward.lanes["compute and update"] == pytest.approx(read + numel / GB)
+    assert forward.lanes["disk"] == pytest.approx(2 * numel * 12 / (3 * GB))
+    assert forward.seconds == forward.lanes["disk"]
+    assert forward.binds == backward.binds == cost.binds == "disk"
+    assert backward.lanes["compute"] == pytest.approx(read + numel * (2 * 2 + 2 + 2) / memory)
+    assert cost.seconds == forward.seconds + backward.seconds
+    assert cost.lanes["disk"] == forward.lanes["disk"] + backward.lanes["disk"]
+
+
+def test_a_device_of_its_own_hides_the_update() -> None:
+    plan = plan_of(SIZES, homes=ON_DISK | {"gradients": "host"}, unified=False)
+    links = {"to_device": 4 * GB, "from_device": 2 * GB}
+    rates = Rates(CPU.disk_read, CPU.disk_write, CPU.disk_mixed, CPU.update, CPU.compute, **links)
+    forward, backward = step_cost(plan, rates).phases
+    assert forward.lanes["update"] == pytest.approx(sum(SIZES) / GB)
+    assert forward.lanes["compute"] == backward.lanes["compute"] == 0
+    moved = plan.predicted_bytes
+    assert forward.lanes["to_device"] + backward.lanes["to_device"] == pytest.approx(
+        moved["to_device"] / (4 * GB)
+    )
+    assert backward.lanes["from_device"] == pytest.approx(moved["from_device"] / (2 * GB))
+
+
+def test_lossy_moments_update_at_their_own_rate() -> None:
+
+    plan = plan_of(SIZES)
+    rule = RuleFacts("AdamW", (MomentFormat.INT8, MomentFormat.INT8))
+
+    lossy = make_plan(
+        plan.units, load_config({}), Limits(None, None, None), unified=True, rule=rule
+    )
+    assert update_s(plan, CPU) == (pytest.approx(sum(SIZES) / GB), 0)
+    assert update_s(lossy, CPU) == (pytest.approx(sum(SIZES) / (2 * GB)), 0)
+
+
+def test_products_count_for_matrices_that_are_multiplied() -> None:
+
+    facts = [
+        ParameterFacts("table", 0, (1000, 64), "bfloat16", 64_000, 2, True, 0),
+        ParameterFacts("weight", 1, (64, 64), "bfloat16", 4096, 2, True, 0),
+    ]
+    config, limits = load_config({}), Limits(None, None, None)
+    plan = make_plan((lay_out(0, "all", facts, BF16),), config, limits, unified=False)
+    rates = Rates(GB, GB, GB, compute={"bf16": GB})
+    work = Work(tokens=10, lookups=frozenset({0}))
+    forward, backward = step_cost(plan, rates, work).phases
+    assert forward.lanes["compute"] == pytest.approx(2 * 4096 * 10 / GB)
+    assert backward.lanes["compute"] == pytest.approx(4 * 4096 * 10 / GB)
+    again = step_cost(plan, rates, Work(tokens=10, recompute=True)).phases[1]
+    assert again.lanes["compute"] == pytest.approx(6 * (4096 + 64_000) * 10 / GB)
+
+
+def test_days_to_a_rated_endurance() -> None:
+    assert disk_days(10**12, 86400.0, 600e12) == 600
+    assert disk_days(0, 1.0, 600e12) == float("inf")

@@ -34,10 +34,12 @@ if _TYPE_CHECKING:
     from infinity.config import load_config as load_config
     from infinity.engine import Engine as Engine
     from infinity.errors import InfinityError as InfinityError
+    from infinity.model.materialize import Init as Init
     from infinity.optim.standalone import CPUAdam as CPUAdam
     from infinity.optim.standalone import FusedAdam as FusedAdam
     from infinity.startup import initialize as initialize
     from infinity.training.report import StepReport as StepReport
+    from infinity.weights import load_weights as load_weights
 
 # Where the public names live. They are imported when first used: the command line must not wait
 # for torch, and a broken part must not keep `infinity doctor` from saying so.
@@ -46,10 +48,12 @@ _HOMES = {
     "load_config": "infinity.config",
     "Engine": "infinity.engine",
     "InfinityError": "infinity.errors",
+    "Init": "infinity.model.materialize",
     "initialize": "infinity.startup",
     "CPUAdam": "infinity.optim.standalone",
     "FusedAdam": "infinity.optim.standalone",
     "StepReport": "infinity.training.report",
+    "load_weights": "infinity.weights",
 }
 
 
@@ -70,8 +74,10 @@ __all__ = [
     "Engine",
     "FusedAdam",
     "InfinityError",
+    "Init",
     "StepReport",
     "__version__",
     "initialize",
     "load_config",
+    "load_weights",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.formats import MomentFormat
+from infinity.heap import return_freed_memory
 from infinity.memory.device import CpuDevice, Device
 from infinity.memory.disk import Disk
 from infinity.memory.gradients import GradientStore
@@ -21,6 +22,7 @@ from infinity.memory.mover import Mover
 from infinity.memory.reservations import PROCESS
 from infinity.memory.state import StateStore
 from infinity.model.cut import Cutter, UnitCut, UnitSpec
+from infinity.model.materialize import Origins
 from infinity.model.presence import Installation, ParameterMap, Presence, move_buffers
 from infinity.optim.built_in import BuiltInRule
 from infinity.optim.cpu import CpuKernels
@@ -55,8 +57,14 @@ class Cut:
     layouts: tuple[UnitLayout, ...]
 
 
+class Grouped(Protocol):
+    """Parameter groups as a torch optimizer has them; the plan of a run needs no more of one."""
+
+    param_groups: list[dict[str, Any]]
+
+
 def check_model(model: nn.Module) -> None:
-    """Refuse what cannot be owned: owned modules, meta parameters, several processes."""
+    """Refuse what cannot be owned: owned modules, several processes."""
     world_size = int(os.environ.get("WORLD_SIZE", "1") or 1)
     if world_size > 1:
         raise ConfigError(
@@ -70,12 +78,6 @@ def check_model(model: nn.Module) -> None:
             raise ConfigError(
                 f"module {name or 'model'!r} is owned by another engine",
                 remedy="close that engine first",
-            )
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise ConfigError(
-                f"parameter {name!r} is on the meta device; building on meta is not supported yet",
-                remedy="build the model in RAM before initialize()",
             )
 
 
@@ -134,7 +136,7 @@ def make_optimizer(
 def cut_model(
     model: nn.Module,
     config: Config,
-    optimizer: OffloadedOptimizer,
+    optimizer: Grouped,
     units: Sequence[UnitSpec] | None,
 ) -> Cut:
     """Cut into units and lay them out; trained is what the optimizer holds."""
@@ -162,12 +164,18 @@ def cut_model(
     return Cut(cutter.names, cutter.parameters, trained, dtypes, cuts, tuple(layouts))
 
 
-def limits_for(config: Config, device: Device, parameters: Iterable[nn.Parameter]) -> Limits:
-    """Budgets: given or derived, less what other engines of this process hold."""
+def limits_for(config: Config, device: Device, model: nn.Module) -> Limits:
+    """Budgets: given or derived, less what other engines of this process hold.
+
+    The process keeps what it holds now, but for parameters; buffers on meta it will come to hold.
+    """
+    return_freed_memory()
     machine = read_machine(config.nvme_path)
     held = PROCESS.total("host") + (PROCESS.total("device") if device.unified else 0)
-    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in parameters}
-    base = machine.own_rss_bytes - sum(storages.values()) - held
+    storages = [p.untyped_storage() for p in model.parameters() if not p.is_meta]
+    ours = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    coming = sum(b.nbytes for b in model.buffers() if b.is_meta) if device.unified else 0
+    base = machine.own_rss_bytes - sum(ours.values()) - held + coming
     host = config.budget.host or default_host_budget_bytes(machine)
     if config.budget.host and config.budget.host > machine.host_ram_bytes:
         raise ConfigError(
@@ -201,6 +209,7 @@ class Parts:
         config: Config,
         device: Device,
         optimizer: OffloadedOptimizer,
+        origins: Origins,
         progress: Progress | None = None,
         poison: Callable[[Tensor], None] | None = None,
     ) -> None:
@@ -212,7 +221,7 @@ class Parts:
         PROCESS.take(self, plan.tier_bytes)
         self._undo.append(lambda: PROCESS.release(self))
         try:
-            self._assemble(model, config, optimizer, progress, poison)
+            self._assemble(model, config, optimizer, origins, progress, poison)
         except BaseException:
             self.close()
             raise
@@ -222,10 +231,12 @@ class Parts:
         model: nn.Module,
         config: Config,
         optimizer: OffloadedOptimizer,  # not kept: it refers to the engine
+        origins: Origins,  # nor is this: it may hold values
         progress: Progress | None,
         poison: Callable[[Tensor], None] | None,
     ) -> None:
         plan, cut, undo = self.plan, self.cut, self._undo
+        undo.append(self._give_memory_back)  # when nothing moves and nothing is pinned any more
         undo.append(self.device.close)
         num_threads = config.cpu.num_threads or read_machine().num_cpus
         self.kernels = CpuKernels(num_threads, config.cpu.isa)
@@ -252,12 +263,17 @@ class Parts:
         index_of = {id(p): i for i, p in enumerate(cut.parameters)}
         hypers = optimizer.hypers(index_of).items()
         initial = {index: rule.initial(hyper) for index, hyper in hypers}
-        Birth(plan, self.lanes, self.store, self.kernels, initial).write(
-            cut.parameters, self.presence, progress
-        )
+        undo.append(self.presence.return_to_meta)
+        self.presence.leave_meta()
+        birth = Birth(plan, self.lanes, self.store, self.kernels, initial, origins.value)
+        birth.write(cut.parameters, self.presence, progress)
+        del birth  # and its buffers
+        self.presence.settle()
         self._born = True
         self.gradients.write_once()
-        move_buffers(model, self.device.torch_device)
+        move_buffers(model, self.device.torch_device, origins.value)
+        origins.forget()
+        return_freed_memory()  # of values that have gone home
         self.hooks = Hooks(self.mover, self.gradients, cut.units, cut.parameters, cut.trained)
         undo.append(self.hooks.remove)
         self.installation = Installation(model, self.hooks.touch)
@@ -270,6 +286,16 @@ class Parts:
                 self.presence.forget(layout.index)
         for slot in self.mover.ledger.slots:
             slot.residency = slot.lingering = None
+
+    def _give_memory_back(self) -> None:
+        """Drop every reserved range, whoever still refers to the engine.
+
+        A range lives on while a tensor of the user's lies in it.
+        """
+        for name in ("store", "gradients", "mover", "sweep"):  # those that were made
+            if hasattr(self, name):
+                getattr(self, name).forget()
+        return_freed_memory()
 
     @property
     def closed(self) -> bool:
@@ -310,7 +336,7 @@ def facts_of(rule: Rule, layouts: Iterable[UnitLayout]) -> RuleFacts:
 
 def plan_for(model: nn.Module, cut: Cut, config: Config, device: Device, rule: Rule) -> Plan:
     """The plan of one engine on this machine."""
-    limits = limits_for(config, device, model.parameters())
+    limits = limits_for(config, device, model)
     facts = facts_of(rule, cut.layouts)
     reason = "" if device.unified else device.why_no_kernels()
     plan = make_plan(

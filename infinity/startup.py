@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from infinity.errors import ConfigError, InfinityWarning
 from infinity.journal import Journal
 from infinity.memory.device import Device, find_device
 from infinity.model.cut import UnitSpec
+from infinity.model.materialize import Origins
 from infinity.optim.guest_probe import GuestMaker
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.parts import Parts, check_model, cut_model, make_optimizer, plan_for
@@ -52,41 +54,52 @@ def initialize(
     instance over the model's parameters that has no state yet. torch runs it tile by tile on fp32
     masters: slower than the built-in rules. It is tried out on small parameters first.
 
-    Raises `ConfigError`, `DoesNotFitError` or `MachineError`; nothing is left behind then, and
-    the model is as it was unless writing the initial state had begun.
+    The model may be larger than RAM: built under `infinity.Init`, under `torch.device("meta")`
+    (then the modules' own initialisers make the values, see `model/initialisers.py`), or with
+    `remember_values`. Its values are made one tensor at a time.
+
+    A `Device` object that is passed belongs to the engine from then on: `engine.close()` closes
+    it, or `initialize` itself where it raises.
+
+    Raises `ConfigError`, `DoesNotFitError` or `MachineError`; nothing is left open or behind
+    then, and the model is as it was unless writing the initial state had begun.
     """
     settings = load_config(config)
     check_model(model)
-    target = find_device(device)
-    if settings.seed is not None:
-        torch.manual_seed(settings.seed)
-    offloaded = make_optimizer(model, settings, model_parameters, optimizer)
-    cut = cut_model(model, settings, offloaded, units)
-    plan = plan_for(model, cut, settings, target, offloaded.rule)
-    scheduler = _make_scheduler(settings, offloaded, lr_scheduler)
-    journal = Journal(settings.journal) if settings.journal else None
-    try:
-        parts = Parts(model, cut, plan, settings, target, offloaded, progress, poison)
-    except BaseException:
+    with ExitStack() as undo:
+        target = find_device(device)
+        undo.callback(target.close)
+        if settings.seed is not None:
+            torch.manual_seed(settings.seed)
+        origins = Origins(model, settings.seed)
+        offloaded = make_optimizer(model, settings, model_parameters, optimizer)
+        cut = cut_model(model, settings, offloaded, units)
+        plan = plan_for(model, cut, settings, target, offloaded.rule)
+        scheduler = _make_scheduler(settings, offloaded, lr_scheduler)
+        loader = training_data
+        if isinstance(training_data, Dataset):
+            loader = DataLoader(training_data, batch_size=batch_size, collate_fn=collate_fn)
+        journal = Journal(settings.journal) if settings.journal else None
         if journal is not None:
-            journal.close()
-        raise
-    engine = Engine(
-        model,
-        parts,
-        offloaded,
-        gradient_clipping=float(settings.gradient_clipping),
-        lr_scheduler=scheduler,
-        journal=journal,
-    )
-    for warning in engine.warnings:
-        warnings.warn(warning, InfinityWarning, stacklevel=2)
-    if journal is not None:
-        start = {"config": settings.resolved(), "plan": plan.describe()}
-        journal.write({"event": "start", **start, "warnings": engine.warnings})
-    loader = training_data
-    if isinstance(training_data, Dataset):
-        loader = DataLoader(training_data, batch_size=batch_size, collate_fn=collate_fn)
+            undo.callback(journal.close)
+        origins.check()
+        parts = Parts(model, cut, plan, settings, target, offloaded, origins, progress, poison)
+        undo.callback(parts.close)
+        engine = Engine(
+            model,
+            parts,
+            offloaded,
+            gradient_clipping=float(settings.gradient_clipping),
+            lr_scheduler=scheduler,
+            journal=journal,
+        )
+        undo.callback(engine.close)  # no values: they may not fit RAM
+        for warning in engine.warnings:
+            warnings.warn(warning, InfinityWarning, stacklevel=2)
+        if journal is not None:
+            start = {"config": settings.resolved(), "plan": plan.describe()}
+            journal.write({"event": "start", **start, "warnings": engine.warnings})
+        undo.pop_all()
     return engine, offloaded, loader, scheduler
 
 

@@ -110,6 +110,15 @@ class GradientStore:
         self._bounce = bounce_arena.view(0, bounce)
         self._bounced = 0
 
+    def forget(self) -> None:
+        """Drop the reserved ranges."""
+        self.ram.clear()
+        self.on_device.clear()
+        self._windows.clear()
+        self._pending.clear()
+        self._device_arena = None
+        self._bounce = torch.empty(0, dtype=torch.uint8)
+
     def write_once(self) -> None:
         """Write every extent, before training: a first write of reserved space is a slow one."""
         for turn, (unit, extent) in enumerate(self.extents.items()):

@@ -50,6 +50,10 @@ class Landings:
         """The landing is free once `event` has happened."""
         self._events[index] = event
 
+    def forget(self) -> None:
+        """Drop the buffers."""
+        self._buffers.clear()
+
     def reset(self) -> None:
         """After an interruption, with nothing in flight: all are free."""
         self._events = [HAPPENED] * len(self._events)

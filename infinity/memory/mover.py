@@ -65,6 +65,11 @@ class Mover(Slots):
                 home = state.ram if plan.unified else state.on_device
                 self.ledger.add_permanent(unit, home[Kind.WEIGHT])
 
+    def forget(self) -> None:
+        """Drop the slots and landings."""
+        self.ledger.forget()
+        self._landings.forget()
+
     # --- uses: the training thread -----------------------------------------------------------
 
     def use(self, unit: int) -> None:

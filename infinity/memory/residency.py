@@ -112,6 +112,12 @@ class Residency:
                 offset += slot_class.slot_bytes
         self.class_of = [self.plan.class_of(u.index) for u in self.plan.units]
 
+    def forget(self) -> None:
+        """Drop the slots, and what rests in them."""
+        self.slots.clear()
+        for entry in self.entries:
+            entry.slot = None
+
     def free_slots(self, slot_class: int) -> list[Slot]:
         """Slots of one class in which a residency may begin."""
         return [s for s in self.slots if s.slot_class == slot_class and s.is_free()]

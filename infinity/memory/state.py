@@ -101,6 +101,13 @@ class StateStore:
                 owner = f"unit {layout.name!r}, frozen parameters"
                 unit.frozen = disk.extent(layout.frozen_bytes, owner)
 
+    def forget(self) -> None:
+        """Drop the reserved ranges."""
+        for unit in self.units:
+            unit.ram.clear()
+            unit.on_device.clear()
+        self._arenas.clear()
+
     def parts(self, unit: int, kind: Kind, buffer: Tensor) -> list[tuple[Extent, Tensor]]:
         """(extent, buffer part) pairs that together are the trained range of a disk-homed kind."""
         state = self.units[unit]
@@ -158,13 +165,13 @@ class StateStore:
             state.ram[kind].copy_(value)
         elif kind in state.on_device:
             self.settle_writes(unit)
-            source = HostArena(nbytes).view(0, nbytes)
-            source.copy_(value)
-            self.lanes.copy_in(state.on_device[kind], source).wait()
+            self.lanes.copy_in(state.on_device[kind], value).wait()
         elif nbytes:
             self.settle_writes(unit)
-            source = HostArena(nbytes).view(0, nbytes)  # O_DIRECT wants aligned memory
-            source.copy_(value)
+            source = value
+            if value.data_ptr() % PAGE:  # O_DIRECT wants aligned memory
+                source = HostArena(nbytes).view(0, nbytes)
+                source.copy_(value)
             weight = kind is Kind.WEIGHT
             pieces = self.weight_parts(unit, source) if weight else self.parts(unit, kind, source)
             self.lanes.write(pieces).wait()

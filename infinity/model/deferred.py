@@ -23,9 +23,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from infinity.errors import InfinityError
+from infinity.heap import return_freed_memory
 from infinity.model.operations import (
     generator_state,
     leaves,
@@ -40,6 +42,7 @@ from infinity.model.torch_private import DispatchMode
 
 DEFER_FROM_BYTES = 256 << 10  # smaller tensors are simply made
 KEEP_BYTES = 64 << 20  # shadows kept besides those of the operation under way
+RETURN_BYTES = 32 << 20  # after dropping so much, free memory is given back to the system
 
 # In-place operations after which nothing of the target's past matters.
 _OVERWRITES = frozenset({"normal_", "uniform_", "zero_", "fill_", "copy_", "random_"})
@@ -113,31 +116,36 @@ class Deferral(DispatchMode):  # type: ignore[no-untyped-call]
         self._storages: dict[int, _Storage] = {}
         self._log: list[_Entry] = []
         self._live: dict[int, None] = {}  # storages with a shadow, least recently used first
+        self._dropped_bytes = 0  # since free memory was given back
         self._disguise = _Disguise(self)
 
     # --- afterwards --------------------------------------------------------------------------
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether the tensor's values can be made again here."""
-        return tensor.is_meta and _key(tensor) in self._storages
+        if is_lazy(tensor) or tensor.layout is not torch.strided:
+            return False  # these have no storage
+        return _key(tensor) in self._storages
 
     def value(self, tensor: Tensor) -> Tensor:
-        """A fresh CPU tensor with the values, of the tensor's shape and dtype."""
+        """A fresh contiguous CPU tensor with the values, of the tensor's shape and dtype."""
         place = _place(tensor)
-        shadows = {key: s.shadow for key, s in self._storages.items() if s.shadow is not None}
-        if place.storage not in shadows:
-            state = torch.get_rng_state()
-            try:
-                shadows = self._replay(place.storage)
-            finally:
-                torch.set_rng_state(state)
-        return _view(shadows[place.storage], place).clone(memory_format=torch.contiguous_format)
+        shadow = self._storages[place.storage].shadow
+        if shadow is not None:
+            return _view(shadow, place).clone(memory_format=torch.contiguous_format)
+        state = torch.get_rng_state()
+        try:
+            made = self._replay(place.storage)[place.storage]
+        finally:
+            torch.set_rng_state(state)
+        return _view(made, place).contiguous()  # nobody else has it: no copy
 
     def forget_shadows(self) -> None:
         """Give back the memory of values that are still around."""
         for key in list(self._live):
             self._storages[key].shadow = None
         self._live.clear()
+        return_freed_memory()
 
     def __enter__(self) -> Self:
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -267,10 +275,14 @@ class Deferral(DispatchMode):  # type: ignore[no-untyped-call]
         total = sum(self._storages[key].nbytes for key in self._live if key not in in_use)
         for key in [k for k in self._live if k not in in_use]:
             if total <= KEEP_BYTES:
-                return
+                break
             total -= self._storages[key].nbytes
+            self._dropped_bytes += self._storages[key].nbytes
             self._storages[key].shadow = None
             del self._live[key]
+        if self._dropped_bytes >= RETURN_BYTES:
+            return_freed_memory()
+            self._dropped_bytes = 0
 
     # --- making values again --------------------------------------------------------------------
 

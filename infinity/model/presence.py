@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from infinity.errors import PresenceError
+from infinity.errors import ConfigError, PresenceError
 from infinity.plan.layout import UnitLayout
 
 Touch = Callable[[nn.Parameter], None]
@@ -58,6 +58,60 @@ class Presence:
             placeholder(p.shape, dtype, device) for p, dtype in zip(parameters, dtypes, strict=True)
         ]
         self._versions: dict[int, int] = {}
+        self._meta: dict[int, nn.Parameter] = {}  # by index, while values are made
+
+    # --- birth ---------------------------------------------------------------------------------
+
+    def leave_meta(self) -> None:
+        """Make parameters that are on meta absent; `return_to_meta` undoes it.
+
+        Each stays the same Python object, which groups and tied modules hold: torch refuses to set
+        the data of a meta tensor, but swaps whole tensors. Raises `ConfigError` for a parameter
+        that something else is tied to by more than a Python reference.
+        """
+        for index, parameter in enumerate(self.parameters):
+            if parameter.is_meta:
+                self._refuse_hooks(index, parameter)
+                stand_in = nn.Parameter(self._placeholders[index], parameter.requires_grad)
+                self._meta[index] = stand_in  # which holds the meta tensor in a moment
+                self._swap(index, parameter, stand_in)
+
+    def return_to_meta(self) -> None:
+        """After a birth that failed: parameters that were on meta are as they were."""
+        for index, meta in self._meta.items():
+            if meta.is_meta:  # not yet swapped back, should we have been interrupted
+                self._swap(index, self.parameters[index], meta)
+        self._meta.clear()
+
+    def settle(self) -> None:
+        """After a birth that went well: nobody returns to meta."""
+        self._meta.clear()
+
+    def _swap(self, index: int, parameter: nn.Parameter, other: nn.Parameter) -> None:
+        other.__class__ = parameter.__class__  # torch swaps these too; they shall stay
+        other.__dict__.update(parameter.__dict__)
+        try:
+            torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise self._tied_down(index, str(error).partition(chr(10))[0]) from error
+
+    def _refuse_hooks(self, index: int, parameter: nn.Parameter) -> None:
+        # They would stay behind with the meta tensor, and never run.
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            if getattr(parameter, name, None):
+                raise self._tied_down(index, "it has a hook")
+
+    def _tied_down(self, index: int, because: str) -> ConfigError:
+        segments = (s for layout in self._layouts for s in layout.segments)
+        name = next(s.name for s in segments if s.parameter == index)
+        return ConfigError(
+            f"parameter {name!r} is on the meta device and cannot get values",
+            because=because,
+            remedy="register hooks after initialize(), and keep no views of parameters or weak "
+            "references to them",
+        )
+
+    # --- present or absent ---------------------------------------------------------------------
 
     def bind(self, unit: int, slot: Tensor) -> None:
         """Make the unit's parameters views into `slot` (uint8, the unit's slot layout)."""
@@ -219,9 +273,18 @@ class Installation:
         self._modules = []
 
 
-def move_buffers(root: nn.Module, device: torch.device) -> None:
-    """Buffers keep their dtype and live on the device."""
+def move_buffers(
+    root: nn.Module, device: torch.device, first_value: Callable[[Tensor], Tensor]
+) -> None:
+    """Buffers get their first values, keep their dtype, and live on the device.
+
+    A buffer of several modules stays one.
+    """
+    moved: dict[int, tuple[Tensor, Tensor]] = {}
     for module in root.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = buffer.to(device)
+                if id(buffer) not in moved:
+                    value = first_value(buffer).to(device, buffer.dtype)
+                    moved[id(buffer)] = (buffer, value)  # the old one too: its id stays taken
+                module._buffers[name] = moved[id(buffer)][1]

@@ -30,3 +30,8 @@ def inside_function_transform() -> bool:
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context that sees every operation, after autograd, as `call(*args, **kwargs)`."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: it would import the compiler, 80 MiB and seconds, to turn it off."""
+        return False

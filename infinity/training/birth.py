@@ -1,8 +1,9 @@
 """The first write of every home: initial weights, zero moments, frozen bytes.
 
 Units are written one after the other, chunk by chunk, and each parameter's own memory is let go
-as soon as its unit is home. The first write doubles as what file systems want before O_DIRECT:
-every extent written once.
+as soon as its unit is home. Values that are made or read (see `model/materialize.py`) are asked
+for once, one whole parameter at a time. The first write doubles as what file systems want before
+O_DIRECT: every extent written once.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from infinity.plan.layout import Kind, Record, UnitLayout
 from infinity.plan.plan import Plan
 
 Progress = Callable[[int, int, str], None]
+FirstValue = Callable[[Tensor], Tensor]
 
 
 class Birth:
-    """Writes the initial state from live parameters; two buffers, so that writes overlap.
+    """Writes the initial state; two buffers, so that writes overlap.
 
     `initial` holds what the moments of a parameter (by index) begin with, where that is not 0.
+    `first_value` gives the values of a parameter in its shape, in any dtype.
     """
 
     def __init__(
@@ -38,12 +41,14 @@ class Birth:
         store: StateStore,
         kernels: CpuKernels,
         initial: Mapping[int, tuple[float, ...]],
+        first_value: FirstValue,
     ) -> None:
         self.plan = plan
         self.lanes = lanes
         self.store = store
         self.kernels = kernels
         self.initial = initial
+        self._values = _Current(first_value)
         self._chunk = min(plan.chunk_elements, max((u.numel for u in plan.units), default=0))
         nbytes = Record(plan.precision.kinds, plan.precision).nbytes(self._chunk)
         arena = arena_for([nbytes, nbytes, self._chunk * 4])
@@ -62,6 +67,7 @@ class Birth:
             for index in range(layout.num_chunks(self.plan.chunk_elements)):
                 self._write_chunk(layout, index, parameters)
             self._write_frozen(layout, parameters)
+            self._values.forget()
             presence.forget(layout.index)
             done += sizes[layout.index]
             if progress is not None:
@@ -81,7 +87,7 @@ class Birth:
             ticket.wait()
             self._tickets[turn] = None
         master = self._master[:count]
-        _fill_master(layout, start, master, parameters)
+        self._fill_master(layout, start, master, parameters)
         buffer = self._buffers[turn]
         views: dict[Kind, Tensor] = {}
         used = 0
@@ -102,6 +108,19 @@ class Birth:
             record = buffer[: state.record.nbytes(count)]
             self._tickets[turn] = self.lanes.write([(state.extents[index], record)])
         self._copy_to_memory(state, views, index)
+
+    def _fill_master(
+        self, layout: UnitLayout, start: int, master: Tensor, parameters: Sequence[nn.Parameter]
+    ) -> None:
+        """fp32 values of one chunk of the trained range; gaps between segments are zero."""
+        master.zero_()
+        count = master.numel()
+        for segment in layout.trained_segments:
+            first, last = segment.within(start, count)
+            if first < last:
+                flat = self._values.flat(parameters[segment.parameter])
+                skipped = start - segment.offset
+                master[first:last].copy_(flat[first + skipped : last + skipped])
 
     def _fill_views(self, views: dict[Kind, Tensor], master: Tensor) -> None:
         if Kind.RESIDUAL in views:
@@ -143,9 +162,8 @@ class Birth:
         frozen = HostArena(layout.frozen_bytes).view(0, layout.frozen_bytes)
         for segment in (s for s in layout.segments if not s.trained):
             dtype = getattr(torch, segment.dtype)
-            value = parameters[segment.parameter].detach().cpu().to(dtype).contiguous()
             part = frozen[segment.offset : segment.offset + segment.nbytes]
-            part.copy_(value.view(-1).view(torch.uint8))
+            part.view(dtype).copy_(self._values.flat(parameters[segment.parameter]))
         state = self.store.units[layout.index]
         place = slice(layout.trained_bytes, layout.slot_bytes)
         if Kind.WEIGHT in state.ram:
@@ -163,15 +181,22 @@ def _birth_bytes(plan: Plan, layout: UnitLayout) -> int:
     return sum(plan.range_bytes(layout, kind) for kind in kinds) + layout.frozen_bytes
 
 
-def _fill_master(
-    layout: UnitLayout, start: int, master: Tensor, parameters: Sequence[nn.Parameter]
-) -> None:
-    """fp32 values of one chunk of the trained range; gaps between segments are zero."""
-    master.zero_()
-    count = master.numel()
-    for segment in layout.trained_segments:
-        first, last = segment.within(start, count)
-        if first < last:
-            flat = parameters[segment.parameter].detach().reshape(-1)
-            skipped = start - segment.offset
-            master[first:last].copy_(flat[first + skipped : last + skipped])
+class _Current:
+    """The values of the parameter that is being written; those of the last are let go first."""
+
+    def __init__(self, first_value: FirstValue) -> None:
+        self._first_value = first_value
+        self._parameter: nn.Parameter | None = None
+        self._flat = torch.empty(0)
+
+    def flat(self, parameter: nn.Parameter) -> Tensor:
+        """All values in one dimension."""
+        if parameter is not self._parameter:
+            self.forget()
+            self._flat = self._first_value(parameter).detach().reshape(-1)
+            self._parameter = parameter
+        return self._flat
+
+    def forget(self) -> None:
+        """Keep no memory."""
+        self._parameter, self._flat = None, torch.empty(0)

@@ -156,11 +156,7 @@ class Sweep:
             raise interrupt
 
     def finish(self) -> None:
-        """Lift the pacing and wait until no update is owed; raises what made that impossible.
-
-        `EngineClosedError` once `close` has begun, also for what outlived the engine, such as a
-        state dict.
-        """
+        """Lift the pacing and wait until no update is owed; raises what makes that impossible."""
         with self.lanes.stall("update"), self.mover.changed:
             self.mover.paced = False
             self.mover.changed.notify_all()
@@ -182,6 +178,11 @@ class Sweep:
         # The garbage collector may close a dropped engine on any thread, this one's too.
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def forget(self) -> None:
+        """Drop the reserved ranges."""
+        self._stages.clear()
+        self._target = None
 
     # --- the sweep thread --------------------------------------------------------------------
 

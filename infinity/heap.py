@@ -1,0 +1,16 @@
+"""The C library's heap."""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import suppress
+
+
+def return_freed_memory() -> None:
+    """Give the system what the C library keeps of freed memory, where it is one that keeps some.
+
+    glibc keeps freed tensors below its threshold, up to 32 MiB each, and small objects between
+    them keep it from joining the holes: 150 MiB after some steps of a model with 28 MB units.
+    """
+    with suppress(OSError, AttributeError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)

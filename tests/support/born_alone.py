@@ -1,0 +1,97 @@
+"""Gives birth to a model much larger than what the plan holds in RAM; tells what RAM it took.
+
+`python -m support.born_alone PATH WAY`, WAY one of init, meta, read, real. Prints JSON: bytes of
+the model (fp32), of its largest tensor, of what the plan reserves, and by how much the peak grew
+while the model was built and while it was born.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import infinity
+from infinity.model.materialize import remember_values
+
+WIDTH, NUM_LAYERS = 1536, 32
+
+
+def build(width: int = WIDTH, num_layers: int = NUM_LAYERS) -> nn.Module:
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(num_layers)))
+    for layer in model:
+        if not layer.weight.is_meta:
+            nn.init.trunc_normal_(layer.weight, std=0.02)
+    return model
+
+
+def unborn(way: str, **size: int) -> nn.Module:
+    if way == "real":
+        return build(**size)
+    if way == "init":
+        with infinity.Init():
+            return build(**size)
+    with torch.device("meta"):
+        model = build(**size)
+    if way == "read":
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        remember_values(model, {n: (lambda s=s: torch.ones(s)) for n, s in shapes.items()})
+    return model
+
+
+def start(path: Path, model: nn.Module) -> infinity.Engine:
+    config = {
+        "nvme_path": str(path),
+        "homes": {"weights": "disk", "moments": "disk", "gradients": "disk"},
+        "optimizer": {"type": "SGD", "lr": 1e-3, "momentum": 0.0},  # little to write
+        "chunk_size": 1 << 19,
+        "budget": {"device": 32 << 20},
+        "cpu": {"num_threads": 1},
+    }
+    engine: infinity.Engine = infinity.initialize(model, config)[0]
+    return engine
+
+
+def _status(name: str) -> int:
+    found = re.search(rf"^{name}:\s*([0-9]+) kB$", Path("/proc/self/status").read_text(), re.M)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def _reset_peak() -> int:
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def main() -> None:
+    path, way = Path(sys.argv[1]), sys.argv[2]
+    torch.set_num_threads(1)
+    start(path, unborn(way, width=256, num_layers=4)).close()  # what every process pays once
+    before = _reset_peak()
+    model = unborn(way)
+    built = _status("VmHWM") - before
+    before_birth = _reset_peak()
+    engine = start(path, model)
+    born = _status("VmHWM") - before_birth
+    memory = engine.plan.memory
+    planned = sum(memory["device"].values()) + sum(memory["host"].values())
+    print(
+        json.dumps(
+            {
+                "model": 4 * sum(p.numel() for p in model.parameters()),
+                "largest": 4 * WIDTH * WIDTH,
+                "planned": planned - memory["host"]["process"],
+                "built": built,
+                "born": born,
+            }
+        )
+    )
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

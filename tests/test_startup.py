@@ -1,0 +1,151 @@
+"""`initialize` that fails: what it made is closed, what it was passed is as it was."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.fake_accelerator import FakeAccelerator
+from support.small import (
+    MIXED,
+    ON_DEVICE,
+    ON_DISK,
+    assert_nothing_left,
+    settings,
+    small_model,
+)
+from torch import nn, optim
+from torch.utils.data import TensorDataset
+
+import infinity
+from infinity import startup
+from infinity.errors import ConfigError, DoesNotFitError, InfinityWarning
+from infinity.memory.device import CpuDevice, Device
+from infinity.memory.reservations import PROCESS
+
+HOMES = {"disk": ON_DISK, "device": ON_DEVICE, "mixed": MIXED}
+
+
+class Watched(FakeAccelerator):
+    """Counts its closings."""
+
+    num_closed = 0
+
+    def close(self) -> None:
+        self.num_closed += 1
+        super().close()
+
+
+class OwnCpu(CpuDevice):
+    """A CPU that a user made."""
+
+    num_closed = 0
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+def interrupt(done: int, total: int, what: str) -> None:
+    raise KeyboardInterrupt
+
+
+def broken(optimizer: Any) -> Any:
+    raise ValueError("a schedule that fails")
+
+
+# What makes `initialize` fail, early and late.
+FAILURES: dict[str, tuple[type[BaseException], dict[str, Any], dict[str, Any]]] = {
+    "optimizer": (ConfigError, {}, {"optimizer": optim.LBFGS}),
+    "plan": (DoesNotFitError, {"budget": {"host": "1MiB"}}, {}),
+    "scheduler": (ValueError, {}, {"lr_scheduler": broken}),
+    "birth": (KeyboardInterrupt, {}, {"progress": interrupt}),
+    "loader": (ValueError, {}, {"training_data": TensorDataset(torch.ones(2)), "batch_size": -1}),
+}
+
+
+def fail(name: str, path: Path, device: Any, homes: dict[str, str]) -> None:
+    kind, more, arguments = FAILURES[name]
+    config = {**settings(path, homes), **more}
+    if "optimizer" in arguments:
+        del config["optimizer"]
+    before = PROCESS.total("host")
+    with pytest.raises(kind):
+        infinity.initialize(small_model(), config, device=device, **arguments)
+    assert PROCESS.total("host") == before
+
+
+@pytest.mark.parametrize("homes", HOMES)
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_passed_device_is_closed_where_initialize_fails(
+    tmp_path: Path, name: str, homes: str
+) -> None:
+    threads = set(threading.enumerate())
+    device = Watched(1)
+    fail(name, tmp_path, device, HOMES[homes])
+    assert device.num_closed >= 1
+    assert_nothing_left(tmp_path, threads)
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_device_that_initialize_found_is_closed(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[OwnCpu] = []
+
+    def find(device: Any) -> Device:
+        found.append(OwnCpu())
+        return found[-1]
+
+    monkeypatch.setattr(startup, "find_device", find)
+    fail(name, tmp_path, "cpu", MIXED)
+    assert found[0].num_closed >= 1
+
+
+@pytest.mark.parametrize("passed", [False, True])
+def test_a_warning_made_an_error_leaves_nothing_behind(
+    tmp_path: Path, passed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last thing that can fail, when the parameters' own memory has gone."""
+    monkeypatch.setattr(infinity.Engine, "warnings", property(lambda engine: ("slow",)))
+    model, threads = small_model(), set(threading.enumerate())
+    device, before = OwnCpu(), PROCESS.total("host")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", InfinityWarning)
+        with pytest.raises(InfinityWarning, match="slow"):
+            infinity.initialize(model, settings(tmp_path), device=device if passed else "cpu")
+    assert device.num_closed >= passed
+    assert_nothing_left(tmp_path, threads)
+    assert PROCESS.total("host") == before
+    assert all(type(m._parameters) is dict for m in model.modules())
+
+
+# --- our standalone optimizers -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [infinity.CPUAdam, infinity.FusedAdam])
+@pytest.mark.parametrize("form", ["class", "function", "instance", "subclass"])
+def test_the_standalone_optimizers_are_refused_with_what_to_write(
+    tmp_path: Path, kind: type[optim.Optimizer], form: str
+) -> None:
+    model = nn.Linear(3, 3)
+    given = {
+        "class": kind,
+        "function": lambda groups: kind(groups, lr=1e-3, moments="bf16"),
+        "instance": kind(model.parameters()),
+        "subclass": type("Mine", (kind,), {}),
+    }[form]
+    config = settings(tmp_path)
+    del config["optimizer"]
+    with pytest.raises(ConfigError) as caught:
+        infinity.initialize(model, config, optimizer=given)
+    text = str(caught.value)
+    assert "standalone" in text
+    assert kind.__name__ in text or form == "subclass"
+    assert '{"type": "AdamW"' in text
+    assert "torch.optim.AdamW" in text
+    assert "for CUDA parameters" not in text
+    assert not list(tmp_path.iterdir())

@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -207,6 +208,24 @@ class Engine:
         """
         self._check_usable()
         self.state_dict().load(state, strict=strict)
+
+    def save_weights(
+        self,
+        directory: str | os.PathLike[str],
+        dtype: torch.dtype | str | None = None,
+        max_shard: int | str = "5GiB",
+    ) -> list[Path]:
+        """Write safetensors that Hugging Face and `load_weights` take; returns the files.
+
+        Tensor by tensor, out of any homes, persistent buffers included; tied weights once, under
+        their first name. `dtype`: None is the compute dtype; torch.float32 or "fp32" the exact
+        master; "bf16"; "fp16". Buffers, and frozen parameters that are not floats, keep theirs.
+
+        Waits for updates that are owed. Raises `ConfigError`, `DoesNotFitError` (disk full) or
+        `MachineError`; training may go on after any of them, and files saved there before stay.
+        """
+        self._check_usable()
+        return self.state_dict().save(Path(directory), dtype, max_shard)
 
     def materialized(
         self,

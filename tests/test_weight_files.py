@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import struct
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from infinity.errors import ConfigError, DoesNotFitError, MachineError
@@ -67,6 +69,16 @@ def test_what_is_written_loads_in_safetensors_and_here(tmp_path: Path, max_shard
                 assert weights.facts[name].shape == tuple(tensor.shape)
                 assert same(weights.read(name), tensor)
     assert {p.name for p in tmp_path.iterdir()} == {f.name for f in files}, "no left-overs"
+
+
+def test_what_the_format_cannot_hold_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'a'.* hold no torch\.complex128"):
+        write_shards(tmp_path / "out", outgoing({"a": torch.ones(1, dtype=torch.complex128)}), 9)
+    large = Outgoing("a", (2,), torch.float16, lambda: torch.tensor([float("inf"), 1e5]))
+    with pytest.raises(ConfigError, match="'a' holds 100000, which is beyond float16"):
+        write_shards(tmp_path / "out", [large], 1 << 20)
+    infinite = Outgoing("a", (2,), torch.float16, lambda: torch.tensor([float("inf"), 1.0]))
+    write_shards(tmp_path / "out", [infinite], 1 << 20)
 
 
 def test_only_one_tensor_is_asked_for_at_a_time(tmp_path: Path) -> None:
@@ -135,36 +147,113 @@ def header(text: bytes, length: int | None = None) -> bytes:
     return struct.pack("<Q", len(text) if length is None else length) + text
 
 
+def entry(name: str, shape: str, begin: int, end: int, dtype: str = "U8") -> str:
+    return f'"{name}":{{"dtype":"{dtype}","shape":{shape},"data_offsets":[{begin},{end}]}}'
+
+
+def file_of(*entries: str, data: bytes = b"") -> bytes:
+    return header(("{" + ",".join(entries) + "}").encode()) + data
+
+
+# The bytes of a file, and what its refusal says.
 HOSTILE = {
-    "empty": b"",
-    "short": b"\x01\x02",
-    "huge header": header(b"{}", 2**62),
-    "header beyond the file": header(b"{}", 1000),
-    "not JSON": header(b"nonsense"),
-    "offsets beyond the file": header(
-        b'{"a":{"dtype":"F32","shape":[1000000000,1000],"data_offsets":[0,4000000000000]}}'
-    ),
-    "size does not match": header(b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}')
-    + b"12345678",
-    "overlap": header(
-        b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},'
-        b'"b":{"dtype":"U8","shape":[4],"data_offsets":[2,6]}}'
-    )
-    + b"123456",
-    "unknown dtype": header(b'{"a":{"dtype":"X9","shape":[4],"data_offsets":[0,4]}}') + b"1234",
-    "overflow": header(
-        b'{"a":{"dtype":"F32","shape":[4611686018427387905,4],"data_offsets":[0,16]}}'
-    )
-    + b"0" * 16,
-}
+    "empty": (b"", "it has 0 bytes"),
+    "short": (b"\x01\x02", "it has 2 bytes"),
+    "header of 2**62": (header(b"{}", 2**62), "its header would have"),
+    "header of 2**63": (header(b"{}", 2**63), "its header would have 9223372036854775808 bytes"),
+    "header of 2**64": (header(b"{}", 2**64 - 1), "its header would have"),
+    "header beyond the file": (header(b"{}", 1000), "its header would end at byte 1008 of 10"),
+    "not JSON": (header(b"nonsense"), "not JSON"),
+    "no object": (header(b"[1]"), "no JSON object"),
+    "nested deeply": (header(b"[" * 100_000), "not JSON"),
+    "not UTF-8": (header(b'{"\xff":{}}'), "not UTF-8"),
+    "UTF-16": (header("{}".encode("utf-16")), "not UTF-8"),
+    "NaN": (header(b'{"a":NaN}'), "not JSON"),
+    "a name that is no text": (file_of(entry("\\ud800", "[1]", 0, 1), data=b"1"), "is no text"),
+    "metadata": (header(b'{"__metadata__":{"a":1}}'), "__metadata__"),
+    "no entry": (header(b'{"a":7}'), "tensor 'a' lacks"),
+    "incomplete": (header(b'{"a":{"dtype":"U8","shape":[0]}}'), "tensor 'a' lacks"),
+    "bytes that are not there": (
+        file_of(entry("a", "[1000000000,1000]", 0, 4_000_000_000_000, "F32")),
+        "tensor 'a' would end at byte"),
+    "size does not match": (file_of(entry("a", "[3]", 0, 8, "F32"), data=b"12345678"),
+                            r"tensor 'a' of shape \(3,\) and dtype F32 has 8 bytes, not 12"),
+    "overlap": (file_of(entry("a", "[4]", 0, 4), entry("b", "[4]", 2, 6), data=b"123456"),
+                "tensor 'b' begins at byte 2, and overlaps"),
+    "the same bytes": (file_of(entry("a", "[4]", 0, 4), entry("b", "[4]", 0, 4), data=b"1234"),
+                       "tensor 'b' begins at byte 0, and overlaps"),
+    "gap": (file_of(entry("a", "[4]", 2, 6), data=b"123456"), "tensor 'a' .* leaves a gap"),
+    "bytes behind": (file_of(entry("a", "[4]", 0, 4), data=b"123456"), "its tensors end at"),
+    "nothing but bytes": (file_of(data=b"123456"), "its tensors end at"),
+    "backwards": (file_of(entry("a", "[4]", 4, 0), data=b"1234"), "tensor 'a' has the data_offs"),
+    "negative offset": (file_of(entry("a", "[4]", -4, 0), data=b""), "tensor 'a' has the data_of"),
+    "three offsets": (header(b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1,2]}}'),
+                      "tensor 'a' has the data_offsets"),
+    "negative shape": (file_of(entry("a", "[-2,-2]", 0, 4), data=b"1234"),
+                       r"tensor 'a' has the shape \[-2, -2\]"),
+    "no whole number": (file_of(entry("a", "[4.0]", 0, 4), data=b"1234"), "tensor 'a' has the sh"),
+    "true as a number": (file_of(entry("a", "[true]", 0, 1), data=b"1"), "tensor 'a' has the sh"),
+    "huge shape": (file_of(entry("a", "[4611686018427387905,4]", 0, 16, "F32"), data=b"0" * 16),
+                   "tensor 'a' has the shape"),
+    "huge and empty": (file_of(entry("a", f"[0,{2**62},4]", 0, 0)), "tensor 'a' has the shape"),
+    "more digits than are read": (file_of(entry("a", f"[{'9' * 5000}]", 0, 4), data=b"1234"),
+                                  "not JSON"),
+    "unknown dtype": (file_of(entry("a", "[4]", 0, 4, "X9"), data=b"1234"),
+                      "tensor 'a' has the dtype 'X9'"),
+    "a dtype that is no text": (
+        file_of(entry("a", "[4]", 0, 4).replace('"U8"', "[]"), data=b"1234"), "tensor 'a' has the"),
+    "one name twice": (file_of(entry("a", "[4]", 0, 4), entry("a", "[4]", 0, 4), data=b"1234"),
+                       "'a' is in its header twice"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_a_hostile_header_is_refused_with_the_file(tmp_path: Path, what: str) -> None:
+def test_a_hostile_header_is_refused_with_file_and_tensor(tmp_path: Path, what: str) -> None:
+    content, match = HOSTILE[what]
     file = tmp_path / "bad.safetensors"
-    file.write_bytes(HOSTILE[what])
-    with pytest.raises(ConfigError, match=r"bad\.safetensors"):
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"bad\.safetensors is not a sound .*{match}"):
         WeightFiles(file)
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    (tmp_path / "folder.safetensors").mkdir()
+    with pytest.raises(ConfigError, match="no regular file"):
+        WeightFiles(tmp_path / "pipe.safetensors")
+    with pytest.raises(ConfigError, match="no regular file"):
+        WeightFiles(tmp_path)
+
+
+def test_a_damaged_header_that_we_take_the_library_takes_too(tmp_path: Path) -> None:
+    """And it reads the same values; we also refuse names that are there twice."""
+    save_file(
+        {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16),
+         "empty": torch.empty(0, 3), "scalar": torch.tensor(1)},
+        tmp_path / "sound.safetensors", {"format": "pt"},
+    )  # fmt: skip
+    sound = (tmp_path / "sound.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", sound[:8])
+    file = tmp_path / "mutated.safetensors"
+    taken = 0
+    for seed in range(1500):
+        rng = random.Random(seed)
+        text, data = bytearray(sound[8 : 8 + length]), sound[8 + length :]
+        for _ in range(rng.choice([1, 1, 2])):
+            at = rng.randrange(len(text))
+            text[at : at + rng.choice([0, 1, 1])] = rng.choice(
+                [b"", b"\xff", *(bytes([c]) for c in b'0123456789-.eE[]{},:" \\abx\0')]
+            )
+        file.write_bytes(header(bytes(text)) + data)
+        try:
+            weights = WeightFiles(file)
+        except ConfigError:
+            continue
+        with weights, safe_open(file, "pt") as library:
+            assert weights.facts.keys() == set(library.keys()), bytes(text)
+            assert all(same(weights.read(n), library.get_tensor(n)) for n in weights.facts)
+        taken += 1
+    assert taken > 10
 
 
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
@@ -202,6 +291,10 @@ def test_an_index_is_held_to_its_files(tmp_path: Path) -> None:
     for hostile in ("../one.safetensors", "/etc/passwd", "", "..", 7):
         write_index(tmp_path, {"a": hostile})
         with pytest.raises(ConfigError, match="plain file name"):
+            WeightFiles(tmp_path)
+    for damaged in (b"\xff", b"[" * 100_000, b"[]", b"{}"):
+        (tmp_path / INDEX_NAME).write_bytes(damaged)
+        with pytest.raises(ConfigError, match="no weight_map"):
             WeightFiles(tmp_path)
     write_index(tmp_path, "text")
     with pytest.raises(ConfigError, match="no weight_map"):

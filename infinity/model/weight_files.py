@@ -1,9 +1,8 @@
 """Weights in safetensors files: read tensor by tensor, written in shards that Hugging Face loads.
 
-Reading goes through the safetensors library, which checks a header against the file before
-anything is allocated; pickles are refused. Writing is ours, because the library wants all tensors
-of a file in memory: the format is a length, a JSON header, and the bytes of the tensors
-(https://huggingface.co/docs/safetensors), and shapes are known before values.
+The libraries at hand want all tensors of a file in memory to write it. The format is a length, a
+JSON header, and the bytes of the tensors, and shapes are known before values: so here they are
+asked for one at a time. Pickles are refused.
 """
 
 from __future__ import annotations
@@ -11,18 +10,20 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from errno import EDQUOT, ENOSPC
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from infinity.errors import ConfigError, DoesNotFitError, MachineError
+from infinity.model.safetensors_file import DTYPE_NAMES, SafetensorsFile, TensorFacts
 from infinity.sizes import format_size
 
 SINGLE_NAME = "model.safetensors"
@@ -30,76 +31,42 @@ INDEX_NAME = "model.safetensors.index.json"
 _SHARD_NAME = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _HEADER_ALIGN = 8
-_WRITE_BYTES = 8 << 20
-
-# safetensors names of dtypes; the ones torch can hold and models use.
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-
-
-@dataclass(frozen=True)
-class TensorFacts:
-    """One tensor of a file, known from the header alone."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    file: Path
+_WRITE_BYTES = 4 << 20
+_COMPARE_ELEMENTS = 4 << 20
 
 
 class WeightFiles:
-    """The tensors of one or several safetensors files, by name. Close it, or use `with`."""
+    """The tensors of one or several safetensors files, by name.
+
+    Close it, or use `with`; the files are closed too when the object is let go of.
+    """
 
     def __init__(self, source: str | os.PathLike[str]) -> None:
         """`source`: a .safetensors file, an index, or a directory that holds either.
 
         Raises `ConfigError` that names the file, and the tensor where one is at fault.
         """
-        self._open: dict[Path, Any] = {}
         self.facts: dict[str, TensorFacts] = {}
-        expected: dict[str, Path] | None = None
+        self._files: dict[Path, SafetensorsFile] = {}
         files, expected = _files_of(Path(source).expanduser())
         try:
-            for file in files:
-                self._read_header(file)
+            for path in files:
+                self._open(path)
             if expected is not None:
                 self._check_index(expected)
         except BaseException:
             self.close()
             raise
 
-    def _read_header(self, file: Path) -> None:
-        try:
-            # The library's own context manager ends with the file; ours ends with `close`.
-            handle = safe_open(file, framework="pt").__enter__()  # type: ignore[no-untyped-call]
-            self._open[file] = handle
-            for name in handle.keys():  # noqa: SIM118 - it is no mapping
-                if name in self.facts:
-                    raise ConfigError(
-                        f"tensor {name!r} is in {self.facts[name].file} and in {file}",
-                        remedy="remove the file that does not belong to the model",
-                    )
-                part = handle.get_slice(name)
-                self.facts[name] = TensorFacts(tuple(part.get_shape()), part.get_dtype(), file)
-        except SafetensorError as error:
-            raise ConfigError(
-                f"{file} is not a sound safetensors file: {error}",
-                because="it is truncated, damaged, or something else",
-                remedy="download or save it again",
-            ) from error
-        except OSError as error:
-            raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
+    def _open(self, path: Path) -> None:
+        file = self._files[path] = SafetensorsFile(path)
+        for name, facts in file.facts.items():
+            if name in self.facts:
+                raise ConfigError(
+                    f"tensor {name!r} is in {self.facts[name].file} and in {path}",
+                    remedy="remove the file that does not belong to the model",
+                )
+            self.facts[name] = facts
 
     def _check_index(self, expected: Mapping[str, Path]) -> None:
         problems = []
@@ -117,20 +84,31 @@ class WeightFiles:
             )
 
     def read(self, name: str) -> Tensor:
-        """The tensor's values, in memory of their own."""
-        facts = self.facts[name]
-        try:
-            value = self._open[facts.file].get_tensor(name)
-        except (SafetensorError, RuntimeError, OSError) as error:
-            raise ConfigError(f"tensor {name!r} of {facts.file} cannot be read: {error}") from error
-        assert isinstance(value, Tensor)
-        return value.clone()
+        """The tensor's values, in memory of their own.
+
+        Raises `ConfigError`, `MachineError` or `DoesNotFitError` that name tensor and file.
+        """
+        return self._files[self.facts[name].file].read(name)
+
+    def equal(self, first: str, second: str) -> bool:
+        """Whether two tensors have the same shape and values; read in pieces."""
+        one, other = self.facts[first], self.facts[second]
+        if one.shape != other.shape:
+            return False
+        for start in range(0, one.numel, _COMPARE_ELEMENTS):
+            count = min(_COMPARE_ELEMENTS, one.numel - start)
+            a = self._files[one.file].read(first, start, count)
+            b = self._files[other.file].read(second, start, count)
+            if one.dtype is other.dtype:  # bits, so that NaN equals NaN
+                a, b = a.view(torch.uint8), b.view(torch.uint8)
+            if not torch.equal(a, b.to(a.dtype)):
+                return False
+        return True
 
     def close(self) -> None:
         """Let go of the files."""
-        while self._open:
-            _, handle = self._open.popitem()
-            handle.__exit__(None, None, None)
+        for file in self._files.values():
+            file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -170,7 +148,7 @@ def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
         listed = dict(content["weight_map"])
     except OSError as error:
         raise ConfigError(f"{index} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{index} is not an index: it has no weight_map") from error
     expected: dict[str, Path] = {}
     for name, file in listed.items():
@@ -211,9 +189,14 @@ def write_shards(directory: Path, tensors: Sequence[Outgoing], max_shard_bytes: 
 
     A shard holds at most `max_shard_bytes`, or one tensor that is larger. Files appear under their
     names only when all of them are complete and on stable storage; weights saved there before are
-    replaced then. Raises `DoesNotFitError` on a full disk and `MachineError` for other refusals;
-    what was there before is untouched then.
+    replaced then. Raises `DoesNotFitError` on a full disk, `MachineError` for other refusals, and
+    `ConfigError` for a dtype without a name in the format and for a value that its dtype cannot
+    hold; what was there before is untouched then.
     """
+    for tensor in tensors:
+        if tensor.dtype not in DTYPE_NAMES:
+            raise ConfigError(f"tensor {tensor.name!r}: safetensors files hold no {tensor.dtype}")
+    total = sum(t.nbytes for t in tensors)
     shards = _shards(tensors, max_shard_bytes)
     names = [SINGLE_NAME]
     if len(shards) > 1:
@@ -222,6 +205,8 @@ def write_shards(directory: Path, tensors: Sequence[Outgoing], max_shard_bytes: 
     index = (directory / f".{INDEX_NAME}.new", directory / INDEX_NAME)
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        if shutil.disk_usage(directory).free < total:  # told before hours of reading, not after
+            raise OSError(ENOSPC, os.strerror(ENOSPC))
         for (path, _), shard in zip(new, shards, strict=True):
             _write_file(path, shard)
         if len(shards) > 1:
@@ -240,7 +225,7 @@ def write_shards(directory: Path, tensors: Sequence[Outgoing], max_shard_bytes: 
             with suppress(OSError):
                 path.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise _refusal(directory, error, sum(t.nbytes for t in tensors)) from error
+            raise _refusal(directory, error, total) from error
         raise
     return [final for _, final in new]
 
@@ -278,11 +263,27 @@ def _write_file(path: Path, tensors: Sequence[Outgoing]) -> None:
 
 
 def _write_tensor(file: BinaryIO, tensor: Outgoing) -> None:
-    value = tensor.read().detach().cpu().to(tensor.dtype).contiguous()
+    """In pieces: a conversion of the whole would be a second copy."""
+    value = tensor.read().detach()
     assert tuple(value.shape) == tensor.shape, (tensor.name, value.shape, tensor.shape)
-    flat = value.reshape(-1).view(torch.uint8)
-    for start in range(0, flat.numel(), _WRITE_BYTES):
-        file.write(flat[start : start + _WRITE_BYTES].numpy().tobytes())
+    flat = value.reshape(-1)
+    step = _WRITE_BYTES // value.itemsize
+    for start in range(0, flat.numel(), step):
+        piece = flat[start : start + step].cpu()
+        converted = piece.to(tensor.dtype)
+        if converted is not piece:
+            _check_range(tensor, piece, converted)
+        file.write(converted.contiguous().view(torch.uint8).numpy().data)
+
+
+def _check_range(tensor: Outgoing, piece: Tensor, converted: Tensor) -> None:
+    infinite = converted.isinf()
+    if infinite.any() and (lost := piece[infinite & ~piece.isinf()]).numel():
+        raise ConfigError(
+            f"tensor {tensor.name!r} holds {lost[0]:g}, which is beyond "
+            f"{str(tensor.dtype).removeprefix('torch.')}",
+            remedy="save in bf16 or fp32",
+        )
 
 
 def _write_index(path: Path, names: Sequence[str], shards: Sequence[Sequence[Outgoing]]) -> None:
@@ -304,7 +305,7 @@ def _sync_directory(directory: Path) -> None:
 
 def _refusal(directory: Path, error: OSError, nbytes: int) -> MachineError | DoesNotFitError:
     because = f"{error.strerror} (errno {error.errno})"
-    if error.errno in (28, 122):
+    if error.errno in (ENOSPC, EDQUOT):
         return DoesNotFitError(
             f"{directory}: the disk is full; the weights need {format_size(nbytes)}",
             because=because,

@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, PresenceError
+from infinity.model.weight_files import Outgoing, write_shards
+from infinity.sizes import parse_size
 from infinity.training.values import Values
+
+
+@dataclass(frozen=True)
+class Place:
+    """One tensor of a module under all its names, and how to give it other values.
+
+    `names` are those of a state dict; tied weights have several. `write` is None for a tensor on
+    the meta device.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    write: Callable[[Tensor], None] | None
+
+
+# What parameters compute in, and hence what they may be saved as; other dtypes are kept.
+COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class StateDict(Mapping[str, Tensor]):
@@ -29,6 +53,9 @@ class StateDict(Mapping[str, Tensor]):
             return self._values.read(self.parameters[name], master=self._master)
         return self.buffers[name].detach().cpu().clone()
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.parameters or name in self.buffers  # the mapping's own reads a value
+
     def __iter__(self) -> Iterator[str]:
         yield from self.parameters
         yield from self.buffers
@@ -47,12 +74,83 @@ class StateDict(Mapping[str, Tensor]):
                 problems.append(f"{name!r} has shape {given}, not {expected}")
         if problems:
             raise ConfigError("the state does not match the model: " + "; ".join(problems))
-        for name in common:
+        for name in sorted(common, key=self._order):
             if name in self.parameters:
                 self._values.write(self.parameters[name], state[name])
             else:
                 self.buffers[name].copy_(state[name])
         self._values.flush()
+
+    def places(self) -> list[Place]:
+        """All tensors, in an order that reads and writes each unit once. Call `flush` at the end.
+
+        Raises `PresenceError` inside `engine.materialized`.
+        """
+        self._refuse_loans()
+        places = []
+        for names in self._tied():
+            first = names[0]
+            if first in self.parameters:
+                index = self.parameters[first]
+                dtype, write = self._values.dtype(index), partial(self._values.write, index)
+            else:
+                buffer = self.buffers[first]
+                dtype, write = buffer.dtype, partial(copy_into, buffer)
+            places.append(Place(names, self._shape(first), dtype, write))
+        return places
+
+    def flush(self) -> None:
+        """Write home what `Place.write` left to be written."""
+        self._values.flush()
+
+    def save(
+        self, directory: Path, dtype: torch.dtype | str | None, max_shard: int | str
+    ) -> list[Path]:
+        """`engine.save_weights`."""
+        self._refuse_loans()
+        tensors = list(self._outgoing(_dtype_of(dtype)))
+        max_shard_bytes = parse_size(max_shard)
+        try:
+            return write_shards(directory.expanduser(), tensors, max_shard_bytes)
+        finally:
+            self._values.flush()  # nothing was edited: only forgets what is cached
+
+    def _outgoing(self, dtype: torch.dtype | None) -> Iterator[Outgoing]:
+        for name, *_ in self._tied():
+            if name not in self.parameters:
+                buffer = self.buffers[name]
+                yield Outgoing(name, self._shape(name), buffer.dtype, buffer.detach)
+                continue
+            index = self.parameters[name]
+            kept = self._values.dtype(index)
+            stored = dtype if dtype is not None and kept in COMPUTE_DTYPES.values() else kept
+            # Not by way of the compute dtype: the master is rounded once.
+            read = partial(self._values.read, index, master=stored is not kept)
+            yield Outgoing(name, self._shape(name), stored, read)
+
+    def _tied(self) -> list[tuple[str, ...]]:
+        """All names, those of one tensor together; parameters by unit, then buffers."""
+        groups: dict[int, list[str]] = {}
+        for name in self:
+            parameter = self.parameters.get(name)
+            key = id(self.buffers[name]) if parameter is None else ~parameter  # ids are >= 0
+            groups.setdefault(key, []).append(name)
+        return sorted(map(tuple, groups.values()), key=lambda names: self._order(names[0]))
+
+    def _order(self, name: str) -> tuple[bool, tuple[int, bool, int]]:
+        if name in self.parameters:
+            return False, self._values.place(self.parameters[name])
+        return True, (0, False, 0)
+
+    def _refuse_loans(self) -> None:
+        if self._values.lent:
+            raise PresenceError(
+                "weights cannot be loaded or saved as a whole while some are lent out",
+                because="a block of engine.materialized is open, or load_state_dict of the module "
+                "was interrupted",
+                remedy="leave the block first; after an interruption run a forward, which takes "
+                "back what is lent",
+            )
 
     def _shape(self, name: str) -> tuple[int, ...]:
         if name in self.parameters:
@@ -60,18 +158,40 @@ class StateDict(Mapping[str, Tensor]):
         return tuple(self.buffers[name].shape)
 
 
+def _dtype_of(wanted: torch.dtype | str | None) -> torch.dtype | None:
+    for name, dtype in COMPUTE_DTYPES.items():
+        if wanted in (name, dtype):
+            return dtype
+    if wanted is not None:
+        raise ConfigError(
+            f"weights cannot be saved as {wanted!r}",
+            remedy=f"one of {', '.join(COMPUTE_DTYPES)}, or None for the compute dtype",
+        )
+    return None
+
+
 def state_dict_of(
     module: nn.Module, values: Values, index_of: Mapping[int, int], *, master: bool
 ) -> StateDict:
     """A lazy state dict: the names of `module.state_dict()`, tied ones included."""
     names = {name: index_of[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
-    buffers = {
+    return StateDict(values, names, persistent_buffers(module), master=master)
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that `module.state_dict()` has, by name."""
+    return {
         f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, child in module.named_modules()
+        for prefix, child in module.named_modules(remove_duplicate=False)
         for name, buffer in child._buffers.items()
         if buffer is not None and name not in child._non_persistent_buffers_set
     }
-    return StateDict(values, names, buffers, master=master)
+
+
+def copy_into(tensor: Tensor, value: Tensor) -> None:
+    """Replace the values of a tensor that has memory of its own."""
+    with torch.no_grad():
+        tensor.copy_(value)
 
 
 class ModuleStateHooks:

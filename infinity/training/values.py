@@ -1,7 +1,8 @@
 """Whole values of parameters: read, edited and written back, from and to any home.
 
-One unit is cached at a time, so that walking through a model parameter by parameter reads and
-writes each unit once. Nothing here is fast; all of it is exact.
+One unit is cached at a time, so that walking through a model in the order of `Values.place` reads
+and writes each unit once; residuals are read only for masters and for edits. Nothing here is
+fast; all of it is exact.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from infinity.optim.cpu import CpuKernels
 from infinity.plan.layout import Kind, Segment, UnitLayout
 from infinity.training.owner import Owner
 
+_BLOCK = 1 << 20  # elements converted at a time: temporaries stay small beside the tensor
+
 
 @dataclass
 class _CachedUnit:
-    """Flat copies of one unit's weight and residual ranges."""
+    """Flat copies of one unit's weight range and, once it was needed, of its residual range."""
 
     layout: UnitLayout
     weight: Tensor
-    residual: Tensor | None
+    residual: Tensor | None = None
     dirty: bool = False
 
     def replace(self, part: Tensor, value: Tensor) -> None:
@@ -58,14 +61,8 @@ class Values:
     def read(self, parameter: int, *, master: bool = False) -> Tensor:
         """A fresh CPU tensor: the compute-dtype value, or the fp32 master of a trained one."""
         layout, segment = self._places[parameter]
-        cached = self._load(layout)
-        dtype = self.mover.presence.dtypes[parameter]
-        if not segment.trained:
-            start = layout.trained_bytes + segment.offset
-            flat = cached.weight[start : start + segment.nbytes].view(dtype)
-            return flat.view(segment.shape).clone()
-        weight, residual = self._parts(cached, segment)
-        if not master or residual is None:
+        weight, residual = self._parts(self._load(layout), segment, with_residual=master)
+        if residual is None:
             return weight.view(segment.shape).clone()
         joined = torch.empty(segment.numel, dtype=torch.float32)
         self.kernels.join(weight, residual, joined)
@@ -82,27 +79,38 @@ class Values:
             )
         cached = self._load(layout)
         flat = value.detach().cpu().contiguous().view(-1)
-        if not segment.trained:
-            start = layout.trained_bytes + segment.offset
-            dtype = self.mover.presence.dtypes[parameter]
-            part = cached.weight[start : start + segment.nbytes]
-            cached.replace(part, flat.to(dtype))
-            return
-        weight, residual = self._parts(cached, segment)
-        if residual is None:
-            cached.replace(weight, flat.to(weight.dtype))
-            return
-        keep = torch.zeros(segment.numel, dtype=torch.bool)
-        if flat.dtype is torch.bfloat16:
-            keep = flat.view(torch.int16) == weight.view(torch.int16)
+        weight, residual = self._parts(cached, segment, with_residual=True)
+        for start in range(0, segment.numel, _BLOCK):
+            block = slice(start, start + _BLOCK)
+            if residual is None:
+                cached.replace(weight[block], flat[block].to(weight.dtype))
+            else:
+                self._write_split(cached, weight[block], residual[block], flat[block])
+
+    def _write_split(
+        self, cached: _CachedUnit, weight: Tensor, residual: Tensor, value: Tensor
+    ) -> None:
         new_weight, new_residual = torch.empty_like(weight), torch.empty_like(residual)
-        self.kernels.split(flat.float(), new_weight, new_residual)
-        cached.replace(weight, torch.where(keep, weight, new_weight))
-        cached.replace(residual, torch.where(keep, residual, new_residual))
+        self.kernels.split(value.float(), new_weight, new_residual)
+        if value.dtype is torch.bfloat16:
+            keep = value.view(torch.int16) == weight.view(torch.int16)
+            new_weight = torch.where(keep, weight, new_weight)
+            new_residual = torch.where(keep, residual, new_residual)
+        cached.replace(weight, new_weight)
+        cached.replace(residual, new_residual)
 
     def shape(self, parameter: int) -> tuple[int, ...]:
         """The parameter's real shape."""
         return self._places[parameter][1].shape
+
+    def dtype(self, parameter: int) -> torch.dtype:
+        """The dtype the parameter computes in."""
+        return self.mover.presence.dtypes[parameter]
+
+    def place(self, parameter: int) -> tuple[int, bool, int]:
+        """Sorts parameters by unit, then by where they lie in it."""
+        layout, segment = self._places[parameter]
+        return layout.index, not segment.trained, segment.offset
 
     def flush(self) -> None:
         """Write the cached unit home if it was edited, and forget it."""
@@ -132,20 +140,25 @@ class Values:
             return self._cached
         self.flush()
         self.settle()
-        split = bool(self.store.plan.precision.residual) and layout.numel
-        residual = self.store.read(layout.index, Kind.RESIDUAL) if split else None
-        weight = self.store.read(layout.index, Kind.WEIGHT)
-        self._cached = _CachedUnit(layout, weight, residual)
+        self._cached = _CachedUnit(layout, self.store.read(layout.index, Kind.WEIGHT))
         return self._cached
 
-    def _parts(self, cached: _CachedUnit, segment: Segment) -> tuple[Tensor, Tensor | None]:
-        dtype = self.mover.presence.dtypes[segment.parameter]
-        flat = cached.weight[: cached.layout.trained_bytes].view(dtype)
-        weight = flat[segment.offset : segment.offset + segment.numel]
-        if cached.residual is None:
+    def _parts(
+        self, cached: _CachedUnit, segment: Segment, *, with_residual: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Flat views of the parameter's weight and, if it has one and it is wanted, residual."""
+        layout, dtype = cached.layout, self.dtype(segment.parameter)
+        if not segment.trained:
+            start = layout.trained_bytes + segment.offset
+            return cached.weight[start : start + segment.nbytes].view(dtype), None
+        part = slice(segment.offset, segment.offset + segment.numel)
+        weight = cached.weight[: layout.trained_bytes].view(dtype)[part]
+        if not with_residual or not self.store.plan.precision.residual:
             return weight, None
-        residual = cached.residual.view(torch.int16)
-        return weight, residual[segment.offset : segment.offset + segment.numel]
+        if cached.residual is None:
+            self.settle()  # of the same update as the weight: a step forgets what is cached
+            cached.residual = self.store.read(layout.index, Kind.RESIDUAL)
+        return weight, cached.residual.view(torch.int16)[part]
 
     # --- lending -----------------------------------------------------------------------------
 

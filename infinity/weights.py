@@ -1,0 +1,279 @@
+"""`load_weights`: safetensors files streamed to where a model's tensors rest, whatever the tier.
+
+Everything that can be known from headers is checked first and told at once; then one tensor at a
+time is read, in an order that writes every unit home once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from infinity.engine import Engine
+from infinity.errors import ConfigError, InfinityError, MachineError
+from infinity.model.materialize import remember_values
+from infinity.model.presence import ParameterMap
+from infinity.model.safetensors_file import TensorFacts
+from infinity.model.weight_files import WeightFiles
+from infinity.training.state_dict import Place, copy_into, persistent_buffers
+
+Rename = Callable[[str], str | None]
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_NUM_NEAREST = 5  # missing names for which a nearest one is looked for, which takes time
+_NUM_COMPARED = 2000
+
+
+@dataclass(frozen=True)
+class LoadedWeights:
+    """What `load_weights` did: names of the model that had no values in the file, names of the
+    file that nobody wanted, and names of the model that have new values.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    loaded: tuple[str, ...]
+
+
+def load_weights(
+    target: Engine | nn.Module,
+    source: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    rename: Rename | None = None,
+) -> LoadedWeights:
+    """Load safetensors (a file, a directory, an index of shards) tensor by tensor.
+
+    `target` is an engine, whose weights go to their homes, or a module. Parameters of a module
+    that are on the meta device are not read now: `initialize` reads each when it is first
+    written. Floats are converted: fp32 values become an engine's masters as they are; bf16 values
+    keep the residual where their bits are not new. Optimizer state is not touched.
+
+    `rename` gets a name in the file and returns the model's, or None to skip the tensor. Of tied
+    weights one name is enough. With `strict=False` missing and unexpected names are returned and
+    no error, unless not a single name fits.
+
+    Raises `ConfigError` naming everything that does not fit, before anything is changed. If the
+    file cannot be read to its end, `MachineError` says how much was loaded.
+    """
+    state = target.state_dict() if isinstance(target, Engine) else None
+    module = target.module if isinstance(target, Engine) else target
+    places = _places_of(module) if state is None else state.places()
+    with ExitStack() as stack:
+        files = stack.enter_context(WeightFiles(source))
+        match = _match(files, places, rename)
+        if match.problems or not match.found or (strict and (match.missing or match.unexpected)):
+            raise _refusal(source, match, strict=strict)
+        try:
+            later = _write(files, match.found)
+        finally:
+            if state is not None:
+                state.flush()
+        if later:
+            remember_values(module, later)
+            stack.pop_all()  # what was remembered holds the files open, until the last is read
+    return LoadedWeights(
+        missing=tuple(place.names[0] for place in match.missing),
+        unexpected=tuple(match.unexpected.values()),
+        loaded=tuple(name for place, _ in match.found for name in place.names),
+    )
+
+
+def _places_of(module: nn.Module) -> list[Place]:
+    """The tensors of a plain module; raises `ConfigError` for what has no place for values."""
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"load_weights takes an engine or a module, got {type(module).__name__}")
+    if any(isinstance(child._parameters, ParameterMap) for child in module.modules()):
+        raise ConfigError(
+            "this module's weights rest with an engine", remedy="load_weights(engine, ...)"
+        )
+    named = {**dict(module.named_parameters(remove_duplicate=False)), **persistent_buffers(module)}
+    names: dict[int, list[str]] = {}
+    for name, tensor in named.items():
+        if nn.parameter.is_lazy(tensor):
+            raise ConfigError(f"{name!r} has no shape yet", remedy="run a forward first")
+        names.setdefault(id(tensor), []).append(name)
+    return [
+        Place(
+            tuple(names[id(tensor)]),
+            tuple(tensor.shape),
+            tensor.dtype,
+            None if tensor.is_meta else partial(copy_into, tensor),
+        )
+        for tensor in {id(tensor): tensor for tensor in named.values()}.values()
+    ]
+
+
+def _write(
+    files: WeightFiles, found: Sequence[tuple[Place, str]]
+) -> dict[str, Callable[[], Tensor]]:
+    """Give every place its values; returns how to read those of places on the meta device."""
+    later: dict[str, Callable[[], Tensor]] = {}
+    for done, (place, name) in enumerate(found):
+        if place.write is None:
+            later[place.names[0]] = partial(files.read, name)
+            continue
+        try:
+            value = files.read(name)
+        except InfinityError as error:
+            raise MachineError(
+                f"{error.what}; {done} of {len(found)} tensors were loaded before",
+                because=error.because,
+                remedy="what was loaded stays: load again before you train or save",
+            ) from error
+        place.write(value)
+    return later
+
+
+# --- what fits what ----------------------------------------------------------------------------
+
+
+@dataclass
+class _Match:
+    """Places with the name of their values in the file, and everything that has no counterpart.
+
+    `unexpected` maps names after renaming to names in the file; `shapes` those to shapes.
+    """
+
+    found: list[tuple[Place, str]] = field(default_factory=list)
+    missing: list[Place] = field(default_factory=list)
+    unexpected: dict[str, str] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def _match(files: WeightFiles, places: Sequence[Place], rename: Rename | None) -> _Match:
+    match = _Match()
+    for name, facts in files.facts.items():
+        new = name if rename is None else rename(name)
+        if new is None:
+            continue
+        if not isinstance(new, str):
+            raise ConfigError(f"rename({name!r}) returned {new!r}, not a name or None")
+        if new in match.unexpected:
+            both = f"{match.unexpected[new]!r} and {name!r}"
+            match.problems.append(f"rename makes {new!r} of both {both}")
+        match.unexpected[new] = name
+        match.shapes[new] = facts.shape
+    for place in places:
+        given = [match.unexpected.pop(name) for name in place.names if name in match.unexpected]
+        if not given:
+            match.missing.append(place)
+            continue
+        match.found.append((place, given[0]))
+        wrong = [text for name in given if (text := _misfit(place, name, files.facts[name]))]
+        match.problems += wrong
+        for other in given[1:]:
+            if not wrong and not files.equal(given[0], other):
+                match.problems.append(
+                    f"{given[0]!r} and {other!r} are tied in the model and differ in the file "
+                    "(rename one of them to None)"
+                )
+    return match
+
+
+def _misfit(place: Place, name: str, facts: TensorFacts) -> str | None:
+    if facts.shape != place.shape:
+        return f"{name!r} has shape {facts.shape}, not {place.shape}"
+    if facts.dtype is place.dtype or (facts.dtype in _FLOATS and place.dtype in _FLOATS):
+        return None
+    # Codes of a quantised model would otherwise become weights.
+    given, wanted = (str(d).removeprefix("torch.") for d in (facts.dtype, place.dtype))
+    return f"{name!r} holds {given}, which does not convert to {wanted}"
+
+
+def _refusal(source: str | os.PathLike[str], match: _Match, *, strict: bool) -> ConfigError:
+    """All that does not fit in one error, with a hint where names are nearly right."""
+    problems: list[str] = []
+    because = remedy = None
+    missing, unexpected = match.missing, match.unexpected
+    if strict or not match.found:
+        remedy = "strict=False ignores missing and unexpected names" if match.found else None
+        swap = _best_swap(missing, unexpected, match.shapes)
+        if swap is not None:
+            example = next(name for name in unexpected if swap.explains(name))
+            because = f"names differ at their beginning, as in {unexpected[example]!r}"
+            remedy = f"rename=lambda name: {swap.new!r} + name.removeprefix({swap.old!r})"
+            problems.append(
+                f"{len(swap.pairs)} names have {swap.old!r} in the file where the model has "
+                f"{swap.new!r}"
+            )
+            there = set(swap.pairs.values())
+            missing = [place for place in missing if there.isdisjoint(place.names)]
+            unexpected = {n: f for n, f in unexpected.items() if not swap.explains(n)}
+        else:
+            because = _nearest(missing, unexpected)
+        if missing:
+            listed = ", ".join(" or ".join(map(repr, place.names)) for place in missing)
+            problems.append(f"{len(missing)} missing: {listed}")
+        if unexpected:
+            listed = ", ".join(map(repr, unexpected.values()))
+            problems.append(f"{len(unexpected)} unexpected: {listed}")
+    problems += match.problems
+    text = "; ".join(problems) or "there are no tensors in it"
+    return ConfigError(f"{source} does not fit the model: {text}", because=because, remedy=remedy)
+
+
+@dataclass
+class _Swap:
+    """Another beginning of names; `pairs` maps names of the file to what they become."""
+
+    old: str
+    new: str
+    pairs: dict[str, str] = field(default_factory=dict)
+
+    def explains(self, name: str) -> bool:
+        """Whether a name of the file is one of those."""
+        return name in self.pairs
+
+
+def _best_swap(
+    missing: Sequence[Place],
+    unexpected: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> _Swap | None:
+    """The exchange of beginnings that turns most unexpected names into missing ones, if many."""
+    absent = {name: place.shape for place in missing for name in place.names}
+    given = list(unexpected)
+    best = None
+    for sample in {given[0], given[len(given) // 2], given[-1]} if given else ():
+        alike = [name for name, shape in absent.items() if shape == shapes[sample]]
+        for name in sorted(alike, key=lambda n: -_common_parts(n, sample))[:4]:
+            common = _common_parts(name, sample)
+            if not common:
+                continue
+            tail = ".".join(name.split(".")[-common:])
+            swap = _Swap(sample.removesuffix(tail), name.removesuffix(tail))
+            for other in given:
+                new = swap.new + other.removeprefix(swap.old)
+                if other.startswith(swap.old) and absent.get(new) == shapes[other]:
+                    swap.pairs[other] = new
+            if best is None or len(swap.pairs) > len(best.pairs):
+                best = swap
+    enough = best is not None and 2 * len(best.pairs) >= min(len(missing), len(unexpected))
+    return best if enough else None
+
+
+def _common_parts(one: str, other: str) -> int:
+    """How many dotted parts two names have in common at their ends."""
+    count = 0
+    for a, b in zip(reversed(one.split(".")), reversed(other.split(".")), strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def _nearest(missing: Sequence[Place], unexpected: Mapping[str, str]) -> str | None:
+    given = list(unexpected)[:_NUM_COMPARED]
+    names = [place.names[0] for place in missing[:_NUM_NEAREST]]
+    near = {name: difflib.get_close_matches(name, given, 1) for name in names}
+    pairs = [f"{name!r} may be {found[0]!r}" for name, found in near.items() if found]
+    return f"in the file {', '.join(pairs)}" if pairs else None

@@ -1,0 +1,100 @@
+"""After the second step nothing grows: memory, descriptors, threads, space on disk."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from support.fake_accelerator import FakeAccelerator
+from support.small import MIXED, ON_DISK, batch, settings, small_model, train
+
+import infinity
+from infinity.heap import return_freed_memory
+from infinity.memory.reservations import PROCESS
+
+MIB = 1 << 20
+STEPS, SAVES = 200, 20
+
+
+@dataclass(frozen=True)
+class Held:
+    rss: int
+    descriptors: int
+    threads: int
+    on_disk: int
+    reserved: int
+
+    @classmethod
+    def now(cls, path: Path) -> Held:
+        return_freed_memory()
+        files = [p.stat() for p in path.rglob("*") if p.is_file()]
+        return cls(
+            rss=psutil.Process().memory_info().rss,
+            descriptors=len(os.listdir("/proc/self/fd")),
+            threads=threading.active_count(),
+            on_disk=sum(f.st_blocks * 512 for f in files),
+            reserved=PROCESS.total("host") + PROCESS.total("device"),
+        )
+
+
+@pytest.mark.parametrize("device", ["cpu", "fake"])
+@pytest.mark.parametrize("homes", [ON_DISK, MIXED], ids=["disk", "mixed"])
+def test_two_hundred_steps_and_twenty_saves(
+    tmp_path: Path, homes: dict[str, str], device: str
+) -> None:
+    scratch, saved = tmp_path / "nvme", tmp_path / "saved"
+    scratch.mkdir()
+    # A unit is 2 MiB: one that leaked with every step or save would be 400 or 40 MiB.
+    model = small_model(width=512, num_blocks=2)
+    target = "cpu" if device == "cpu" else FakeAccelerator(1)
+    engine, *_ = infinity.initialize(
+        model, {**settings(scratch, homes), "chunk_size": 1 << 18}, device=target
+    )
+    with engine:
+        place = engine.device
+        train_on(engine, 3, place)
+        engine.save_weights(saved)
+        with torch.no_grad():
+            engine(batch(0, place))
+        engine.settle()
+        before = Held.now(scratch)
+        for _ in range(SAVES):
+            train_on(engine, STEPS // SAVES, place)
+            engine.save_weights(saved)
+        engine.settle()
+        after = Held.now(scratch)
+    assert after.descriptors == before.descriptors
+    assert after.threads == before.threads
+    assert after.on_disk == before.on_disk
+    assert after.reserved == before.reserved
+    assert after.rss - before.rss < 16 * MIB
+    assert not list(scratch.iterdir())
+    assert len(list(saved.iterdir())) == 1
+
+
+def train_on(engine: infinity.Engine, steps: int, place: torch.device) -> None:
+    for index in range(steps):
+        loss = engine(batch(index, place))
+        engine.backward(loss)
+        engine.step()
+
+
+def test_a_closed_engine_holds_no_memory(tmp_path: Path) -> None:
+    """Even while somebody still has the object."""
+    model = small_model(width=1024, num_blocks=8)
+    config = settings(tmp_path, {"weights": "host", "moments": "host", "gradients": "host"})
+    config["chunk_size"] = 1 << 20
+    engine, *_ = infinity.initialize(model, config)
+    train(engine, 1)
+    state = sum(engine.plan.tier_bytes[t] for t in ("device", "host"))
+    state -= engine.plan.memory["host"]["process"]
+    assert state > 256 * MIB
+    before = psutil.Process().memory_info().rss
+    engine.close()
+    assert before - psutil.Process().memory_info().rss > 0.9 * state
+    assert engine.plan.num_trained

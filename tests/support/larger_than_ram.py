@@ -1,0 +1,134 @@
+"""A life of a model that need not fit RAM: built, trained, evaluated, saved, loaded back.
+
+`python -m support.larger_than_ram JSON` runs it in this process and prints one JSON object:
+losses as hexadecimal floats, so that equal text means equal bits, and digests of what was saved.
+
+JSON: `width`, `num_layers`, `vocab_size`, `context`, `precision`, `path`, `save_dir`, `steps`,
+`micro_batches`, `host` (a budget), `homes`, and `reload`: "born" with what was saved, or "loaded"
+into an engine that lives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import infinity
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+import gpt
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def build(job: dict[str, Any]) -> gpt.GPT:
+    """The model, its values still to be made."""
+    shape = gpt.GPTConfig(
+        vocab_size=job["vocab_size"],
+        context=job["context"],
+        num_layers=job["num_layers"],
+        num_heads=job["width"] // 64,
+        width=job["width"],
+    )
+    with infinity.Init():
+        return gpt.build_gpt(shape, DTYPES[job["precision"]], seed=5)
+
+
+def start(job: dict[str, Any], weights: Path | None = None) -> infinity.Engine:
+    """An engine over a fresh model, born with the saved `weights` if there are some."""
+    model = build(job)
+    if weights is not None:
+        infinity.load_weights(model, weights)
+    config: dict[str, Any] = {
+        "nvme_path": job["path"],
+        "precision": job["precision"],
+        "gradient_clipping": 1.0,
+        "gradient_accumulation_steps": job["micro_batches"],
+        "chunk_size": 1 << 18,
+        "look_ahead": 1,
+        "budget": {"host": job["host"]},
+        "homes": job["homes"],
+        "optimizer": {"type": "AdamW", "lr": 1e-3, "weight_decay": 0.1},
+    }
+    return infinity.initialize(model, config)[0]
+
+
+def batches(job: dict[str, Any], count: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (count, 2, 1, job["context"])
+    tokens = torch.randint(0, job["vocab_size"], shape, generator=generator)
+    return [(part[0], part[1]) for part in tokens]
+
+
+@torch.no_grad()
+def evaluate(engine: infinity.Engine, job: dict[str, Any]) -> str:
+    """The loss on a batch nobody trains on."""
+    engine.eval()
+    loss = engine(*batches(job, 1, seed=99)[0])
+    engine.train()
+    return float(loss).hex()
+
+
+def digest(directory: Path) -> str:
+    """Of the tensors' files, whatever shards they are in."""
+    whole = hashlib.sha256()
+    for path in sorted(directory.glob("*.safetensors")):
+        with open(path, "rb") as file:
+            for part in iter(lambda: file.read(1 << 20), b""):
+                whole.update(part)
+    return whole.hexdigest()
+
+
+def main() -> None:
+    """Live."""
+    job = json.loads(sys.argv[1])
+    torch.set_num_threads(1)  # beside other tests more threads wait for one another
+    saved = Path(job["save_dir"])
+    losses: list[str] = []
+    with start(job) as engine:
+        plan = engine.plan
+        for step in range(job["steps"]):
+            for tokens, targets in batches(job, job["micro_batches"], seed=step):
+                loss = engine(tokens, targets)
+                losses.append(float(loss.detach()).hex())
+                engine.backward(loss)
+                engine.step()
+        norm = engine.grad_norm
+        evaluated = evaluate(engine, job)
+        engine.save_weights(saved, max_shard="256MiB")
+    del engine, loss
+    fresh = loaded = ""
+    if job["reload"] == "born":
+        with start(job, saved) as engine:
+            loaded = evaluate(engine, job)
+    else:
+        with start(job) as engine:
+            fresh = evaluate(engine, job)
+            infinity.load_weights(engine, saved)
+            loaded = evaluate(engine, job)
+    print(
+        json.dumps(
+            {
+                "losses": losses,
+                "grad_norm": float(norm or 0.0).hex(),
+                "evaluated": evaluated,
+                "fresh": fresh,
+                "loaded": loaded,
+                "digest": digest(saved),
+                "state_bytes": round(plan.precision.bytes_per_parameter * plan.num_trained),
+                "tier_bytes": plan.tier_bytes,
+            }
+        ),
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

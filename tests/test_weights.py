@@ -1,0 +1,527 @@
+"""Weights of whole models: saved from any homes, loaded into any, exact, one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.models import CASES
+from support.small import (
+    MIXED,
+    ON_DEVICE,
+    ON_DISK,
+    batch,
+    masters,
+    same,
+    small_engine,
+    small_model,
+    train,
+)
+from torch import Tensor, nn
+
+import infinity
+from infinity.engine import Engine
+from infinity.errors import ConfigError, DoesNotFitError, MachineError, PresenceError
+
+HOMES = {"disk": ON_DISK, "mixed": MIXED, "device": ON_DEVICE}
+every_home = pytest.mark.parametrize("homes", list(HOMES.values()), ids=list(HOMES))
+every_precision = pytest.mark.parametrize("precision", ["fp32", "bf16"])
+
+
+@contextmanager
+def engine_in(folder: Path, *args: Any, seed: int = 0, **kwargs: Any) -> Iterator[Engine]:
+    """A small engine with an nvme_path of its own, so that weights may lie beside it."""
+    nvme = folder / f"nvme{len(list(folder.iterdir()))}"
+    nvme.mkdir()
+    kwargs.setdefault("model", small_model(seed))
+    with small_engine(nvme, *args, **kwargs) as engine:
+        yield engine
+
+
+def values(engine: Engine) -> dict[str, Tensor]:
+    return dict(engine.state_dict().items())
+
+
+def saved(files: list[Path]) -> dict[str, Tensor]:
+    """What the safetensors library reads."""
+    shards = [load_file(f) for f in files if f.suffix == ".safetensors"]
+    return {name: tensor.clone() for shard in shards for name, tensor in shard.items()}
+
+
+def without(state: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in state.items() if name not in names}
+
+
+def write(path: Path, state: dict[str, Tensor]) -> Path:
+    save_file({name: t.detach().contiguous() for name, t in state.items()}, path)
+    return path
+
+
+# --- save and load ---------------------------------------------------------------------------
+
+
+@every_home
+@every_precision
+def test_what_was_saved_loads_bit_for_bit(
+    tmp_path: Path, homes: dict[str, str], precision: str
+) -> None:
+    out = tmp_path / "out"
+    with engine_in(tmp_path, homes, precision=precision) as engine:
+        train(engine, 2)
+        engine.module.offset.fill_(0.75)
+        files = engine.save_weights(out)
+        expected, loss = values(engine), engine(batch(9)).detach()
+    assert files == [out / "model.safetensors"]
+    for other in HOMES.values():
+        with engine_in(tmp_path, other, seed=5, precision=precision) as engine:
+            result = infinity.load_weights(engine, out)
+            assert same(values(engine), expected)
+            assert torch.equal(engine(batch(9)).detach(), loss)
+            assert result.loaded
+            assert set(result.loaded) == set(expected)
+            assert (result.missing, result.unexpected) == ((), ())
+            train(engine, 1)
+    plain = small_model(seed=6)
+    infinity.load_weights(plain, out)
+    assert all(torch.equal(v, expected[n].float()) for n, v in plain.state_dict().items())
+
+
+@every_home
+def test_saved_masters_are_restored_bit_for_bit(tmp_path: Path, homes: dict[str, str]) -> None:
+    with engine_in(tmp_path, homes, precision="bf16") as engine:
+        train(engine, 3)
+        expected = masters(engine)
+        engine.save_weights(tmp_path / "out", torch.float32)
+    assert {t.dtype for t in saved([tmp_path / "out/model.safetensors"]).values()} == {
+        torch.float32
+    }
+    for other in HOMES.values():
+        with engine_in(tmp_path, other, seed=5, precision="bf16") as engine:
+            infinity.load_weights(engine, tmp_path / "out")
+            assert same(masters(engine), expected)
+
+
+@pytest.mark.parametrize(("max_shard", "num_files"), [("5GiB", 1), ("8KiB", 3), (1, 19)])
+def test_shards_load_in_the_safetensors_library(
+    tmp_path: Path, max_shard: int | str, num_files: int
+) -> None:
+    out = tmp_path / "out"
+    with engine_in(tmp_path) as engine:
+        files = engine.save_weights(out, max_shard=max_shard)
+        state = values(engine)
+    shards = [f for f in files if f.suffix == ".safetensors"]
+    assert len(shards) >= num_files
+    assert sorted(f.name for f in out.iterdir()) == sorted(f.name for f in files)
+    assert same(saved(files), without(state, "head.weight")), "tied weights are stored once"
+    if len(shards) > 1:
+        assert max(f.stat().st_size for f in shards) < 12 << 10
+        index = json.loads((out / "model.safetensors.index.json").read_text())
+        for name, file in index["weight_map"].items():
+            assert name in load_file(out / file)
+    for source in (out, files[-1]):
+        plain = small_model(seed=3)
+        infinity.load_weights(plain, source)
+        assert same(dict(plain.state_dict()), state)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [
+    (None, torch.bfloat16), ("bf16", torch.bfloat16), (torch.float16, torch.float16),
+    ("fp16", torch.float16), ("fp32", torch.float32),
+])  # fmt: skip
+def test_dtypes_of_a_save(tmp_path: Path, dtype: Any, expected: torch.dtype) -> None:
+    with engine_in(tmp_path, precision="bf16") as engine:
+        train(engine, 1)
+        state = saved(engine.save_weights(tmp_path / "out", dtype))
+        assert state.pop("offset").dtype is torch.float32, "buffers keep theirs"
+        whole = without(masters(engine), "head.weight", "offset")
+        if expected is torch.bfloat16:
+            whole = without(values(engine), "head.weight", "offset")
+        assert same(state, {n: t.to(expected) for n, t in whole.items()}), "rounded once"
+
+
+def test_unknown_dtypes_and_sizes_are_refused(tmp_path: Path) -> None:
+    with engine_in(tmp_path) as engine:
+        for dtype in ("int8", torch.int8, "", 0, torch.float64):
+            with pytest.raises(ConfigError, match="cannot be saved as"):
+                engine.save_weights(tmp_path / "out", dtype)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="is not a size"):
+            engine.save_weights(tmp_path / "out", max_shard="many")
+        assert not (tmp_path / "out").exists()
+        with torch.no_grad(), engine.materialized(engine.module.norm):
+            engine.module.norm.weight[3] = 1e6
+        with pytest.raises(ConfigError, match=r"'norm.weight' holds 1e\+06, which is beyond"):
+            engine.save_weights(tmp_path / "out", "fp16")
+        assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("name", ["frozen", "routed", "buffered"])
+@every_precision
+def test_other_kinds_of_models(tmp_path: Path, name: str, precision: str) -> None:
+    case = CASES[name]
+    with engine_in(tmp_path, model=case.build(), precision=precision) as engine:
+        for one in case.batches(2):
+            engine.backward(one.call(engine))
+            engine.step()
+        expected = masters(engine)
+        files = engine.save_weights(tmp_path / "out", "fp32", max_shard="4KiB")
+        kept = {n: t.dtype for n, t in values(engine).items() if not t.is_floating_point()}
+    state = saved(files)
+    assert {n: state[n].dtype for n in kept} == kept
+    assert all(torch.equal(state[n], t.to(state[n].dtype)) for n, t in expected.items())
+    with engine_in(tmp_path, model=case.build(seed=4), precision=precision) as engine:
+        infinity.load_weights(engine, tmp_path / "out")
+        assert same(masters(engine), expected)
+
+
+def test_training_goes_on_as_if_nothing_had_been_saved(tmp_path: Path) -> None:
+    with engine_in(tmp_path, precision="bf16", gradient_accumulation_steps=2) as engine:
+        expected = [*train(engine, 2), *train(engine, 1, 10)]
+        end = masters(engine)
+    slow = {"io": {"slow_bytes_per_s": 20_000_000}}
+    (tmp_path / "file").write_text("")
+    with engine_in(tmp_path, precision="bf16", gradient_accumulation_steps=2, **slow) as engine:
+        losses = train(engine, 2)
+        engine.save_weights(tmp_path / "out")  # an update is owed here
+        with pytest.raises(MachineError, match="cannot be saved"):
+            engine.save_weights(tmp_path / "file")
+        loss = engine(batch(10))
+        with pytest.raises(MachineError):
+            engine.save_weights(tmp_path / "file" / "below")
+        engine.save_weights(tmp_path / "out", "fp32")  # a graph and its saved weights are alive
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+        engine.save_weights(tmp_path / "out", "fp16")
+        engine.backward(loss := engine(batch(11)))
+        engine.step()
+        assert [*losses, float(loss.detach())] == expected
+        assert same(masters(engine), end)
+
+
+def test_a_full_disk_leaves_the_engine_and_the_files_alone(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    out = tmp_path / "out"
+    out.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=20k", "tmpfs", str(out)]
+    if subprocess.run(mount, check=False).returncode != 0:
+        pytest.skip("this container may not mount")
+    try:
+        with engine_in(tmp_path, precision="bf16") as engine:
+            files = engine.save_weights(out)
+            first = saved(files)
+            train(engine, 1)
+            with pytest.raises(DoesNotFitError, match="the weights need"):
+                engine.save_weights(out, "fp32")
+            assert same(saved(files), first)
+            assert len(train(engine, 1)) == 1
+    finally:
+        subprocess.run(["umount", str(out)], check=True)
+
+
+def test_loans_and_closed_engines_are_told(tmp_path: Path) -> None:
+    with engine_in(tmp_path) as engine:
+        files = engine.save_weights(tmp_path / "out")
+        with engine.materialized(engine.module.norm):
+            with pytest.raises(PresenceError, match="lent out"):
+                engine.save_weights(tmp_path / "out")
+            with pytest.raises(PresenceError, match="lent out"):
+                infinity.load_weights(engine, files[0])
+        with pytest.raises(ConfigError, match=r"load_weights\(engine"):
+            infinity.load_weights(engine.module, files[0])
+        with pytest.raises(ConfigError, match=r"load_weights\(engine"):
+            infinity.load_weights(nn.Sequential(engine.module.blocks), files[0])
+        with pytest.raises(ConfigError, match="an engine or a module, got dict"):
+            infinity.load_weights({}, files[0])  # type: ignore[arg-type]
+    for act in (engine.save_weights, lambda p: infinity.load_weights(engine, p)):
+        with pytest.raises(infinity.InfinityError, match="closed"):
+            act(tmp_path / "out")
+
+
+# --- bytes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt", "routed"])
+def test_every_unit_is_read_and_written_once(tmp_path: Path, name: str) -> None:
+    """`routed` has experts inside blocks: the model's order is not that of the units."""
+    with engine_in(tmp_path, model=CASES[name].build(), precision="bf16") as engine:
+        weights = sum(unit.slot_bytes for unit in engine.plan.units)
+        residuals = sum(2 * unit.numel for unit in engine.plan.units)
+
+        def moved(act: Callable[[], Any]) -> tuple[int, int]:
+            before = engine.counters()
+            act()
+            after = engine.counters()
+            return tuple(after[k] - before[k] for k in ("disk_read", "disk_write"))  # type: ignore[return-value]
+
+        out = tmp_path / "out"
+        assert moved(lambda: engine.save_weights(out, max_shard="2KiB")) == (weights, 0)
+        assert moved(lambda: engine.save_weights(out, "fp32")) == (weights + residuals, 0)
+        changed = {n: t * 1.01 for n, t in saved([out / "model.safetensors"]).items()}
+        write(out / "model.safetensors", changed)
+        both = weights + residuals
+        assert moved(lambda: infinity.load_weights(engine, out)) == (both, both)
+        assert moved(lambda: infinity.load_weights(engine, out)) == (both, 0), "nothing is new"
+        engine.load_state_dict(small := values(engine))
+        assert moved(lambda: engine.load_state_dict(small)) == (both, 0)
+
+
+PEAK = """
+import sys, torch, infinity
+from pathlib import Path
+from torch import nn
+
+def status(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(l.split()[1]) << 10 for l in lines if l.startswith(key))
+
+def peak_of(act):
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    act()
+    return status("VmHWM") - before
+
+folder = Path(sys.argv[1])
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 3072), nn.Linear(3072, 1024))
+                        for _ in range(int(sys.argv[2]))))
+settings = {"nvme_path": str(folder / "nvme"), "precision": "bf16", "cpu": {"num_threads": 1},
+            "homes": {"weights": "disk", "moments": "disk", "gradients": "host"},
+            "optimizer": {"type": "SGD", "lr": 0.1}}  # no moments: less to write
+engine, *_ = infinity.initialize(model, settings)
+out = folder / "out"
+for dtype in (None, "fp32", "fp16"):
+    print(peak_of(lambda: engine.save_weights(out, dtype, max_shard="40MB")))
+    print(peak_of(lambda: infinity.load_weights(engine, out)))
+engine.close()
+plain = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 3072), nn.Linear(3072, 1024))
+                        for _ in range(int(sys.argv[2]))))
+print(peak_of(lambda: infinity.load_weights(plain, out)))
+"""
+
+
+def test_memory_is_bounded_by_a_tensor_and_a_unit(tmp_path: Path) -> None:
+    (tmp_path / "nvme").mkdir()
+    # Freed tensors go back to the system at once, so that what is seen is what is held.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    ran = subprocess.run(
+        [sys.executable, "-c", PEAK, str(tmp_path), "6"], env=environment,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    peaks = [int(line) / 2**20 for line in ran.stdout.split()]
+    slot = 12.0  # MiB: a unit's weights; its residuals are as many
+    tensors = [6, 6, 12, 12, 12, 6, 6]  # MiB: the largest one as it is read
+    residuals = [0, 12, 12, 12, 12, 12, 0]
+    slack = 16.0  # MiB: pieces that are converted, allocator, code paged in
+    for peak, tensor, residual in zip(peaks, tensors, residuals, strict=True):
+        assert peak < tensor + slot + residual + slack, peaks
+    assert 6 * 2 * slot > 2 * max(peaks), "a master of the model is larger than any of it"
+
+
+# --- what fits and what does not -------------------------------------------------------------
+
+
+def changed_state(seed: int = 8) -> dict[str, Tensor]:
+    return {**dict(small_model(seed).state_dict()), "offset": torch.tensor(2.5)}
+
+
+def targets(folder: Path) -> Iterator[tuple[Any, Callable[[], dict[str, Tensor]]]]:
+    """An engine and a plain module, each with how to look at its fp32 values."""
+    with engine_in(folder, precision="bf16") as engine:
+        yield engine, lambda: masters(engine)
+    plain = small_model()
+    yield plain, lambda: {n: t.clone() for n, t in plain.state_dict().items()}
+
+
+@pytest.mark.parametrize("dropped", ["head.weight", "embedding.weight", None])
+def test_one_name_of_tied_weights_is_enough(tmp_path: Path, dropped: str | None) -> None:
+    state = changed_state()
+    file = write(tmp_path / "w.safetensors", without(state, dropped or ""))
+    for target, look in targets(tmp_path):
+        result = infinity.load_weights(target, file)
+        assert same(look(), state)
+        assert {"head.weight", "embedding.weight"} <= set(result.loaded)
+
+
+def test_tied_weights_that_differ_are_refused(tmp_path: Path) -> None:
+    state = without(changed_state())
+    state["head.weight"][-1, -1] += 1
+    file = write(tmp_path / "w.safetensors", state)
+    for target, look in targets(tmp_path):
+        before = look()
+        for strict in (True, False):
+            with pytest.raises(ConfigError, match=r"embedding.*head.* differ in the file"):
+                infinity.load_weights(target, file, strict=strict)
+        assert same(look(), before)
+        infinity.load_weights(target, file, rename=lambda n: None if n == "head.weight" else n)
+        assert same(look(), changed_state())
+
+
+def test_everything_that_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
+    state = without(changed_state(), "blocks.0.up.weight", "blocks.1.down.bias", "offset")
+    extra = {f"extra.{i}": torch.zeros(2) for i in range(30)}
+    state |= extra | {"norm.weight": torch.zeros(3), "norm.bias": torch.zeros(16).to(torch.int8)}
+    file = write(tmp_path / "w.safetensors", state)
+    for target, look in targets(tmp_path):
+        before = look()
+        with pytest.raises(ConfigError) as caught:
+            infinity.load_weights(target, file)
+        text = str(caught.value)
+        assert "3 missing: 'blocks.0.up.weight', 'blocks.1.down.bias', 'offset'" in text
+        assert "30 unexpected" in text
+        assert all(f"'{name}'" in text for name in extra)
+        assert "'norm.weight' has shape (3,), not (16,)" in text
+        assert "'norm.bias' holds int8" in text
+        with pytest.raises(ConfigError) as caught:
+            infinity.load_weights(target, file, strict=False)
+        assert "missing" not in str(caught.value)
+        assert "'norm.weight' has shape" in str(caught.value)
+        assert "'norm.bias' holds int8" in str(caught.value)
+        assert same(look(), before)
+
+
+def test_a_lenient_load_says_what_it_did(tmp_path: Path) -> None:
+    some = {"norm.weight": torch.full((16,), 3.0), "head.weight": torch.ones(50, 16)}
+    file = write(tmp_path / "w.safetensors", some | {"extra": torch.ones(1)})
+    for target, look in targets(tmp_path):
+        expected = look() | some | {"embedding.weight": torch.ones(50, 16)}
+        result = infinity.load_weights(target, file, strict=False)
+        assert same(look(), expected)
+        assert set(result.loaded) == {"norm.weight", "embedding.weight", "head.weight"}
+        assert result.unexpected == ("extra",)
+        assert set(result.missing) == expected.keys() - set(result.loaded)
+        with pytest.raises(ConfigError, match="does not fit the model"):
+            infinity.load_weights(target, file, strict=False, rename=lambda n: f"x.{n}")
+
+
+@pytest.mark.parametrize(("theirs", "remedy"), [
+    (lambda n: f"model.{n}", "'' + name.removeprefix('model.')"),
+    (lambda n: n.replace("blocks.", "transformer.h."), "'blocks.' + name.removeprefix('tra"),
+])  # fmt: skip
+def test_other_beginnings_of_names_are_recognised(
+    tmp_path: Path, theirs: Callable[[str], str], remedy: str
+) -> None:
+    state = changed_state()
+    file = write(
+        tmp_path / "w.safetensors",
+        {theirs(n): t for n, t in without(state, "head.weight").items()},
+    )
+    for target, look in targets(tmp_path):
+        with pytest.raises(ConfigError) as caught:
+            infinity.load_weights(target, file)
+        assert remedy in str(caught.value)
+        assert "missing:" not in str(caught.value), "explained names are not listed"
+        back = {theirs(n): n for n in state}
+        infinity.load_weights(target, file, rename=lambda n, back=back: back[n])
+        assert same(look(), state)
+
+
+def test_the_nearest_name_is_told(tmp_path: Path) -> None:
+    state = changed_state()
+    state["blocks.1.upp_weight"] = state.pop("blocks.1.up.weight")
+    file = write(tmp_path / "w.safetensors", without(state, "head.weight"))
+    with pytest.raises(ConfigError, match=r"'blocks.1.up.weight' may be 'blocks.1.upp_weight'"):
+        infinity.load_weights(small_model(), file)
+
+
+def test_what_rename_may_not_do(tmp_path: Path) -> None:
+    file = write(tmp_path / "w.safetensors", without(changed_state(), "head.weight"))
+    for answer, match in ((7, "returned 7"), ("norm.weight", "rename makes 'norm.weight' of both")):
+        with pytest.raises(ConfigError, match=match):
+            infinity.load_weights(small_model(), file, rename=lambda n, a=answer: a)
+    with pytest.raises(ConfigError, match="does not fit"):
+        infinity.load_weights(small_model(), file, rename=lambda n: None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@every_precision
+def test_floats_are_converted_once(tmp_path: Path, dtype: torch.dtype, precision: str) -> None:
+    state = {n: (t * 1.7).to(dtype) for n, t in changed_state().items() if n != "head.weight"}
+    file = write(tmp_path / "w.safetensors", state)
+    with engine_in(tmp_path, precision=precision) as engine:
+        infinity.load_weights(engine, file)
+        kept = dtype is torch.bfloat16 and precision == "bf16"  # residuals of equal weights
+        found = without(values(engine) if kept else masters(engine), "head.weight")
+        assert all(torch.equal(t, state[n].to(t.dtype)) for n, t in found.items())
+
+
+def test_bf16_values_that_are_not_new_keep_residuals(tmp_path: Path) -> None:
+    with engine_in(tmp_path, precision="bf16") as engine:
+        train(engine, 2)
+        before = masters(engine)
+        state = saved(engine.save_weights(tmp_path / "out"))
+        infinity.load_weights(engine, tmp_path / "out")
+        assert same(masters(engine), before)
+        state["norm.weight"][0] = 5.0
+        infinity.load_weights(engine, write(tmp_path / "w.safetensors", state))
+        after = masters(engine)
+        assert after["norm.weight"][0] == 5.0
+        after["norm.weight"][0] = before["norm.weight"][0]
+        assert same(after, before)
+
+
+def test_a_file_that_breaks_while_it_is_read_says_how_far_it_came(tmp_path: Path) -> None:
+    """Truncated after its header was checked; a mapped file would end the process here."""
+    for target, look in targets(tmp_path):
+        file = write(tmp_path / "w.safetensors", without(changed_state(), "head.weight"))
+
+        def cut(name: str, file: Path = file) -> str:
+            os.truncate(file, 8000)
+            return name
+
+        with pytest.raises(MachineError, match=r"w\.safetensors ends after .* were loaded before"):
+            infinity.load_weights(target, file, rename=cut)
+        file = write(tmp_path / "w.safetensors", without(changed_state(), "head.weight"))
+        infinity.load_weights(target, file)
+        assert same(look(), changed_state())
+
+
+# --- modules without memory ------------------------------------------------------------------
+
+
+def open_files(folder: Path) -> list[str]:
+    links = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
+    found = [os.readlink(link) for link in links if os.path.exists(link)]
+    return [path for path in found if path.startswith(str(folder))]
+
+
+@pytest.mark.parametrize("build", ["meta", "Init"])
+@every_precision
+def test_a_module_on_meta_is_filled_when_the_engine_takes_over(
+    tmp_path: Path, build: str, precision: str
+) -> None:
+    state = changed_state()
+    out = tmp_path / "out"
+    out.mkdir()
+    write(out / "model.safetensors", without(state, "embedding.weight"))
+    with torch.device("meta") if build == "meta" else infinity.Init(threshold_bytes=64):
+        model = small_model()
+    bad = write(tmp_path / "bad.safetensors", without(state) | {"norm.bias": torch.ones(2)})
+    with pytest.raises(ConfigError, match="has shape"):
+        infinity.load_weights(model, bad)
+    assert not open_files(tmp_path)
+    infinity.load_weights(model, out)
+    assert open_files(out)
+    with engine_in(tmp_path, model=model, precision=precision) as engine:
+        assert same(masters(engine), state)
+        assert not open_files(out), "closed once everything is read"
+        train(engine, 1)
+
+
+def test_a_module_that_is_never_trained_lets_go_of_the_files(tmp_path: Path) -> None:
+    write(tmp_path / "w.safetensors", without(changed_state(), "head.weight"))
+    with torch.device("meta"):
+        model = small_model()
+    infinity.load_weights(model, tmp_path / "w.safetensors")
+    del model
+    assert not open_files(tmp_path)

@@ -44,7 +44,7 @@ def test_version_and_help() -> None:
     for arguments in ([], ["--help"], ["-h"]):
         code, out, _ = run(*arguments)
         assert code == 0
-        assert re.search(r"doctor .*\n\s+bench ", out)
+        assert re.search(r"doctor .*\n\s+plan .*\n\s+bench ", out)
     assert "disk" in run("bench")[1]
     code, out, _ = run("bench", "disk", "--help")
     assert code == 0

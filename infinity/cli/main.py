@@ -1,4 +1,4 @@
-"""The `infinity` command: `doctor` says whether a run could start here, `bench` measures."""
+"""The `infinity` command: `doctor` looks at a machine, `plan` at a run, `bench` measures."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from infinity import __version__
 from infinity.cli.bench import bench
 from infinity.cli.doctor import doctor
 from infinity.cli.ending import say
+from infinity.cli.plan import plan
 
 app = typer.Typer(
     name="infinity",
@@ -22,6 +23,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(doctor)
+app.command()(plan)
 app.add_typer(bench)
 
 

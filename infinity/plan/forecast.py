@@ -90,8 +90,8 @@ class _Bytes:
     def __init__(self, plan: Plan, used: Collection[int]) -> None:
         self.plan = plan
         self.used = used
-        self._swept: dict[tuple[int, int, UnitHomes, bool], dict[str, int]] = {}
-        self._gradients = [self._of_gradients(first=first) for first in (False, True)]
+        self._swept: dict[tuple[int, int, UnitHomes, bool, int], dict[str, int]] = {}
+        self._first_gradients, self._more_gradients = self._of_gradients()
 
     def of(self, phases: Sequence[_PhaseMoves]) -> list[PhaseBytes]:
         found: list[PhaseBytes] = []
@@ -104,7 +104,8 @@ class _Bytes:
             for unit, publish in moves.swept:
                 _add(self._of_sweep(self.plan.units[unit], publish), phase.moved)
             if moves.backward:
-                _add(self._gradients[moves.micro_batch == 0], phase.moved)
+                gradients = self._more_gradients if moves.micro_batch else self._first_gradients
+                _add(gradients, phase.moved)
             found.append(phase)
         return found
 
@@ -117,14 +118,19 @@ class _Bytes:
 
     def _of_sweep(self, layout: UnitLayout, publish: bool) -> dict[str, int]:
         """Of one unit; equal ones are counted once."""
-        homes = self.plan.homes[layout.index]
-        key = (layout.numel, layout.frozen_bytes, homes, publish)
+        plan, homes = self.plan, self.plan.homes[layout.index]
+        normed = 0  # gradients that a norm on the host reads: without padding, unlike the rest
+        if homes.gradient is Tier.DEVICE and not plan.unified and not plan.device_kernels:
+            normed = sum(s.numel for s in layout.trained_segments) * plan.gradient_itemsize
+        key = (layout.numel, normed, homes, publish)
         found = self._swept.get(key)
         if found is None:
-            found = self._swept[key] = self._sweep(layout, homes, publish)
+            found = self._swept[key] = self._sweep(layout, homes, publish, normed)
         return found
 
-    def _sweep(self, layout: UnitLayout, homes: UnitHomes, publish: bool) -> dict[str, int]:
+    def _sweep(
+        self, layout: UnitLayout, homes: UnitHomes, publish: bool, normed: int
+    ) -> dict[str, int]:
         plan = self.plan
         moved = dict.fromkeys(LANES, 0)
         record = plan.record_bytes(layout)
@@ -143,22 +149,20 @@ class _Bytes:
                 moved["from_device"] += nbytes
                 moved["to_device"] += nbytes
         if homes.of(Kind.GRADIENT) is Tier.DEVICE:  # for the update, and for a norm on the host
-            normed = sum(s.numel for s in layout.trained_segments) * plan.gradient_itemsize
-            moved["from_device"] += gradient + (0 if plan.device_kernels else normed)
+            moved["from_device"] += gradient + normed
         return moved
 
-    def _of_gradients(self, *, first: bool) -> dict[str, int]:
-        """Of all units in one backward."""
-        moved = dict.fromkeys(LANES, 0)
+    def _of_gradients(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Of all units in one backward: the first of a step, and any other."""
+        plan, on_disk, from_device = self.plan, 0, 0
         for unit in self.used:
-            layout, homes = self.plan.units[unit], self.plan.homes[unit]
-            nbytes = layout.numel * self.plan.gradient_itemsize
-            if homes.gradient is Tier.DISK:
-                moved["disk_write"] += nbytes
-                moved["disk_read"] += 0 if first else nbytes
-            if not self.plan.unified and homes.gradient is not Tier.DEVICE:
-                moved["from_device"] += sum(s.nbytes for s in layout.trained_segments)
-        return moved
+            layout, home = plan.units[unit], plan.homes[unit].gradient
+            if home is Tier.DISK:
+                on_disk += layout.numel * plan.gradient_itemsize
+            if not plan.unified and home is not Tier.DEVICE:
+                from_device += sum(s.nbytes for s in layout.segments if s.trained)
+        first = {"disk_write": on_disk, "from_device": from_device}
+        return first, {"disk_read": on_disk, **first}
 
 
 def _add(moved: dict[str, int], to: dict[str, int]) -> None:

@@ -1,0 +1,326 @@
+"""`infinity plan`: what a run would take and how fast it would be, before anything is allocated."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from infinity.cli.ending import command, stdout_is_ours
+from infinity.errors import ConfigError, DoesNotFitError
+from infinity.sizes import format_size, parse_size
+
+if TYPE_CHECKING:
+    from infinity.config import Config
+    from infinity.model.target import Target
+    from infinity.parts import Cut
+    from infinity.plan.case import Case
+    from infinity.plan.layout import UnitLayout
+    from infinity.plan.machine_file import PlanMachine
+
+DEFAULT_TOKENS = 2048
+DEFAULT_ENDURANCE = "600TB"  # what data sheets promise for common 1 TB drives
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What was asked for; sizes in bytes, None where the machine or the configuration decides."""
+
+    target: str
+    model: str | None = None
+    machine_file: Path | None = None
+    device: int | None = None
+    host: int | None = None
+    disk: int | None = None
+    paths: tuple[Path, ...] = ()
+    tokens: int = DEFAULT_TOKENS
+    micro_batches: int | None = None
+    precision: str | None = None
+    moments: str | None = None
+    recompute: bool | None = None
+    refresh: bool = False
+
+
+_Target = Annotated[
+    str,
+    typer.Argument(
+        help="1.3b, 7b, 8b, 13b, 70b; a Hugging Face config.json or a directory with one; or "
+        "a configuration of ours, together with --model.",
+        show_default=False,
+    ),
+]
+_Tokens = Annotated[
+    int,
+    typer.Option("--tokens", help="Of a step, all micro-batches together.", min=1, max=2**40),
+]
+_MicroBatches = Annotated[
+    int | None,
+    typer.Option(
+        "--micro-batches", help="Of a step. Default: as many as it takes.", min=1, max=1024
+    ),
+]
+_Moments = Annotated[
+    str | None,
+    typer.Option(
+        "--moments", metavar="NAME", help="fp32; bf16, bf16_stochastic and 8bit are lossy."
+    ),
+]
+_Recompute = Annotated[
+    bool | None,
+    typer.Option(
+        "--recompute/--no-recompute",
+        "--checkpointing/--no-checkpointing",
+        help="Blocks are computed again in backward. Default: if it takes that.",
+        show_default=False,
+    ),
+]
+
+
+def plan(
+    target: _Target,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="TARGET", help="The model, where TARGET is a config."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="SIZE", help="Plan for a GPU of this size.")
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option("--host", metavar="SIZE", help="Plan for this much RAM.")
+    ] = None,
+    disk: Annotated[
+        str | None, typer.Option("--disk", metavar="SIZE", help="Plan for this much disk space.")
+    ] = None,
+    machine: Annotated[
+        Path | None,
+        typer.Option("--machine", metavar="FILE", help="From `infinity doctor --machine-file`."),
+    ] = None,
+    path: Annotated[
+        list[Path] | None,
+        typer.Option("--path", metavar="DIR", help="A directory on a drive; may be repeated."),
+    ] = None,
+    tokens: _Tokens = DEFAULT_TOKENS,
+    micro_batches: _MicroBatches = None,
+    precision: Annotated[
+        str | None, typer.Option("--precision", metavar="NAME", help="bf16 or fp32.")
+    ] = None,
+    moments: _Moments = None,
+    recompute: _Recompute = None,
+    endurance: Annotated[
+        str, typer.Option("--endurance", metavar="SIZE", help="Rated writes of the drives.")
+    ] = DEFAULT_ENDURANCE,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Measure this machine again.")] = False,
+) -> None:
+    """Say what a run would take and how fast it would be.
+
+    Where state rests, what a step moves, how long it takes, and what to change. Nothing is
+    allocated. Sizes are those of the hardware: a run takes 90 % of a GPU's memory and 80 % of the
+    RAM, unless its configuration names budgets. This machine is measured, once, unless --machine
+    describes another, or --device a GPU that is not here and there is no --path; what was not
+    measured is that of a common machine, and is said to be.
+
+    Exits with 0 if it fits, 3 if it does not, 2 if the question makes no sense.
+    """
+    with command():
+        wishes = Wishes(
+            target=target,
+            model=model,
+            machine_file=machine,
+            device=_size("--device", device),
+            host=_size("--host", host),
+            disk=None if disk is None else parse_size(disk),
+            paths=tuple(part.expanduser() for part in path or ()),
+            tokens=tokens,
+            micro_batches=micro_batches,
+            precision=precision,
+            moments=moments,
+            recompute=recompute,
+            refresh=refresh,
+        )
+        rated = _size("--endurance", endurance) or 0
+        with stdout_is_ours():
+            report = report_of(wishes, rated)
+        if as_json:
+            print(json.dumps(report), flush=True)
+        else:
+            from infinity.cli.plan_page import show_plan
+
+            show_plan(report)
+        if not report["fits"]:
+            raise typer.Exit(DoesNotFitError.exit_code)
+
+
+def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
+    """The answer, JSON-able; the keys are told in `infinity.cli.plan_report`."""
+    from infinity.cli.plan_report import report
+    from infinity.parts import cut_model
+    from infinity.plan.advice import split_to_fit
+
+    source, target = _find(wishes)
+    machine = _machine(wishes, source)
+    config = _on_machine(source, wishes, machine)
+    # All are trained, in one group. A real optimizer would make torch import its compiler.
+    group = {"params": list(target.module.parameters()), **config.optimizer.parameters()}
+    groups = _Groups([group])
+    cut = cut_model(target.module, config, groups, None)
+
+    def finer() -> tuple[UnitLayout, ...]:
+        names = _parts_of_blocks(cut)
+        return cut_model(target.module, config, groups, names).layouts if names else ()
+
+    case = _case(wishes, target, config, machine, cut, group)
+    found = case
+    if wishes.micro_batches is None and config.gradient_accumulation_steps == 1:
+        found = split_to_fit(case, wishes.recompute)
+    return report(found, target, rated_bytes, finer) | {"split": found is not case}
+
+
+@dataclass
+class _Groups:
+    """What there is of an optimizer without one; see `parts.Grouped`."""
+
+    param_groups: list[dict[str, Any]]
+
+
+def _case(
+    wishes: Wishes,
+    target: Target,
+    config: Config,
+    machine: PlanMachine,
+    cut: Cut,
+    group: dict[str, Any],
+) -> Case:
+    from infinity.formats import MomentFormat
+    from infinity.optim.built_in import BuiltInRule
+    from infinity.parts import AUTO_DEVICE_BUDGET, PROCESS_BASE_BYTES, facts_of
+    from infinity.plan.case import Case
+    from infinity.plan.cost import Work
+
+    rule = BuiltInRule(config.optimizer.type, MomentFormat(config.optimizer.moments))
+    rule.reserve([group])
+    return Case(
+        units=cut.layouts,
+        config=config,
+        machine=machine,
+        work=Work(
+            -(-wishes.tokens // config.gradient_accumulation_steps),
+            bool(wishes.recompute),
+            target.lookups,
+            target.shares,
+        ),
+        rule=facts_of(rule, cut.layouts),
+        heads=target.heads,
+        base=PROCESS_BASE_BYTES,
+        device_share=AUTO_DEVICE_BUDGET,
+    )
+
+
+def _find(wishes: Wishes) -> tuple[Config, Target]:
+    """The configuration that was asked for, and the model."""
+    from infinity.config import load_config
+    from infinity.model.target import find_model, names_a_model
+
+    is_model = names_a_model(wishes.target)
+    if is_model and wishes.model is not None:
+        raise ConfigError(
+            f"two models: {wishes.target} and --model {wishes.model}",
+            remedy="leave one out; TARGET may be a configuration, then --model is the model",
+        )
+    if not is_model and wishes.model is None:
+        raise ConfigError(
+            f"{wishes.target} is a configuration, which names no model",
+            remedy="add --model 7b, or --model with a config.json",
+        )
+    flags = {
+        "precision": wishes.precision,
+        "optimizer.moments": wishes.moments,
+        "gradient_accumulation_steps": wishes.micro_batches,
+    }
+    given = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]
+    config = load_config({} if is_model else wishes.target, given)
+    return config, find_model(wishes.target if is_model else str(wishes.model))
+
+
+def _machine(wishes: Wishes, config: Config) -> PlanMachine:
+    """The machine to plan for, with the sizes that were given."""
+    from infinity.memory.device import find_device
+    from infinity.plan.machine_file import PlanMachine, read_machine_file
+
+    if wishes.machine_file is not None:
+        if wishes.paths or wishes.refresh:
+            raise ConfigError(
+                "--machine is a machine that was measured; --path and --refresh measure this one",
+                remedy="leave out one or the other; --disk changes its space",
+            )
+        return _sized(read_machine_file(wishes.machine_file), wishes)
+    paths = wishes.paths or config.nvme_path
+    if wishes.disk is not None and not wishes.paths:
+        paths = tuple(path for path in paths if path.is_dir())
+    with closing(find_device(None)) as device:
+        if wishes.device is not None and device.unified and not paths:
+            machine = PlanMachine.here((), device, name="a common machine")
+        else:
+            from infinity.bench.rate_cache import cached_rates
+
+            found = cached_rates(paths, device, io=config.io, refresh=wishes.refresh)
+            machine = PlanMachine.here(paths, device, found.rates, measured=found.measured)
+    return _sized(machine, wishes)
+
+
+def _sized(machine: PlanMachine, wishes: Wishes) -> PlanMachine:
+    """With other sizes; a GPU that is not there brings the rates of a common one."""
+    from infinity.plan.rates import COMPUTE, completed
+
+    if wishes.device is not None:
+        if machine.unified:
+            numbers = {
+                name: rate
+                for name, rate in machine.rates.numbers().items()
+                if name not in machine.nominal and name not in COMPUTE
+            }
+            rates, nominal = completed(numbers, unified=False)
+            machine = replace(machine, unified=False, rates=rates, nominal=nominal)
+        machine = replace(machine, device_bytes=wishes.device)
+    if wishes.host is not None:
+        machine = replace(machine, host_bytes=wishes.host)
+    if wishes.disk is not None:
+        machine = replace(machine, disk_bytes=wishes.disk)
+    return machine
+
+
+def _on_machine(config: Config, wishes: Wishes, machine: PlanMachine) -> Config:
+    """The configuration with a path where the machine has a disk, and none where it has not."""
+    from infinity.plan.way import SOME_DISK
+
+    budget = config.budget.host
+    if budget is not None and budget > machine.host_bytes:
+        raise ConfigError(
+            f"budget.host is {format_size(budget)}, but the machine has "
+            f"{format_size(machine.host_bytes)} of RAM",
+            remedy="lower budget.host, or leave it out",
+        )
+    paths = wishes.paths or config.nvme_path or SOME_DISK
+    return config.model_copy(update={"nvme_path": paths if machine.disk_bytes else ()})
+
+
+def _parts_of_blocks(cut: Cut) -> list[str]:
+    """Smaller units: the parts of every block, by name; empty where blocks have no parts."""
+    names = []
+    for unit in cut.units:
+        for module in unit.modules[:1] if len(unit.modules) == 1 else []:
+            children = [n for n, c in module.named_children() if any(True for _ in c.parameters())]
+            if len(children) > 1:
+                names += [f"{unit.name}.{child}" for child in children]
+    return names
+
+
+def _size(option: str, text: str | None) -> int | None:
+    size = None if text is None else parse_size(text)
+    if size == 0:
+        raise ConfigError(f"{option} is {text}", remedy="leave it out, or give a size above 0")
+    return size

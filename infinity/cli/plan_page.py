@@ -1,0 +1,243 @@
+"""The answer of `infinity plan` as people read it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from infinity.cli.screen import Page
+from infinity.sizes import format_count, format_duration, format_rate, format_size
+
+_BAR = 50  # characters
+# What a bar shows; every other purpose is a buffer.
+_MARKS = {"weights": "W", "state": "S", "gradients": "G", "process": "p"}
+_LANE_NAMES = {
+    "disk_read": "disk read",
+    "disk_write": "disk write",
+    "to_device": "to device",
+    "from_device": "from device",
+}
+
+
+def show_plan(report: dict[str, Any]) -> None:
+    """Print homes, memory, bytes and times; or what does not fit, and what would."""
+    page = Page()
+    _say_question(page, report)
+    if report["plan"] is not None:
+        page.say()
+        _homes(page, report)
+        _bars(page, report)
+        page.say()
+        _moved(page, report)
+        page.say()
+        _step(page, report)
+    else:
+        _say_activations(page, report)
+    page.say()
+    if report["fits"]:
+        _say_faster(page, report)
+    else:
+        _say_problem(page, report)
+
+
+def _say_question(page: Page, report: dict[str, Any]) -> None:
+    model, machine, work = report["model"], report["machine"], report["work"]
+    largest = model["largest_unit"]
+    page.say(
+        f"model    {model['name']} ({model['family']}): {format_count(model['parameters'])} "
+        f"parameters in {model['units']} units; the largest, {largest['name']}, has "
+        f"{format_size(largest['weight_bytes'])} of weights"
+    )
+    sizes = f"{format_size(machine['host_bytes'])} of RAM"
+    if machine["device_bytes"] is not None:
+        sizes = f"a GPU with {format_size(machine['device_bytes'])}, {sizes}"
+    disk = machine["disk_bytes"]
+    sizes += f", {format_size(disk)} of disk" if disk else ", no disk (--path DIR or --disk SIZE)"
+    page.say(f"machine  {machine['name']}: {sizes}")
+    page.say(f"rates    {machine['rates_origin']}")
+    micro = work["micro_batches"]
+    steps = f"{micro} micro-batches" if micro > 1 else "one micro-batch"
+    again = ", blocks recomputed in backward" if work["recompute"] else ""
+    page.say(
+        f"step     {steps} of {work['tokens']:,} tokens, {work['tokens_per_step']:,} tokens a "
+        f"step, {work['precision']}{again}"
+    )
+    if report["split"]:
+        page.say("         micro-batches and recomputation were chosen so that activations fit")
+
+
+def _homes(page: Page, report: dict[str, Any]) -> None:
+    plan = report["plan"]
+    # One memory has one column.
+    columns: dict[str, tuple[str, ...]] = {"device": ("device",), "host": ("host",)}
+    if report["machine"]["unified"]:
+        columns = {"RAM": ("device", "host")}
+    columns["disk"] = ("disk",)
+    rows = []
+    for kind, homes in plan["homes"].items():
+        whole = sum(home["bytes"] for home in homes.values()) or 1
+        cells = []
+        for tiers in columns.values():
+            nbytes = sum(homes[tier]["bytes"] for tier in tiers if tier in homes)
+            cells.append(f"{format_size(nbytes)} ({nbytes / whole:.0%})" if nbytes else "")
+        rows.append([kind, f"{plan['per_parameter'][kind]:.4g}", *cells])
+    names = " and ".join(dict.fromkeys(plan["moments"])) or "no format"
+    lossy = ", which is lossy" if plan["lossy"] else ""
+    rest = plan["per_parameter"]["weights"] + plan["per_parameter"]["moments and residual"]
+    title = (
+        f"where it rests: {plan['rule']}, {len(plan['moments'])} moment(s) in {names}{lossy}; "
+        f"{rest:.4g} bytes a parameter, and its gradient"
+    )
+    page.table(title, ["kind", "bytes a parameter", *columns], rows)
+
+
+def _bars(page: Page, report: dict[str, Any]) -> None:
+    page.say(
+        "memory   W weights, S moments and residual, G gradients, p process, b buffers, "
+        "a activations (estimated), . free"
+    )
+    for tier, parts in _by_memory(report).items():
+        budget = report["plan"]["budget"]["host" if tier == "RAM" else tier]
+        used = sum(parts.values())
+        if not used and not budget:
+            continue
+        shown = {"a": _activations_of(report, tier)}
+        marks = {mark: parts.get(purpose, 0) for purpose, mark in _MARKS.items()}
+        marks["b"] = used - sum(marks.values())
+        page.say(
+            f"  {tier:<7}[{_bar({**marks, **shown}, budget or used)}] {format_size(used)} of "
+            f"{format_size(budget or used)}"
+        )
+        inside = ", ".join(f"{name} {format_size(v)}" for name, v in parts.items() if v)
+        page.say(f"          {inside or 'nothing'}")
+    _say_activations(page, report)
+    for note in report["plan"]["notes"]:
+        page.say(f"note: {note}")
+
+
+def _by_memory(report: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """Tier -> purpose -> bytes; device and host are one where they are one memory."""
+    memory: dict[str, dict[str, int]] = report["plan"]["memory"]
+    if not report["machine"]["unified"]:
+        return memory
+    names = dict.fromkeys([*memory["host"], *memory["device"]])
+    ram = {n: memory["host"].get(n, 0) + memory["device"].get(n, 0) for n in names}
+    return {"RAM": ram, "disk": memory["disk"]}
+
+
+def _activations_of(report: dict[str, Any], tier: str) -> int:
+    found = report["activations"]
+    computes = "RAM" if report["machine"]["unified"] else found["tier"]
+    return int(found["total"]) if tier == computes else 0
+
+
+def _bar(marks: dict[str, int], whole: int) -> str:
+    """At least one character for everything that is there; cut off at the end."""
+    cells = "".join(
+        mark * max(1, round(nbytes / max(whole, 1) * _BAR))
+        for mark, nbytes in marks.items()
+        if nbytes > 0
+    )
+    return cells[:_BAR].ljust(_BAR, ".") + (">" if len(cells) > _BAR + len(marks) else "")
+
+
+def _say_activations(page: Page, report: dict[str, Any]) -> None:
+    found = report["activations"]
+    names = ("saved", "boundaries", "logits", "gradients")
+    parts = ", ".join(f"{name} {format_size(found[name])}" for name in names if found[name])
+    room = ""
+    if "room" in found:
+        room = f"; the plan leaves {format_size(max(found['room'], 0))} to them"
+    page.say(
+        f"activations, estimated, for {report['work']['tokens']:,} tokens at once: about "
+        f"{format_size(found['total'])} of the {found['tier']}'s memory{room}"
+    )
+    page.say(f"          {parts}")
+
+
+def _moved(page: Page, report: dict[str, Any]) -> None:
+    rows = []
+    for lane, moved in report["moved"].items():
+        if moved["bytes"]:
+            rate = moved["rate"]
+            star = " *" if lane in report["machine"]["nominal"] else ""
+            rows.append(
+                [
+                    _LANE_NAMES[lane],
+                    format_size(moved["bytes"]),
+                    f"{moved['per_parameter']:.1f}",
+                    "" if rate is None else f"{format_rate(rate)}{star}",
+                ]
+            )
+    if not rows:
+        page.say("nothing moves between tiers")
+        return
+    title = "what a step moves" + (" (* nominal, not measured)" if _any_star(rows) else "")
+    page.table(title, ["lane", "a step", "bytes a parameter", "rate"], rows)
+    wear = report["wear"]
+    if wear["days"] is not None:
+        page.say(
+            f"wear     {wear['written_per_step'] / 1e9:,.1f} GB written a step: "
+            f"{format_rated(wear['rated_bytes'])} of rated writes last for {wear['days']:,.1f} "
+            "days of training without a pause"
+        )
+
+
+def _any_star(rows: list[list[str]]) -> bool:
+    return any(cell.endswith("*") for row in rows for cell in row)
+
+
+def format_rated(num_bytes: int) -> str:
+    """Endurance as drives are sold: "600 TB"."""
+    return f"{num_bytes / 1e12:,.4g} TB"
+
+
+def _step(page: Page, report: dict[str, Any]) -> None:
+    step = report["step"]
+    lanes = [name for name, seconds in step["lanes"].items() if seconds]
+    rows = [
+        [
+            f"{phase['name']} (each)" if phase["count"] > 1 else phase["name"],
+            format_duration(phase["seconds"]),
+            phase["binds"].replace("_", " "),
+            *(format_duration(s) if (s := phase["lanes"].get(lane)) else "" for lane in lanes),
+        ]
+        for phase in step["phases"]
+    ]
+    columns = ["phase", "takes", "binds", *(lane.replace("_", " ") for lane in lanes)]
+    page.table("predicted: lanes work at the same time, the slowest binds", columns, rows)
+    page.say(
+        f"a step takes {format_duration(step['seconds'])}, {_speed(step['tokens_per_s'])}; "
+        f"{step['binds'].replace('_', ' ')} binds"
+    )
+
+
+def _speed(tokens_per_s: float) -> str:
+    return f"{tokens_per_s:,.1f} tokens/s" if tokens_per_s >= 1 else f"{tokens_per_s:.2g} tokens/s"
+
+
+def _say_faster(page: Page, report: dict[str, Any]) -> None:
+    if not report["faster"]:
+        page.say("nothing that was tried would be much faster: see what binds")
+        return
+    page.say("to go faster (each planned again; tokens/s, predicted)")
+    for way in report["faster"]:
+        batch = "; another training" if way["changes_batch"] else ""
+        page.say(f"  {way['speed_up']:.2f}x  {_speed(way['tokens_per_s'])}: {way['what']}{batch}")
+        page.say(f"         {way['how']}")
+
+
+def _say_problem(page: Page, report: dict[str, Any]) -> None:
+    problem = report["problem"]
+    page.say(f"DOES NOT FIT: {problem['what']}")
+    if problem["because"]:
+        page.say(f"  because: {problem['because']}")
+    if not report["ways"]:
+        page.say(f"  try: {problem['remedy']}")
+        return
+    page.say("to make it fit (each planned again):")
+    for way in report["ways"]:
+        page.say(f"  {way['how']}")
+        page.say(
+            f"      {way['what']}; a step would take {format_duration(way['seconds'])}, "
+            f"{_speed(way['tokens_per_s'])}"
+        )

@@ -1,0 +1,333 @@
+"""What to change: ways to make a run fit, and ways to make it faster, found by planning again.
+
+Nothing here is a rule of thumb: every way is a changed case that was planned and priced like the
+first one, and really fits. Ways that cost nothing and change no number come first, then lossy
+formats, then hardware by what it costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from infinity.config import BudgetConfig, HomesConfig
+from infinity.errors import DoesNotFitError
+from infinity.formats import MomentFormat
+from infinity.plan.case import Case, Priced, price
+from infinity.plan.layout import UnitLayout
+from infinity.plan.machine import HOST_BUDGET_SHARE
+from infinity.plan.plan import Plan
+from infinity.plan.reserve import AUTO_SHARE
+from infinity.plan.way import TIERS, Way, round_down, round_size, size_of, sized, way_of
+
+LEAST_GAIN = 1.03  # a prediction is not worth more than a few percent
+LEAST_TOKENS = 64  # of a micro-batch; fewer leave a processor idle
+MOST_MICRO_BATCHES = 1024
+SMALL_CHUNK = 1 << 17
+_ATTEMPTS = 4
+_GIB = 1 << 30
+# Nobody buys more for one machine.
+_LARGEST = {"disk": 512 << 40, "host": 8 << 40, "device": 288 * _GIB}
+# Roughly what a byte costs, as a multiple of a drive's: only the order of offers depends on it.
+_COST = {"disk": 1.0, "host": 40.0, "device": 400.0}
+
+
+# --- to make it fit ------------------------------------------------------------------------------
+
+
+def ways_to_fit(case: Case, finer: Sequence[UnitLayout] = (), count: int = 3) -> list[Way]:
+    """The cheapest ways to make a case fit that does not; each does. Empty where none was found.
+
+    `finer` are the layouts of smaller units of the same model, if it can be cut further.
+    """
+    found = _by_speed(case, [*_exact(case, tuple(finer)), *_smaller_steps(case)])
+    if len(found) < count:
+        found += _by_speed(case, (case.with_moments(name) for name in _smaller_formats(case)))
+    small = _smallest_step(case)
+    for start in [case] if small == case else [case, small]:
+        if len(found) < count:
+            larger = [way for tier in TIERS for way in _larger(case, _smallest(start, tier), tier)]
+            found += sorted(larger, key=lambda way: _cost(case, way.priced.case))
+        if found:
+            break
+    return found[:count] or _larger(case, _all_larger(small), "host")
+
+
+def split_to_fit(case: Case, recompute: bool | None = None) -> Case:
+    """The same tokens a step in as many micro-batches as make activations fit, the fastest way.
+
+    `recompute` None leaves it open whether blocks are recomputed. The case itself comes back if it
+    fits, and if splitting does not help.
+    """
+    try:
+        if not price(case).missing:
+            return case
+    except DoesNotFitError:
+        return case
+    steps = [s for s in _smaller_steps(case) if recompute in (None, s.work.recompute)]
+    ways = _by_speed(case, steps)
+    return ways[0].priced.case if ways else case
+
+
+def _tried(case: Case, changed: Iterable[Case]) -> list[Way]:
+    """A way for every changed case that fits."""
+    ways = []
+    for other in changed:
+        try:
+            priced = price(other)
+        except DoesNotFitError:
+            continue
+        if not priced.missing:
+            ways.append(way_of(case, priced))
+    return ways
+
+
+def _by_speed(case: Case, changed: Iterable[Case]) -> list[Way]:
+    """The ways that fit, the fastest first; a search is only begun where one surely does."""
+    ways = _tried(case, filter(_fits, changed))
+    return sorted(ways, key=lambda way: -way.priced.tokens_per_s)
+
+
+def _exact(case: Case, finer: tuple[UnitLayout, ...]) -> Iterator[Case]:
+    """Changes that cost nothing but time: homes, chunks, units, budgets, room for activations."""
+    if case.config.homes != HomesConfig():
+        yield case.with_config(homes=HomesConfig())
+    if case.config.chunk_size == "auto" or case.config.chunk_size > SMALL_CHUNK:
+        yield case.with_config(chunk_size=SMALL_CHUNK)
+    if finer:
+        yield replace(case, units=finer)
+    yield from _larger_budgets(case)
+    if case.config.budget != BudgetConfig():
+        yield case.with_config(budget=BudgetConfig())
+    room = case.compute_bytes - case.activations().total
+    budget = round_down(int(room / AUTO_SHARE))  # homes that the plan chooses leave the rest
+    if 0 < budget < (getattr(case.limits, case.compute_tier) or 0):
+        yield case.with_budget(case.compute_tier, budget)
+
+
+def _smaller_steps(case: Case) -> Iterator[Case]:
+    """The same tokens a step in more micro-batches; with and without recomputation."""
+    for recompute in dict.fromkeys((case.work.recompute, True)):
+        for parts in (1, *_splits(case)):
+            changed = _split(case, parts, recompute)
+            if changed != case and _fits(changed):
+                yield changed
+                break
+
+
+def _smallest_step(case: Case) -> Case:
+    """The same tokens a step with the least activations, where they take much."""
+    changed = case.with_step(case.work.tokens, case.micro_batches, True)
+    for parts in _splits(case):
+        if changed.activations().total <= (1 - AUTO_SHARE) * case.compute_bytes:
+            break
+        changed = _split(case, parts, True)
+    return changed
+
+
+def _splits(case: Case) -> Iterator[int]:
+    parts = 2
+    while (
+        case.work.tokens // parts >= LEAST_TOKENS
+        and case.micro_batches * parts <= MOST_MICRO_BATCHES
+    ):
+        yield parts
+        parts *= 2
+
+
+def _split(case: Case, parts: int, recompute: bool) -> Case:
+    """The same tokens a step in so many times more micro-batches."""
+    return case.with_step(-(-case.work.tokens // parts), case.micro_batches * parts, recompute)
+
+
+def _smaller_formats(case: Case) -> Iterator[str]:
+    """Formats of moments that take less than those of now; only our own rules have them."""
+    size = max((f.itemsize for f in case.rule.moments), default=0)
+    for form in (MomentFormat.INT8, MomentFormat.BF16):
+        if form.itemsize < size and not case.rule.tile_elements:
+            yield form.value
+
+
+def _larger(case: Case, changed: Case | None, tier: str) -> list[Way]:
+    """The way of a larger tier; none if `changed` is None or does not fit after all.
+
+    A search for homes may take more than `_fits` knows of, and may also relieve a tier of what
+    could rest elsewhere: so a little more is tried, and then a few times less.
+    """
+    ways: list[Way] = []
+    for _ in range(_ATTEMPTS):
+        if changed is None or ways:
+            break
+        ways = _tried(case, [changed])
+        if not ways:
+            changed = sized(changed, tier, round_size(int(1.06 * (size_of(changed, tier) or 0))))
+    low = size_of(case, tier) or 0
+    for _ in range(_ATTEMPTS if ways else 0):
+        best = ways[0].priced.case
+        high = size_of(best, tier) or 0
+        middle = round_size((low + high) // 2)
+        if middle >= high or high <= 1.02 * low:
+            break
+        less = _tried(case, [sized(best, tier, middle)])
+        ways, low = less or ways, low if less else middle
+    return ways
+
+
+def _all_larger(case: Case) -> Case | None:
+    """Where no tier alone will do: all of them, each then as small as the others allow."""
+    tiers = [tier for tier in TIERS if size_of(case, tier) is not None]
+    large = case
+    for tier in tiers:
+        large = sized(large, tier, _LARGEST[tier])
+    if not _fits(large):
+        return None
+    for tier in tiers:
+        large = _smallest(sized(large, tier, size_of(case, tier) or 0), tier) or large
+    return large
+
+
+def _smallest(case: Case, tier: str) -> Case | None:
+    """The case with the smallest size of a tier with which it fits, to 2 %; None where none does.
+
+    None as well where only a budget keeps it from fitting: see `_larger_budgets`.
+    """
+    size = size_of(case, tier)
+    if size is None:
+        return None
+    now = getattr(case.config.budget, tier)
+    if now is not None and _fits(case.with_budget(tier, None)):
+        return None
+    return _first_fit(lambda nbytes: sized(case, tier, nbytes), size, _LARGEST[tier])
+
+
+def _larger_budgets(case: Case) -> Iterator[Case]:
+    """The smallest budgets in the configuration that would do, on the machine as it is."""
+    machine = replace(case, config=case.config.model_copy(update={"budget": BudgetConfig()}))
+    for tier in TIERS:
+        budget, most = getattr(case.config.budget, tier), getattr(machine.limits, tier)
+        if budget is not None and most is not None and budget < most:
+            found = _first_fit(partial(case.with_budget, tier), budget, most)
+            if found is not None:
+                yield found
+
+
+def _first_fit(sized: Callable[[int], Case], low: int, largest: int) -> Case | None:
+    """The smallest size above `low` that fits, to 2 %.
+
+    More of a tier never makes a plan fit worse, so that halving finds it.
+    """
+    high = min(max(round_size(low), 1 << 28), largest)
+    while not _fits(sized(high)):
+        if high >= largest:
+            return None
+        low, high = high, min(2 * high, largest)
+    while high > low * 1.02:
+        middle = round_size((low + high) // 2)
+        if middle >= high:
+            break
+        if _fits(sized(middle)):
+            high = middle
+        else:
+            low = middle
+    return sized(high)
+
+
+def _fits(case: Case) -> bool:
+    """Whether some plan fits with room for activations, without a search for the best homes."""
+    needed = case.activations().total
+    if needed > case.compute_bytes:
+        return False
+    wishes = case.config.homes.model_dump()
+    lowest = "disk" if case.config.nvme_path else "host"
+    # Kind by kind off the disk: a search does that too, where the disk is what is short.
+    for raised in ((), ("gradients",), ("gradients", "weights"), tuple(wishes)):
+        settled = {
+            name: ("host" if name in raised else lowest) if wish == "auto" else wish
+            for name, wish in wishes.items()
+        }
+        homes = HomesConfig.model_validate(settled)
+        try:
+            plan = case.plan(case.config.model_copy(update={"homes": homes}))
+        except DoesNotFitError:
+            continue
+        if _taken(case, plan) + needed <= case.compute_bytes:
+            return True
+    return False
+
+
+def _taken(case: Case, plan: Plan) -> int:
+    """What homes may take of the memory that activations need as well."""
+    used = plan.tier_bytes
+    taken = used["host"] + used["device"] if plan.unified else used["device"]
+    if "auto" not in case.config.homes.model_dump().values():
+        return taken
+    # A search may fill this much, if there is so much to move.
+    share = int(AUTO_SHARE * (getattr(case.limits, case.compute_tier) or 0))
+    rests = sum(
+        parts.get(purpose, 0)
+        for parts in plan.memory.values()
+        for purpose in ("weights", "state", "gradients")
+    )
+    return max(taken, min(share, taken + rests))
+
+
+# --- to make it faster ---------------------------------------------------------------------------
+
+
+def faster(priced: Priced, count: int = 5) -> list[Way]:
+    """The changes with the largest predicted gain in tokens per second, best first."""
+    case, now = priced.case, priced.tokens_per_s
+    changed = [
+        *_same_batch(case),
+        *(case.with_moments(name) for name in _smaller_formats(case)),
+        *_more_hardware(priced),
+        case.with_step(4 * case.work.tokens, case.micro_batches),
+    ]
+    if 4 * case.micro_batches <= MOST_MICRO_BATCHES:
+        changed.append(case.with_step(case.work.tokens, 4 * case.micro_batches))
+    roomy = [c for c in changed if c.activations().total <= c.compute_bytes]
+    ways = [replace(w, speed_up=w.priced.tokens_per_s / now) for w in _tried(case, roomy) if now]
+    ways = [way for way in ways if way.speed_up >= LEAST_GAIN]
+    return sorted(ways, key=lambda way: -way.speed_up)[:count]
+
+
+def _same_batch(case: Case) -> Iterator[Case]:
+    """The same tokens a step in fewer micro-batches; no recomputation where there is room."""
+    tokens, count = case.work.tokens, case.micro_batches
+    if case.work.recompute:
+        yield case.with_step(tokens, count, False)
+    compute = case.machine.rates.compute
+    trained = all(s.trained for unit in case.units for s in unit.segments)
+    slow = compute.get("fp32", 0) > compute.get("bf16", 0)  # no bf16 instructions
+    if case.config.precision == "bf16" and slow and trained:
+        yield case.with_precision("fp32")
+    for parts in sorted({2, count}):
+        if count > 1 and count % parts == 0:
+            yield case.with_step(tokens * parts, count // parts)
+
+
+def _more_hardware(priced: Priced) -> Iterator[Case]:
+    """A second drive, and RAM: a quarter more, and enough to hold what rests on disk."""
+    case, rates = priced.case, priced.case.machine.rates
+    if not any(priced.plan.memory["disk"].values()):
+        return
+    names = ("disk_read", "disk_write", "disk_mixed")
+    doubled = replace(rates, **{name: 2 * getattr(rates, name) for name in names})
+    yield case.with_machine(rates=doubled, disk_bytes=2 * case.machine.disk_bytes)
+    disk, used = priced.plan.memory["disk"], priced.plan.tier_bytes
+    held = used["host"] + (used["device"] if priced.plan.unified else 0)
+    share = HOST_BUDGET_SHARE * (AUTO_SHARE if priced.plan.unified else 1.0)
+    sizes = {round_size(int(1.25 * case.machine.host_bytes))}
+    for purpose in ("gradients", "weights", "state"):
+        held += disk[purpose]
+        sizes.add(round_size(int(1.01 * held / share)))  # and what else grows with it
+    for nbytes in sorted(sizes):
+        if case.machine.host_bytes < nbytes <= _LARGEST["host"]:
+            yield sized(case, "host", nbytes)
+
+
+def _cost(case: Case, changed: Case) -> float:
+    return sum(
+        _COST[tier] * ((size_of(changed, tier) or 0) - (size_of(case, tier) or 0)) for tier in TIERS
+    )

@@ -1,0 +1,295 @@
+"""Advice is planned again: every way really fits, every gain is what the changed plan predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from infinity.config import load_config
+from infinity.errors import DoesNotFitError
+from infinity.formats import MomentFormat
+from infinity.plan.advice import LEAST_GAIN, MOST_MICRO_BATCHES, faster, ways_to_fit
+from infinity.plan.case import Case, Priced, price
+from infinity.plan.cost import Work
+from infinity.plan.layout import PRECISIONS, ParameterFacts, UnitLayout, lay_out
+from infinity.plan.machine_file import PlanMachine
+from infinity.plan.plan import RuleFacts
+from infinity.plan.rates import nominal
+from infinity.plan.way import Way, round_down, round_size, size_text
+
+MIB, GIB = 1 << 20, 1 << 30
+SIDE = 512
+
+
+def units(count: int, precision: str = "bf16", side: int = SIDE) -> tuple[UnitLayout, ...]:
+    """Blocks of two square matrices."""
+    size = PRECISIONS[precision].weight
+    found = []
+    for index in range(count):
+        facts = [
+            ParameterFacts(f"b{index}.{i}", 2 * index + i, (side, side), "bfloat16", side * side,
+                           size, True, 0)
+            for i in range(2)
+        ]  # fmt: skip
+        found.append(lay_out(index, f"b{index}", facts, PRECISIONS[precision]))
+    return tuple(found)
+
+
+def machine(
+    host: int, device: int | None = 1 * GIB, disk: int = 64 * GIB, **more: Any
+) -> PlanMachine:
+    unified = device is None
+    return PlanMachine("m", host, device, disk, unified, 8, nominal(unified), **more)
+
+
+def case_of(
+    host: int,
+    device: int | None = GIB,
+    disk: int = 64 * GIB,
+    *,
+    count: int = 16,
+    tokens: int = 256,
+    recompute: bool = False,
+    **config: Any,
+) -> Case:
+    given = {"nvme_path": "/nvme", **config} if disk else config
+    return Case(
+        units=units(count),
+        config=load_config(given),
+        machine=machine(host, device, disk),
+        work=Work(tokens, recompute=recompute),
+        rule=RuleFacts(),
+    )
+
+
+def refused(case: Case) -> None:
+    with pytest.raises(DoesNotFitError):
+        price(case).require_room()
+
+
+def ways_of(case: Case, finer: Sequence[UnitLayout] = ()) -> list[Way]:
+    """The ways, each of which was seen to fit when priced anew."""
+    refused(case)
+    ways = ways_to_fit(case, finer)
+    for way in ways:
+        again = price(way.priced.case)
+        again.require_room()
+        assert again.cost.seconds == way.priced.cost.seconds
+        assert way.what
+        assert way.how
+    return ways
+
+
+def test_too_little_ram_is_helped_by_formats_or_hardware() -> None:
+    ways = ways_of(case_of(100 * MIB, disk=0, device=16 * MIB, tokens=1))
+    assert [way.how.split()[0] for way in ways] == ["--moments", "--disk", "--host"]
+    assert [way.lossy for way in ways] == [True, False, False]
+    assert all(("lossy" in way.what) == way.lossy for way in ways)
+    assert ways[1].priced.case.config.nvme_path, "a disk has a path"
+
+
+@pytest.mark.parametrize("tier", ["host", "disk", "device"])
+def test_a_larger_tier_is_no_larger_than_it_must_be(tier: str) -> None:
+    if tier == "host":
+        case = case_of(16 * MIB, disk=0, device=64 * MIB, count=64, tokens=1)
+    elif tier == "disk":
+        case = case_of(64 * MIB, disk=200 * MIB, device=64 * MIB, count=256, tokens=1)
+    else:
+        case = case_of(4 * GIB, device=3 * MIB, tokens=64, recompute=True)
+    found = [w for w in ways_of(case) if w.how.startswith(f"--{tier}")]
+    assert len(found) == 1
+    size = getattr(found[0].priced.case.machine, f"{tier}_bytes")
+    assert size > getattr(case.machine, f"{tier}_bytes")
+    assert size_text(size) in found[0].how
+    refused(case.with_machine(**{f"{tier}_bytes": int(0.7 * size)}))
+
+
+def test_activations_are_helped_for_free_first() -> None:
+    case = case_of(4 * GIB, device=256 * MIB, tokens=1 << 16, count=4)
+    priced = price(case)
+    assert priced.missing == priced.activations.total - priced.room > 0
+    with pytest.raises(DoesNotFitError, match="65,536 tokens at once") as caught:
+        priced.require_room()
+    assert "logits" in str(caught.value.because)
+    plain, again, hardware = ways_of(case)
+    assert not any(way.lossy or way.changes_batch for way in (plain, again, hardware))
+    assert not plain.priced.case.work.recompute
+    assert again.how.endswith("--recompute")
+    for way in (plain, again):
+        after = way.priced.case
+        assert after.work.tokens * after.micro_batches == 1 << 16
+        assert after.micro_batches <= MOST_MICRO_BATCHES
+        assert after.machine == case.machine
+    assert hardware.how.startswith("--device")
+    odd = ways_of(case_of(4 * GIB, device=256 * MIB, tokens=65_537, count=4))
+    assert "the same batch" in odd[0].what, "rounded up"
+
+
+def test_a_smaller_budget_leaves_room_for_activations() -> None:
+    case = case_of(4 * GIB, device=40 * MIB, tokens=1024, recompute=True)
+    found = [way for way in ways_of(case) if way.how.startswith("budget.device")]
+    assert len(found) == 1
+    assert "more for activations" in found[0].what
+    budget = found[0].priced.case.config.budget.device
+    assert budget is not None
+    assert budget < (case.limits.device or 0)
+    assert found[0].priced.room > price(case).room
+
+
+def test_budgets_of_the_configuration_are_raised_before_hardware_is_bought() -> None:
+    case = case_of(8 * GIB, device=None, count=32, budget={"host": "8MiB"}, tokens=16)
+    ways = ways_of(case)
+    assert ways[0].how.startswith("budget.host")
+    assert not any(way.how.startswith("--host") for way in ways)
+    both = case_of(
+        8 * GIB, device=GIB, budget={"host": "8MiB", "device": "1MiB"}, count=8, tokens=16
+    )
+    [free, *_] = ways_of(both)
+    assert "budget.host left out" in free.how
+    assert "budget.device left out" in free.how
+
+
+def test_explicit_homes_are_given_up_for_those_of_the_plan() -> None:
+    case = case_of(512 * MIB, device=64 * MIB, homes={"moments": "device"}, count=64, tokens=1)
+    assert "homes" in ways_of(case)[0].how
+
+
+def test_smaller_units_are_offered_where_the_model_has_them() -> None:
+    case = case_of(4 * GIB, device=6 * MIB, tokens=1, count=2)
+    case = replace(case, units=units(2, side=2 * SIDE))
+    finer = units(8)
+    ways = ways_of(case, finer)
+    assert any("initialize(units=" in way.how for way in ways)
+    assert not any("initialize(units=" in way.how for way in ways_of(case))
+
+
+def test_nothing_alone_will_do_and_all_together_does() -> None:
+    case = case_of(16 * MIB, device=MIB, disk=2 * MIB, count=64, tokens=512)
+    ways = ways_of(case)
+    assert len(ways) == 1
+    for flag in ("--disk", "--host", "--device"):
+        assert flag in ways[0].how
+
+
+def test_what_nothing_helps_has_no_ways() -> None:
+    case = case_of(GIB, device=64 * MIB, tokens=1 << 40)
+    refused(case)
+    assert ways_to_fit(case) == []
+
+
+# --- faster --------------------------------------------------------------------------------------
+
+
+def slow_case(**more: Any) -> Case:
+    """Everything rests on disk: 256 blocks in 80 MiB of RAM and as much of a device."""
+    given = {"host": 256 * MIB, "device": 64 * MIB, "count": 256, "tokens": 4}
+    return case_of(**(given | more))
+
+
+def test_gains_are_those_of_the_changed_plans() -> None:
+    priced = price(slow_case())
+    priced.require_room()
+    ways = faster(priced, count=20)
+    assert ways
+    speeds = [way.speed_up for way in ways]
+    assert speeds == sorted(speeds, reverse=True)
+    for way in ways:
+        again = price(way.priced.case)
+        assert not again.missing
+        assert way.speed_up == pytest.approx(again.tokens_per_s / priced.tokens_per_s)
+        assert way.speed_up >= LEAST_GAIN
+    assert len(faster(priced, count=2)) == 2
+    words = " | ".join(way.how for way in ways)
+    for part in ("--moments 8bit", "--host", "nvme_path", "--tokens"):
+        assert part in words, part
+    for way in ways:
+        assert way.lossy == ("--moments" in way.how)
+        assert way.changes_batch == ("--tokens" in way.how)
+        if way.changes_batch:
+            assert "4 times the batch" in way.what
+
+
+def test_ram_that_holds_the_next_kind_really_holds_it() -> None:
+    priced = price(slow_case())
+    assert priced.plan.memory["disk"]["gradients"]
+    larger = [way for way in faster(priced, count=20) if way.how.startswith("--host")]
+    left = [sum(way.priced.plan.memory["disk"].values()) for way in larger]
+    assert left[0] == 0, "all of it"
+    assert left == sorted(left), "more of it in RAM is faster"
+    state = larger[1].priced.plan.memory["disk"]
+    assert state["state"]
+    assert state["weights"] + state["gradients"] < 0.1 * state["state"]
+
+
+def test_the_same_batch_in_fewer_micro_batches() -> None:
+    priced = price(slow_case(gradient_accumulation_steps=4))
+    ways = [way for way in faster(priced, count=20) if "the same batch" in way.what]
+    assert {way.how for way in ways} == {
+        "--tokens 16 --micro-batches 1",
+        "--tokens 16 --micro-batches 2",
+    }
+    assert not any(way.changes_batch for way in ways)
+
+
+def test_recomputation_is_left_out_where_there_is_room() -> None:
+    priced = price(case_of(4 * GIB, device=2 * GIB, count=4, tokens=1 << 15, recompute=True))
+    assert priced.cost.binds == "compute"
+    way = next(way for way in faster(priced, 20) if way.how == "--no-recompute")
+    assert way.speed_up == pytest.approx(8 / 6, rel=0.05)
+
+
+def test_fp32_is_offered_where_it_is_multiplied_faster() -> None:
+    case = case_of(4 * GIB, device=None, count=4, tokens=4096)
+    rates = replace(nominal(True), compute={"bf16": 1e9, "fp32": 1e11})
+    way = faster(price(case.with_machine(rates=rates)))[0]
+    assert way.how == "--precision fp32"
+    assert way.priced.plan.precision.weight == 4
+    assert way.speed_up == pytest.approx(100, rel=0.1)
+    assert not way.lossy
+    same = case.with_machine(rates=replace(nominal(True), compute={"bf16": 1e11, "fp32": 1e11}))
+    assert not any("precision" in way.how for way in faster(price(same), 20))
+
+
+def test_formats_follow_the_rule() -> None:
+    case = slow_case(optimizer={"type": "SGD"})
+    case = replace(case, rule=RuleFacts(name="SGD", moments=()))
+    assert not any(way.lossy for way in faster(price(case), 20))
+    eight = replace(case, rule=RuleFacts(moments=(MomentFormat.INT8,) * 2))
+    assert not any(way.lossy for way in faster(price(eight), 20))
+    one = slow_case().with_moments("8bit")
+    assert one.plan().precision.moments == (MomentFormat.INT8,) * 2
+    assert one.config.optimizer.moments == "8bit"
+
+
+def test_what_moves_nothing_needs_no_hardware() -> None:
+    priced = price(case_of(64 * GIB, device=8 * GIB, count=2))
+    assert not any("--host" in way.how or "nvme" in way.how for way in faster(priced, 20))
+
+
+def test_a_priced_case_adds_up() -> None:
+    priced: Priced = price(slow_case())
+    case = priced.case
+    assert priced.room == case.compute_bytes - priced.plan.tier_bytes["device"]
+    assert priced.tokens_per_s == pytest.approx(4 / priced.cost.seconds)
+    assert case.compute_tier == "device"
+    half = replace(case, device_share=0.5)
+    assert half.compute_bytes == half.limits.device == 32 * MIB
+    unified = case_of(GIB, device=None)
+    assert unified.compute_tier == "host"
+    assert unified.limits.device is None
+    assert unified.compute_bytes == unified.limits.host == int(0.8 * GIB)
+    assert unified.with_budget("host", 64 * MIB).limits.host == 64 * MIB
+    assert unified.with_budget("disk", MIB).limits.disk == MIB
+
+
+@pytest.mark.parametrize("nbytes", [1, MIB, 100 * MIB + 1, GIB + 1, 17 * GIB + 5, 10**13])
+def test_sizes_that_people_would_say(nbytes: int) -> None:
+    assert round_down(nbytes) <= nbytes <= round_size(nbytes)
+    assert round_size(nbytes) - round_down(nbytes) <= max(MIB, nbytes / 8)
+    from infinity.sizes import parse_size
+
+    assert parse_size(size_text(nbytes)) == nbytes
+    assert parse_size(size_text(round_size(nbytes))) == round_size(nbytes)

@@ -1,0 +1,448 @@
+"""`infinity plan` through the real command: targets, sizes, exit codes, and no weights."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from infinity.bench.rate_cache import MeasuredRates
+from infinity.cli.main import app
+from infinity.cli.plan import Wishes, report_of
+from infinity.model.skeleton import NAMED, build_skeleton
+from infinity.model.target import MAX_LAYERS, find_model, target_of
+from infinity.plan.rates import Rates, nominal
+
+GIB = 1 << 30
+DESKTOP = ["--device", "24GiB", "--host", "64GiB", "--disk", "2TiB"]
+TINY = {"model_type": "gpt2", "n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 64,
+        "vocab_size": 1000}  # fmt: skip
+TOP_KEYS = {"split", 
+    "infinity", "model", "machine", "work", "fits", "problem", "activations", "ways", "plan",
+    "moved", "step", "wear", "faster",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine's rates are round numbers, and known without measuring."""
+
+    def known(paths: Any, device: Any, **more: Any) -> MeasuredRates:
+        numbers = nominal(device.unified).numbers() | {"update.fp32": 1e9, "disk_read": 2e9}
+        return MeasuredRates(Rates.of(numbers), "2026-01-02")
+
+    monkeypatch.setattr("infinity.bench.rate_cache.cached_rates", known)
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["plan", *arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def answer(*arguments: str, code: int = 0) -> dict[str, Any]:
+    found, out, error = run(*arguments, "--json")
+    assert found == code, out + error
+    assert error == ""
+    report: dict[str, Any] = json.loads(out)
+    return report
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    return str(tmp_path)
+
+
+# --- the answer ----------------------------------------------------------------------------------
+
+
+def test_the_page_of_a_large_model_can_be_checked_by_hand() -> None:
+    """docs/ARCHITECTURE.md: all on disk is 16 bytes read and 14 written, less what RAM holds."""
+    arguments = ["70b", *DESKTOP, "--tokens", "2048", "--recompute"]
+    report = answer(*arguments)
+    assert report["fits"]
+    assert report["problem"] is None
+    assert report["model"]["parameters"] == 68_976_648_192
+    moved = {lane: found["per_parameter"] for lane, found in report["moved"].items()}
+    homes = report["plan"]["homes"]
+    on_disk = {kind: homes[kind].get("disk", {"bytes": 0})["bytes"] for kind in homes}
+    total = {kind: sum(h["bytes"] for h in homes[kind].values()) for kind in homes}
+    assert total["weights"] == pytest.approx(2 * 68_976_648_192, rel=1e-3)
+    assert total["moments and residual"] == pytest.approx(10 * 68_976_648_192, rel=1e-3)
+    assert total["gradients"] == total["weights"], "one micro-batch in bf16"
+    parameters = report["model"]["parameters"]
+    written = sum(on_disk.values()) / parameters
+    assert moved["disk_write"] == pytest.approx(written, rel=1e-6)
+    backward = moved["disk_read"] - written
+    assert 0.9 * on_disk["weights"] / parameters < backward <= on_disk["weights"] / parameters
+    code, out, error = run(*arguments)
+    assert (code, error) == (0, "")
+    for part in (
+        "70b (llama): 69.0B parameters in 81 units",
+        "12 bytes a parameter, and its gradient",
+        f"{moved['disk_read']:.1f}",
+        f"{moved['disk_write']:.1f}",
+        "nominal rates of a common machine: nothing was measured",
+        "rated writes last for",
+        "binds",
+        "to go faster",
+        "--moments 8bit",
+        "lossy",
+    ):
+        assert part in out, part
+    assert "Traceback" not in out
+
+
+def test_every_key_that_is_documented_is_there(tiny: str) -> None:
+    import infinity.cli.plan_report as documented
+
+    report = answer(tiny, *DESKTOP)
+    assert set(report) == TOP_KEYS
+    for key in TOP_KEYS - {"infinity"}:
+        assert f"`{key}`" in (documented.__doc__ or ""), key
+    assert set(report["moved"]) == {"disk_read", "disk_write", "to_device", "from_device"}
+    assert set(report["machine"]["nominal"]) == set(report["machine"]["rates"])
+    assert report["step"]["seconds"] == pytest.approx(
+        sum(phase["seconds"] * phase["count"] for phase in report["step"]["phases"])
+    )
+    assert report["wear"]["days"] is None, "it fits the device"
+    assert report["plan"]["budget"]["device"] == int(0.9 * 24 * GIB)
+    assert report["plan"]["budget"]["host"] == int(0.8 * 64 * GIB)
+
+
+def test_micro_batches_that_are_alike_stand_once(tiny: str) -> None:
+    report = answer(tiny, "--device", "64MiB", "--host", "2GiB", "--disk", "1GiB",
+                    "--tokens", "576", "--micro-batches", "9")  # fmt: skip
+    names = [phase["name"] for phase in report["step"]["phases"]]
+    assert names[:2] == ["forward 1", "backward 1"]
+    assert sum(phase["count"] for phase in report["step"]["phases"]) == 18
+    assert len(names) <= 6
+    assert report["work"]["tokens_per_step"] == 9 * 64
+
+
+def test_wear_follows_the_endurance() -> None:
+    arguments = ["7b", "--device", "12GiB", "--host", "32GiB", "--disk", "1TiB", "--tokens", "512"]
+    common = answer(*arguments)["wear"]
+    half = answer(*arguments, "--endurance", "300TB")["wear"]
+    assert common["rated_bytes"] == 600 * 10**12
+    assert half["days"] == pytest.approx(common["days"] / 2)
+    assert common["written_per_step"] > 0
+
+
+def test_recomputation_formats_and_precision(tiny: str) -> None:
+    sizes = [*DESKTOP, "--tokens", "4096"]
+    plain, again = answer(tiny, *sizes), answer(tiny, *sizes, "--checkpointing")
+    assert again["work"]["recompute"]
+    assert again["activations"]["saved"] < plain["activations"]["saved"]
+    lossy = answer(tiny, *sizes, "--moments", "8bit")
+    assert lossy["plan"]["lossy"]
+    assert lossy["plan"]["per_parameter"]["moments and residual"] == pytest.approx(4.06, abs=0.01)
+    assert any("lossy" in note for note in lossy["plan"]["notes"])
+    assert answer(tiny, *sizes, "--precision", "fp32")["plan"]["per_parameter"]["weights"] == 4
+
+
+# --- targets -------------------------------------------------------------------------------------
+
+
+def test_a_model_is_a_name_a_file_or_a_directory(tiny: str) -> None:
+    by_directory = answer(tiny, *DESKTOP)
+    by_file = answer(f"{tiny}/config.json", *DESKTOP)
+    assert by_directory["model"]["parameters"] == by_file["model"]["parameters"]
+    assert by_directory["plan"] == by_file["plan"]
+    assert answer("1.3B", *DESKTOP)["model"]["family"] == "gpt2"
+
+
+def test_a_configuration_of_ours_is_obeyed(tiny: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "nvme_path: /a/b\ngradient_accumulation_steps: 3\nhomes: {moments: disk}\n"
+        "optimizer: {type: Lion, moments: bf16}\nbudget: {host: 1GiB}\n"
+    )
+    report = answer(str(path), "--model", tiny, *DESKTOP)
+    assert report["work"]["micro_batches"] == 3
+    assert report["plan"]["rule"] == "Lion"
+    assert report["plan"]["moments"] == ["bf16"]
+    assert report["plan"]["homes"]["moments and residual"].keys() == {"disk"}
+    assert report["plan"]["budget"]["host"] == GIB
+    over = answer(str(path), "--model", tiny, *DESKTOP, "--micro-batches", "1", "--moments", "fp32")
+    assert over["work"]["micro_batches"] == 1
+    assert over["plan"]["moments"] == ["fp32"]
+    as_json = tmp_path / "ours.json"
+    as_json.write_text('{"gradient_accumulation_steps": 2}')
+    again = answer(str(as_json), "--model", tiny, *DESKTOP)
+    assert again["work"]["micro_batches"] == 2
+
+
+def test_experts_see_their_share_of_the_tokens() -> None:
+    config = {
+        "model_type": "mixtral", "hidden_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512,
+        "vocab_size": 1000, "num_local_experts": 8, "num_experts_per_tok": 4,
+    }  # fmt: skip
+    target = target_of("moe", build_skeleton(config), config)
+    names = [name for name, _ in target.module.named_parameters()]
+    assert {names[i] for i in target.shares} == {name for name in names if ".experts." in name}
+    assert set(target.shares.values()) == {0.5}
+    assert [names[i] for i in target.heads] == ["lm_head.weight"]
+    assert [names[i] for i in target.lookups] == ["model.embed_tokens.weight"]
+
+
+def test_a_tied_table_is_a_head_and_positions_are_looked_up() -> None:
+    target = find_model("1.3b")
+    names = [name for name, _ in target.module.named_parameters()]
+    assert [names[i] for i in target.heads] == ["transformer.wte.weight"]
+    assert [names[i] for i in target.lookups] == ["transformer.wpe.weight"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["7c"], "did you mean '7b'?"),
+        (["no/such/config.json"], "does not exist"),
+        (["{dir}"], "config.json cannot be read"),
+        (["{dir}/list.json"], "no model_type"),
+        (["{dir}/ours.yaml"], "add --model"),
+        (["{dir}/typo.yaml", "--model", "7b"], "did you mean 'precision'?"),
+        (["{dir}/text.txt"], "is not JSON"),
+        (["7b", "--model", "7b"], "two models"),
+        (["7b", "--device", "5 apples"], "apples"),
+        (["7b", "--device", "0"], "--device is 0"),
+        (["7b", "--host", "0"], "--host is 0"),
+        (["7b", "--endurance", "0"], "--endurance is 0"),
+        (["7b", "--tokens", "0"], "--tokens"),
+        (["7b", "--micro-batches", "1025"], "--micro-batches"),
+        (["7b", "--moments", "4bit"], "did you mean '8bit'?"),
+        (["7b", "--precision", "fp16"], "not supported yet"),
+        (["7b", "--machine", "{dir}/missing.json"], "cannot be read"),
+        (["7b", "--machine", "{dir}/list.json"], "list.json"),
+        (["7b", "--machine", "{dir}/m.json", "--refresh"], "--refresh"),
+        (["{dir}/big.yaml", "--model", "7b", "--host", "4GiB", "--disk", "1TiB"], "budget.host"),
+    ],
+)
+def test_mistakes_are_explained(tmp_path: Path, arguments: list[str], part: str) -> None:
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "text.txt").write_text("hello")
+    (tmp_path / "ours.yaml").write_text("precision: bf16\n")
+    (tmp_path / "typo.yaml").write_text("precison: bf16\n")
+    (tmp_path / "big.yaml").write_text("budget: {host: 8GiB}\n")
+    code, out, error = run(*(argument.format(dir=tmp_path) for argument in arguments))
+    assert code == 2, error
+    assert out == ""
+    assert part in error
+    assert "Traceback" not in error
+
+
+HOSTILE: dict[str, Any] = {
+    "nested": "[" * 200_000,
+    "digits": '{"model_type": "gpt2", "n_embd": ' + "9" * 10_000 + "}",
+    "layers": {**NAMED["7b"], "num_hidden_layers": 10**9},
+    "experts": {**NAMED["7b"], "model_type": "mixtral", "num_local_experts": 10**6},
+    "too many bytes": {**NAMED["7b"], "hidden_size": 2**31 - 1, "vocab_size": 2**31 - 1},
+    "a list": {**NAMED["7b"], "hidden_size": [4096]},
+    "a float": {**NAMED["7b"], "vocab_size": 1e9},
+    "no number": '{"model_type": "llama", "hidden_size": NaN}',
+    "more heads than width": {**NAMED["7b"], "num_attention_heads": 8192},
+    "family": {"model_type": ["llama"]},
+    "unknown family": {"model_type": "nonesuch"},
+    "bytes": b"\xff\xfe\x00",
+    "empty": "",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_config_is_one_message(tmp_path: Path, name: str) -> None:
+    text = HOSTILE[name]
+    path = tmp_path / "config.json"
+    if isinstance(text, bytes):
+        path.write_bytes(text)
+    else:
+        path.write_text(text if isinstance(text, str) else json.dumps(text))
+    for target in (path, tmp_path):
+        code, out, error = run(str(target), *DESKTOP)
+        assert code == 2, (out, error)
+        assert out == ""
+        assert error.startswith("error: ")
+        assert len(error) < 2000
+
+
+def test_what_is_no_file_is_not_opened() -> None:
+    code, _, error = run("/dev/zero", *DESKTOP)
+    assert code == 2
+    assert "neither a file nor a directory" in error
+
+
+# --- machines ------------------------------------------------------------------------------------
+
+
+def test_this_machine_is_planned_for_with_measured_rates(tiny: str, tmp_path: Path) -> None:
+    report = answer(tiny, "--path", str(tmp_path), "--tokens", "64")
+    machine = report["machine"]
+    assert machine["unified"]
+    assert machine["rates"]["update.fp32"] == 1e9
+    assert machine["nominal"] == []
+    assert machine["rates_origin"] == "measured 2026-01-02"
+    assert machine["disk_bytes"] > 0
+    assert report["plan"]["budget"]["device"] is None
+    bare = answer(tiny, "--tokens", "64")
+    assert bare["machine"]["disk_bytes"] == 0
+    assert set(bare["machine"]["nominal"]) == {"disk_read", "disk_write", "disk_mixed"}
+    _, out, _ = run(tiny, "--tokens", "64")
+    assert "no disk (--path DIR or --disk SIZE)" in out
+    assert "RAM" in out
+
+
+def test_a_gpu_that_is_not_here_has_nominal_rates_and_the_drive_measured_ones(
+    tiny: str, tmp_path: Path
+) -> None:
+    report = answer(tiny, "--device", "8GiB", "--path", str(tmp_path))
+    machine = report["machine"]
+    assert not machine["unified"]
+    assert machine["device_bytes"] == 8 * GIB
+    assert machine["rates"]["disk_read"] == 2e9
+    assert machine["rates"]["update.fp32"] == 1e9
+    assert set(machine["nominal"]) == {
+        "compute.bf16", "compute.fp32", "to_device", "from_device", "device_update",
+    }  # fmt: skip
+    assert machine["rates"]["compute.bf16"] == nominal(False).compute["bf16"]
+
+
+def test_a_machine_file_is_planned_for_and_its_sizes_may_be_changed(
+    tiny: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "machine.json"
+    facts = {
+        "format": 1, "name": "box", "measured": "2026-11-01", "host_ram": "32GiB",
+        "device_memory": "16GiB", "disk_free": "1TiB", "num_cpus": 8,
+        "rates": {"disk_read": "5 GB/s", "disk_write": "4 GB/s", "disk_mixed": "6 GB/s"},
+    }  # fmt: skip
+    path.write_text(json.dumps(facts))
+    report = answer(tiny, "--machine", str(path))
+    assert report["machine"]["name"] == "box"
+    assert report["machine"]["rates"]["disk_read"] == 5e9
+    assert "to_device" in report["machine"]["nominal"]
+    changed = answer(tiny, "--machine", str(path), "--host", "8GiB", "--device", "12GiB")
+    assert changed["machine"]["host_bytes"] == 8 * GIB
+    assert changed["machine"]["device_bytes"] == 12 * GIB
+    assert changed["machine"]["rates"] == report["machine"]["rates"]
+
+
+# --- what does not fit ---------------------------------------------------------------------------
+
+
+def options(how: str) -> list[str]:
+    """What to type, from a way that is options only."""
+    return shlex.split(how.removesuffix(" or one more path"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["7b", "--device", "12GiB", "--host", "32GiB", "--disk", "40GiB", "--tokens", "256"],
+        ["7b", "--device", "24GiB", "--host", "2GiB", "--disk", "1TiB", "--tokens", "256"],
+        [
+            "7b",
+            "--device",
+            "24GiB",
+            "--host",
+            "64GiB",
+            "--disk",
+            "1TiB",
+            "--tokens",
+            "65536",
+            "--micro-batches",
+            "1",
+        ],
+        ["1.3b", "--device", "600MiB", "--host", "8GiB", "--disk", "60GiB", "--tokens", "16"],
+    ],
+    ids=["disk", "host", "activations", "device"],
+)
+def test_what_does_not_fit_says_by_how_much_and_its_ways_work(arguments: list[str]) -> None:
+    report = answer(*arguments, code=3)
+    assert not report["fits"]
+    assert re.search(r"[0-9.]+ [KMGT]?i?B", report["problem"]["what"])
+    assert 1 <= len(report["ways"]) <= 3
+    assert report["faster"] == []
+    tried = [way["how"] for way in report["ways"] if way["how"].startswith("--")]
+    assert tried
+    for how in tried:
+        assert answer(*arguments, *options(how))["fits"], how
+    code, out, error = run(*arguments)
+    assert (code, error) == (3, "")
+    assert "DOES NOT FIT" in out
+    for way in report["ways"]:
+        assert way["how"] in out
+
+
+def test_activations_that_do_not_fit_leave_the_plan_on_the_page() -> None:
+    arguments = ["70b", *DESKTOP, "--tokens", "32768", "--micro-batches", "1"]
+    code, out, _ = run(*arguments)
+    assert code == 3
+    assert "bytes a parameter" in out
+    assert "a step takes" in out
+    assert "to make it fit" in out
+    assert "--recompute" in out
+
+
+def test_a_step_is_split_until_its_activations_fit() -> None:
+    report = answer("70b", *DESKTOP, "--tokens", "32768")
+    assert report["fits"]
+    assert report["split"]
+    work = report["work"]
+    assert work["micro_batches"] > 1
+    assert work["tokens_per_step"] == work["tokens"] * work["micro_batches"] == 32768
+    assert report["activations"]["missing"] == 0
+    whole = answer("70b", *DESKTOP, "--tokens", "32768", "--no-recompute")
+    assert not whole["work"]["recompute"]
+    assert whole["step"]["seconds"] > report["step"]["seconds"]
+    assert not answer("70b", *DESKTOP, "--tokens", "1024", "--recompute")["split"]
+
+
+# --- nothing is allocated ------------------------------------------------------------------------
+
+
+def test_no_weights_are_allocated() -> None:
+    before = psutil.Process().memory_info().rss
+    target = find_model("70b")
+    assert all(p.is_meta for p in target.module.parameters())
+    report = report_of(Wishes("70b", device=24 * GIB, host=64 * GIB, disk=2 << 40), 10**15)
+    assert report["model"]["parameters"] == 68_976_648_192
+    assert psutil.Process().memory_info().rss - before < 256 << 20
+
+
+def test_torch_is_not_made_to_import_its_compiler() -> None:
+    """Seconds, each time; an optimizer or a random number on meta would do it."""
+    code = (
+        "import sys\n"
+        "from infinity.cli.plan import Wishes, report_of\n"
+        "report_of(Wishes('1.3b', device=24 << 30, host=64 << 30, disk=1 << 40), 10**15)\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert found.returncode == 0, found.stderr
+
+
+def test_as_a_process(tiny: str) -> None:
+    found = subprocess.run(
+        [sys.executable, "-m", "infinity.cli", "plan", tiny, *DESKTOP, "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout)["fits"]
+
+
+def test_more_layers_than_anyone_has_are_not_built() -> None:
+    assert max(config.get("num_hidden_layers", 0) for config in NAMED.values()) < MAX_LAYERS

@@ -379,7 +379,9 @@ def test_a_second_engine_that_does_not_fit_is_refused_until_the_first_closes(
     assert type(second[0]._parameters) is dict
     first.close()
     assert PROCESS.total("device") == before
-    again, *_ = infinity.initialize(second, settings(tmp_path, homes, **limits), device=other)
+    again, *_ = infinity.initialize(
+        second, settings(tmp_path, homes, **limits), device=FakeAccelerator()
+    )
     again.close()
 
 

@@ -25,7 +25,7 @@ GIB = 1 << 30
 DESKTOP = ["--device", "24GiB", "--host", "64GiB", "--disk", "2TiB"]
 TINY = {"model_type": "gpt2", "n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 64,
         "vocab_size": 1000}  # fmt: skip
-TOP_KEYS = {"split", 
+TOP_KEYS = {"split",
     "infinity", "model", "machine", "work", "fits", "problem", "activations", "ways", "plan",
     "moved", "step", "wear", "faster",
 }  # fmt: skip

@@ -90,7 +90,7 @@ class _Bytes:
     def __init__(self, plan: Plan, used: Collection[int]) -> None:
         self.plan = plan
         self.used = used
-        self._swept: dict[tuple[int, int, UnitHomes, bool, int], dict[str, int]] = {}
+        self._swept: dict[tuple[int, int, UnitHomes, bool], dict[str, int]] = {}
         self._first_gradients, self._more_gradients = self._of_gradients()
 
     def of(self, phases: Sequence[_PhaseMoves]) -> list[PhaseBytes]:

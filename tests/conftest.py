@@ -1,11 +1,26 @@
-"""One torch thread for every test, since xdist fills the cores; and a Ctrl-C that works."""
+"""One torch thread for every test, since xdist fills the cores; a Ctrl-C that works; own caches."""
 
 from __future__ import annotations
 
+import os
 import signal
+from collections.abc import Iterator
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started by a shell in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is kept of this machine stays out of the user's home, and is not read there."""
+    before = os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    if before is None:
+        del os.environ["XDG_CACHE_HOME"]
+    else:
+        os.environ["XDG_CACHE_HOME"] = before

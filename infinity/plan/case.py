@@ -14,7 +14,7 @@ from infinity.plan.layout import PRECISIONS, ParameterFacts, UnitLayout, lay_out
 from infinity.plan.machine_file import PlanMachine
 from infinity.plan.plan import Plan, RuleFacts
 from infinity.plan.planner import make_plan
-from infinity.plan.reserve import Limits
+from infinity.plan.reserve import Limits, budgeted_bytes
 from infinity.sizes import format_size
 
 
@@ -146,9 +146,7 @@ class Priced:
     @property
     def room(self) -> int:
         """Bytes that the plan leaves to activations."""
-        used = self.plan.tier_bytes
-        both = used["host"] + used["device"] if self.plan.unified else used["device"]
-        return self.case.compute_bytes - both
+        return self.case.compute_bytes - budgeted_bytes(self.plan)[self.case.compute_tier]
 
     @property
     def missing(self) -> int:

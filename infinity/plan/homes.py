@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, product
 
 from infinity.plan.cost import step_cost
 from infinity.plan.layout import Tier
 from infinity.plan.plan import Plan, UnitHomes
 from infinity.plan.rates import Rates
-from infinity.plan.reserve import Limits, excess, with_memory
+from infinity.plan.reserve import Limits, budgeted_bytes, excess, with_memory
 
 FIELDS = ("weight", "gradient", "state")
 _ORDER = (Tier.DISK, Tier.HOST, Tier.DEVICE)  # slow to fast
@@ -74,8 +75,7 @@ class _Search:
         if not (plan.unified or plan.device_kernels):
             return None
         wish: dict[str, Tier] = dict.fromkeys(self.fields, Tier.DEVICE)
-        homes = tuple(replace(h, **wish) for h in plan.homes)
-        changed = with_memory(replace(plan, homes=homes), self.limits)
+        changed = self._at(plan, [replace(h, **wish) for h in plan.homes])
         return None if excess(changed, self.limits, auto=True) else changed
 
     def fill(self, plan: Plan) -> Plan:
@@ -136,8 +136,9 @@ class _Search:
 
     def _lowered(self, plan: Plan) -> Iterator[Plan]:
         """The plan with something of one unit, or of two, put one tier lower."""
-        single = list(self._lower_once(plan))
-        for lowered in (plan, *single, *(two for one in single for two in self._lower_once(one))):
+        once = list(self._lower_once(plan))
+        twice = (two for one in once for two in self._lower_once(one))  # made as they are tried
+        for lowered in chain([plan], once, twice):
             yield lowered
             relieved = self._relieved(lowered)
             if relieved.homes != lowered.homes:
@@ -145,17 +146,16 @@ class _Search:
 
     def _relieved(self, plan: Plan) -> Plan:
         """With what rests on the host moved to the device while it fits: room for more."""
-        for unit in plan.units:
-            for field in self.fields:
-                if plan.homes[unit.index].of_field(field) is Tier.HOST:
-                    move = _Move((field,), (unit.index,), Tier.DEVICE)
-                    changed = self._moved(plan, move, 1)
-                    if not plan.unified and self._fits(changed, plan):
-                        plan = changed
+        for unit, field in product(() if plan.unified else plan.units, self.fields):
+            if plan.homes[unit.index].of_field(field) is Tier.HOST:
+                changed = self._moved(plan, _Move((field,), (unit.index,), Tier.DEVICE), 1)
+                if self._fits(changed, plan):
+                    plan = changed
         return plan
 
     def _lower_once(self, plan: Plan) -> Iterator[Plan]:
-        floor = Tier.DISK if any(self._lowest(plan, f) is Tier.DISK for f in FIELDS) else Tier.HOST
+        on_disk = any(h.of_field(f) is Tier.DISK for h in plan.homes for f in FIELDS)
+        floor = Tier.DISK if on_disk else Tier.HOST
         seen: set[tuple[object, ...]] = set()
         for unit in reversed(plan.units):  # the last of equals was raised last
             homes = plan.homes[unit.index]
@@ -168,10 +168,7 @@ class _Search:
                 changed = list(plan.homes)
                 lower: dict[str, Tier] = {field: floor}
                 changed[unit.index] = replace(homes, **lower)
-                yield with_memory(replace(plan, homes=tuple(changed)), self.limits)
-
-    def _lowest(self, plan: Plan, field: str) -> Tier:
-        return min((h.of_field(field) for h in plan.homes), key=_ORDER.index, default=Tier.DISK)
+                yield self._at(plan, changed)
 
     def _moved(self, plan: Plan, move: _Move, count: int) -> Plan:
         self.tried += 1
@@ -179,6 +176,9 @@ class _Search:
         for index in move.units[:count]:
             raised: dict[str, Tier] = dict.fromkeys(move.fields, move.tier)
             homes[index] = replace(homes[index], **raised)
+        return self._at(plan, homes)
+
+    def _at(self, plan: Plan, homes: Sequence[UnitHomes]) -> Plan:
         return with_memory(replace(plan, homes=tuple(homes)), self.limits)
 
     def _as_many_as_fit(self, plan: Plan, move: _Move) -> Plan:
@@ -211,12 +211,8 @@ class _Search:
     def _price(self, plan: Plan, changed: Plan) -> float:
         """The share of the budgets that a change takes."""
         price = 0.0
-        used, uses = plan.tier_bytes, changed.tier_bytes
-        limits = {"device": self.limits.device, "host": self.limits.host}
-        if plan.unified:
-            used["host"] += used["device"]
-            uses["host"] += uses["device"]
-        for tier, limit in limits.items():
+        used, uses = budgeted_bytes(plan), budgeted_bytes(changed)
+        for tier, limit in (("device", self.limits.device), ("host", self.limits.host)):
             if limit:
                 price += max(uses[tier] - used[tier], 0) / limit
         return price

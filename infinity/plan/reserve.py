@@ -42,11 +42,17 @@ def with_memory(plan: Plan, limits: Limits) -> Plan:
     return replace(plan, memory={"device": device, "host": host, "disk": disk})
 
 
+def budgeted_bytes(plan: Plan) -> dict[str, int]:
+    """Bytes that count against each tier's budget; on a unified device the host holds its too."""
+    used = plan.tier_bytes
+    if plan.unified:
+        used["host"] += used["device"]
+    return used
+
+
 def excess(plan: Plan, limits: Limits, *, auto: bool = False) -> dict[str, int]:
     """Tier -> bytes over its budget; empty when the plan fits."""
-    used = plan.tier_bytes
-    if plan.unified:  # one memory: the device's part counts against the host's budget too
-        used["host"] += used["device"]
+    used = budgeted_bytes(plan)
     over: dict[str, int] = {}
     for tier, limit in (("device", limits.device), ("host", limits.host), ("disk", limits.disk)):
         if limit is None:

@@ -84,10 +84,11 @@ def train_on(engine: infinity.Engine, steps: int, place: torch.device) -> None:
         engine.step()
 
 
-def test_a_closed_engine_holds_no_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights", ["host", "disk"])  # in a home, or in slots
+def test_a_closed_engine_holds_no_memory(tmp_path: Path, weights: str) -> None:
     """Even while somebody still has the object."""
     model = small_model(width=1024, num_blocks=8)
-    config = settings(tmp_path, {"weights": "host", "moments": "host", "gradients": "host"})
+    config = settings(tmp_path, {"weights": weights, "moments": "host", "gradients": "host"})
     config["chunk_size"] = 1 << 20
     engine, *_ = infinity.initialize(model, config)
     train(engine, 1)

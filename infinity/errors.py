@@ -86,6 +86,12 @@ class TransferError(MachineError):
         )
 
 
+class CheckpointError(InfinityError):
+    """A checkpoint is damaged, incomplete, of another format, or does not fit the model."""
+
+    exit_code = 5
+
+
 class PresenceError(InfinityError):
     """A parameter was used in a way that an absent or moved parameter cannot serve."""
 

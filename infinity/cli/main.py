@@ -1,4 +1,7 @@
-"""The `infinity` command: `doctor` looks at a machine, `plan` at a run, `bench` measures."""
+"""The `infinity` command: `doctor` looks at a machine, `plan` at a run, `bench` measures.
+
+`checkpoint` looks after saved state.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import typer
 
 from infinity import __version__
 from infinity.cli.bench import bench
+from infinity.cli.checkpoint import checkpoint
 from infinity.cli.doctor import doctor
 from infinity.cli.ending import say
 from infinity.cli.plan import plan
@@ -25,6 +29,7 @@ app = typer.Typer(
 app.command()(doctor)
 app.command()(plan)
 app.add_typer(bench)
+app.add_typer(checkpoint)
 
 
 def _show_version(wanted: bool) -> None:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 import os
 import stat
+import struct
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -65,6 +67,26 @@ class TensorFacts:
     def numel(self) -> int:
         """Number of elements."""
         return prod(self.shape)
+
+
+def encode_header(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> bytes:
+    """What stands in a file before the elements of `tensors` (name, shape, dtype), in order.
+
+    A multiple of 8 bytes. The dtypes must be in `DTYPE_NAMES`.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, shape, dtype in tensors:
+        end = offset + prod(shape) * dtype.itemsize
+        header[name] = {
+            "dtype": DTYPE_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    return struct.pack("<Q", len(text)) + text
 
 
 class SafetensorsFile:

@@ -11,26 +11,29 @@ import json
 import os
 import re
 import shutil
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from errno import EDQUOT, ENOSPC
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import BinaryIO, Self
 
 import torch
 from torch import Tensor
 
 from infinity.errors import ConfigError, DoesNotFitError, MachineError
-from infinity.model.safetensors_file import DTYPE_NAMES, SafetensorsFile, TensorFacts
+from infinity.model.safetensors_file import (
+    DTYPE_NAMES,
+    SafetensorsFile,
+    TensorFacts,
+    encode_header,
+)
 from infinity.sizes import format_size
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _SHARD_NAME = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_HEADER_ALIGN = 8
 _WRITE_BYTES = 4 << 20
 _COMPARE_ELEMENTS = 4 << 20
 
@@ -51,16 +54,18 @@ class WeightFiles:
         files, expected = _files_of(Path(source).expanduser())
         try:
             for path in files:
-                self._open(path)
+                self._open(path, expected)
             if expected is not None:
                 self._check_index(expected)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, path: Path) -> None:
+    def _open(self, path: Path, expected: Mapping[str, Path] | None) -> None:
         file = self._files[path] = SafetensorsFile(path)
         for name, facts in file.facts.items():
+            if expected is not None and name not in expected:
+                continue  # such as buffers that are no part of the state dict
             if name in self.facts:
                 raise ConfigError(
                     f"tensor {name!r} is in {self.facts[name].file} and in {path}",
@@ -243,19 +248,8 @@ def _shards(tensors: Sequence[Outgoing], max_shard_bytes: int) -> list[list[Outg
 
 
 def _write_file(path: Path, tensors: Sequence[Outgoing]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for tensor in tensors:
-        header[tensor.name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + tensor.nbytes],
-        }
-        offset += tensor.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _HEADER_ALIGN)
     with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+        file.write(encode_header((t.name, t.shape, t.dtype) for t in tensors))
         for tensor in tensors:
             _write_tensor(file, tensor)
         file.flush()

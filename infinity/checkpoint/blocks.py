@@ -1,0 +1,298 @@
+"""One file in blocks with a CRC32C each: written once from its begin to its end, or read.
+
+Reads and writes go past the page cache where the file system allows, a few aligned blocks at a
+time; the memory for them is a `Ring`, which files that follow one another share.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from infinity import _aio
+
+RING_BLOCKS = 4  # in flight or in hand at once
+_PAGE = 4096
+_HUGE_PAGE = 2 << 20
+_READ_ONLY = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Ring:
+    """Page-aligned memory for some blocks, and the requests that use it."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self._memory = _huge_pages(RING_BLOCKS * block_bytes)
+        self._tickets: list[_aio.Ticket | None] = [None] * RING_BLOCKS
+
+    def slot(self, block: int) -> Tensor:
+        """The memory (uint8) of a block of a file; blocks `RING_BLOCKS` apart share it."""
+        start = block % RING_BLOCKS * self.block_bytes
+        return self._memory[start : start + self.block_bytes]
+
+    def begin(self, block: int, submit: Callable[[Tensor], _aio.Ticket]) -> None:
+        """Start a request for a block; its slot must be free."""
+        assert self._tickets[block % RING_BLOCKS] is None, block
+        self._tickets[block % RING_BLOCKS] = submit(self.slot(block))
+
+    def wait(self, block: int) -> None:
+        """Wait until nothing uses the slot of a block. Raises `AioError`."""
+        ticket = self._tickets[block % RING_BLOCKS]
+        if ticket is not None:
+            ticket.wait()
+            self._tickets[block % RING_BLOCKS] = None
+
+    def clear(self, block: int) -> None:
+        """Make the slot of a block free, whatever becomes of the request that uses it."""
+        ticket = self._tickets[block % RING_BLOCKS]
+        if ticket is not None:
+            ticket.cancel()
+            self._tickets[block % RING_BLOCKS] = None  # dropped, it waits for the kernel
+
+    def wait_all(self) -> None:
+        """Wait for every request. Raises `AioError`."""
+        for block in range(RING_BLOCKS):
+            self.wait(block)
+
+    def drop(self) -> None:
+        """Forget every request."""
+        for block in range(RING_BLOCKS):
+            self.clear(block)
+
+
+def _huge_pages(nbytes: int) -> Tensor:
+    """Fresh memory (uint8) that begins at a huge page, in huge pages where they are allowed.
+
+    The kernel pins what direct I/O reads and writes page by page: 256 times for a block otherwise.
+    """
+    memory = mmap.mmap(-1, nbytes + _HUGE_PAGE)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    flat = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -flat.data_ptr() % _HUGE_PAGE
+    return flat[start : start + nbytes]
+
+
+class BlockWriter:
+    """Writes a new file of a size that is known; all methods raise `OSError`."""
+
+    def __init__(self, path: Path, nbytes: int, engine: _aio.Engine, ring: Ring) -> None:
+        self.path = path
+        self.crc32c: list[int] = []
+        self._nbytes = nbytes
+        self._engine = engine
+        self._ring = ring
+        self._filled = 0  # bytes of the current block
+        # Made here: the native module would make it readable by its owner alone.
+        os.close(os.open(path, _NEW_FILE, 0o666))
+        self._file = _aio.File(str(path))
+        self._alignment = max(_PAGE, self._file.offset_alignment)
+        try:
+            self._file.allocate(self._aligned(nbytes))
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _aligned(self, nbytes: int) -> int:
+        return -(-nbytes // self._alignment) * self._alignment
+
+    @property
+    def room(self) -> int:
+        """Bytes that the file still lacks."""
+        return self._nbytes - self._position
+
+    @property
+    def _position(self) -> int:
+        return len(self.crc32c) * self._ring.block_bytes + self._filled
+
+    def append(self, data: Tensor) -> None:
+        """Copy the next bytes (uint8, 1-D, on the CPU), at most `room` of them."""
+        size = self._ring.block_bytes
+        done = 0
+        while done < data.numel():
+            block = len(self.crc32c)
+            if self._filled == 0:
+                self._ring.wait(block)
+            count = min(size - self._filled, data.numel() - done)
+            slot = self._ring.slot(block)
+            # By numpy: torch copies with all its threads, which wait for one another on a busy CPU.
+            slot.numpy()[self._filled : self._filled + count] = data[done : done + count].numpy()
+            self._filled += count
+            done += count
+            if self._filled == size:
+                self._send()
+
+    def _send(self) -> None:
+        block, length = len(self.crc32c), self._filled
+        slot = self._ring.slot(block)
+        self.crc32c.append(_aio.crc32c(slot.data_ptr(), length))
+        self._filled = 0
+        whole = self._aligned(length)  # what direct writes need; the end is cut off later
+        slot[length:whole] = 0
+        offset = block * self._ring.block_bytes
+        self._ring.begin(
+            block,
+            lambda memory: self._engine.submit(
+                _aio.WRITE, [(self._file, offset, whole, memory.data_ptr())], keep=memory
+            ),
+        )
+
+    def finish(self) -> None:
+        """Write what is left, put all of it on stable storage, and close the file."""
+        assert self.room == 0, (self.path, self.room)
+        if self._filled:
+            self._send()
+        self._ring.wait_all()
+        os.ftruncate(self._file.fd, self._nbytes)
+        self._file.sync()
+        self._file.close()
+
+    def drop(self) -> None:
+        """Let go of the file, whatever is in it."""
+        self._ring.drop()
+        self._file.close()
+
+
+class BlockReader:
+    """Reads blocks of a file that is held to its CRCs; the blocks ahead are on their way."""
+
+    def __init__(
+        self,
+        path: Path,
+        nbytes: int,
+        crc32c: Sequence[int],
+        engine: _aio.Engine,
+        ring: Ring,
+    ) -> None:
+        """Raises `OSError`; `ChangedError` if it is no longer a file of `nbytes`."""
+        self.path = path
+        self._nbytes = nbytes
+        self._crc32c = crc32c
+        self._engine = engine
+        self._ring = ring
+        self._ahead: set[int] = set()  # blocks in their slots or on their way there
+        self._checked: int | None = None
+        self._plain = os.open(path, _READ_ONLY)
+        try:
+            self._file = self._open()
+        except BaseException:
+            os.close(self._plain)
+            raise
+
+    def _open(self) -> _aio.File:
+        facts = os.fstat(self._plain)
+        _check_facts(facts, self._nbytes)
+        file = _aio.File(str(self.path), read_only=True)
+        opened = os.fstat(file.fd)
+        if (opened.st_dev, opened.st_ino) != (facts.st_dev, facts.st_ino):
+            file.close()
+            raise ChangedError("it was exchanged while it was opened")
+        return file
+
+    def block(self, index: int) -> Tensor:
+        """The bytes (uint8) of a block, valid until another is asked for.
+
+        Raises `OSError`, and `WrongBytesError` if they are not those that were written.
+        """
+        if index == self._checked:
+            return self._memory(index)
+        self._checked = None
+        wanted = range(index, min(index + RING_BLOCKS, len(self._crc32c)))
+        # Whoever reads here and there would wait for blocks that nobody needs.
+        is_next = index in self._ahead or index == 0
+        wanted = wanted if is_next else wanted[:2]
+        for block in wanted:
+            is_end = self._memory(block).numel() % self._file.offset_alignment != 0
+            # The end of a file is read at once, not ahead: its errors are nobody else's.
+            if block not in self._ahead and (block == index or not is_end):
+                self._start(block, plainly=is_end)
+        try:
+            self._ring.wait(index)
+        except BaseException:
+            self.forget()
+            raise
+        memory = self._memory(index)
+        found = _aio.crc32c(memory.data_ptr(), memory.numel())
+        if found != self._crc32c[index]:
+            self.forget()
+            raise WrongBytesError(found, self._crc32c[index])
+        self._checked = index
+        return memory
+
+    def _memory(self, index: int) -> Tensor:
+        start = index * self._ring.block_bytes
+        return self._ring.slot(index)[: min(self._ring.block_bytes, self._nbytes - start)]
+
+    def _start(self, block: int, *, plainly: bool) -> None:
+        self._ring.clear(block)
+        self._ahead = {b for b in self._ahead if b % RING_BLOCKS != block % RING_BLOCKS}
+        self._ahead.add(block)
+        offset = block * self._ring.block_bytes
+        memory = self._memory(block)
+        if plainly:
+            self._read_plainly(memory, offset)
+            return
+        self._ring.begin(
+            block,
+            lambda slot: self._engine.submit(
+                _aio.READ, [(self._file, offset, memory.numel(), slot.data_ptr())], keep=slot
+            ),
+        )
+
+    def _read_plainly(self, memory: Tensor, offset: int) -> None:
+        done, target = 0, memory.numpy().data
+        while done < len(target):
+            count = os.preadv(self._plain, [target[done:]], offset + done)
+            if count == 0:
+                raise ChangedError(f"it ends at byte {offset + done}, not {self._nbytes}")
+            done += count
+        os.posix_fadvise(self._plain, offset, 0, os.POSIX_FADV_DONTNEED)
+
+    def forget(self) -> None:
+        """Give the ring to another reader."""
+        self._ring.drop()
+        self._ahead.clear()
+        self._checked = None
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self.forget()
+        self._file.close()
+        plain, self._plain = self._plain, -1
+        if plain >= 0:
+            os.close(plain)
+
+
+class ChangedError(Exception):
+    """A file is not the one that it was, or not what a checkpoint is made of."""
+
+
+class WrongBytesError(Exception):
+    """The bytes of a block are not those that were written."""
+
+    def __init__(self, found: int, expected: int) -> None:
+        super().__init__(f"its CRC32C is {found:08x}, not {expected:08x}")
+
+
+def check_regular(path: Path, nbytes: int | None = None) -> int:
+    """Size of a regular file that is no link. Raises `OSError` or `ChangedError`."""
+    facts = os.lstat(path)
+    _check_facts(facts, nbytes)
+    return facts.st_size
+
+
+def _check_facts(facts: os.stat_result, nbytes: int | None) -> None:
+    if stat.S_ISLNK(facts.st_mode):
+        raise ChangedError("it is a symbolic link")
+    if not stat.S_ISREG(facts.st_mode):
+        raise ChangedError("it is no regular file")
+    if nbytes is not None and facts.st_size != nbytes:
+        raise ChangedError(f"it has {facts.st_size} bytes, not {nbytes}")

@@ -1,0 +1,371 @@
+"""A DeepSpeed ZeRO checkpoint as one of ours: masters, moments, frozen parameters, buffers.
+
+ZeRO 1 and 2 lay the parameters of a group end to end and cut that into one part per rank. ZeRO 3
+cuts each parameter into equal parts, the last one padded, and lays the parts of a rank end to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinity.checkpoint.deepspeed_files import ZeroFiles, flat_tensors, read_zero
+from infinity.checkpoint.layout import BUFFERS, FROZEN, MODEL, RESIDUAL, TensorSpec, moment_stream
+from infinity.checkpoint.manifest import BufferRecord, Manifest, ParameterRecord
+from infinity.checkpoint.masters import split
+from infinity.checkpoint.writer import CheckpointWriter
+
+_PIECE = 1 << 20  # elements
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was imported: the new checkpoint, and the names of moments ("exp_avg", ...) in it."""
+
+    path: Path
+    stage: int
+    ranks: int
+    global_steps: int
+    parameters: int
+    moments: tuple[str, ...]
+
+
+@dataclass
+class _Trained:
+    """A parameter: its type in the model, its updates, and where its values lie, in pieces."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    step: int
+    master: list[Tensor]
+    moments: dict[str, list[Tensor]] = field(default_factory=dict)
+
+
+def import_deepspeed(
+    source: Path, root: Path, engine_version: str, tag: str | None = None
+) -> Imported:
+    """Write the ZeRO checkpoint below `source` as `ROOT/TAG`, under the same tag.
+
+    Parameters that the model held in bf16 become weights and residuals, others fp32. Optimizer
+    settings, schedules and random states are not taken over. Raises `ConfigError` if there is
+    nothing, `CheckpointError` for what is not understood, and like `CheckpointWriter`.
+    """
+    files = read_zero(source, tag)
+    module = files.models[0].get("module")
+    if not isinstance(module, dict) or not all(isinstance(v, Tensor) for v in module.values()):
+        files.refuse("its model file has no tensors under 'module'")
+    trained = _trained(files, module)
+    names = [m for m in _MOMENTS if all(m in one.moments for one in trained.values())]
+    moments = tuple(names) if len(names) == len(_MOMENTS) else ()
+    shared = files.models[0].get("shared_params") or {}
+    frozen = _frozen(files, module, trained, shared)
+    buffers = {name: module[name] for name in _buffer_names(files) if name in module}
+    streams = _streams(trained, frozen, buffers, moments)
+    manifest = _manifest(files, engine_version, trained, frozen, buffers, shared, moments)
+    writer = CheckpointWriter(root, files.directory.name, streams)
+    try:
+        for stream, specs in streams.items():
+            for spec in specs:
+                for data in _bytes(stream, spec.name, trained, frozen, buffers, moments):
+                    writer.write(stream, data)
+        path = writer.finish(manifest)
+    finally:
+        writer.abort()
+    steps = manifest.global_steps
+    count = len(manifest.parameters)
+    return Imported(path, files.stage, len(files.optimizers), steps, count, moments)
+
+
+def _buffer_names(files: ZeroFiles) -> list[str]:
+    names = files.models[0].get("buffer_names") or []
+    return [name for name in names if isinstance(name, str)]
+
+
+def _streams(
+    trained: Mapping[str, _Trained],
+    frozen: Mapping[str, tuple[tuple[int, ...], list[Tensor]]],
+    buffers: Mapping[str, Tensor],
+    moments: Sequence[str],
+) -> dict[str, list[TensorSpec]]:
+    streams = {
+        MODEL: [TensorSpec(n, one.shape, one.dtype) for n, one in trained.items()],
+        FROZEN: [TensorSpec(n, shape, parts[0].dtype) for n, (shape, parts) in frozen.items()],
+        BUFFERS: [TensorSpec(n, tuple(value.shape), value.dtype) for n, value in buffers.items()],
+        RESIDUAL: [
+            TensorSpec(n, one.shape, torch.int16)
+            for n, one in trained.items()
+            if one.dtype is torch.bfloat16
+        ],
+    }
+    for index in range(len(moments)):
+        streams[moment_stream(index + 1)] = [
+            TensorSpec(n, one.shape, torch.float32) for n, one in trained.items()
+        ]
+    return streams
+
+
+def _manifest(
+    files: ZeroFiles,
+    engine_version: str,
+    trained: Mapping[str, _Trained],
+    frozen: Mapping[str, tuple[tuple[int, ...], list[Tensor]]],
+    buffers: Mapping[str, Tensor],
+    shared: Mapping[str, str],
+    moments: Sequence[str],
+) -> Manifest:
+    aliases: dict[str, list[str]] = {}
+    for alias, name in shared.items():
+        if name not in trained and name not in frozen:
+            files.refuse(f"{alias!r} is tied to {name!r}, which is not there")
+        aliases.setdefault(name, []).append(alias)
+    parameters = [
+        ParameterRecord(n, tuple(aliases.get(n, ())), one.shape, _name(one.dtype), True, one.step)
+        for n, one in trained.items()
+    ]
+    parameters += [
+        ParameterRecord(n, tuple(aliases.get(n, ())), shape, _name(parts[0].dtype), False, 0)
+        for n, (shape, parts) in frozen.items()
+    ]
+    is_bf16 = any(one.dtype is torch.bfloat16 for one in trained.values())
+    return Manifest(
+        engine_version=engine_version,
+        global_steps=_steps(files),
+        precision="bf16" if is_bf16 else "fp32",
+        rule=_rule(files),
+        moments=("fp32",) * len(moments),
+        parameters=tuple(parameters),
+        buffers=tuple(
+            BufferRecord(n, (), tuple(value.shape), _name(value.dtype), True)
+            for n, value in buffers.items()
+        ),
+        run={},
+        client_state={},
+        config={},
+        plan=None,
+    )
+
+
+def _rule(files: ZeroFiles) -> str:
+    """The update rule as we call it; DeepSpeed's "Adam" is AdamW unless told otherwise."""
+    config = files.models[0].get("ds_config")
+    optimizer = config.get("optimizer") if isinstance(config, dict) else None
+    kind = optimizer.get("type") if isinstance(optimizer, dict) else None
+    if not isinstance(kind, str) or kind.lower() not in ("adam", "adamw"):
+        return kind if isinstance(kind, str) else "unknown"
+    settings = optimizer.get("params") if isinstance(optimizer, dict) else None
+    coupled = isinstance(settings, dict) and settings.get("adam_w_mode") is False
+    return "Adam" if kind.lower() == "adam" and coupled else "AdamW"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _steps(files: ZeroFiles) -> int:
+    steps = files.models[0].get("global_steps")
+    if type(steps) is not int or steps < 0:
+        files.refuse(f"its global_steps is {steps!r:.40}")
+    return steps
+
+
+def _bytes(
+    stream: str,
+    name: str,
+    trained: Mapping[str, _Trained],
+    frozen: Mapping[str, tuple[tuple[int, ...], list[Tensor]]],
+    buffers: Mapping[str, Tensor],
+    moments: Sequence[str],
+) -> Iterator[Tensor]:
+    """The bytes of a tensor of ours, piece by piece."""
+    if stream == FROZEN:
+        yield from (_raw(piece) for piece in _pieces(frozen[name][1]))
+    elif stream == BUFFERS:
+        yield _raw(buffers[name].contiguous().reshape(-1))
+    elif stream in (MODEL, RESIDUAL):
+        one = trained[name]
+        for piece in _pieces(one.master):
+            master = piece.to(torch.float32)
+            halves = split(master) if one.dtype is torch.bfloat16 else (master, master)
+            yield _raw(halves[stream == RESIDUAL])
+    else:
+        index = [moment_stream(i + 1) for i in range(len(moments))].index(stream)
+        for piece in _pieces(trained[name].moments[moments[index]]):
+            yield _raw(piece.to(torch.float32))
+
+
+def _pieces(parts: Sequence[Tensor]) -> Iterator[Tensor]:
+    for part in parts:
+        for start in range(0, part.numel(), _PIECE):
+            yield part[start : start + _PIECE].contiguous()
+
+
+def _raw(flat: Tensor) -> Tensor:
+    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def _shapes(files: ZeroFiles, key: str) -> list[dict[str, tuple[int, ...]]]:
+    """Shapes by name, a dict for each group."""
+    found = files.models[0].get(key) or []
+    groups = [found] if isinstance(found, dict) else found
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        files.refuse(f"its {key} is no list of dicts")
+    return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
+
+
+def _trained(files: ZeroFiles, module: Mapping[str, Tensor]) -> dict[str, _Trained]:
+    groups = _shapes(files, "param_shapes")
+    key = "fp32_flat_groups" if files.stage == 3 else "single_partition_of_fp32_groups"
+    masters = [flat_tensors(state.get(key)) for state in files.optimizers]
+    if any(one is None or len(one) != len(masters[0] or ()) for one in masters):
+        files.refuse(f"its {key} is no list of flat tensors")
+    states = [_states(files, state, len(masters[0] or ())) for state in files.optimizers]
+    trained = {}
+    places = _places_3(files, groups, masters) if files.stage == 3 else _places_12(files, groups)
+    for name, shape, group, where in places:
+        if name not in module:
+            files.refuse(f"{name!r} has a shape, and is not in the model")
+        lists: dict[str, list[Tensor]] = {}
+        for what in ("master", *_MOMENTS):
+            flats = masters if what == "master" else [[s.get(what) for s in one] for one in states]
+            if all(part is not None for one in flats for part in one or ()):
+                lists[what] = _gather(files, name, prod(shape), flats, where)
+        step = _step_of(files, states[0][group])
+        dtype = torch.bfloat16 if module[name].dtype is torch.bfloat16 else torch.float32
+        trained[name] = _Trained(shape, dtype, step, lists.pop("master"), lists)
+    return trained
+
+
+def _states(files: ZeroFiles, optimizer: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """For each flat tensor of a rank what the optimizer keeps; empty where that is not known."""
+    base = optimizer.get("base_optimizer_state", optimizer.get("optimizer_state_dict"))
+    state = base.get("state", {}) if isinstance(base, dict) else base
+    if isinstance(state, list):
+        state = dict(enumerate(state))
+    if not isinstance(state, dict):
+        return [{} for _ in range(count)]
+    found = []
+    for index in range(count):
+        one = state.get(index)
+        one = one if isinstance(one, dict) else {}
+        flat = {m: one[m] for m in _MOMENTS if flat_tensors([one.get(m)]) is not None}
+        found.append({**flat, "step": one.get("step")})
+    return found
+
+
+def _step_of(files: ZeroFiles, state: Mapping[str, Any]) -> int:
+    step = state.get("step")
+    if isinstance(step, Tensor) and step.numel() == 1:
+        step = step.item()
+    if isinstance(step, int | float) and step == step // 1 and 0 <= step < 2**53:
+        return int(step)
+    skipped = files.models[0].get("skipped_steps")
+    return max(_steps(files) - (skipped if type(skipped) is int else 0), 0)
+
+
+# Where a parameter lies: (flat tensor, first element, count) of each rank that has a part.
+_Where = list[tuple[int, int, int, int]]  # rank, flat tensor, first element, count
+_Place = tuple[str, tuple[int, ...], int, _Where]
+
+
+def _places_12(files: ZeroFiles, groups: Sequence[dict[str, tuple[int, ...]]]) -> Iterator[_Place]:
+    paddings = files.optimizers[0].get("param_alignment_paddings")
+    flats = [s["single_partition_of_fp32_groups"] for s in files.optimizers]
+    if len(flats[0]) != len(groups):
+        files.refuse(f"{len(groups)} groups of parameters, {len(flats[0])} of masters")
+    for group, shapes in enumerate(groups):
+        lengths = [flat[group].numel() for flat in flats]
+        at = 0
+        gaps = paddings[group] if isinstance(paddings, list) else [0] * len(shapes)
+        if len(gaps) != len(shapes) or not all(type(gap) is int and gap >= 0 for gap in gaps):
+            files.refuse("its param_alignment_paddings do not fit its parameters")
+        for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
+            where: _Where = []
+            begin, left = at, prod(shape)
+            for rank, length in enumerate(lengths):
+                count = min(max(length - begin, 0), left)
+                if count:
+                    where.append((rank, group, begin, count))
+                left -= count
+                begin = max(begin - length, 0)
+            yield name, shape, group, where
+            at += prod(shape) + gap
+        spare = sum(lengths) - at
+        if not -sum(gaps[-1:]) <= spare < 4 * len(lengths) + sum(gaps):
+            files.refuse(f"group {group} has {sum(lengths)} masters for {at} elements")
+
+
+def _places_3(
+    files: ZeroFiles,
+    groups: Sequence[dict[str, tuple[int, ...]]],
+    masters: Sequence[list[Tensor] | None],
+) -> Iterator[_Place]:
+    lengths = [part.numel() for part in masters[0] or ()]
+    if any([part.numel() for part in one or ()] != lengths for one in masters):
+        files.refuse("its ranks hold parts of different sizes")
+    ranks, at = len(masters), 0
+    for name, shape in ((n, s) for shapes in groups for n, s in shapes.items()):
+        part = -(-prod(shape) // ranks)
+        where: _Where = []
+        first = 0
+        for rank in range(ranks):
+            begin, left, flat = at, min(part, max(prod(shape) - rank * part, 0)), 0
+            for flat, length in enumerate(lengths):
+                count = min(max(length - begin, 0), left)
+                if count:
+                    where.append((rank, flat, begin, count))
+                    first = flat if rank == 0 else first
+                left -= count
+                begin = max(begin - length, 0)
+        yield name, shape, first, where
+        at += part
+    if at != sum(lengths):
+        files.refuse(f"its ranks hold {sum(lengths)} masters each, for {at} elements")
+
+
+def _gather(
+    files: ZeroFiles, name: str, numel: int, flats: Sequence[Any], where: _Where
+) -> list[Tensor]:
+    parts = [flats[rank][flat][first : first + count] for rank, flat, first, count in where]
+    found = sum(part.numel() for part in parts)
+    if found != numel:
+        files.refuse(f"{name!r} has {numel} elements, and {found} of them are there")
+    return parts
+
+
+def _frozen(
+    files: ZeroFiles,
+    module: Mapping[str, Tensor],
+    trained: Mapping[str, _Trained],
+    shared: Mapping[str, str],
+) -> dict[str, tuple[tuple[int, ...], list[Tensor]]]:
+    """Shape and parts of what is neither trained nor a buffer nor another name of something."""
+    known = {
+        name: shape
+        for group in _shapes(files, "frozen_param_shapes")
+        for name, shape in group.items()
+    }
+    buffers = set(_buffer_names(files))
+    frozen = {}
+    for name, value in module.items():
+        if name in trained or name in buffers or name in shared:
+            continue
+        shape = known.get(name, tuple(value.shape))
+        parts = [value]
+        if files.stage == 3:
+            fragments = [model.get("frozen_param_fragments") or {} for model in files.models]
+            parts = [one[name] for one in fragments if isinstance(one.get(name), Tensor)]
+        left, cut = prod(shape), []
+        for part in parts:
+            cut.append(part.reshape(-1)[:left])
+            left -= cut[-1].numel()
+        if left or not cut or len({part.dtype for part in cut}) > 1:
+            files.refuse(f"the frozen parameter {name!r} is not there as a whole")
+        frozen[name] = (shape, cut)
+    return frozen

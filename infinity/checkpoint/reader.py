@@ -1,0 +1,296 @@
+"""A checkpoint that is read: nothing of it is believed before it was checked.
+
+The manifest is held to its checksum, the files to the manifest, headers to both, all before memory
+is taken for a tensor; and every block is held to its CRC before its bytes are handed out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from infinity import _aio
+from infinity.checkpoint import consistency, ownership
+from infinity.checkpoint.blocks import (
+    BlockReader,
+    ChangedError,
+    Ring,
+    WrongBytesError,
+    check_regular,
+)
+from infinity.checkpoint.layout import (
+    BLOCK_BYTES,
+    INDEX,
+    MANIFEST_NAME,
+    TensorSpec,
+    check_tag,
+)
+from infinity.checkpoint.manifest import MAX_MANIFEST_BYTES, FileRecord, Manifest
+from infinity.checkpoint.refusals import refusal
+from infinity.checkpoint.root import find_tag
+from infinity.errors import CheckpointError, ConfigError, MachineError
+from infinity.model.safetensors_file import SafetensorsFile, TensorFacts
+
+__all__ = ["CheckpointReader", "find_tag"]
+
+_DAMAGE = "a drive, a copy or another program changed it, or it is of another checkpoint"
+_REMEDY = "infinity checkpoint verify DIR --all names the checkpoints that are sound"
+
+
+class CheckpointReader:
+    """An open checkpoint; one thread at a time reads from it. A context manager."""
+
+    def __init__(self, root: Path, tag: str, *, faults: str = "") -> None:
+        """Check all that can be known without the bytes of tensors.
+
+        `faults` is for tests: that of `_aio.Engine`. Raises `ConfigError` for a tag that cannot
+        be, `CheckpointError` that names the file at fault, `MachineError` if one cannot be read.
+        """
+        check_tag(tag)
+        self.directory = Path(root).expanduser().absolute() / tag
+        self._engine: _aio.Engine | None = None
+        self._open: dict[str, BlockReader] = {}  # one file of each stream
+        self._rings: dict[str, Ring] = {}
+        self._headers_checked: set[str] = set()
+        ownership.remove_stale(self.directory.parent)
+        self._check_directory()
+        self.manifest = self._read_manifest()
+        self._records = {record.name: record for record in self.manifest.files}
+        self._facts: dict[str, dict[str, TensorFacts]] = {}
+        for record in self.manifest.files:
+            self._check_file(record)
+        self._engine = _aio.Engine(block_size=BLOCK_BYTES, faults=faults)
+        try:
+            self._check_consistency()
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_directory(self) -> None:
+        if self.directory.is_symlink():
+            raise CheckpointError(
+                f"{self.directory} is a symbolic link, which is not followed",
+                remedy="name the directory that it leads to",
+            )
+        if not self.directory.is_dir():
+            raise CheckpointError(
+                f"there is no checkpoint {self.directory}",
+                remedy=f"look what there is: ls {self.directory.parent}",
+            )
+
+    def _read_manifest(self) -> Manifest:
+        path = self.directory / MANIFEST_NAME
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            size = check_regular(path)
+            if size > MAX_MANIFEST_BYTES:
+                raise ChangedError(f"it has {size} bytes, more than {MAX_MANIFEST_BYTES}")
+            with os.fdopen(os.open(path, flags), "rb") as file:
+                text = file.read(size + 1).decode()
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{self.directory} is no checkpoint: it has no {MANIFEST_NAME}",
+                because="the manifest is written last, so without it nothing else can be trusted",
+                remedy="use another checkpoint",
+            ) from None
+        except (ChangedError, UnicodeDecodeError) as error:
+            raise self._damaged(path, str(error)) from None
+        except OSError as error:
+            raise refusal("reading", path, error) from error
+        return Manifest.from_text(text, path)
+
+    def _check_file(self, record: FileRecord) -> None:
+        path = self.directory / record.name
+        try:
+            check_regular(path, record.nbytes)
+            if record.stream == INDEX:
+                return
+            file = SafetensorsFile(path)
+        except FileNotFoundError:
+            raise self._damaged(path, "it is missing") from None
+        except ChangedError as error:
+            raise self._damaged(path, str(error)) from None
+        except ConfigError as error:
+            raise self._damaged(path, error.what) from None
+        except OSError as error:
+            raise refusal("reading", path, error) from error
+        file.close()
+        known = self._facts.setdefault(record.stream, {})
+        facts = sorted(file.facts.items(), key=lambda item: item[1].offset)
+        for name, one in facts:
+            if name in known:
+                raise self._damaged(path, f"tensor {name!r} is in {known[name].file.name} too")
+            known[name] = one
+
+    def _check_consistency(self) -> None:
+        streams = {
+            stream: [TensorSpec(name, one.shape, one.dtype) for name, one in facts.items()]
+            for stream, facts in self._facts.items()
+        }
+        problems = list(consistency.problems(self.manifest, streams))
+        if problems:
+            for record in self.manifest.files:
+                self._check_header(record)  # a damaged one is named, rather than its effects
+            more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+            raise CheckpointError(
+                f"the files of the checkpoint {self.directory} are not those of its manifest: "
+                + "; ".join(problems[:8])
+                + more,
+                because=_DAMAGE,
+                remedy=_REMEDY,
+            )
+
+    def _damaged(self, path: Path, problem: str) -> CheckpointError:
+        return CheckpointError(f"{path} is not sound: {problem}", because=_DAMAGE, remedy=_REMEDY)
+
+    def names(self, stream: str) -> Sequence[str]:
+        """The tensors of a stream, in the order of their bytes; none if it is not there."""
+        return tuple(self._facts.get(stream, ()))
+
+    def facts(self, stream: str, name: str) -> TensorFacts:
+        """Shape, dtype and place of a tensor. Raises `CheckpointError` if it is not there."""
+        found = self._facts.get(stream, {}).get(name)
+        if found is None:
+            raise CheckpointError(
+                f"the checkpoint {self.directory} has no tensor {name!r} in the stream {stream!r}",
+                because=f"it has {len(self._facts.get(stream, ()))} in that stream",
+            )
+        return found
+
+    def read_into(self, stream: str, name: str, first_byte: int, target: Tensor) -> None:
+        """Fill `target` (uint8, 1-D, on the CPU) with bytes of a tensor, from `first_byte` on.
+
+        Each block is checked before its bytes are copied. Raises `CheckpointError` that names
+        file, tensor and block, `MachineError` if the drive refuses, `ConfigError` for bytes that
+        the tensor does not have. What `target` holds then is undefined.
+        """
+        facts = self.facts(stream, name)
+        nbytes = facts.numel * facts.dtype.itemsize
+        if target.dtype is not torch.uint8 or target.dim() != 1 or target.device.type != "cpu":
+            raise ConfigError(f"the target is {target.dtype} on {target.device}, not plain bytes")
+        if not 0 <= first_byte <= first_byte + target.numel() <= nbytes:
+            raise ConfigError(
+                f"bytes {first_byte} to {first_byte + target.numel()} of tensor {name!r}, which "
+                f"has {nbytes}"
+            )
+        if not target.numel():
+            return
+        record = self._records[facts.file.name]
+        self._check_header(record)
+        done, size = 0, record.block_bytes
+        while done < target.numel():
+            block, start = divmod(facts.offset + first_byte + done, size)
+            data = self._block(record, block)
+            count = min(data.numel() - start, target.numel() - done)
+            # By numpy: torch copies with all its threads, which wait for one another on a busy CPU.
+            target.numpy()[done : done + count] = data[start : start + count].numpy()
+            done += count
+
+    def _check_header(self, record: FileRecord) -> None:
+        """Once a file: what its header says is only now known to be what was written."""
+        if record.name in self._headers_checked:
+            return
+        ends = [
+            facts.offset
+            for facts in self._facts.get(record.stream, {}).values()
+            if facts.file.name == record.name
+        ]
+        for block in range(-(-min(ends, default=0) // record.block_bytes)):
+            self._block(record, block)
+        self._headers_checked.add(record.name)
+
+    def _block(self, record: FileRecord, block: int) -> Tensor:
+        """The checked bytes of a block; raises errors of ours."""
+        problem = None
+        try:
+            return self._reader(record).block(block)
+        except WrongBytesError as error:
+            problem = str(error)
+        except (ChangedError, FileNotFoundError) as error:
+            self._forget(record.stream)
+            raise self._damaged(self.directory / record.name, str(error)) from None
+        except OSError as error:
+            self._forget(record.stream)
+            place = self._place(record, block)
+            raise refusal(f"reading {place} of", self.directory / record.name, error) from error
+        raise CheckpointError(
+            f"{self.directory / record.name} is damaged: {self._place(record, block)}: {problem}",
+            because=_DAMAGE,
+            remedy=_REMEDY,
+        )
+
+    def _reader(self, record: FileRecord) -> BlockReader:
+        if self._engine is None:
+            raise ConfigError(f"the checkpoint {self.directory} was closed")
+        found = self._open.get(record.stream)
+        if found is not None and found.path.name == record.name:
+            return found
+        self._forget(record.stream)
+        ring = self._rings.get(record.stream)
+        if ring is None or ring.block_bytes != record.block_bytes:
+            ring = self._rings[record.stream] = Ring(record.block_bytes)
+        path = self.directory / record.name
+        found = BlockReader(path, record.nbytes, record.crc32c, self._engine, ring)
+        self._open[record.stream] = found
+        return found
+
+    def _forget(self, stream: str) -> None:
+        reader = self._open.pop(stream, None)
+        if reader is not None:
+            reader.close()
+
+    def _place(self, record: FileRecord, block: int) -> str:
+        """Which block, and whose bytes it holds."""
+        first = block * record.block_bytes
+        last = min(first + record.block_bytes, record.nbytes)
+        names = []
+        header = record.nbytes
+        for name, one in self._facts.get(record.stream, {}).items():
+            if one.file.name != record.name:
+                continue
+            header = min(header, one.offset)
+            end = one.offset + one.numel * one.dtype.itemsize
+            if one.offset < last and end > first:
+                names.append(repr(name))
+        if record.stream != INDEX and first < header:
+            names.insert(0, "the header")
+        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return f"block {block} (bytes {first} to {last - 1}), which holds {listed or 'no tensor'}"
+
+    def verify(self, seen: Callable[[int], None] | None = None) -> Iterator[str]:
+        """Read everything; yields every problem, naming file, block, bytes and tensors.
+
+        `seen` is told how many bytes were read, sound or not, block by block.
+        """
+        for record in self.manifest.files:
+            self._forget(record.stream)  # what lies in memory was checked, the disk was not
+            for block in range(len(record.crc32c)):
+                try:
+                    self._block(record, block)
+                except (CheckpointError, MachineError) as error:
+                    yield error.what
+                if seen is not None:
+                    seen(min(record.block_bytes, record.nbytes - block * record.block_bytes))
+            self._forget(record.stream)
+
+    def close(self) -> None:
+        """Let go of the files. Idempotent."""
+        for stream in list(self._open):
+            self._forget(stream)
+        self._rings.clear()
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            with suppress(OSError):
+                engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()

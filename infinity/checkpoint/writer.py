@@ -1,0 +1,369 @@
+"""A checkpoint on its way to the disk: complete under its name, or not there at all.
+
+All is written in `ROOT/TAG.tmp` and put on stable storage, the manifest last; then the directory
+gets its name, and then `latest` does. What a writer that dies leaves is removed by the next one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from infinity import _aio
+from infinity.checkpoint import consistency, ownership
+from infinity.checkpoint.blocks import BlockWriter, Ring
+from infinity.checkpoint.layout import (
+    BLOCK_BYTES,
+    BUFFERS,
+    FROZEN,
+    INDEX,
+    LATEST_NAME,
+    MANIFEST_NAME,
+    MAX_SHARD_BYTES,
+    MODEL,
+    TEMPORARY_SUFFIX,
+    Shard,
+    TensorSpec,
+    check_tag,
+    cut,
+)
+from infinity.checkpoint.manifest import FileRecord, Manifest
+from infinity.checkpoint.refusals import free_bytes, refusal
+from infinity.checkpoint.root import prune
+from infinity.errors import CheckpointError, ConfigError, DoesNotFitError, MachineError
+from infinity.model.weight_files import INDEX_NAME
+from infinity.sizes import format_size
+
+__all__ = ["CheckpointWriter", "TensorSpec"]
+
+_SPARE_BYTES = 1 << 20  # manifest, index and directories, beside the checksums
+_BYTES_PER_CHECKSUM = 11
+
+
+class CheckpointWriter:
+    """Writes one checkpoint from begin to end; one thread at a time calls it.
+
+    After an error of `write` or `finish` nothing of it is left on the disk.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        tag: str,
+        streams: Mapping[str, Sequence[TensorSpec]],
+        *,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        faults: str = "",
+    ) -> None:
+        """Make `ROOT/TAG.tmp`; also ROOT itself, in a directory that exists.
+
+        `streams`: what will be written, in the order of its bytes. `faults` is for tests: that of
+        `_aio.Engine`. Raises `ConfigError` for a tag, name, dtype or size that cannot be,
+        `CheckpointError` if the tag is there or being written, `DoesNotFitError` if the disk has
+        too little room, `MachineError` if the directory cannot be written.
+        """
+        check_tag(tag)
+        if max_shard_bytes < 1:
+            raise ConfigError(f"max_shard_bytes is {max_shard_bytes}, not at least 1")
+        self.root, self.tag = Path(root).expanduser().absolute(), tag
+        self.path = self.root / tag
+        self._temporary = self.root / f"{tag}{TEMPORARY_SUFFIX}"
+        self._specs = {stream: tuple(specs) for stream, specs in streams.items()}
+        # Hugging Face looks for model.safetensors before it looks for an index of several files.
+        several = any(self._specs.get(stream) for stream in (FROZEN, BUFFERS))
+        self._streams = {
+            stream: _Stream(
+                cut(stream, specs, max_shard_bytes, numbered=several and stream == MODEL)
+            )
+            for stream, specs in self._specs.items()
+        }
+        self.nbytes = sum(s.nbytes for s in self._streams.values())
+        self._faults = faults
+        self._engine: _aio.Engine | None = None
+        self._lock: ownership.TagLock | None = None
+        self._identity: tuple[int, int] | None = None
+        self._over: str | None = None
+        self._made_root = False
+        with self._aborting():
+            self._begin()
+
+    def _begin(self) -> None:
+        if not self.root.is_dir():
+            try:
+                self.root.mkdir()
+                self._made_root = True
+            except FileExistsError:
+                raise MachineError(f"{self.root} is not a directory") from None
+            except FileNotFoundError as error:
+                raise MachineError(
+                    f"the directory {self.root.parent} does not exist",
+                    remedy=f"mkdir -p {self.root}",
+                ) from error
+        ownership.remove_stale(self.root)
+        self._lock = ownership.TagLock(self.root, self.tag)
+        if os.path.lexists(self.path):
+            raise CheckpointError(
+                f"the checkpoint {self.path} exists already",
+                because="a checkpoint is never written over",
+                remedy="save with another tag, or remove that directory first",
+            )
+        self._check_room()
+        ownership.remove_temporary(self.root, self.tag)
+        self._temporary.mkdir()
+        facts = os.lstat(self._temporary)
+        self._identity = (facts.st_dev, facts.st_ino)
+        self._engine = _aio.Engine(block_size=BLOCK_BYTES, faults=self._faults)
+
+    def _check_room(self) -> None:
+        checksums = self.nbytes // BLOCK_BYTES * _BYTES_PER_CHECKSUM
+        needed, free = self.nbytes + checksums + _SPARE_BYTES, free_bytes(self.root)
+        if free < needed:
+            raise DoesNotFitError(
+                f"the checkpoint {self.path} needs {format_size(needed)}, and "
+                f"{format_size(free)} are free there: {format_size(needed - free)} missing",
+                remedy="free space there, save somewhere else, or keep fewer (keep_last)",
+            )
+
+    @contextmanager
+    def _aborting(self) -> Iterator[None]:
+        """Leave nothing behind when what is inside fails; errors of the system become ours."""
+        try:
+            yield
+        except BaseException as error:
+            self.abort()
+            if isinstance(error, OSError):
+                raise refusal("saving", self.path, error, self.nbytes) from error
+            raise
+
+    def write(self, stream: str, data: Tensor) -> None:
+        """The next bytes of a stream; they are copied before this returns.
+
+        `data`: uint8, 1-D, on the CPU, of any length. Raises `ConfigError` for more than the
+        stream holds, `DoesNotFitError` or `MachineError` if the disk refuses.
+        """
+        self._check_open()
+        with self._aborting():
+            found = self._streams.get(stream)
+            if found is None:
+                raise ConfigError(f"{stream!r} is none of the streams of this checkpoint")
+            if data.dtype is not torch.uint8 or data.dim() != 1 or data.device.type != "cpu":
+                raise ConfigError(
+                    f"the stream {stream!r} takes uint8 in one dimension on the CPU, not "
+                    f"{data.dtype} in {data.dim()} on {data.device}"
+                )
+            if data.numel() > found.missing:
+                raise ConfigError(
+                    f"{data.numel()} bytes for the stream {stream!r}, which lacks {found.missing}"
+                )
+            assert self._engine is not None
+            found.write(data.detach(), self._temporary, self._engine)
+
+    def finish(
+        self, manifest: Manifest, *, save_latest: bool = True, keep_last: int | None = None
+    ) -> Path:
+        """Publish the checkpoint; returns its directory.
+
+        `manifest.files` is filled in. With `save_latest` the file `latest` names it; with
+        `keep_last` older checkpoints are removed, until so many are left. Raises `ConfigError`
+        if bytes are missing or the manifest speaks of other tensors, and like `write`.
+        """
+        self._check_open()
+        with self._aborting():
+            if keep_last is not None and keep_last < 1:
+                raise ConfigError(f"keep_last is {keep_last}, not at least 1")
+            self._check_complete(manifest)
+            records = self._finish_files()
+            if index := _index_text(manifest, self._streams):
+                records.append(self._write_index(index))
+            text = replace(manifest, files=tuple(records)).to_text()
+            self._write_new(self._temporary / MANIFEST_NAME, text.encode())
+            _sync_directory(self._temporary)
+            self._publish(save_latest=save_latest)
+        if keep_last is not None:
+            prune(self.root, keep_last, keep_too=(self.tag,))
+        return self.path
+
+    def _check_open(self) -> None:
+        if self._over is not None:
+            raise ConfigError(f"the checkpoint {self.path} was {self._over}")
+
+    def _check_complete(self, manifest: Manifest) -> None:
+        problems = [
+            f"the stream {name!r} lacks {stream.missing} of {stream.nbytes} bytes"
+            for name, stream in self._streams.items()
+            if stream.missing
+        ]
+        problems += manifest.problems()
+        if not problems:
+            problems += consistency.problems(manifest, self._specs)
+        if problems:
+            more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+            raise ConfigError(
+                f"the checkpoint {self.path} is not complete: " + "; ".join(problems[:8]) + more
+            )
+
+    def _finish_files(self) -> list[FileRecord]:
+        records = []
+        for name, stream in self._streams.items():
+            assert self._engine is not None
+            for shard, crc32c in stream.finish(self._temporary, self._engine):
+                record = FileRecord(shard.name, name, shard.nbytes, BLOCK_BYTES, tuple(crc32c))
+                records.append(record)
+        return records
+
+    def _write_index(self, text: str) -> FileRecord:
+        data = text.encode()
+        self._write_new(self._temporary / INDEX_NAME, data)
+        return FileRecord(INDEX_NAME, INDEX, len(data), BLOCK_BYTES, _checksums(data))
+
+    def _write_new(self, path: Path, data: bytes) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _publish(self, *, save_latest: bool) -> None:
+        facts = os.lstat(self._temporary)
+        if (facts.st_dev, facts.st_ino) != self._identity or os.path.lexists(self.path):
+            raise CheckpointError(
+                f"the checkpoint {self.path} cannot be published",
+                because="another program made or replaced a directory meanwhile",
+            )
+        new_latest = self.root / ownership.new_latest_name(self.tag)
+        if save_latest:  # written before, so that a full disk is known before
+            new_latest.unlink(missing_ok=True)
+            self._write_new(new_latest, f"{self.tag}\n".encode())
+        os.rename(self._temporary, self.path)
+        self._identity = None
+        _sync_directory(self.root)
+        if save_latest:
+            os.rename(new_latest, self.root / LATEST_NAME)
+            _sync_directory(self.root)
+        self._over = "finished"
+        self._close()
+        assert self._lock is not None
+        self._lock.release()
+
+    def _close(self) -> None:
+        for stream in self._streams.values():
+            stream.drop()
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            with suppress(OSError):
+                engine.close()
+
+    def abort(self) -> None:
+        """Remove what was written. Idempotent; after `finish` it does nothing."""
+        if self._over is not None:
+            return
+        self._over = "aborted"
+        self._close()
+        lock, self._lock = self._lock, None
+        if lock is None:
+            return
+        try:
+            if _identity(self._temporary) == self._identity:
+                ownership.remove_temporary(self.root, self.tag)
+        except FileNotFoundError:
+            pass
+        except OSError:
+            lock.let_go()  # so that the next writer tries again
+        lock.release()
+        if self._made_root:
+            with suppress(OSError):
+                self.root.rmdir()
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    facts = os.lstat(path)
+    return (facts.st_dev, facts.st_ino) if stat.S_ISDIR(facts.st_mode) else (-1, -1)
+
+
+class _Stream:
+    """The files of one stream, of which one is being written."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self.shards = shards
+        self.nbytes = sum(shard.nbytes for shard in shards)
+        self.missing = sum(t.nbytes for shard in shards for t in shard.tensors)
+        self._done: list[Sequence[int]] = []  # checksums of the files that are complete
+        self._file: BlockWriter | None = None
+        self._ring: Ring | None = None
+
+    def write(self, data: Tensor, directory: Path, engine: _aio.Engine) -> None:
+        done = 0
+        while done < data.numel():
+            file = self._file or self._next(directory, engine)
+            count = min(file.room, data.numel() - done)
+            file.append(data[done : done + count])
+            done += count
+            self.missing -= count
+            if not file.room:
+                self._complete(file)
+
+    def _next(self, directory: Path, engine: _aio.Engine) -> BlockWriter:
+        shard = self.shards[len(self._done)]
+        self._ring = self._ring or Ring(BLOCK_BYTES)
+        file = BlockWriter(directory / shard.name, shard.nbytes, engine, self._ring)
+        self._file = file
+        file.append(torch.frombuffer(bytearray(shard.header), dtype=torch.uint8))
+        return file
+
+    def _complete(self, file: BlockWriter) -> None:
+        file.finish()
+        self._done.append(file.crc32c)
+        self._file = None
+
+    def finish(self, directory: Path, engine: _aio.Engine) -> Iterator[tuple[Shard, Sequence[int]]]:
+        """The files and their checksums; those whose tensors have no elements are made now."""
+        while len(self._done) < len(self.shards):
+            self._complete(self._file or self._next(directory, engine))
+        self._ring = None
+        return zip(self.shards, self._done, strict=True)
+
+    def drop(self) -> None:
+        """Let go of the file that is being written."""
+        if self._file is not None:
+            self._file.drop()
+        self._file = self._ring = None
+
+
+def _index_text(manifest: Manifest, streams: Mapping[str, _Stream]) -> str:
+    """Where the tensors of the model's state dict lie, as Hugging Face wants it; "" if nowhere."""
+    persistent = {b.name for b in manifest.buffers if b.persistent}
+    placed: dict[str, str] = {}
+    total = 0
+    for name in (MODEL, FROZEN, BUFFERS):
+        for shard in streams[name].shards if name in streams else ():
+            for tensor in shard.tensors:
+                if name != BUFFERS or tensor.name in persistent:
+                    placed[tensor.name] = shard.name
+                    total += tensor.nbytes
+    if not placed:
+        return ""
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": placed}, indent=1)
+
+
+def _checksums(data: bytes) -> tuple[int, ...]:
+    array = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return tuple(
+        _aio.crc32c(array[start:].data_ptr(), min(BLOCK_BYTES, len(data) - start))
+        for start in range(0, len(data), BLOCK_BYTES)
+    )
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,176 @@
+"""Kills writers of checkpoints and looks what they left: python -m support.checkpoint_crash.
+
+A process of its own, which forks: a child that imports torch anew would take seconds. Prints one
+JSON object: how many children died, and what lay there when they did.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from support.checkpoint_files import Sample, content, same_content, sample, save
+
+from infinity.checkpoint.ownership import remove_stale
+from infinity.checkpoint.reader import CheckpointReader, find_tag
+from infinity.checkpoint.root import checkpoints
+
+SHARD = 3000
+FOREIGN = ("foreign.tmp", "notes", ".theirs.infinity-lock")
+_CALLS = ("open", "mkdir", "rename", "fsync", "unlink", "rmdir", "ftruncate", "close", "scandir")
+
+
+def furnish(root: Path) -> None:
+    """What is not ours, and must survive."""
+    root.mkdir()
+    for name in FOREIGN[:2]:
+        (root / name).mkdir()
+        (root / name / "manifest.json").write_text("mine")
+    (root / FOREIGN[2]).write_text("mine")
+
+
+def made(tag: str) -> Sample:
+    """What a checkpoint of this tag holds."""
+    return sample(int(tag), moments=("fp32",), global_steps=int(tag))
+
+
+def save_next(root: Path, keep_last: int | None) -> str:
+    """Write the checkpoint after the last one that is there."""
+    tags = [int(one.tag) for one in checkpoints(root) if one.tag.isdigit()]
+    tag = str(max(tags, default=0) + 1)
+    save(root, tag, made(tag), SHARD, keep_last=keep_last)
+    return tag
+
+
+def check(root: Path, acknowledged: str | None) -> str:
+    """Hold what is there to the promises; returns what there was, in a few words.
+
+    `acknowledged`: the tag of the last save that is known to have returned.
+    """
+    names = sorted(os.listdir(root))
+    tag = find_tag(root, None)
+    if acknowledged is not None:
+        assert tag is not None, names
+        assert int(tag) >= int(acknowledged), (tag, acknowledged)
+    if tag is not None:
+        with CheckpointReader(root, tag) as reader:  # also removes what is stale
+            assert list(reader.verify()) == []
+        assert same_content(content(root, tag), made(tag).content)
+    remove_stale(root)
+    left = sorted(os.listdir(root))
+    for one in checkpoints(root):
+        if one.tag.isdigit():  # complete, even where `latest` does not name it yet
+            assert same_content(content(root, one.tag), made(one.tag).content)
+    ours = [name for name in left if name not in (*FOREIGN, "latest")]
+    assert all(name.isdigit() for name in ours), left
+    for name in FOREIGN[:2]:
+        assert (root / name / "manifest.json").read_text() == "mine"
+    assert (root / FOREIGN[2]).read_text() == "mine"
+    kinds = {"lock": "infinity-lock", "tmp": ".tmp", "new": "infinity-new"}
+    there = [k for k, end in kinds.items() if any(n.endswith(end) for n in set(names) - {*FOREIGN})]
+    return "+".join(there) or "nothing"
+
+
+def fork(body: Callable[[int], Any]) -> tuple[int, int]:
+    """Run `body` in a child, with a descriptor to report to; returns its id and the other end."""
+    receiving, sending = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.close(receiving)
+            body(sending)
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(sending)
+    return child, receiving
+
+
+def kill_at_random(root: Path, count: int, seed: int) -> Counter[str]:
+    """Kill children that save in a loop, each after a random time."""
+    random_ = random.Random(seed)
+    seen: Counter[str] = Counter()
+    acknowledged = None
+    for _ in range(count):
+        child, pipe = fork(lambda sending: loop(root, sending))
+        os.read(pipe, 1)  # it begins
+        time.sleep(random_.uniform(0, 0.12))
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status), status
+        with os.fdopen(pipe) as report:
+            saved = report.read().split()
+        acknowledged = saved[-1] if saved else acknowledged
+        seen[check(root, acknowledged)] += 1
+    return seen
+
+
+def loop(root: Path, sending: int) -> None:
+    os.write(sending, b"\n")
+    while True:
+        os.write(sending, f"{save_next(root, 3)}\n".encode())
+
+
+def die_at_every_call(parent: Path) -> Counter[str]:
+    """Die before each system call of a save and its pruning, one after the other."""
+    seen: Counter[str] = Counter()
+    for number in range(10_000):
+        root = parent / f"at-{number}"
+        furnish(root)
+        for _ in range(2):
+            save_next(root, None)
+        child, pipe = fork(partial(die_at, root, number))
+        os.close(pipe)
+        _, status = os.waitpid(child, 0)
+        found = check(root, "2")
+        if os.waitstatus_to_exitcode(status) == 0:
+            return seen
+        assert os.waitstatus_to_exitcode(status) == 9, status
+        seen[found] += 1
+        save_next(root, 1)  # training goes on
+        check(root, "3")
+        shutil.rmtree(root)
+    raise AssertionError("a save of more than 10,000 calls")
+
+
+def die_at(root: Path, number: int, _: int) -> None:
+    left = number
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def instead(*args: Any, **options: Any) -> Any:
+            nonlocal left
+            if left == 0:
+                os._exit(9)
+            left -= 1
+            return call(*args, **options)
+
+        return instead
+
+    for name in _CALLS:
+        setattr(os, name, counted(getattr(os, name)))
+    save_next(root, 1)
+
+
+def main() -> None:
+    root, count, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    if count == 0:
+        seen = die_at_every_call(root)
+    else:
+        furnish(root / "root")
+        seen = kill_at_random(root / "root", count, seed)
+    print(json.dumps({"died": sum(seen.values()), "seen": seen}))
+
+
+if __name__ == "__main__":
+    main()

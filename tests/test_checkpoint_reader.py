@@ -1,0 +1,211 @@
+"""What is read is what was written, each block once, in little memory, whatever the drive does."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.checkpoint_files import Sample, content, rewrite, same_content, sample, save
+from torch import Tensor
+
+from infinity.checkpoint import blocks
+from infinity.checkpoint.layout import BLOCK_BYTES
+from infinity.checkpoint.reader import CheckpointReader
+from infinity.errors import CheckpointError, ConfigError, InfinityError, MachineError
+
+SHAPES = {"a": (1000, 900), "b": (3,), "c": (2000, 1100), "d": (0, 4), "e": ()}
+SHARD = 3 << 20
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Sample]:
+    root = tmp_path_factory.mktemp("saved")
+    made = sample(1, shapes=SHAPES)
+    save(root, "t", made, SHARD)
+    return root, made
+
+
+def test_everything_comes_back(saved: tuple[Path, Sample]) -> None:
+    root, made = saved
+    assert same_content(content(root, "t"), made.content)
+    with CheckpointReader(root, "t") as reader:
+        assert reader.manifest.parameters == made.manifest.parameters
+        for stream, specs in made.streams.items():
+            assert list(reader.names(stream)) == [spec.name for spec in specs]
+            for spec in specs:
+                facts = reader.facts(stream, spec.name)
+                assert (facts.shape, facts.dtype) == (spec.shape, spec.dtype)
+        assert list(reader.names("gradient")) == []
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_range_comes_back(saved: tuple[Path, Sample], data: st.DataObject) -> None:
+    root, made = saved
+    with CheckpointReader(root, "t") as reader:
+        for _ in range(3):
+            stream, name = data.draw(st.sampled_from(sorted(made.content)))
+            expected = made.content[stream, name]
+            first = data.draw(st.integers(0, expected.numel()))
+            last = data.draw(st.integers(first, expected.numel()))
+            target = torch.full((last - first + 2,), 0xAB, dtype=torch.uint8)
+            reader.read_into(stream, name, first, target[1:-1])
+            assert torch.equal(target[1:-1], expected[first:last])
+            assert target[0] == target[-1] == 0xAB
+
+
+def test_random_pieces_of_all_streams_come_back(saved: tuple[Path, Sample]) -> None:
+    root, made = saved
+    random_ = random.Random(1)
+    keys = [key for key in made.content if made.content[key].numel()]
+    with CheckpointReader(root, "t") as reader:
+        for _ in range(300):
+            key = random_.choice(keys)
+            expected = made.content[key]
+            first = random_.randrange(expected.numel())
+            target = torch.empty(min(random_.choice((1, 99, 70_000)), expected.numel() - first))
+            target = torch.empty(target.numel(), dtype=torch.uint8)
+            reader.read_into(*key, first, target)
+            assert torch.equal(target, expected[first : first + target.numel()])
+
+
+def test_reading_in_order_reads_each_block_once(
+    saved: tuple[Path, Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, made = saved
+    read: Counter[tuple[str, int]] = Counter()
+    start = blocks.BlockReader._start
+
+    def counted(self: blocks.BlockReader, block: int, **options: Any) -> None:
+        read[self.path.name, block] += 1
+        start(self, block, **options)
+
+    monkeypatch.setattr(blocks.BlockReader, "_start", counted)
+    with CheckpointReader(root, "t") as reader:
+        for stream in ("model", "moment1", "residual"):
+            for name in reader.names(stream):
+                nbytes = made.content[stream, name].numel()
+                for first in range(0, nbytes, 77_777):
+                    target = torch.empty(min(77_777, nbytes - first), dtype=torch.uint8)
+                    reader.read_into(stream, name, first, target)
+        expected = {
+            (record.name, block)
+            for record in reader.manifest.files
+            if record.stream in ("model", "moment1", "residual")
+            for block in range(len(record.crc32c))
+        }
+    assert set(read) == expected
+    assert set(read.values()) == {1}
+
+
+def test_files_are_safetensors_for_everybody(saved: tuple[Path, Sample]) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    root, made = saved
+    found: dict[tuple[str, str], Tensor] = {}
+    for path in (root / "t").glob("*.safetensors"):
+        stream = path.name.removesuffix(".safetensors").split("-")[0]
+        for name, value in safetensors.load_file(path).items():
+            found[stream, name] = value.reshape(-1).view(torch.uint8)
+    assert same_content(found, made.content)
+
+
+def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
+    made = sample(3, shapes={"a": (24 << 20,)}, moments=())
+    save(tmp_path, "t", made)
+    target = torch.zeros(1 << 20, dtype=torch.uint8)
+    with CheckpointReader(tmp_path, "t") as reader:
+        reader.read_into("model", "a", 0, target)
+        before = memory_kib()
+        for first in range(0, 48 << 20, target.numel()):
+            reader.read_into("model", "a", first, target)
+            reader.read_into("residual", "a", first, target)
+        assert list(reader.verify()) == []
+        assert memory_kib() - before < 16 << 10
+
+
+def memory_kib() -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmRSS"))
+
+
+def test_wrong_calls_are_refused(saved: tuple[Path, Sample]) -> None:
+    root, _ = saved
+    target = torch.zeros(6, dtype=torch.uint8)
+    reader = CheckpointReader(root, "t")
+    with pytest.raises(CheckpointError, match="no tensor 'x' in the stream 'model'"):
+        reader.facts("model", "x")
+    with pytest.raises(CheckpointError, match="no tensor 'a' in the stream 'x'"):
+        reader.read_into("x", "a", 0, target)
+    for first in (1, -1, 10**20):
+        with pytest.raises(ConfigError, match="of tensor 'b', which has 6"):
+            reader.read_into("model", "b", first, target)
+    for wrong in (target.float(), target.view(2, 3), target.to("meta")):
+        with pytest.raises(ConfigError, match="not plain bytes"):
+            reader.read_into("model", "b", 0, wrong)
+    reader.read_into("model", "b", 0, target)
+    reader.read_into("model", "d", 0, target[:0])
+    reader.close()
+    reader.close()
+    with pytest.raises(ConfigError, match="was closed"):
+        reader.read_into("model", "b", 0, target)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_drive_that_fails(saved: tuple[Path, Sample], seed: int) -> None:
+    """Right bytes or the right error; and a read that failed may be repeated."""
+    root, made = saved
+    kinds = ("eio", "flip", "short+delay+reorder")[seed % 3]
+    faults = f"seed={seed},kinds={kinds},rate=0.3"
+    failures = 0
+    with CheckpointReader(root, "t", faults=faults) as reader:
+        for (stream, name), expected in made.content.items():
+            for _ in range(50):
+                target = torch.empty_like(expected)
+                try:
+                    reader.read_into(stream, name, 0, target)
+                except (CheckpointError, MachineError) as error:
+                    failures += 1
+                    check_failure(error, kinds, stream)
+                    continue
+                assert torch.equal(target, expected)
+                break
+            else:
+                raise AssertionError("50 failures")
+    assert (failures > 0) == (seed % 3 < 2)
+
+
+def check_failure(error: InfinityError, kinds: str, stream: str) -> None:
+    assert isinstance(error, CheckpointError if kinds == "flip" else MachineError)
+    assert stream in str(error)
+    assert "block" in str(error)
+
+
+def test_verify_tells_of_a_drive_that_fails(saved: tuple[Path, Sample]) -> None:
+    with CheckpointReader(saved[0], "t", faults="seed=1,kinds=eio,rate=1") as reader:
+        found = list(reader.verify())
+        whole = sum(r.nbytes // BLOCK_BYTES for r in reader.manifest.files)
+    assert len(found) >= whole
+    assert all("Input/output error" in text for text in found)
+
+
+def test_other_block_sizes_are_read(saved: tuple[Path, Sample], tmp_path: Path) -> None:
+    """The size of a block belongs to the file, not to the reader."""
+    from support.checkpoint_files import checksum
+
+    made = sample(4)
+    path = save(tmp_path, "t", made, 2000)
+
+    def change(members: dict[str, Any]) -> None:
+        for size, record in zip((4096, 8192, 1 << 21, 4096), members["files"], strict=False):
+            data = (path / record["name"]).read_bytes()
+            parts = [data[start : start + size] for start in range(0, len(data), size)]
+            record.update(block_bytes=size, crc32c=[checksum(part) for part in parts])
+
+    rewrite(path / "manifest.json", change)
+    assert same_content(content(tmp_path, "t"), made.content)

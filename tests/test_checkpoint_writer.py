@@ -1,0 +1,718 @@
+"""A checkpoint is complete under its name or not there; whatever happens, the former one is."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.checkpoint_files import content, feed, same_content, sample, save
+
+from infinity.checkpoint import blocks, ownership
+from infinity.checkpoint import root as root_module
+from infinity.checkpoint.manifest import Manifest
+from infinity.checkpoint.reader import CheckpointReader, find_tag
+from infinity.checkpoint.root import checkpoints, prune
+from infinity.checkpoint.writer import CheckpointWriter, TensorSpec
+from infinity.errors import (
+    CheckpointError,
+    ConfigError,
+    DoesNotFitError,
+    InfinityError,
+    MachineError,
+)
+
+SUPPORT = Path(__file__).parent
+
+
+def crash(tmp_path: Path, count: int, seed: int) -> dict[str, Any]:
+    environment = {**os.environ, "PYTHONPATH": str(SUPPORT)}
+    command = [sys.executable, "-m", "support.checkpoint_crash", str(tmp_path)]
+    done = subprocess.run(
+        [*command, str(count), str(seed)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_what_latest_names_is_whole_after_a_kill_at_any_moment(tmp_path: Path) -> None:
+    found = crash(tmp_path, 40, seed=1)
+    assert found["died"] == 40
+    assert found["seen"]["lock+tmp"] > 5  # many died in the middle
+
+
+def test_what_latest_names_is_whole_after_a_death_before_any_call(tmp_path: Path) -> None:
+    found = crash(tmp_path, 0, seed=0)
+    assert found["died"] > 80
+    # Each of these states was met, and cleaned up.
+    assert set(found["seen"]) == {"nothing", "lock", "lock+tmp", "lock+tmp+new", "lock+new"}
+
+
+@pytest.mark.big
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("seed", range(5))
+def test_what_latest_names_is_whole_after_many_kills(tmp_path: Path, seed: int) -> None:
+    assert crash(tmp_path, 400, seed + 10)["died"] == 400
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_open() -> Iterator[None]:
+    before = set(os.listdir("/proc/self/fd"))
+    yield
+    gc.collect()
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def listed(root: Path) -> list[str]:
+    return sorted(os.listdir(root))
+
+
+def test_pieces_of_any_length_make_the_same_files(tmp_path: Path) -> None:
+    made = sample(1, shapes={"a": (700, 1000), "b": (3,), "c": (1024, 1024), "d": (0, 2)})
+    first = save(tmp_path / "x", "one", made, 1 << 21)
+    for piece in (1, 4096, 99_991, 1 << 20, (1 << 20) + 1):
+        if piece == 1:
+            small = sample(1)
+            one = save(tmp_path / "y", "one", small, 2000)
+            writer = CheckpointWriter(tmp_path / "y", "p1", small.streams, max_shard_bytes=2000)
+            feed(writer, small, 1)
+            assert same_files(one, writer.finish(small.manifest))
+            continue
+        writer = CheckpointWriter(
+            tmp_path / "x", f"p{piece}", made.streams, max_shard_bytes=1 << 21
+        )
+        feed(writer, made, piece)
+        assert same_files(first, writer.finish(made.manifest))
+    assert same_content(content(tmp_path / "x", "one"), made.content)
+
+
+def same_files(one: Path, other: Path) -> bool:
+    names = listed(one)
+    return names == listed(other) and all(
+        (one / name).read_bytes() == (other / name).read_bytes() for name in names
+    )
+
+
+def test_streams_may_take_turns_and_data_may_be_changed_afterwards(tmp_path: Path) -> None:
+    shapes = {"a": (1500, 1000), "b": (1200, 1000)}
+    made = sample(2, shapes=shapes)
+    writer = CheckpointWriter(tmp_path, "t", made.streams)
+    scratch = torch.empty(300_007, dtype=torch.uint8)
+    whole = {
+        stream: torch.cat([made.content[stream, s.name] for s in specs])
+        for stream, specs in made.streams.items()
+    }
+    at = dict.fromkeys(whole, 0)
+    while at:
+        for stream in list(at):
+            part = whole[stream][at[stream] : at[stream] + scratch.numel()]
+            scratch[: part.numel()] = part
+            writer.write(stream, scratch[: part.numel()])
+            scratch.fill_(0xEE)
+            at[stream] += part.numel()
+            if at[stream] == whole[stream].numel():
+                del at[stream]
+    writer.finish(made.manifest)
+    assert same_content(content(tmp_path, "t"), made.content)
+
+
+def test_data_that_are_not_contiguous_are_copied(tmp_path: Path) -> None:
+    made = sample(2)
+    writer = CheckpointWriter(tmp_path, "t", made.streams)
+    for (stream, _), data in made.content.items():
+        writer.write(stream, torch.stack([data, data]).t().reshape(-1)[::2])
+    writer.finish(made.manifest)
+    assert same_content(content(tmp_path, "t"), made.content)
+
+
+def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
+    made = sample(3, shapes={"a": (24 << 20,)}, moments=())
+    data = torch.zeros(5 << 20, dtype=torch.uint8)
+    memory_kib()
+    gc.collect()
+    writer = CheckpointWriter(tmp_path, "t", made.streams)
+    del made.content["frozen", "frozen.w"]
+    writer.write("frozen", torch.zeros(60, dtype=torch.uint8))
+    writer.write("buffers", torch.zeros(53, dtype=torch.uint8))
+    before = memory_kib()
+    for stream in ("model", "residual"):
+        left = 48 << 20
+        while left:
+            part = data[: min(left, data.numel())]
+            writer.write(stream, part)
+            left -= part.numel()
+    assert memory_kib() - before < 16 << 10
+    writer.abort()
+
+
+def memory_kib() -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmRSS"))
+
+
+def test_nothing_stays_in_the_page_cache(tmp_path: Path) -> None:
+    made = sample(3, shapes={"a": (8 << 20,)}, moments=())
+    path = save(tmp_path, "t", made) / "residual.safetensors"
+    mincore = pages_in_cache(path)
+    if mincore is None:
+        pytest.skip("no mincore")
+    assert mincore * os.sysconf("SC_PAGESIZE") < 2 << 20
+
+
+def pages_in_cache(path: Path) -> int | None:
+    import ctypes
+    import mmap
+
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as area:
+        array = np.frombuffer(area, dtype=np.uint8)
+        pages = -(-len(area) // mmap.PAGESIZE)
+        vector = (ctypes.c_ubyte * pages)()
+        failed = ctypes.CDLL(None).mincore(
+            ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(len(area)), vector
+        )
+        del array
+        return None if failed else sum(v & 1 for v in vector)
+
+
+# --- what is refused ---------------------------------------------------------------------------
+
+
+def test_a_tag_is_written_once(tmp_path: Path) -> None:
+    made = sample(1)
+    path = save(tmp_path, "t", made)
+    before = (path / "manifest.json").read_bytes()
+    with pytest.raises(CheckpointError, match="exists already") as caught:
+        CheckpointWriter(tmp_path, "t", made.streams)
+    assert "another tag" in str(caught.value)
+    (tmp_path / "taken").write_text("a file")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for tag in ("taken", "dangling"):
+        with pytest.raises(CheckpointError, match="exists already"):
+            CheckpointWriter(tmp_path, tag, made.streams)
+    assert (path / "manifest.json").read_bytes() == before
+    assert listed(tmp_path) == ["dangling", "latest", "t", "taken"]
+
+
+@pytest.mark.parametrize(
+    "tag", ["", ".", "..", "a/b", "/a", "x.tmp", "latest", ".hidden", "a\0", "a\n", " a", "ä" * 101]
+)
+def test_tags_that_cannot_be_are_refused(tmp_path: Path, tag: str) -> None:
+    with pytest.raises(ConfigError, match="the tag"):
+        CheckpointWriter(tmp_path / "root", tag, sample(1).streams)
+    assert listed(tmp_path) == []
+
+
+def test_tags_that_can_be_are_taken(tmp_path: Path) -> None:
+    for tag in ("ä" * 100, "step 1", "100 %", "-rf", "a.tmp.b", "*", "Ω"):
+        save(tmp_path, tag, sample(1))
+        assert find_tag(tmp_path, None) == tag
+        assert same_content(content(tmp_path, tag), sample(1).content)
+
+
+def test_a_tag_has_one_writer(tmp_path: Path) -> None:
+    made = sample(1)
+    one = CheckpointWriter(tmp_path, "t", made.streams)
+    with pytest.raises(CheckpointError, match="being written"):
+        CheckpointWriter(tmp_path, "t", made.streams)
+    other = CheckpointWriter(tmp_path, "u", made.streams)  # and removes nothing of the first
+    for writer in (one, other):
+        feed(writer, made)
+        writer.finish(made.manifest)
+    assert listed(tmp_path) == ["latest", "t", "u"]
+
+
+def test_wrong_calls_are_refused_and_leave_nothing(tmp_path: Path) -> None:
+    made = sample(1)
+    data = torch.zeros(4, dtype=torch.uint8)
+    wrong: list[tuple[str, Any, str]] = [
+        ("other", data, "none of the streams"),
+        ("model", data.float(), "takes uint8"),
+        ("model", data.view(2, 2), "takes uint8"),
+        ("model", torch.empty(4, dtype=torch.uint8, device="meta"), "takes uint8"),
+        ("frozen", torch.zeros(61, dtype=torch.uint8), "which lacks 60"),
+    ]
+    for stream, given, text in wrong:
+        writer = CheckpointWriter(tmp_path / "root", "t", made.streams)
+        with pytest.raises(ConfigError, match=text):
+            writer.write(stream, given)
+        assert listed(tmp_path) == []
+        with pytest.raises(ConfigError, match="was aborted"):
+            writer.write("model", data)
+        with pytest.raises(ConfigError, match="was aborted"):
+            writer.finish(made.manifest)
+        writer.abort()
+
+
+def changed(manifest: Manifest, **fields: Any) -> Manifest:
+    from dataclasses import replace
+
+    return replace(manifest, **fields)
+
+
+def test_a_manifest_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    made = sample(1)
+    first = made.manifest.parameters[0]
+    wrong = [
+        (changed(made.manifest, precision="int8"), "precision is 'int8'"),
+        (changed(made.manifest, moments=("fp32",)), "1 moments are known"),
+        (changed(made.manifest, parameters=made.manifest.parameters[1:]), "'wte'"),
+        (changed(made.manifest, buffers=()), "'running'"),
+        (changed(made.manifest, parameters=(first, *made.manifest.parameters)), "twice"),
+        (changed(made.manifest, run=float("nan")), "run cannot be saved as JSON"),
+        (changed(made.manifest, client_state=object()), "client_state cannot be saved as JSON"),
+    ]
+    for manifest, text in wrong:
+        writer = CheckpointWriter(tmp_path, "t", made.streams)
+        feed(writer, made)
+        with pytest.raises(ConfigError, match=text):
+            writer.finish(manifest)
+        assert listed(tmp_path) == []
+
+
+def test_missing_bytes_are_refused(tmp_path: Path) -> None:
+    made = sample(1)
+    writer = CheckpointWriter(tmp_path, "t", made.streams)
+    feed(writer, made)
+    writer.finish(made.manifest)
+    writer = CheckpointWriter(tmp_path, "u", made.streams)
+    made.content["residual", "scalar"] = made.content["residual", "scalar"][:1]
+    feed(writer, made)
+    with pytest.raises(ConfigError, match="the stream 'residual' lacks 1 of"):
+        writer.finish(made.manifest)
+    assert listed(tmp_path) == ["latest", "t"]
+
+
+def test_streams_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    spec = TensorSpec("a", (2,), torch.float32)
+    for streams, text in (
+        ({"model": [spec, spec]}, "'a' is in the stream 'model' twice"),
+        ({"../x": [spec]}, "no name for a stream"),
+        ({"index": [spec]}, "no name for a stream"),
+        ({"model": [TensorSpec("a", (2,), torch.complex128)]}, "hold no torch.complex128"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            CheckpointWriter(tmp_path, "t", streams)
+    with pytest.raises(ConfigError, match="max_shard_bytes is 0"):
+        CheckpointWriter(tmp_path, "t", {"model": [spec]}, max_shard_bytes=0)
+    assert listed(tmp_path) == []
+
+
+def test_places_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    made = sample(1)
+    with pytest.raises(MachineError, match="does not exist") as caught:
+        CheckpointWriter(tmp_path / "a/b", "t", made.streams)
+    assert f"mkdir -p {tmp_path / 'a/b'}" in str(caught.value)
+    (tmp_path / "file").touch()
+    with pytest.raises(MachineError, match="is not a directory"):
+        CheckpointWriter(tmp_path / "file", "t", made.streams)
+    with pytest.raises(InfinityError):
+        CheckpointWriter(Path("/proc"), "t", made.streams)
+
+
+def test_a_checkpoint_that_cannot_fit_is_refused_before_it_is_written(tmp_path: Path) -> None:
+    huge = {"model": [TensorSpec("a", (1 << 50,), torch.float32)]}
+    with pytest.raises(DoesNotFitError, match=r"needs 4.00 PiB.*are free there.*missing"):
+        CheckpointWriter(tmp_path / "root", "t", huge)
+    assert listed(tmp_path) == []
+
+
+# --- what the system refuses -------------------------------------------------------------------
+
+
+def whole(root: Path, tag: str = "former") -> bool:
+    with CheckpointReader(root, tag) as reader:
+        assert list(reader.verify()) == []
+    return find_tag(root, None) == tag
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)]
+    try:
+        done = subprocess.run(mount, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("no mount")
+    if done.returncode:
+        pytest.skip(f"may not mount: {done.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_disk_that_fills_up_meanwhile(small_disk: Path) -> None:
+    made = sample(1, shapes={"a": (900, 1000)}, moments=())
+    save(small_disk, "former", sample(2))
+    for moment in ("at once", "between", "at the end"):
+        writer = CheckpointWriter(small_disk, "t", made.streams)
+        filler = small_disk / "filler"
+        if moment == "between":
+            feed_some(writer, made, ("model",))
+        if moment == "at the end":
+            feed_some(writer, made, ("model", "residual", "frozen", "buffers"))
+        with open(filler, "wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(1 << 16))
+        with open(filler, "ab", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(1))
+        rest = {"at once": ("model", "residual"), "between": ("residual",), "at the end": ()}
+        with pytest.raises(DoesNotFitError, match="disk is full") as caught:
+            end(writer, made, rest[moment])
+        assert "free space there" in str(caught.value)
+        filler.unlink()
+        assert listed(small_disk) == ["former", "latest"], moment
+        assert whole(small_disk)
+    with pytest.raises(DoesNotFitError, match="missing"):
+        CheckpointWriter(small_disk, "t", {"model": [TensorSpec("a", (9 << 20,), torch.uint8)]})
+
+
+def feed_some(writer: CheckpointWriter, made: Any, streams: tuple[str, ...]) -> None:
+    for (stream, _), data in made.content.items():
+        if stream in streams:
+            writer.write(stream, data)
+
+
+def end(writer: CheckpointWriter, made: Any, streams: tuple[str, ...]) -> None:
+    feed_some(writer, made, streams)
+    writer.finish(made.manifest)
+
+
+def test_files_that_may_not_grow(tmp_path: Path) -> None:
+    """RLIMIT_FSIZE needs no privileges; the limit is a process's, so in a child."""
+    save(tmp_path, "former", sample(2))
+    child = multiprocessing.get_context("fork").Process(target=limited, args=(tmp_path,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert listed(tmp_path) == ["former", "latest"]
+    assert whole(tmp_path)
+
+
+def limited(root: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    made = sample(1, shapes={"a": (900, 1000)}, moments=())
+    writer = CheckpointWriter(root, "t", made.streams)
+    try:
+        feed(writer, made)
+    except MachineError as error:
+        os._exit(0 if "ulimit -f" in str(error) else 3)
+    os._exit(4)
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    save(tmp_path / "root", "former", sample(2))
+    if os.geteuid() == 0:
+        place = read_only(tmp_path / "root")
+    else:
+        place = tmp_path / "root"
+        place.chmod(0o500)
+    try:
+        with pytest.raises(MachineError, match=r"read-only|permissions"):
+            CheckpointWriter(place, "t", sample(1).streams)
+        assert whole(place)  # and reading needs no writing
+        assert listed(place) == ["former", "latest"]
+    finally:
+        if os.geteuid() == 0:
+            subprocess.run(["umount", "-l", str(place)], check=True)
+        else:
+            place.chmod(0o700)
+
+
+def read_only(place: Path) -> Path:
+    """For root, permissions are no obstacle: a read-only mount of the directory on itself."""
+    for step in (["--bind", str(place), str(place)], ["-o", "remount,bind,ro", str(place)]):
+        done = subprocess.run(["mount", *step], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"may not mount: {done.stderr.strip()}")
+    return place
+
+
+@pytest.mark.parametrize("what", ["temporary", "root"])
+def test_a_directory_that_vanishes(tmp_path: Path, what: str) -> None:
+    made = sample(1, shapes={"a": (900, 1000)})
+    root = tmp_path / "root"
+    save(root, "former", sample(2))
+    for fed in (("model",), tuple(made.streams)):
+        writer = CheckpointWriter(root, "t", made.streams)
+        feed_some(writer, made, fed)
+        gone = root / "t.tmp" if what == "temporary" else root
+        gone.rename(tmp_path / "moved")
+        with pytest.raises(MachineError, match=r"not there|removed") as caught:
+            end(writer, made, tuple(set(made.streams) - set(fed)))
+        assert str(root / "t") in str(caught.value)
+        if what == "root":
+            assert not root.exists()
+            (tmp_path / "moved").rename(root)
+            ownership.remove_stale(root)
+        else:
+            shutil.rmtree(tmp_path / "moved")
+        assert listed(root) == ["former", "latest"]
+        assert whole(root)
+
+
+def test_a_directory_that_was_replaced_is_not_published(tmp_path: Path) -> None:
+    made = sample(1)
+    writer = CheckpointWriter(tmp_path, "t", made.streams)
+    feed(writer, made)
+    (tmp_path / "t.tmp").rename(tmp_path / "moved")
+    (tmp_path / "t.tmp").mkdir()
+    (tmp_path / "t.tmp/theirs").touch()
+    with pytest.raises(InfinityError):
+        writer.finish(made.manifest)
+    assert (tmp_path / "t.tmp/theirs").exists()
+    assert not (tmp_path / "t").exists()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_drive_that_fails(tmp_path: Path, seed: int) -> None:
+    """Right bytes, or an error that leaves nothing behind."""
+    save(tmp_path, "former", sample(2))
+    made = sample(1, shapes={"a": (1500, 1000), "b": (7,)})
+    kinds = ("eio", "enospc", "short+delay+reorder")[seed % 3]
+    writer = CheckpointWriter(
+        tmp_path, "t", made.streams, faults=f"seed={seed},kinds={kinds},rate=0.2"
+    )
+    failure = None
+    try:
+        feed(writer, made, 100_000)
+        writer.finish(made.manifest)
+    except (MachineError, DoesNotFitError) as error:
+        failure = str(error)
+    if failure is not None:
+        assert kinds != "short+delay+reorder"
+        assert str(tmp_path / "t") in failure
+        assert listed(tmp_path) == ["former", "latest"]
+        assert whole(tmp_path)
+    else:
+        assert same_content(content(tmp_path, "t"), made.content)
+        assert whole(tmp_path, "t")
+
+
+def test_an_error_of_the_last_calls_leaves_the_former_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = sample(1)
+    save(tmp_path, "former", sample(2))
+    for name in ("fsync", "rename"):
+        count = 0
+        with monkeypatch.context() as patch:
+
+            def failing(*args: Any, name: str = name) -> None:
+                nonlocal count
+                count += 1
+                raise OSError(errno.EIO, "it hurts")
+
+            writer = CheckpointWriter(tmp_path, "t", made.streams)
+            feed(writer, made)
+            patch.setattr(os, name, failing)
+            with pytest.raises(MachineError, match="it hurts"):
+                writer.finish(made.manifest)
+        assert count == 1
+        assert listed(tmp_path) == ["former", "latest"]
+        assert whole(tmp_path)
+
+
+def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = sample(1)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    writer = CheckpointWriter(tmp_path, "t", made.streams)
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks.BlockWriter, "append", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            feed(writer, made)
+    assert listed(tmp_path) == []
+
+
+# --- what is left, and whose it is -------------------------------------------------------------
+
+
+def test_the_next_writer_removes_what_the_dead_left_and_nothing_else(tmp_path: Path) -> None:
+    made = sample(1)
+    live = CheckpointWriter(tmp_path, "live", made.streams)
+    dead(tmp_path, "dead")
+    assert (tmp_path / "dead.tmp/model-00001-of-00001.safetensors").exists()
+    (tmp_path / "theirs.tmp").mkdir()
+    (tmp_path / "theirs.tmp/model.safetensors").touch()
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked/model.safetensors").touch()
+    (tmp_path / "link.tmp").symlink_to(tmp_path / "linked")
+    (tmp_path / ".link.infinity-lock").touch()
+    dead(tmp_path, "mixed")
+    (tmp_path / "mixed.tmp/notes.txt").write_text("mine")
+    save(tmp_path, "next", made)
+    assert not (tmp_path / "dead.tmp").exists()
+    assert not (tmp_path / ".dead.infinity-lock").exists()
+    assert (tmp_path / "theirs.tmp/model.safetensors").exists()
+    assert (tmp_path / "linked/model.safetensors").exists()
+    assert listed(tmp_path / "mixed.tmp") == ["notes.txt"]
+    assert (tmp_path / "live.tmp").exists()
+    with pytest.raises(MachineError, match="not empty"):  # not ours to remove
+        CheckpointWriter(tmp_path, "mixed", made.streams)
+    feed(live, made)
+    live.finish(made.manifest)
+    assert whole(tmp_path, "live")
+
+
+def dead(root: Path, tag: str) -> None:
+    """What a writer leaves that is killed in the middle."""
+
+    def write() -> None:
+        made = sample(5)
+        feed_some(CheckpointWriter(root, tag, made.streams), made, ("model", "residual"))
+        os._exit(0)
+
+    child = multiprocessing.get_context("fork").Process(target=write)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert (root / f"{tag}.tmp").is_dir()
+
+
+def test_a_reader_removes_what_the_dead_left(tmp_path: Path) -> None:
+    save(tmp_path, "t", sample(1))
+    dead(tmp_path, "dead")
+    assert whole(tmp_path, "t")
+    assert listed(tmp_path) == ["latest", "t"]
+
+
+def test_a_child_that_outlives_its_parent_holds_no_lock(tmp_path: Path) -> None:
+    """Else a DataLoader worker would keep what a killed run left looking alive."""
+    made = sample(1)
+    writer = CheckpointWriter(tmp_path, "t", made.streams)
+    context = multiprocessing.get_context("fork")
+    lives = context.Event()
+    child = context.Process(target=lambda: lives.set() or time.sleep(60))
+    child.start()
+    assert lives.wait(30)
+    try:
+        assert writer._lock is not None
+        writer._lock.let_go()  # as if this process died
+        assert ownership.remove_stale(tmp_path) == [tmp_path / "t.tmp"]
+    finally:
+        child.terminate()
+        child.join()
+        child.close()
+        writer.abort()
+    assert listed(tmp_path) == []
+
+
+def test_abort_removes_everything_and_may_be_called_again(tmp_path: Path) -> None:
+    made = sample(1)
+    writer = CheckpointWriter(tmp_path / "root", "t", made.streams)
+    feed_some(writer, made, ("model",))
+    writer.abort()
+    writer.abort()
+    assert listed(tmp_path) == []
+    save(tmp_path / "root", "t", made)
+    writer.abort()
+    assert whole(tmp_path / "root", "t")
+
+
+def test_permissions_are_those_of_the_user(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        path = save(tmp_path, "t", sample(1))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o750
+    for name in listed(path):
+        assert stat.S_IMODE((path / name).stat().st_mode) == 0o640, name
+    assert stat.S_IMODE((tmp_path / "latest").stat().st_mode) == 0o640
+
+
+# --- latest, and how many are kept -------------------------------------------------------------
+
+
+def test_latest_is_one_line_and_only_written_if_asked(tmp_path: Path) -> None:
+    assert find_tag(tmp_path, None) is None
+    assert find_tag(tmp_path / "nowhere", None) is None
+    save(tmp_path, "a", sample(1))
+    save(tmp_path, "b", sample(1), save_latest=False)
+    assert (tmp_path / "latest").read_bytes() == b"a\n"
+    assert find_tag(tmp_path, None) == "a"
+    assert find_tag(tmp_path, "b") == "b"
+    (tmp_path / "latest").write_text("b")  # as DeepSpeed writes it
+    assert find_tag(tmp_path, None) == "b"
+
+
+def test_keep_last_keeps_the_last(tmp_path: Path) -> None:
+    (tmp_path / "zzz").mkdir()
+    (tmp_path / "zzz/manifest.json").write_text("{}")
+    for step in range(1, 6):
+        save(tmp_path, f"s{step}", sample(step), keep_last=3)
+        kept = [f"s{n}" for n in range(max(step - 2, 1), step + 1)]
+        assert listed(tmp_path) == ["latest", *kept, "zzz"]
+    with pytest.raises(ConfigError, match="keep_last is 0"):
+        save(tmp_path, "s6", sample(6), keep_last=0)
+    assert listed(tmp_path) == ["latest", "s3", "s4", "s5", "zzz"]
+
+
+def test_what_latest_names_is_kept(tmp_path: Path) -> None:
+    save(tmp_path, "best", sample(1))
+    for step in range(3):
+        save(tmp_path, f"s{step}", sample(step), keep_last=2, save_latest=False)
+    assert listed(tmp_path) == ["best", "latest", "s2"]
+    assert whole(tmp_path, "best")
+
+
+def test_prune_removes_checkpoints_and_nothing_else(tmp_path: Path) -> None:
+    for step in range(5):
+        save(tmp_path, f"s{step}", sample(step))
+    (tmp_path / "s1/notes.txt").write_text("mine")
+    (tmp_path / "s2/extra").mkdir()
+    (tmp_path / "alias").symlink_to(tmp_path / "s0")
+    assert [one.tag for one in checkpoints(tmp_path)] == ["s4", "s3", "s2", "s1", "s0"]
+    before = listed(tmp_path)
+    would = prune(tmp_path, 1, dry_run=True)
+    assert [one.tag for one in would] == ["s3", "s0"]
+    assert all(one.nbytes > 5000 for one in would)
+    assert listed(tmp_path) == before
+    assert prune(tmp_path, 1) == would
+    assert listed(tmp_path) == ["alias", "latest", "s1", "s2", "s4"]
+    assert whole(tmp_path, "s4")
+    with pytest.raises(ConfigError, match="at least 1"):
+        prune(tmp_path, 0)
+    with pytest.raises(MachineError, match="nowhere"):
+        prune(tmp_path / "nowhere", 1)
+
+
+def test_a_removal_that_fails_is_finished_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(2):
+        save(tmp_path, f"s{step}", sample(step))
+
+    def failing(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, "it hurts")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(root_module.ownership.os, "rmdir", failing)
+        with pytest.raises(MachineError, match="it hurts"):
+            prune(tmp_path, 1)
+    assert (tmp_path / "s0.tmp").exists()
+    assert not (tmp_path / "s0").exists()
+    assert ownership.remove_stale(tmp_path) == [tmp_path / "s0.tmp"]
+    assert listed(tmp_path) == ["latest", "s1"]

@@ -1,0 +1,1 @@
+"""Front doors: what people bring from elsewhere, said in our own words."""

@@ -1,0 +1,1 @@
+"""A DeepSpeed configuration, key by key: the table, its translation, and where it is read from."""

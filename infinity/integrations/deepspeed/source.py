@@ -1,0 +1,152 @@
+"""Where a DeepSpeed configuration comes from, and how it is told from one of ours.
+
+A dict; a file (JSON, with comments and trailing commas, or YAML); JSON text; or base64 of JSON, as
+launchers pass it on. Of Hjson this is what is read: not texts and keys without quotes, nor lines
+without commas.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infinity.config import Config
+from infinity.config_problems import DEEPSPEED_NAMES
+from infinity.config_source import read_config_file
+from infinity.errors import ConfigError
+
+_UNMISTAKABLE = (
+    "zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "fp16", "bf16",
+    "bfloat16",
+)  # fmt: skip
+_COMMON = ("optimizer", "scheduler", "gradient_clipping", "gradient_accumulation_steps")
+_MOST_BYTES = 1 << 24  # of a file; weights are passed by mistake
+_STRING = r'"(?:\\.|[^"\\])*"'
+_COMMENTS = re.compile(rf"{_STRING}|//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
+_COMMAS = re.compile(rf"{_STRING}|,(?=\s*[}}\]])", re.DOTALL)
+_BASE64 = re.compile(r"[A-Za-z0-9_\-+/\s]{4,}=*\s*", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A DeepSpeed configuration as it was given; `repeated` are keys that it names twice."""
+
+    where: str
+    raw: Mapping[str, Any]
+    repeated: tuple[str, ...] = ()
+
+
+def is_deepspeed(raw: Mapping[str, Any]) -> bool:
+    """Whether keys and values are DeepSpeed's: it has keys that we have not.
+
+    Beside keys of ours only a few that nobody else has count. Where all keys are common to both,
+    an optimizer with `params` is DeepSpeed's.
+    """
+    if any(name in _UNMISTAKABLE for name in raw):
+        return True
+    if any(name in Config.model_fields and name not in _COMMON for name in raw):
+        return False
+    if any(name in DEEPSPEED_NAMES for name in raw):
+        return True
+    optimizer = raw.get("optimizer")
+    return isinstance(optimizer, Mapping) and "params" in optimizer
+
+
+def find_source(source: Any) -> Source | None:
+    """The DeepSpeed configuration in `source`, or None if it is not one.
+
+    None is for `infinity.config.load_config`, which then says what is wrong with it, if anything.
+    Raises `ConfigError` for what can only be meant as DeepSpeed's and cannot be read.
+    """
+    if isinstance(source, Config):
+        return None
+    if isinstance(source, Mapping):
+        return _if_theirs(Source("the DeepSpeed configuration", source))
+    if not isinstance(source, str | os.PathLike):
+        return None
+    text = os.fsdecode(source)
+    if text.lstrip().startswith("{"):
+        return _if_theirs(_parsed("the JSON text", text))
+    path = Path(text).expanduser()
+    try:
+        is_file = path.is_file()
+    except (OSError, ValueError):  # too long for a name
+        is_file = False
+    if is_file:
+        return _from_file(path)
+    return _from_base64(text) if isinstance(source, str) else None
+
+
+def _if_theirs(found: Source) -> Source | None:
+    return found if is_deepspeed(found.raw) else None
+
+
+def _from_file(path: Path) -> Source | None:
+    suffix = path.suffix.lower()
+    if suffix in (".yaml", ".yml"):
+        return _if_theirs(Source(str(path), read_config_file(path)))
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            return None
+        found = _parsed(str(path), path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return None
+    except ConfigError as error:
+        if suffix != ".hjson":
+            return None
+        remedy = "write it as JSON; comments and trailing commas may stay"
+        raise ConfigError(error.what, because=error.because, remedy=remedy) from error
+    return _if_theirs(found)
+
+
+def _from_base64(text: str) -> Source | None:
+    if not _BASE64.fullmatch(text):
+        return None
+    letters = "".join(text.split()).rstrip("=")
+    try:
+        decoded = base64.urlsafe_b64decode(letters + "=" * (-len(letters) % 4))
+        plain = decoded.decode("utf-8")
+    except (binascii.Error, ValueError):
+        return None
+    if not plain.lstrip().startswith("{"):
+        return None
+    return _if_theirs(_parsed("the base64 text", plain))
+
+
+def _parsed(where: str, text: str) -> Source:
+    """JSON, if need be without its comments and trailing commas; raises `ConfigError`."""
+    repeated: list[str] = []
+
+    def section(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        repeated.extend(dict.fromkeys(key for key in keys if keys.count(key) > 1))
+        return dict(pairs)
+
+    try:
+        raw = json.loads(text, object_pairs_hook=section)
+    except (ValueError, RecursionError):
+        repeated.clear()
+        try:
+            raw = json.loads(_plain(text), object_pairs_hook=section)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{where}: not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{where}: not a configuration", because="it is not keys and values")
+    return Source(where, raw, tuple(repeated))
+
+
+def _plain(text: str) -> str:
+    """Without comments and trailing commas; what is left stays on its line."""
+
+    def blank(match: re.Match[str]) -> str:
+        found = match[0]
+        return found if found.startswith('"') else "".join(c if c == "\n" else " " for c in found)
+
+    return _COMMAS.sub(blank, _COMMENTS.sub(blank, text))

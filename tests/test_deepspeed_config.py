@@ -1,0 +1,966 @@
+"""A DeepSpeed configuration: every key of the table, batch sizes, homes, names, sources."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import itertools
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.small import ON_DISK, assert_nothing_left, batch, masters, same, small_model, train
+from torch.utils.data import TensorDataset
+
+import infinity
+from infinity.config import Config, load_config
+from infinity.config_problems import DEEPSPEED_NAMES
+from infinity.errors import ConfigError
+from infinity.integrations.deepspeed.draft import Key, Verdict
+from infinity.integrations.deepspeed.source import find_source, is_deepspeed
+from infinity.integrations.deepspeed.table import KEYS, OLD_NAMES, SECTIONS, as_markdown
+from infinity.integrations.deepspeed_config import Translation, translate_deepspeed
+from infinity.integrations.front_door import read_settings
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "migrating-from-deepspeed.md"
+LEAST = {"train_batch_size": 8, "optimizer.type": "AdamW"}
+ZERO = "zero_optimization"
+PARAMS, OFFLOAD = "optimizer.params", f"{ZERO}.offload_optimizer"
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """{"a.b": 1} -> {"a": {"b": 1}}"""
+    raw: dict[str, Any] = {}
+    for name, value in flat.items():
+        *parents, last = name.split(".")
+        section = raw
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[last] = value
+    return raw
+
+
+def translated(more: Mapping[str, Any] | None = None, **how: Any) -> Translation:
+    return translate_deepspeed(nested({**LEAST, **(more or {})}), **how)
+
+
+def refusal(more: Mapping[str, Any] | None = None, **how: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        translated(more, **how)
+    return str(caught.value)
+
+
+def values(config: Config) -> dict[str, Any]:
+    return {name: entry["value"] for name, entry in config.resolved().items()}
+
+
+def row(translation: Translation, key: str) -> dict[str, Any]:
+    (found,) = [r for r in translation.table() if r["key"] == key]
+    return found
+
+
+def scheduled(kind: str, **params: Any) -> dict[str, Any]:
+    """The other keys that a schedule needs."""
+    return {"scheduler.type": kind} | {f"scheduler.params.{k}": v for k, v in params.items()}
+
+
+# --- every row of the table ------------------------------------------------------------------
+
+NVME = {f"{ZERO}.offload_param.device": "nvme", f"{ZERO}.offload_param.nvme_path": "/fast"}
+CYCLE = scheduled("OneCycle", cycle_min_lr=1e-5, cycle_max_lr=1e-3)
+DECAY = scheduled("WarmupDecayLR", total_num_steps=100)
+COSINE = scheduled("WarmupCosineLR", total_num_steps=100)
+RANGE = scheduled("LRRangeTest")
+WARMUP = scheduled("WarmupLR")
+
+# Of each key that is done: a value, what it makes of ours, and the keys that it needs beside it.
+DONE: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "train_batch_size": (6.0, {"gradient_accumulation_steps": 1}, {}),
+    "train_micro_batch_size_per_gpu": (2, {"gradient_accumulation_steps": 4}, {}),
+    "gradient_accumulation_steps": (2, {"gradient_accumulation_steps": 2}, {}),
+    "gradient_clipping": (0.5, {"gradient_clipping": 0.5}, {}),
+    "dataloader_drop_last": (True, {}, {}),
+    "bf16.enabled": (True, {"precision": "bf16"}, {}),
+    "bf16.bf16_optimizer_states": (True, {"optimizer.moments": "bf16"}, {"bf16.enabled": True}),
+    "data_types.param_dtype": ("fp32", {"precision": "fp32"}, {}),
+    "optimizer.type": ("Adam", {"optimizer.type": "AdamW"}, {}),
+    f"{PARAMS}.lr": ("3e-4", {"optimizer.lr": 3e-4}, {}),
+    f"{PARAMS}.betas": ([0.8, 0.99], {"optimizer.betas": [0.8, 0.99]}, {}),
+    f"{PARAMS}.eps": (1e-6, {"optimizer.eps": 1e-6}, {}),
+    f"{PARAMS}.weight_decay": (0.1, {"optimizer.weight_decay": 0.1}, {}),
+    f"{PARAMS}.momentum": (0.9, {"optimizer.momentum": 0.9}, {"optimizer.type": "SGD"}),
+    f"{PARAMS}.dampening": (0.1, {"optimizer.dampening": 0.1}, {"optimizer.type": "SGD"}),
+    f"{PARAMS}.nesterov": (
+        True, {"optimizer.nesterov": True}, {"optimizer.type": "SGD", f"{PARAMS}.momentum": 0.9},
+    ),
+    f"{PARAMS}.lr_decay": (0.1, {"optimizer.lr_decay": 0.1}, {"optimizer.type": "Adagrad"}),
+    f"{PARAMS}.initial_accumulator_value": (
+        0.1, {"optimizer.initial_accumulator_value": 0.1}, {"optimizer.type": "Adagrad"},
+    ),
+    f"{PARAMS}.maximize": (True, {"optimizer.maximize": True}, {}),
+    f"{PARAMS}.adam_w_mode": (False, {"optimizer.type": "Adam"}, {"optimizer.type": "Adam"}),
+    f"{PARAMS}.torch_adam": (True, {"optimizer.weight_decay": 0.01}, {}),
+    f"{PARAMS}.fp32_optimizer_states": (False, {"optimizer.moments": "bf16"}, {}),
+    f"{PARAMS}.max_grad_norm": (2, {"gradient_clipping": 2.0}, {}),
+    "scheduler.type": ("StepLR", {"scheduler.type": "StepLR"}, {"scheduler.params.step_size": 5}),
+    "scheduler.params.warmup_min_lr": (1e-6, {}, WARMUP),
+    "scheduler.params.warmup_max_lr": ([1e-3], {}, WARMUP),
+    "scheduler.params.warmup_num_steps": (1e2, {}, WARMUP),
+    "scheduler.params.warmup_type": ("linear", {}, WARMUP),
+    "scheduler.params.total_num_steps": (1e3, {}, DECAY),
+    "scheduler.params.warmup_min_ratio": (0.1, {}, COSINE),
+    "scheduler.params.cos_min_ratio": (0.2, {}, COSINE),
+    "scheduler.params.lr_range_test_min_lr": (1e-4, {}, RANGE),
+    "scheduler.params.lr_range_test_step_size": (7, {}, RANGE),
+    "scheduler.params.lr_range_test_step_rate": (3.0, {}, RANGE),
+    "scheduler.params.lr_range_test_staircase": (True, {}, RANGE),
+    "scheduler.params.cycle_min_lr": (1e-6, {}, CYCLE),
+    "scheduler.params.cycle_max_lr": (1e-2, {}, CYCLE),
+    "scheduler.params.cycle_first_step_size": (10, {}, CYCLE),
+    "scheduler.params.cycle_second_step_size": (20, {}, CYCLE),
+    "scheduler.params.cycle_first_stair_count": (3, {}, CYCLE),
+    "scheduler.params.cycle_second_stair_count": (4, {}, CYCLE),
+    "scheduler.params.decay_step_size": (5, {}, CYCLE),
+    "scheduler.params.decay_lr_rate": (0.1, {}, CYCLE),
+    "scheduler.params.cycle_momentum": (False, {}, CYCLE),
+    "scheduler.params.cycle_min_mom": (0.7, {}, CYCLE),
+    "scheduler.params.cycle_max_mom": (0.95, {}, CYCLE),
+    "scheduler.params.decay_mom_rate": (0.01, {}, CYCLE),
+    "scheduler.params.last_batch_iteration": (-1, {}, WARMUP),
+    f"{ZERO}.stage": (3, {}, {}),
+    f"{ZERO}.sub_group_size": (1e5, {"chunk_size": 48 * 2048}, {}),
+    f"{ZERO}.stage3_prefetch_bucket_size": (0, {"look_ahead": 0}, {}),
+    f"{ZERO}.cpu_offload": (True, {"homes.moments": "host"}, {}),
+    f"{ZERO}.cpu_offload_param": (True, {"homes.weights": "host"}, {}),
+    f"{ZERO}.offload_param.device": ("cpu", {"homes.weights": "host"}, {}),
+    f"{ZERO}.offload_param.nvme_path": ("/a", {"homes.weights": "disk", "nvme_path": ["/a"]}, NVME),
+    f"{OFFLOAD}.device": ("none", {"homes.moments": "device"}, {}),
+    f"{OFFLOAD}.nvme_path": (
+        ["/a", "/b"], {"homes.moments": "disk", "nvme_path": ["/a", "/b"]},
+        {f"{OFFLOAD}.device": "nvme"},
+    ),
+    f"{OFFLOAD}.ratio": (0.4, {"homes.moments": "auto"}, {f"{OFFLOAD}.device": "cpu"}),
+    "aio.block_size": (2**21, {"io.block_size": 2**21}, {}),
+    "aio.queue_depth": (32.0, {"io.queue_depth": 32}, {}),
+    "aio.intra_op_parallelism": (8, {"io.num_threads": 8}, {}),
+    "csv_monitor.enabled": (
+        True, {"journal": "/logs/run/journal.jsonl"},
+        {"csv_monitor.output_path": "/logs", "csv_monitor.job_name": "run"},
+    ),
+    "csv_monitor.output_path": ("/l", {}, {}),
+    "csv_monitor.job_name": ("run", {}, {}),
+}  # fmt: skip
+
+# Of each key that may be refused: a value that is, and one that is not.
+REFUSED: dict[str, tuple[Any, Any]] = {
+    "managed_gradient_accumulation": (False, True),
+    "fp16.enabled": (True, False),
+    "torch_autocast.enabled": (True, False),
+    "amp": ({"enabled": True, "opt_level": "O1"}, {"enabled": False, "opt_level": "O1"}),
+    "data_types.buffer_dtype": ("fp32", None),
+    f"{PARAMS}.bias_correction": (False, True),
+    f"{PARAMS}.amsgrad": (True, False),
+    f"{ZERO}.ignore_unused_parameters": (False, True),
+    f"{ZERO}.zero_hpz_partition_size": (8, 1),
+    f"{ZERO}.zero_quantized_weights": (True, False),
+    f"{ZERO}.zero_quantized_nontrainable_weights": (True, False),
+    f"{ZERO}.zero_quantized_gradients": (True, False),
+    f"{ZERO}.zeropp_loco_param": ({"err_beta": 0.8}, {}),
+    f"{ZERO}.mics_shard_size": (4, -1),
+    f"{ZERO}.zenflow": ({"topk_ratio": 0.1}, None),
+    "aio.use_gds": (True, False),
+    "checkpoint.load_universal": (True, False),
+    "compile.deepcompile": (True, False),
+    "compile.autoep_non_moe": (True, False),
+    "sequence_parallel_size": (2, 1),
+    "data_parallel_size": (2, 1.0),
+    "tensor_parallel": ({"autotp_size": 2}, {"autotp_size": 1, "tp": {"tp_size": 1}}),
+    "pipeline": ({"stages": 2}, {"stages": "auto", "partition": "best"}),
+    "expert_parallel": ({"enabled": True, "autoep_size": 2}, {"enabled": False}),
+    "elasticity": ({"enabled": True}, {"enabled": False, "max_train_batch_size": 2000}),
+    "autotuning": ({"enabled": True}, {"enabled": False}),
+    "hybrid_engine": ({"enabled": True}, {"enabled": False}),
+    "nebula": ({"enabled": True}, {"enabled": False}),
+    "datastates_ckpt": ({"host_cache_size": 16}, False),
+    "weight_quantization": ({"post_init_quant": {"fc": {"num_bits": 4}}}, {"enabled": False}),
+    "compression_training": (
+        {"weight_quantization": {"shared_parameters": {"enabled": True}, "different_groups": {}}},
+        {"weight_quantization": {"shared_parameters": {"enabled": False}}},
+    ),
+    "quantize_training": ({"enabled": True}, {"enabled": False}),
+    "eigenvalue": ({"enabled": True}, {"enabled": False}),
+    "progressive_layer_drop": ({"enabled": True, "theta": 0.5}, {"enabled": False}),
+    "sparse_attention": ({"mode": "fixed", "block": 16}, {}),
+    "random_ltd": ({"enabled": True}, {"enabled": False}),
+    "curriculum_learning": ({"enabled": True}, {"enabled": False}),
+    "data_efficiency": (
+        {"enabled": True, "data_sampling": {"enabled": True}},
+        {"enabled": False, "data_sampling": {"enabled": True}},
+    ),
+}  # fmt: skip
+
+# Of a key that changes nothing: a value of its kind, unless one is named here.
+SAMPLES = {
+    "true or false": True,
+    "number": 0.5,
+    "whole number": 5e8,
+    "whole number above 0": 128,
+    "whole number, may be negative": -1,
+    "whole number or Infinity": float("inf"),
+    "number from 0 to 1": 0.25,
+    "text": "words",
+    "text or list of texts": ["a", "b"],
+}
+
+
+def of(verdict: Verdict) -> list[Key]:
+    return [key for key in KEYS.values() if key.verdict is verdict]
+
+
+def name_of(key: Key) -> str:
+    return key.name
+
+
+@pytest.mark.parametrize("key", of(Verdict.DONE), ids=name_of)
+def test_a_key_that_is_done(key: Key) -> None:
+    value, expected, beside = DONE[key.name]
+    found = translated({**beside, key.name: value})
+    config = values(found.config)
+    for name, wanted in expected.items():
+        assert config[name] == wanted, name
+    if key.name.startswith("scheduler.params."):
+        assert config["scheduler.params"][key.name.rpartition(".")[2]] == value
+    if not expected and not beside and key.name != "dataloader_drop_last":
+        assert config == values(translated().config)
+    assert found.drop_last == (key.name == "dataloader_drop_last")
+    told = row(found, key.name)
+    assert (told["given"], told["verdict"]) == (value, "done")
+    assert told["note"]
+
+
+@pytest.mark.parametrize("key", of(Verdict.ACCEPTED), ids=name_of)
+def test_a_key_that_changes_nothing(key: Key) -> None:
+    kind = key.kind.name
+    value = SAMPLES[kind] if kind in SAMPLES else kind.split(" | ")[-1]
+    found = translated({key.name: value})
+    assert values(found.config) == values(translated().config)
+    assert row(found, key.name) == {
+        "key": key.name,
+        "given": {"comet.api_key": "***", "steps_per_print": "inf"}.get(key.name, value),
+        "verdict": "accepted",
+        "note": key.note,
+    }
+    assert len(key.note) < 100
+
+
+@pytest.mark.parametrize("key", of(Verdict.REFUSED), ids=name_of)
+def test_a_key_that_is_refused_where_it_is_on(key: Key) -> None:
+    on, off = REFUSED[key.name]
+    text = refusal({key.name: on})
+    assert text.startswith("1 mistake in the DeepSpeed configuration:")
+    assert f"{key.name}: " in text
+    assert key.note in text
+    assert key.remedy in text
+    found = translated({key.name: off})
+    assert row(found, key.name)["verdict"] == "accepted"
+    assert values(found.config) == values(translated().config)
+
+
+def test_every_row_has_a_case_and_every_case_a_row() -> None:
+    assert DONE.keys() == {key.name for key in of(Verdict.DONE)}
+    assert REFUSED.keys() == {key.name for key in of(Verdict.REFUSED)}
+    for key in KEYS.values():
+        assert key.default, key.name
+        assert key.note, key.name
+        assert bool(key.when) == bool(key.remedy) == (key.verdict is Verdict.REFUSED)
+
+
+@pytest.mark.parametrize("key", KEYS.values(), ids=name_of)
+def test_auto_and_null_are_not_values(key: Key) -> None:
+    null = translated({key.name: None}, lenient=True)
+    assert row(null, key.name)["given"] is None
+    if key.kind.name not in ("section", "anything"):
+        auto = translated({key.name: "auto"}, lenient=True)
+        assert "auto" in row(auto, key.name)["note"] + str(row(auto, key.name)["given"])
+
+
+@pytest.mark.parametrize("key", KEYS.values(), ids=name_of)
+def test_a_value_of_another_kind_is_refused(key: Key) -> None:
+    if key.kind.name == "anything":
+        return
+    wrong = 3 if key.kind.name in ("text", "text or list of texts") else [[]]
+    assert f"  - {key.name}: should be" in refusal({key.name: wrong})
+
+
+def test_the_page_has_the_table() -> None:
+    assert as_markdown() in PAGE.read_text(encoding="utf-8"), "run tools/write_deepspeed_table.py"
+
+
+# --- DeepSpeed's own schema ------------------------------------------------------------------
+
+
+def test_every_key_of_the_installed_deepspeed_is_in_the_table() -> None:
+    """Where DeepSpeed can be imported: its pydantic sections, field by field."""
+    zero = pytest.importorskip("deepspeed.runtime.zero.config")
+    precision = pytest.importorskip("deepspeed.runtime.precision_config")
+    monitor = pytest.importorskip("deepspeed.monitor.config")
+    compiled = pytest.importorskip("deepspeed.compile.config")
+    sections = {
+        ZERO: zero.DeepSpeedZeroConfig,
+        f"{ZERO}.offload_param": zero.DeepSpeedZeroOffloadParamConfig,
+        OFFLOAD: zero.DeepSpeedZeroOffloadOptimizerConfig,
+        "fp16": precision.DeepSpeedFP16Config,
+        "bf16": precision.DeepSpeedBF16Config,
+        "tensorboard": monitor.TensorBoardConfig,
+        "wandb": monitor.WandbConfig,
+        "csv_monitor": monitor.CSVConfig,
+        "comet": monitor.CometConfig,
+        "compile": compiled.CompileConfig,
+    }
+    known = {*KEYS, *OLD_NAMES, *SECTIONS}
+    for section, schema in sections.items():
+        for name, info in schema.model_fields.items():
+            for word in {name, info.alias or name}:
+                assert f"{section}.{word}" in known, f"{section}.{word}"
+
+
+# --- batch sizes -----------------------------------------------------------------------------
+
+
+def deepspeeds_batches(
+    total: int | None, micro: int | None, steps: int | None
+) -> tuple[int, int, int] | None:
+    """(total, micro, steps) by the rules of DeepSpeed's documentation; None where it stops."""
+    if total is None and micro is None:
+        return None
+    found = None
+    for t, m, s in itertools.product(range(1, 65), range(1, 9), range(1, 9)):
+        given = zip((total, micro, steps), (t, m, s), strict=True)
+        if t != m * s or any(a is not None and a != b for a, b in given):
+            continue
+        if steps is None and (total is None or micro is None) and s != 1:
+            continue  # accumulation is 1 unless two others say otherwise
+        assert found is None, "the rules leave no choice"
+        found = (t, m, s)
+    return found
+
+
+CHOICES = (None, 1, 2, 3, 4, 6, 8)
+
+
+@pytest.mark.parametrize("total", CHOICES)
+def test_batch_sizes_are_deepspeeds(total: int | None) -> None:
+    for micro, steps in itertools.product(CHOICES, CHOICES):
+        numbers = {
+            "train_batch_size": total,
+            "train_micro_batch_size_per_gpu": micro,
+            "gradient_accumulation_steps": steps,
+        }
+        expected = deepspeeds_batches(total, micro, steps)
+        if expected is None:
+            assert "train_batch_size" in refusal(numbers)
+            continue
+        found = translated(numbers)
+        got = (found.batch_size, found.config.gradient_accumulation_steps)
+        assert got == expected[1:], numbers
+
+
+def test_batch_sizes_against_deepspeed_itself() -> None:
+    module = pytest.importorskip("deepspeed.runtime.config")
+    for total, micro, steps in itertools.product(CHOICES, CHOICES, CHOICES):
+        theirs = object.__new__(module.DeepSpeedConfig)
+        theirs.world_size, theirs.train_batch_size = 1, total
+        theirs.train_micro_batch_size_per_gpu = micro
+        theirs.gradient_accumulation_steps = steps
+        try:
+            theirs._configure_train_batch_size()
+            found = (
+                theirs.train_batch_size,
+                theirs.train_micro_batch_size_per_gpu,
+                theirs.gradient_accumulation_steps,
+            )
+        except AssertionError:
+            found = None
+        assert found == deepspeeds_batches(total, micro, steps), (total, micro, steps)
+
+
+def test_wrong_batch_sizes_name_the_numbers() -> None:
+    text = refusal({"train_batch_size": 10, "gradient_accumulation_steps": 4})
+    assert "train_batch_size 10 is not train_micro_batch_size_per_gpu 2 (derived) x " in text
+    assert "gradient_accumulation_steps 4 x 1 process" in text
+    assert "must be given" in refusal({"train_batch_size": None})
+
+
+def test_batch_sizes_that_are_auto() -> None:
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    found = translated(dict.fromkeys(names, "auto"))
+    assert (found.batch_size, found.config.gradient_accumulation_steps) == (1, 1)
+    assert row(found, "train_batch_size")["note"] == "auto: 1, from the others"
+    filled = translated(
+        dict.fromkeys(names, "auto"),
+        fill={"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2},
+    )
+    assert (filled.batch_size, filled.config.gradient_accumulation_steps) == (4, 2)
+    assert "filled in with 4" in row(filled, "train_micro_batch_size_per_gpu")["note"]
+
+
+# --- precision, optimizer, schedule ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({}, "fp32"),
+        ({"bf16.enabled": True}, "bf16"),
+        ({"bfloat16.enabled": True}, "bf16"),
+        ({"bf16.enabled": False, "fp16.enabled": False}, "fp32"),
+        ({"bf16.enabled": "auto", "fp16.enabled": "auto"}, "bf16"),
+        ({"bf16.enabled": True, "data_types.param_dtype": "bf16"}, "bf16"),
+    ],
+    ids=str,
+)
+def test_precision(more: dict[str, Any], expected: str) -> None:
+    assert translated(more).config.precision == expected
+
+
+def test_precision_that_contradicts_itself() -> None:
+    text = refusal({"bf16.enabled": True, "fp16.enabled": True})
+    assert "cannot both be enabled" in text
+    assert "fp16 with loss scaling is not built yet" in text
+    assert "the run computes in bf16" in refusal(
+        {"bf16.enabled": True, "data_types.param_dtype": "fp32"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        ({"type": "Adam"}, ("AdamW", 1e-3, 0.0)),
+        ({"type": "adamw"}, ("AdamW", 1e-3, 0.0)),
+        ({"type": "AdamW", "params": {"adam_w_mode": False}}, ("AdamW", 1e-3, 0.0)),
+        ({"type": "Adam", "params": {"adam_w_mode": False}}, ("Adam", 1e-3, 0.0)),
+        ({"type": "Adam", "params": {"torch_adam": True}}, ("AdamW", 1e-3, 0.01)),
+        (
+            {"type": "Adam", "params": {"torch_adam": True, "adam_w_mode": False}},
+            ("Adam", 1e-3, 0.0),
+        ),
+        ({"type": "AdamW", "params": {"weight_decay": "auto"}}, ("AdamW", 1e-3, 0.0)),
+        ({"type": "Lion"}, ("Lion", 1e-3, 0.0)),
+        ({"type": "Adagrad"}, ("Adagrad", 1e-2, 0.0)),
+        ({"type": "SGD", "params": {"lr": 0.1}}, ("SGD", 0.1, 0.0)),
+    ],
+    ids=str,
+)
+def test_optimizers(optimizer: dict[str, Any], expected: tuple[str, float, float]) -> None:
+    config = translate_deepspeed({"train_batch_size": 1, "optimizer": optimizer}).config
+    found = config.optimizer
+    assert (found.type, found.lr, found.weight_decay) == expected
+
+
+def test_lion_starts_from_deepspeeds_betas() -> None:
+    assert translated({"optimizer.type": "Lion"}).config.optimizer.betas == (0.9, 0.999)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        ({"type": "Lamb"}, "needs the norm of each whole parameter"),
+        ({"type": "OneBitAdam", "params": {"freeze_step": 3}}, "compressed gradients"),
+        ({"type": "Muon", "params": {"muon_lr": 1}}, "splits parameters between Muon and Adam"),
+        (
+            {"type": "RMSprop", "params": {"lr": 0.1, "alpha": 0.9}},
+            "initialize(optimizer=lambda groups: torch.optim.RMSprop(groups, lr=0.1, alpha=0.9))",
+        ),
+        ({"type": "AdmW"}, "did you mean 'AdamW'?"),
+        ({"params": {"lr": 1}}, "optimizer.type: must be given"),
+        ({"type": "AdamW", "params": {"beta": 1}}, "did you mean 'betas'?"),
+        ({"type": "AdamW", "params": {"momentum": 0.9}}, "AdamW does not take it"),
+        ({"type": "SGD", "params": {"adam_w_mode": True}}, "SGD does not take it"),
+        ({"type": "AdamW", "params": {"lr": "auto"}}, "auto, and nobody filled it in"),
+        ({"type": "AdamW", "params": {"lr": -1}}, "optimizer.params.lr: should be greater"),
+        ({"type": "AdamW", "params": {"betas": [0.9]}}, "optimizer.params.betas: should be two"),
+        ({"type": "AdamW", "parms": {}}, "did you mean 'optimizer.params'?"),
+    ],
+    ids=str,
+)
+def test_optimizers_that_are_refused(optimizer: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        translate_deepspeed({"train_batch_size": 1, "optimizer": optimizer})
+    assert words in str(caught.value)
+    assert str(caught.value).startswith("1 mistake in")
+
+
+def test_max_grad_norm_is_gradient_clipping() -> None:
+    both = {f"{PARAMS}.max_grad_norm": 1.5, "gradient_clipping": 1.5}
+    assert translated(both).config.gradient_clipping == 1.5
+    assert translated().config.gradient_clipping == 1.0
+    text = refusal({f"{PARAMS}.max_grad_norm": 1.5, "gradient_clipping": 0.5})
+    assert "is 1.5, but gradient_clipping is 0.5" in text
+
+
+def test_schedules_that_are_auto() -> None:
+    auto = {f"scheduler.params.{name}": "auto" for name in ("warmup_min_lr", "warmup_max_lr")}
+    more = {**scheduled("WarmupDecayLR", total_num_steps=10), **auto, f"{PARAMS}.lr": 3e-4}
+    scheduler = translated(more).config.scheduler
+    assert scheduler is not None
+    assert scheduler.params == {"total_num_steps": 10, "warmup_max_lr": 3e-4}
+    unknown = {**more, "scheduler.params.total_num_steps": "auto"}
+    assert "scheduler.params.total_num_steps: auto, and nobody" in refusal(unknown)
+    assert translated(unknown, lenient=True).config.scheduler is None
+    fill = {"scheduler.params.total_num_steps": 99}
+    filled = translated(unknown, fill=fill).config.scheduler
+    assert filled is not None
+    assert filled.params["total_num_steps"] == 99
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (scheduled("WarmupLr"), "did you mean 'WarmupLR'?"),
+        (scheduled("WarmupLR", warmup_steps=3), "did you mean 'warmup_num_steps'?"),
+        (scheduled("WarmupLR", total_num_steps=3), "WarmupLR does not take it"),
+        (scheduled("WarmupDecayLR"), "needs total_num_steps"),
+        (scheduled("WarmupLR", warmup_type="cubic"), "should be one of 'log', 'linear'"),
+        (scheduled("WarmupLR", warmup_num_steps=1.5), "should be a whole number"),
+        (scheduled("StepLR", step=3), "StepLR does not take it; did you mean 'step_size'"),
+    ],
+    ids=str,
+)
+def test_schedules_that_are_refused(more: dict[str, Any], words: str) -> None:
+    text = refusal(more)
+    assert words in text
+    assert text.startswith("1 mistake in")
+
+
+def test_what_initialize_got_wins() -> None:
+    more = {"optimizer.type": "Muon", f"{PARAMS}.lr": "auto", **scheduled("Nonesuch")}
+    found = translated(more, client_optimizer=True, client_scheduler=True)
+    assert not found.config.optimizer.model_fields_set
+    assert found.config.scheduler is None
+    for key in ("optimizer.type", f"{PARAMS}.lr", "scheduler.type"):
+        assert "wins, as there" in row(found, key)["note"]
+    assert "must be given" in refusal({"optimizer.type": None})
+    assert translated({"optimizer.type": None}, lenient=True).config.optimizer.type == "AdamW"
+
+
+# --- homes -----------------------------------------------------------------------------------
+
+DEVICES = {None: "auto", "none": "device", "cpu": "host", "nvme": "disk"}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3, True])
+@pytest.mark.parametrize("weights", DEVICES)
+@pytest.mark.parametrize("moments", DEVICES)
+def test_offload_is_homes_at_any_stage(
+    stage: int, weights: str | None, moments: str | None
+) -> None:
+    zero: dict[str, Any] = {"stage": stage}
+    if weights:
+        zero["offload_param"] = {"device": weights, "nvme_path": "/fast"}
+    if moments:
+        zero["offload_optimizer"] = {"device": moments, "nvme_path": "/fast"}
+    config = translated({ZERO: zero}).config if stage is not True else translated({
+        ZERO: {key: value for key, value in zero.items() if key != "stage"}
+    }).config  # fmt: skip
+    assert config.homes.weights == DEVICES[weights]
+    assert config.homes.moments == DEVICES[moments]
+    assert config.homes.gradients == "auto"
+    paths = (Path("/fast"),) if "nvme" in (weights, moments) else ()
+    assert config.nvme_path == paths
+
+
+def test_zero_optimization_true_is_stage_1() -> None:
+    assert row(translated({ZERO: True}), f"{ZERO}.stage")["given"] == 1
+    assert "stage 0" in row(translated({ZERO: False}), f"{ZERO}.stage")["note"]
+
+
+def test_paths() -> None:
+    one, two = f"{ZERO}.offload_param", OFFLOAD
+    both = {f"{one}.device": "nvme", f"{one}.nvme_path": "/a",
+            f"{two}.device": "nvme", f"{two}.nvme_path": "/b"}  # fmt: skip
+    found = translated(both)
+    assert found.config.nvme_path == (Path("/a"), Path("/b"))
+    assert "striped over 2 paths" in row(found, f"{two}.nvme_path")["note"]
+    unused = translated({f"{two}.device": "cpu", f"{two}.nvme_path": "/local_nvme"})
+    assert unused.config.nvme_path == ()
+    assert "not used" in row(unused, f"{two}.nvme_path")["note"]
+    left = translated({f"{two}.nvme_path": "/fast"})
+    assert left.config.nvme_path == (Path("/fast"),)
+    assert left.config.homes.moments == "auto"
+    text = refusal({f"{two}.device": "nvme"})
+    assert text.startswith("1 mistake")
+    assert f"{two}.nvme_path: must be given where device is nvme" in text
+
+
+def test_a_ratio_leaves_moments_to_the_plan() -> None:
+    cpu = {f"{OFFLOAD}.device": "cpu"}
+    assert translated({**cpu, f"{OFFLOAD}.ratio": 1.0}).config.homes.moments == "host"
+    assert translated({**cpu, f"{OFFLOAD}.ratio": 0}).config.homes.moments == "device"
+    nvme = {f"{OFFLOAD}.device": "nvme", f"{OFFLOAD}.nvme_path": "/a", f"{OFFLOAD}.ratio": 0.5}
+    assert translated(nvme).config.homes.moments == "disk"
+    assert "should be between 0 and 1" in refusal({**cpu, f"{OFFLOAD}.ratio": 2})
+
+
+def test_fewer_threads_than_a_disk_needs_are_not_taken_over() -> None:
+    assert translated({"aio.thread_count": 1}).config.io.num_threads == 4
+    assert translated({"aio.thread_count": 16}).config.io.num_threads == 16
+    assert "aio.thread_count: should be less than or equal to 64" in refusal(
+        {"aio.thread_count": 65}
+    )
+
+
+def test_hints_never_stop_a_run() -> None:
+    hints = {
+        "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0,
+        "stage3_param_persistence_threshold": 0, "sub_group_size": 1,
+        "stage3_prefetch_bucket_size": 1, "reduce_bucket_size": 1,
+    }  # fmt: skip
+    config = translated({f"{ZERO}.{name}": value for name, value in hints.items()}).config
+    assert config.chunk_size == 2048
+    assert config.look_ahead == 2
+    assert translated({f"{ZERO}.sub_group_size": 1e9}).config.chunk_size == "auto"
+    assert translated({f"{OFFLOAD}.buffer_count": 0}).config.homes.moments == "auto"
+
+
+# --- names -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("old", [name for name in OLD_NAMES if OLD_NAMES[name] in KEYS])
+def test_an_old_name_means_the_new_one(old: str) -> None:
+    key = KEYS[OLD_NAMES[old]]
+    value = DONE[key.name][0] if key.name in DONE else SAMPLES[key.kind.name]
+    found = translated({old: value})
+    assert values(found.config) == values(translated({key.name: value}).config)
+    assert row(found, old)["verdict"] == str(key.verdict)
+    assert translated({old: value, key.name: value}).config == found.config
+    other = not value if isinstance(value, bool) else value + 1
+    text = refusal({old: value, key.name: other})
+    assert "two names of one key" in text
+    assert old in text
+    assert key.name in text
+
+
+def test_cpu_offload_and_its_successor() -> None:
+    cpu = {f"{ZERO}.cpu_offload": True, f"{OFFLOAD}.device": "cpu"}
+    assert translated(cpu).config.homes.moments == "host"
+    text = refusal({f"{ZERO}.cpu_offload": True, f"{OFFLOAD}.device": "none"})
+    assert "is 'none'; remove one" in text
+    assert translated({f"{ZERO}.cpu_offload": False}).config.homes.moments == "auto"
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"zero_optimisation": {}}, "did you mean 'zero_optimization'?"),
+        ({f"{ZERO}.stge": 3}, "did you mean 'zero_optimization.stage'?"),
+        ({f"{OFFLOAD}.devices": "cpu"}, f"did you mean '{OFFLOAD}.device'?"),
+        ({"offload_optimizer": {}}, f"did you mean '{OFFLOAD}'?"),
+        ({"aio.threads_count": 2}, "did you mean 'aio.thread_count'?"),
+        ({"nvme_path": "/x"}, 'write "infinity": {"nvme_path": ...}'),
+        ({"qqqq": 1}, "unknown key; known here: train_batch_size"),
+        ({"aio": 3}, "aio: should be a section of keys and values, got 3"),
+        ({"bf16": True}, "bf16: should be a section"),
+    ],
+    ids=str,
+)
+def test_unknown_keys_are_told_with_the_nearest(more: dict[str, Any], words: str) -> None:
+    text = refusal(more)
+    assert words in text
+    assert text.startswith("1 mistake in the DeepSpeed configuration:")
+
+
+def test_every_mistake_is_told_at_once() -> None:
+    text = refusal(
+        {
+            "train_batch_size": 3, "gradient_accumulation_steps": 2, "fp16.enabled": True,
+            f"{ZERO}.stage": 4, f"{ZERO}.stge": 3, f"{OFFLOAD}.device": "nvme",
+            "aio.queue_depth": 1000, "aio.block_size": 5000, "optimizer.type": "Lamb",
+            "scheduler.type": "None", "aio.thread_count": 2, "aio.intra_op_parallelism": 3,
+            "steps_per_print": "often", "gradient_clipping": -1,
+        }
+    )  # fmt: skip
+    assert text.startswith("12 mistakes in the DeepSpeed configuration:")
+    assert "aio.queue_depth: should be less than or equal to 256, got 1000" in text
+    assert "aio.block_size: should be a multiple of 4096 bytes; write 4096, got 5000" in text
+    assert "gradient_clipping: should be greater than or equal to 0" in text
+
+
+def test_keys_of_ours_win() -> None:
+    ours = {"homes": {"gradients": "host"}, "seed": 3, "optimizer": {"moments": "8bit"}}
+    ours["gradient_clipping"] = 0.25
+    more = {"infinity": ours, f"{PARAMS}.lr": 2e-4, "gradient_clipping": 4}
+    found = translated(more, overrides=["seed=4"])
+    assert found.config.gradient_clipping == 0.25
+    assert found.config.homes.gradients == "host"
+    assert found.config.seed == 4
+    assert (found.config.optimizer.moments, found.config.optimizer.lr) == ("8bit", 2e-4)
+    assert "homes.gradient: unknown key" in refusal({"infinity": {"homes": {"gradient": "host"}}})
+    assert "infinity: should be a section" in refusal({"infinity": 3})
+
+
+# --- where it comes from ---------------------------------------------------------------------
+
+PLAIN = nested({**LEAST, "bf16.enabled": True, f"{ZERO}.stage": 2})
+COMMENTED = """// a DeepSpeed configuration
+{
+  "train_batch_size": 8,   # samples
+  "optimizer": {"type": "AdamW", "params": {},},
+  /* precision:
+     bf16 */
+  "bf16": {"enabled": true}, "zero_optimization": {"stage": 2},
+  "wandb": {"project": "a // b, # c /* d */ ,}"},
+}
+"""
+
+
+def test_all_forms_say_the_same(tmp_path: Path) -> None:
+    import yaml
+
+    text = json.dumps(PLAIN)
+    (tmp_path / "ds.json").write_text(text)
+    (tmp_path / "ds").write_text(text)
+    (tmp_path / "ds.yaml").write_text(yaml.safe_dump(PLAIN))
+    (tmp_path / "ds.hjson").write_text(COMMENTED)
+    encoded = [
+        encode(text.encode()).decode() for encode in (base64.b64encode, base64.urlsafe_b64encode)
+    ]
+    expected = translate_deepspeed(PLAIN).config
+    forms = [
+        tmp_path / "ds.json", str(tmp_path / "ds"), tmp_path / "ds.yaml", tmp_path / "ds.hjson",
+        text, *encoded, encoded[1].rstrip("="), COMMENTED[COMMENTED.index("{") :],
+    ]  # fmt: skip
+    for form in forms:
+        assert translate_deepspeed(form).config == expected, form
+    commented = translate_deepspeed(tmp_path / "ds.hjson")
+    assert row(commented, "wandb.project")["given"] == "a // b, # c /* d */ ,}"
+
+
+def test_long_base64_is_no_path() -> None:
+    large = {**PLAIN, "wandb": {"project": "x" * 9000}}
+    encoded = base64.urlsafe_b64encode(json.dumps(large).encode()).decode()
+    assert translate_deepspeed(encoded).config.precision == "bf16"
+
+
+def test_both_alphabets_of_base64() -> None:
+    text = json.dumps({**PLAIN, "wandb": {"project": "~?>~?>ÿ"}}, ensure_ascii=False)
+    plain, url = base64.b64encode(text.encode()), base64.urlsafe_b64encode(text.encode())
+    assert plain != url
+    for encoded in (plain, url):
+        found = translate_deepspeed(encoded.decode())
+        assert row(found, "wandb.project")["given"] == "~?>~?>ÿ"
+
+
+def test_keys_given_twice() -> None:
+    with pytest.raises(ConfigError, match=r"^1 mistake in"):
+        translate_deepspeed('{"train_batch_size": 8, "bf16": {"enabled": 1, "enabled": true}, '
+                            '"optimizer": {"type": "SGD"},}  // a comma too many')  # fmt: skip
+    text = '{"train_batch_size": 8, "train_batch_size": 9, "bf16": {"enabled": 1, "enabled": true}}'
+    with pytest.raises(ConfigError) as caught:
+        translate_deepspeed(text)
+    for name in ("train_batch_size", "enabled"):
+        assert f"{name}: given twice in one section" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("raw", "theirs"),
+    [
+        ({}, False),
+        ({"nvme_path": "/x", "homes": {"weights": "disk"}}, False),
+        ({"optimizer": {"lr": 1e-3}, "gradient_clipping": 0.0}, False),
+        ({"nvme_path": "/x", "log_level": "info"}, False),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1}}}, True),
+        ({"zero_optimization": {}, "nvme_path": "/x"}, True),
+        ({"train_batch_size": 8}, True),
+        ({"steps_per_print": 8, "gradient_clipping": 1.0}, True),
+    ],
+    ids=str,
+)
+def test_theirs_and_ours_are_told_apart(raw: dict[str, Any], theirs: bool) -> None:
+    assert is_deepspeed(raw) == theirs
+    assert (find_source(raw) is not None) == theirs
+
+
+def test_names_that_only_deepspeed_has() -> None:
+    top = {name.split(".")[0] for name in (*KEYS, *OLD_NAMES)}
+    assert top - set(Config.model_fields) == DEEPSPEED_NAMES
+
+
+def test_what_is_not_theirs_is_left_to_our_own_reader(tmp_path: Path) -> None:
+    (tmp_path / "ours.json").write_text('{"seed": 3}')
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "broken.hjson").write_text("{ stage: 3 }")
+    (tmp_path / "bytes.json").write_bytes(b"\xff")
+    for source in (
+        {}, load_config({}), tmp_path / "ours.json", tmp_path / "broken.json", tmp_path, 3,
+        tmp_path / "none.json", "7b", "Zm9vYmFy", tmp_path / "bytes.json", "run.yaml",
+    ):  # fmt: skip
+        assert find_source(source) is None
+    with pytest.raises(ConfigError, match="write it as JSON"):
+        find_source(tmp_path / "broken.hjson")
+    with pytest.raises(ConfigError, match="not a DeepSpeed configuration"):
+        translate_deepspeed({"seed": 3})
+
+
+def test_rows_are_plain_data() -> None:
+    rows = translated({"pipeline": {"stages": None, 3: (torch.float32, float("nan"))}}).table()
+    assert json.loads(json.dumps(rows, allow_nan=False)) == rows
+    assert {"stages": None, "3": ["torch.float32", "nan"]} in [entry["given"] for entry in rows]
+
+
+def test_secrets_are_not_told() -> None:
+    rows = translated({"comet.api_key": "topsecret"}).table()
+    assert "topsecret" not in json.dumps(rows)
+    assert "topsecret" not in refusal({"comet.api_key": ["topsecret"]})
+
+
+# --- initialize ------------------------------------------------------------------------------
+
+
+def ds_config(path: Path, **zero: Any) -> dict[str, Any]:
+    return {
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_num_steps": 4, "warmup_max_lr": 1e-2, "warmup_type": "linear"},
+        },
+        "zero_optimization": zero,
+        "infinity": {"cpu": {"num_threads": 1}},
+    }
+
+
+def on_nvme(path: Path) -> dict[str, Any]:
+    nvme = {"device": "nvme", "nvme_path": str(path), "pin_memory": True}
+    return {"stage": 1, "offload_param": nvme, "offload_optimizer": nvme, "sub_group_size": 4096}
+
+
+def by_hand(steps: int) -> dict[str, torch.Tensor]:
+    """The same run in plain torch, accumulation, clipping and schedule written out."""
+    model = small_model()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=0.0, weight_decay=0.1, foreach=False, fused=False
+    )
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * min(max(step - 1, 0) / 4, 1.0)
+        for micro in range(2):
+            (model(batch(2 * step + micro)) / 2).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize("form", ["none", "nvme", "cpu"])
+def test_a_run_is_plain_torchs(tmp_path: Path, form: str) -> None:
+    zero = {
+        "none": {"stage": 0},
+        "nvme": on_nvme(tmp_path),
+        "cpu": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    }[form]
+    import threading
+
+    threads = set(threading.enumerate())
+    engine, optimizer, _, scheduler = infinity.initialize(
+        model=small_model(), config=ds_config(tmp_path, **zero)
+    )
+    with engine:
+        train(engine, 6)
+        found = masters(engine)
+        assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] == 1e-2
+        assert engine.translation.batch_size == 2
+    assert_nothing_left(tmp_path, threads)
+    for name, value in by_hand(6).items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_translated_run_is_that_of_our_own_words(tmp_path: Path) -> None:
+    ours = {
+        "precision": "fp32", "nvme_path": str(tmp_path), "homes": {**ON_DISK, "gradients": "auto"},
+        "gradient_clipping": 0.5, "gradient_accumulation_steps": 2, "cpu": {"num_threads": 1},
+        "optimizer": {"lr": 1e-2, "weight_decay": 0.1},
+        "scheduler": {"type": "WarmupLR", "params": {
+            "warmup_num_steps": 4, "warmup_max_lr": 1e-2, "warmup_type": "linear"}},
+    }  # fmt: skip
+    found = []
+    for config in (ours, ds_config(tmp_path, **on_nvme(tmp_path))):
+        engine, *_ = infinity.initialize(small_model(), config)
+        with engine:
+            train(engine, 3)
+            found.append(masters(engine))
+    assert same(*found)
+
+
+def test_the_three_ways_in_and_the_loader(tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    config = {**ds_config(tmp_path), "dataloader_drop_last": True}
+    path.write_text(json.dumps(config))
+    parser = infinity.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(path)])
+    assert args.deepspeed
+    data = TensorDataset(torch.zeros(5, 3, dtype=torch.long))
+    for way in ({"config": config}, {"config_params": str(path)}, {"args": args}):
+        journal = tmp_path / "journal.jsonl"
+        journal.unlink(missing_ok=True)
+        engine, _, loader, _ = infinity.initialize(model=small_model(), training_data=data, **way)
+        engine.close()
+        assert [len(tokens) for (tokens,) in loader] == [2, 2]
+        assert engine.plan.micro_batches == 2
+    settings = read_settings(config, batch_size=3)
+    assert settings.batch_size == 3
+    with pytest.raises(ConfigError, match="several configurations: config, config_params"):
+        infinity.initialize(small_model(), {}, config_params=config)
+    with pytest.raises(ConfigError, match="no configuration"):
+        infinity.initialize(small_model(), args=parser.parse_args([]))
+    assert read_settings({}).translation is None
+
+
+def test_the_journal_has_a_row_for_each_key(tmp_path: Path) -> None:
+    config = {**ds_config(tmp_path), "steps_per_print": float("inf")}
+    config["csv_monitor"] = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
+    engine, *_ = infinity.initialize(small_model(), config)
+    engine.close()
+    lines = (tmp_path / "run" / "journal.jsonl").read_text().splitlines()
+    start = json.loads(lines[0])
+    assert start["event"] == "start"
+    told = {entry["key"]: entry["verdict"] for entry in start["deepspeed"]}
+    assert told["optimizer.type"] == "done"
+    assert told["steps_per_print"] == "accepted"
+
+
+def test_an_optimizer_that_is_passed_replaces_the_section(tmp_path: Path) -> None:
+    config = {**ds_config(tmp_path), "zero_allow_untested_optimizer": True}
+    engine, optimizer, _, scheduler = infinity.initialize(
+        small_model(), config,
+        optimizer=lambda groups: torch.optim.RMSprop(groups, lr=1e-3),
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1),
+    )  # fmt: skip
+    with engine:
+        assert "alpha" in optimizer.param_groups[0]
+        assert isinstance(scheduler, torch.optim.lr_scheduler.StepLR)
+
+
+def test_a_refused_configuration_leaves_the_model_alone() -> None:
+    model = small_model()
+    with pytest.raises(ConfigError, match="loss scaling is not built yet"):
+        infinity.initialize(model, {"train_batch_size": 1, "fp16": {"enabled": True}})
+    assert model(batch(0)).isfinite()
+
+
+def test_no_process_group_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert infinity.init_distributed("nccl", auto_mpi_discovery=False) is None
+    assert not torch.distributed.is_initialized()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    infinity.init_distributed()
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match="WORLD_SIZE=4"):
+        infinity.init_distributed(dist_backend="nccl")

@@ -5,6 +5,8 @@ Addresses are plain integers, aligned to the element size; counts are in element
 `close()` or in a forked child.
 """
 
+from typing import Any
+
 BF16: int
 FP32: int
 FP16: int
@@ -38,6 +40,19 @@ class Piece:
     @property
     def nbytes(self) -> int:
         """Bytes that an update must read and write at least."""
+
+def read_pieces(
+    pieces: list[Any],
+    settings: list[tuple[int, int, list[float]]],
+    formats: tuple[Any, ...],
+    tensor_type: type,
+    api: object,
+) -> list[Piece] | None:
+    """Pieces from tuples of tensors (`infinity.optim.cpu.Piece`), or None if any is not plain.
+
+    `settings` has rule, number of moments and scalars of each; `formats` the moment formats in
+    the order of their codes; `api` is `tensor_type.__dlpack_c_exchange_api__`.
+    """
 
 def check_apart(pieces: list[Piece]) -> None:
     """Raise ValueError if what one piece writes overlaps what another reads or writes."""

@@ -1,5 +1,7 @@
-// infinity._adam: the Python face. Raw addresses and element counts in, nothing of torch.
+// infinity._adam: the Python face. Raw addresses and element counts in, nothing of torch; of
+// tensors only what DLPack says (tensors.h).
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
@@ -12,6 +14,7 @@
 
 #include "dispatch.h"
 #include "piece.h"
+#include "tensors.h"
 #include "topology.h"
 #include "workers.h"
 
@@ -235,6 +238,8 @@ NB_MODULE(_adam, module) {
            "weight"_a, "rest"_a, "moment1"_a, "scales1"_a, "moment2"_a, "scales2"_a, "gradient"_a,
            "scalars"_a)
       .def_prop_ro("nbytes", &Piece::nbytes);
+  module.def("read_pieces", &infinity::read_pieces, "pieces"_a, "settings"_a, "formats"_a,
+             "tensor_type"_a, "api"_a, "Pieces from tensors, or None if any is not plainly good.");
 
   nb::class_<Pool>(module, "Pool")
       .def(nb::init<int, const std::string&, const std::string&>(), "num_threads"_a = 0,

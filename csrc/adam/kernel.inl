@@ -10,8 +10,8 @@
 // elements of such a loop, so it would wait for the chain and not for the divider or for memory.
 // Therefore three short chains: the first stage makes moments and roots, the second divides, the
 // third changes weights and stores codes. One loop does the first stage of a tile, the second stage
-// of the tile before and the third stage of the one before that; no stage waits for another. What
-// goes from stage to stage stays in the first-level cache. Memory sees one pass.
+// of the tile before and the third stage of the one before that (or two loops do); no stage waits
+// for another. What goes from stage to stage stays in the first-level cache. Memory sees one pass.
 //
 // [Note: tiles]
 // Tiles begin at multiples of the tile size, counted from the start of the parameter: an 8-bit
@@ -59,6 +59,7 @@ INFINITY_INLINE FloatsOf<G> gradient_at(const UpdateArguments& a, size_t i) {
 // --- weights -------------------------------------------------------------------------------------
 
 struct Whole {  // fp32, or an fp32 master with an fp16 weight beside it
+  static constexpr bool kNarrow = false;
   float* master;
   u16* half;  // or null
 
@@ -80,6 +81,7 @@ struct Whole {  // fp32, or an fp32 master with an fp16 weight beside it
 };
 
 struct Split {  // bf16 and int16
+  static constexpr bool kNarrow = true;
   u16* weight;
   u16* residual;
 
@@ -138,6 +140,8 @@ struct Stages {
   static constexpr int kNumMoments = Update::kNumMoments;
   static constexpr bool kCodes = kFormat == kInt8Moment && kNumMoments > 0;
   static constexpr bool kUnsigned[2] = {Update::kUnsigned, true};
+  // Whatever is narrow takes constants, and all three stages then more registers than there are.
+  static constexpr bool kTwoLoops = kFormat != kFp32Moment || Weights::kNarrow;
   // Where most arrays are narrow, the fp32 ones pay for the order.
   using G = Wide<kFormat != kFp32Moment>;
   using Floats = FloatsOf<G>;
@@ -199,7 +203,7 @@ struct Stages {
     const float inverse = handed.inverse[k];
     Units bits;
     if constexpr (kUnsigned[k]) {
-      const Units index = G::counted(handed.index, i);
+      const Units index = G::counted(0, i);  // the key has the tile's own
       bits.at[0] = unsigned_bits(value.at[0], inverse, random_bits(handed.key, index.at[0]));
       bits.at[1] = unsigned_bits(value.at[1], inverse, random_bits(handed.key, index.at[1]));
     } else {
@@ -270,6 +274,8 @@ struct Stages {
     handed.key = random_key(a.key, static_cast<u32>(index >> 32));
     handed.index = static_cast<u32>(index);
     if constexpr (kCodes) {
+      // A tile begins at a multiple of its size: what is added to the index may be exclusive-ored.
+      handed.key.first ^= handed.index;
       for (int k = 0; k < kNumMoments; ++k) handed.scale[k] = a.scales[k][at / kMomentBlock];
     }
   }
@@ -293,6 +299,23 @@ struct Stages {
 
   // --- loops over whole tiles --------------------------------------------------------------------
 
+  INFINITY_INLINE void stages(Handed& handed, Handed& before, const Handed& oldest,
+                              Largest& largest) const {
+    if constexpr (kTwoLoops) {
+      for (size_t i = 0; i < kTile; i += G::kWidth) first(handed, largest, i);
+      for (size_t i = 0; i < kTile; i += G::kWidth) {
+        second(before, i);
+        third(oldest, i);
+      }
+    } else {
+      for (size_t i = 0; i < kTile; i += G::kWidth) {
+        first(handed, largest, i);
+        second(before, i);
+        third(oldest, i);
+      }
+    }
+  }
+
   __attribute__((noinline)) void first_alone(Handed& handed, size_t at) const {
     open(handed, at);
     Largest largest;
@@ -310,32 +333,30 @@ struct Stages {
   void run(size_t begin, size_t end) const {
     if (begin == end) return;
     Handed tiles[3];
-    first_alone(tiles[0], begin);
+    Handed* oldest = &tiles[0];
+    first_alone(*oldest, begin);
     size_t at = begin + kTile;
-    unsigned now = 1;
     if (at < end) {
-      first_alone(tiles[1], at);
-      second_alone(tiles[0]);
-      at += kTile;
-      now = 2;
-    }
-    for (; at < end; at += kTile) {
-      Handed& handed = tiles[now % 3];
-      Handed& before = tiles[(now + 2) % 3];
-      const Handed& oldest = tiles[(now + 1) % 3];
-      open(handed, at);
-      Largest largest;
-      for (size_t i = 0; i < kTile; i += G::kWidth) {
-        first(handed, largest, i);
-        second(before, i);
-        third(oldest, i);
+      Handed* before = &tiles[1];
+      Handed* handed = &tiles[2];
+      first_alone(*before, at);
+      second_alone(*oldest);
+      const Stages here(a);  // nobody has its address: a store cannot make it be read again
+      for (at += kTile; at < end; at += kTile) {
+        here.open(*handed, at);
+        Largest largest;
+        here.stages(*handed, *before, *oldest, largest);
+        here.close(*handed, largest);
+        Handed* const done = oldest;
+        oldest = before;
+        before = handed;
+        handed = done;
       }
-      close(handed, largest);
-      ++now;
+      third_alone(*oldest);
+      oldest = before;
     }
-    if (now > 1) third_alone(tiles[(now + 1) % 3]);
-    second_alone(tiles[(now + 2) % 3]);
-    third_alone(tiles[(now + 2) % 3]);
+    second_alone(*oldest);
+    third_alone(*oldest);
   }
 };
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -106,7 +107,10 @@ class KernelUpdater:
         self.kernels = kernels
         self._names = names
         self._state_names = state_names
-        self._seed = seed
+        self.seed = seed
+        # By parameter, the step in which SGD made its momentum buffer: torch's state lacks the
+        # buffer until then, our memory for it is always there.
+        self._begun: dict[int, int] = {}
 
     def update(self, tiles: Sequence[Tile], grad_scale: float) -> None:
         """One step of each tile's rule, as one job."""
@@ -117,7 +121,8 @@ class KernelUpdater:
         return [self._piece(tile, grad_scale) for tile in tiles]
 
     def _piece(self, tile: Tile, grad_scale: float) -> Piece:
-        moments = tile.moments[: tile.hyper.num_moments]
+        hyper = self._begun_at(tile.parameter, tile.hyper, tile.step)
+        moments = tile.moments[: hyper.num_moments]
         exact = all(moment.format.is_exact for moment in moments)
         name = self._names[tile.parameter]
         return Piece(
@@ -125,12 +130,32 @@ class KernelUpdater:
             tile.rest,
             moments,
             tile.gradient,
-            tile.hyper,
+            hyper,
             tile.step,
             grad_scale,
-            0 if exact else rounding_key(self._seed, name, tile.step),
+            0 if exact else rounding_key(self.seed, name, tile.step),
             tile.first,
         )
+
+    def _begun_at(self, parameter: int, hyper: Hyper, step: int) -> Hyper:
+        """The hyper-parameters of one parameter, which say when its momentum began."""
+        if not isinstance(hyper, SgdHyper) or not hyper.num_moments:
+            return hyper
+        begins = self._begun.setdefault(parameter, step)
+        return hyper if begins == hyper.begins else replace(hyper, begins=begins)
+
+    def begin(self, hypers: Mapping[int, Any], steps: Mapping[int, int]) -> None:
+        """From now on `kept` tells of this step."""
+        for parameter, step in steps.items():
+            self._begun_at(parameter, hypers[parameter], step)
+
+    def kept(self) -> dict[int, dict[str, Any]]:
+        """What is kept of each parameter beside its moments, as data that can be saved."""
+        return {parameter: {"begins": step} for parameter, step in self._begun.items()}
+
+    def keep(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
+        """Go on with what `kept` gave."""
+        self._begun = {parameter: entry["begins"] for parameter, entry in saved.items()}
 
     def state_of(
         self,
@@ -140,11 +165,16 @@ class KernelUpdater:
         shape: tuple[int, ...],
         step: int,
     ) -> dict[str, Any]:
-        """Moments decoded to fp32, and the step count; torch's SGD keeps no count."""
+        """Moments decoded to fp32, and the step count; torch's SGD keeps no count.
+
+        SGD's buffer is there from its first step with momentum on, as torch's is.
+        """
         state: dict[str, Any] = {}
-        if not isinstance(hyper, SgdHyper):
+        if isinstance(hyper, SgdHyper):
+            kept = moments if parameter in self._begun else ()
+        else:
             state["step"] = torch.tensor(float(step))
-        kept = moments[: hyper.num_moments]
+            kept = moments[: hyper.num_moments]
         for name, moment, unsigned in zip(self._state_names, kept, hyper.unsigned, strict=False):
             values = torch.empty(moment.values.numel(), dtype=torch.float32)
             self.kernels.decode(moment, values, signed=not unsigned)

@@ -15,10 +15,9 @@ import torch
 
 from infinity import _adam
 from infinity.errors import ConfigError, EngineClosedError
-from infinity.formats import MOMENT_BLOCK, MomentFormat
+from infinity.formats import MomentFormat
 from infinity.optim.checks import (
     FLOATS,
-    MAX_64_BITS,
     check_apart,
     check_moment,
     check_piece,
@@ -40,7 +39,12 @@ _FORMATS = {
 }
 _LAYOUTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # by the weight's dtype
 _HOST = torch.device("cpu")
-_FP32, _INT8 = MomentFormat.FP32, MomentFormat.INT8
+_FP32 = MomentFormat.FP32
+_FORMAT_ORDER = tuple(_FORMATS)
+# DLPack's C functions, which tell what a tensor is ten times as fast as its methods do.
+_EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+
+Setting = tuple[int, int, list[float]]  # rule, number of moments, scalars of the step
 
 
 class Piece(NamedTuple):
@@ -107,7 +111,7 @@ class CpuKernels:
     ) -> None:
         """One step in place, in one pass over memory; the arguments are those of `Piece`."""
         piece = Piece(weight, rest, moments, gradient, hyper, step, grad_scale, key, first)
-        self._pool.update(self._checked((piece,)))
+        self._pool.update(self._checked([piece]))
 
     def update_all(self, pieces: Iterable[Piece]) -> None:
         """Update many pieces as one job: for many small parameters this is the fast call.
@@ -213,20 +217,15 @@ class CpuKernels:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _checked(self, pieces: Sequence[Piece]) -> list[_adam.Piece]:
+    def _checked(self, pieces: list[Piece]) -> list[_adam.Piece]:
         """Return what the native side takes, or raise before any byte is touched."""
         self._require_open()
-        made = []
-        hyper: Hyper | None = None
-        step, grad_scale = 0, 0.0
-        scalars: list[float] = []
-        for piece in pieces:
-            if not _is_plain(piece):
+        settings = _settings(pieces)
+        made = _read(pieces, settings)
+        if made is None:  # something is wrong, or out of the ordinary
+            for piece in pieces:
                 check_piece(piece, _HOST)
-            if piece.hyper is not hyper or piece.step != step or piece.grad_scale != grad_scale:
-                hyper, step, grad_scale = piece.hyper, piece.step, piece.grad_scale
-                scalars = list(hyper.scalars(step, grad_scale))
-            made.append(_native(piece, scalars))
+            made = [_native(*pair) for pair in zip(pieces, settings, strict=True)]
         if len(made) > 1:  # inside a piece, its constructor has looked
             try:
                 _adam.check_apart(made)
@@ -277,50 +276,31 @@ class CpuKernels:
             raise EngineClosedError("this CpuKernels is closed")
 
 
-def _is_plain(piece: Piece) -> bool:
-    """Whether a piece is surely good: quicker than `check_piece`, which has the last word."""
-    weight, rest, moments, gradient, hyper, _, _, key, first = piece
-    n = weight.numel()
-    if rest is None:
-        fits = weight.dtype is torch.float32
-    else:
-        fits = weight.dtype is torch.bfloat16 and _fits(rest, n, torch.int16)
-    for values, scales, kind in moments:
-        if kind is _FP32:
-            fits = fits and _fits(values, n, torch.float32)
-        else:
-            fits = (
-                fits
-                and kind is _INT8
-                and scales is not None
-                and _fits(values, n, torch.uint8)
-                and _fits(scales, -(-n // MOMENT_BLOCK), torch.float32)
-                and first % MOMENT_BLOCK == 0
-            )
-        fits = fits and kind is moments[0].format
-    return (
-        fits
-        and _fits(weight, n, weight.dtype)
-        and gradient.dtype in _CODES
-        and _fits(gradient, n, gradient.dtype)
-        and len(moments) == hyper.num_moments
-        and 0 <= key <= MAX_64_BITS
-        and 0 <= first <= MAX_64_BITS
-    )
+def _settings(pieces: list[Piece]) -> list[Setting]:
+    """Of every piece; computed once where neighbours share them."""
+    settings = []
+    setting: Setting = (0, 0, [])
+    hyper: Hyper | None = None
+    step, grad_scale = 0, 0.0
+    for piece in pieces:
+        _, _, _, _, own, its_step, its_scale, _, _ = piece
+        if own is not hyper or its_step != step or its_scale != grad_scale:
+            hyper, step, grad_scale = own, its_step, its_scale
+            setting = (int(own.rule), own.num_moments, list(own.scalars(step, grad_scale)))
+        settings.append(setting)
+    return settings
 
 
-def _fits(tensor: torch.Tensor, n: int, dtype: torch.dtype) -> bool:
-    return (
-        tensor.dtype is dtype
-        and tensor.is_cpu
-        and tensor.numel() == n
-        and tensor.dim() == 1
-        and tensor.is_contiguous()
-    )
+def _read(pieces: list[Piece], settings: list[Setting]) -> list[_adam.Piece] | None:
+    """The quick way, which takes what is plainly good; None if `check_piece` must look."""
+    if _EXCHANGE is None:
+        return None
+    return _adam.read_pieces(pieces, settings, _FORMAT_ORDER, torch.Tensor, _EXCHANGE)
 
 
-def _native(piece: Piece, scalars: list[float]) -> _adam.Piece:
-    weight, rest, moments, gradient, hyper, _, _, key, first = piece
+def _native(piece: Piece, setting: Setting) -> _adam.Piece:
+    weight, rest, moments, gradient, _, _, _, key, first = piece
+    rule, _, scalars = setting
     addresses = [0, 0, 0, 0]  # of values and scales, moment by moment
     format_code = 0
     for index, moment in enumerate(moments):
@@ -333,7 +313,7 @@ def _native(piece: Piece, scalars: list[float]) -> _adam.Piece:
     try:
         return _adam.Piece(
             weight.numel(),
-            hyper.rule,
+            rule,
             _LAYOUTS[weight.dtype],
             format_code,
             _CODES[gradient.dtype],

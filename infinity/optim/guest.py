@@ -40,6 +40,8 @@ from infinity.optim.guest_groups import (
     newly_written,
     outline,
     still_written,
+    written_data,
+    written_from,
 )
 from infinity.optim.moments import Moment
 from infinity.optim.tiles import Tile
@@ -193,6 +195,31 @@ class Guest:
     def kept_of(self, parameter: int) -> _Kept:
         """What is kept of a parameter beside its moments."""
         return self._kept.get(parameter, _Kept())
+
+    def begin(self, hypers: Mapping[int, Any], steps: Mapping[int, int]) -> None:
+        """Nothing is known before the guest has stepped."""
+
+    def kept(self) -> dict[int, dict[str, Any]]:
+        """What is kept of each parameter beside its moments, as data that can be saved."""
+        return {
+            index: {
+                "scalars": copied(kept.scalars),
+                "shapes": dict(kept.shapes),
+                "group": {key: written_data(entry) for key, entry in kept.group.items()},
+            }
+            for index, kept in self._kept.items()
+        }
+
+    def keep(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
+        """Go on with what `kept` gave."""
+        self._kept = {
+            index: _Kept(
+                copied(entry["scalars"]),
+                {name: tuple(shape) for name, shape in entry["shapes"].items()},
+                {key: written_from(data) for key, data in entry["group"].items()},
+            )
+            for index, entry in saved.items()
+        }
 
     def update(self, tiles: Sequence[Tile], grad_scale: float) -> None:
         """One step of the guest on each tile; `hyper` is its group, `step` is not used."""

@@ -40,6 +40,17 @@ class Written(NamedTuple):
     seen: Any
 
 
+def written_data(entry: Written) -> dict[str, Any]:
+    """The entry as data that can be saved; `seen` is left out where the group had no such entry."""
+    data = {"value": entry.value}
+    return data if entry.seen is _ABSENT else {**data, "seen": entry.seen}
+
+
+def written_from(data: Mapping[str, Any]) -> Written:
+    """The entry that `written_data` gave."""
+    return Written(data["value"], data.get("seen", _ABSENT))
+
+
 def still_written(
     captured: Mapping[str, Any], written: Mapping[str, Written]
 ) -> dict[str, Written]:

@@ -15,6 +15,7 @@ from torch import nn
 
 from infinity.errors import ConfigError
 from infinity.optim.tiles import Rule
+from infinity.optim.undecorated import optimizer_method
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -59,7 +60,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 "a group cannot be added once the engine is made",
                 remedy="pass all groups in initialize(model_parameters=[...]); lr 0 rests them",
             )
-        super().add_param_group(param_group)
+        optimizer_method("add_param_group")(self, param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the groups' values; raises `ConfigError` for state, which rests in the engine."""
@@ -69,7 +70,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 because="moments rest in the engine's tiers, and loading them is not built yet",
                 remedy="load the groups only: {**state, 'state': {}}",
             )
-        super().load_state_dict(state_dict)
+        optimizer_method("load_state_dict")(self, state_dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The groups, as torch's; moments rest in the engine's tiers."""
+        taken: dict[str, Any] = optimizer_method("state_dict")(self)
+        return taken
 
     def read_state(self, parameter: nn.Parameter) -> dict[str, Any]:
         """What is kept of one parameter, by torch's names; `step` where torch keeps one.

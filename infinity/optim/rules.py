@@ -105,7 +105,11 @@ class LionHyper:
 
 @dataclass(frozen=True)
 class SgdHyper:
-    """SGD; with momentum 0 it has no moment. Weight decay is L2, as in torch."""
+    """SGD; with momentum 0 it has no moment. Weight decay is L2, as in torch.
+
+    `begins` is the step in which the momentum buffer is made: later than 1 where momentum was 0
+    until then. Whoever keeps the buffer knows it.
+    """
 
     lr: float
     momentum: float = 0.0
@@ -113,6 +117,7 @@ class SgdHyper:
     weight_decay: float = 0.0
     nesterov: bool = False
     maximize: bool = False
+    begins: int = 1
 
     unsigned = (False,)
     initial = (0.0,)
@@ -140,10 +145,10 @@ class SgdHyper:
     def scalars(self, step: int, grad_scale: float = 1.0) -> tuple[float, ...]:
         """Return (grad_scale, l2, momentum, 1 - dampening, Nesterov's momentum or 0, lr).
 
-        In step 1 the buffer becomes the gradient itself: momentum is 0 and dampening too.
+        In its first step the buffer becomes the gradient itself: momentum is 0 and dampening too.
         """
         _require_step(step)
-        fresh = step == 1
+        fresh = step == self.begins
         return _rounded(
             _signed(grad_scale, self.maximize),
             self.weight_decay,

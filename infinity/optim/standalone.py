@@ -26,17 +26,18 @@ from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.cuda import CudaKernels
 from infinity.optim.rules import Hyper
 from infinity.optim.standalone_groups import finite_scale, group_hyper, taken_groups
+from infinity.optim.standalone_ready import Ready, flat_gradient
 from infinity.optim.standalone_state import (
     FINGERPRINT,
     State,
     fresh_state,
-    moments_of,
     needs_seal,
     rest_of,
     seal,
     settle,
     taken_state,
 )
+from infinity.optim.undecorated import optimizer_method
 from infinity.plan.machine import read_machine
 
 _NO_CORRECTION = 1 << 62  # a step so late that beta ** step is 0
@@ -95,15 +96,14 @@ class _Adam(torch.optim.Optimizer):
         """Everything that is neither copied nor pickled."""
         self._kernels: dict[torch.device, CpuKernels | CudaKernels] = {}
         self._pid = os.getpid()  # of the process that the kernels' threads live in
-        # Of parameters whose master is known to be theirs; another version means an edit.
-        self._marks: dict[Tensor, tuple[int, torch.dtype]] = {}
+        self._ready: dict[Tensor, Ready] = {}  # of parameters whose master is settled
         self._closed = False
 
     # --- groups and state --------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; raises `ConfigError` or `PresenceError` for parameters it cannot step."""
-        super().add_param_group(param_group)
+        optimizer_method("add_param_group")(self, param_group)
         try:
             group_hyper(self.param_groups[-1])
             for parameter in self.param_groups[-1]["params"]:
@@ -131,26 +131,41 @@ class _Adam(torch.optim.Optimizer):
                 remedy="make the model's parameters contiguous before the optimizer",
             )
 
-    def _state_of(self, parameter: Tensor) -> State:
-        """The state, made at the first step, with the master of the parameter as it is now."""
+    def _ready_of(self, parameter: Tensor) -> Ready:
+        """What the kernels take; the state is made at the first step, with the master then."""
         state: State = self.state[parameter]
+        ready = self._ready.get(parameter)
+        if ready is not None and ready.fits(state):
+            return ready
+        self._check(parameter)
         if not state:
             state.update(fresh_state(parameter, self._settings.moments))
-            self._marks.pop(parameter, None)
+            self._ready.pop(parameter, None)
         if self._settings.master:
             self._settle(parameter, state)
         state.pop(FINGERPRINT, None)  # the step makes it wrong
-        return state
+        return self._made_ready(parameter, state)
 
     def _settle(self, parameter: Tensor, state: State) -> None:
-        if self._marks.get(parameter) != _mark(parameter):
+        ready = self._ready.get(parameter)
+        if ready is None or not ready.is_marked():
             settle(state, parameter)
-            self._marks[parameter] = _mark(parameter)
+            self._made_ready(parameter, state)
+
+    def _made_ready(self, parameter: Tensor, state: State) -> Ready:
+        kind, master = self._settings.moments, self._settings.master
+        ready = self._ready[parameter] = Ready(parameter, state, kind, master=master)
+        return ready
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; the tensors are those in use, not copies."""
         self._seal()
-        return super().state_dict()
+        taken: dict[str, Any] = optimizer_method("state_dict")(self)
+        return taken
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's."""
+        optimizer_method("zero_grad")(self, set_to_none)
 
     def _seal(self) -> None:
         """Say of every residual to which parameter it belongs: its reader cannot tell."""
@@ -176,14 +191,14 @@ class _Adam(torch.optim.Optimizer):
 
         def put(_: torch.optim.Optimizer) -> None:
             self.state.update(loaded)
-            self._marks.clear()
+            self._ready.clear()
 
         # Hooks of our own: behind the user's, who may rewrite what is given, and before the
         # user's, who look at what was loaded. torch's loading would narrow moments and masters.
         before = self.register_load_state_dict_pre_hook(take)
         after = self.register_load_state_dict_post_hook(put, prepend=True)
         try:
-            super().load_state_dict(state_dict)
+            optimizer_method("load_state_dict")(self, state_dict)
         finally:
             before.remove()
             after.remove()
@@ -236,48 +251,52 @@ class _Adam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         pieces: dict[torch.device, list[Piece]] = {}
-        stepped: list[Tensor] = []
+        stepped: dict[Tensor, Ready] = {}
         number = -1
         for group in self.param_groups:
             hyper = group_hyper(group)
             for parameter in group["params"]:
                 number += 1
-                if parameter.grad is not None and parameter.numel():
-                    self._check(parameter)
-                    piece = self._piece(parameter, group, hyper, number, scale)
-                    pieces.setdefault(parameter.device, []).append(piece)
-                    stepped.append(parameter)
+                gradient = parameter.grad
+                if gradient is not None and parameter.numel():
+                    ready = stepped[parameter] = self._ready_of(parameter)
+                    piece = self._piece(parameter, gradient, ready, group, hyper, number, scale)
+                    pieces.setdefault(ready.device, []).append(piece)
         work = [(self._kernels_of(device), some) for device, some in pieces.items()]
         for kernels, some in work:
             kernels.update_all(some)
-        for parameter in stepped:
-            self.state[parameter]["step"] += 1
         torch.autograd.graph.increment_version(stepped)  # what autograd saved is stale now
-        self._marks.update((p, _mark(p)) for p in stepped)
+        for ready in stepped.values():
+            ready.advance()
         return loss
 
     def _piece(
-        self, parameter: Tensor, group: dict[str, Any], hyper: Hyper, number: int, scale: float
+        self,
+        parameter: Tensor,
+        gradient: Tensor,
+        ready: Ready,
+        group: dict[str, Any],
+        hyper: Hyper,
+        number: int,
+        scale: float,
     ) -> Piece:
-        gradient = parameter.grad
-        assert gradient is not None
         if gradient.layout is not torch.strided:
             raise ConfigError(
                 f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse",
                 remedy="use sparse=False in nn.Embedding",
             )
-        state = self._state_of(parameter)
-        step = int(state["step"]) + 1
-        kind = self._settings.moments
-        holder = state
+        rest = ready.rest
         if not self._settings.master:
-            settle(holder := {}, parameter)
-        exact = kind.is_exact
+            holder: State = {}
+            settle(holder, parameter)
+            rest = rest_of(holder, parameter)
+        step = ready.next_step
+        exact = self._settings.moments.is_exact
         return Piece(
-            parameter.detach().view(-1),
-            rest_of(holder, parameter),
-            moments_of(state, kind),
-            gradient.detach().contiguous().view(-1),
+            ready.weight,
+            rest,
+            ready.moments,
+            flat_gradient(gradient),
             hyper,
             step if group["bias_correction"] else _NO_CORRECTION,
             scale,
@@ -344,7 +363,3 @@ class FusedAdam(_Adam):
     """
 
     _takes = ("cpu", "cuda")
-
-
-def _mark(parameter: Tensor) -> tuple[int, torch.dtype]:
-    return parameter._version, parameter.dtype

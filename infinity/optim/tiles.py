@@ -45,6 +45,15 @@ class Updater(Protocol):
     def update(self, tiles: Sequence[Tile], grad_scale: float) -> None:
         """Update tiles in place; gradients are multiplied by the scale first."""
 
+    def begin(self, hypers: Mapping[int, Any], steps: Mapping[int, int]) -> None:
+        """A step of these parameters is committed: their tiles will come."""
+
+    def kept(self) -> dict[int, dict[str, Any]]:
+        """What is kept of each parameter beside its moments, as data that can be saved."""
+
+    def keep(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
+        """Go on with what `kept` gave."""
+
     def state_of(
         self,
         parameter: int,

@@ -12,9 +12,11 @@ from support.adam_values import Source
 
 from infinity.errors import ConfigError
 from infinity.formats import MomentFormat
+from infinity.optim.built_in import KernelUpdater
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.moments import Moment
 from infinity.optim.rules import AdagradHyper, AdamHyper, Hyper, LionHyper, SgdHyper
+from infinity.optim.tiles import Tile
 
 Make = Callable[..., torch.optim.Optimizer]
 CASES: list[tuple[Hyper, Make, dict[str, Any]]] = [
@@ -105,6 +107,47 @@ def test_the_first_momentum_is_the_gradient() -> None:
         assert torch.equal(moment.values, gradient)
         kernels.update(torch.zeros(8), None, [moment], gradient, hyper, 2)
     torch.testing.assert_close(moment.values, 0.9 * gradient + 0.5 * gradient)
+
+
+def test_momentum_that_begins_later_begins_with_the_gradient() -> None:
+    """Torch makes the buffer in the first step with momentum, and keeps it when there is none."""
+    momenta = (0.0, 0.9, 0.5, 0.0, 0.9)
+    parameter = torch.nn.Parameter(torch.linspace(-1, 1, 300))
+    theirs = torch.optim.SGD([parameter], lr=0.1, dampening=0.3)
+    ours, moment = parameter.detach().clone(), Moment.zeros(300, MomentFormat.FP32)
+    state: dict[str, torch.Tensor] = {}
+    with CpuKernels(1) as kernels:
+        updater = KernelUpdater(kernels, ["a", "b"], ("momentum_buffer",), seed=0)
+        for step, momentum in enumerate(momenta, 3):
+            parameter.grad = torch.sin(torch.arange(300.0) * step)
+            theirs.param_groups[0]["momentum"] = momentum
+            theirs.step()
+            hyper = SgdHyper(lr=0.1, momentum=momentum, dampening=0.3)
+            tiles = [
+                Tile(1, (300,), first, ours[first:end], None, (moment.part(first, end),),
+                     parameter.grad[first:end], hyper, step)
+                for first, end in ((0, 128), (128, 300))
+            ]  # fmt: skip
+            for tile in tiles:
+                updater.update([tile], 1.0)
+            torch.testing.assert_close(ours, parameter.detach(), rtol=1e-6, atol=1e-7)
+            state = updater.state_of(1, hyper, [moment], (300,), step)
+            assert state.keys() == {k for k, v in theirs.state[parameter].items() if v is not None}
+        assert updater.kept() == {1: {"begins": 4}}
+    buffer = theirs.state[parameter]["momentum_buffer"]
+    torch.testing.assert_close(state["momentum_buffer"], buffer, rtol=1e-6, atol=1e-7)
+
+
+def test_where_momentum_began_is_known_from_the_commit_on_and_can_be_saved() -> None:
+    hypers = {0: SgdHyper(0.1), 1: SgdHyper(0.1, momentum=0.9), 2: SgdHyper(0.1, momentum=0.9)}
+    with CpuKernels(1) as kernels:
+        updater, other = (
+            KernelUpdater(kernels, ["a", "b", "c"], ("momentum_buffer",), 0) for _ in range(2)
+        )
+        updater.begin(hypers, {0: 7, 1: 7})
+        updater.begin(hypers, {0: 8, 1: 8, 2: 1})
+        other.keep(updater.kept())
+        assert other.kept() == updater.kept() == {1: {"begins": 7}, 2: {"begins": 1}}
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])

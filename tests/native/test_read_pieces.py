@@ -1,0 +1,114 @@
+"""The quick way from tensors to native pieces takes what the slow one takes, and the same of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.adam_values import ADAMW, Source
+from torch import nn
+
+from infinity.errors import ConfigError
+from infinity.formats import MomentFormat
+from infinity.optim import cpu
+from infinity.optim.cpu import CpuKernels, Piece
+from infinity.optim.rules import LionHyper, SgdHyper
+
+HYPERS = (ADAMW, LionHyper(0.1), SgdHyper(0.1), SgdHyper(0.1, momentum=0.9, dampening=0.5))
+LAYOUTS = ("fp32", "split", "fp16")
+pytestmark = pytest.mark.skipif(cpu._EXCHANGE is None, reason="torch has no table of DLPack")
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Iterator[CpuKernels]:
+    with CpuKernels(1) as made:
+        yield made
+
+
+def pieces(layout: str, kind: MomentFormat, n: int, *, first: int = 256) -> list[Piece]:
+    source, made = Source(5), []
+    for number, hyper in enumerate(HYPERS):
+        state = source.whole_state(n, layout, hyper, kind, wild=False)
+        gradient = torch.linspace(-1, 1, n).to((torch.float32, torch.bfloat16)[number % 2])
+        moments = state.moments[: hyper.num_moments]
+        made.append(Piece(state.weight, state.rest, moments, gradient, hyper, 3, 0.5, 77, first))
+    return made
+
+
+def read(some: list[Piece]) -> list[Any] | None:
+    return cpu._read(some, cpu._settings(some))
+
+
+def stored(some: list[Piece]) -> list[torch.Tensor]:
+    tensors = [t for p in some for t in (p.weight, p.rest, *(x for m in p.moments for x in m[:2]))]
+    return [t for t in tensors if t is not None]
+
+
+@pytest.mark.parametrize("kind", list(MomentFormat))
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("n", [0, 1, 300])
+def test_both_ways_give_the_same(
+    kernels: CpuKernels, layout: str, kind: MomentFormat, n: int, monkeypatch: Any
+) -> None:
+    quick, slow = pieces(layout, kind, n), pieces(layout, kind, n)
+    assert [native.nbytes for native in read(quick) or ()] == [
+        cpu._native(*pair).nbytes for pair in zip(slow, cpu._settings(slow), strict=True)
+    ]
+    kernels.update_all(quick)
+    monkeypatch.setattr(cpu, "_EXCHANGE", None)
+    kernels.update_all(slow)
+    for one, two in zip(stored(quick), stored(slow), strict=True):
+        assert torch.equal(one.view(torch.uint8), two.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gradient": torch.zeros(300, dtype=torch.float64)},
+        {"gradient": torch.zeros(301)},
+        {"gradient": torch.zeros(600)[::2]},
+        {"gradient": torch.zeros(3, 100)},
+        {"gradient": torch.zeros(300, device="meta")},
+        {"gradient": torch.zeros(300).to_sparse()},
+        {"gradient": nn.Parameter(torch.zeros(300))},
+        {"gradient": None},
+        {"gradient": [0.0] * 300},
+        {"rest": None},
+        {"rest": torch.zeros(300)},
+        {"moments": ()},
+        {"moments": None},
+        {"first": 3},
+        {"first": -1},
+        {"key": 2**64},
+        {"key": None},
+    ],
+    ids=str,
+)
+def test_what_is_not_plain_is_left_to_the_slow_way(changes: dict[str, Any]) -> None:
+    some = pieces("split", MomentFormat.INT8, 300)
+    assert read(some) is not None
+    some[0] = some[0]._replace(**changes)
+    assert read(some) is None
+    assert read(some[1:]) is not None  # no error is left behind
+
+
+def test_a_parameter_is_taken_the_slow_way(kernels: CpuKernels) -> None:
+    (piece, *_), (other, *_) = (pieces("fp32", MomentFormat.FP32, 300) for _ in range(2))
+    kernels.update_all([piece])
+    odd = other._replace(weight=nn.Parameter(other.weight, requires_grad=False))
+    assert read([odd]) is None
+    kernels.update_all([odd])
+    assert torch.equal(piece.weight, other.weight)
+
+
+def test_an_empty_call_and_a_foreign_table(kernels: CpuKernels, monkeypatch: Any) -> None:
+    assert read([]) == []
+    kernels.update_all([])
+    monkeypatch.setattr(cpu, "_EXCHANGE", object())  # no capsule
+    some = pieces("fp32", MomentFormat.FP32, 300)
+    assert read(some) is None
+    kernels.update_all(some)
+    with pytest.raises(ConfigError, match="overlap"):
+        kernels.update_all([some[0], some[0]])

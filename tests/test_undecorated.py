@@ -1,0 +1,74 @@
+"""Making an engine or an optimizer of ours does not import torch's compiler."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import infinity
+from infinity.optim.undecorated import optimizer_method
+
+ENGINE = """
+import torch, infinity
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+config = {"precision": "fp32", "optimizer": {"type": "AdamW", "lr": 0.1}}
+engine, *_ = infinity.initialize(
+    model=model, config=config, lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1)
+)
+engine.backward(engine(torch.randn(2, 4)).sum())
+engine.step()
+optimizer = engine.optimizer
+optimizer.zero_grad()
+optimizer.load_state_dict(optimizer.state_dict())
+engine.close()
+"""
+ALONE = """
+import copy, pickle, torch, infinity
+parameter = torch.nn.Parameter(torch.zeros(300))
+optimizer = infinity.CPUAdam([parameter], lr=0.1)
+parameter.grad = torch.ones(300)
+optimizer.step()
+optimizer.zero_grad()
+optimizer.load_state_dict(optimizer.state_dict())
+optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+pickle.loads(pickle.dumps(copy.deepcopy(optimizer)))
+"""
+ASK = "import sys; print('torch._dynamo' in sys.modules)"
+
+
+@pytest.mark.parametrize("program", [ENGINE, ALONE], ids=["engine", "alone"])
+def test_torchs_compiler_is_not_imported(program: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", program + ASK], check=True, capture_output=True, text=True
+    )
+    assert done.stdout.split()[-1] == "False", done.stderr
+
+
+@pytest.mark.parametrize("name", ["add_param_group", "state_dict", "load_state_dict", "zero_grad"])
+@pytest.mark.parametrize("compiler", [True, False])
+def test_the_methods_are_torchs(name: str, compiler: bool, monkeypatch) -> None:
+    if compiler:
+        monkeypatch.setitem(sys.modules, "torch._dynamo", sys)
+    else:
+        monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    theirs = getattr(torch.optim.Optimizer, name)
+    ours = optimizer_method(name)
+    assert ours is (theirs if compiler else inspect.unwrap(theirs))
+    assert ours.__name__ == name
+    assert ours.__module__ == "torch.optim.optimizer"
+    assert next(iter(inspect.signature(ours).parameters)) == "self"
+
+
+def test_gradients_are_zeroed_as_torchs_are() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = infinity.CPUAdam([parameter])
+    parameter.grad = torch.ones(3)
+    optimizer.zero_grad(set_to_none=False)
+    assert torch.equal(parameter.grad, torch.zeros(3))
+    optimizer.zero_grad()
+    assert parameter.grad is None
+    optimizer.close()

@@ -18,7 +18,7 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-native test-big lint bench bench-swap clean
+.PHONY: help setup demo test test-native test-big test-crash lint bench bench-swap clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ endef
 
 test-big: setup  ## run all tests
 	$(BIN)/python -m pytest -q -n 2 $(ARGS)
+
+test-crash: setup  ## kill training at a thousand random moments, and look what is left (long)
+	$(BIN)/python -m pytest -q tests/faults -m big -k "killed or at_length" $(ARGS)
 
 lint: setup  ## check style, types and the format of the native sources
 	$(BIN)/ruff check .

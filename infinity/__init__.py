@@ -34,6 +34,9 @@ if _TYPE_CHECKING:
     from infinity.config import load_config as load_config
     from infinity.engine import Engine as Engine
     from infinity.errors import InfinityError as InfinityError
+    from infinity.integrations.deepspeed_config import translate_deepspeed as translate_deepspeed
+    from infinity.integrations.front_door import add_config_arguments as add_config_arguments
+    from infinity.integrations.front_door import init_distributed as init_distributed
     from infinity.model.materialize import Init as Init
     from infinity.optim.standalone import CPUAdam as CPUAdam
     from infinity.optim.standalone import FusedAdam as FusedAdam
@@ -54,6 +57,9 @@ _HOMES = {
     "FusedAdam": "infinity.optim.standalone",
     "StepReport": "infinity.training.report",
     "load_weights": "infinity.weights",
+    "add_config_arguments": "infinity.integrations.front_door",
+    "init_distributed": "infinity.integrations.front_door",
+    "translate_deepspeed": "infinity.integrations.deepspeed_config",
 }
 
 
@@ -77,7 +83,10 @@ __all__ = [
     "Init",
     "StepReport",
     "__version__",
+    "add_config_arguments",
+    "init_distributed",
     "initialize",
     "load_config",
     "load_weights",
+    "translate_deepspeed",
 ]

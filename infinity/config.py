@@ -71,6 +71,10 @@ def _paths(value: Any) -> tuple[Path, ...]:
     return paths
 
 
+def _resume(value: Any) -> Any:
+    return value if value in ("never", "auto") else _path(value)
+
+
 def _pair(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
@@ -159,7 +163,7 @@ class OptimizerConfig(_Section):
 
 
 class SchedulerConfig(_Section):
-    """A class of `torch.optim.lr_scheduler` and its arguments, apart from the optimizer."""
+    """A class of `torch.optim.lr_scheduler` or `infinity.schedules`, and its arguments."""
 
     type: str
     params: dict[str, Any] = Field(default_factory=dict)
@@ -171,7 +175,8 @@ class SchedulerConfig(_Section):
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"is not in torch.optim.lr_scheduler; {hint}known: {', '.join(known)}")
+            where = "torch.optim.lr_scheduler or infinity.schedules"
+            raise ValueError(f"is not in {where}; {hint}known: {', '.join(known)}")
         return name
 
     @field_validator("params")
@@ -202,19 +207,11 @@ def _number_if_it_looks_like_one(value: Any) -> Any:
     return value
 
 
-def _schedulers() -> dict[str, type]:
+def _schedulers() -> Mapping[str, type]:
     # Imported here so that reading a configuration does not cost the import of torch.
-    from torch.optim import lr_scheduler
+    from infinity.schedules import known_schedules
 
-    base = lr_scheduler.LRScheduler
-    return {
-        name: value
-        for name, value in sorted(vars(lr_scheduler).items())
-        if inspect.isclass(value)
-        and issubclass(value, base)
-        and value is not base
-        and not name.startswith("_")
-    }
+    return known_schedules()
 
 
 class HomesConfig(_Section):
@@ -279,7 +276,12 @@ class Config(_Section):
     seed: int | None = None
     cpu: CpuConfig = CpuConfig()
     journal: OnePath | None = None
+    # State on disk is the checkpoint: sweeps write out of place, and steps are committed.
     durable: bool = False
+    # Steps from one commit to the next; "auto" is every step where all state rests on disk.
+    durable_every: int | Literal["auto"] = "auto"
+    # "auto": go on from the durable run under nvme_path that fits the model; or its directory.
+    resume: Annotated[Literal["never", "auto"] | Path, BeforeValidator(_resume)] = "never"
 
     @field_validator("precision", mode="before")
     @classmethod
@@ -290,9 +292,24 @@ class Config(_Section):
 
     @field_validator("durable")
     @classmethod
-    def _not_durable(cls, value: bool) -> bool:
-        if value:
-            raise ValueError("true is not supported yet; save with engine.state_dict()")
+    def _durable_has_a_path(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("nvme_path") == ():
+            raise ValueError("true: nvme_path must be given, state is kept there")
+        return value
+
+    @field_validator("durable_every", mode="before")
+    @classmethod
+    def _whole_steps(cls, value: Any) -> Any:
+        if value != "auto" and not (type(value) is int and value > 0):
+            raise ValueError(f'should be "auto" or a number of steps, 1 or more, got {value!r}')
+        return value
+
+    @field_validator("durable_every", "resume")
+    @classmethod
+    def _is_durable(cls, value: Any, info: ValidationInfo) -> Any:
+        default = cls.model_fields[info.field_name or ""].default
+        if value != default and info.data.get("durable") is False:
+            raise ValueError(f"{value} needs durable: true")
         return value
 
     @field_validator("chunk_size", mode="before")

@@ -11,39 +11,65 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 # Top-level names that only a DeepSpeed configuration has.
-_DEEPSPEED_NAMES = frozenset(
+DEEPSPEED_NAMES = frozenset(
     {
         "activation_checkpointing",
         "aio",
+        "allgather_size",
         "amp",
         "autotuning",
         "bf16",
         "bfloat16",
         "checkpoint",
+        "comet",
         "comms_logger",
         "communication_data_type",
+        "compile",
         "compression_training",
         "csv_monitor",
         "curriculum_learning",
         "data_efficiency",
+        "data_parallel_size",
         "data_types",
+        "dataloader_drop_last",
+        "datastates_ckpt",
+        "disable_allgather",
+        "disable_python_gc",
         "dump_state",
+        "eigenvalue",
         "elasticity",
+        "expert_parallel",
         "flops_profiler",
         "fp16",
+        "gradient_allreduce_op",
         "gradient_predivide_factor",
+        "graph_harvesting",
+        "hybrid_engine",
+        "log_level",
+        "managed_gradient_accumulation",
         "memory_breakdown",
         "nebula",
+        "pipeline",
         "prescale_gradients",
+        "progressive_layer_drop",
+        "quantize_training",
+        "random_ltd",
+        "seq_parallel_communication_data_type",
+        "sequence_parallel_size",
         "sparse_attention",
         "sparse_gradients",
         "steps_per_print",
         "tensor_parallel",
         "tensorboard",
+        "timers",
+        "torch_autocast",
         "train_batch_size",
         "train_micro_batch_size_per_gpu",
+        "use_data_before_expert_parallelism",
+        "vocabulary_size",
         "wall_clock_breakdown",
         "wandb",
+        "weight_quantization",
         "zero_allow_untested_optimizer",
         "zero_force_ds_cpu_optimizer",
         "zero_optimization",
@@ -56,11 +82,12 @@ def explain(
 ) -> str:
     """Return one text that lists every mistake in `raw`, read as `schema`, by its dotted name."""
     problems = []
-    foreign = [name for name in raw if name in _DEEPSPEED_NAMES]
+    foreign = [name for name in raw if name in DEEPSPEED_NAMES]
     if foreign:
         names, verb = ", ".join(foreign), "is" if len(foreign) == 1 else "are"
         problems.append(
-            f"{names} {verb} from a DeepSpeed configuration; these are not translated yet (issue 7)"
+            f"{names} {verb} from a DeepSpeed configuration; initialize() and `infinity plan` take "
+            'such a one as a whole, with keys of ours in its section "infinity"'
         )
     for detail in error.errors(include_url=False):
         # Told above; and a default that waits for another value fails only because that one did.

@@ -4,41 +4,41 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from infinity.errors import (
-    EngineClosedError,
-    InfinityError,
-    TrainingError,
-    TransferError,
-)
+from infinity.engine_state import EngineState
+from infinity.errors import InfinityError, TrainingError, TransferError
 from infinity.journal import Journal
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.parts import Parts
 from infinity.plan.forecast import forecast_bytes
 from infinity.plan.plan import Plan
+from infinity.training.checkpoints import Checkpoints
 from infinity.training.cycles import Cycles
+from infinity.training.inputs import check_inputs
 from infinity.training.owner import Owner
 from infinity.training.report import StepReport
-from infinity.training.state_dict import ModuleStateHooks, StateDict, state_dict_of
+from infinity.training.run_state import RunState
+from infinity.training.state_dict import ModuleStateHooks
 from infinity.training.stepper import Stepper
-from infinity.training.values import Values, targets
+from infinity.training.values import Values
 
 _IN_PLACE = "has been modified by an inplace operation: [torch."  # torch's own words
 
 
-class Engine:
+class Engine(EngineState):
     """Owns a module's memory while it is trained. Made by `infinity.initialize`.
 
     `module` is the user's module; `optimizer` holds the parameter groups; `plan` says what lives
     where. A context manager: leaving closes.
     """
+
+    # What became of each key, where the configuration was DeepSpeed's: `Translation`, else None.
+    translation: Any = None
 
     def __init__(
         self,
@@ -49,6 +49,7 @@ class Engine:
         gradient_clipping: float,
         lr_scheduler: Any = None,
         journal: Journal | None = None,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         self.module = module
         self.optimizer = optimizer
@@ -64,6 +65,16 @@ class Engine:
         self._values = Values(parts.store, parts.mover, parts.kernels, parts.sweep.finish)
         parts.hooks.lent = self._values.lent
         parts.hooks.write_edits = self._values.flush_edits
+        names = parts.cut.names
+        run_state = RunState(self._stepper, optimizer, parts.updater, self._index_of, names)
+        self._checkpoints = Checkpoints(
+            module, parts, self._stepper, self._values, run_state, self._index_of,
+            optimizer.rule.name, config or {},
+        )  # fmt: skip
+        if parts.durability is not None:
+            self._stepper.document = self._checkpoints.document
+            if parts.resumed:
+                self._checkpoints.restore_document(parts.resumed)
         self._state_hooks = ModuleStateHooks(module, self._values, self._index_of)
         self._closed = False
         self._finalizer = weakref.finalize(self, parts.close)
@@ -152,6 +163,7 @@ class Engine:
         tell.
         """
         progress = self._stepper.progress
+        self._parts.saver.warn()
         try:
             self._check_usable()
             if progress.backwards == 0:
@@ -189,62 +201,6 @@ class Engine:
 
     def _is_last_micro_batch(self) -> bool:
         return self._stepper.progress.micro_step + 1 == self.plan.micro_batches
-
-    # --- values ----------------------------------------------------------------------------------
-
-    def state_dict(self, *, master: bool = False) -> StateDict:
-        """Names to full values, read tensor by tensor as they are asked for.
-
-        With `master`, trained parameters come as fp32 masters, bit for bit.
-        """
-        self._check_usable()
-        return state_dict_of(self.module, self._values, self._index_of, master=master)
-
-    def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
-        """Take full values, tensor by tensor; fp32 values become masters as they are.
-
-        Raises `ConfigError` naming all missing, unexpected and misshapen entries, before
-        anything is changed.
-        """
-        self._check_usable()
-        self.state_dict().load(state, strict=strict)
-
-    def save_weights(
-        self,
-        directory: str | os.PathLike[str],
-        dtype: torch.dtype | str | None = None,
-        max_shard: int | str = "5GiB",
-    ) -> list[Path]:
-        """Write safetensors that Hugging Face and `load_weights` take; returns the files.
-
-        Tensor by tensor, out of any homes, persistent buffers included; tied weights once, under
-        their first name. `dtype`: None is the compute dtype; torch.float32 or "fp32" the exact
-        master; "bf16"; "fp16". Buffers, and frozen parameters that are not floats, keep theirs.
-
-        Waits for updates that are owed. Raises `ConfigError`, `DoesNotFitError` (disk full) or
-        `MachineError`; training may go on after any of them, and files saved there before stay.
-        """
-        self._check_usable()
-        return self.state_dict().save(Path(directory), dtype, max_shard)
-
-    def materialized(
-        self,
-        target: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Parameter],
-        *,
-        master: bool = False,
-    ) -> AbstractContextManager[None]:
-        """Inside the block the named parameters hold full values that may be read and edited.
-
-        Edits are kept. With `master` trained parameters are fp32 masters in the block.
-        """
-        self._check_usable()
-        return self._values.materialized(targets(target, self._index_of), master=master)
-
-    def gradient(self, parameter: nn.Parameter) -> Tensor:
-        """A copy of the parameter's accumulated gradient in this window (`p.grad` is None)."""
-        self._check_usable()
-        (index,) = targets(parameter, self._index_of)
-        return self._parts.gradients.read(index).view(parameter.shape)
 
     # --- the rest --------------------------------------------------------------------------------
 
@@ -312,25 +268,25 @@ class Engine:
         """Per path in use: device, file system, share of the state, speed, bytes and times."""
         return self._parts.disk.drives() if self._parts.disk is not None else {}
 
-    def settle(self) -> None:
-        """Wait until no update is owed and everything is home."""
-        self._check_usable()
-        self._values.settle()
-        for unit in range(len(self.plan.units)):
-            self._parts.store.settle_writes(unit)
-
     def close(self, *, restore: bool = False) -> None:
         """Give everything back: threads, pins, files, disk space. Idempotent.
 
-        Parameters are absent afterwards; with `restore` they first get their full values back,
-        in RAM, in the compute dtype.
+        A checkpoint that is being saved is completed first; what made one fail is raised when all
+        is given back. Parameters are absent afterwards; with `restore` they first get their full
+        values back, in RAM, in the compute dtype.
         """
         if (self._closed and self._parts.closed) or not self._owner.is_here():
             return
-        values = None
-        if restore and not self._closed:
-            self._values.take_back_all()
-            values = [self._values.read(i) for i in range(len(self._parts.cut.parameters))]
+        values, failure = None, None
+        if not self._closed:
+            try:
+                self._parts.saver.finish()
+                if restore:
+                    self._values.take_back_all()
+                    count = len(self._parts.cut.parameters)
+                    values = [self._values.read(i) for i in range(count)]
+            except BaseException as error:
+                failure = error
         self._closed = True
         self._state_hooks.remove()
         try:
@@ -342,6 +298,8 @@ class Engine:
                 self._journal.close()
             if values is not None:
                 self._parts.presence.restore(values)
+        if failure is not None:
+            raise failure
 
     def __enter__(self) -> Engine:
         return self
@@ -349,19 +307,8 @@ class Engine:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _check_usable(self) -> None:
-        self._owner.check()
-        if self._closed:
-            raise EngineClosedError("the engine is closed", remedy="make a new one")
-        self._parts.mover.check()
-
     def _check_arguments(self, args: Any, kwargs: Any) -> None:
-        for tensor in _tensors((args, kwargs)):
-            if tensor.device != self.device:
-                raise TrainingError(
-                    f"an input tensor is on {tensor.device}, the engine computes on {self.device}",
-                    remedy=f"move the batch: tensor.to({str(self.device)!r}) (engine.device)",
-                )
+        check_inputs((args, kwargs), self.device)
         for index, parameter in enumerate(self._parts.cut.parameters):
             if parameter.requires_grad and not self._parts.cut.trained[index]:
                 raise TrainingError(
@@ -370,17 +317,6 @@ class Engine:
                     remedy="pass it to initialize(model_parameters=...), which gives state to "
                     "parameters that are frozen for now, or keep it frozen",
                 )
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
 
 
 def _after_fork(engine: Engine) -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from infinity.config import Config
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, EngineFailedError
 from infinity.formats import MomentFormat
 from infinity.heap import return_freed_memory
 from infinity.memory.device import CpuDevice, Device
 from infinity.memory.disk import Disk
+from infinity.memory.durability import Durability
+from infinity.memory.durable_runs import find_run, model_facts, read_run, remarks
 from infinity.memory.gradients import GradientStore
 from infinity.memory.lanes import Lanes
 from infinity.memory.mover import Mover
@@ -33,11 +37,14 @@ from infinity.optim.tiles import Rule
 from infinity.plan.layout import PRECISIONS, ParameterFacts, Tier, UnitLayout, lay_out
 from infinity.plan.machine import default_host_budget_bytes, read_machine
 from infinity.plan.plan import Plan, RuleFacts
-from infinity.plan.planner import make_plan
+from infinity.plan.planner import gradient_itemsize, make_plan
+from infinity.plan.rates import Rates
 from infinity.plan.reserve import Limits
 from infinity.training.birth import Birth, Progress
 from infinity.training.hooks import Hooks
+from infinity.training.saving import Saver
 from infinity.training.sweep import Sweep
+from infinity.training.watch import MemoryWatch
 
 PROCESS_BASE_BYTES = 320 << 20  # torch imported and one matmul done
 AUTO_DEVICE_BUDGET = 0.9  # of the device memory that is free at start
@@ -190,12 +197,9 @@ def limits_for(config: Config, device: Device, model: nn.Module) -> Limits:
         device_budget = int(memory * AUTO_DEVICE_BUDGET)
     if device_budget is not None:
         device_budget = max(device_budget - PROCESS.total("device"), 0)
-    return Limits(
-        device=device_budget,
-        host=max(host - held, 0),
-        disk=config.budget.disk,
-        base=max(base, PROCESS_BASE_BYTES),
-    )
+    base = max(base, PROCESS_BASE_BYTES)
+    made = max((p.nbytes for p in model.parameters() if p.is_meta), default=0)
+    return Limits(device_budget, max(host - held, 0), config.budget.disk, base, made)
 
 
 class Parts:
@@ -243,8 +247,10 @@ class Parts:
         undo.append(self.kernels.close)
         if isinstance(self.device, CpuDevice):
             self.device.copier = self.kernels.copy
+        stored = read_run(Path(plan.resumed), config.nvme_path) if plan.resumed else None
         needs_disk = any(plan.memory["disk"].values())
-        self.disk = Disk(config.nvme_path, config.io) if needs_disk else None
+        placement = stored.placement if stored is not None else None
+        self.disk = Disk(config.nvme_path, config.io, placement) if needs_disk else None
         if self.disk is not None:
             undo.append(self.disk.close)
         self.lanes = Lanes(self.device, self.disk)
@@ -252,22 +258,37 @@ class Parts:
         self.gradients = GradientStore(plan, self.lanes, self.kernels)
         if self.disk is not None:
             self.disk.allocate()
+        self.durability: Durability | None = None
+        self.resumed: bytes | None = None  # the document of the commit that this run goes on from
+        if plan.durable:
+            self.durability = Durability(plan, self.lanes, self.store, stored)
+            undo.append(self.durability.close)
+            self.resumed = self.durability.document if stored is not None else None
         self.presence = Presence(plan.units, cut.parameters, cut.dtypes, self.device.torch_device)
         self.mover = Mover(plan, self.lanes, self.store, self.presence, poison)
         rule, seed = optimizer.rule, config.seed or 0
         self.updater = rule.updater(self.kernels, cut.names, largest_trained_of(cut.layouts), seed)
-        self.sweep = Sweep(plan, self.lanes, self.store, self.gradients, self.mover, self.updater)
+        self.sweep = Sweep(
+            plan, self.lanes, self.store, self.gradients, self.mover, self.updater, self.durability
+        )
         undo.append(self._let_go)
         undo.append(self.sweep.close)
+        self.saver = Saver(plan, self.lanes, self.store)
+        undo.append(self.saver.abort)  # the sweep may be waiting for it
         self.sweep.open()
         index_of = {id(p): i for i, p in enumerate(cut.parameters)}
         hypers = optimizer.hypers(index_of).items()
         initial = {index: rule.initial(hyper) for index, hyper in hypers}
         undo.append(self.presence.return_to_meta)
         self.presence.leave_meta()
-        birth = Birth(plan, self.lanes, self.store, self.kernels, initial, origins.value)
-        birth.write(cut.parameters, self.presence, progress)
-        del birth  # and its buffers
+        if self.durability is not None and stored is not None:
+            for layout in plan.units:
+                self.presence.forget(layout.index)
+            self.durability.fill_memory(progress)
+        else:
+            birth = Birth(plan, self.lanes, self.store, self.kernels, initial, origins.value)
+            birth.write(cut.parameters, self.presence, progress)
+            del birth  # and its buffers
         self.presence.settle()
         self._born = True
         self.gradients.write_once()
@@ -275,9 +296,25 @@ class Parts:
         origins.forget()
         return_freed_memory()  # of values that have gone home
         self.hooks = Hooks(self.mover, self.gradients, cut.units, cut.parameters, cut.trained)
+        self.hooks.watch = MemoryWatch(plan, model, self.device, config.budget.host)
         undo.append(self.hooks.remove)
         self.installation = Installation(model, self.hooks.touch)
         undo.append(self.installation.remove)
+        if self.disk is not None:
+            facts = model_facts(plan.units, plan.precision.name, plan.rule, plan.gradient_itemsize)
+            if stored is None:
+                self.disk.warnings += remarks(self.disk.paths, config.resume, facts)
+            if self.durability is not None and stored is None:
+                self.durability.begin(facts)
+            undo.append(self._commit_last)
+
+    def _commit_last(self) -> None:
+        """At the end of a durable run: the step that is under way counts, unless it failed."""
+        durability, self.durability = self.durability, None  # once: an interruption ends the wait
+        if durability is not None and self.sweep.can_finish:
+            with contextlib.suppress(EngineFailedError):
+                self.sweep.finish()
+                durability.finish()
 
     def _let_go(self) -> None:
         """Make every parameter absent: a view would keep slots and homes alive."""
@@ -334,10 +371,16 @@ def facts_of(rule: Rule, layouts: Iterable[UnitLayout]) -> RuleFacts:
     )
 
 
-def plan_for(model: nn.Module, cut: Cut, config: Config, device: Device, rule: Rule) -> Plan:
-    """The plan of one engine on this machine."""
+def plan_for(
+    model: nn.Module, cut: Cut, config: Config, device: Device, rule: Rule, rates: Rates | None
+) -> Plan:
+    """The plan of one engine on this machine; `rates` as `make_plan` takes them."""
     limits = limits_for(config, device, model)
     facts = facts_of(rule, cut.layouts)
+    run = None
+    if config.durable:
+        here = model_facts(cut.layouts, config.precision, facts, gradient_itemsize(config))
+        run = find_run(config.nvme_path, config.resume, here)
     reason = "" if device.unified else device.why_no_kernels()
     plan = make_plan(
         cut.layouts,
@@ -346,6 +389,8 @@ def plan_for(model: nn.Module, cut: Cut, config: Config, device: Device, rule: R
         unified=device.unified,
         rule=facts,
         device_kernels=reason is None,
+        rates=rates,
+        stored=run.stored if run is not None else None,
     )
     if reason and Tier.DEVICE in {homes.state for homes in plan.homes}:
         note = f"state that rests on the device is updated by the host, slower: {reason}"

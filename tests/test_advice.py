@@ -96,7 +96,7 @@ def test_a_larger_tier_is_no_larger_than_it_must_be(tier: str) -> None:
     if tier == "host":
         case = case_of(16 * MIB, disk=0, device=64 * MIB, count=64, tokens=1)
     elif tier == "disk":
-        case = case_of(64 * MIB, disk=200 * MIB, device=64 * MIB, count=256, tokens=1)
+        case = case_of(96 * MIB, disk=200 * MIB, device=64 * MIB, count=256, tokens=1)
     else:
         case = case_of(4 * GIB, device=3 * MIB, tokens=64, recompute=True)
     found = [w for w in ways_of(case) if w.how.startswith(f"--{tier}")]

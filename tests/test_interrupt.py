@@ -293,6 +293,15 @@ def run_struck(
         assert not fake.violations, fake.violations[:3]
 
 
+# Python itself loses an exception in a callback of its garbage collector (hypothesis has one there)
+# or of a weak reference: such a strike has not happened, and is no fault of ours.
+may_be_lost = pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <function (gc_cumulative_time|WeakSet)"
+    ":pytest.PytestUnraisableExceptionWarning"
+)
+
+
+@may_be_lost
 @pytest.mark.parametrize("seed", range(16))
 @pytest.mark.parametrize("case", list(CASES))
 def test_a_timer_strikes_and_the_bits_stay(tmp_path: Path, case: str, seed: int) -> None:
@@ -300,6 +309,7 @@ def test_a_timer_strikes_and_the_bits_stay(tmp_path: Path, case: str, seed: int)
     run_struck(tmp_path, no_recompute, strikes, **CASES[case])
 
 
+@may_be_lost
 @pytest.mark.parametrize("seed", range(12))
 def test_a_timer_strikes_an_accelerator_and_the_bits_stay(tmp_path: Path, seed: int) -> None:
     strikes = TimerStrikes(seed, longest_s=0.06)

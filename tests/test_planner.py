@@ -343,3 +343,31 @@ def test_sizes_follow_the_rule_and_its_formats(
         assert plan.memory["host"]["staging"] == 4 * record
     text = plan.describe()
     assert ("lossy" in text) == any(not kind.is_exact for kind in rule.moments)
+
+
+@pytest.mark.parametrize("wishes", [{}, {"moments": "host"}, {"weights": "host"}])
+def test_without_a_disk_weights_rest_where_one_memory_computes(wishes: dict[str, str]) -> None:
+    """Above 70 % of it as well, where nothing is left to choose: no slots, no second copies."""
+    rest = 2 * 100_352 * 14  # two units, padded: 12 bytes of state, 2 of a gradient
+    limits = Limits(None, int(rest / 0.8), None)
+    plan = plan_of([100_000] * 2, limits, homes=wishes, nvme_path=None, chunk_size=2048)
+    assert plan.tier_bytes["host"] + plan.tier_bytes["device"] > 0.7 * rest / 0.8
+    assert {homes.weight for homes in plan.homes} == {Tier.DEVICE}
+    assert plan.slot_classes == ()
+    apart = plan_of([100_000] * 2, Limits(None, 1 << 30, None), unified=False, nvme_path=None,
+                    homes={"weights": "host"})  # fmt: skip
+    assert apart.slot_classes  # a device of its own has slots
+
+
+def test_birth_is_in_the_plan_beyond_what_is_not_touched_yet() -> None:
+    sizes, wish = [100_000] * 2, {"weights": "device", "moments": "host", "gradients": "host"}
+    chunk = 100_352
+    working = 2 * 12 * chunk + 4 * chunk + 5 * MIB  # two records, a master, a value of 5 MiB
+    limits = Limits(None, None, None, made=5 * MIB)
+    untouched = 2 * chunk * 2  # gradients come after birth
+    assert plan_of(sizes, limits, homes=wish).memory["host"]["birth"] == working - untouched
+    pinned = plan_of(sizes, limits, homes=wish, unified=False)
+    assert pinned.memory["host"]["birth"] == working
+    on_disk = dict.fromkeys(wish, "disk")
+    roomy = plan_of([100_000] * 20, Limits(None, None, None), homes=on_disk, look_ahead=8)
+    assert roomy.memory["host"]["birth"] == 0

@@ -227,7 +227,7 @@ def test_a_half_made_directory_is_removed_only_when_old(tmp_path: Path) -> None:
 def test_the_directory_cannot_be_seen_before_it_is_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_record = module._write_record
+    write_record = module.write_record
     seen: list[list[Path]] = []
 
     def look_around(path: Path) -> None:
@@ -236,7 +236,7 @@ def test_the_directory_cannot_be_seen_before_it_is_locked(
         write_record(path)
         seen.append(remove_dead_runs(tmp_path))
 
-    monkeypatch.setattr(module, "_write_record", look_around)
+    monkeypatch.setattr(module, "write_record", look_around)
     Scratch.create(tmp_path).remove()
     assert seen == [[], []]
 

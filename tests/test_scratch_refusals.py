@@ -67,7 +67,7 @@ def test_a_refusing_disk(
         elif place == "flock":
             patch.setattr("fcntl.flock", refuse)
         else:
-            patch.setattr(module, "_write_record", refuse)
+            patch.setattr(module, "write_record", refuse)
         num_descriptors = len(os.listdir("/proc/self/fd"))
         error = refusal(tmp_path)
         assert len(os.listdir("/proc/self/fd")) == num_descriptors
@@ -103,7 +103,7 @@ def test_an_interrupted_making_leaves_nothing(
     def interrupt(path: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "_write_record", interrupt)
+    monkeypatch.setattr(module, "write_record", interrupt)
     with pytest.raises(KeyboardInterrupt):
         Scratch.create(tmp_path)
     assert names_in(tmp_path) == []

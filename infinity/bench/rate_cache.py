@@ -27,7 +27,17 @@ from infinity.bench.rates import DISK_SHARE, SECONDS, measure_processors
 from infinity.config import IoConfig
 from infinity.memory.device import CpuDevice, Device
 from infinity.plan.machine import cpu_model, mount_of, read_machine
-from infinity.plan.rates import COMPUTE, COPIES, DEVICE_UPDATE, DISK, UPDATE, Rates, nominal
+from infinity.plan.rates import (
+    COMPUTE,
+    COPIES,
+    DEVICE_UPDATE,
+    DISK,
+    UPDATE,
+    Rates,
+    completed,
+    nominal,
+    rates_origin,
+)
 
 FORMAT = 1  # counts up when what is measured changes its meaning
 _Numbers = dict[str, float]
@@ -43,6 +53,24 @@ class MeasuredRates:
 
     rates: Rates
     measured: str
+
+
+@dataclass(frozen=True)
+class KnownRates:
+    """Rates of which some were measured; `nominal` names those that were not.
+
+    `measured` is the day of the oldest part, None where nothing was measured.
+    """
+
+    rates: Rates
+    nominal: tuple[str, ...]
+    measured: str | None
+
+    @property
+    def origin(self) -> str:
+        """Where they come from, for people."""
+        nominal = self.nominal if self.measured else self.rates.numbers()
+        return rates_origin(self.rates, tuple(nominal), self.measured)
 
 
 def cached_rates(
@@ -64,28 +92,17 @@ def cached_rates(
     of /proc and /sys. Raises what `measure_rates` raises.
     """
     io = io or IoConfig()
-    machine = read_machine(root=root)
-    num_threads = num_threads or machine.num_cpus
-    computer = {
-        "format": FORMAT,
-        "processor": cpu_model(root),
-        "num_cpus": machine.num_cpus,
-        "ram_gib": round(machine.host_ram_bytes / 2**30),
-    }
+    computer = _computer(num_threads, root)
+    threads = int(computer["num_threads"])
     cache = _Cache(default_folder() if folder is None else folder, refresh)
-    needed = {*UPDATE, *COMPUTE, *(() if device.unified else COPIES)}
     numbers, measured = cache.find(
-        computer
-        | {"device": device_name(device), "num_threads": num_threads}
-        | {"torch": torch.__version__, "torch_threads": torch.get_num_threads()},
-        needed,
-        lambda: measure_processors(device, num_threads, seconds),
+        _processors_of(computer, device),
+        _needed(device),
+        lambda: measure_processors(device, threads, seconds),
     )
     if paths:
         disk, disk_measured = cache.find(
-            computer
-            | {"disks": [asdict(mount_of(path, root)) for path in paths]}
-            | {"io": io.model_dump(mode="json", exclude=_OTHER_SETTINGS)},
+            _disks_of(computer, paths, io, root),
             set(DISK),
             lambda: measure_disk(paths, io, DISK_SHARE * seconds),
         )
@@ -94,6 +111,73 @@ def cached_rates(
         defaults = nominal(device.unified).numbers()
         disk = {name: defaults[name] for name in DISK}
     return MeasuredRates(Rates.of(numbers | disk), measured)
+
+
+def kept_rates(
+    paths: Sequence[Path],
+    device: Device,
+    *,
+    io: IoConfig | None = None,
+    num_threads: int = 0,
+    folder: Path | None = None,
+    root: Path = Path("/"),
+) -> KnownRates:
+    """What `cached_rates` has kept of this machine and these paths; nothing is measured.
+
+    What was not kept is nominal, and is said to be. Raises `MachineError` for a path that is not
+    there.
+    """
+    computer = _computer(num_threads, root)
+    cache = _Cache(default_folder() if folder is None else folder, refresh=False)
+    numbers: _Numbers = {}
+    days = []
+    parts = [(_processors_of(computer, device), _needed(device))]
+    if paths:
+        parts.append((_disks_of(computer, paths, io or IoConfig(), root), set(DISK)))
+    for of, needed in parts:
+        kept = cache.kept(of, needed)
+        if kept is not None:
+            numbers |= kept[0]
+            days.append(kept[1])
+    # A device that was measured, and has no update of its own, has no kernels.
+    without = {DEVICE_UPDATE} - numbers.keys() if numbers.keys() & set(COMPUTE) else set()
+    rates, guessed = completed(numbers, unified=device.unified, without=without)
+    if not paths:  # nothing is planned with the disk's
+        guessed = tuple(name for name in guessed if name not in DISK)
+    return KnownRates(rates, guessed, min(days, default=None))
+
+
+def _computer(num_threads: int, root: Path) -> dict[str, Any]:
+    machine = read_machine(root=root)
+    return {
+        "format": FORMAT,
+        "processor": cpu_model(root),
+        "num_cpus": machine.num_cpus,
+        "ram_gib": round(machine.host_ram_bytes / 2**30),
+        "num_threads": num_threads or machine.num_cpus,
+    }
+
+
+def _processors_of(computer: dict[str, Any], device: Device) -> dict[str, Any]:
+    """What describes all rates but the disk's."""
+    torch_facts = {"torch": torch.__version__, "torch_threads": torch.get_num_threads()}
+    return computer | {"device": device_name(device)} | torch_facts
+
+
+def _disks_of(
+    computer: dict[str, Any], paths: Sequence[Path], io: IoConfig, root: Path
+) -> dict[str, Any]:
+    """What describes the disk's rates."""
+    alone = {name: fact for name, fact in computer.items() if name != "num_threads"}
+    return (
+        alone
+        | {"disks": [asdict(mount_of(path, root)) for path in paths]}
+        | {"io": io.model_dump(mode="json", exclude=_OTHER_SETTINGS)}
+    )
+
+
+def _needed(device: Device) -> set[str]:
+    return {*UPDATE, *COMPUTE, *(() if device.unified else COPIES)}
 
 
 def default_folder() -> Path:
@@ -123,15 +207,21 @@ class _Cache:
         self, of: dict[str, Any], needed: Collection[str], measure: Callable[[], _Numbers]
     ) -> tuple[_Numbers, str]:
         """The numbers of what `of` describes, and their day; `needed` names must be among them."""
-        key = json.dumps(of, sort_keys=True)
-        path = self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
-        kept = None if self._refresh else _read(path, of, needed)
+        kept = self.kept(of, needed)
         if kept is not None:
             return kept
         numbers = measure()
         today = datetime.now(UTC).date().isoformat()
-        _write(path, {"of": of, "measured": today, "rates": numbers})
+        _write(self._path(of), {"of": of, "measured": today, "rates": numbers})
         return numbers, today
+
+    def kept(self, of: dict[str, Any], needed: Collection[str]) -> tuple[_Numbers, str] | None:
+        """The same if it was measured before, else None."""
+        return None if self._refresh else _read(self._path(of), of, needed)
+
+    def _path(self, of: dict[str, Any]) -> Path:
+        key = json.dumps(of, sort_keys=True)
+        return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
 def _read(path: Path, of: dict[str, Any], needed: Collection[str]) -> tuple[_Numbers, str] | None:

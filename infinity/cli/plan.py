@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +18,7 @@ from infinity.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
     from infinity.config import Config
+    from infinity.integrations.deepspeed_config import Translation
     from infinity.model.target import Target
     from infinity.parts import Cut
     from infinity.plan.case import Case
@@ -49,7 +52,7 @@ _Target = Annotated[
     str,
     typer.Argument(
         help="1.3b, 7b, 8b, 13b, 70b; a Hugging Face config.json or a directory with one; or "
-        "a configuration of ours, together with --model.",
+        "a configuration, ours or DeepSpeed's, together with --model.",
         show_default=False,
     ),
 ]
@@ -143,7 +146,7 @@ def plan(
             refresh=refresh,
         )
         rated = _size("--endurance", endurance) or 0
-        with stdout_is_ours():
+        with stdout_is_ours(), _no_collections():
             report = report_of(wishes, rated)
         if as_json:
             print(json.dumps(report), flush=True)
@@ -155,13 +158,25 @@ def plan(
             raise typer.Exit(DoesNotFitError.exit_code)
 
 
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Importing torch makes very many objects, none of them garbage: a tenth of the whole time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
     """The answer, JSON-able; the keys are told in `infinity.cli.plan_report`."""
     from infinity.cli.plan_report import report
     from infinity.parts import cut_model
     from infinity.plan.advice import split_to_fit
 
-    source, target = _find(wishes)
+    source, target, translation = _find(wishes)
     machine = _machine(wishes, source)
     config = _on_machine(source, wishes, machine)
     # All are trained, in one group. A real optimizer would make torch import its compiler.
@@ -177,7 +192,8 @@ def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
     found = case
     if wishes.micro_batches is None and config.gradient_accumulation_steps == 1:
         found = split_to_fit(case, wishes.recompute)
-    return report(found, target, rated_bytes, finer) | {"split": found is not case}
+    told = {} if translation is None else {"deepspeed": translation.table()}
+    return report(found, target, rated_bytes, finer) | {"split": found is not case} | told
 
 
 @dataclass
@@ -216,16 +232,20 @@ def _case(
         rule=facts_of(rule, cut.layouts),
         heads=target.heads,
         base=PROCESS_BASE_BYTES,
+        made=max((p.nbytes for p in target.module.parameters()), default=0),
         device_share=AUTO_DEVICE_BUDGET,
     )
 
 
-def _find(wishes: Wishes) -> tuple[Config, Target]:
-    """The configuration that was asked for, and the model."""
+def _find(wishes: Wishes) -> tuple[Config, Target, Translation | None]:
+    """The configuration that was asked for, and the model; what a DeepSpeed one came to."""
     from infinity.config import load_config
+    from infinity.integrations.deepspeed.source import find_source
+    from infinity.integrations.deepspeed_config import find_translation
     from infinity.model.target import find_model, names_a_model
 
-    is_model = names_a_model(wishes.target)
+    theirs = find_source(wishes.target) is not None
+    is_model = not theirs and names_a_model(wishes.target)
     if is_model and wishes.model is not None:
         raise ConfigError(
             f"two models: {wishes.target} and --model {wishes.model}",
@@ -242,8 +262,12 @@ def _find(wishes: Wishes) -> tuple[Config, Target]:
         "gradient_accumulation_steps": wishes.micro_batches,
     }
     given = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]
-    config = load_config({} if is_model else wishes.target, given)
-    return config, find_model(wishes.target if is_model else str(wishes.model))
+    translation = find_translation(wishes.target, given, lenient=True) if theirs else None
+    if translation is not None:
+        config = translation.config
+    else:
+        config = load_config({} if is_model else wishes.target, given)
+    return config, find_model(wishes.target if is_model else str(wishes.model)), translation
 
 
 def _machine(wishes: Wishes, config: Config) -> PlanMachine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from infinity.cli.screen import Page
@@ -21,6 +22,8 @@ _LANE_NAMES = {
 def show_plan(report: dict[str, Any]) -> None:
     """Print homes, memory, bytes and times; or what does not fit, and what would."""
     page = Page()
+    if "deepspeed" in report:
+        _say_translation(page, report["deepspeed"])
     _say_question(page, report)
     if report["plan"] is not None:
         page.say()
@@ -37,6 +40,20 @@ def show_plan(report: dict[str, Any]) -> None:
         _say_faster(page, report)
     else:
         _say_problem(page, report)
+
+
+def _say_translation(page: Page, rows: list[dict[str, Any]]) -> None:
+    """What became of each key of a DeepSpeed configuration."""
+    cells = [
+        (row["key"], "" if row["given"] is None else json.dumps(row["given"]), row["verdict"])
+        for row in rows
+    ]
+    wide = [max(len(cell[column]) for cell in cells) for column in range(3)]
+    page.say("the DeepSpeed configuration, key by key:")
+    for cell, row in zip(cells, rows, strict=True):
+        words = [text.ljust(width) for text, width in zip(cell, wide, strict=True)]
+        page.say("  " + "  ".join([*words, row["note"]]))
+    page.say()
 
 
 def _say_question(page: Page, report: dict[str, Any]) -> None:

@@ -39,6 +39,15 @@ class Checksums:
         """What the pages of a range must have when they are read; int32, one per page."""
         return self._range(offset, nbytes).clone()
 
+    def stored(self, offset: int, nbytes: int) -> bytes:
+        """The checksums of a range as they are kept in a file, 4 bytes per page."""
+        return bytes(self._range(offset, nbytes).view(torch.uint8).numpy())
+
+    def restore(self, offset: int, nbytes: int, stored: bytes) -> None:
+        """The inverse of `stored`."""
+        values = torch.frombuffer(bytearray(stored), dtype=torch.int32)
+        self._range(offset, nbytes).copy_(values)
+
     def _range(self, offset: int, nbytes: int) -> Tensor:
         assert offset % PAGE == 0, offset
         assert nbytes % PAGE == 0, nbytes

@@ -24,9 +24,10 @@ from infinity.memory.checksums import Checksums, first_difference
 from infinity.memory.disk_errors import corruption, transfer_error
 from infinity.memory.disk_speed import measure_speeds
 from infinity.memory.scratch import Scratch, does_not_fit
-from infinity.memory.stripes import Stripes
+from infinity.memory.stripes import Placement, Stripes
 from infinity.plan.layout import PAGE, round_up
 
+STATE_NAME = "state.bin"
 # What a path keeps free where there are others: a file system needs some for its own tables.
 _SPARE_SHARE = 64
 _SPARE_BYTES = 64 << 20
@@ -86,20 +87,22 @@ class DiskTicket:
 
     def done(self) -> bool:
         """Whether the request is over."""
-        return self._raw is None or self._raw.done()
+        raw = self._raw
+        return raw is None or raw.done()
 
     def wait(self) -> None:
         """Block until it is over; raises `TransferError`, every time."""
-        if self._raw is None:
+        raw = self._raw  # another thread that waits as well may drop it
+        if raw is None:
             return
         if self._failure is not None:
             raise self._failure.untraced()
         try:
-            self._raw.wait()
+            raw.wait()
         except _aio.AioError as error:
             owner = self._disk.owner_at(self._pieces, str(error.filename), error.offset)
             failure = transfer_error(error, owner)
-            if not self._raw.done():
+            if not raw.done():
                 self._disk.stuck = self._disk.stuck or failure.untraced()
             raise failure from error
         if self._expected:
@@ -117,10 +120,15 @@ class Disk:
     the error of the first request that the kernel did not let go of in `io.stuck_after_s`.
     """
 
-    def __init__(self, paths: Sequence[Path], io: IoConfig) -> None:
+    def __init__(
+        self, paths: Sequence[Path], io: IoConfig, stored: Placement | None = None
+    ) -> None:
         self.warnings: list[str] = []
         self.stuck: TransferError | None = None
-        if io.weights is None and len(paths) > 1:
+        self._stored = stored
+        if stored is not None:
+            paths = [directory.parent for directory in stored.directories]
+        elif io.weights is None and len(paths) > 1:
             paths, self.warnings = file_systems.one_per_file_system(paths)
         if len(paths) > 1:
             self.warnings += file_systems.shared_drives(paths)
@@ -128,13 +136,17 @@ class Disk:
         self.speeds = tuple(io.weights or ()) if len(paths) > 1 else ()
         self.used: tuple[int, ...] = ()
         self._verify = io.verify
-        self._checksums: Checksums | None = None
-        self._stripes = Stripes(len(paths), io.block_size)
+        self.checksums: Checksums | None = None
+        self._room: tuple[int, ...] = ()
+        self._stripe_bytes = io.block_size if stored is None else stored.stripe_bytes
+        self._stripes = Stripes(len(paths), self._stripe_bytes)
         self._files: list[_aio.File] = []
         self.scratches: list[Scratch] = []
         self._aio: _aio.Engine | None = None
         try:
-            for path in paths:
+            for directory in stored.directories if stored is not None else ():
+                self.scratches.append(Scratch.adopt(directory))
+            for path in paths if stored is None else ():
                 self.scratches.append(Scratch.create(path))
             self._aio = _aio.Engine(
                 backend=io.backend,
@@ -179,8 +191,10 @@ class Disk:
 
         Raises `DoesNotFitError` with the missing bytes, `TransferError` or `MachineError`.
         """
-        self._create_files()
-        if len(self.paths) > 1 and not self.speeds:
+        self._open_files()
+        if self._stored is not None:
+            self.speeds = self._stored.speeds
+        elif len(self.paths) > 1 and not self.speeds:
             assert self._aio is not None
             room = [scratch.free_bytes() for scratch in self.scratches]
             self.speeds = tuple(measure_speeds(self._aio, self._files, room))
@@ -191,21 +205,27 @@ class Disk:
             except _aio.AioError as error:
                 raise transfer_error(error) from error
         if self._verify:
-            self._checksums = Checksums(self._stripes.total)
+            self.checksums = Checksums(self._stripes.total)
         for path, file, size in zip(self.paths, self._files, self.used, strict=True):
             self.warnings += file_systems.file_system_warnings(path, file, size)
 
-    def _create_files(self) -> None:
+    def _open_files(self) -> None:
+        create = self._stored is None
         for scratch in self.scratches:
             try:
-                self._files.append(_aio.File(str(scratch.path("state.bin")), create=True))
+                self._files.append(_aio.File(str(scratch.path(STATE_NAME)), create=create))
             except _aio.AioError as error:
                 raise transfer_error(error) from error
             except OSError as error:
-                raise MachineError(f"cannot create the state file: {error}") from error
+                raise MachineError(f"cannot open the state file: {error}") from error
 
     def _place(self) -> None:
         total = self._stripes.total
+        if self._stored is not None:
+            stored = self._stored
+            self._stripes.place_again(stored, [file.size for file in self._files])
+            self.used, self._room = stored.used, stored.room
+            return
         if len(self.paths) == 1:
             self.used = tuple(self._stripes.place([1.0], [total]))
             self.scratches[0].check_space(total)
@@ -218,7 +238,14 @@ class Disk:
             raise does_not_fit(total, dict(zip(self.paths, free, strict=True)))
         spared = [f - min(f // _SPARE_SHARE, _SPARE_BYTES) for f in free]
         room = spared if sum(f // PAGE * PAGE for f in spared) >= total else free
+        self._room = tuple(room)
         self.used = tuple(self._stripes.place(self.speeds, room))
+
+    @property
+    def placement(self) -> Placement:
+        """Where everything is, once it is allocated; `Disk` takes it back as `stored`."""
+        directories = tuple(scratch.directory for scratch in self.scratches)
+        return Placement(directories, self._stripe_bytes, self.speeds, self._room, self.used)
 
     # --- moving ------------------------------------------------------------------------------
 
@@ -227,18 +254,32 @@ class Disk:
     ) -> DiskTicket:
         """Start reading extents into uint8 buffers of their size."""
         expected: list[Tensor] = []
-        if self._checksums is not None:
-            expected = [self._checksums.expected(e.offset, e.nbytes) for e, _ in pieces]
+        if self.checksums is not None:
+            expected = [self.checksums.expected(e.offset, e.nbytes) for e, _ in pieces]
         return self._submit(_aio.READ, pieces, priority, expected)
 
     def write(
         self, pieces: Sequence[tuple[Extent, Tensor]], priority: Priority = Priority.BACKGROUND
     ) -> DiskTicket:
         """Start writing uint8 buffers to extents of their size; they may not change till then."""
-        if self._checksums is not None:
+        if self.checksums is not None:
             for extent, buffer in pieces:
-                self._checksums.written(extent.offset, buffer)
+                self.checksums.written(extent.offset, buffer)
         return self._submit(_aio.WRITE, pieces, priority, ())
+
+    def learn(self, extent: Extent, buffer: Tensor) -> None:
+        """Take the bytes of an extent as they are for right: read them, note their checksums."""
+        assert self.checksums is not None
+        self._submit(_aio.READ, [(extent, buffer)], Priority.NORMAL, ()).wait()
+        self.checksums.written(extent.offset, buffer)
+
+    def sync(self) -> None:
+        """Put everything whose write was waited for on stable storage; raises `TransferError`."""
+        for file in self._files:
+            try:
+                file.sync()
+            except _aio.AioError as error:
+                raise transfer_error(error) from error
 
     def _submit(
         self,
@@ -323,7 +364,7 @@ class Disk:
         }
 
     def close(self) -> None:
-        """Wait for what the kernel holds, close files, remove the scratch directories.
+        """Wait for what the kernel holds, close files, remove directories that are not durable.
 
         Every step is tried; raises the first error. Where the kernel does not let go of a
         request, the error names it, and the request's memory is never given to anyone else.

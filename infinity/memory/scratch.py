@@ -14,16 +14,16 @@ import os
 import re
 import secrets
 import shutil
-import socket
+import stat
 import time
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
 from infinity.errors import DoesNotFitError, InfinityError, MachineError
+from infinity.memory.run_record import write_record
 from infinity.sizes import format_size
 
 _RUN_NAME = re.compile(r"infinity-run-[0-9]+-[0-9a-f]{16}")
@@ -33,16 +33,19 @@ _NEW_NAME = re.compile(r"\.infinity-new-[0-9]+-[0-9a-f]{16}")
 _NEW_GRACE_S = 600.0
 _LOCK_NAME = "lock"
 _RECORD_NAME = "run.json"
-_RECORD_VERSION = 1
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Scratch:
-    """One run's directory under an `nvme_path`; made by `Scratch.create`, gone after `remove`."""
+    """One run's directory under an `nvme_path`; made by `Scratch.create`, gone after `remove`.
 
-    def __init__(self, directory: Path, lock_fd: int) -> None:
+    One that is `durable` stays, whatever happens to the run; `Scratch.adopt` opens it again.
+    """
+
+    def __init__(self, directory: Path, lock_fd: int, *, durable: bool = False) -> None:
         self.directory = directory
+        self.durable = durable
         self._lock_fd = lock_fd
         self._owner_pid = os.getpid()
         _open_scratches.add(self)
@@ -63,7 +66,7 @@ class Scratch:
             new.mkdir(mode=0o700)
             lock_fd = os.open(new / _LOCK_NAME, _LOCK_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _write_record(new / _RECORD_NAME)
+            write_record(new / _RECORD_NAME)
             new.rename(final)
         except BaseException as error:
             shutil.rmtree(new, ignore_errors=True)
@@ -73,6 +76,44 @@ class Scratch:
                 raise _refusal(root, error) from error
             raise
         return cls(final, lock_fd)
+
+    @classmethod
+    def adopt(cls, directory: Path) -> Self:
+        """Lock the directory of a durable run that is over, to go on in it.
+
+        Raises `MachineError` if it is in use, or cannot be opened.
+        """
+        lock_fd = -1
+        try:
+            lock_fd = os.open(directory / _LOCK_NAME, _LOCK_FLAGS)
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if lock_fd >= 0:
+                os.close(lock_fd)
+            if error.errno == errno.EWOULDBLOCK:
+                raise MachineError(
+                    f"the durable run in {directory} is in use by another process",
+                    remedy="end that process first",
+                ) from error
+            raise _refusal(directory, error) from error
+        return cls(directory, lock_fd, durable=True)
+
+    def keep(self, facts: Mapping[str, Any]) -> None:
+        """Make it durable: from now on it is never removed; `facts` go into its record.
+
+        Everything in it must be on the disk before, which this makes sure of for names only.
+        Raises `MachineError`.
+        """
+        new = self.directory / f"{_RECORD_NAME}.new"
+        try:
+            write_record(new, durable=True, **facts)
+            sync_directory(self.directory)
+            new.rename(self.directory / _RECORD_NAME)
+            sync_directory(self.directory)
+            sync_directory(self.directory.parent)
+        except OSError as error:
+            raise _refusal(self.directory, error) from error
+        self.durable = True
 
     def path(self, name: str) -> Path:
         """Return where the file `name`, a plain file name, lies; the caller makes the file."""
@@ -91,15 +132,17 @@ class Scratch:
             raise does_not_fit(required_bytes, {self.directory.parent: free_bytes})
 
     def remove(self) -> None:
-        """Delete the directory and give up its lock. Safe to call twice, and in a forked child.
+        """Delete the directory, unless it is durable, and give up its lock. Safe to call twice.
 
-        A child does nothing: the directory is its parent's. Raises `MachineError` if something
-        could not be deleted; the lock is given up all the same, so that a later run cleans up.
+        A forked child does nothing: the directory is its parent's. Raises `MachineError` if
+        something could not be deleted; the lock is given up all the same, so that a later run
+        cleans up.
         """
         if self._lock_fd < 0 or self._owner_pid != os.getpid():
             return
         try:
-            _delete(self.directory.parent, self.directory.name)
+            if not self.durable:
+                _delete(self.directory.parent, self.directory.name)
         except OSError as error:
             because = error.strerror
             remedy = f"rm -r {self.directory}"
@@ -120,6 +163,50 @@ class Scratch:
 
     def __exit__(self, *exc_info: object) -> None:
         self.remove()
+
+
+def durable_records(nvme_path: str | os.PathLike[str]) -> dict[Path, dict[str, Any]]:
+    """The durable directories under `nvme_path`, and what their run.json says; oldest first.
+
+    Links, and what belongs to other people, are left out. Raises `MachineError`.
+    """
+    root = _checked_root(nvme_path)
+    try:
+        names = sorted(os.listdir(root))
+    except OSError as error:
+        raise _refusal(root, error) from error
+    found: dict[Path, dict[str, Any]] = {}
+    for name in names:
+        if _RUN_NAME.fullmatch(name):
+            with suppress(OSError, ValueError):
+                facts = (root / name).lstat()
+                record = json.loads((root / name / _RECORD_NAME).read_bytes())
+                ours = facts.st_uid == os.geteuid() and stat.S_ISDIR(facts.st_mode)
+                if ours and isinstance(record, dict) and record.get("durable") is True:
+                    found[root / name] = record
+    return dict(sorted(found.items(), key=lambda item: str(item[1].get("created"))))
+
+
+def is_live(directory: Path) -> bool:
+    """Whether a process holds the directory's lock."""
+    with suppress(OSError):
+        lock_fd = os.open(directory / _LOCK_NAME, _LOCK_FLAGS)
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(lock_fd)
+    return False
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory as lasting as the files' contents."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def remove_dead_runs(nvme_path: str | os.PathLike[str]) -> list[Path]:
@@ -220,37 +307,6 @@ def _delete(root: Path, name: str) -> None:
         finally:
             os.close(directory_fd)
         os.rmdir(root / name)
-
-
-def _write_record(path: Path) -> None:
-    """Write who the run is, and make sure that it is on the disk before the run can be seen."""
-    record: dict[str, Any] = {
-        "version": _RECORD_VERSION,
-        "durable": False,
-        "pid": os.getpid(),
-        "start_ticks": _start_ticks(os.getpid()),
-        "hostname": socket.gethostname(),
-        "boot_id": _read("/proc/sys/kernel/random/boot_id"),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump(record, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _start_ticks(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; the name may hold anything."""
-    fields = (_read(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
-    return int(fields[19]) if len(fields) > 19 else None
-
-
-def _read(path: str) -> str | None:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return None
 
 
 def _free_bytes(path: Path) -> int:

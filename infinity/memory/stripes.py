@@ -12,12 +12,15 @@ records in a row.
 
 from __future__ import annotations
 
+import operator
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
+from infinity.errors import CheckpointError
 from infinity.plan.layout import PAGE, round_up
 
 
@@ -28,6 +31,17 @@ class Piece:
     path_index: int
     offset: int
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """All that decides where the bytes of the logical space lie; the inputs of its dealing."""
+
+    directories: tuple[Path, ...]
+    stripe_bytes: int
+    speeds: tuple[float, ...]
+    room: tuple[int, ...]
+    used: tuple[int, ...]
 
 
 class Stripes:
@@ -76,6 +90,20 @@ class Stripes:
                         logical += piece.nbytes
         self._promised.clear()
         return dealer.used
+
+    def place_again(self, stored: Placement, sizes: Sequence[int]) -> None:
+        """Deal everything as it was dealt for a run that is continued; raises `CheckpointError`.
+
+        `sizes` are those of the files in bytes.
+        """
+        room = stored.room or (self.total,)
+        used = self.place(stored.speeds or (1.0,), room) if sum(room) >= self.total else []
+        if tuple(used) != stored.used or any(map(operator.lt, sizes, used)):
+            raise CheckpointError(
+                f"the durable run in {stored.directories[0]} needs {used} bytes of its state "
+                f"files; they were {list(stored.used)} and are {list(sizes)}",
+                because="a file was cut short, or another version of infinity placed them",
+            )
 
     def _append(self, start: int, path: int, offset: int) -> None:
         """Remember a stretch, unless it merely goes on where the last one ended."""

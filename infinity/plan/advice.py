@@ -41,9 +41,11 @@ def ways_to_fit(case: Case, finer: Sequence[UnitLayout] = (), count: int = 3) ->
 
     `finer` are the layouts of smaller units of the same model, if it can be cut further.
     """
-    found = _by_speed(case, [*_exact(case, tuple(finer)), *_smaller_steps(case)])
+    exact = filter(_fits, _exact(case, tuple(finer)))
+    found = _by_speed(case, [*exact, *_smaller_steps(case)])
     if len(found) < count:
-        found += _by_speed(case, (case.with_moments(name) for name in _smaller_formats(case)))
+        formats = (case.with_moments(name) for name in _smaller_formats(case))
+        found += _by_speed(case, filter(_fits, formats))
     small = _smallest_step(case)
     for start in [case] if small == case else [case, small]:
         if len(found) < count:
@@ -60,11 +62,12 @@ def split_to_fit(case: Case, recompute: bool | None = None) -> Case:
     `recompute` None leaves it open whether blocks are recomputed. The case itself comes back if it
     fits, and if splitting does not help.
     """
-    try:
-        if not price(case).missing:
+    if case.activations().total <= case.compute_bytes:
+        try:
+            if not price(case).missing:
+                return case
+        except DoesNotFitError:
             return case
-    except DoesNotFitError:
-        return case
     steps = [s for s in _smaller_steps(case) if recompute in (None, s.work.recompute)]
     ways = _by_speed(case, steps)
     return ways[0].priced.case if ways else case
@@ -84,8 +87,8 @@ def _tried(case: Case, changed: Iterable[Case]) -> list[Way]:
 
 
 def _by_speed(case: Case, changed: Iterable[Case]) -> list[Way]:
-    """The ways that fit, the fastest first; a search is only begun where one surely does."""
-    ways = _tried(case, filter(_fits, changed))
+    """The ways that fit, the fastest first; a search takes long, so give what `_fits`."""
+    ways = _tried(case, changed)
     return sorted(ways, key=lambda way: -way.priced.tokens_per_s)
 
 

@@ -23,7 +23,8 @@ class Case:
     """Everything that a plan, its times and its activations are computed from.
 
     `heads` are parameters that make logits. `base` is RAM in bytes that the process needs itself,
-    `device_share` the part of the device's memory that a run takes.
+    `made` the largest value made at birth (see `Limits`), `device_share` the part of the device's
+    memory that a run takes.
     """
 
     units: tuple[UnitLayout, ...]
@@ -33,6 +34,7 @@ class Case:
     rule: RuleFacts
     heads: frozenset[int] = frozenset()
     base: int = 0
+    made: int = 0
     device_share: float = 1.0
 
     @property
@@ -44,7 +46,7 @@ class Case:
             device = budget.device or int(self.device_share * machine.device_bytes)
         disk = machine.disk_bytes if budget.disk is None else min(budget.disk, machine.disk_bytes)
         host = budget.host or machine.host_budget_bytes
-        return Limits(device=device, host=host, disk=disk, base=self.base)
+        return Limits(device=device, host=host, disk=disk, base=self.base, made=self.made)
 
     @property
     def compute_tier(self) -> str:

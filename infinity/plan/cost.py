@@ -11,11 +11,15 @@ A token costs 2 FLOP a matrix element forward and 4 backward (2 more where block
 lookup tables cost none. Attention's products of tokens with tokens are left out: 2 * context
 elements for each layer's width, little beside 12 * width for contexts of a few thousand. Few
 tokens are bound by memory instead: each weight is read once per pass. In backward a gradient is
-written by autograd, read, and added to or stored in its home, and squared.
+written by autograd, read, and added to or stored in its home, and squared. What stands between
+the products (norms, activation functions, residual sums, copies of heads) passes over memory too:
+counted for a GPT block of width h, 27 * h values a token forward, where its matrices take and
+give 16 * h; so 27/16 passes over these, twice as many backward, and one more for biases.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -23,6 +27,7 @@ from infinity.plan.forecast import PhaseBytes, forecast_phases
 from infinity.plan.plan import Plan, updated_on_device
 from infinity.plan.rates import Rates
 
+PASSES_FORWARD, PASSES_BACKWARD = 27 / 16, 2 * 27 / 16 + 9 / 16
 SPLIT_UPDATE_BYTES = 26  # a parameter: 12 of state read and written, 2 of gradient read
 
 
@@ -68,8 +73,12 @@ class StepCost:
     @property
     def lanes(self) -> dict[str, float]:
         """Seconds each lane is busy in a step."""
-        names = dict.fromkeys(name for phase in self.phases for name in phase.lanes)
-        return {name: sum(p.lanes.get(name, 0.0) for p in self.phases) for name in names}
+        busy: dict[str, float] = {}
+        alike = Counter(id(phase.lanes) for phase in self.phases)
+        for lanes in {id(phase.lanes): phase.lanes for phase in self.phases}.values():
+            for name, seconds in lanes.items():
+                busy[name] = busy.get(name, 0.0) + alike[id(lanes)] * seconds
+        return busy
 
     @property
     def binds(self) -> str:
@@ -84,38 +93,103 @@ def step_cost(
     plan: Plan, rates: Rates, work: Work | None = None, cycle: list[int] | None = None
 ) -> StepCost:
     """The cost of a steady step; without `work` compute costs nothing, which leaves movement."""
-    phases = forecast_phases(plan, cycle)
-    return StepCost(tuple(_phase_cost(plan, rates, work, phase) for phase in phases))
+    pricing = _Pricing(plan, rates, work)
+    return StepCost(tuple(pricing.of(phase) for phase in forecast_phases(plan, cycle)))
 
 
-def _phase_cost(plan: Plan, rates: Rates, work: Work | None, phase: PhaseBytes) -> PhaseCost:
-    moved = phase.moved
-    lanes = {"disk": rates.disk_s(moved["disk_read"], moved["disk_write"])}
-    if not plan.unified:
-        for lane, rate in (("to_device", rates.to_device), ("from_device", rates.from_device)):
-            lanes[lane] = moved[lane] / rate if rate else 0.0
-    compute = 0.0 if work is None else _compute_s(plan, rates, work, phase)
-    update = on_device = 0.0
-    if phase.has_sweep:
-        update, on_device = update_s(plan, rates)
-    if plan.unified:  # the same cores
-        lanes["compute and update" if update else "compute"] = compute + update
-    else:
-        lanes["compute"] = compute + on_device
-        lanes["update"] = update
-    name = f"{'backward' if phase.backward else 'forward'} {phase.micro_batch + 1}"
-    return PhaseCost(name, lanes, max(lanes.values()))
+class _Pricing:
+    """Seconds of phases of one plan; equal phases are priced once."""
+
+    def __init__(self, plan: Plan, rates: Rates, work: Work | None) -> None:
+        self.plan = plan
+        self.rates = rates
+        self.work = work
+        self.trained = plan.num_trained
+        self._elements = _elements(plan, work) if work is not None else (0.0, 0, 0.0)
+        self._known: dict[tuple[int, bool, bool, bool], tuple[dict[str, float], float]] = {}
+
+    def of(self, phase: PhaseBytes) -> PhaseCost:
+        """One phase."""
+        last = phase.micro_batch + 1 == self.plan.micro_batches
+        key = (id(phase.moved), phase.backward, bool(phase.micro_batch), last)
+        if key not in self._known:
+            lanes = self._lanes(phase)
+            self._known[key] = lanes, max(lanes.values())
+        name = f"{'backward' if phase.backward else 'forward'} {phase.micro_batch + 1}"
+        return PhaseCost(name, *self._known[key])
+
+    def _lanes(self, phase: PhaseBytes) -> dict[str, float]:
+        plan, rates, moved = self.plan, self.rates, phase.moved
+        lanes = {"disk": rates.disk_s(moved["disk_read"], moved["disk_write"])}
+        if not plan.unified:
+            for lane, rate in (("to_device", rates.to_device), ("from_device", rates.from_device)):
+                lanes[lane] = moved[lane] / rate if rate else 0.0
+        compute = self._compute_s(phase)
+        update = on_device = 0.0
+        if phase.has_sweep:
+            update, on_device = update_s(plan, rates)
+        if plan.unified:  # the same cores
+            lanes["compute and update" if update else "compute"] = compute + update
+        else:
+            lanes["compute"] = compute + on_device
+            lanes["update"] = update
+        return lanes
+
+    def _compute_s(self, phase: PhaseBytes) -> float:
+        """Seconds of the products and passes over memory of one forward or backward."""
+        plan, work = self.plan, self.work
+        if work is None:
+            return 0.0
+        elements, all_elements, sides = self._elements
+        per_element = (6 if work.recompute else 4) if phase.backward else 2
+        rate = self.rates.compute.get(plan.precision.name)
+        seconds = per_element * elements * work.tokens / rate if rate else 0.0
+        memory = _memory_rate(plan, self.rates)
+        if memory is None:
+            return seconds
+        passes = (2 if work.recompute else 1) if phase.backward else 1
+        seconds = max(seconds, passes * plan.precision.weight * all_elements / memory)
+        values = sides * work.tokens * (PASSES_BACKWARD if phase.backward else PASSES_FORWARD)
+        seconds += values * plan.precision.weight / memory
+        if phase.backward:
+            seconds += self._gradient_bytes(phase) / memory
+        return seconds
+
+    def _gradient_bytes(self, phase: PhaseBytes) -> int:
+        """Bytes of gradients that memory moves in one backward: made, taken home, squared."""
+        plan = self.plan
+        homes = 2 if phase.micro_batch else 1  # a sum is read and written
+        last = phase.micro_batch + 1 == plan.micro_batches
+        item = plan.gradient_itemsize
+        return self.trained * (2 * plan.precision.weight + homes * item + (item if last else 0))
+
+
+def _elements(plan: Plan, work: Work) -> tuple[float, int, float]:
+    """Elements of matrices that a token is multiplied with, of all that is read; values in and out.
+
+    The last are what one token brings to the matrices, and what they make of it.
+    """
+    elements, all_elements, sides = 0.0, 0, 0.0
+    for unit in plan.units:
+        for segment in unit.segments:
+            if segment.parameter in work.lookups:
+                continue
+            all_elements += segment.numel
+            if len(segment.shape) > 1:
+                share = work.shares.get(segment.parameter, 1.0)
+                elements += segment.numel * share
+                sides += sum(sorted(segment.shape)[-2:]) * share
+    return elements, all_elements, sides
 
 
 def update_s(plan: Plan, rates: Rates) -> tuple[float, float]:
     """Seconds of one step's update: on the host, and on the device."""
     host = device = 0
     for unit in plan.units:
-        numel = sum(s.numel for s in unit.trained_segments)
         if updated_on_device(plan, unit.index) and rates.device_update:
-            device += numel
+            device += unit.num_trained
         else:
-            host += numel
+            host += unit.num_trained
     slowest = [_update_rate(rates, name) for name in _formats(plan)]
     host_rate = min(slowest, default=0.0)
     return (
@@ -133,43 +207,10 @@ def _update_rate(rates: Rates, name: str) -> float:
     return rates.update.get(known) or rates.update.get("fp32") or 0.0
 
 
-def _compute_s(plan: Plan, rates: Rates, work: Work, phase: PhaseBytes) -> float:
-    """Seconds of the products and passes over memory of one forward or backward."""
-    elements, all_elements = 0.0, 0
-    for unit in plan.units:
-        for segment in unit.segments:
-            if segment.parameter in work.lookups:
-                continue
-            all_elements += segment.numel
-            if len(segment.shape) > 1:
-                elements += segment.numel * work.shares.get(segment.parameter, 1.0)
-    per_element = (6 if work.recompute else 4) if phase.backward else 2
-    rate = rates.compute.get(plan.precision.name)
-    seconds = per_element * elements * work.tokens / rate if rate else 0.0
-    memory = _memory_rate(plan, rates)
-    if memory is None:
-        return seconds
-    weight = plan.precision.weight
-    passes = (2 if work.recompute else 1) if phase.backward else 1
-    seconds = max(seconds, passes * weight * all_elements / memory)
-    if phase.backward:
-        seconds += _gradient_bytes(plan, phase) / memory
-    return seconds
-
-
 def _memory_rate(plan: Plan, rates: Rates) -> float | None:
     """Bytes per second of the compute device's memory, where that is the host's."""
     rate = rates.update.get("fp32")
     return SPLIT_UPDATE_BYTES * rate if plan.unified and rate else None
-
-
-def _gradient_bytes(plan: Plan, phase: PhaseBytes) -> int:
-    """Bytes of gradients that memory moves in one backward: made, taken home, squared."""
-    trained = sum(s.numel for u in plan.units for s in u.trained_segments)
-    homes = 2 if phase.micro_batch else 1  # a sum is read and written
-    last = phase.micro_batch + 1 == plan.micro_batches
-    item = plan.gradient_itemsize
-    return trained * (2 * plan.precision.weight + homes * item + (item if last else 0))
 
 
 def disk_days(written_per_step: int, step_s: float, rated_bytes: float) -> float:

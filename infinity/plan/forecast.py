@@ -35,7 +35,10 @@ class PhaseBytes:
 
 
 def forecast_bytes(plan: Plan, cycle: list[int] | None = None) -> dict[str, int]:
-    """Bytes per lane and steady step; `cycle` is a learnt tape, else the usual order is assumed."""
+    """Bytes per lane and steady step; the writes of durable commits are shared out over steps.
+
+    `cycle` is a learnt tape, else the usual order is assumed.
+    """
     phases = forecast_phases(plan, cycle)
     return {lane: sum(phase.moved[lane] for phase in phases) for lane in LANES}
 
@@ -95,19 +98,27 @@ class _Bytes:
 
     def of(self, phases: Sequence[_PhaseMoves]) -> list[PhaseBytes]:
         found: list[PhaseBytes] = []
-        fetches: dict[int, dict[str, int]] = {}  # repeated phases share their lists
+        alike: dict[tuple[int, int, bool], dict[str, int]] = {}
         for moves in phases:
-            phase = PhaseBytes(moves.micro_batch, moves.backward)
-            if id(moves.fetched) not in fetches:
-                fetches[id(moves.fetched)] = self._of_fetches(moves.fetched)
-            _add(fetches[id(moves.fetched)], phase.moved)
-            for unit, publish in moves.swept:
-                _add(self._of_sweep(self.plan.units[unit], publish), phase.moved)
-            if moves.backward:
-                gradients = self._more_gradients if moves.micro_batch else self._first_gradients
-                _add(gradients, phase.moved)
-            found.append(phase)
+            # Repeated phases share their lists; but the first backward has no sums to add to.
+            first = moves.backward and not moves.micro_batch
+            key = (id(moves.fetched), id(moves.swept), first)
+            if key not in alike:
+                alike[key] = self._of_phase(moves)
+            found.append(PhaseBytes(moves.micro_batch, moves.backward, alike[key]))
         return found
+
+    def _of_phase(self, moves: _PhaseMoves) -> dict[str, int]:
+        moved = dict.fromkeys(LANES, 0)
+        _add(self._of_fetches(moves.fetched), moved)
+        if not moves.backward and not moves.micro_batch:
+            moved["disk_write"] += self.plan.commit_bytes // self.plan.durable_every
+        for unit, publish in moves.swept:
+            _add(self._of_sweep(self.plan.units[unit], publish), moved)
+        if moves.backward:
+            gradients = self._more_gradients if moves.micro_batch else self._first_gradients
+            _add(gradients, moved)
+        return moved
 
     def _of_fetches(self, fetched: list[int]) -> dict[str, int]:
         sizes = [(self.plan.units[u].slot_bytes, self.plan.homes[u].weight) for u in fetched]
@@ -121,7 +132,7 @@ class _Bytes:
         plan, homes = self.plan, self.plan.homes[layout.index]
         normed = 0  # gradients that a norm on the host reads: without padding, unlike the rest
         if homes.gradient is Tier.DEVICE and not plan.unified and not plan.device_kernels:
-            normed = sum(s.numel for s in layout.trained_segments) * plan.gradient_itemsize
+            normed = layout.num_trained * plan.gradient_itemsize
         key = (layout.numel, normed, homes, publish)
         found = self._swept.get(key)
         if found is None:

@@ -28,7 +28,7 @@ FIELDS = ("weight", "gradient", "state")
 _ORDER = (Tier.DISK, Tier.HOST, Tier.DEVICE)  # slow to fast
 # Lanes that do not bind count this much: where compute hides everything, fewer bytes still win.
 HIDDEN_SHARE = 1e-3
-MAX_TRIED = 1000  # plans made in the exchanges: half a second
+MAX_TRIED = 4000  # plans made in the exchanges: a second
 MANY_UNITS = 7  # one unit more or less matters little then: no exchanges
 _TINY = 1e-12
 

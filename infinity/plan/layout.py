@@ -15,7 +15,7 @@ them, then padding. Every part starts and ends on a 4096-byte boundary: lengths 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from infinity.formats import MOMENT_BLOCK, MomentFormat
@@ -32,6 +32,8 @@ class Tier(Enum):
     HOST = "host"
     DISK = "disk"
 
+    __hash__ = object.__hash__  # plans are hashed by the thousand, and Enum's own is in Python
+
 
 class Kind(Enum):
     """What a byte is for."""
@@ -45,6 +47,8 @@ class Kind(Enum):
     MOMENT5 = "moment5"
     MOMENT6 = "moment6"
     GRADIENT = "gradient"
+
+    __hash__ = object.__hash__
 
 
 # Adam has two, `torch.optim.AdamW(amsgrad=True)` three; the rest is for optimizers of others.
@@ -151,15 +155,19 @@ class UnitLayout:
     frozen_bytes: int  # padded to PAGE
     weight_itemsize: int
 
-    @property
-    def trained_bytes(self) -> int:
-        """Bytes of the trained range in the compute dtype."""
-        return self.numel * self.weight_itemsize
+    # Asked for by the thousand while homes are searched for, so made once.
+    trained_bytes: int = field(init=False, compare=False)
+    """Bytes of the trained range in the compute dtype."""
+    slot_bytes: int = field(init=False, compare=False)
+    """Bytes a slot needs to hold this unit's weights, frozen ones included."""
+    num_trained: int = field(init=False, compare=False)
+    """Trained elements, padding not counted."""
 
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes a slot needs to hold this unit's weights, frozen ones included."""
-        return self.trained_bytes + self.frozen_bytes
+    def __post_init__(self) -> None:
+        trained_bytes = self.numel * self.weight_itemsize
+        object.__setattr__(self, "trained_bytes", trained_bytes)
+        object.__setattr__(self, "slot_bytes", trained_bytes + self.frozen_bytes)
+        object.__setattr__(self, "num_trained", sum(s.numel for s in self.trained_segments))
 
     @property
     def trained_segments(self) -> tuple[Segment, ...]:

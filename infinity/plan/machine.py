@@ -110,6 +110,24 @@ def read_machine(
     )
 
 
+def memory_room(root: Path = Path("/")) -> tuple[int, int]:
+    """Return (most that this process may hold, what is left of it) in bytes, as of now.
+
+    Of the machine and all levels of its cgroup, the one with least left. Takes well below 1 ms.
+    """
+    meminfo = _meminfo(root)
+    total_bytes = meminfo.get("MemTotal", 0)
+    rooms = [(total_bytes, meminfo.get("MemAvailable", total_bytes)), *_memory_limits(root)]
+    return min(rooms, key=lambda limit_and_room: limit_and_room[1])
+
+
+def high_water_bytes(root: Path = Path("/")) -> int:
+    """Return the most RAM this process has ever held; 0 where the kernel does not tell."""
+    status = _read(root / "proc/self/status") or ""
+    match = re.search(r"^VmHWM:\s*([0-9]+) kB$", status, re.MULTILINE)
+    return int(match[1]) * 1024 if match else 0
+
+
 def default_host_budget_bytes(machine: Machine) -> int:
     """Return the host budget where none is given: 80 % of what this process may come to hold."""
     reachable_bytes = machine.host_available_bytes + machine.own_rss_bytes

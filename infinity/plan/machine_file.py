@@ -30,7 +30,7 @@ from infinity.config_problems import explain
 from infinity.config_source import read_config_file
 from infinity.errors import ConfigError
 from infinity.plan.machine import HOST_BUDGET_SHARE, mount_of, read_machine
-from infinity.plan.rates import COPIES, DEVICE_UPDATE, DISK, Rates, completed
+from infinity.plan.rates import COPIES, DEVICE_UPDATE, DISK, Rates, completed, rates_origin
 from infinity.sizes import parse_size
 
 FORMAT = 1
@@ -110,12 +110,7 @@ class PlanMachine:
     @property
     def rates_origin(self) -> str:
         """Where the rates come from, for people: "measured 2026-11-21", what is nominal."""
-        if len(self.nominal) == len(self.rates.numbers()):
-            return "nominal rates of a common machine: nothing was measured"
-        origin = f"measured {self.measured}" if self.measured else "given"
-        if self.nominal:
-            origin += f"; nominal, not measured: {', '.join(self.nominal)}"
-        return origin
+        return rates_origin(self.rates, self.nominal, self.measured)
 
     def as_dict(self) -> dict[str, Any]:
         """What the file of this machine holds, JSON-able; nominal rates are left out."""

@@ -86,6 +86,10 @@ class Plan:
     notes: tuple[str, ...] = ()
     rule: RuleFacts = RuleFacts()
     device_kernels: bool = False  # a device with memory of its own runs our optimizer kernels
+    rates_origin: str = ""  # of the rates by which homes left to the plan were chosen
+    durable: bool = False  # every unit has two extents; steps are committed
+    durable_every: int = 1  # steps from one commit to the next
+    resumed: str = ""  # the durable directory that this run continues
 
     @property
     def tier_bytes(self) -> dict[str, int]:
@@ -95,13 +99,31 @@ class Plan:
     @property
     def num_trained(self) -> int:
         """Parameters with optimizer state, padding not counted."""
-        return sum(s.numel for u in self.units for s in u.trained_segments)
+        return sum(unit.num_trained for unit in self.units)
 
     def record(self, unit: UnitLayout) -> Record:
         """Which kinds of the unit share its on-disk records."""
         homes = self.homes[unit.index]
         kinds = tuple(k for k in self.precision.kinds if homes.of(k) is Tier.DISK)
         return Record(kinds, self.precision)
+
+    @property
+    def whole_record(self) -> Record:
+        """All state kinds in one record: what a durable run has on disk of every chunk."""
+        return Record(self.precision.kinds, self.precision)
+
+    @property
+    def commit_bytes(self) -> int:
+        """Bytes that a commit writes beside the sweep: the state that does not rest on disk."""
+        if not self.durable:
+            return 0
+        whole, found = self.whole_record.kinds, 0
+        sizes: dict[int, dict[Kind, int]] = {}
+        for unit, homes in zip(self.units, self.homes, strict=True):
+            if unit.numel not in sizes:
+                sizes[unit.numel] = {kind: self.range_bytes(unit, kind) for kind in whole}
+            found += sum(n for k, n in sizes[unit.numel].items() if homes.of(k) is not Tier.DISK)
+        return found
 
     def range_bytes(self, layout: UnitLayout, kind: Kind) -> int:
         """Bytes of the trained range of one state kind: the sum of its chunks' parts."""
@@ -159,6 +181,12 @@ class Plan:
             if self.predicted_bytes.get(lane, 0)
         )
         lines.append(f"  predicted per step: {lanes or 'nothing moves between tiers'}")
+        if self.rates_origin:
+            rates = self.rates_origin
+            rates = rates if "rates" in rates else f"rates {rates}"
+            lines.append(f"  homes left to the plan were chosen by {rates}")
+        if self.durable:
+            lines.append(f"  durable: {self._durable_line()}")
         lines.extend(f"  note: {note}" for note in self.notes)
         return "\n".join(lines)
 
@@ -170,6 +198,15 @@ class Plan:
         words = [f.value if f.is_exact else f"{f.value} (lossy)" for f in formats]
         count = len(self.precision.moments)
         return f"{count} moment{'s' if count > 1 else ''} in {' and '.join(words)}"
+
+    def _durable_line(self) -> str:
+        """How often a step is committed, and what that costs."""
+        every, more = self.durable_every, self.commit_bytes
+        often = "every step is committed"
+        if every > 1:
+            often = f"1 step in {every} is committed, at most {every} are lost"
+        cost = f"a commit writes {format_size(more)} more" if more else "without more bytes"
+        return f"{often}; {cost}; all state is on disk twice"
 
     def _memory_lines(self) -> dict[str, dict[str, int]]:
         """Tier -> purpose -> bytes, with device and host as one where they are one memory."""

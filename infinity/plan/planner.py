@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from infinity.config import Config
 from infinity.errors import ConfigError, DoesNotFitError
+from infinity.plan.cost import step_cost
 from infinity.plan.forecast import forecast_bytes
 from infinity.plan.homes import FIELDS, best_homes
 from infinity.plan.layout import (
@@ -21,7 +24,25 @@ from infinity.plan.reserve import Limits, excess, largest_slot, with_memory
 from infinity.sizes import format_size
 
 CHUNK_ELEMENTS = 1 << 20  # 12 MiB records: inside the 8-64 MiB that disks like
+DURABLE_COST = 0.05  # of a step's time: what commits may cost where the plan chooses how often
+_RARELY = 1 << 40
 NUM_STAGES = 4  # one read, one updated, one written, one to spare
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a run that continues a durable one takes over as it is."""
+
+    directory: str
+    step: int
+    homes: tuple[UnitHomes, ...]
+    chunk_elements: int
+
+
+def gradient_itemsize(config: Config) -> int:
+    """Bytes of a gradient at home: fp32 where micro-batches are summed."""
+    summed = config.gradient_accumulation_steps > 1
+    return 4 if summed or PRECISIONS[config.precision].weight == 4 else 2
 
 
 def make_plan(
@@ -33,18 +54,19 @@ def make_plan(
     rule: RuleFacts | None = None,
     device_kernels: bool = False,
     rates: Rates | None = None,
+    stored: Stored | None = None,
 ) -> Plan:
     """Choose homes, slots and stages; raises `DoesNotFitError` or `ConfigError`.
 
     `rule` is what the update rule keeps; two fp32 moments if it is left out. `device_kernels`
     says that the device can run our optimizer kernels itself. `rates` weigh the lanes against
-    one another where homes are left to the plan; those of a common machine if left out.
+    one another where homes are left to the plan; those of a common machine if left out. `stored`
+    gives the homes and chunks of a durable run that is continued.
     """
     rates = rates or nominal(unified)
     rule = rule or RuleFacts()
     precision = replace(PRECISIONS[config.precision], moments=rule.moments)
     micro_batches = config.gradient_accumulation_steps
-    gradient_itemsize = 4 if micro_batches > 1 or precision.weight == 4 else 2
     largest = max((u.numel for u in units), default=0)
     chunk = config.chunk_size if isinstance(config.chunk_size, int) else CHUNK_ELEMENTS
     notes = rule.notes
@@ -61,7 +83,7 @@ def make_plan(
         num_stages=NUM_STAGES,
         look_ahead=config.look_ahead,
         micro_batches=micro_batches,
-        gradient_itemsize=gradient_itemsize,
+        gradient_itemsize=gradient_itemsize(config),
         unified=unified,
         verify=config.io.verify,
         memory={},
@@ -69,17 +91,27 @@ def make_plan(
         notes=notes,
         rule=rule,
         device_kernels=device_kernels,
+        durable=config.durable,
+        durable_every=config.durable_every if config.durable_every != "auto" else _RARELY,
     )
+    if stored is not None:
+        draft = replace(draft, resumed=stored.directory, chunk_elements=stored.chunk_elements)
     failure: DoesNotFitError | None = None
     for distance in range(config.look_ahead, -1, -1):
         try:
-            plan = _with_homes(replace(draft, look_ahead=distance), config, limits, rates)
+            nearer = replace(draft, look_ahead=distance)
+            if stored is not None:
+                plan = _with_stored(nearer, stored, config, limits)
+            else:
+                plan = _with_homes(nearer, config, limits, rates)
         except DoesNotFitError as error:
             failure = failure or error
             continue
         if distance < config.look_ahead:
             note = f"look-ahead lowered from {config.look_ahead} to {distance} to fit the budgets"
             plan = replace(plan, notes=(*plan.notes, note))
+        if plan.durable and config.durable_every == "auto":
+            plan = replace(plan, durable_every=_often(plan, rates))
         return replace(plan, predicted_bytes=forecast_bytes(plan))
     assert failure is not None
     raise failure
@@ -98,8 +130,10 @@ def _with_homes(draft: Plan, config: Config, limits: Limits, rates: Rates) -> Pl
     if draft.unified and explicit[0] is Tier.HOST:
         explicit[0] = Tier.DEVICE  # one memory: a second copy of the weights would serve nobody
     fallback = Tier.DISK if has_disk else Tier.HOST
+    # The same without a disk: beside weights in RAM, slots would be copies that serve nobody.
+    resting = Tier.DEVICE if draft.unified and not has_disk else fallback
     homes = [
-        UnitHomes(weight=explicit[0] or fallback, gradient=explicit[1] or fallback,
+        UnitHomes(weight=explicit[0] or resting, gradient=explicit[1] or fallback,
                   state=explicit[2] or fallback)
         for _ in draft.units
     ]  # fmt: skip
@@ -109,6 +143,35 @@ def _with_homes(draft: Plan, config: Config, limits: Limits, rates: Rates) -> Pl
         plan = best_homes(plan, auto, limits, rates)
     _require_fit(plan, limits, config)
     return plan
+
+
+def _with_stored(draft: Plan, stored: Stored, config: Config, limits: Limits) -> Plan:
+    """The homes of a durable run as they are, or an error that says that they no longer fit."""
+    homes: Sequence[UnitHomes] = stored.homes
+    if draft.unified:  # one memory: see `_with_homes`
+        homes = [replace(h, weight=Tier.DEVICE) if h.weight is Tier.HOST else h for h in homes]
+    plan = with_memory(replace(draft, homes=tuple(homes)), limits)
+    try:
+        _require_fit(plan, limits, config)
+    except DoesNotFitError as error:
+        raise DoesNotFitError(
+            f"the durable run in {stored.directory} does not fit the budgets as it was placed: "
+            f"{error.what}",
+            because="homes and chunks of a durable run stay as they were when it began"
+            + (f"; {error.because}" if error.because else ""),
+            remedy="raise the budget, or leave resume out to start a new run",
+        ) from error
+    note = f"continues {stored.directory} from step {stored.step}, homes and chunks as they were"
+    return replace(plan, notes=(*plan.notes, note))
+
+
+def _often(plan: Plan, rates: Rates) -> int:
+    """Steps from one commit to the next, so that what they write costs little of a step's time."""
+    seldom = step_cost(replace(plan, durable_every=_RARELY), rates).seconds
+    always = step_cost(replace(plan, durable_every=1), rates).seconds
+    if always - seldom <= DURABLE_COST * seldom:
+        return 1
+    return min(math.ceil((always - seldom) / (DURABLE_COST * seldom)), 1000) if seldom else 1
 
 
 def _require_fit(plan: Plan, limits: Limits, config: Config) -> None:

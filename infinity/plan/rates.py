@@ -5,7 +5,7 @@ Pure data. `bench.rates` measures them, once for each machine and path; `plan.co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 UPDATE_FORMATS = ("fp32", "bf16", "8bit")
@@ -123,3 +123,13 @@ def completed(
         wanted.pop(name, None)
     missing = tuple(name for name in wanted if name not in numbers)
     return Rates.of(wanted | dict(numbers)), missing
+
+
+def rates_origin(rates: Rates, nominal: Collection[str], measured: str | None) -> str:
+    """Where rates come from, for people: "measured 2026-11-21", and what is nominal."""
+    if len(nominal) == len(rates.numbers()):
+        return "nominal rates of a common machine: nothing was measured"
+    origin = f"measured {measured}" if measured else "given"
+    if nominal:
+        origin += f"; nominal, not measured: {', '.join(nominal)}"
+    return origin

@@ -9,18 +9,24 @@ from infinity.plan.plan import Plan, SlotClass, UnitHomes, updated_on_device
 
 NUM_WINDOWS = 3  # gradient ranges in RAM when gradients rest on disk
 NUM_BOUNCES = 2  # device -> host gradient buffers
+NUM_COMMIT_BUFFERS = 2  # chunks on their way from a device's own memory into a commit
+NUM_COPY_BUFFERS = 2  # chunks on their way into a checkpoint
 TILE_BUFFERS = 8  # fp32 arrays of a tile: master, gradient, and what torch's step makes on the way
 AUTO_SHARE = 0.7  # of the memory compute uses; auto homes leave the rest to activations
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Budgets in bytes; None means unlimited (tests). `base` is what the process already uses."""
+    """Budgets in bytes; None means unlimited (tests). `base` is what the process already uses.
+
+    `made` is the largest value that is made, or read, at birth; 0 where all are in RAM.
+    """
 
     device: int | None
     host: int | None
     disk: int | None
     base: int = 0
+    made: int = 0
 
 
 def with_memory(plan: Plan, limits: Limits) -> Plan:
@@ -36,10 +42,30 @@ def with_memory(plan: Plan, limits: Limits) -> Plan:
         "gradient windows": num_windows(plan) * largest_window(plan),
         "landing": num_landings(plan) * largest_slot(plan),
         "bounce": 0 if plan.unified else NUM_BOUNCES * largest_trained(plan),
+        "saving": NUM_COPY_BUFFERS * copy_buffer_bytes(plan),
         "optimizer tiles": TILE_BUFFERS * 4 * plan.rule.tile_elements,
     }
+    if plan.durable:
+        host["committing"] = NUM_COMMIT_BUFFERS * commit_buffer_bytes(plan)
+        disk = {**disk, "durable": _durable_bytes(plan, disk)}
     host["checksums"] = checksum_bytes(sum(disk.values())) if plan.verify else 0
+    host["birth"] = _birth_bytes(plan, limits, device, host)
     return replace(plan, memory={"device": device, "host": host, "disk": disk})
+
+
+def _birth_bytes(plan: Plan, limits: Limits, device: dict[str, int], host: dict[str, int]) -> int:
+    """What the first write of every home takes, beyond what is reserved but not yet touched.
+
+    Two chunks of all kinds, one fp32 master, and one value as it is made. (An initialiser that
+    compares, such as a truncated normal, needs up to three times the value more, for a moment.)
+    """
+    chunk = min(plan.chunk_elements, max((u.numel for u in plan.units), default=0))
+    record = sum(plan.precision.nbytes(kind, chunk) for kind in plan.precision.kinds)
+    if not plan.unified:  # buffers are pinned, and pinned memory is there from the beginning
+        return 2 * record + 4 * chunk + limits.made
+    untouched = device["slots"] + device["gradients"] + host["gradients"]
+    untouched += host["staging"] + host["gradient windows"]
+    return max(2 * record + 4 * chunk + limits.made - untouched, 0)
 
 
 def budgeted_bytes(plan: Plan) -> dict[str, int]:
@@ -115,6 +141,44 @@ def stage_bytes(plan: Plan) -> int:
         need += count * plan.gradient_itemsize if homes.gradient not in reachable else 0
         nbytes = max(nbytes, need)
     return nbytes
+
+
+def copy_buffer_bytes(plan: Plan) -> int:
+    """Bytes of one buffer of a save: a chunk of every kind that some unit has not in RAM."""
+    reachable = {Tier.HOST, Tier.DEVICE} if plan.unified else {Tier.HOST}
+    nbytes = 0
+    for homes, numel in {(h, u.numel) for u, h in zip(plan.units, plan.homes, strict=True)}:
+        count = min(plan.chunk_elements, numel)
+        copied = [k for k in plan.precision.kinds if homes.of(k) not in reachable]
+        nbytes = max(nbytes, sum(plan.precision.nbytes(k, count) for k in copied))
+    return nbytes
+
+
+def commit_buffer_bytes(plan: Plan) -> int:
+    """Bytes of one buffer of a commit: a chunk's part of one kind that rests on a device."""
+    if (
+        plan.unified
+        or not plan.durable
+        or all(Tier.DEVICE not in (h.weight, h.state) for h in plan.homes)
+    ):
+        return 0
+    nbytes = 1 << 20  # for frozen bytes, that go in pieces
+    for homes, numel in {(h, u.numel) for u, h in zip(plan.units, plan.homes, strict=True)}:
+        count = min(plan.chunk_elements, numel)
+        away = [k for k in plan.precision.kinds if homes.of(k) is Tier.DEVICE]
+        nbytes = max([nbytes, *(plan.precision.nbytes(k, count) for k in away)])
+    return nbytes
+
+
+def _durable_bytes(plan: Plan, disk: dict[str, int]) -> int:
+    """Bytes on disk beyond what rests there: two extents of everything."""
+    sizes: dict[int, int] = {}
+    total = 0
+    for unit in plan.units:
+        if unit.numel not in sizes:
+            sizes[unit.numel] = sum(plan.range_bytes(unit, k) for k in plan.precision.kinds)
+        total += sizes[unit.numel] + unit.frozen_bytes
+    return 2 * total - disk["weights"] - disk["state"]
 
 
 def num_windows(plan: Plan) -> int:

@@ -91,12 +91,15 @@ class Birth:
         buffer = self._buffers[turn]
         views: dict[Kind, Tensor] = {}
         used = 0
+        record, home = state.record, state.extents[index : index + 1]
+        if self.plan.durable:  # the first commit holds all kinds
+            record, home = self.plan.whole_record, state.whole[0][index : index + 1]
         for kind in self.plan.precision.kinds:  # record kinds first keep their record order
             nbytes = self.plan.precision.nbytes(kind, count)
-            if kind in state.record.kinds:
-                offset = state.record.offset(kind, count)
+            if kind in record.kinds:
+                offset = record.offset(kind, count)
                 views[kind] = buffer[offset : offset + nbytes]
-        used = state.record.nbytes(count)
+        used = record.nbytes(count)
         for kind in self.plan.precision.kinds:
             nbytes = self.plan.precision.nbytes(kind, count)
             if kind not in views:
@@ -104,9 +107,8 @@ class Birth:
                 used += nbytes
         self._fill_views(views, master)
         self._fill_moments(layout, start, count, views)
-        if state.record.kinds:
-            record = buffer[: state.record.nbytes(count)]
-            self._tickets[turn] = self.lanes.write([(state.extents[index], record)])
+        if home:
+            self._tickets[turn] = self.lanes.write([(home[0], buffer[: record.nbytes(count)])])
         self._copy_to_memory(state, views, index)
 
     def _fill_master(
@@ -170,9 +172,8 @@ class Birth:
             state.ram[Kind.WEIGHT][place].copy_(frozen)
         elif Kind.WEIGHT in state.on_device:
             self.lanes.copy_in(state.on_device[Kind.WEIGHT][place], frozen).wait()
-        else:
-            assert state.frozen is not None
-            self.lanes.write([(state.frozen, frozen)]).wait()
+        if state.frozen_sides:
+            self.lanes.write([(state.frozen_sides[0], frozen)]).wait()
 
 
 def _birth_bytes(plan: Plan, layout: UnitLayout) -> int:

@@ -30,6 +30,7 @@ from infinity.model.torch_private import (
     top_saved_tensors_hooks,
 )
 from infinity.training.owner import Owner
+from infinity.training.watch import MemoryWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +198,7 @@ class Hooks:
         trained: Sequence[bool],
     ) -> None:
         self.mover = mover
+        self.watch: MemoryWatch  # set by whoever makes hooks, before the first forward
         self.gradients = gradients
         self.saved = SavedTensors(mover, gradients.expect)
         self.lent: Collection[int] = ()  # parameters that have a full value of their own now
@@ -253,6 +255,8 @@ class Hooks:
             self._refuse_strangers()
             if not self._is_lent(unit):
                 self._use(unit)
+            self.watch.saw(args)
+            self.watch.at(unit, "forward")
             self.mover.entries[unit].entered += 1
             self._pushed.append(self.saved.push())
 
@@ -287,6 +291,8 @@ class Hooks:
             assert gradient is not None
             self.mover.await_consumed(self._unit_of[index])
             self.gradients.receive(index, gradient)
+            del gradient
+            self.watch.at(self._unit_of[index], "backward")
             self.mover.tend()
 
         return hook
@@ -316,4 +322,5 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self.watch.close()
         self.saved.close()

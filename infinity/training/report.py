@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from infinity.memory.lanes import Lanes
+from infinity.training.watch import MemoryWatch
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,8 @@ class StepReport:
 
     `moved` is bytes per lane in that time: the sweep of the previous step, and the fetches and
     gradients of this one. `disk_s` is seconds per disk lane that its blocks waited in "queue" and
-    were with the "device", summed over blocks.
+    were with the "device", summed over blocks. `memory` is bytes of the tier that computes: "peak",
+    and in the first two steps "rests", "activations" and "estimated" (see `MemoryWatch.step`).
     """
 
     step: int
@@ -26,13 +28,15 @@ class StepReport:
     moved: dict[str, int] = field(default_factory=dict)
     surprises: int = 0
     disk_s: dict[str, dict[str, float]] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
 
 
 class Meter:
     """Differences of the lanes' counters and stalls from step to step."""
 
-    def __init__(self, lanes: Lanes) -> None:
+    def __init__(self, lanes: Lanes, watch: MemoryWatch) -> None:
         self._lanes = lanes
+        self._watch = watch
         self._time_s = time.perf_counter()
         self._stalled_s = lanes.stalled_s()
         self._moved = lanes.moved()
@@ -58,6 +62,7 @@ class Meter:
                 lane: {where: s - self._disk_s[lane][where] for where, s in times.items()}
                 for lane, times in disk_s.items()
             },
+            memory=self._watch.step(),
         )
         self._time_s, self._stalled_s, self._moved = now_s, stalled_s, moved
         self._surprises, self._disk_s = surprises, disk_s

@@ -8,7 +8,7 @@ has happened or has not. `Progress` is one frozen object, replaced as a whole, f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.optim.tiles import Updater
 from infinity.plan.plan import Plan
 from infinity.training.cycles import Cycles
+from infinity.training.hooks import Hooks
 from infinity.training.optimizer_state import read_state
 from infinity.training.report import Meter, StepReport
 from infinity.training.sweep import Sweep, SweepJob
@@ -51,6 +52,7 @@ class Rooms(Protocol):
     updater: Updater
     gradients: GradientStore
     sweep: Sweep
+    hooks: Hooks
 
 
 class Stepper:
@@ -68,6 +70,8 @@ class Stepper:
         self.progress = Progress()
         self.lr_scheduler = lr_scheduler
         self.last_report: StepReport | None = None
+        # Where steps are durable: what a committed step holds beside the homes.
+        self.document: Callable[[], bytes] | None = None
         self._units = rooms.plan.units
         self._mover = rooms.mover
         self._gradients = rooms.gradients
@@ -76,8 +80,8 @@ class Stepper:
         self._optimizer = optimizer
         self._index_of = dict(index_of)
         self._journal = journal
-        self._meter = Meter(rooms.mover.lanes)
-        self._steps = [0] * len(index_of)
+        self._meter = Meter(rooms.mover.lanes, rooms.hooks.watch)
+        self.steps = [0] * len(index_of)  # updates so far, by parameter index
         self._rooms = rooms
         optimizer.connect_state(self._read_state)
         self._after_commit: Exception | None = None  # of a step that happened all the same
@@ -142,7 +146,8 @@ class Stepper:
         try:
             if job is not None:
                 for index in job.steps:
-                    self._steps[index] += 1
+                    self.steps[index] += 1
+                self._rooms.updater.begin(job.hypers, job.steps)
                 self._mover.make_pending(job.units)
         except PresenceError as error:
             self._after_commit = error
@@ -152,6 +157,8 @@ class Stepper:
             self._optimizer.mark_stepped()
             if not skipped and self.lr_scheduler is not None:
                 self.lr_scheduler.step()
+            if job is not None and self.document is not None:
+                job = replace(job, document=self.document())
         except Exception as error:
             self._after_commit = self._after_commit or error
         return job
@@ -167,7 +174,7 @@ class Stepper:
                 u for u in order if any(s.parameter in arrived for s in units[u].trained_segments)
             ),
             hypers={i: hypers[i] for i in arrived},
-            steps={i: self._steps[i] + 1 for i in arrived},
+            steps={i: self.steps[i] + 1 for i in arrived},
             grad_scale=factor,
             computed=computed,
         )
@@ -179,7 +186,7 @@ class Stepper:
             raise ConfigError("this parameter does not belong to the engine's module")
         self._sweep.finish()
         rooms, hyper = self._rooms, self._optimizer.hypers(self._index_of).get(index)
-        return read_state(rooms.store, rooms.updater, index, hyper, self._steps)
+        return read_state(rooms.store, rooms.updater, index, hyper, self.steps)
 
     def _report(self, norm: float, factor: float, skipped: bool) -> None:
         self.last_report = self._meter.read(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from infinity.errors import EngineClosedError
 from infinity.memory.device import Event
-from infinity.memory.disk import Ticket
+from infinity.memory.durability import Durability
 from infinity.memory.gradients import GradientStore
 from infinity.memory.host import arena_for
 from infinity.memory.lanes import Lanes, after_all
@@ -36,6 +36,7 @@ from infinity.optim.tiles import Tile, Updater, moment_in
 from infinity.plan.layout import Kind
 from infinity.plan.plan import Plan, updated_on_device
 from infinity.plan.reserve import stage_bytes
+from infinity.training.stages import Stage, Work
 
 
 @dataclass(frozen=True)
@@ -52,31 +53,7 @@ class SweepJob:
     steps: Mapping[int, int]
     grad_scale: float
     computed: Event
-
-
-@dataclass(eq=False)
-class _Stage:
-    """A RAM buffer for one chunk of what cannot be updated in place."""
-
-    buffer: Tensor
-    busy: list[Ticket | Event] = field(default_factory=list)
-
-    def reuse(self) -> None:
-        """Wait until nothing reads the buffer any more."""
-        for item in self.busy:
-            item.wait()
-        self.busy.clear()
-
-
-@dataclass(eq=False)
-class _Work:
-    """One chunk between its read and its write."""
-
-    unit: int
-    chunk: int
-    stage: _Stage
-    views: dict[Kind, Tensor]  # uint8, host-reachable, of exactly this chunk
-    waits: list[Ticket | Event]
+    document: bytes | None = None  # of a durable run: what a commit of this step holds besides
 
 
 @dataclass(eq=False)
@@ -103,8 +80,10 @@ class Sweep:
         gradients: GradientStore,
         mover: Mover,
         updater: Updater,
+        durability: Durability | None = None,
     ) -> None:
         self.plan = plan
+        self.durability = durability
         self.lanes = lanes
         self.store = store
         self.gradients = gradients
@@ -114,7 +93,10 @@ class Sweep:
         arena = arena_for([nbytes] * plan.num_stages)
         if nbytes:
             lanes.device.pin(arena)
-        self._stages = [_Stage(arena.carve(nbytes)) for _ in range(plan.num_stages)]
+        self._stages = [Stage(arena.carve(nbytes)) for _ in range(plan.num_stages)]
+        # Called on the sweep thread with a unit's index before the first byte of its state
+        # changes in a job; it may block. A saver copies the old bytes there.
+        self.guard: Callable[[int], None] | None = None
         self._order: _Commit | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._loop, name="infinity-sweep", daemon=True)
@@ -179,6 +161,11 @@ class Sweep:
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join()
 
+    @property
+    def can_finish(self) -> bool:
+        """Whether there is a thread to wait for: not in a forked child, nor on that thread."""
+        return self._thread.is_alive() and threading.current_thread() is not self._thread
+
     def forget(self) -> None:
         """Drop the reserved ranges."""
         self._stages.clear()
@@ -224,7 +211,7 @@ class Sweep:
         for unit in job.units:
             if updated_on_device(self.plan, unit):
                 self.mover.updated(unit, self._update_on_device(job, unit))
-        queue: deque[_Work] = deque()
+        queue: deque[Work] = deque()
         order = self._chunks(job)
         turn = 0
         pending = next(order, None)
@@ -241,6 +228,8 @@ class Sweep:
                         item.wait()
                 raise _AbortedError
             self._process(job, queue.popleft())
+        if self.durability is not None:
+            self.durability.finish_step(job.document, lambda: self._closing)
 
     def _chunks(self, job: SweepJob) -> Iterator[tuple[int, int]]:
         """(unit, chunk) in order; a unit somebody waits for comes next."""
@@ -268,17 +257,20 @@ class Sweep:
             views[Kind.GRADIENT] = gradient.view(torch.uint8)
             tiles += self._tiles(job, unit, views, start, count)
         pieces = self.updater.pieces(tiles, job.grad_scale)
+        if self.guard is not None:
+            self.guard(unit)
         event = self.lanes.device.update(pieces, job.computed)
         state.writes.append(event)
+        state.turn.advance()
         return event
 
-    def _issue(self, unit: int, chunk: int, stage: _Stage) -> _Work:
+    def _issue(self, unit: int, chunk: int, stage: Stage) -> Work:
         """Start bringing a chunk's kinds and gradient where the CPU can update them."""
         state = self.store.units[unit]
         layout, plan = state.layout, self.plan
         start, count = layout.chunk(chunk, plan.chunk_elements)
         sizes = {kind: plan.precision.nbytes(kind, count) for kind in plan.precision.kinds}
-        work = _Work(unit, chunk, stage, {}, [])
+        work = Work(unit, chunk, stage, {}, [])
         used = 0
         if chunk == 0:
             self.store.settle_writes(unit)
@@ -300,7 +292,7 @@ class Sweep:
         self._issue_gradient(work, start, count, stage.buffer[used:])
         return work
 
-    def _issue_gradient(self, work: _Work, start: int, count: int, room: Tensor) -> None:
+    def _issue_gradient(self, work: Work, start: int, count: int, room: Tensor) -> None:
         gradients, itemsize = self.gradients, self.plan.gradient_itemsize
         if work.unit in gradients.ram:
             view = gradients.ram[work.unit][start : start + count].view(torch.uint8)
@@ -315,7 +307,7 @@ class Sweep:
         extent = gradients.extents[work.unit].part(start * itemsize, count * itemsize)
         work.waits.append(self.lanes.read([(extent, view)]))
 
-    def _process(self, job: SweepJob, work: _Work) -> None:
+    def _process(self, job: SweepJob, work: Work) -> None:
         state = self.store.units[work.unit]
         start, count = state.layout.chunk(work.chunk, self.plan.chunk_elements)
         for item in work.waits:
@@ -323,6 +315,8 @@ class Sweep:
         if work.chunk == 0:
             # A copy of the old weights to the device may still read the range about to change.
             self.mover.entries[work.unit].ready.wait()
+            if self.guard is not None:
+                self.guard(work.unit)
         tiles = self._tiles(job, work.unit, work.views, start, count)
         if tiles:
             self.updater.update(tiles, job.grad_scale)
@@ -334,6 +328,7 @@ class Sweep:
         if self._target is not None and Kind.WEIGHT not in state.on_device:
             self._publish(work, start)
         if work.chunk + 1 == state.layout.num_chunks(self.plan.chunk_elements):
+            state.turn.advance()  # whoever reads the unit from now on reads what was written
             self.mover.updated(work.unit, after_all(*self._published))
 
     def _tiles(
@@ -369,12 +364,13 @@ class Sweep:
             )
         return tiles
 
-    def _write_back(self, work: _Work, start: int, count: int) -> None:
+    def _write_back(self, work: Work, start: int, count: int) -> None:
         """Send what was updated in the stage to its home."""
         state = self.store.units[work.unit]
         if state.record.kinds:
             nbytes = state.record.nbytes(count)
-            ticket = self.lanes.write([(state.extents[work.chunk], work.stage.buffer[:nbytes])])
+            place = state.next_extents[work.chunk]
+            ticket = self.lanes.write([(place, work.stage.buffer[:nbytes])])
             work.stage.busy.append(ticket)
             state.writes.append(ticket)
         for kind, home in state.on_device.items():
@@ -385,7 +381,7 @@ class Sweep:
             if kind is Kind.WEIGHT:
                 self._published.append(event)
 
-    def _publish(self, work: _Work, start: int) -> None:
+    def _publish(self, work: Work, start: int) -> None:
         """Copy the chunk's new weights into the unit's slot (nothing to do where they rest)."""
         assert self._target is not None
         slot, residency = self._target

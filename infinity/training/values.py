@@ -52,6 +52,7 @@ class Values:
         self.kernels = kernels
         self.settle = settle
         self.lent: dict[int, torch.dtype] = {}
+        self.guard: Callable[[int], None] = lambda unit: None  # before a unit's homes change
         self._places = {s.parameter: (u, s) for u in store.plan.units for s in u.segments}
         self._cached: _CachedUnit | None = None
         self._owner = Owner()
@@ -117,6 +118,7 @@ class Values:
         cached, self._cached = self._cached, None
         if cached is not None and cached.dirty:
             unit = cached.layout.index
+            self.guard(unit)
             try:
                 self.mover.drop(unit)
             finally:  # an edit outside a loan raises, those inside one are kept

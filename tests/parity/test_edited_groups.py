@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.fake_accelerator import FakeAccelerator
 from support.models import CASES
 from support.trainer import Run, make_config, make_device, same_bits
 from torch import Tensor, nn, optim
@@ -241,6 +242,38 @@ def test_a_group_may_be_switched_on_where_another_made_room() -> None:
             optimizer.zero_grad()
             step(run, x)
         assert_same(run, theirs)
+
+
+@pytest.mark.parametrize("device", ["cpu", "kernels"])
+@pytest.mark.parametrize("momenta", [(0, 0, 0.9, 0.5, 0, 0.9), (0.9, 0, 0.9, 0.9, 0.9, 0.9)])
+def test_momentum_of_the_built_in_rule_begins_with_its_first_gradient(
+    momenta: tuple[float, ...], device: str
+) -> None:
+    """As torch's buffer does: also where a schedule, or a gradient, comes late."""
+    theirs, model = build(), build()
+    optimizer = optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9, dampening=0.3)
+    config = sgd_config("built-in", momentum=0.9, dampening=0.3)
+    place: Any = "cpu"
+    if device == "kernels":
+        place = FakeAccelerator(0, kernels=True)
+        config["homes"] = dict.fromkeys(config["homes"], "device")
+    with Run(model, config, device=place) as run:
+        for number, (x, momentum) in enumerate(zip(inputs(6), momenta, strict=True)):
+            for some in (optimizer, run.engine.optimizer):
+                some.param_groups[0]["momentum"] = momentum
+            late = number < 3
+            outputs = [theirs[0](x) if late else theirs(x)]
+            outputs[0].square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.engine.backward((model[0](x) if late else run.engine(x)).square().mean())
+            run.engine.step()
+        for name, value in theirs.state_dict().items():
+            torch.testing.assert_close(run.masters()[name], value, rtol=1e-5, atol=1e-6)
+        for mine, other in zip(model.parameters(), theirs.parameters(), strict=True):
+            state = run.engine.optimizer.read_state(mine)
+            expected = optimizer.state[other]["momentum_buffer"]
+            torch.testing.assert_close(state["momentum_buffer"], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_parameters_that_have_not_stepped_yet_count() -> None:

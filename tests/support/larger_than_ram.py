@@ -1,4 +1,4 @@
-"""A life of a model that need not fit RAM: built, trained, evaluated, saved, loaded back.
+"""A life of a model that need not fit RAM: built, trained, evaluated, saved, loaded, resumed.
 
 `python -m support.larger_than_ram JSON` runs it in this process and prints one JSON object:
 losses as hexadecimal floats, so that equal text means equal bits, and digests of what was saved.
@@ -76,6 +76,17 @@ def evaluate(engine: infinity.Engine, job: dict[str, Any]) -> str:
     return float(loss).hex()
 
 
+def train(engine: infinity.Engine, job: dict[str, Any], step: int) -> list[str]:
+    """The losses of one step."""
+    losses = []
+    for tokens, targets in batches(job, job["micro_batches"], seed=step):
+        loss = engine(tokens, targets)
+        losses.append(float(loss.detach()).hex())
+        engine.backward(loss)
+        engine.step()
+    return losses
+
+
 def digest(directory: Path) -> str:
     """Of the tensors' files, whatever shards they are in."""
     whole = hashlib.sha256()
@@ -95,28 +106,32 @@ def main() -> None:
     with start(job) as engine:
         plan = engine.plan
         for step in range(job["steps"]):
-            for tokens, targets in batches(job, job["micro_batches"], seed=step):
-                loss = engine(tokens, targets)
-                losses.append(float(loss.detach()).hex())
-                engine.backward(loss)
-                engine.step()
+            losses += train(engine, job, step)
         norm = engine.grad_norm
         evaluated = evaluate(engine, job)
         engine.save_weights(saved, max_shard="256MiB")
-    del engine, loss
+        engine.save_checkpoint(saved / "checkpoint")
+        onward = train(engine, job, job["steps"])
+    del engine
     fresh = loaded = ""
     if job["reload"] == "born":
         with start(job, saved) as engine:
             loaded = evaluate(engine, job)
+            engine.load_checkpoint(saved / "checkpoint")
+            resumed = train(engine, job, job["steps"])
     else:
         with start(job) as engine:
             fresh = evaluate(engine, job)
             infinity.load_weights(engine, saved)
             loaded = evaluate(engine, job)
+            engine.load_checkpoint(saved / "checkpoint")
+            resumed = train(engine, job, job["steps"])
     print(
         json.dumps(
             {
                 "losses": losses,
+                "onward": onward,
+                "resumed": resumed,
                 "grad_norm": float(norm or 0.0).hex(),
                 "evaluated": evaluated,
                 "fresh": fresh,

@@ -1,0 +1,184 @@
+"""What an engine holds, as its user sees it: values read, edited, saved and loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infinity.errors import EngineClosedError
+from infinity.parts import Parts
+from infinity.plan.plan import Plan
+from infinity.training.checkpoints import Checkpoints, Wanted
+from infinity.training.owner import Owner
+from infinity.training.run_state import Stateful
+from infinity.training.state_dict import StateDict, state_dict_of
+from infinity.training.values import Values, targets
+
+
+class EngineState:
+    """The half of `Engine` that is about its state; `Engine` makes what it uses."""
+
+    module: nn.Module
+    plan: Plan
+    _parts: Parts
+    _values: Values
+    _checkpoints: Checkpoints
+    _owner: Owner
+    _index_of: dict[int, int]
+    _closed: bool
+
+    # --- values ----------------------------------------------------------------------------------
+
+    def state_dict(self, *, master: bool = False) -> StateDict:
+        """Names to full values, read tensor by tensor as they are asked for.
+
+        With `master`, trained parameters come as fp32 masters, bit for bit.
+        """
+        self._check_usable()
+        return state_dict_of(self.module, self._values, self._index_of, master=master)
+
+    def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
+        """Take full values, tensor by tensor; fp32 values become masters as they are.
+
+        Raises `ConfigError` naming all missing, unexpected and misshapen entries, before
+        anything is changed.
+        """
+        self._check_usable()
+        self.state_dict().load(state, strict=strict)
+
+    def save_weights(
+        self,
+        directory: str | os.PathLike[str],
+        dtype: torch.dtype | str | None = None,
+        max_shard: int | str = "5GiB",
+    ) -> list[Path]:
+        """Write safetensors that Hugging Face and `load_weights` take; returns the files.
+
+        Tensor by tensor, out of any homes, persistent buffers included; tied weights once, under
+        their first name. `dtype`: None is the compute dtype; torch.float32 or "fp32" the exact
+        master; "bf16"; "fp16". Buffers, and frozen parameters that are not floats, keep theirs.
+
+        Waits for updates that are owed. Raises `ConfigError`, `DoesNotFitError` (disk full) or
+        `MachineError`; training may go on after any of them, and files saved there before stay.
+        """
+        self._check_usable()
+        return self.state_dict().save(Path(directory), dtype, max_shard)
+
+    def materialized(
+        self,
+        target: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Parameter],
+        *,
+        master: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Inside the block the named parameters hold full values that may be read and edited.
+
+        Edits are kept. With `master` trained parameters are fp32 masters in the block.
+        """
+        self._check_usable()
+        return self._values.materialized(targets(target, self._index_of), master=master)
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor:
+        """A copy of the parameter's accumulated gradient in this window (`p.grad` is None)."""
+        self._check_usable()
+        (index,) = targets(parameter, self._index_of)
+        return self._parts.gradients.read(index).view(parameter.shape)
+
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        *,
+        save_latest: bool = True,
+        keep_last: int | None = None,
+        wait: bool = False,
+    ) -> Path:
+        """Save everything that decides the next step to `directory/tag`; returns that path.
+
+        `tag` is `global_stepN` by default; `client_state` plain data, given back by
+        `load_checkpoint`. Returns once the snapshot is fixed: the bytes are copied while training
+        goes on, and the checkpoint appears, whole, when all are on stable storage (with `wait`,
+        before this returns). Then `latest` names it, unless `save_latest` is false, and only the
+        `keep_last` newest stay.
+
+        Raises `CheckpointError`, `ConfigError`, `DoesNotFitError` (disk full) or `MachineError`;
+        training may go on after any. What fails behind the caller's back is warned of by the next
+        `step()` and raised by the next `save_checkpoint`, `finish_saving` or `close`.
+        """
+        self._check_usable()
+        return self._checkpoints.save(
+            Path(directory).expanduser(), tag, client_state or {},
+            save_latest=save_latest, keep_last=keep_last, wait=wait,
+        )  # fmt: skip
+
+    @property
+    def saving(self) -> bool:
+        """Whether a checkpoint is being copied behind the caller's back."""
+        return self._parts.saver.busy
+
+    def finish_saving(self) -> None:
+        """Wait until the last checkpoint is on stable storage; raises what made it fail."""
+        self._check_usable()
+        self._parts.saver.finish()
+
+    def load_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        tag: str | None = None,
+        *,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
+        """Go on where a checkpoint was saved, under whatever placement; same bits as without.
+
+        Returns (path, client_state); (None, None) with a warning where there is none. Without
+        `load_optimizer_states` weights become fp32 masters, and moments stay as they are; with
+        `load_module_only` counters, schedule and random generators stay as well. Raises
+        `CheckpointError` naming all that does not fit before anything is changed, or the first
+        damaged tensor: the engine is unusable then until a checkpoint is loaded.
+        """
+        self._owner.check()
+        self._check_open()
+        wanted = Wanted(
+            load_optimizer_states, load_lr_scheduler_states, load_module_only, load_module_strict
+        )
+        return self._checkpoints.load(Path(directory).expanduser(), tag, wanted)
+
+    def register_state(self, name: str, item: Stateful) -> None:
+        """Save `item.state_dict()`, plain data, in every checkpoint, and give it back on loading.
+
+        For what else decides the run: a DataLoader with a position, a curriculum. The loader that
+        `initialize` made is registered. State that was loaded before is given back at once.
+        """
+        self._checkpoints.run_state.register(name, item)
+
+    @property
+    def resumed(self) -> bool:
+        """Whether `initialize` went on from a committed step (`durable`, `resume`)."""
+        return self._parts.resumed is not None
+
+    def settle(self) -> None:
+        """Wait until no update is owed and everything is home."""
+        self._check_usable()
+        self._values.settle()
+        for unit in range(len(self.plan.units)):
+            self._parts.store.settle_writes(unit)
+
+    def _check_usable(self) -> None:
+        self._owner.check()
+        self._check_open()
+        self._parts.mover.check()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError("the engine is closed", remedy="make a new one")

@@ -1,0 +1,203 @@
+"""The commit record of a durable run: the few bytes that say which sides are the state.
+
+[Note: two slots]
+A record is written over the older of two files, and synced, after everything that it speaks of is
+on stable storage. Whatever is cut short, the other file is whole; loading takes the valid one with
+the highest sequence number. A file is a fixed head, a JSON header, and the document: opaque bytes
+that whoever trains wants back (counters, random states, buffers, ...).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from infinity import _aio
+from infinity.errors import CheckpointError, MachineError
+
+SLOT_NAMES = ("commit-a.bin", "commit-b.bin")
+_MAGIC = b"INFCMT01"
+# magic, bytes of the header, bytes of the document, CRC32C of both; then that of these 24 bytes
+_HEAD = struct.Struct("<8sIQI")
+_CHECK = struct.Struct("<I")
+_HEAD_BYTES = _HEAD.size + _CHECK.size
+_RESERVED_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class CommitRecord:
+    """One committed state.
+
+    `sides` and `frozen_sides` hold 0 or 1 per unit. `checksums` says that the file of checksums
+    fits. `run` ties it to a directory; `when` is UTC, ISO 8601.
+    """
+
+    run: str
+    sequence: int
+    step: int
+    sides: tuple[int, ...]
+    frozen_sides: tuple[int, ...]
+    checksums: bool
+    document: bytes
+    when: str = ""
+
+    def to_bytes(self) -> bytes:
+        """As a slot holds it."""
+        header = {
+            "run": self.run,
+            "sequence": self.sequence,
+            "step": self.step,
+            "sides": "".join(map(str, self.sides)),
+            "frozen_sides": "".join(map(str, self.frozen_sides)),
+            "checksums": self.checksums,
+            "when": self.when or datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        text = json.dumps(header).encode()
+        crc = crc32c(text + self.document)
+        head = _HEAD.pack(_MAGIC, len(text), len(self.document), crc)
+        return head + _CHECK.pack(crc32c(head)) + text + self.document
+
+    @staticmethod
+    def from_bytes(data: bytes) -> CommitRecord | None:
+        """The record at the beginning of a slot; None where there is no whole one."""
+        if len(data) < _HEAD_BYTES:
+            return None
+        head = data[: _HEAD.size]
+        (check,) = _CHECK.unpack_from(data, _HEAD.size)
+        magic, header_bytes, document_bytes, crc = _HEAD.unpack(head)
+        end = _HEAD_BYTES + header_bytes + document_bytes
+        if magic != _MAGIC or check != crc32c(head) or len(data) < end:
+            return None
+        if crc32c(data[_HEAD_BYTES:end]) != crc:
+            return None
+        header = json.loads(data[_HEAD_BYTES : _HEAD_BYTES + header_bytes])
+        document = data[_HEAD_BYTES + header_bytes : end]
+        return CommitRecord(
+            run=header["run"],
+            sequence=header["sequence"],
+            step=header["step"],
+            sides=tuple(map(int, header["sides"])),
+            frozen_sides=tuple(map(int, header["frozen_sides"])),
+            checksums=header["checksums"],
+            document=document,
+            when=header["when"],
+        )
+
+
+class SmallFile:
+    """A small file that is written in place and synced; beside the state, never in its way."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            self._fd = os.open(path, flags, 0o600)
+        except OSError as error:
+            raise self._failed("opened", error) from error
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Write all of `data`; raises `MachineError`."""
+        view = memoryview(data)
+        try:
+            while view:
+                written = os.pwrite(self._fd, view, offset)
+                view, offset = view[written:], offset + written
+        except OSError as error:
+            raise self._failed("written", error) from error
+
+    def sync(self) -> None:
+        """Put it on stable storage; raises `MachineError`."""
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            raise self._failed("synced", error) from error
+
+    def reserve(self, nbytes: int) -> None:
+        """Take the space beforehand, where the file system can."""
+        try:
+            os.posix_fallocate(self._fd, 0, nbytes)
+        except OSError as error:
+            raise self._failed("reserved", error) from error
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """So many bytes, fewer where the file ends; raises `MachineError`."""
+        try:
+            return os.pread(self._fd, nbytes, offset)
+        except OSError as error:
+            raise self._failed("read", error) from error
+
+    def close(self) -> None:
+        """Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _failed(self, what: str, error: OSError) -> MachineError:
+        return MachineError(
+            f"{self.path} could not be {what}: {error.strerror} (errno {error.errno})",
+            because="the steps of a durable run are committed there",
+            remedy="look at the drive and its space; resume: auto goes on from the last commit",
+        )
+
+
+class CommitSlots:
+    """The two files of one run's records."""
+
+    def __init__(self, directory: Path) -> None:
+        self._files: list[SmallFile] = []
+        try:
+            for name in SLOT_NAMES:
+                self._files.append(SmallFile(directory / name))
+        except BaseException:
+            self.close()
+            raise
+
+    def reserve(self) -> None:
+        """Take the space for records of a common size."""
+        for file in self._files:
+            file.reserve(_RESERVED_BYTES)
+
+    def write(self, record: CommitRecord) -> None:
+        """Commit: from the moment that this returns the record is what is loaded."""
+        file = self._files[record.sequence % len(self._files)]
+        file.write(0, record.to_bytes())
+        file.sync()
+
+    def close(self) -> None:
+        """Close the files; idempotent."""
+        for file in self._files:
+            file.close()
+
+
+def last_commit(directory: Path) -> CommitRecord:
+    """The newest whole record of a durable directory; raises `CheckpointError` if there is none."""
+    records = []
+    for name in SLOT_NAMES:
+        try:
+            with open(directory / name, "rb") as file:
+                record = CommitRecord.from_bytes(file.read())
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if record is not None:
+            records.append(record)
+    if not records:
+        raise CheckpointError(
+            f"the durable run in {directory} has no whole commit record",
+            because=f"{' and '.join(SLOT_NAMES)} are damaged or missing",
+        )
+    return max(records, key=lambda record: record.sequence)
+
+
+def crc32c(data: bytes) -> int:
+    """CRC32C of bytes."""
+    if not data:
+        return 0
+    array: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(data, np.uint8)
+    return _aio.crc32c(array.ctypes.data, len(data))

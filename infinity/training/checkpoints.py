@@ -1,0 +1,383 @@
+"""Checkpoints of an engine: saved while training goes on, loaded under any placement."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from infinity.checkpoint.manifest import BufferRecord, Manifest, ParameterRecord
+from infinity.checkpoint.plain import decode, encode
+from infinity.checkpoint.reader import CheckpointReader, find_tag
+from infinity.checkpoint.writer import CheckpointWriter, TensorSpec
+from infinity.errors import (
+    CheckpointError,
+    EngineFailedError,
+    InfinityWarning,
+    PresenceError,
+)
+from infinity.memory.durability import Durability
+from infinity.memory.gradients import GradientStore
+from infinity.memory.mover import Mover
+from infinity.memory.state import StateStore
+from infinity.plan.plan import Plan
+from infinity.training.buffers import check_buffers, find_buffers, put_buffers
+from infinity.training.loading import Loader, check_state, read_master
+from infinity.training.run_state import RunState
+from infinity.training.saving import Saver, state_streams
+from infinity.training.stepper import Stepper
+from infinity.training.sweep import Sweep
+from infinity.training.values import Values
+
+_GRADIENT = "gradient"
+
+
+class Rooms(Protocol):
+    """The part of `Parts` that saving and loading need."""
+
+    plan: Plan
+    mover: Mover
+    store: StateStore
+    gradients: GradientStore
+    sweep: Sweep
+    saver: Saver
+    durability: Durability | None
+
+
+class HalfLoadedError(EngineFailedError):
+    """Loading did not end well; another load that does makes the engine usable again."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What of a checkpoint is loaded: weights and buffers always."""
+
+    optimizer: bool = True
+    scheduler: bool = True
+    module_only: bool = False
+    strict: bool = True
+
+
+class Checkpoints:
+    """Saves and loads one engine's state; used by the training thread."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        rooms: Rooms,
+        stepper: Stepper,
+        values: Values,
+        run_state: RunState,
+        index_of: Mapping[int, int],
+        rule: str,
+        config: Mapping[str, Any],
+    ) -> None:
+        self.run_state = run_state
+        self._module = module
+        self._rooms = rooms
+        self._stepper = stepper
+        self._values = values
+        self._index_of = index_of
+        self._rule = rule
+        self._config = config
+        self._segments = {s.parameter: s for u in rooms.plan.units for s in u.segments}
+        rooms.sweep.guard = rooms.saver.await_copied
+        values.guard = rooms.saver.await_copied
+
+    # --- saving ------------------------------------------------------------------------------
+
+    def save(
+        self,
+        root: Path,
+        tag: str | None,
+        client_state: Mapping[str, Any],
+        *,
+        save_latest: bool,
+        keep_last: int | None,
+        wait: bool,
+    ) -> Path:
+        """`engine.save_checkpoint`."""
+        rooms = self._rooms
+        rooms.saver.finish()
+        self._refuse_loans("saved")
+        self._settle()
+        tag = tag if tag is not None else f"global_step{self._stepper.progress.global_steps}"
+        gradients = sorted(rooms.gradients.arrived())
+        buffers = find_buffers(self._module)
+        streams = state_streams(rooms.plan)
+        if buffers:
+            streams["buffers"] = [
+                TensorSpec(b.names[0], tuple(b.value.shape), b.value.dtype) for b in buffers
+            ]
+        if gradients:
+            dtype = rooms.gradients.dtype
+            streams[_GRADIENT] = [
+                TensorSpec(self._segments[i].name, self._segments[i].shape, dtype)
+                for i in gradients
+            ]
+        manifest = self._manifest(client_state)
+        writer = CheckpointWriter(root, tag, streams)
+        try:
+            for buffer in buffers:
+                writer.write("buffers", _bytes(buffer.value))
+            for index in gradients:
+                writer.write(_GRADIENT, _bytes(rooms.gradients.read(index)))
+            rooms.saver.start(
+                writer,
+                lambda: writer.finish(manifest, save_latest=save_latest, keep_last=keep_last),
+            )
+        except BaseException:
+            if not rooms.saver.busy:
+                writer.abort()
+            raise
+        if wait:
+            rooms.saver.finish()
+        return root / tag
+
+    def _manifest(self, client_state: Mapping[str, Any]) -> Manifest:
+        plan, steps = self._rooms.plan, self._stepper.steps
+        aliases = self._aliases()
+        parameters = [
+            ParameterRecord(
+                s.name,
+                aliases[s.parameter],
+                s.shape,
+                s.dtype,
+                s.trained,
+                steps[s.parameter],
+            )
+            for unit in plan.units
+            for s in unit.segments
+        ]
+        buffers = [
+            BufferRecord(
+                b.names[0],
+                b.names[1:],
+                tuple(b.value.shape),
+                str(b.value.dtype).removeprefix("torch."),
+                b.persistent,
+            )
+            for b in find_buffers(self._module)
+        ]
+        return Manifest(
+            engine_version=version("torch-infinity"),
+            global_steps=self._stepper.progress.global_steps,
+            precision=plan.precision.name,
+            rule=self._rule,
+            moments=tuple(m.value for m in plan.precision.moments),
+            parameters=tuple(parameters),
+            buffers=tuple(buffers),
+            run=encode(self.run_state.capture(), "the run's state"),
+            client_state=encode(dict(client_state), "client_state"),
+            config=dict(self._config),
+            plan={"micro_batches": plan.micro_batches, "text": plan.describe().splitlines()},
+        )
+
+    def _aliases(self) -> dict[int, tuple[str, ...]]:
+        """Parameter index -> the names of `state_dict()` beside its first."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            names.setdefault(self._index_of[id(parameter)], []).append(name)
+        return {
+            index: tuple(n for n in found if n != self._segments[index].name)
+            for index, found in names.items()
+        }
+
+    # --- loading -----------------------------------------------------------------------------
+
+    def load(
+        self, root: Path, tag: str | None, wanted: Wanted
+    ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
+        """`engine.load_checkpoint`."""
+        mover = self._rooms.mover
+        if not isinstance(mover.failure, HalfLoadedError):
+            mover.check()
+        self._rooms.saver.finish()
+        self._refuse_loans("loaded")
+        found = find_tag(root, tag)
+        if found is None:
+            warnings.warn(
+                f"nothing was loaded: {root} has no checkpoint that is called the latest",
+                InfinityWarning,
+                stacklevel=3,
+            )
+            return None, None
+        with CheckpointReader(root, found) as reader:
+            client_state = decode(reader.manifest.client_state)
+            run = decode(reader.manifest.run)
+            full = wanted.optimizer and not wanted.module_only
+            self._check(reader, run, wanted, full=full)
+            if isinstance(mover.failure, HalfLoadedError):
+                mover.failure = None
+            try:
+                self._replace(reader, full=full)
+                self._restore(reader, run, wanted)
+                self._commit()
+            except BaseException:
+                mover.failure = mover.failure or HalfLoadedError(
+                    f"loading {reader.directory} did not end well: the engine holds half of it",
+                    remedy="load another checkpoint",
+                )
+                raise
+        return str(root / found), client_state
+
+    def _restore(self, reader: CheckpointReader, run: dict[str, Any], wanted: Wanted) -> None:
+        if wanted.module_only:
+            return
+        if not run:  # imported from elsewhere: weights, moments and counters
+            manifest = reader.manifest
+            steps = {p.name: p.step for p in manifest.parameters} if wanted.optimizer else {}
+            self.run_state.adopt(manifest.global_steps, steps)
+            return
+        self.run_state.restore(run, optimizer=wanted.optimizer, scheduler=wanted.scheduler)
+
+    def _commit(self) -> None:
+        """Where steps are durable, make what was loaded the committed state.
+
+        Not within an accumulation window: its gradients have no place in a commit.
+        """
+        durability, progress = self._rooms.durability, self._stepper.progress
+        if durability is not None and not progress.micro_step and not progress.backwards:
+            durability.commit(self.document(), progress.global_steps)
+
+    def _replace(self, reader: CheckpointReader, *, full: bool) -> None:
+        self._settle()
+        self._stepper.start_over()
+        self._rooms.gradients.reset()
+        if full:
+            self._load_all(reader)
+            self._load_gradients(reader)
+        else:
+            self._load_weights(reader)
+        put_buffers(self._module, self._read_buffers(reader))
+
+    def _check(
+        self, reader: CheckpointReader, run: dict[str, Any], wanted: Wanted, *, full: bool
+    ) -> None:
+        if full:
+            check_state(reader, self._rooms.plan, self._rule)
+            self._check_window(reader)
+        else:
+            self._check_weights(reader, strict=wanted.strict)
+        shapes = {n: reader.facts("buffers", n).shape for n in reader.names("buffers")}
+        check_buffers(self._module, shapes, strict=wanted.strict)
+        if run and not wanted.module_only:
+            self.run_state.check(run, optimizer=wanted.optimizer, scheduler=wanted.scheduler)
+
+    def _check_window(self, reader: CheckpointReader) -> None:
+        if not reader.names(_GRADIENT):
+            return
+        there, here = reader.manifest.plan.get("micro_batches"), self._rooms.plan.micro_batches
+        if there != here:
+            raise CheckpointError(
+                f"{reader.directory} was saved within an accumulation window of {there} "
+                f"micro-batches; this engine has {here}",
+                remedy=f"gradient_accumulation_steps: {there}, or "
+                "load_checkpoint(..., load_optimizer_states=False)",
+            )
+
+    def _check_weights(self, reader: CheckpointReader, *, strict: bool) -> None:
+        there = {p.name: p for p in reader.manifest.parameters}
+        problems = []
+        for segment in self._segments.values():
+            record = there.pop(segment.name, None)
+            if record is None:
+                problems += [f"{segment.name!r} is missing"] if strict else []
+            elif tuple(record.shape) != segment.shape:
+                problems.append(
+                    f"{segment.name!r} has shape {tuple(record.shape)}, not {segment.shape}"
+                )
+        problems += [f"{name!r} is not in the model" for name in there] if strict else []
+        if problems:
+            more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+            raise CheckpointError(
+                f"{reader.directory} does not fit the model: {'; '.join(problems[:8])}{more}",
+                remedy="load_module_strict=False ignores missing and unexpected names"
+                if strict
+                else None,
+            )
+
+    def _load_all(self, reader: CheckpointReader) -> None:
+        rooms = self._rooms
+        for layout in rooms.plan.units:
+            rooms.mover.drop(layout.index)
+        Loader(reader, rooms.plan, rooms.store).load()
+        for layout in rooms.plan.units:
+            rooms.mover.edited(layout.index)
+
+    def _load_weights(self, reader: CheckpointReader) -> None:
+        there = {p.name for p in reader.manifest.parameters}
+        for index in sorted(self._segments, key=self._values.place):
+            name = self._segments[index].name
+            if name in there:
+                self._values.write(index, read_master(reader, name))
+        self._values.flush()
+
+    def _load_gradients(self, reader: CheckpointReader) -> None:
+        rooms = self._rooms
+        index_of = {s.name: i for i, s in self._segments.items()}
+        rooms.gradients.last_micro_batch = False
+        for name in reader.names(_GRADIENT):
+            facts = reader.facts(_GRADIENT, name)
+            value = torch.empty(facts.shape, dtype=facts.dtype)
+            if value.numel():
+                reader.read_into(_GRADIENT, name, 0, _bytes(value))
+            device = rooms.mover.lanes.device.torch_device
+            rooms.gradients.receive(index_of[name], value.to(device))
+        rooms.gradients.finish()
+
+    def _read_buffers(self, reader: CheckpointReader) -> dict[str, Tensor]:
+        values = {}
+        for name in reader.names("buffers"):
+            facts = reader.facts("buffers", name)
+            values[name] = torch.empty(facts.shape, dtype=facts.dtype)
+            if values[name].numel():
+                reader.read_into("buffers", name, 0, _bytes(values[name]))
+        return values
+
+    # --- durable steps -----------------------------------------------------------------------
+
+    def document(self) -> bytes:
+        """All that a committed step needs beside the homes; see `memory/commits.py`."""
+        buffers = {b.names[0]: b.value.detach().cpu() for b in find_buffers(self._module)}
+        data = {"run": self.run_state.capture(), "buffers": buffers}
+        return json.dumps(encode(data, "the run's state"), allow_nan=False).encode()
+
+    def restore_document(self, document: bytes) -> None:
+        """Go on from a committed step."""
+        data = decode(json.loads(document))
+        self.run_state.check(data["run"], optimizer=True, scheduler=True)
+        put_buffers(self._module, data["buffers"])
+        self.run_state.restore(data["run"])
+
+    # --- both --------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """No update is owed, everything is home, nothing is lent or cached."""
+        rooms = self._rooms
+        self._values.take_back_all()
+        rooms.gradients.finish()
+        rooms.gradients.settle()
+        rooms.sweep.finish()
+        for layout in rooms.plan.units:
+            rooms.store.settle_writes(layout.index)
+
+    def _refuse_loans(self, what: str) -> None:
+        if self._values.lent:
+            raise PresenceError(
+                f"a checkpoint cannot be {what} while weights are lent out",
+                because="a block of engine.materialized is open",
+                remedy="leave the block first",
+            )
+
+
+def _bytes(value: Tensor) -> Tensor:
+    """The bytes of a tensor in host memory, flat."""
+    return value.detach().cpu().contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,32 @@
+"""What a call of the engine may be given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinity.errors import TrainingError
+
+
+def check_inputs(arguments: Any, device: torch.device) -> None:
+    """Raise `TrainingError` for a tensor, however deep, that is not on the device."""
+    for tensor in _tensors(arguments):
+        if tensor.device != device:
+            raise TrainingError(
+                f"an input tensor is on {tensor.device}, the engine computes on {device}",
+                remedy=f"move the batch: tensor.to({str(device)!r}) (engine.device)",
+            )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)

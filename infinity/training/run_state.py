@@ -1,0 +1,175 @@
+"""Everything of a run that does not rest in a tier: counters, groups, schedule, generators.
+
+Plain data by parameter names, so that it means the same under any placement. Together with the
+weights, moments, buffers and gradients it is all that decides what the next step computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from typing import Any, Protocol
+
+from infinity.errors import CheckpointError
+from infinity.optim.built_in import KernelUpdater
+from infinity.optim.offloaded import OffloadedOptimizer
+from infinity.optim.tiles import Updater
+from infinity.training.rng import capture_rng, restore_rng
+from infinity.training.stepper import Progress, Stepper
+
+_APART = ("params", "param_names")  # of a group: which parameters, rather than what holds of them
+
+
+class Stateful(Protocol):
+    """What `engine.register_state` takes."""
+
+    def state_dict(self) -> Any:
+        """Plain data: numbers, texts, lists, dicts, tensors, arrays."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Take that back."""
+
+
+class RunState:
+    """Takes and puts back the state of one run; `names` are those of its parameters by index."""
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        optimizer: OffloadedOptimizer,
+        updater: Updater,
+        index_of: Mapping[int, int],
+        names: Sequence[str],
+    ) -> None:
+        self._registered: dict[str, Stateful] = {}
+        self._loaded: dict[str, Any] = {}  # of what is not registered yet
+        self._stepper = stepper
+        self._optimizer = optimizer
+        self._updater = updater
+        self._index_of = index_of
+        self._names = names
+
+    def register(self, name: str, item: Stateful) -> None:
+        """Take and give back the state of one thing more."""
+        self._registered[name] = item
+        if name in self._loaded:
+            item.load_state_dict(self._loaded.pop(name))
+
+    def capture(self) -> dict[str, Any]:
+        """The state now; no step may be under way."""
+        scheduler = self._stepper.lr_scheduler
+        return {
+            "progress": asdict(self._stepper.progress),
+            "steps": dict(zip(self._names, self._stepper.steps, strict=True)),
+            "groups": self._groups(),
+            "kept": self._kept(),
+            "rounding_seed": self._updater.seed if isinstance(self._updater, KernelUpdater) else 0,
+            "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "rng": capture_rng(),
+            "registered": {name: item.state_dict() for name, item in self._registered.items()},
+        }
+
+    def check(self, state: Mapping[str, Any], *, optimizer: bool, scheduler: bool) -> None:
+        """Raise `CheckpointError` for what does not fit this run, before anything is changed."""
+        wanted = {"progress", "steps", "groups", "kept", "scheduler", "rng", "registered"}
+        absent = sorted(wanted - set(state))
+        if absent:
+            raise CheckpointError(f"the checkpoint's run state lacks {', '.join(absent)}")
+        if set(state["progress"]) != {field.name for field in fields(Progress)}:
+            raise CheckpointError("the checkpoint's counters are not those of this version")
+        if optimizer:
+            self._check_groups(state["groups"])
+        here = self._stepper.lr_scheduler is not None
+        if scheduler and here != (state["scheduler"] is not None):
+            raise CheckpointError(
+                f"the checkpoint has {'no' if here else 'a'} learning rate schedule, this engine "
+                f"has {'one' if here else 'none'}",
+                remedy="give initialize() the same scheduler, or "
+                "load_checkpoint(..., load_lr_scheduler_states=False)",
+            )
+        unknown = sorted(set(self._registered) - set(state["registered"]))
+        if unknown:
+            raise CheckpointError(
+                f"the checkpoint has no state of {', '.join(map(repr, unknown))}",
+                because="they were registered with engine.register_state after it was saved",
+                remedy="register them after load_checkpoint",
+            )
+
+    def restore(
+        self, state: Mapping[str, Any], *, optimizer: bool = True, scheduler: bool = True
+    ) -> None:
+        """Put a captured state back; call `check` before. Generators come last."""
+        try:
+            self._restore(state, optimizer=optimizer, scheduler=scheduler)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise CheckpointError(
+                f"the checkpoint's run state cannot be put back: {error!r}",
+                because="it was made by something else, or what was registered has changed",
+            ) from error
+
+    def _restore(self, state: Mapping[str, Any], *, optimizer: bool, scheduler: bool) -> None:
+        progress = Progress(**state["progress"])
+        if optimizer:
+            for group, saved in zip(self._optimizer.param_groups, state["groups"], strict=True):
+                group.update({k: v for k, v in saved["values"].items() if k not in _APART})
+            self._keep(state["kept"])
+            self._stepper.steps[:] = [state["steps"][name] for name in self._names]
+            if isinstance(self._updater, KernelUpdater):
+                self._updater.seed = state["rounding_seed"]
+        else:  # gradients are not loaded either
+            progress = replace(progress, micro_step=0, backwards=0)
+        self._stepper.progress = progress
+        if scheduler and self._stepper.lr_scheduler is not None:
+            self._stepper.lr_scheduler.load_state_dict(state["scheduler"])
+        if progress.global_steps:
+            self._optimizer.mark_stepped()
+        self._loaded = dict(state["registered"])
+        for name, item in self._registered.items():
+            item.load_state_dict(self._loaded.pop(name))
+        restore_rng(state["rng"])
+
+    def adopt(self, global_steps: int, steps: Mapping[str, int]) -> None:
+        """Take the counters of a checkpoint without a run state: one that was imported."""
+        self._stepper.progress = Progress(global_steps=global_steps)
+        self._stepper.steps[:] = [steps.get(name, 0) for name in self._names]
+        if global_steps:
+            self._optimizer.mark_stepped()
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "parameters": self._members(group),
+                "values": {key: value for key, value in group.items() if key not in _APART},
+            }
+            for group in self._optimizer.param_groups
+        ]
+
+    def _members(self, group: Mapping[str, Any]) -> list[str]:
+        return [self._names[self._index_of[id(p)]] for p in group["params"]]
+
+    def _check_groups(self, saved: Any) -> None:
+        groups = self._optimizer.param_groups
+        if len(saved) != len(groups):
+            raise CheckpointError(
+                f"the checkpoint has {len(saved)} parameter groups, this engine {len(groups)}",
+                remedy="give initialize() the same groups, or "
+                "load_checkpoint(..., load_optimizer_states=False)",
+            )
+        for number, (group, entry) in enumerate(zip(groups, saved, strict=True)):
+            here, there = set(self._members(group)), set(entry["parameters"])
+            if here != there:
+                examples = sorted(here ^ there)[:3]
+                raise CheckpointError(
+                    f"parameter group {number} holds other parameters than in the checkpoint: "
+                    f"{', '.join(examples)}, ...",
+                    remedy="give initialize() the same groups, or "
+                    "load_checkpoint(..., load_optimizer_states=False)",
+                )
+
+    def _kept(self) -> dict[str, Any]:
+        """What the updater keeps beside the moments, by parameter name."""
+        return {self._names[index]: kept for index, kept in self._updater.kept().items()}
+
+    def _keep(self, kept: Mapping[str, Any]) -> None:
+        index_of = {name: index for index, name in enumerate(self._names)}
+        self._updater.keep({index_of[name]: value for name, value in kept.items()})

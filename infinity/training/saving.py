@@ -1,0 +1,261 @@
+"""Copies of all homes into the streams of a checkpoint, while training goes on.
+
+A copier thread goes through the units chunk by chunk. Before a sweep, or an edit, changes the
+first byte of a unit that is not copied yet, it waits for the copier (`await_copied`): nothing is
+ever copied twice or kept twice, and memory is two chunks whatever the model's size.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from infinity.checkpoint.writer import CheckpointWriter, TensorSpec
+from infinity.errors import InfinityWarning
+from infinity.memory.device import Event
+from infinity.memory.disk import Ticket
+from infinity.memory.host import arena_for
+from infinity.memory.lanes import Lanes
+from infinity.memory.state import StateStore
+from infinity.optim.moments import VALUE_DTYPES
+from infinity.optim.tiles import moment_in
+from infinity.plan.layout import Kind, Segment, UnitLayout
+from infinity.plan.plan import Plan
+from infinity.plan.reserve import copy_buffer_bytes
+
+WAKE_S = 0.1  # waits look around this often, for signals
+
+
+def state_streams(plan: Plan) -> dict[str, list[TensorSpec]]:
+    """Stream -> its tensors, of everything that rests in homes; in the order they are copied."""
+    streams: dict[str, list[TensorSpec]] = {"model": [], "frozen": []}
+    if plan.precision.residual:
+        streams["residual"] = []
+    for kind in plan.precision.moment_kinds:
+        streams[kind.value] = []
+        if plan.precision.format_of(kind).num_scales(1):
+            streams[scales_of(kind)] = []
+    for layout in plan.units:
+        for segment in layout.segments:
+            name, shape = segment.name, segment.shape
+            dtype = getattr(torch, segment.dtype)
+            if not segment.trained:
+                streams["frozen"].append(TensorSpec(name, shape, dtype))
+                continue
+            streams["model"].append(TensorSpec(name, shape, dtype))
+            if plan.precision.residual:
+                streams["residual"].append(TensorSpec(name, shape, torch.int16))
+            for kind in plan.precision.moment_kinds:
+                form = plan.precision.format_of(kind)
+                streams[kind.value].append(TensorSpec(name, shape, VALUE_DTYPES[form]))
+                scales = form.num_scales(segment.numel)
+                if scales_of(kind) in streams:
+                    streams[scales_of(kind)].append(TensorSpec(name, (scales,), torch.float32))
+    return {stream: tensors for stream, tensors in streams.items() if tensors}
+
+
+def scales_of(kind: Kind) -> str:
+    """The stream of the scales of a moment's blocks."""
+    return f"{kind.value}_scales"
+
+
+def stream_parts(
+    plan: Plan, layout: UnitLayout, segment: Segment, chunk: int, kind: Kind, view: Tensor
+) -> Iterator[tuple[str, Tensor]]:
+    """(stream, uint8 bytes) of what a chunk's part of a kind holds of a trained parameter."""
+    start, count = layout.chunk(chunk, plan.chunk_elements)
+    first, last = segment.within(start, count)
+    if first >= last:
+        return
+    if kind is Kind.WEIGHT or kind is Kind.RESIDUAL:
+        size = plan.precision.nbytes(kind, 1)
+        yield ("model" if kind is Kind.WEIGHT else "residual"), view[first * size : last * size]
+        return
+    moment = moment_in(view, count, plan.precision.format_of(kind)).part(first, last)
+    yield kind.value, moment.values.view(torch.uint8)
+    if moment.scales is not None:
+        yield scales_of(kind), moment.scales.view(torch.uint8)
+
+
+@dataclass
+class _Read:
+    """One chunk on its way to where the host can read it."""
+
+    unit: int
+    chunk: int | None  # None: the unit's frozen bytes
+    views: dict[Kind, Tensor]
+    waits: list[Ticket | Event]
+
+
+class Saver:
+    """At most one save at a time.
+
+    `await_copied` is for whoever changes a home, on any thread. What went wrong behind the
+    caller's back is raised by the next `finish`, and warned of by `warn`.
+    """
+
+    def __init__(self, plan: Plan, lanes: Lanes, store: StateStore) -> None:
+        self._plan = plan
+        self._lanes = lanes
+        self._store = store
+        self._changed = threading.Condition()
+        self._left: set[int] = set()  # units that are not copied yet
+        self._thread: threading.Thread | None = None
+        self._stop = False
+        self._error: BaseException | None = None
+        self._warned = False
+
+    def start(self, writer: CheckpointWriter, publish: Callable[[], object]) -> None:
+        """Copy all homes, then `publish`, on a thread; no update may be owed."""
+        assert self._thread is None
+        self._left = {layout.index for layout in self._plan.units}
+        self._error, self._warned, self._stop = None, False, False
+        thread = threading.Thread(
+            target=self._run, args=(writer, publish), name="infinity-save", daemon=True
+        )
+        self._thread = thread
+        try:
+            thread.start()
+        except BaseException:
+            if not thread.is_alive():
+                self._thread, self._left = None, set()
+            raise
+
+    def await_copied(self, unit: int) -> None:
+        """Wait until the unit's bytes are copied, or will not be."""
+        with self._changed:
+            while unit in self._left:
+                self._changed.wait(WAKE_S)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Wait for the save that is under way; raises what made it fail, once."""
+        while self.busy:
+            assert self._thread is not None
+            self._thread.join(WAKE_S)
+        self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def warn(self) -> None:
+        """Warn, once, of a save that failed."""
+        if self._error is not None and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the last checkpoint was not saved: {self._error}", InfinityWarning, stacklevel=3
+            )
+
+    def abort(self) -> None:
+        """Give up the save that is under way; nothing of it stays."""
+        self._stop = True
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    # --- the copier thread -------------------------------------------------------------------
+
+    def _run(self, writer: CheckpointWriter, publish: Callable[[], object]) -> None:
+        try:
+            self._copy(writer)
+            publish()
+        except _StoppedError:
+            writer.abort()
+        except BaseException as error:
+            writer.abort()
+            # Frames would keep what they refer to alive.
+            self._error = error.with_traceback(None)
+        finally:
+            with self._changed:
+                self._left.clear()
+                self._changed.notify_all()
+
+    def _copy(self, writer: CheckpointWriter) -> None:
+        buffers = self._buffers()
+        order = [
+            (layout, chunk)
+            for layout in self._plan.units
+            for chunk in (*range(layout.num_chunks(self._plan.chunk_elements)), None)
+        ]
+        ahead: _Read | None = None
+        for number, (layout, _) in enumerate(order):
+            if self._stop:
+                self._drain(ahead)
+                raise _StoppedError
+            read = ahead or self._issue(*order[number], buffers[number % 2])
+            # One chunk is read while the one before is written.
+            ahead = None
+            if number + 1 < len(order):
+                ahead = self._issue(*order[number + 1], buffers[(number + 1) % 2])
+            try:
+                for item in read.waits:
+                    item.wait()
+                self._write(writer, layout, read)
+            except BaseException:
+                self._drain(ahead)
+                raise
+            if read.chunk is None:
+                with self._changed:
+                    self._left.discard(layout.index)
+                    self._changed.notify_all()
+
+    def _drain(self, read: _Read | None) -> None:
+        for item in read.waits if read is not None else ():
+            item.wait()
+
+    def _buffers(self) -> list[Tensor]:
+        nbytes = copy_buffer_bytes(self._plan)
+        arena = arena_for([nbytes, nbytes])
+        return [arena.carve(nbytes), arena.carve(nbytes)]
+
+    def _issue(self, layout: UnitLayout, chunk: int | None, buffer: Tensor) -> _Read:
+        """Start bringing a chunk's kinds where the host can read them."""
+        read = _Read(layout.index, chunk, {}, [])
+        if chunk is None:
+            return read
+        plan, state = self._plan, self._store.units[layout.index]
+        _, count = layout.chunk(chunk, plan.chunk_elements)
+        used = state.record.nbytes(count)
+        if used:
+            read.waits.append(self._lanes.read([(state.extents[chunk], buffer[:used])]))
+        for kind in plan.precision.kinds:
+            nbytes, part = plan.precision.nbytes(kind, count), plan.part(layout, kind, chunk)
+            if kind in state.record.kinds:
+                offset = state.record.offset(kind, count)
+                read.views[kind] = buffer[offset : offset + nbytes]
+            elif kind in state.ram:
+                read.views[kind] = state.ram[kind][part]
+            else:
+                view = read.views[kind] = buffer[used : used + nbytes]
+                used += nbytes
+                read.waits.append(self._lanes.copy_out(view, state.on_device[kind][part]))
+        return read
+
+    def _write(self, writer: CheckpointWriter, layout: UnitLayout, read: _Read) -> None:
+        if read.chunk is None:
+            self._write_frozen(writer, layout)
+            return
+        for segment in layout.trained_segments:
+            for kind, view in read.views.items():
+                parts = stream_parts(self._plan, layout, segment, read.chunk, kind, view)
+                for stream, data in parts:
+                    writer.write(stream, data)
+
+    def _write_frozen(self, writer: CheckpointWriter, layout: UnitLayout) -> None:
+        if not layout.frozen_bytes:
+            return
+        weights = self._store.read(layout.index, Kind.WEIGHT)[layout.trained_bytes :]
+        for segment in (s for s in layout.segments if not s.trained):
+            writer.write("frozen", weights[segment.offset : segment.offset + segment.nbytes])
+
+
+class _StoppedError(Exception):
+    """The engine is closing."""

@@ -1,0 +1,184 @@
+"""Saves, loads and commits over a disk that fails on purpose: the right bits, or an error.
+
+Each seed trains durably over a faulty scratch disk and saves after every step through a faulty
+writer. Whatever failed on the way: every checkpoint that was published loads with the bits of its
+step or is refused, and so does the last committed step; training on from it ends as if nothing
+had happened.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.small import MIXED, ON_DEVICE, ON_DISK, masters, same, settings, small_model, train
+from torch import Tensor
+
+import infinity
+from infinity.checkpoint import reader, writer
+from infinity.engine import Engine
+from infinity.errors import CheckpointError, InfinityError, TransferError
+
+pytestmark = pytest.mark.filterwarnings("ignore::infinity.errors.InfinityWarning")
+STEPS = 4
+KINDS = ("eio", "enospc", "flip", "short", "delay", "reorder")
+HOMES = (ON_DISK, MIXED, {**ON_DEVICE, "moments": "disk"})
+
+
+def make(root: Path, homes: dict[str, str], **more: Any) -> Engine:
+    root.mkdir(exist_ok=True)
+    return infinity.initialize(small_model(num_blocks=2), settings(root, homes, **more))[0]
+
+
+def state_of(engine: Engine) -> dict[str, Tensor]:
+    found = masters(engine)
+    for name, parameter in engine.module.named_parameters():
+        for key, value in engine.optimizer.read_state(parameter).items():
+            found[f"{name}.{key}"] = torch.as_tensor(value)
+    return found
+
+
+_clean: list[dict[str, Tensor]] = []
+
+
+def clean(root: Path) -> list[dict[str, Tensor]]:
+    """The state after each number of steps, from 0."""
+    if not _clean:
+        with make(root / "clean", ON_DEVICE) as engine:
+            _clean.append(state_of(engine))
+            for step in range(STEPS):
+                train(engine, 1, first=step)
+                _clean.append(state_of(engine))
+    return _clean
+
+
+def faulty_run(engine: Engine, saved: Path) -> None:
+    """Train and save until the end, or until the engine can no more."""
+    while engine.global_steps < STEPS:
+        try:
+            train(engine, 1, first=engine.global_steps)
+        except TransferError:
+            continue  # a fetch failed: the micro-batch is repeated
+        try:
+            engine.save_checkpoint(saved, wait=True)
+        except (TransferError, CheckpointError):
+            continue
+
+
+@pytest.fixture
+def faulty_files(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Sets the faults of the files of checkpoints; "" for none."""
+    faults = ""
+
+    def engine(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: original(*args, **{**kwargs, "faults": faults})
+
+    def set_faults(text: str) -> None:
+        nonlocal faults
+        faults = text
+
+    for module in (reader, writer):
+        if hasattr(module, "_aio"):
+            proxy = _Proxy(module._aio)
+            proxy.Engine = engine(module._aio.Engine)
+            monkeypatch.setattr(module, "_aio", proxy)
+    return set_faults
+
+
+class _Proxy:
+    """A module with some of its names replaced."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self.Engine: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def one_seed(seed: int, root: Path, set_faults: Callable[[str], None]) -> Counter[str]:
+    choose = random.Random(seed)
+    seen: Counter[str] = Counter()
+    homes = choose.choice(HOMES)
+    kinds = choose.sample(KINDS, choose.randint(1, 4))
+    rate = choose.choice((0.001, 0.005, 0.02))
+    text = f"seed={seed},kinds={'+'.join(kinds)},rate={rate}"
+    expected, saved = clean(root), root / "saved"
+    io = {"verify": True, "block_size": 4096, "faults": text}
+    set_faults(text)
+    engine = None
+    try:
+        engine = make(
+            root / "nvme", homes, durable=True, durable_every=choose.choice((1, 2)), io=io
+        )
+        faulty_run(engine, saved)
+        seen["finished"] += 1
+    except InfinityError:
+        seen["failed"] += 1
+    finally:
+        if engine is not None:
+            try:
+                engine.close()
+            except InfinityError:
+                seen["close failed"] += 1
+            del engine
+    set_faults("")
+    gc.collect()
+    for path in sorted(saved.glob("global_step*")):
+        with make(root / "other", ON_DEVICE) as engine:
+            try:
+                engine.load_checkpoint(saved, path.name)
+            except CheckpointError:
+                if "flip" not in kinds:
+                    raise
+                seen["refused"] += 1
+                continue
+            assert same(state_of(engine), expected[engine.global_steps]), path
+            assert path.name == f"global_step{engine.global_steps}"
+            seen["loaded"] += 1
+    try:
+        with make(root / "nvme", homes, durable=True, resume="auto", io={"verify": True}) as engine:
+            seen["resumed" if engine.resumed else "began anew"] += 1
+            assert same(state_of(engine), expected[engine.global_steps])
+            train(engine, STEPS - engine.global_steps, first=engine.global_steps)
+            assert same(state_of(engine), expected[STEPS])
+    except (TransferError, CheckpointError):
+        if "flip" not in kinds:
+            raise
+        seen["commit refused"] += 1
+    return seen
+
+
+def soak(seeds: range, root: Path, set_faults: Callable[[str], None]) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    clean(root)
+    for seed in seeds:
+        here = root / str(seed)
+        here.mkdir()
+        try:
+            seen += one_seed(seed, here, set_faults)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+    return seen
+
+
+@pytest.mark.timeout(300)
+def test_saves_and_commits(tmp_path: Path, faulty_files: Callable[[str], None]) -> None:
+    seen = soak(range(40), tmp_path, faulty_files)
+    for what in ("finished", "failed", "loaded", "resumed"):
+        assert seen[what], seen
+
+
+@pytest.mark.big
+@pytest.mark.timeout(3600)
+def test_saves_and_commits_at_length(tmp_path: Path, faulty_files: Callable[[str], None]) -> None:
+    seen = soak(range(1000, 1500), tmp_path, faulty_files)
+    for what in ("finished", "failed", "loaded", "resumed", "refused"):
+        assert seen[what], seen

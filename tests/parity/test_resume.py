@@ -1,0 +1,289 @@
+"""N steps straight equal k steps, save, another engine, load, N - k steps: bit for bit.
+
+Under any pair of placements, in any precision, within an accumulation window, with dropout,
+schedules and whatever else a run depends on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.small import Block, batch
+from support.trainer import SIMPLEST, make_config, make_device, same_bits
+from torch import Tensor, nn
+from torch.nn import functional
+
+import infinity
+from infinity.engine import Engine
+from infinity.errors import CheckpointError
+
+VOCABULARY, WIDTH = 50, 16
+
+
+class Model(nn.Module):
+    """Dropout, a running mean, a buffer outside state dicts, tied weights, a frozen part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(requires_grad=False)
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(3))
+        self.running = nn.BatchNorm1d(WIDTH, affine=False)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.frozen(self.embedding(tokens))
+        for block in self.blocks:
+            x = functional.dropout(block(x), 0.1, self.training)
+        x = self.running(x.flatten(0, 1).to(self.running.running_mean.dtype)).view_as(x).to(x.dtype)
+        logits = self.head(x * (1 + 0.01 * self.calls)).float()
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@dataclass
+class Run:
+    """How a run is made: the config, what `initialize` gets, the device."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    arguments: Callable[[nn.Module], dict[str, Any]] = lambda model: {}
+    device: str = "cpu"
+
+    def engine(self, path: Path, placement: tuple[str, str, str], seed: int) -> Engine:
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        path.mkdir(exist_ok=True)
+        model = Model()
+        config = make_config(placement, nvme_path=str(path), **self.config)
+        engine, *_ = infinity.initialize(
+            model, config, device=make_device(self.device, seed), **self.arguments(model)
+        )
+        return engine
+
+
+@dataclass
+class Ending:
+    """All that a run leaves behind."""
+
+    losses: list[float]
+    masters: dict[str, Tensor]
+    moments: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    facts: dict[str, Any]
+
+    def differences(self, other: Ending) -> list[str]:
+        found = [] if self.losses == other.losses else [f"losses {self.losses} {other.losses}"]
+        found += [] if self.facts == other.facts else [f"facts {self.facts} {other.facts}"]
+        for what in ("masters", "moments", "buffers"):
+            mine, theirs = getattr(self, what), getattr(other, what)
+            found += [f"{what}: {n}" for n in mine.keys() ^ theirs.keys()]
+            found += [
+                f"{what}: {n}" for n in mine if n in theirs and not same_bits(mine[n], theirs[n])
+            ]
+        return found
+
+
+def ending(engine: Engine, losses: list[float]) -> Ending:
+    moments = {}
+    for name, parameter in engine.module.named_parameters():
+        if name.startswith("frozen"):
+            continue
+        for key, value in engine.optimizer.read_state(parameter).items():
+            moments[f"{name}.{key}"] = torch.as_tensor(value).clone()
+    return Ending(
+        losses,
+        dict(engine.state_dict(master=True).items()),
+        moments,
+        {name: value.detach().cpu().clone() for name, value in engine.module.named_buffers()},
+        {
+            "steps": (engine.global_steps, engine.micro_step, engine.skipped_steps),
+            "lr": [group["lr"] for group in engine.optimizer.param_groups],
+            "drawn": (torch.rand(2).tolist(), np.random.rand(), random.random()),
+        },
+    )
+
+
+def micro_step(engine: Engine, index: int) -> float:
+    loss = engine(batch(index).to(engine.device))
+    engine.backward(loss)
+    engine.step()
+    return float(loss.detach())
+
+
+def straight(folder: Path, run: Run, num: int) -> Ending:
+    with run.engine(folder / "straight", SIMPLEST, seed=1) as engine:
+        return ending(engine, [micro_step(engine, i) for i in range(num)])
+
+
+def resumed(
+    folder: Path,
+    run: Run,
+    num: int,
+    cut: int,
+    first: tuple[str, str, str],
+    second: tuple[str, str, str],
+    *,
+    between: bool = False,
+) -> Ending:
+    """`cut` micro-steps under one placement, the rest under another; `between`: save after a
+    backward, before its step."""
+    saved = folder / f"saved{len(list(folder.iterdir()))}"
+    with run.engine(folder / "first", first, seed=1) as engine:
+        losses = [micro_step(engine, i) for i in range(cut)]
+        if between:
+            loss = engine(batch(cut).to(engine.device))
+            engine.backward(loss)
+            losses.append(float(loss.detach()))
+        engine.save_checkpoint(saved, client_state={"next": cut + between})
+        # What happens to the engine afterwards is not in the checkpoint.
+        if between:
+            engine.step()
+        micro_step(engine, 77)
+    with run.engine(folder / "second", second, seed=2) as engine:
+        micro_step(engine, 78)
+        path, client_state = engine.load_checkpoint(saved)
+        assert path is not None
+        assert client_state == {"next": cut + between}
+        if between:
+            engine.step()
+        losses += [micro_step(engine, i) for i in range(cut + between, num)]
+        return ending(engine, losses)
+
+
+ALL_HOST = ("host", "host", "host")
+PLACED = [SIMPLEST, ALL_HOST, ("disk", "disk", "disk"), ("disk", "host", "disk"),
+          ("host", "disk", "host"), ("device", "disk", "disk")]  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("first", PLACED, ids="-".join)
+def test_every_pair_of_placements(tmp_path: Path, first: Any, precision: str) -> None:
+    run = Run({"precision": precision, "gradient_clipping": 0.5})
+    expected = straight(tmp_path, run, 5)
+    problems = {}
+    for second in PLACED:
+        found = resumed(tmp_path, run, 5, 3, first, second).differences(expected)
+        if found:
+            problems[second] = found
+    assert problems == {}
+
+
+@pytest.mark.parametrize("place", PLACED, ids="-".join)
+def test_from_and_to_a_device_with_memory_of_its_own(tmp_path: Path, place: Any) -> None:
+    run = Run({"precision": "bf16"}, device="fake")
+    expected = straight(tmp_path, Run({"precision": "bf16"}), 4)
+    for first, second in ((place, SIMPLEST), (SIMPLEST, place)):
+        assert resumed(tmp_path, run, 4, 2, first, second).differences(expected) == []
+
+
+DISK = ("disk", "disk", "disk")
+
+
+@pytest.mark.parametrize("cut", range(6))
+def test_anywhere_in_an_accumulation_window(tmp_path: Path, cut: int) -> None:
+    run = Run({"precision": "bf16", "gradient_accumulation_steps": 3})
+    expected = straight(tmp_path, run, 7)
+    for between in (False, True):
+        for first, second in ((DISK, ALL_HOST), (ALL_HOST, DISK)):
+            found = resumed(tmp_path, run, 7, cut, first, second, between=between)
+            assert found.differences(expected) == []
+
+
+def two_groups(model: nn.Module) -> dict[str, Any]:
+    decayed = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
+    plain = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "lr": 3e-3}]
+    return {"model_parameters": groups}
+
+
+def scheduled(name: str, **params: Any) -> Callable[[nn.Module], dict[str, Any]]:
+    kind = getattr(torch.optim.lr_scheduler, name)
+    return lambda model: {"lr_scheduler": lambda optimizer: kind(optimizer, **params)}
+
+
+def guest(make: Callable[[Any], torch.optim.Optimizer]) -> Callable[[nn.Module], dict[str, Any]]:
+    return lambda model: {"optimizer": make}
+
+
+RUNS = {
+    "8bit": Run({"precision": "bf16", "optimizer": {"moments": "8bit"}}),
+    "stochastic": Run({"seed": 5, "optimizer": {"moments": "bf16_stochastic"}}),
+    "bf16 moments": Run({"optimizer": {"moments": "bf16"}}),
+    "Lion": Run({"optimizer": {"type": "Lion"}}),
+    "SGD": Run({"optimizer": {"type": "SGD", "momentum": 0.9}}),
+    "SGD without state": Run({"optimizer": {"type": "SGD"}}),
+    "Adagrad": Run({"optimizer": {"type": "Adagrad", "initial_accumulator_value": 0.1}}),
+    "groups": Run({}, two_groups),
+    "cosine": Run({}, scheduled("CosineAnnealingLR", T_max=6)),
+    "one cycle": Run({}, scheduled("OneCycleLR", max_lr=0.02, total_steps=12)),
+    "lambda": Run({}, scheduled("LambdaLR", lr_lambda=lambda step: 0.9**step)),
+    "fake accelerator": Run({"precision": "bf16"}, device="fake"),
+    "verified": Run({"io": {"verify": True}}),
+    "small chunks": Run({"chunk_size": 2048, "precision": "bf16"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_whatever_else_a_run_depends_on(tmp_path: Path, name: str) -> None:
+    run = RUNS[name]
+    expected = straight(tmp_path, run, 5)
+    for first, second in ((DISK, ALL_HOST), (ALL_HOST, DISK)):
+        assert resumed(tmp_path, run, 5, 3, first, second).differences(expected) == []
+
+
+GUESTS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "RMSprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-3, centered=True, momentum=0.9),
+    "NAdam": lambda groups: torch.optim.NAdam(groups, lr=1e-3),
+    "AMSGrad": lambda groups: torch.optim.AdamW(groups, lr=1e-3, amsgrad=True),
+    "Adafactor": lambda groups: torch.optim.Adafactor(groups, lr=1e-3),
+}
+
+
+@pytest.mark.parametrize("name", GUESTS)
+def test_guests(tmp_path: Path, name: str) -> None:
+    run = Run({"precision": "bf16"}, guest(GUESTS[name]))
+
+    class GuestRun(Run):
+        def engine(self, path: Path, placement: tuple[str, str, str], seed: int) -> Engine:
+            torch.manual_seed(seed)
+            np.random.seed(seed)
+            random.seed(seed)
+            path.mkdir(exist_ok=True)
+            config = make_config(placement, nvme_path=str(path), precision="bf16")
+            del config["optimizer"]
+            arguments = run.arguments(nn.Module())
+            model = Model()
+            trained = [p for p in model.parameters() if p.requires_grad]
+            return infinity.initialize(model, config, model_parameters=trained, **arguments)[0]
+
+    expected = straight(tmp_path, GuestRun(), 5)
+    for first, second in ((DISK, ALL_HOST), (ALL_HOST, DISK)):
+        assert resumed(tmp_path, GuestRun(), 5, 3, first, second).differences(expected) == []
+
+
+def test_another_precision_is_refused_and_its_weights_are_taken(tmp_path: Path) -> None:
+    with Run({"precision": "bf16"}).engine(tmp_path / "a", DISK, seed=1) as engine:
+        micro_step(engine, 0)
+        engine.save_checkpoint(tmp_path / "saved", wait=True)
+        masters = dict(engine.state_dict(master=True).items())
+    with Run({"precision": "fp32"}).engine(tmp_path / "b", ALL_HOST, seed=2) as engine:
+        before = dict(engine.state_dict(master=True).items())
+        with pytest.raises(CheckpointError, match="precision 'bf16' there, 'fp32' here"):
+            engine.load_checkpoint(tmp_path / "saved")
+        after = dict(engine.state_dict(master=True).items())
+        assert all(same_bits(before[name], after[name]) for name in before)
+        engine.load_checkpoint(tmp_path / "saved", load_optimizer_states=False)
+        assert engine.global_steps == 1
+        found = dict(engine.state_dict(master=True).items())
+        trained = [n for n, p in engine.module.named_parameters() if p.requires_grad]
+        assert all(same_bits(found[name], masters[name].float()) for name in trained)

@@ -1,0 +1,110 @@
+"""A process that trains, saves as it goes, and may be killed at any moment; see test_crash.py.
+
+It is forked from a server that has imported this file: a start costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.small import batch, settings, small_model
+from torch import Tensor
+from torch.nn import functional
+
+import infinity
+from infinity.engine import Engine
+
+TOTAL_STEPS = 12
+MICRO_BATCHES = 2
+
+
+def digest(engine: Engine) -> str:
+    """Of all masters, moments and buffers."""
+    found = hashlib.sha256()
+    for name, value in engine.state_dict(master=True).items():
+        found.update(
+            name.encode() + value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        )
+    for parameter in engine.module.parameters():
+        for value in engine.optimizer.read_state(parameter).values():
+            found.update(raw(value))
+    return found.hexdigest()
+
+
+def raw(value: Tensor) -> bytes:
+    """The bytes of a tensor."""
+    return value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def train_and_save(folder: str, homes: dict[str, str], every: int) -> None:
+    """Go on from the latest checkpoint in `folder`/saved; at the end `folder`/done is there."""
+    root = Path(folder)
+    report(root, "start")
+    nvme, saved = root / "nvme", root / "saved"
+    nvme.mkdir(exist_ok=True)
+    saved.mkdir(exist_ok=True)
+    engine = make_engine(nvme, homes)
+    if (saved / "latest").exists():
+        report(root, "load")
+        engine.load_checkpoint(saved)
+    while engine.global_steps < TOTAL_STEPS:
+        take_step(root, engine)
+        if engine.global_steps % every == 0:
+            report(root, f"save {engine.global_steps}")
+            tag = f"{engine.global_steps}-{os.getpid()}"
+            engine.save_checkpoint(saved, tag, keep_last=2)
+    report(root, "end")
+    result = digest(engine)
+    engine.close()
+    (root / "new").write_text(result)
+    (root / "new").rename(root / "done")
+
+
+def train_durably(folder: str, homes: dict[str, str], every: int) -> None:
+    """Go on from the last committed step in `folder`/nvme; at the end `folder`/done is there."""
+    root = Path(folder)
+    report(root, "start")
+    nvme = root / "nvme"
+    nvme.mkdir(exist_ok=True)
+    durable = {"durable": True, "resume": "auto", "durable_every": every}
+    engine = make_engine(nvme, homes, **durable)
+    while engine.global_steps < TOTAL_STEPS:
+        take_step(root, engine)
+    report(root, "end")
+    result = digest(engine)
+    report(root, "close")
+    engine.close()
+    (root / "new").write_text(result)
+    (root / "new").rename(root / "done")
+
+
+def take_step(root: Path, engine: Engine) -> None:
+    """One step; batches belong to its number."""
+    step = engine.global_steps
+    for micro in range(MICRO_BATCHES):
+        report(root, f"step {step}")
+        loss = engine(batch(step * MICRO_BATCHES + micro))
+        engine.backward(loss)
+        engine.step()
+
+
+def make_engine(nvme: Path, homes: dict[str, str], **more: Any) -> Engine:
+    """Dropout is drawn from torch's generator, and the schedule moves at every step."""
+    torch.set_num_threads(1)
+    model = small_model(0)
+    model.embedding.register_forward_hook(lambda *args: functional.dropout(args[-1], 0.1))
+    config = settings(nvme, homes, gradient_accumulation_steps=MICRO_BATCHES, **more)
+    return infinity.initialize(
+        model,
+        config,
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+    )[0]
+
+
+def report(folder: Path, what: str) -> None:
+    """Say what comes next, for the statistics of where kills have struck."""
+    (folder / "phase").write_text(what)

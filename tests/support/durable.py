@@ -1,0 +1,300 @@
+"""Engines over durable scratch, and crashes of their disks, simulated and real.
+
+`python -m support.durable PATH SEED ROUNDS [JSON]` trains in `ROUNDS` forked children, one after
+the other, most of which are killed -9 at random moments, and then in one that ends well and leaves
+its state in `state.pt`; it prints one line of JSON per child (`tests/faults/test_durable_kill.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.small import batch, settings, small_model
+from torch import Tensor, nn
+
+import infinity
+from infinity.engine import Engine
+from infinity.memory.commits import SmallFile
+from infinity.memory.disk import Disk
+
+State = dict[tuple[int, str], Tensor]
+SECTOR = 512
+HOMES = {
+    "all on disk": {"weights": "disk", "moments": "disk", "gradients": "disk"},
+    "weights in RAM": {"weights": "device", "moments": "disk", "gradients": "host"},
+    "moments in RAM": {"weights": "disk", "moments": "host", "gradients": "disk"},
+    "all in RAM": {"weights": "device", "moments": "host", "gradients": "host"},
+}
+
+
+class Gated(nn.Module):
+    """Frozen parameters, and a branch that takes part in every other batch only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small_model(num_blocks=2)
+        self.extra = nn.Linear(16, 16)
+        self.fixed = nn.Linear(16, 16).requires_grad_(requires_grad=False)
+        self.rare = nn.Linear(16, 16)
+        self.mixed = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        self.mixed[0].requires_grad_(requires_grad=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.fixed(self.extra(self.inner.features(tokens)))
+        if int(tokens.sum()) % 2:
+            x = x + self.rare(x)
+        return self.inner(tokens) + self.mixed(x).float().square().mean()
+
+
+def gated() -> Gated:
+    torch.manual_seed(3)
+    return Gated()
+
+
+@contextmanager
+def durable_engine(path: Path | list[Path], model: nn.Module, **more: Any) -> Iterator[Engine]:
+    """An engine whose steps are committed, with the document that belongs to it."""
+    given = settings(Path("unused"), more.pop("homes", None), **{"durable": True, **more})
+    given["nvme_path"] = [str(p) for p in path] if isinstance(path, list) else str(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", infinity.errors.InfinityWarning)
+        engine, *_ = infinity.initialize(model, given)
+    with engine:
+        connect(engine)
+        yield engine
+
+
+def connect(engine: Engine) -> None:
+    """Give commits their document, and take the resumed one, where the engine does not itself."""
+    parts, stepper, checkpoints = engine._parts, engine._stepper, engine._checkpoints
+    if parts.durability is not None and stepper.document is None:
+        stepper.document = checkpoints.document
+        if parts.resumed:
+            checkpoints.restore_document(parts.resumed)
+
+
+def step(engine: Engine) -> None:
+    """The step after those that are behind; batches follow the step count."""
+    loss = engine(batch(engine.global_steps))
+    engine.backward(loss)
+    engine.step()
+
+
+def state_of(engine: Engine) -> State:
+    """Every byte of every home: weights with the frozen ones, residuals, moments."""
+    engine.settle()
+    store = engine._parts.store
+    kinds = engine.plan.precision.kinds
+    return {
+        (unit.index, kind.value): store.read(unit.index, kind).clone()
+        for unit in engine.plan.units
+        for kind in kinds
+    }
+
+
+def equal(first: State, second: State) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
+
+
+# --- a disk that remembers in which order it was written ------------------------------------------
+
+
+@dataclass
+class Entry:
+    """A write (with what it wrote, and whether it was waited for), a sync, or a mark."""
+
+    what: str
+    path: str = ""
+    offset: int = 0
+    data: bytes = b""
+    done_at: int | None = None  # how long the log was when somebody knew that it had ended
+
+
+class Recorder:
+    """The log of every write and sync of state and small files while it is active."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.log: list[Entry] = []
+        self.active = False
+        recorder = self
+        submit, sync = Disk._submit, Disk.sync
+        write, sync_small = SmallFile.write, SmallFile.sync
+
+        def submit_and_note(disk: Disk, op: int, pieces: Any, *rest: Any) -> Any:
+            entries = recorder._note(disk, pieces) if op == infinity._aio.WRITE else []
+            ticket = submit(disk, op, pieces, *rest)
+            return NotedTicket(ticket, entries, recorder) if entries else ticket
+
+        def sync_and_note(disk: Disk) -> None:
+            sync(disk)
+            for file in disk._files:
+                recorder.add(Entry("sync", file.path))
+
+        def write_and_note(file: SmallFile, offset: int, data: bytes) -> None:
+            entry = Entry("write", str(file.path), offset, bytes(data))
+            recorder.add(entry)
+            write(file, offset, data)
+            entry.done_at = len(recorder.log)
+
+        def sync_small_and_note(file: SmallFile) -> None:
+            sync_small(file)
+            recorder.add(Entry("sync", str(file.path)))
+
+        monkeypatch.setattr(Disk, "_submit", submit_and_note)
+        monkeypatch.setattr(Disk, "sync", sync_and_note)
+        monkeypatch.setattr(SmallFile, "write", write_and_note)
+        monkeypatch.setattr(SmallFile, "sync", sync_small_and_note)
+
+    def add(self, entry: Entry) -> None:
+        if self.active:
+            self.log.append(entry)
+
+    def mark(self, text: str) -> None:
+        self.add(Entry("mark", text))
+
+    def _note(self, disk: Disk, pieces: Any) -> list[Entry]:
+        if not self.active:
+            return []
+        entries = []
+        for extent, buffer in pieces:
+            data, at = buffer.numpy().tobytes(), 0
+            for piece in disk._stripes.pieces(extent.offset, extent.nbytes):
+                path = disk._files[piece.path_index].path
+                entries.append(Entry("write", path, piece.offset, data[at : at + piece.nbytes]))
+                at += piece.nbytes
+        self.log.extend(entries)
+        return entries
+
+
+@dataclass
+class NotedTicket:
+    """A ticket that tells the log when its end was seen."""
+
+    ticket: Any
+    entries: list[Entry] = field(default_factory=list)
+    recorder: Recorder | None = None
+
+    def done(self) -> bool:
+        return bool(self.ticket.done())
+
+    def wait(self) -> None:
+        self.ticket.wait()
+        for entry in self.entries:
+            if entry.done_at is None and self.recorder is not None:
+                entry.done_at = len(self.recorder.log)
+
+
+def crashed(log: list[Entry], cut: int, base: dict[str, Path], choose: random.Random) -> None:
+    """Bring copies of files (original path -> copy, as they were at first) to a power loss.
+
+    What was written and seen to end before a sync that came before the cut is there. Of the rest
+    anything may be: all, nothing, some sectors; in any order.
+    """
+    synced: dict[str, int] = {}
+    for position, entry in enumerate(log[:cut]):
+        if entry.what == "sync":
+            synced[entry.path] = position
+    loose = []
+    for entry in log[:cut]:
+        if entry.what != "write":
+            continue
+        if entry.done_at is not None and entry.done_at <= synced.get(entry.path, -1):
+            put(base, entry, 0, len(entry.data))
+        else:
+            loose.append(entry)
+    choose.shuffle(loose)
+    for entry in loose:
+        fate = choose.choice(("lost", "whole", "torn"))
+        for start in range(0, len(entry.data), SECTOR):
+            if fate == "whole" or (fate == "torn" and choose.random() < 0.5):
+                put(base, entry, start, SECTOR)
+
+
+def put(base: dict[str, Path], entry: Entry, start: int, nbytes: int) -> None:
+    with open(base[entry.path], "r+b") as file:
+        file.seek(entry.offset + start)
+        file.write(entry.data[start : start + nbytes])
+
+
+def copies(originals: list[Path], root: Path) -> tuple[list[Path], dict[str, Path]]:
+    """Copies of nvme paths below `root`, and where each file went."""
+    made, files = [], {}
+    for number, original in enumerate(originals):
+        target = root / f"copy{number}"
+        shutil.copytree(original, target)
+        made.append(target)
+        for file in original.rglob("*"):
+            files[str(file)] = target / file.relative_to(original)
+    return made, files
+
+
+# --- children that are killed ---------------------------------------------------------------------
+
+
+def _child(path: Path, more: dict[str, Any], extra: int | None, report: int) -> None:
+    """Goes on from what was done before, for `extra` steps or for ever; tells each step."""
+    try:
+        with durable_engine(path, gated(), resume="auto", **more) as engine:
+            first = engine.global_steps
+            os.write(report, f"{first}\n".encode())
+            while extra is None or engine.global_steps < first + extra:
+                step(engine)
+                os.write(report, f"{engine.global_steps}\n".encode())
+            state = state_of(engine)
+        torch.save({"|".join(map(str, k)): v for k, v in state.items()}, path.parent / "state.pt")
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def _round(
+    path: Path, more: dict[str, Any], extra: int | None, kill_after_s: float | None
+) -> dict[str, Any]:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        _child(path, more, extra, writer)
+    os.close(writer)
+    if kill_after_s is not None:
+        time.sleep(kill_after_s)
+        os.kill(child, signal.SIGKILL)
+    with os.fdopen(reader, "rb") as file:
+        told = [int(line) for line in file.read().split()]
+    _, status = os.waitpid(child, 0)
+    return {"told": told, "killed": os.WIFSIGNALED(status), "status": status}
+
+
+def main() -> None:
+    path, seed, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    more = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
+    torch.set_num_threads(1)
+    longest, choose = more.pop("longest_s", 0.5), random.Random(seed)
+    for number in range(rounds + 1):
+        last = number == rounds
+        # The last one is not killed; neither are some others, that close after a few steps.
+        closes = last or choose.random() < 0.1
+        extra, after = (2, None) if closes else (None, choose.uniform(0, longest))
+        outcome = _round(path, more, extra, after)
+        print(json.dumps(outcome), flush=True)
+        if outcome["status"] not in (0, signal.SIGKILL):
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

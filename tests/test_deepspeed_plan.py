@@ -1,0 +1,115 @@
+"""`infinity plan ds_config.json`: the key table, and the plan as for our own configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_plan_command import DESKTOP, GIB, TINY, answer, run
+
+HF = {  # as Hugging Face's documentation writes it: what a Trainer fills in is auto
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "fp16": {"enabled": "auto", "loss_scale": 0},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"},
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme"},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "stage3_prefetch_bucket_size": "auto",
+        "sub_group_size": 1e9,
+    },
+    "steps_per_print": 2000,
+    "wall_clock_breakdown": False,
+}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that is not here is planned for, so rates are nominal."""
+
+    def never(*arguments: Any, **more: Any) -> None:
+        raise AssertionError("this machine was measured")
+
+    monkeypatch.setattr("infinity.bench.rate_cache.cached_rates", never)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    """A DeepSpeed configuration and a model."""
+    (tmp_path / "ds_config.json").write_text(json.dumps(HF))
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    return str(tmp_path / "ds_config.json"), str(tmp_path / "config.json")
+
+
+def test_the_table_stands_before_the_plan(files: tuple[str, str]) -> None:
+    code, out, error = run(files[0], "--model", files[1], *DESKTOP)
+    assert (code, error) == (0, "")
+    table, _, plan = out.partition("\n\n")
+    assert table.startswith("the DeepSpeed configuration, key by key:")
+    assert len(table.splitlines()) == 1 + 24
+    for part in (
+        '  zero_optimization.offload_optimizer.device     "nvme"',
+        "done      moments rest on disk",
+        "auto: a plan does not depend on it",
+        "left out of the plan: total_num_steps, warmup_num_steps is auto",
+        "auto: nobody filled it in, so bf16",
+    ):
+        assert part in table, part
+    assert "bytes a parameter" in plan
+
+
+def test_the_plan_is_that_of_our_own_words(files: tuple[str, str], tmp_path: Path) -> None:
+    theirs = answer(files[0], "--model", files[1], *DESKTOP)
+    ours = {"homes": {"weights": "host", "moments": "disk"}, "nvme_path": "/local_nvme"}
+    (tmp_path / "ours.json").write_text(json.dumps(ours))
+    expected = answer(str(tmp_path / "ours.json"), "--model", files[1], *DESKTOP)
+    rows = theirs.pop("deepspeed")
+    assert "deepspeed" not in expected
+    assert theirs == expected
+    assert theirs["machine"]["device_bytes"] == 24 * GIB
+    assert set(theirs["plan"]["homes"]["moments and residual"]) == {"disk"}
+    assert {row["key"]: row["verdict"] for row in rows}["zero_optimization.stage"] == "done"
+    assert all(set(row) == {"key", "given", "verdict", "note"} for row in rows)
+
+
+def test_options_win_over_the_configuration(files: tuple[str, str]) -> None:
+    report = answer(
+        files[0], "--model", files[1], *DESKTOP, "--precision", "fp32", "--moments", "8bit"
+    )
+    assert report["work"]["precision"] == "fp32"
+    assert report["plan"]["lossy"]
+
+
+def test_comments_are_read_here_too(files: tuple[str, str]) -> None:
+    path = Path(files[0])
+    path.write_text("// mine\n" + path.read_text())
+    assert answer(files[0], "--model", files[1], *DESKTOP)["fits"]
+
+
+def test_a_model_is_needed(files: tuple[str, str]) -> None:
+    code, out, error = run(files[0], *DESKTOP)
+    assert (code, out) == (2, "")
+    assert "is a configuration, which names no model" in error
+    assert "--model 7b" in error
+
+
+def test_mistakes_are_one_message(files: tuple[str, str]) -> None:
+    Path(files[0]).write_text(json.dumps({**HF, "fp16": {"enabled": True}, "zero_optimisation": 1}))
+    code, out, error = run(files[0], "--model", files[1], *DESKTOP)
+    assert (code, out) == (2, "")
+    assert f"2 mistakes in {files[0]}:" in error
+    assert "did you mean 'zero_optimization'?" in error
+    assert "fp16 with loss scaling is not built yet" in error

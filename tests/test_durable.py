@@ -1,0 +1,549 @@
+"""Durable steps: after any crash a run goes on from its last commit, with the bits it had."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.durable import (
+    HOMES,
+    Entry,
+    Gated,
+    Recorder,
+    State,
+    connect,
+    copies,
+    crashed,
+    durable_engine,
+    equal,
+    gated,
+    state_of,
+    step,
+)
+from support.fake_accelerator import FakeAccelerator
+from support.small import batch, settings, small_model
+from torch import nn
+
+import infinity
+from infinity import Engine
+from infinity.errors import (
+    CheckpointError,
+    ConfigError,
+    DoesNotFitError,
+    EngineFailedError,
+    InfinityWarning,
+    MachineError,
+    TransferError,
+)
+from infinity.memory.commits import SmallFile, last_commit
+from infinity.memory.disk import STATE_NAME as STATE
+from infinity.memory.disk import Disk
+from infinity.memory.scratch import remove_dead_runs
+
+STEPS = 5
+TWO_DRIVES = {"weights": [2, 1], "block_size": 4096}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "all on disk": ("all on disk", {}),
+    "in bf16": ("all on disk", {"precision": "bf16"}),
+    "weights in RAM": ("weights in RAM", {}),
+    "moments in RAM": ("moments in RAM", {}),
+    "all in RAM, every third": ("all in RAM", {"durable_every": 3}),
+    "moments in RAM, every second": ("moments in RAM", {"durable_every": 2}),
+    "verified": ("all on disk", {"io": {"verify": True}}),
+    "verified, moments in RAM": ("moments in RAM", {"io": {"verify": True}, "durable_every": 2}),
+    "two drives": ("all on disk", {"io": TWO_DRIVES}),
+    "two drives, verified": ("weights in RAM", {"io": {**TWO_DRIVES, "verify": True}}),
+}
+
+
+def paths_for(root: Path, more: dict[str, Any]) -> list[Path]:
+    count = len(more.get("io", {}).get("weights", [1]))
+    paths = [root / f"drive{index}" for index in range(count)]
+    for path in paths:
+        path.mkdir()
+    return paths
+
+
+def arguments(case: str) -> dict[str, Any]:
+    homes, more = CASES[case]
+    return {"homes": HOMES[homes], "durable_every": 1, **more}
+
+
+_undisturbed: dict[tuple[str, int], State] = {}
+
+
+def expected(at: int, precision: str = "fp32") -> State:
+    """The state after so many steps of a run without a disk; placement changes no bit."""
+    if (precision, at) not in _undisturbed:
+        homes = HOMES["all in RAM"]
+        given = settings(Path("unused"), homes, precision=precision)
+        del given["nvme_path"]
+        engine, *_ = infinity.initialize(gated(), given)
+        with engine:
+            for number in range(max(at, STEPS) + 1):
+                _undisturbed[precision, number] = state_of(engine)
+                step(engine)
+    return _undisturbed[precision, at]
+
+
+def check_resumed(paths: list[Path], more: dict[str, Any], to: int | None = None) -> int:
+    """Resume; the state must be that of its step, and go on well. Returns that step."""
+    precision = more.get("precision", "fp32")
+    with durable_engine(paths, gated(), **{"resume": "auto", **more}) as engine:
+        found = engine.global_steps
+        assert engine._parts.resumed is not None
+        assert equal(state_of(engine), expected(found, precision))
+        while to is not None and engine.global_steps < to:
+            step(engine)
+        if to is not None:
+            assert equal(state_of(engine), expected(to, precision))
+    return found
+
+
+# --- power loss at any moment --------------------------------------------------------------------
+
+
+def record(
+    case: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Path], list[Entry]]:
+    """Train over a recorded disk; returns its paths as they were after commit 0, and the log."""
+    more, recorder = arguments(case), Recorder(monkeypatch)
+    (root / "run").mkdir()
+    paths = paths_for(root / "run", more)
+    with durable_engine(paths, gated(), **more) as engine:
+        engine.settle()
+        shutil.copytree(root / "run", root / "base")
+        recorder.active = True
+        for _ in range(STEPS):
+            step(engine)
+            recorder.mark(f"step {engine.global_steps}")
+        engine.settle()
+        recorder.active = False
+    monkeypatch.undo()
+    return paths, recorder.log
+
+
+def commits_before(log: list[Entry], cut: int) -> int:
+    """How many records had been written and synced before the cut."""
+    synced = [e for e in log[:cut] if e.what == "sync" and "commit-" in e.path]
+    return len(synced)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_power_loss_at_any_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    survive(case, tmp_path, monkeypatch, 12)
+
+
+@pytest.mark.big
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("case", CASES)
+def test_power_loss_at_any_moment_at_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    survive(case, tmp_path, monkeypatch, 150)
+
+
+def survive(case: str, root: Path, monkeypatch: pytest.MonkeyPatch, cuts: int) -> None:
+    more, every = arguments(case), arguments(case)["durable_every"]
+    paths, log = record(case, root, monkeypatch)
+    assert commits_before(log, len(log)) == STEPS // every
+    choose = random.Random(case)
+    inside = [i + 1 for i, e in enumerate(log) if e.what == "write" and not e.path.endswith(STATE)]
+    seen = set()
+    for number in range(cuts):
+        cut = choose.randrange(len(log) + 1) if number else len(log)
+        if number % 2:  # inside a commit: its record is written, and not yet synced
+            cut = choose.choice(inside)
+        originals = [root / "base" / path.name for path in paths]
+        target = root / f"cut{number}"
+        target.mkdir()
+        made, files = copies(originals, target)
+        there = {
+            str(root / "run" / Path(k).relative_to(root / "base")): v for k, v in files.items()
+        }
+        crashed(log, cut, there, choose)
+        found = check_resumed(made, more, to=STEPS if number % 4 == 0 else None)
+        at_least = commits_before(log, cut) * every
+        assert at_least <= found <= at_least + every, (case, cut)
+        assert found % every == 0
+        seen.add(found)
+        shutil.rmtree(target)
+    assert len(seen) > 1
+
+
+# --- going on ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_goes_on_where_it_was_closed(tmp_path: Path, case: str) -> None:
+    """Several times; also from a step that no commit was due for."""
+    more = arguments(case)
+    paths = paths_for(tmp_path, more)
+    with durable_engine(paths, gated(), **more) as engine:
+        step(engine)
+        step(engine)
+    assert check_resumed(paths, more, to=4) == 2
+    assert check_resumed(paths, more, to=STEPS) == 4
+    for path in paths:
+        assert remove_dead_runs(path) == []
+        assert len(list(path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("homes", HOMES)
+@pytest.mark.parametrize("seed", range(2))
+def test_a_device_of_its_own(tmp_path: Path, homes: str, seed: int) -> None:
+    """Kinds that rest there are copied out for a commit, and back in."""
+    more = {"nvme_path": str(tmp_path), "durable": True, "durable_every": 2, "resume": "auto"}
+    at = 0
+    for _ in range(2):
+        fake = FakeAccelerator(seed)
+        given = settings(tmp_path, HOMES[homes], **more)
+        engine, *_ = infinity.initialize(gated(), given, device=fake)
+        with engine:
+            connect(engine)
+            assert engine.global_steps == at
+            assert equal(state_of(engine), expected(at))
+            for _ in range(2):
+                batch_step(engine)
+            at += 2
+            assert equal(state_of(engine), expected(at))
+        assert not fake.violations
+
+
+def batch_step(engine: Engine) -> None:
+    loss = engine(batch(engine.global_steps, engine.device))
+    engine.backward(loss)
+    engine.step()
+
+
+def test_the_same_bytes_as_without(tmp_path: Path) -> None:
+    """Every step of a run whose state rests on disk; the state itself is kept twice."""
+    moved = {}
+    for durable in (False, True):
+        path = tmp_path / str(durable)
+        path.mkdir()
+        with durable_engine(path, gated(), homes=HOMES["all on disk"], durable=durable) as engine:
+            steps = []
+            for _ in range(4):
+                before = engine.counters()
+                step(engine)
+                engine.settle()
+                steps.append({k: v - before[k] for k, v in engine.counters().items()})
+            moved[durable] = steps
+            disk = engine.plan.memory["disk"]
+            if durable:
+                assert disk["durable"] == disk["weights"] + disk["state"]
+                assert "every step is committed; without more bytes" in engine.plan.describe()
+                assert engine.drives()[str(path)]["nbytes"] == sum(disk.values())
+    assert moved[False] == moved[True]
+
+
+@pytest.mark.parametrize("homes", ["weights in RAM", "all in RAM"])
+def test_predicted_bytes_hold_over_commits(tmp_path: Path, homes: str) -> None:
+    with durable_engine(tmp_path, small_model(), homes=HOMES[homes], durable_every=2) as engine:
+        for _ in range(2):
+            step(engine)
+        engine._parts.sweep.finish()
+        before = engine.counters()
+        for _ in range(4):
+            step(engine)
+        engine._parts.sweep.finish()
+        written = engine.counters()["disk_write"] - before["disk_write"]
+        assert written == 4 * engine.forecast()["disk_write"]
+
+
+def test_how_often_is_chosen_by_what_it_costs(tmp_path: Path) -> None:
+    auto: dict[str, Any] = {"durable_every": "auto"}
+    with durable_engine(tmp_path, small_model(), homes=HOMES["all on disk"], **auto) as engine:
+        assert engine.plan.durable_every == 1
+    with durable_engine(tmp_path, small_model(), homes=HOMES["all in RAM"], **auto) as engine:
+        every = engine.plan.durable_every
+        assert every > 1
+        assert f"1 step in {every} is committed, at most {every} are lost" in engine.plan.describe()
+
+
+# --- edits ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("homes", HOMES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_edit_belongs_to_the_next_commit(tmp_path: Path, homes: str, precision: str) -> None:
+    """Of trained and of frozen parameters; before that commit it never happened."""
+    more: dict[str, Any] = {"homes": HOMES[homes], "precision": precision, "durable_every": 1}
+    before, edited, after = undisturbed_edit(precision)
+    assert not equal(before, edited)
+    with durable_engine(tmp_path, gated(), **more) as engine:
+        step(engine)
+        assert equal(state_of(engine), before)
+        edit(engine)
+        assert equal(state_of(engine), edited)
+        copy = tmp_path / "killed"
+        shutil.copytree(
+            next(tmp_path.glob("infinity-run-*")), copy / "infinity-run-1-0123456789abcdef"
+        )
+        step(engine)
+        assert equal(state_of(engine), after)
+    with durable_engine(copy, gated(), **more, resume="auto") as engine:
+        assert equal(state_of(engine), before)
+        edit(engine)
+        assert equal(state_of(engine), edited)
+        edit(engine)  # in place now
+        assert equal(state_of(engine), edited)
+        step(engine)
+        assert equal(state_of(engine), after)
+    shutil.rmtree(copy)
+    with durable_engine(tmp_path, gated(), **more, resume="auto") as engine:
+        assert engine.global_steps == 2
+        assert equal(state_of(engine), after)
+
+
+def undisturbed_edit(precision: str) -> tuple[State, State, State]:
+    """The states before and after an edit, and after one more step, without a disk."""
+    given = settings(Path("unused"), HOMES["all in RAM"], precision=precision)
+    del given["nvme_path"]
+    with infinity.initialize(gated(), given)[0] as engine:
+        step(engine)
+        before = state_of(engine)
+        edit(engine)
+        edited = state_of(engine)
+        step(engine)
+        return before, edited, state_of(engine)
+
+
+def edit(engine: Engine) -> None:
+    model = engine.module
+    assert isinstance(model, Gated)
+    edited = [model.fixed, model.inner.blocks[0].up, model.mixed]
+    with engine.materialized(edited), torch.no_grad():
+        model.fixed.weight.fill_(0.25)
+        model.mixed[0].bias.fill_(2.0)
+        model.mixed[1].bias.fill_(1.5)
+        model.inner.blocks[0].up.weight.fill_(0.125)
+
+
+def test_close_does_not_commit_edits_that_have_no_document(tmp_path: Path) -> None:
+    with durable_engine(tmp_path, gated(), homes=HOMES["all in RAM"], durable_every=4) as engine:
+        step(engine)
+        edit(engine)
+    assert check_resumed([tmp_path], {"homes": HOMES["all in RAM"]}) == 0
+
+
+def test_an_edit_can_be_committed_at_once(tmp_path: Path) -> None:
+    """As it is after a checkpoint was loaded."""
+    with durable_engine(tmp_path, gated(), homes=HOMES["moments in RAM"]) as engine:
+        step(engine)
+        edit(engine)
+        durability = engine._parts.durability
+        assert durability is not None
+        durability.commit(engine._checkpoints.document(), 7)
+        edited = state_of(engine)
+        engine._stepper.document = None
+        step(engine)
+    (directory,) = tmp_path.iterdir()
+    assert last_commit(directory).step == 7
+    with durable_engine(tmp_path, gated(), resume="auto") as engine:
+        assert engine.global_steps == 1
+        assert equal(state_of(engine), edited)
+
+
+# --- which run -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    """The directory of a durable run of one step."""
+    with durable_engine(tmp_path, gated(), homes=HOMES["moments in RAM"]) as engine:
+        step(engine)
+    (directory,) = tmp_path.iterdir()
+    return directory
+
+
+def start(path: Path, model: nn.Module | None = None, **more: Any) -> Engine:
+    given = settings(path, HOMES["moments in RAM"], **{"durable": True, **more})
+    return infinity.initialize(model or gated(), given)[0]
+
+
+def test_a_new_run_says_that_there_is_an_old_one(tmp_path: Path, finished: Path) -> None:
+    with pytest.warns(InfinityWarning, match="resume: auto") as caught:
+        start(tmp_path, durable=False).close()
+    assert any(str(finished) in str(w.message) and "step 1" in str(w.message) for w in caught)
+    assert list(tmp_path.iterdir()) == [finished]
+
+
+def test_a_directory_can_be_named(tmp_path: Path, finished: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    with start(other, resume=str(finished)) as engine:
+        assert engine._parts.resumed
+        assert str(finished) in engine.plan.describe()
+        with pytest.raises(MachineError, match="in use by another process"):
+            start(other, resume=str(finished))
+    assert not list(other.iterdir())
+
+
+def test_homes_and_chunks_are_those_of_the_old_run(tmp_path: Path, finished: Path) -> None:
+    more: dict[str, Any] = {"homes": HOMES["all in RAM"], "chunk_size": 4096, "resume": "auto"}
+    with durable_engine(tmp_path, gated(), **more) as engine:
+        assert engine.plan.chunk_elements == 2048
+        assert {h.weight.value for h in engine.plan.homes} == {"disk"}
+        assert {h.state.value for h in engine.plan.homes} == {"host"}
+
+
+def test_a_budget_that_is_too_small_now(tmp_path: Path, finished: Path) -> None:
+    with pytest.raises(DoesNotFitError, match=r"durable run in .* does not fit the budgets"):
+        start(tmp_path, resume="auto", budget={"disk": 4096})
+
+
+def test_several_that_fit(tmp_path: Path, finished: Path) -> None:
+    with durable_engine(tmp_path, gated(), homes=HOMES["moments in RAM"]):
+        pass
+    with pytest.raises(ConfigError, match="2 durable runs fit") as caught:
+        start(tmp_path, resume="auto")
+    for directory, at in zip(
+        (finished, *(set(tmp_path.iterdir()) - {finished})), (1, 0), strict=True
+    ):
+        assert f"{directory} (step {at}, 20" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"precision": "bf16"}, "precision 'fp32' there, 'bf16' here"),
+        ({"optimizer": {"type": "Lion", "lr": 1e-3}}, "optimizer 'AdamW' there, 'Lion' here"),
+        ({"optimizer": {"moments": "bf16"}}, "moments"),
+        ({"model": small_model()}, "'blocks.0.down.bias' is in the model, but not there; .* more"),
+    ],
+)
+def test_one_that_does_not_fit(
+    tmp_path: Path, finished: Path, change: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(ConfigError, match=why):
+        start(tmp_path, resume=str(finished), **change)
+    with pytest.warns(InfinityWarning, match=why):
+        engine = start(tmp_path, resume="auto", **change)
+    assert engine._parts.resumed is None
+    engine.close()
+
+
+def test_a_run_that_is_alive_is_left_alone(tmp_path: Path) -> None:
+    with durable_engine(tmp_path, gated(), resume="auto") as first:
+        with durable_engine(tmp_path, gated(), resume="auto") as second:
+            assert second._parts.resumed is None
+        assert first._parts.resumed is None
+
+
+def test_a_missing_drive_is_named(tmp_path: Path) -> None:
+    more = arguments("two drives")
+    paths = paths_for(tmp_path, more)
+    with durable_engine(paths, gated(), **more) as engine:
+        step(engine)
+    (there,) = paths[1].iterdir()
+    away = there.rename(tmp_path / there.name)
+    (first,) = paths[0].iterdir()
+    with pytest.raises(CheckpointError, match=f"missing: {there}"):
+        check_resumed(paths, {**more, "resume": str(first)})
+    with pytest.raises(CheckpointError, match=r"not a durable run"):
+        check_resumed(paths, {**more, "resume": str(paths[0])})
+    away.rename(paths[0] / there.name)  # another mount: found by its tie
+    with durable_engine(paths, gated(), **{**more, "resume": str(paths[0] / there.name)}) as engine:
+        assert engine.global_steps == 1
+        assert equal(state_of(engine), expected(1))
+
+
+# --- damage --------------------------------------------------------------------------------------
+
+
+def test_a_damaged_record_is_not_believed(tmp_path: Path, finished: Path) -> None:
+    """The other one is; none is an error."""
+    newest = finished / "commit-b.bin"
+    data = bytearray(newest.read_bytes())
+    assert last_commit(finished).step == 1
+    for position in (0, 9, 25, 60, 200):
+        data[position] ^= 1
+        newest.write_bytes(data)
+        assert last_commit(finished).step == 0
+        data[position] ^= 1
+    newest.write_bytes(data)
+    assert last_commit(finished).step == 1
+    for name in ("commit-a.bin", "commit-b.bin"):
+        (finished / name).write_bytes(b"")
+    with pytest.raises(CheckpointError, match="no whole commit record"):
+        start(tmp_path, resume=str(finished))
+
+
+@pytest.mark.parametrize("what", ["plan.json", "state.bin"])
+def test_damaged_files_are_refused(tmp_path: Path, finished: Path, what: str) -> None:
+    file = finished / what
+    if what == "plan.json":
+        facts = json.loads(file.read_text())
+        facts["chunk_elements"] = 4096
+        file.write_text(json.dumps(facts))
+    else:
+        file.write_bytes(file.read_bytes()[:-4096])
+    with pytest.raises(CheckpointError, match=r"damaged|cut short"):
+        start(tmp_path, resume=str(finished))
+    assert file.exists()
+
+
+def test_rot_between_runs_is_found(tmp_path: Path) -> None:
+    """With io.verify, checksums are kept with the commit; without, they are taken on resuming."""
+    verify: dict[str, Any] = {"homes": HOMES["all on disk"], "io": {"verify": True}}
+    with durable_engine(tmp_path, gated(), **verify) as engine:
+        step(engine)
+    with durable_engine(tmp_path, gated(), homes=HOMES["all on disk"], resume="auto") as engine:
+        step(engine)
+    assert check_resumed([tmp_path], {**verify}, to=3) == 2
+    (directory,) = tmp_path.iterdir()
+    state = bytearray((directory / "state.bin").read_bytes())
+    assert last_commit(directory).checksums
+    with durable_engine(tmp_path, gated(), **verify, resume="auto") as engine:
+        extent = engine._parts.store.units[0].extents[0]
+    state[extent.offset] ^= 1
+    (directory / "state.bin").write_bytes(state)
+    rotten = durable_engine(tmp_path, gated(), **verify, resume="auto")
+    with rotten as engine, pytest.raises(TransferError, match="embedding"):
+        state_of(engine)
+
+
+def test_a_commit_that_fails_is_an_error_and_costs_that_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with durable_engine(tmp_path, gated()) as engine:
+        step(engine)
+        engine.settle()
+
+        def fail(file: SmallFile) -> None:
+            raise MachineError("the drive is gone")
+
+        monkeypatch.setattr(SmallFile, "sync", fail)
+        step(engine)
+        with pytest.raises(EngineFailedError, match="the drive is gone"):
+            engine.settle()
+    monkeypatch.undo()
+    assert check_resumed([tmp_path], {}) in (1, 2)  # the record may have reached the disk
+
+
+def test_a_start_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(disk: Disk) -> None:
+        raise MachineError("no sync")
+
+    monkeypatch.setattr(Disk, "sync", fail)
+    with pytest.raises(MachineError, match="no sync"):
+        start(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_document_nothing_is_committed(tmp_path: Path) -> None:
+    with durable_engine(tmp_path, gated()) as engine:
+        step(engine)
+        engine._stepper.document = None
+        step(engine)
+        step(engine)
+    assert check_resumed([tmp_path], {}, to=STEPS) == 1

@@ -1,0 +1,357 @@
+"""Saving while training goes on: what is saved, what waits, and what a failure leaves."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.small import (
+    MIXED,
+    ON_DEVICE,
+    ON_DISK,
+    batch,
+    masters,
+    same,
+    settings,
+    small_engine,
+    small_model,
+    train,
+)
+from torch import Tensor
+
+import infinity
+from infinity.checkpoint.deepspeed_import import import_deepspeed
+from infinity.checkpoint.reader import CheckpointReader
+from infinity.checkpoint.writer import CheckpointWriter
+from infinity.errors import (
+    CheckpointError,
+    ConfigError,
+    DoesNotFitError,
+    EngineFailedError,
+    InfinityWarning,
+    PresenceError,
+)
+from infinity.training.loading import read_master
+
+HOMES = {"disk": ON_DISK, "mixed": MIXED, "device": ON_DEVICE}
+every_home = pytest.mark.parametrize("homes", list(HOMES.values()), ids=list(HOMES))
+
+
+@pytest.fixture
+def nvme(tmp_path: Path) -> Path:
+    path = tmp_path / "nvme"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return tmp_path / "saved"
+
+
+class SlowWriter:
+    """Makes every write of a checkpoint wait until it is allowed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go = threading.Event()
+        self.num_writes = 0
+        write = CheckpointWriter.write
+
+        def slow(writer: CheckpointWriter, stream: str, data: Tensor) -> None:
+            if threading.current_thread().name == "infinity-save":
+                assert self.go.wait(60)
+                self.num_writes += 1
+            write(writer, stream, data)
+
+        monkeypatch.setattr(CheckpointWriter, "write", slow)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowWriter]:
+    writer = SlowWriter(monkeypatch)
+    yield writer
+    writer.go.set()
+
+
+def saved_masters(root: Path, tag: str) -> dict[str, Tensor]:
+    with CheckpointReader(root, tag) as reader:
+        return {p.name: read_master(reader, p.name) for p in reader.manifest.parameters}
+
+
+@every_home
+def test_the_snapshot_is_of_the_moment_of_the_call(
+    nvme: Path, saved: Path, slow: SlowWriter, homes: dict[str, str]
+) -> None:
+    with small_engine(nvme, homes, precision="bf16") as engine:
+        train(engine, 2)
+        expected = masters(engine)
+        engine.save_checkpoint(saved)  # nothing is copied yet when this returns
+        assert not (saved / "latest").exists()
+        loss = engine(batch(5))  # a forward and a backward need not wait
+        engine.backward(loss)
+        threading.Timer(0.3, slow.go.set).start()
+        engine.step()
+        train(engine, 2, first=6)
+        engine.finish_saving()
+        assert slow.num_writes
+        assert (saved / "latest").read_text().strip() == "global_step2"
+        found = saved_masters(saved, "global_step2")
+        assert found.keys() <= expected.keys()
+        assert same({n: expected[n] for n in found}, found)
+        assert not same(expected, masters(engine))
+
+
+def test_a_sweep_waits_for_the_units_it_would_change(
+    nvme: Path, saved: Path, slow: SlowWriter
+) -> None:
+    with small_engine(nvme, ON_DEVICE) as engine:
+        train(engine, 1)
+        before = masters(engine)
+        engine.save_checkpoint(saved)
+        engine.backward(engine(batch(5)))
+        engine.step()
+        time.sleep(0.2)
+        # The update has not begun: the homes are as they were.
+        ram = {u.layout.name: dict(u.ram) for u in engine._parts.store.units}
+        assert ram
+        segment = engine.plan.units[0].trained_segments[0]
+        weight = engine._parts.store.units[0].ram
+        held = next(iter(weight.values())).view(torch.float32)
+        held = held[segment.offset : segment.offset + segment.numel].view(segment.shape)
+        assert torch.equal(held, before[segment.name])
+        slow.go.set()
+        engine.settle()
+        assert not torch.equal(held, before[segment.name])
+
+
+def test_edits_wait_too(nvme: Path, saved: Path, slow: SlowWriter) -> None:
+    with small_engine(nvme, ON_DISK) as engine:
+        train(engine, 1)
+        expected = masters(engine)
+        engine.save_checkpoint(saved)
+        threading.Timer(0.3, slow.go.set).start()
+        with engine.materialized(engine.module.norm), torch.no_grad():
+            engine.module.norm.weight.fill_(7.0)
+        assert slow.go.is_set()
+        engine.finish_saving()
+        found = saved_masters(saved, "global_step1")
+        assert torch.equal(found["norm.weight"], expected["norm.weight"])
+        assert float(masters(engine)["norm.weight"][0]) == 7.0
+
+
+def test_close_completes_what_is_being_saved(nvme: Path, saved: Path) -> None:
+    with small_engine(nvme) as engine:
+        train(engine, 1)
+        path = engine.save_checkpoint(saved, "mine", {"epoch": 3, "pair": (1, 2.5)})
+    assert (path / "manifest.json").exists()
+    with CheckpointReader(saved, "mine") as reader:
+        assert list(reader.verify()) == []
+
+
+def test_a_dropped_engine_gives_up_what_it_was_saving(
+    nvme: Path, saved: Path, slow: SlowWriter
+) -> None:
+    engine, *_ = infinity.initialize(
+        torch.nn.Linear(4, 4), {"precision": "fp32", "nvme_path": str(nvme)}
+    )
+    engine.save_checkpoint(saved)
+    threading.Timer(0.2, slow.go.set).start()
+    del engine
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while any(t.name == "infinity-save" for t in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("how", ["save", "finish", "close"])
+def test_what_fails_behind_the_back_is_told(
+    nvme: Path, saved: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise DoesNotFitError("the disk is full")
+
+    engine_closed = False
+    with pytest.raises(DoesNotFitError) if how == "close" else warnings.catch_warnings():
+        with small_engine(nvme) as engine:
+            train(engine, 1)
+            monkeypatch.setattr(CheckpointWriter, "finish", full)
+            engine.save_checkpoint(saved)
+            thread = engine._parts.saver._thread
+            assert thread is not None
+            thread.join(20)
+            monkeypatch.undo()
+            with pytest.warns(InfinityWarning, match="was not saved: the disk is full"):
+                train(engine, 1, first=3)
+            losses = train(engine, 1, first=4)
+            assert losses
+            if how == "save":
+                with pytest.raises(DoesNotFitError):
+                    engine.save_checkpoint(saved)
+                engine.save_checkpoint(saved)  # told once
+            if how == "finish":
+                with pytest.raises(DoesNotFitError):
+                    engine.finish_saving()
+        engine_closed = True
+    assert engine_closed == (how != "close")
+    assert not list(saved.glob("*.tmp"))
+
+
+def test_refusals_leave_the_engine_as_it_was(nvme: Path, saved: Path) -> None:
+    with small_engine(nvme) as engine:
+        train(engine, 1)
+        before = masters(engine)
+        engine.save_checkpoint(saved, "twice", wait=True)
+        with pytest.raises(CheckpointError, match="twice"):
+            engine.save_checkpoint(saved, "twice")
+        with pytest.raises(ConfigError, match=r"client_state\.model"):
+            engine.save_checkpoint(saved, "other", {"model": object()})
+        with engine.materialized(engine.module.norm), pytest.raises(PresenceError):
+            engine.save_checkpoint(saved, "other")
+        with pytest.raises(CheckpointError):
+            engine.load_checkpoint(saved, "not there")
+        assert {p.name for p in saved.iterdir()} == {"twice", "latest"}
+        assert same(masters(engine), before)
+        train(engine, 1, first=5)
+
+
+def test_nothing_to_load(nvme: Path, saved: Path) -> None:
+    saved.mkdir()
+    expected = pytest.warns(InfinityWarning, match="nothing was loaded")
+    with small_engine(nvme) as engine, expected:
+        assert engine.load_checkpoint(saved) == (None, None)
+
+
+def test_a_load_that_fails_half_way_can_be_mended_by_another(nvme: Path, saved: Path) -> None:
+    with small_engine(nvme) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(saved, "good", wait=True)
+        expected = masters(engine)
+        train(engine, 1, first=3)
+        engine.save_checkpoint(saved, "bad", wait=True)
+        path = saved / "bad" / "moment2.safetensors"
+        raw = bytearray(path.read_bytes())
+        raw[-1] ^= 1
+        path.write_bytes(raw)
+        with pytest.raises(CheckpointError, match=r"moment2\.safetensors"):
+            engine.load_checkpoint(saved)
+        with pytest.raises(EngineFailedError, match="load another checkpoint"):
+            engine(batch(0))
+        with pytest.raises(EngineFailedError):
+            engine.save_checkpoint(saved, "third")
+        engine.load_checkpoint(saved, "good")
+        assert same(masters(engine), expected)
+        train(engine, 1, first=9)
+
+
+def test_registered_state_and_the_loader_go_on(nvme: Path, saved: Path) -> None:
+    class Curriculum:
+        def __init__(self) -> None:
+            self.level = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"level": self.level}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.level = state["level"]
+
+    data = torch.utils.data.TensorDataset(torch.arange(10.0).view(10, 1))
+
+    def make() -> tuple[Any, Any, Curriculum]:
+        config = {"precision": "fp32", "nvme_path": str(nvme)}
+        engine, _, loader, _ = infinity.initialize(
+            torch.nn.Linear(1, 1), config, training_data=data, batch_size=2
+        )
+        curriculum = Curriculum()
+        engine.register_state("curriculum", curriculum)
+        return engine, loader, curriculum
+
+    engine, loader, curriculum = make()
+    with engine:
+        batches = iter(loader)
+        seen = [next(batches)[0].flatten().tolist() for _ in range(2)]
+        curriculum.level = 4
+        engine.save_checkpoint(saved, wait=True)
+        rest = [b[0].flatten().tolist() for b in batches]
+    engine, loader, curriculum = make()
+    with engine:
+        engine.load_checkpoint(saved)
+        assert curriculum.level == 4
+        assert [b[0].flatten().tolist() for b in loader] == rest
+        assert [b[0].flatten().tolist() for b in loader] == seen + rest
+
+
+class Peer(torch.nn.Module):
+    """The model that the checkpoints in tests/data/deepspeed are of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = torch.nn.Embedding(11, 6)
+        self.l1 = torch.nn.Linear(6, 7)
+        self.ln = torch.nn.LayerNorm(7)
+        self.l2 = torch.nn.Linear(7, 6, bias=False).requires_grad_(requires_grad=False)
+        self.head = torch.nn.Linear(6, 11, bias=False)
+        self.head.weight = self.emb.weight
+        self.register_buffer("cnt", torch.zeros(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.l2(self.ln(self.l1(self.emb(ids))))
+        return torch.nn.functional.cross_entropy(self.head(x).float(), ids)
+
+
+@every_home
+@pytest.mark.parametrize("kind", ["z1-fp32", "z3-fp32", "z2-bf16-w2", "z3-bf16-w2"])
+def test_training_goes_on_from_a_checkpoint_of_the_peer(
+    nvme: Path, saved: Path, kind: str, homes: dict[str, str]
+) -> None:
+    data = Path(__file__).parent / "data/deepspeed" / kind
+    import_deepspeed(data, saved, "0.1.0")
+    precision = "bf16" if "bf16" in kind else "fp32"
+    with small_engine(nvme, homes, Peer(), precision=precision) as engine:
+        engine.load_checkpoint(saved)
+        assert engine.global_steps == 3
+        expected = saved_masters(saved, "global_step3")
+        found = masters(engine)
+        assert all(
+            torch.equal(found[name], expected[name].to(found[name].dtype)) for name in expected
+        )
+        with CheckpointReader(saved, "global_step3") as reader:
+            for name, parameter in engine.module.named_parameters():
+                if parameter.requires_grad:
+                    state = engine.optimizer.read_state(parameter)
+                    assert float(state["step"]) == 3
+                    moment = torch.empty(parameter.shape)
+                    reader.read_into("moment2", name, 0, moment.view(-1).view(torch.uint8))
+                    assert torch.equal(state["exp_avg_sq"], moment)
+        engine.backward(engine(torch.arange(11)))
+        engine.step()
+        assert engine.global_steps == 4
+
+
+@every_home
+def test_a_loaded_checkpoint_is_committed_at_once(
+    nvme: Path, saved: Path, homes: dict[str, str]
+) -> None:
+    with small_engine(nvme, homes) as engine:
+        train(engine, 3)
+        engine.save_checkpoint(saved)
+        expected = masters(engine)
+    given = settings(nvme, homes, durable=True, durable_every=4)
+    engine, *_ = infinity.initialize(small_model(seed=9), given)
+    train(engine, 1, first=7)
+    engine.load_checkpoint(saved)
+    with engine.materialized(engine.module.norm), torch.no_grad():
+        engine.module.norm.weight.fill_(7.0)  # not committed, neither now nor at the end
+    engine.close()
+    engine, *_ = infinity.initialize(small_model(seed=8), {**given, "resume": "auto"})
+    with engine:
+        assert engine.resumed
+        assert engine.global_steps == 3
+        assert same(masters(engine), expected)

@@ -1,0 +1,139 @@
+"""What was not reserved is measured, compared, and stopped before it is too much."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from support.small import WIDTH, Block, SmallModel, batch, settings, train
+from torch import Tensor, nn
+
+import infinity
+from infinity.errors import DoesNotFitError, InfinityWarning
+from infinity.training import watch
+
+MIB = 1 << 20
+
+
+class Hoarder(Block):
+    """Takes memory in its forward, as much as it is told to."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.wanted = 0
+        self.hoard: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.wanted:
+            self.hoard.append(torch.ones(self.wanted // 4))
+        return super().forward(x)
+
+
+def hoarding_model() -> SmallModel:
+    torch.manual_seed(0)
+    model = SmallModel()
+    model.blocks = nn.ModuleList(Hoarder(WIDTH) for _ in range(3))  # alike, so units as before
+    return model
+
+
+def budget_above_now(nbytes: int) -> dict[str, Any]:
+    """A host budget so much above what a small engine will plan."""
+    own = max(psutil.Process().memory_info().rss, 320 * MIB)
+    return {"budget": {"host": own + nbytes}}
+
+
+def test_memory_past_the_budget_is_an_error_with_names_and_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "SAMPLE_S", 0.0)
+    model = hoarding_model()
+    hoarder = model.blocks[0]
+    assert isinstance(hoarder, Hoarder)
+    given = settings(tmp_path, **budget_above_now(256 * MIB))
+    with infinity.initialize(model, given)[0] as engine:
+        train(engine, 1)
+        hoarder.wanted = 512 * MIB
+        with pytest.raises(DoesNotFitError) as caught:
+            engine(batch(0))
+        text = str(caught.value)
+        for part in ("in the forward of unit 'blocks.1'", "(host tier)", "budget.host is",
+                     "were planned", "estimated at", "for 18 tokens", "try: smaller"):  # fmt: skip
+            assert part in text, text
+        hoarder.wanted = 0
+        hoarder.hoard.clear()
+        train(engine, 1)  # nothing is lost but the step
+
+
+def test_memory_near_the_budget_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "SAMPLE_S", 0.0)
+    monkeypatch.setattr(watch, "NEAR_SHARE", 0.0)
+    given = settings(tmp_path, **budget_above_now(256 * MIB))
+    with infinity.initialize(hoarding_model(), given)[0] as engine:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            monkeypatch.setattr(engine._parts.hooks.watch, "_next_trim_s", 0.0)
+            train(engine, 2)
+        texts = [str(w.message) for w in told if issubclass(w.category, InfinityWarning)]
+        assert len(texts) == 1
+        assert "budget.host is" in texts[0]
+
+
+def test_a_full_machine_is_an_error_before_the_kernel_strikes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "SAMPLE_S", 0.0)
+    with infinity.initialize(hoarding_model(), settings(tmp_path))[0] as engine:
+        train(engine, 1)
+        monkeypatch.setattr(watch, "ROOM_S", 0.0)
+        monkeypatch.setattr(watch, "memory_room", lambda: (1000 * MIB, 15 * MIB))
+        engine._parts.hooks.watch._next_room_s = 0.0
+        with pytest.raises(DoesNotFitError, match=r"1000.00 MiB .* 15.00 MiB are left"):
+            train(engine, 1)
+
+
+def test_the_first_steps_say_what_activations_took(tmp_path: Path) -> None:
+    with infinity.initialize(hoarding_model(), settings(tmp_path))[0] as engine:
+        for step in range(3):
+            train(engine, 1)
+            report = engine.last_report
+            assert report is not None
+            found = report.memory
+            assert found["peak"] > 0
+            assert ("activations" in found) == (step < 2)
+            if step < 2:
+                assert found["tokens"] == 18
+                assert found["estimated"] > 0
+                assert found["activations"] == max(found["peak"] - found["rests"], 0)
+
+
+def test_a_look_that_does_not_sample_takes_less_than_a_microsecond(tmp_path: Path) -> None:
+    with infinity.initialize(hoarding_model(), settings(tmp_path))[0] as engine:
+        train(engine, 3)
+        looks, best = 10_000, float("inf")
+        for _ in range(20):
+            started = time.perf_counter()
+            for _ in range(looks):
+                engine._parts.hooks.watch.at(0, "forward")
+            best = min(best, (time.perf_counter() - started) / looks)
+        assert best < 1e-6
+
+
+def test_what_another_engine_reserved_later_is_not_held_against_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "SAMPLE_S", 0.0)
+    wide = SmallModel(num_blocks=2, width=2048)  # 128 MiB of weights, 512 MiB with all that rests
+    given = settings(tmp_path, **budget_above_now(128 * MIB))
+    homes = {"weights": "device", "moments": "host", "gradients": "host"}
+    with (
+        infinity.initialize(hoarding_model(), given)[0] as engine,
+        infinity.initialize(wide, settings(tmp_path, homes, chunk_size=1 << 20))[0],
+    ):
+        train(engine, 1)

@@ -1,0 +1,299 @@
+#!/usr/bin/env python3
+"""Compare what a plan predicts with what its run does: bytes per lane, and time of a step.
+
+    python tools/bench_plan.py --path DIR --json
+
+Engines of very different plans over the same small GPT live side by side and take turns. The
+rates of the lanes are measured just before and just after each turn, with the settings of that
+plan, since the disk wanders; a prediction uses the mean of both. Where plain torch or the disk was
+a quarter faster or slower after a turn than before, somebody else was there: the turn is taken
+once more, and if that is no better it does not count. Prints a table: time predicted
+and measured, the error, what binds, and whether bytes per lane came out as predicted, which they
+must. Time is the median over turns of predicted / measured.
+
+The rate of compute is that of plain torch on this very model and these tokens, forward and
+backward, without an optimizer: what is tested is what a plan adds to it, movement and overlap.
+What comes out with the rate of large products alone, which is what `infinity plan` knows, stands
+in a column of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+import gpt
+
+import infinity
+from infinity.bench.disk_rates import measure_disk
+from infinity.bench.rates import measure_processors
+from infinity.config import IoConfig
+from infinity.memory.device import find_device
+from infinity.model.target import target_of
+from infinity.plan.cost import StepCost, Work, step_cost
+from infinity.plan.machine import read_machine
+from infinity.plan.plan import LANES, Plan
+from infinity.plan.rates import Rates
+
+STEADY = 1.25  # rates before and after a turn agree to this factor, or it does not count
+TRIES = 2
+IN_RAM = {"weights": "device", "moments": "host", "gradients": "host"}
+ON_DISK = {"weights": "disk", "moments": "disk", "gradients": "disk"}
+STATE_ON_DISK = {"weights": "device", "moments": "disk", "gradients": "host"}
+GRADIENTS_IN_RAM = {"weights": "disk", "moments": "disk", "gradients": "host"}
+SLOW = {"slow_bytes_per_s": 400_000_000}
+BUDGET = "by budget"
+
+# name -> what its configuration says beside what all have
+PLANS: dict[str, dict[str, Any]] = {
+    "half in RAM, by budget": {"budget": BUDGET},  # first: the budget is of the whole process
+    "all in RAM": {"homes": IN_RAM},
+    "all in RAM, M=4": {"homes": IN_RAM, "gradient_accumulation_steps": 4},
+    "moments on disk": {"homes": STATE_ON_DISK},
+    "moments on disk, 8 bit": {"homes": STATE_ON_DISK, "optimizer": {"moments": "8bit"}},
+    "weights and moments on disk, M=2": {
+        "homes": GRADIENTS_IN_RAM,
+        "gradient_accumulation_steps": 2,
+    },
+    "all on disk": {"homes": ON_DISK},
+    "all on disk, M=4": {"homes": ON_DISK, "gradient_accumulation_steps": 4},
+    "all on a disk of 0.4 GB/s, M=2": {
+        "homes": ON_DISK,
+        "gradient_accumulation_steps": 2,
+        "io": SLOW,
+    },
+}
+
+
+class Plain:
+    """The model in plain torch, to time what a forward and a backward cost alone."""
+
+    def __init__(self, shape: gpt.GPTConfig, batch: int) -> None:
+        self._model = gpt.build_gpt(shape, torch.float32, seed=1)
+        self._tokens = torch.randint(0, shape.vocab_size, (batch, shape.context))
+        lookups = target_of("gpt", self._model, {}).lookups
+        matrices = (p for i, p in enumerate(self._model.parameters()) if i not in lookups)
+        elements = sum(p.numel() for p in matrices if p.dim() > 1)
+        self._flop = 6 * elements * self._tokens.numel()
+        self.flop_per_s()
+
+    def flop_per_s(self) -> float:
+        """Of products, whatever else the model does meanwhile."""
+        seconds = []
+        for _ in range(2):
+            started = time.perf_counter()
+            self._model(self._tokens, self._tokens).backward()
+            seconds.append(time.perf_counter() - started)
+            self._model.zero_grad(set_to_none=True)
+        return self._flop / statistics.mean(seconds)
+
+
+@dataclass
+class Contender:
+    """One plan, its engine, and what its turns found."""
+
+    name: str
+    engine: infinity.Engine
+    io: IoConfig
+    work: Work
+    shape: gpt.GPTConfig
+    batch: int
+    turns: list[dict[str, float]] = field(default_factory=list)
+    moved: dict[str, int] = field(default_factory=dict)
+    stalls: dict[str, float] = field(default_factory=dict)
+    binds: str = ""
+
+    @property
+    def plan(self) -> Plan:
+        """What was promised."""
+        return self.engine.plan
+
+    def step(self, seed: int) -> float:
+        """One step; seconds from the end of the step before to the end of this one."""
+        generator = torch.Generator().manual_seed(seed)
+        size = (self.batch, self.shape.context)
+        for _ in range(self.plan.micro_batches):
+            tokens = torch.randint(0, self.shape.vocab_size, size, generator=generator)
+            loss = self.engine(tokens, tokens)
+            self.engine.backward(loss)
+            self.engine.step()
+        report = self.engine.last_report
+        assert report is not None
+        self.moved, self.stalls = report.moved, report.stall_s
+        return report.wall_s
+
+    def turn(self, steps: int, seed: int) -> float:
+        """Seconds of a steady step: the median after one that is not counted."""
+        self.step(seed)
+        found = [self.step(seed + 1 + i) for i in range(steps)]
+        self.engine.settle()  # nothing of it may move in the turn of another
+        return statistics.median(found)
+
+    def predict(self, rates: Rates) -> StepCost:
+        """What a steady step should take at these rates."""
+        return step_cost(self.plan, rates, self.work)
+
+
+def start(
+    name: str, changes: dict[str, Any], shape: gpt.GPTConfig, batch: int, path: str
+) -> Contender:
+    """An engine whose plan is explicit, or that of a budget that holds half of what rests."""
+    model = gpt.build_gpt(shape, torch.float32, seed=1)
+    target = target_of("gpt", model, {})
+    given: dict[str, Any] = {"nvme_path": path, "precision": "fp32", "gradient_clipping": 1.0}
+    given |= changes
+    optimizer = {"type": "AdamW", "lr": 1e-4, **given.get("optimizer", {})}
+    given["optimizer"] = optimizer
+    if given.get("budget") == BUDGET:
+        machine = read_machine()
+        state = 16 * gpt.count_parameters(shape)
+        own = machine.own_rss_bytes - 4 * gpt.count_parameters(shape)
+        given["budget"] = {"host": int((own + state / 2) / 0.7)}
+    engine = infinity.initialize(model, given)[0]
+    io = IoConfig(**given.get("io", {}))
+    tokens = batch * shape.context
+    work = Work(tokens, lookups=target.lookups)
+    return Contender(name, engine, io, work, shape, batch)
+
+
+def rates_now(io: IoConfig, path: Path, seconds: float, plain: Plain) -> dict[str, float]:
+    """The rates of this machine at this moment, the disk's through these settings.
+
+    "plain" beside them is the FLOP per second of plain torch on the model.
+    """
+    device = find_device("cpu")
+    threads = read_machine().num_cpus
+    numbers = measure_processors(device, threads, seconds)
+    device.close()
+    return numbers | measure_disk([path], io, seconds) | {"plain": plain.flop_per_s()}
+
+
+def is_steady(before: dict[str, float], after: dict[str, float]) -> bool:
+    """Whether a prediction from both means anything."""
+    ratios = [after[name] / before[name] for name in ("plain", "disk_mixed", "update.fp32")]
+    return all(1 / STEADY < ratio < STEADY for ratio in ratios)
+
+
+def measure(
+    contenders: Sequence[Contender], rounds: int, path: Path, seconds: float, plain: Plain
+) -> None:
+    """Turns of all, interleaved; rates around each."""
+    seed = 0
+    for _ in range(rounds):
+        for contender in contenders:
+            seed += 100
+            for _ in range(TRIES):
+                before = rates_now(contender.io, path, seconds, plain)
+                measured = contender.turn(2, seed)
+                after = rates_now(contender.io, path, seconds, plain)
+                steady = is_steady(before, after)
+                if steady:
+                    break
+            numbers = {name: (before[name] + after[name]) / 2 for name in before}
+            flop_per_s = numbers.pop("plain")
+            products = contender.predict(Rates.of(numbers))
+            cost = contender.predict(Rates.of(numbers | {"compute.fp32": flop_per_s}))
+            contender.binds = cost.binds
+            turn = {"measured_s": measured, "predicted_s": cost.seconds, "steady": float(steady)}
+            turn |= {"products_s": products.seconds, "rate.plain": flop_per_s}
+            turn |= {f"stall.{name}": value for name, value in contender.stalls.items()}
+            turn |= {f"lane.{name}": value for name, value in cost.lanes.items()}
+            contender.turns.append(turn | {f"rate.{k}": v for k, v in numbers.items()})
+
+
+def result_of(contender: Contender) -> dict[str, Any]:
+    """What one plan came to."""
+    turns, plan = contender.turns, contender.plan
+    disturbed = sum(not turn["steady"] for turn in turns)
+    turns = [turn for turn in turns if turn["steady"]] or turns
+    predicted = contender.engine.forecast()
+    return {
+        "name": contender.name,
+        "measured_s": statistics.median(t["measured_s"] for t in turns),
+        "predicted_s": statistics.median(t["predicted_s"] for t in turns),
+        "ratio": statistics.median(t["predicted_s"] / t["measured_s"] for t in turns),
+        "products_ratio": statistics.median(t["products_s"] / t["measured_s"] for t in turns),
+        "binds": contender.binds,
+        "bytes": {lane: [predicted[lane], contender.moved[lane]] for lane in LANES},
+        "bytes_equal": all(predicted[lane] == contender.moved[lane] for lane in LANES),
+        "memory": plan.tier_bytes,
+        "disturbed": disturbed,
+        "turns": turns,
+    }
+
+
+def show(results: Sequence[dict[str, Any]]) -> None:
+    """The table, in Markdown."""
+    print("| plan | predicted s | measured s | error | turns | products alone | binds | disk, GB a "
+          "step | bytes |")  # fmt: skip
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for found in results:
+        ratios = [t["predicted_s"] / t["measured_s"] - 1 for t in found["turns"]]
+        turns = f"{min(ratios):+.0%} … {max(ratios):+.0%} ({len(ratios)})"
+        if found["disturbed"]:
+            turns += f", {found['disturbed']} disturbed"
+        moved = sum(found["bytes"][lane][1] for lane in ("disk_read", "disk_write")) / 1e9
+        print(
+            f"| {found['name']} | {found['predicted_s']:.2f} | {found['measured_s']:.2f} | "
+            f"{found['ratio'] - 1:+.0%} | {turns} | {found['products_ratio'] - 1:+.0%} | "
+            f"{found['binds']} | {moved:.2f} | "
+            f"{'equal' if found['bytes_equal'] else 'DIFFER'} |"
+        )
+
+
+def main() -> int:
+    """Measure; exit code 1 if bytes differ from those predicted."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=256, help="of a micro-batch")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of one measurement of rates")
+    parser.add_argument("--only", default="", help="plans whose name holds this")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    context = min(options.tokens, 128)
+    shape = gpt.GPTConfig(
+        vocab_size=1024,
+        context=context,
+        num_layers=options.layers,
+        num_heads=options.width // 64,
+        width=options.width,
+    )
+    started = time.perf_counter()
+    with ExitStack() as stack, tempfile.TemporaryDirectory(dir=options.path) as folder:
+        contenders = []
+        for name, changes in PLANS.items():
+            if options.only in name:
+                made = start(name, changes, shape, options.tokens // context, folder)
+                contenders.append(made)
+                stack.callback(made.engine.close)
+        plain = Plain(shape, options.tokens // context)
+        measure(contenders, options.rounds, Path(folder), options.seconds, plain)
+        results = [result_of(contender) for contender in contenders]
+        stack.close()
+    if options.json:
+        print(json.dumps({"results": results, "seconds": time.perf_counter() - started}))
+    else:
+        show(results)
+        print(f"\n{gpt.count_parameters(shape) / 1e6:.0f}M parameters, {options.tokens} tokens a "
+              f"micro-batch, {time.perf_counter() - started:.0f} s in all")  # fmt: skip
+    return 0 if all(found["bytes_equal"] for found in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,6 +5,14 @@ The command line prints `str(error)` and exits with `error.exit_code`; the libra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+
+def listed(items: Sequence[str], limit: int = 8, separator: str = ", ") -> str:
+    """The first `limit` items in words, and how many more there are."""
+    more = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return separator.join(items[:limit]) + more
+
 
 class InfinityError(Exception):
     """Base of all errors raised on purpose.

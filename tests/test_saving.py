@@ -28,6 +28,7 @@ from torch import Tensor
 
 import infinity
 from infinity.checkpoint.deepspeed_import import import_deepspeed
+from infinity.checkpoint.masters import read_master
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.checkpoint.writer import CheckpointWriter
 from infinity.errors import (
@@ -38,7 +39,6 @@ from infinity.errors import (
     InfinityWarning,
     PresenceError,
 )
-from infinity.training.loading import read_master
 
 HOMES = {"disk": ON_DISK, "mixed": MIXED, "device": ON_DEVICE}
 every_home = pytest.mark.parametrize("homes", list(HOMES.values()), ids=list(HOMES))

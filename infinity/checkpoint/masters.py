@@ -10,10 +10,8 @@ from torch import Tensor
 
 from infinity.checkpoint.layout import BUFFERS, FROZEN, MODEL, RESIDUAL
 from infinity.checkpoint.plain import DTYPES
-from infinity.checkpoint.reader import CheckpointReader
-from infinity.errors import DoesNotFitError
+from infinity.checkpoint.reader import CheckpointReader, empty
 from infinity.model.weight_files import Outgoing
-from infinity.sizes import format_size
 
 _PIECE = 1 << 20  # elements
 _NAN = 0x7FC00000  # the one NaN that masters hold
@@ -49,27 +47,23 @@ def outgoing(reader: CheckpointReader, dtype: torch.dtype | None) -> Sequence[Ou
         stream = MODEL if parameter.trained else FROZEN
         kept = DTYPES[parameter.dtype]
         stored = dtype if dtype is not None and kept in _CONVERTED else kept
-        read: Callable[[], Tensor] = partial(_read, reader, stream, parameter.name)
+        read: Callable[[], Tensor] = partial(reader.read, stream, parameter.name)
         if stored is not kept and parameter.name in residuals:
-            read = partial(_read_master, reader, parameter.name)
+            read = partial(read_master, reader, parameter.name)
         tensors.append(Outgoing(parameter.name, parameter.shape, stored, read))
     for buffer in reader.manifest.buffers:
         if buffer.persistent:
-            read = partial(_read, reader, BUFFERS, buffer.name)
+            read = partial(reader.read, BUFFERS, buffer.name)
             tensors.append(Outgoing(buffer.name, buffer.shape, DTYPES[buffer.dtype], read))
     return tensors
 
 
-def _read(reader: CheckpointReader, stream: str, name: str) -> Tensor:
-    facts = reader.facts(stream, name)
-    flat = _empty(name, facts.numel, facts.dtype)
-    reader.read_into(stream, name, 0, flat.view(torch.uint8))
-    return flat.view(facts.shape)
-
-
-def _read_master(reader: CheckpointReader, name: str) -> Tensor:
+def read_master(reader: CheckpointReader, name: str) -> Tensor:
+    """A trained parameter's fp32 master, or a frozen one's value, in its shape."""
+    if name not in reader.names(RESIDUAL):
+        return reader.read(FROZEN if name in reader.names(FROZEN) else MODEL, name)
     facts = reader.facts(MODEL, name)
-    master = _empty(name, facts.numel, torch.float32)
+    master = empty(name, facts.numel, torch.float32)
     weight = torch.empty(min(_PIECE, facts.numel), dtype=torch.bfloat16)
     residual = torch.empty_like(weight, dtype=torch.int16)
     for first in range(0, facts.numel, _PIECE):
@@ -78,11 +72,3 @@ def _read_master(reader: CheckpointReader, name: str) -> Tensor:
         reader.read_into(RESIDUAL, name, 2 * first, residual[:count].view(torch.uint8))
         master[first : first + count] = join(weight[:count], residual[:count])
     return master.view(facts.shape)
-
-
-def _empty(name: str, numel: int, dtype: torch.dtype) -> Tensor:
-    try:
-        return torch.empty(numel, dtype=dtype)
-    except RuntimeError as error:
-        size = format_size(numel * dtype.itemsize)
-        raise DoesNotFitError(f"tensor {name!r} needs {size} of RAM", because=str(error)) from error

@@ -34,8 +34,9 @@ from infinity.checkpoint.layout import (
 from infinity.checkpoint.manifest import MAX_MANIFEST_BYTES, FileRecord, Manifest
 from infinity.checkpoint.refusals import refusal
 from infinity.checkpoint.root import find_tag
-from infinity.errors import CheckpointError, ConfigError, MachineError
+from infinity.errors import CheckpointError, ConfigError, DoesNotFitError, MachineError, listed
 from infinity.model.safetensors_file import SafetensorsFile, TensorFacts
+from infinity.sizes import format_size
 
 __all__ = ["CheckpointReader", "find_tag"]
 
@@ -137,11 +138,9 @@ class CheckpointReader:
         if problems:
             for record in self.manifest.files:
                 self._check_header(record)  # a damaged one is named, rather than its effects
-            more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
             raise CheckpointError(
                 f"the files of the checkpoint {self.directory} are not those of its manifest: "
-                + "; ".join(problems[:8])
-                + more,
+                + listed(problems, separator="; "),
                 because=_DAMAGE,
                 remedy=_REMEDY,
             )
@@ -191,6 +190,13 @@ class CheckpointReader:
             # By numpy: torch copies with all its threads, which wait for one another on a busy CPU.
             target.numpy()[done : done + count] = data[start : start + count].numpy()
             done += count
+
+    def read(self, stream: str, name: str) -> Tensor:
+        """A whole tensor, in memory of its own. Raises as `read_into`, and `DoesNotFitError`."""
+        facts = self.facts(stream, name)
+        flat = empty(name, facts.numel, facts.dtype)
+        self.read_into(stream, name, 0, flat.view(torch.uint8))
+        return flat.view(facts.shape)
 
     def _check_header(self, record: FileRecord) -> None:
         """Once a file: what its header says is only now known to be what was written."""
@@ -260,8 +266,8 @@ class CheckpointReader:
                 names.append(repr(name))
         if record.stream != INDEX and first < header:
             names.insert(0, "the header")
-        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        return f"block {block} (bytes {first} to {last - 1}), which holds {listed or 'no tensor'}"
+        held = listed(names, limit=3) or "no tensor"
+        return f"block {block} (bytes {first} to {last - 1}), which holds {held}"
 
     def verify(self, seen: Callable[[int], None] | None = None) -> Iterator[str]:
         """Read everything; yields every problem, naming file, block, bytes and tensors.
@@ -294,3 +300,12 @@ class CheckpointReader:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def empty(name: str, numel: int, dtype: torch.dtype) -> Tensor:
+    """Memory for a tensor's values, in one dimension; raises `DoesNotFitError` that names it."""
+    try:
+        return torch.empty(numel, dtype=dtype)
+    except RuntimeError as error:
+        size = format_size(numel * dtype.itemsize)
+        raise DoesNotFitError(f"tensor {name!r} needs {size} of RAM", because=str(error)) from error

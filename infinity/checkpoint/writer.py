@@ -38,14 +38,16 @@ from infinity.checkpoint.layout import (
 from infinity.checkpoint.manifest import FileRecord, Manifest
 from infinity.checkpoint.refusals import free_bytes, refusal
 from infinity.checkpoint.root import prune
-from infinity.errors import CheckpointError, ConfigError, DoesNotFitError, MachineError
+from infinity.errors import CheckpointError, ConfigError, DoesNotFitError, MachineError, listed
 from infinity.model.weight_files import INDEX_NAME
 from infinity.sizes import format_size
+from infinity.stable import sync_directory, write_new
 
 __all__ = ["CheckpointWriter", "TensorSpec"]
 
 _SPARE_BYTES = 1 << 20  # manifest, index and directories, beside the checksums
 _BYTES_PER_CHECKSUM = 11
+_MODE = 0o666  # of manifest, index and latest: as the umask allows, like the other files
 
 
 class CheckpointWriter:
@@ -184,8 +186,8 @@ class CheckpointWriter:
             if index := _index_text(manifest, self._streams):
                 records.append(self._write_index(index))
             text = replace(manifest, files=tuple(records)).to_text()
-            self._write_new(self._temporary / MANIFEST_NAME, text.encode())
-            _sync_directory(self._temporary)
+            write_new(self._temporary / MANIFEST_NAME, text.encode(), _MODE)
+            sync_directory(self._temporary)
             self._publish(save_latest=save_latest)
         if keep_last is not None:
             prune(self.root, keep_last, keep_too=(self.tag,))
@@ -205,10 +207,8 @@ class CheckpointWriter:
         if not problems:
             problems += consistency.problems(manifest, self._specs)
         if problems:
-            more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-            raise ConfigError(
-                f"the checkpoint {self.path} is not complete: " + "; ".join(problems[:8]) + more
-            )
+            told = listed(problems, separator="; ")
+            raise ConfigError(f"the checkpoint {self.path} is not complete: {told}")
 
     def _finish_files(self) -> list[FileRecord]:
         records = []
@@ -221,15 +221,8 @@ class CheckpointWriter:
 
     def _write_index(self, text: str) -> FileRecord:
         data = text.encode()
-        self._write_new(self._temporary / INDEX_NAME, data)
+        write_new(self._temporary / INDEX_NAME, data, _MODE)
         return FileRecord(INDEX_NAME, INDEX, len(data), BLOCK_BYTES, _checksums(data))
-
-    def _write_new(self, path: Path, data: bytes) -> None:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
 
     def _publish(self, *, save_latest: bool) -> None:
         facts = os.lstat(self._temporary)
@@ -241,13 +234,13 @@ class CheckpointWriter:
         new_latest = self.root / ownership.new_latest_name(self.tag)
         if save_latest:  # written before, so that a full disk is known before
             new_latest.unlink(missing_ok=True)
-            self._write_new(new_latest, f"{self.tag}\n".encode())
+            write_new(new_latest, f"{self.tag}\n".encode(), _MODE)
         os.rename(self._temporary, self.path)
         self._identity = None
-        _sync_directory(self.root)
+        sync_directory(self.root)
         if save_latest:
             os.rename(new_latest, self.root / LATEST_NAME)
-            _sync_directory(self.root)
+            sync_directory(self.root)
         self._over = "finished"
         self._close()
         assert self._lock is not None
@@ -359,11 +352,3 @@ def _checksums(data: bytes) -> tuple[int, ...]:
         _aio.crc32c(array[start:].data_ptr(), min(BLOCK_BYTES, len(data) - start))
         for start in range(0, len(data), BLOCK_BYTES)
     )
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

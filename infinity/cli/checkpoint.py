@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from infinity.cli.ending import command
-from infinity.errors import CheckpointError, ConfigError
+from infinity.errors import CheckpointError, ConfigError, listed
 
 checkpoint = typer.Typer(
     name="checkpoint",
@@ -255,8 +255,7 @@ def _find(directory: Path, tag: str | None) -> tuple[Path, str]:
 
 
 def _listed(tags: Sequence[str]) -> str:
-    more = f" and {len(tags) - 5} more" if len(tags) > 5 else ""
-    return f"there are {', '.join(tags[:5])}{more}" if tags else "there are no checkpoints in it"
+    return f"there are {listed(tags, limit=5)}" if tags else "there are no checkpoints in it"
 
 
 def _not_a_checkpoint(out: Path) -> Path:

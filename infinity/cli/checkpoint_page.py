@@ -13,6 +13,7 @@ from infinity.checkpoint.layout import INDEX, MANIFEST_NAME
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.checkpoint.root import find_tag, tags
 from infinity.cli.screen import Page
+from infinity.errors import listed
 from infinity.sizes import format_count, format_size
 
 _MAX_TAGS = 20
@@ -90,6 +91,5 @@ def show_checkpoint(report: dict[str, Any]) -> None:
     page.table("Streams", ("stream", "tensors", "files", "size"), rows)
     others = [tag for tag in report["tags"] if tag != report["tag"]]
     if others:
-        more = f" and {len(others) - _MAX_TAGS} more" if len(others) > _MAX_TAGS else ""
         page.say()
-        page.say(f"beside it: {', '.join(others[:_MAX_TAGS])}{more}")
+        page.say(f"beside it: {listed(others, limit=_MAX_TAGS)}")

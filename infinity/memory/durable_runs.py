@@ -8,7 +8,6 @@ all that is needed to find any parameter in the state files again.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from infinity.memory.stripes import Placement
 from infinity.plan.layout import Segment, Tier, UnitLayout
 from infinity.plan.plan import Plan, RuleFacts, UnitHomes
 from infinity.plan.planner import Stored
+from infinity.stable import write_new
 
 PLAN_NAME = "plan.json"
 _FORMAT = "torch-infinity-durable"
@@ -128,11 +128,7 @@ def plan_text(run: str, facts: Mapping[str, Any], plan: Plan, placement: Placeme
 def write_plan(path: Path, text: str) -> None:
     """Write and sync it; raises `MachineError`."""
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        write_new(path, text.encode())
     except OSError as error:
         raise MachineError(
             f"{path} could not be written: {error.strerror} (errno {error.errno})",

@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from infinity.stable import write_new
+
 RECORD_VERSION = 1
 
 
@@ -24,11 +26,7 @@ def write_record(path: Path, *, durable: bool = False, **facts: Any) -> None:
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         **facts,
     }
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump(record, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
+    write_new(path, json.dumps(record, indent=2).encode())
 
 
 def _start_ticks(pid: int) -> int | None:

@@ -25,6 +25,7 @@ from typing import Any, Self
 from infinity.errors import DoesNotFitError, InfinityError, MachineError
 from infinity.memory.run_record import write_record
 from infinity.sizes import format_size
+from infinity.stable import sync_directory
 
 _RUN_NAME = re.compile(r"infinity-run-[0-9]+-[0-9a-f]{16}")
 # A directory that is being made: invisible to the pattern above until its lock is held.
@@ -198,15 +199,6 @@ def is_live(directory: Path) -> bool:
         finally:
             os.close(lock_fd)
     return False
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory as lasting as the files' contents."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def remove_dead_runs(nvme_path: str | os.PathLike[str]) -> list[Path]:

@@ -21,7 +21,7 @@ from typing import BinaryIO, Self
 import torch
 from torch import Tensor
 
-from infinity.errors import ConfigError, DoesNotFitError, MachineError
+from infinity.errors import ConfigError, DoesNotFitError, MachineError, listed
 from infinity.model.safetensors_file import (
     DTYPE_NAMES,
     SafetensorsFile,
@@ -29,6 +29,7 @@ from infinity.model.safetensors_file import (
     encode_header,
 )
 from infinity.sizes import format_size
+from infinity.stable import sync_directory
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -84,7 +85,7 @@ class WeightFiles:
         if problems:
             raise ConfigError(
                 f"the index and its files disagree about {len(problems)} tensor(s): "
-                + _listed(problems),
+                + listed(problems),
                 because="shards of different saves are mixed, or one is damaged",
             )
 
@@ -150,13 +151,13 @@ def _files_of(source: Path) -> tuple[list[Path], dict[str, Path] | None]:
 def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
-        listed = dict(content["weight_map"])
+        weight_map = dict(content["weight_map"])
     except OSError as error:
         raise ConfigError(f"{index} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{index} is not an index: it has no weight_map") from error
     expected: dict[str, Path] = {}
-    for name, file in listed.items():
+    for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
             raise ConfigError(
                 f"{index} puts tensor {name!r} into {file!r}",
@@ -165,13 +166,8 @@ def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
         expected[name] = index.parent / file
     missing = sorted({p.name for p in expected.values() if not p.exists()})
     if missing:
-        raise ConfigError(f"{index} names files that are not there: {_listed(missing)}")
+        raise ConfigError(f"{index} names files that are not there: {listed(missing)}")
     return sorted(set(expected.values())), expected
-
-
-def _listed(items: Sequence[str], limit: int = 8) -> str:
-    more = f" and {len(items) - limit} more" if len(items) > limit else ""
-    return ", ".join(items[:limit]) + more
 
 
 @dataclass(frozen=True)
@@ -224,7 +220,7 @@ def write_shards(directory: Path, tensors: Sequence[Outgoing], max_shard_bytes: 
             ours = old.name in (SINGLE_NAME, INDEX_NAME) or _SHARD_NAME.fullmatch(old.name)
             if ours and old.name not in kept:
                 old.unlink()
-        _sync_directory(directory)
+        sync_directory(directory)
     except BaseException as error:
         for path, _ in [*new, index]:
             with suppress(OSError):
@@ -287,14 +283,6 @@ def _write_index(path: Path, names: Sequence[str], shards: Sequence[Sequence[Out
         json.dump({"metadata": {"total_size": total}, "weight_map": placed}, file, indent=2)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _refusal(directory: Path, error: OSError, nbytes: int) -> MachineError | DoesNotFitError:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from infinity.checkpoint.manifest import BufferRecord, Manifest, ParameterRecord
+from infinity.checkpoint.masters import read_master
 from infinity.checkpoint.plain import decode, encode
 from infinity.checkpoint.reader import CheckpointReader, find_tag
 from infinity.checkpoint.writer import CheckpointWriter, TensorSpec
@@ -22,6 +23,7 @@ from infinity.errors import (
     EngineFailedError,
     InfinityWarning,
     PresenceError,
+    listed,
 )
 from infinity.memory.durability import Durability
 from infinity.memory.gradients import GradientStore
@@ -29,7 +31,7 @@ from infinity.memory.mover import Mover
 from infinity.memory.state import StateStore
 from infinity.plan.plan import Plan
 from infinity.training.buffers import check_buffers, find_buffers, put_buffers
-from infinity.training.loading import Loader, check_state, read_master
+from infinity.training.loading import Loader, check_state
 from infinity.training.run_state import RunState
 from infinity.training.saving import Saver, state_streams
 from infinity.training.stepper import Stepper
@@ -256,7 +258,7 @@ class Checkpoints:
             self._load_gradients(reader)
         else:
             self._load_weights(reader)
-        put_buffers(self._module, self._read_buffers(reader))
+        put_buffers(self._module, {n: reader.read("buffers", n) for n in reader.names("buffers")})
 
     def _check(
         self, reader: CheckpointReader, run: dict[str, Any], wanted: Wanted, *, full: bool
@@ -296,9 +298,8 @@ class Checkpoints:
                 )
         problems += [f"{name!r} is not in the model" for name in there] if strict else []
         if problems:
-            more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
             raise CheckpointError(
-                f"{reader.directory} does not fit the model: {'; '.join(problems[:8])}{more}",
+                f"{reader.directory} does not fit the model: {listed(problems, separator='; ')}",
                 remedy="load_module_strict=False ignores missing and unexpected names"
                 if strict
                 else None,
@@ -325,22 +326,10 @@ class Checkpoints:
         index_of = {s.name: i for i, s in self._segments.items()}
         rooms.gradients.last_micro_batch = False
         for name in reader.names(_GRADIENT):
-            facts = reader.facts(_GRADIENT, name)
-            value = torch.empty(facts.shape, dtype=facts.dtype)
-            if value.numel():
-                reader.read_into(_GRADIENT, name, 0, _bytes(value))
+            value = reader.read(_GRADIENT, name)
             device = rooms.mover.lanes.device.torch_device
             rooms.gradients.receive(index_of[name], value.to(device))
         rooms.gradients.finish()
-
-    def _read_buffers(self, reader: CheckpointReader) -> dict[str, Tensor]:
-        values = {}
-        for name in reader.names("buffers"):
-            facts = reader.facts("buffers", name)
-            values[name] = torch.empty(facts.shape, dtype=facts.dtype)
-            if values[name].numel():
-                reader.read_into("buffers", name, 0, _bytes(values[name]))
-        return values
 
     # --- durable steps -----------------------------------------------------------------------
 

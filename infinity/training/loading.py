@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.checkpoint.writer import TensorSpec
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, listed
 from infinity.memory.host import HostArena
 from infinity.memory.state import StateStore
 from infinity.plan.layout import Kind, UnitLayout
 from infinity.plan.plan import Plan
 from infinity.training.saving import state_streams, stream_parts
-
-_BLOCK = 1 << 20  # elements joined at a time
 
 
 def check_state(reader: CheckpointReader, plan: Plan, rule: str) -> None:
@@ -35,11 +32,9 @@ def check_state(reader: CheckpointReader, plan: Plan, rule: str) -> None:
         for stream, specs in state_streams(plan).items():
             problems += _differences(reader, stream, specs)
     if problems:
-        listed = "; ".join(problems[:8]) + (
-            f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-        )
         raise CheckpointError(
-            f"the checkpoint {reader.directory} does not fit this engine: {listed}",
+            f"the checkpoint {reader.directory} does not fit this engine: "
+            + listed(problems, separator="; "),
             remedy="make the engine with the settings it was saved under, or take the weights "
             "only: load_checkpoint(..., load_optimizer_states=False)",
         )
@@ -99,27 +94,3 @@ class Loader:
         for segment in (s for s in layout.segments if not s.trained):
             part = flat[segment.offset : segment.offset + segment.nbytes]
             self._reader.read_into("frozen", segment.name, 0, part)
-
-
-def read_master(reader: CheckpointReader, name: str) -> Tensor:
-    """A trained parameter's fp32 master, or a frozen one's value; of the parameter's shape."""
-    if name in reader.names("frozen"):
-        return _read(reader, "frozen", name)
-    weight = _read(reader, "model", name)
-    if name not in reader.names("residual"):
-        return weight
-    rest = _read(reader, "residual", name).view(-1)
-    master = torch.empty(rest.numel(), dtype=torch.int32)
-    upper = weight.view(torch.int16).view(-1)
-    for start in range(0, rest.numel(), _BLOCK):
-        block = slice(start, start + _BLOCK)
-        master[block] = (upper[block].int() << 16) + rest[block]
-    return master.view(torch.float32).view(weight.shape)
-
-
-def _read(reader: CheckpointReader, stream: str, name: str) -> Tensor:
-    facts = reader.facts(stream, name)
-    value = torch.empty(facts.shape, dtype=facts.dtype)
-    if value.numel():
-        reader.read_into(stream, name, 0, value.view(-1).view(torch.uint8))
-    return value

@@ -82,6 +82,18 @@ def _yaml_problem(error: Exception) -> str:
 
 
 def _parse_json(path: Path, text: str) -> Any:
+    try:
+        raw, repeated = json_and_repeated(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}") from error
+    if repeated:
+        names = ", ".join(repr(key) for key in repeated)
+        raise ConfigError(f"{path}: given twice in one object: {names}")
+    return raw
+
+
+def json_and_repeated(text: str) -> tuple[Any, list[str]]:
+    """What JSON says, and the keys that one of its objects has twice; raises as `json.loads`."""
     repeated: list[str] = []
 
     def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -89,14 +101,7 @@ def _parse_json(path: Path, text: str) -> Any:
         repeated.extend(dict.fromkeys(key for key in keys if keys.count(key) > 1))
         return dict(pairs)
 
-    try:
-        raw = json.loads(text, object_pairs_hook=mapping)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not valid JSON: {error}") from error
-    if repeated:
-        names = ", ".join(repr(key) for key in repeated)
-        raise ConfigError(f"{path}: given twice in one object: {names}")
-    return raw
+    return json.loads(text, object_pairs_hook=mapping), repeated
 
 
 def _kind(raw: object) -> str:

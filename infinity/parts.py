@@ -273,7 +273,7 @@ class Parts:
         )
         undo.append(self._let_go)
         undo.append(self.sweep.close)
-        self.saver = Saver(plan, self.lanes, self.store)
+        self.saver = Saver(plan, self.store)
         undo.append(self.saver.abort)  # the sweep may be waiting for it
         self.sweep.open()
         index_of = {id(p): i for i, p in enumerate(cut.parameters)}

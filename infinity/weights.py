@@ -22,7 +22,8 @@ from infinity.model.materialize import remember_values
 from infinity.model.presence import ParameterMap
 from infinity.model.safetensors_file import TensorFacts
 from infinity.model.weight_files import WeightFiles
-from infinity.training.state_dict import Place, copy_into, persistent_buffers
+from infinity.training.buffers import persistent_buffers
+from infinity.training.state_dict import Place, copy_into
 
 Rename = Callable[[str], str | None]
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -96,6 +96,14 @@ class UnitState:
     def frozen(self) -> Extent | None:
         """Where the frozen bytes are read, if they rest on disk."""
         return self.frozen_sides[self.frozen_turn.current] if self.frozen_rests else None
+
+
+class Staged(NamedTuple):
+    """A chunk on its way: views (uint8) by kind, what to wait for, bytes of the buffer in use."""
+
+    views: dict[Kind, Tensor]
+    waits: list[Ticket | Event]
+    used: int = 0
 
 
 class StateStore:
@@ -196,6 +204,30 @@ class StateStore:
         for write in waited:
             with contextlib.suppress(ValueError):
                 writes.remove(write)
+
+    def stage(self, unit: int, chunk: int, buffer: Tensor) -> Staged:
+        """Start bringing all kinds of a chunk where the host can reach them.
+
+        What rests in RAM is there already; the rest comes into `buffer` (uint8).
+        """
+        plan, state = self.plan, self.units[unit]
+        _, count = state.layout.chunk(chunk, plan.chunk_elements)
+        used = state.record.nbytes(count)
+        staged = Staged({}, [])
+        if used:
+            staged.waits.append(self.lanes.read([(state.extents[chunk], buffer[:used])]))
+        for kind in plan.precision.kinds:
+            nbytes, part = plan.precision.nbytes(kind, count), plan.part(state.layout, kind, chunk)
+            if kind in state.record.kinds:
+                offset = state.record.offset(kind, count)
+                staged.views[kind] = buffer[offset : offset + nbytes]
+            elif kind in state.ram:
+                staged.views[kind] = state.ram[kind][part]
+            else:
+                view = staged.views[kind] = buffer[used : used + nbytes]
+                used += nbytes
+                staged.waits.append(self.lanes.copy_out(view, state.on_device[kind][part]))
+        return staged._replace(used=used)
 
     def read(self, unit: int, kind: Kind) -> Tensor:
         """A fresh uint8 copy of one kind's flat range (weights with their frozen bytes)."""

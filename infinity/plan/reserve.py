@@ -128,30 +128,35 @@ def _at_rest(plan: Plan) -> dict[Tier, dict[str, int]]:
 
 def stage_bytes(plan: Plan) -> int:
     """Bytes of one staging buffer: a chunk of every kind that some unit cannot update in place."""
-    reachable = {Tier.HOST, Tier.DEVICE} if plan.unified else {Tier.HOST}
     nbytes = 0
     seen: set[tuple[int, UnitHomes]] = set()
     for unit, homes in zip(plan.units, plan.homes, strict=True):
         if (unit.numel, homes) in seen or not unit.numel or updated_on_device(plan, unit.index):
             continue
         seen.add((unit.numel, homes))
-        count = min(plan.chunk_elements, unit.numel)
-        staged = [k for k in plan.precision.kinds if homes.of(k) not in reachable]
-        need = sum(plan.precision.nbytes(k, count) for k in staged)
-        need += count * plan.gradient_itemsize if homes.gradient not in reachable else 0
+        need = _chunk_outside_ram(plan, homes, unit.numel)
+        if homes.gradient not in _in_ram(plan):
+            need += min(plan.chunk_elements, unit.numel) * plan.gradient_itemsize
         nbytes = max(nbytes, need)
     return nbytes
 
 
 def copy_buffer_bytes(plan: Plan) -> int:
     """Bytes of one buffer of a save: a chunk of every kind that some unit has not in RAM."""
-    reachable = {Tier.HOST, Tier.DEVICE} if plan.unified else {Tier.HOST}
-    nbytes = 0
-    for homes, numel in {(h, u.numel) for u, h in zip(plan.units, plan.homes, strict=True)}:
-        count = min(plan.chunk_elements, numel)
-        copied = [k for k in plan.precision.kinds if homes.of(k) not in reachable]
-        nbytes = max(nbytes, sum(plan.precision.nbytes(k, count) for k in copied))
-    return nbytes
+    cases = {(homes, u.numel) for u, homes in zip(plan.units, plan.homes, strict=True)}
+    return max((_chunk_outside_ram(plan, homes, numel) for homes, numel in cases), default=0)
+
+
+def _in_ram(plan: Plan) -> set[Tier]:
+    """The tiers that the CPU reaches."""
+    return {Tier.HOST, Tier.DEVICE} if plan.unified else {Tier.HOST}
+
+
+def _chunk_outside_ram(plan: Plan, homes: UnitHomes, numel: int) -> int:
+    """Bytes of the kinds of a unit's first chunk that the CPU cannot reach where they rest."""
+    count, in_ram = min(plan.chunk_elements, numel), _in_ram(plan)
+    away = (k for k in plan.precision.kinds if homes.of(k) not in in_ram)
+    return sum(plan.precision.nbytes(k, count) for k in away)
 
 
 def commit_buffer_bytes(plan: Plan) -> int:

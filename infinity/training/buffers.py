@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -31,19 +31,28 @@ class Buffer:
 def find_buffers(module: nn.Module) -> list[Buffer]:
     """All buffers of a tree, those not persistent too; shared ones once."""
     found: dict[int, Buffer] = {}
+    for buffer in _each_name(module):
+        old = found.setdefault(id(buffer.value), buffer)
+        if old is not buffer:
+            found[id(buffer.value)] = replace(
+                old,
+                names=(*old.names, *buffer.names),
+                persistent=old.persistent or buffer.persistent,
+            )
+    return list(found.values())
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that `module.state_dict()` has, by name."""
+    return {b.names[0]: b.value for b in _each_name(module) if b.persistent}
+
+
+def _each_name(module: nn.Module) -> Iterator[Buffer]:
     for prefix, child in module.named_modules(remove_duplicate=False):
         for key, value in child._buffers.items():
-            if value is None:
-                continue
-            name = f"{prefix}.{key}" if prefix else key
-            old = found.get(id(value))
-            persistent = key not in child._non_persistent_buffers_set
-            if old is not None:
-                names, persistent = (*old.names, name), persistent or old.persistent
-                found[id(value)] = Buffer(names, persistent, old.owner, old.key)
-            else:
-                found[id(value)] = Buffer((name,), persistent, child, key)
-    return list(found.values())
+            if value is not None:
+                name = f"{prefix}.{key}" if prefix else key
+                yield Buffer((name,), key not in child._non_persistent_buffers_set, child, key)
 
 
 def check_buffers(module: nn.Module, saved: Mapping[str, tuple[int, ...]], *, strict: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -30,7 +30,7 @@ from infinity.memory.gradients import GradientStore
 from infinity.memory.mover import Mover
 from infinity.memory.state import StateStore
 from infinity.plan.plan import Plan
-from infinity.training.buffers import check_buffers, find_buffers, put_buffers
+from infinity.training.buffers import Buffer, check_buffers, find_buffers, put_buffers
 from infinity.training.loading import Loader, check_state
 from infinity.training.run_state import RunState
 from infinity.training.saving import Saver, state_streams
@@ -124,7 +124,7 @@ class Checkpoints:
                 TensorSpec(self._segments[i].name, self._segments[i].shape, dtype)
                 for i in gradients
             ]
-        manifest = self._manifest(client_state)
+        manifest = self._manifest(client_state, buffers)
         writer = CheckpointWriter(root, tag, streams)
         try:
             for buffer in buffers:
@@ -143,7 +143,7 @@ class Checkpoints:
             rooms.saver.finish()
         return root / tag
 
-    def _manifest(self, client_state: Mapping[str, Any]) -> Manifest:
+    def _manifest(self, client_state: Mapping[str, Any], buffers: Sequence[Buffer]) -> Manifest:
         plan, steps = self._rooms.plan, self._stepper.steps
         aliases = self._aliases()
         parameters = [
@@ -158,7 +158,7 @@ class Checkpoints:
             for unit in plan.units
             for s in unit.segments
         ]
-        buffers = [
+        records = [
             BufferRecord(
                 b.names[0],
                 b.names[1:],
@@ -166,7 +166,7 @@ class Checkpoints:
                 str(b.value.dtype).removeprefix("torch."),
                 b.persistent,
             )
-            for b in find_buffers(self._module)
+            for b in buffers
         ]
         return Manifest(
             engine_version=version("torch-infinity"),
@@ -175,7 +175,7 @@ class Checkpoints:
             rule=self._rule,
             moments=tuple(m.value for m in plan.precision.moments),
             parameters=tuple(parameters),
-            buffers=tuple(buffers),
+            buffers=tuple(records),
             run=encode(self.run_state.capture(), "the run's state"),
             client_state=encode(dict(client_state), "client_state"),
             config=dict(self._config),

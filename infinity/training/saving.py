@@ -17,18 +17,14 @@ from torch import Tensor
 
 from infinity.checkpoint.writer import CheckpointWriter, TensorSpec
 from infinity.errors import InfinityWarning
-from infinity.memory.device import Event
-from infinity.memory.disk import Ticket
 from infinity.memory.host import arena_for
-from infinity.memory.lanes import Lanes
-from infinity.memory.state import StateStore
+from infinity.memory.mover import WAKE_S
+from infinity.memory.state import Staged, StateStore
 from infinity.optim.moments import VALUE_DTYPES
 from infinity.optim.tiles import moment_in
 from infinity.plan.layout import Kind, Segment, UnitLayout
 from infinity.plan.plan import Plan
 from infinity.plan.reserve import copy_buffer_bytes
-
-WAKE_S = 0.1  # waits look around this often, for signals
 
 
 def state_streams(plan: Plan) -> dict[str, list[TensorSpec]]:
@@ -88,8 +84,7 @@ class _Read:
 
     unit: int
     chunk: int | None  # None: the unit's frozen bytes
-    views: dict[Kind, Tensor]
-    waits: list[Ticket | Event]
+    staged: Staged
 
 
 class Saver:
@@ -99,9 +94,8 @@ class Saver:
     caller's back is raised by the next `finish`, and warned of by `warn`.
     """
 
-    def __init__(self, plan: Plan, lanes: Lanes, store: StateStore) -> None:
+    def __init__(self, plan: Plan, store: StateStore) -> None:
         self._plan = plan
-        self._lanes = lanes
         self._store = store
         self._changed = threading.Condition()
         self._left: set[int] = set()  # units that are not copied yet
@@ -196,7 +190,7 @@ class Saver:
             if number + 1 < len(order):
                 ahead = self._issue(*order[number + 1], buffers[(number + 1) % 2])
             try:
-                for item in read.waits:
+                for item in read.staged.waits:
                     item.wait()
                 self._write(writer, layout, read)
             except BaseException:
@@ -208,7 +202,7 @@ class Saver:
                     self._changed.notify_all()
 
     def _drain(self, read: _Read | None) -> None:
-        for item in read.waits if read is not None else ():
+        for item in read.staged.waits if read is not None else ():
             item.wait()
 
     def _buffers(self) -> list[Tensor]:
@@ -218,33 +212,16 @@ class Saver:
 
     def _issue(self, layout: UnitLayout, chunk: int | None, buffer: Tensor) -> _Read:
         """Start bringing a chunk's kinds where the host can read them."""
-        read = _Read(layout.index, chunk, {}, [])
         if chunk is None:
-            return read
-        plan, state = self._plan, self._store.units[layout.index]
-        _, count = layout.chunk(chunk, plan.chunk_elements)
-        used = state.record.nbytes(count)
-        if used:
-            read.waits.append(self._lanes.read([(state.extents[chunk], buffer[:used])]))
-        for kind in plan.precision.kinds:
-            nbytes, part = plan.precision.nbytes(kind, count), plan.part(layout, kind, chunk)
-            if kind in state.record.kinds:
-                offset = state.record.offset(kind, count)
-                read.views[kind] = buffer[offset : offset + nbytes]
-            elif kind in state.ram:
-                read.views[kind] = state.ram[kind][part]
-            else:
-                view = read.views[kind] = buffer[used : used + nbytes]
-                used += nbytes
-                read.waits.append(self._lanes.copy_out(view, state.on_device[kind][part]))
-        return read
+            return _Read(layout.index, None, Staged({}, []))
+        return _Read(layout.index, chunk, self._store.stage(layout.index, chunk, buffer))
 
     def _write(self, writer: CheckpointWriter, layout: UnitLayout, read: _Read) -> None:
         if read.chunk is None:
             self._write_frozen(writer, layout)
             return
         for segment in layout.trained_segments:
-            for kind, view in read.views.items():
+            for kind, view in read.staged.views.items():
                 parts = stream_parts(self._plan, layout, segment, read.chunk, kind, view)
                 for stream, data in parts:
                     writer.write(stream, data)

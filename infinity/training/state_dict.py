@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from infinity.errors import ConfigError, PresenceError
 from infinity.model.weight_files import Outgoing, write_shards
 from infinity.sizes import parse_size
+from infinity.training.buffers import persistent_buffers
 from infinity.training.values import Values
 
 
@@ -176,16 +177,6 @@ def state_dict_of(
     """A lazy state dict: the names of `module.state_dict()`, tied ones included."""
     names = {name: index_of[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
     return StateDict(values, names, persistent_buffers(module), master=master)
-
-
-def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that `module.state_dict()` has, by name."""
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, child in module.named_modules(remove_duplicate=False)
-        for name, buffer in child._buffers.items()
-        if buffer is not None and name not in child._non_persistent_buffers_set
-    }
 
 
 def copy_into(tensor: Tensor, value: Tensor) -> None:

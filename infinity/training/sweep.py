@@ -266,30 +266,12 @@ class Sweep:
 
     def _issue(self, unit: int, chunk: int, stage: Stage) -> Work:
         """Start bringing a chunk's kinds and gradient where the CPU can update them."""
-        state = self.store.units[unit]
-        layout, plan = state.layout, self.plan
-        start, count = layout.chunk(chunk, plan.chunk_elements)
-        sizes = {kind: plan.precision.nbytes(kind, count) for kind in plan.precision.kinds}
-        work = Work(unit, chunk, stage, {}, [])
-        used = 0
+        start, count = self.plan.units[unit].chunk(chunk, self.plan.chunk_elements)
         if chunk == 0:
             self.store.settle_writes(unit)
-        if state.record.kinds:
-            used = state.record.nbytes(count)
-            work.waits.append(self.lanes.read([(state.extents[chunk], stage.buffer[:used])]))
-            for kind in state.record.kinds:
-                offset = state.record.offset(kind, count)
-                work.views[kind] = stage.buffer[offset : offset + sizes[kind]]
-        for kind, nbytes in sizes.items():
-            part = plan.part(layout, kind, chunk)
-            if kind in state.ram:
-                work.views[kind] = state.ram[kind][part]
-            elif kind in state.on_device:
-                view = stage.buffer[used : used + nbytes]
-                used += nbytes
-                work.waits.append(self.lanes.copy_out(view, state.on_device[kind][part]))
-                work.views[kind] = view
-        self._issue_gradient(work, start, count, stage.buffer[used:])
+        staged = self.store.stage(unit, chunk, stage.buffer)
+        work = Work(unit, chunk, stage, staged.views, staged.waits)
+        self._issue_gradient(work, start, count, stage.buffer[staged.used :])
         return work
 
     def _issue_gradient(self, work: Work, start: int, count: int, room: Tensor) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from typing import Any
 
 from infinity.config import Config
 from infinity.config_problems import DEEPSPEED_NAMES
-from infinity.config_source import read_config_file
+from infinity.config_source import json_and_repeated, read_config_file
 from infinity.errors import ConfigError
 
 _UNMISTAKABLE = (
@@ -122,19 +121,11 @@ def _from_base64(text: str) -> Source | None:
 
 def _parsed(where: str, text: str) -> Source:
     """JSON, if need be without its comments and trailing commas; raises `ConfigError`."""
-    repeated: list[str] = []
-
-    def section(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        repeated.extend(dict.fromkeys(key for key in keys if keys.count(key) > 1))
-        return dict(pairs)
-
     try:
-        raw = json.loads(text, object_pairs_hook=section)
+        raw, repeated = json_and_repeated(text)
     except (ValueError, RecursionError):
-        repeated.clear()
         try:
-            raw = json.loads(_plain(text), object_pairs_hook=section)
+            raw, repeated = json_and_repeated(_plain(text))
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{where}: not valid JSON: {error}") from error
     if not isinstance(raw, dict):

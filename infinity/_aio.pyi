@@ -97,6 +97,12 @@ class Ticket:
     def error(self) -> str | None: ...
     @property
     def latency_ns(self) -> int: ...  # 0 until done
+    @property
+    def times_ns(self) -> tuple[int, int, int] | None:
+        """When it was submitted, when its first block began, and when it was over.
+
+        Nanoseconds of `time.perf_counter_ns` on Linux (CLOCK_MONOTONIC); None until done.
+        """
 
 @final
 class Engine:
@@ -162,6 +168,9 @@ def probe(directory: str) -> dict[str, object]:
 
 def crc32c(address: int, nbytes: int, initial: int = 0) -> int:
     """CRC32C of memory; `initial` is that of the bytes before."""
+
+def crc32c_copy(target_address: int, address: int, nbytes: int, initial: int = 0) -> int:
+    """Copy memory, and return the CRC32C of what was copied; each byte is read once."""
 
 def crc32c_blocks(address: int, nbytes: int, block: int, out_address: int) -> None:
     """Store one little-endian uint32 CRC32C per `block` bytes; the last block may be short."""

@@ -24,7 +24,6 @@ DEEPSPEED_NAMES = frozenset(
         "comet",
         "comms_logger",
         "communication_data_type",
-        "compile",
         "compression_training",
         "csv_monitor",
         "curriculum_learning",
@@ -76,6 +75,16 @@ DEEPSPEED_NAMES = frozenset(
     }
 )
 
+# What people call our words; the first that is among the words of a key is meant.
+_MEANT = {
+    "gpu": ("device",),
+    "cuda": ("device",),
+    "cpu": ("host",),
+    "ram": ("host", "cpu"),
+    "nvme": ("disk",),
+    "ssd": ("disk",),
+}
+
 
 def explain(
     schema: type[BaseModel], where: str, raw: Mapping[str, Any], error: ValidationError
@@ -111,7 +120,9 @@ def _problem(schema: type[BaseModel], detail: ErrorDetails) -> str:
         case "model_type":
             return f"{name}: is a section of keys and values, got {given!r}"
         case "literal_error":
-            near = difflib.get_close_matches(str(given), _words(detail["ctx"]["expected"]), n=1)
+            words = _words(detail["ctx"]["expected"])
+            near = [word for word in _MEANT.get(str(given).lower(), ()) if word in words]
+            near = near or difflib.get_close_matches(str(given), words, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             return f"{name}: should be {detail['ctx']['expected']}, got {given!r}{hint}"
         case _:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,12 @@ _Loader.add_implicit_resolver(
 )
 
 
+def short(text: str, limit: int = 200) -> str:
+    """The beginning of a text that may be long, or have several lines."""
+    first, *more = text.splitlines() or [""]
+    return first if not more and len(first) <= limit else f"{first[:limit]}..."
+
+
 def read_config_file(path: Path) -> dict[str, Any]:
     """Return the mapping in a `.yaml`, `.yml` or `.json` file; an empty YAML file is `{}`.
 
@@ -51,14 +57,20 @@ def read_config_file(path: Path) -> dict[str, Any]:
     """
     suffix = path.suffix.lower()
     if suffix not in (".yaml", ".yml", ".json"):
-        because = f"the name ends in {path.suffix!r}" if path.suffix else "the name has no ending"
-        remedy = "use a .yaml, .yml or .json file"
-        raise ConfigError(f"{path}: not a configuration file", because=because, remedy=remedy)
+        ends = f"ends in {short(path.suffix)!r}" if path.suffix else "has no ending"
+        raise ConfigError(
+            f"{short(str(path))}: not a configuration file",
+            because=f"this was taken for the path of a file, and the name {ends}",
+            remedy="use a .yaml, .yml or .json file, or give a dict",
+        )
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, ValueError) as error:
         because = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"{path}: cannot be read", because=because) from error
+        remedy = "look for a slip in the path" if isinstance(error, FileNotFoundError) else None
+        raise ConfigError(
+            f"{short(str(path))}: cannot be read", because=because, remedy=remedy
+        ) from error
     raw = _parse_json(path, text) if suffix == ".json" else _parse_yaml(path, text)
     if not isinstance(raw, dict):
         because = f"the file holds {_kind(raw)} instead of keys and values"
@@ -92,8 +104,8 @@ def _parse_json(path: Path, text: str) -> Any:
     return raw
 
 
-def json_and_repeated(text: str) -> tuple[Any, list[str]]:
-    """What JSON says, and the keys that one of its objects has twice; raises as `json.loads`."""
+def json_and_repeated(text: str, loads: Callable[..., Any] = json.loads) -> tuple[Any, list[str]]:
+    """What JSON says, and the keys that one of its objects has twice; raises as `loads`."""
     repeated: list[str] = []
 
     def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -101,7 +113,7 @@ def json_and_repeated(text: str) -> tuple[Any, list[str]]:
         repeated.extend(dict.fromkeys(key for key in keys if keys.count(key) > 1))
         return dict(pairs)
 
-    return json.loads(text, object_pairs_hook=mapping), repeated
+    return loads(text, object_pairs_hook=mapping), repeated
 
 
 def _kind(raw: object) -> str:

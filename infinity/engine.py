@@ -10,35 +10,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infinity.engine_state import EngineState
+from infinity.engine_calls import EngineCalls
 from infinity.errors import InfinityError, TrainingError, TransferError
 from infinity.journal import Journal
+from infinity.model.ownership import freeze, name_engine
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.parts import Parts
-from infinity.plan.forecast import forecast_bytes
 from infinity.plan.plan import Plan
 from infinity.training.checkpoints import Checkpoints
 from infinity.training.cycles import Cycles
 from infinity.training.inputs import check_inputs
+from infinity.training.loss_scale import ScaleRules
+from infinity.training.merge_guard import MergeGuard
 from infinity.training.owner import Owner
-from infinity.training.report import StepReport
+from infinity.training.recovery import Recovery
 from infinity.training.run_state import RunState
 from infinity.training.state_dict import ModuleStateHooks
 from infinity.training.stepper import Stepper
 from infinity.training.values import Values
+from infinity.training.window import Window
 
 _IN_PLACE = "has been modified by an inplace operation: [torch."  # torch's own words
 
 
-class Engine(EngineState):
+class Engine(EngineCalls):
     """Owns a module's memory while it is trained. Made by `infinity.initialize`.
 
     `module` is the user's module; `optimizer` holds the parameter groups; `plan` says what lives
-    where. A context manager: leaving closes.
+    where. A context manager: leaving closes. What it does not have itself is the module's:
+    `engine.generate(...)` is `engine.module.generate(...)`.
     """
-
-    # What became of each key, where the configuration was DeepSpeed's: `Translation`, else None.
-    translation: Any = None
 
     def __init__(
         self,
@@ -47,6 +48,7 @@ class Engine(EngineState):
         optimizer: OffloadedOptimizer,
         *,
         gradient_clipping: float,
+        scale_rules: ScaleRules | None = None,
         lr_scheduler: Any = None,
         journal: Journal | None = None,
         config: Mapping[str, Any] | None = None,
@@ -58,10 +60,14 @@ class Engine(EngineState):
         self._parts = parts
         self._journal = journal
         self._index_of = {id(p): i for i, p in enumerate(parts.cut.parameters)}
+        self._window = Window(parts.plan)
+        self._set_micro_batches(self._window.length)
         self._cycles = Cycles(parts.mover)
+        parts.hooks.keep(self._cycles.watch(module))
         self._stepper = Stepper(
-            parts, self._cycles, optimizer, self._index_of, lr_scheduler, journal
+            parts, self._cycles, optimizer, self._index_of, lr_scheduler, journal, scale_rules
         )
+        self._recovery = Recovery(parts, self._stepper, self._cycles, self._window)
         self._values = Values(parts.store, parts.mover, parts.kernels, parts.sweep.finish)
         parts.hooks.lent = self._values.lent
         parts.hooks.write_edits = self._values.flush_edits
@@ -69,16 +75,19 @@ class Engine(EngineState):
         run_state = RunState(self._stepper, optimizer, parts.updater, self._index_of, names)
         self._checkpoints = Checkpoints(
             module, parts, self._stepper, self._values, run_state, self._index_of,
-            optimizer.rule.name, config or {},
+            optimizer.rule.name, config or {}, self._window,
         )  # fmt: skip
         if parts.durability is not None:
             self._stepper.document = self._checkpoints.document
             if parts.resumed:
                 self._checkpoints.restore_document(parts.resumed)
         self._state_hooks = ModuleStateHooks(module, self._values, self._index_of)
+        self._merge_guard = MergeGuard(module, self._values, self._index_of)
         self._closed = False
+        self._unfrozen = [] if any(parts.cut.trained) else freeze(parts.cut.parameters)
+        name_engine(parts.cut.parameters, self)
         self._finalizer = weakref.finalize(self, parts.close)
-        optimizer.connect(self.step)
+        optimizer.connect(self.step, self._drop_arrivals)
         self._owner = Owner()
         _after_fork(self)
 
@@ -88,10 +97,14 @@ class Engine(EngineState):
         """Run the module's forward; same arguments, same result."""
         self._check_usable()
         self._check_arguments(args, kwargs)
+        self._checkpoints.run_state.first_forward()
         self._values.take_back_all()
-        self._cycles.begin(last_micro_batch=self._is_last_micro_batch())
-        hooks = self._parts.hooks
-        mark = hooks.mark()
+        self._end_users_backward()
+        last = self.is_gradient_accumulation_boundary()
+        self._parts.gradients.last_micro_batch = last
+        self._cycles.begin(last_micro_batch=last)
+        hooks, recovery = self._parts.hooks, self._recovery
+        mark = recovery.mark = hooks.mark()
         # No `finally`: an interruption may strike inside one, and then the rest of it is skipped.
         try:
             torch.set_autocast_cache_enabled(False)  # it would keep casts of weights that move
@@ -99,43 +112,46 @@ class Engine(EngineState):
             result = self.module(*args, **kwargs)
             hooks.restore(mark)
             if not torch.is_grad_enabled():
-                self._cycles.end()
+                self._cycles.end_call()
             return result
         except BaseException:
-            hooks.restore(mark)
-            self._parts.mover.recover()
-            self._cycles.end()
+            recovery.left = "forward"  # first; see [Note: interrupted twice]
+            recovery.mend()
             raise
 
-    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> Tensor:
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> Tensor:
         """Backward of one micro-batch; gradients leave to their homes as they are made.
 
-        The loss is divided by `gradient_accumulation_steps`; the scaled loss is returned. After
-        an exception the accumulation window starts over: its gradients are dropped and
-        `micro_step` is 0 again.
+        The loss is divided by `gradient_accumulation_steps`, unless `scale_wrt_gas` is false: then
+        you have done that. It is returned so; in fp16 backward starts from that times the loss
+        scale. Several backwards before one `step()` add up. After an exception the accumulation
+        window starts over: its gradients are dropped and `micro_step` is 0 again.
+
+        `loss.backward()` does the same, but in fp16: there `engine.scale(loss).backward()`.
         """
-        self._check_usable()
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise TrainingError(
-                "backward needs a scalar loss that depends on trained parameters, got "
-                + (f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(type(loss))),
-                remedy="reduce the loss with .mean(); call the engine outside torch.no_grad()",
-            )
-        micro_batches = self.plan.micro_batches
-        scaled = loss / micro_batches if micro_batches > 1 else loss
-        result = scaled.detach()
+        self._check_trains("backward()")
+        recovery = self._recovery
+        recovery.mend()
+        self._refuse_unscaled()
+        micro_batches = self._window.length if scale_wrt_gas else 1
+        scaled = self._scaled(loss)
+        scaled = scaled / micro_batches if micro_batches > 1 else scaled
+        result = loss.detach() / micro_batches if micro_batches > 1 else loss.detach()
         gradients, hooks = self._parts.gradients, self._parts.hooks
-        gradients.last_micro_batch = self._is_last_micro_batch()
-        mark = hooks.mark()
+        gradients.last_micro_batch = self.is_gradient_accumulation_boundary()
+        recovery.mark = hooks.mark()
         try:
+            hooks.divisor = 1
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             gradients.finish()
             self._cycles.end()
-            self._stepper.count_backward()
+            self._end_backward()
             return result
         except BaseException as error:
-            hooks.restore(mark)  # a recomputation pushes pairs of its own
-            self._start_over()
+            recovery.left = "window"
+            recovery.mend()
             if _IN_PLACE in str(error) and isinstance(error, RuntimeError):
                 raise TrainingError(
                     str(error),
@@ -145,16 +161,87 @@ class Engine(EngineState):
                 ) from error
             raise
 
-    def _start_over(self) -> None:
-        """After an exception: the accumulation window is empty again."""
-        self._stepper.start_over()
-        self._parts.mover.recover()
-        self._parts.hooks.drop_gradients()
-        self._parts.gradients.reset()
-        self._cycles.end()
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, for a backward of your own; as it is but in fp16.
 
-    def step(self) -> None:
+        The result is fp32, whatever the loss is: fp16 ends at 65504. It is divided by
+        `gradient_accumulation_steps` in fp16, where its gradients otherwise are when they arrive.
+        Raises `TrainingError` for what has no backward.
+        """
+        scaled = self._scaled(loss)
+        if scaled is loss:
+            return loss
+        self._refuse_unscaled()
+        self._window.scaled = True
+        self._parts.hooks.divisor = 1
+        return scaled / self._window.length
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        self._check_usable()
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise TrainingError(
+                "backward needs a scalar loss that depends on trained parameters, got "
+                + (f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(type(loss))),
+                remedy="reduce the loss with .mean(); call the engine outside torch.no_grad()",
+            )
+        self._parts.sweep.await_commit()
+        progress = self._stepper.progress
+        self._window.check(progress.micro_step)
+        state = progress.loss_scale
+        return loss if state is None else loss.float() * state.scale
+
+    def _end_backward(self) -> None:
+        self._stepper.count_backward()
+        self._forget_arrivals()
+
+    def _forget_arrivals(self) -> None:
+        """What has arrived is accounted for; what will arrive comes from a loss as it is."""
+        self._recovery.forget_arrivals()
+
+    def _end_users_backward(self) -> None:
+        """Gradients may have come by `loss.backward()`: then do what `backward` does at its end."""
+        window, recovery = self._window, self._recovery
+        if self._parts.hooks.num_arrived == window.seen:
+            return
+        self._refuse_unscaled()
+        window.check(self._stepper.progress.micro_step)
+        recovery.mark = None
+        try:
+            self._parts.gradients.finish()
+            self._cycles.end()
+            self._end_backward()
+        except BaseException as error:
+            if isinstance(error, InfinityError) and not isinstance(error, TransferError):
+                raise  # nothing was lost
+            recovery.left = "window"
+            recovery.mend()
+            raise
+
+    def _refuse_unscaled(self) -> None:
+        """In fp16, gradients that came of a loss that `scale` did not make are dropped."""
+        window = self._window
+        arrived = self._parts.hooks.num_arrived != window.seen
+        if arrived and self._stepper.progress.loss_scale is not None and not window.scaled:
+            self._recovery.start_over()
+            raise TrainingError(
+                "gradients came from loss.backward(), and the loss was not scaled",
+                because="in fp16 a loss is multiplied by the loss scale, here "
+                f"{self.loss_scale:g}: small gradients would vanish; the window starts over",
+                remedy="engine.backward(loss), or engine.scale(loss).backward(), after the last "
+                "step or forward",
+            )
+
+    def _drop_arrivals(self) -> None:
+        """`optimizer.zero_grad()`: drop what a `loss.backward()` left that is not accounted for."""
+        self._recovery.mend()
+        if self._parts.hooks.num_arrived != self._window.seen:
+            self._recovery.start_over()
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-batch; at the end of the accumulation window, update.
+
+        `lr_kwargs` go to the `step` of the learning rate schedule, as `metrics` of
+        `ReduceLROnPlateau` does.
 
         Returns once the norm and the clip factor are known; the sweep runs behind the next
         forward. A step whose gradients are not all finite is skipped and counted. Interrupted,
@@ -162,33 +249,39 @@ class Engine(EngineState):
         accumulation window starts over: `global_steps` and `micro_step`
         tell.
         """
-        progress = self._stepper.progress
-        self._parts.saver.warn()
+        recovery = self._recovery
+        if not recovery.left:  # no call before `try`: an interruption of it would go unseen
+            recovery.mark, recovery.progress = None, self._stepper.progress
         try:
+            recovery.mend()
+            recovery.mark, recovery.progress = None, self._stepper.progress
+            self._parts.saver.warn()
             self._check_usable()
-            if progress.backwards == 0:
-                raise TrainingError(
-                    "step() without a backward since the last one",
-                    because="gradients reach the engine through engine.backward(loss)",
-                    remedy="replace loss.backward() by engine.backward(loss)",
-                )
-            if not self._is_last_micro_batch():
+            self._window.updated = False
+            self._check_trains("step()")
+            self._end_users_backward()
+            recovery.progress = self._stepper.progress
+            self._window.check_step(recovery.progress.backwards)
+            if not self.is_gradient_accumulation_boundary():
                 self._stepper.end_micro_batch()
                 return
             self._cycles.end()
             self._values.take_back_all()
             self._values.settle()
+            self._stepper.batch_samples = self.train_batch_size()
+            self._stepper.lr_kwargs = lr_kwargs or {}
             self._stepper.update(self.gradient_clipping)
-        except TransferError:
-            if self._stepper.progress is progress:  # gradients were lost on their way home
-                self._start_over()
+            report = self._stepper.last_report
+            self._window.updated = report is not None and not report.skipped
+        except TransferError:  # gradients were lost on their way home
+            recovery.left = recovery.left or "step"
+            recovery.mend()
             raise
         except InfinityError:
             raise  # a refusal, or an error of a step that has happened
         except BaseException:
-            self._parts.sweep.await_commit()
-            if self._stepper.progress is progress:
-                self._start_over()
+            recovery.left = recovery.left or "step"
+            recovery.mend()
             raise
 
     def zero_grad(self) -> None:
@@ -197,12 +290,13 @@ class Engine(EngineState):
         For loops that caught an interruption between `backward()` and `step()`.
         """
         self._check_usable()
-        self._start_over()
-
-    def _is_last_micro_batch(self) -> bool:
-        return self._stepper.progress.micro_step + 1 == self.plan.micro_batches
+        self._recovery.start_over()
 
     # --- the rest --------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """`engine(...)`."""
+        return self(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Engine:
         """`module.train(mode)`."""
@@ -212,61 +306,6 @@ class Engine(EngineState):
     def eval(self) -> Engine:
         """`module.eval()`."""
         return self.train(False)
-
-    @property
-    def device(self) -> torch.device:
-        """Where inputs must be."""
-        return self._parts.device.torch_device
-
-    @property
-    def lr_scheduler(self) -> Any:
-        """The scheduler the engine steps, or None."""
-        return self._stepper.lr_scheduler
-
-    @property
-    def last_report(self) -> StepReport | None:
-        """What the last step did; None before the first."""
-        return self._stepper.last_report
-
-    @property
-    def global_steps(self) -> int:
-        """Steps that updated parameters."""
-        self._parts.sweep.await_commit()
-        return self._stepper.progress.global_steps
-
-    @property
-    def micro_step(self) -> int:
-        """Micro-batches of the current accumulation window that are behind us."""
-        self._parts.sweep.await_commit()
-        return self._stepper.progress.micro_step
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps skipped because gradients were not finite."""
-        self._parts.sweep.await_commit()
-        return self._stepper.progress.skipped_steps
-
-    @property
-    def grad_norm(self) -> float | None:
-        """Global gradient norm of the last step, before clipping."""
-        return self.last_report.grad_norm if self.last_report else None
-
-    def forecast(self) -> dict[str, int]:
-        """Predicted bytes per lane and step, for the order of units learnt so far."""
-        return forecast_bytes(self.plan, self._cycles.training.sequence)
-
-    def counters(self) -> dict[str, int]:
-        """Bytes per lane since the engine was made, the initial state included."""
-        return self._parts.lanes.moved()
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What is slow or risky about the paths of this run; told by `initialize` too."""
-        return tuple(self._parts.disk.warnings) if self._parts.disk is not None else ()
-
-    def drives(self) -> dict[str, dict[str, Any]]:
-        """Per path in use: device, file system, share of the state, speed, bytes and times."""
-        return self._parts.disk.drives() if self._parts.disk is not None else {}
 
     def close(self, *, restore: bool = False) -> None:
         """Give everything back: threads, pins, files, disk space. Idempotent.
@@ -288,18 +327,27 @@ class Engine(EngineState):
             except BaseException as error:
                 failure = error
         self._closed = True
+        self._recovery.left = ""  # what it would mend is given back
         self._state_hooks.remove()
+        self._merge_guard.remove()
         try:
             self._parts.close()
         finally:
             if self._parts.closed:
                 self._finalizer.detach()
+            name_engine(self._parts.cut.parameters, None)
+            while self._unfrozen:
+                self._unfrozen.pop().requires_grad_(True)
             if self._journal is not None:
                 self._journal.close()
             if values is not None:
                 self._parts.presence.restore(values)
         if failure is not None:
             raise failure
+
+    def destroy(self) -> None:
+        """`close()`."""
+        self.close()
 
     def __enter__(self) -> Engine:
         return self

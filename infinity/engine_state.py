@@ -11,13 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infinity.errors import EngineClosedError
+from infinity.errors import ConfigError, EngineClosedError
+from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.parts import Parts
 from infinity.plan.plan import Plan
 from infinity.training.checkpoints import Checkpoints, Wanted
+from infinity.training.optimizer_state import write_state
 from infinity.training.owner import Owner
+from infinity.training.recovery import Recovery
 from infinity.training.run_state import Stateful
 from infinity.training.state_dict import StateDict, state_dict_of
+from infinity.training.stepper import Stepper
 from infinity.training.values import Values, targets
 
 
@@ -26,10 +30,13 @@ class EngineState:
 
     module: nn.Module
     plan: Plan
+    optimizer: OffloadedOptimizer
     _parts: Parts
+    _stepper: Stepper
     _values: Values
     _checkpoints: Checkpoints
     _owner: Owner
+    _recovery: Recovery
     _index_of: dict[int, int]
     _closed: bool
 
@@ -83,21 +90,82 @@ class EngineState:
         self._check_usable()
         return self._values.materialized(targets(target, self._index_of), master=master)
 
+    def is_materialized(self, parameter: nn.Parameter) -> bool:
+        """Whether a block of `materialized` lends this parameter a full value now."""
+        return self._index_of.get(id(parameter)) in self._values.lent
+
     def gradient(self, parameter: nn.Parameter) -> Tensor:
-        """A copy of the parameter's accumulated gradient in this window (`p.grad` is None)."""
+        """A copy of the parameter's accumulated gradient in this window (`p.grad` is None).
+
+        In fp16 it comes in fp32, without the loss scale.
+        """
         self._check_usable()
         (index,) = targets(parameter, self._index_of)
-        return self._parts.gradients.read(index).view(parameter.shape)
+        value = self._parts.gradients.read(index).view(parameter.shape)
+        state = self._stepper.progress.loss_scale
+        return value if state is None else value.float() / state.scale
+
+    def set_gradient(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Put another gradient in the place of what was accumulated in this window.
+
+        `value` has the parameter's shape, and no loss scale. It is kept in the dtype that gradients
+        rest in: fp32 where `gradient_accumulation_steps` is above 1, else the compute dtype.
+        """
+        self._check_usable()
+        (index,) = targets(parameter, self._index_of)
+        self._check_value(index, value)
+        state = self._stepper.progress.loss_scale
+        scaled = value.float() * (1.0 if state is None else state.scale)
+        self._parts.mover.await_consumed(self._parts.hooks.unit_of(index))
+        self._parts.gradients.replace(index, scaled.reshape(-1))
+
+    def set_optimizer_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
+        """Replace one moment of a parameter, by torch's name: "exp_avg", "exp_avg_sq", ...
+
+        `value` has the parameter's shape; it is stored as `optimizer.moments` says. What there is
+        to read: `engine.optimizer.read_state(parameter)`. Raises `ConfigError` for other names, and
+        where an optimizer of torch's keeps the state.
+        """
+        self._check_usable()
+        (index,) = targets(parameter, self._index_of)
+        self._check_value(index, value)
+        self._values.take_back_all()
+        self._values.settle()
+        layout, segment = self._values.place_of(index)
+        hyper = self.optimizer.hypers(self._index_of).get(index)
+        self._values.guard(layout.index)
+        parts = self._parts
+        write_state(
+            parts.store, parts.updater, parts.kernels, (layout, segment), hyper, name, value
+        )
+
+    def _check_value(self, index: int, value: Tensor) -> None:
+        _, segment = self._values.place_of(index)
+        if not segment.trained:
+            raise ConfigError(f"{segment.name!r} is frozen and has no optimizer state")
+        if tuple(value.shape) != segment.shape:
+            raise ConfigError(
+                f"{segment.name!r} has shape {segment.shape}, got {tuple(value.shape)}"
+            )
 
     # --- checkpoints -----------------------------------------------------------------------------
+
+    def _end_users_backward(self) -> None:
+        """See `Engine`: a `loss.backward()` that may have come counts from now on."""
+        raise NotImplementedError
+
+    def _forget_arrivals(self) -> None:
+        """See `Engine`: gradients that have come are accounted for."""
+        raise NotImplementedError
 
     def save_checkpoint(
         self,
         directory: str | os.PathLike[str],
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
-        *,
         save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
         keep_last: int | None = None,
         wait: bool = False,
     ) -> Path:
@@ -107,13 +175,15 @@ class EngineState:
         `load_checkpoint`. Returns once the snapshot is fixed: the bytes are copied while training
         goes on, and the checkpoint appears, whole, when all are on stable storage (with `wait`,
         before this returns). Then `latest` names it, unless `save_latest` is false, and only the
-        `keep_last` newest stay.
+        `keep_last` newest stay. `exclude_frozen_parameters` asks for what is so anyway: files of
+        frozen weights are written once and shared with the checkpoint before; loading needs them.
 
         Raises `CheckpointError`, `ConfigError`, `DoesNotFitError` (disk full) or `MachineError`;
         training may go on after any. What fails behind the caller's back is warned of by the next
         `step()` and raised by the next `save_checkpoint`, `finish_saving` or `close`.
         """
         self._check_usable()
+        self._end_users_backward()
         return self._checkpoints.save(
             Path(directory).expanduser(), tag, client_state or {},
             save_latest=save_latest, keep_last=keep_last, wait=wait,
@@ -133,11 +203,11 @@ class EngineState:
         self,
         directory: str | os.PathLike[str],
         tag: str | None = None,
-        *,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        custom_load_fn: None = None,
     ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
         """Go on where a checkpoint was saved, under whatever placement; same bits as without.
 
@@ -149,10 +219,19 @@ class EngineState:
         """
         self._owner.check()
         self._check_open()
+        self._recovery.mend()
+        if custom_load_fn is not None:
+            raise ConfigError(
+                "load_checkpoint(custom_load_fn=...) is not supported",
+                because="it would copy values into parameters that are not there",
+                remedy="load with load_module_only=True, then edit inside engine.materialized(...)",
+            )
         wanted = Wanted(
             load_optimizer_states, load_lr_scheduler_states, load_module_only, load_module_strict
         )
-        return self._checkpoints.load(Path(directory).expanduser(), tag, wanted)
+        found = self._checkpoints.load(Path(directory).expanduser(), tag, wanted)
+        self._forget_arrivals()  # of the state before
+        return found
 
     def register_state(self, name: str, item: Stateful) -> None:
         """Save `item.state_dict()`, plain data, in every checkpoint, and give it back on loading.
@@ -167,6 +246,16 @@ class EngineState:
         """Whether `initialize` went on from a committed step (`durable`, `resume`)."""
         return self._parts.resumed is not None
 
+    def restore_random_state(self) -> bool:
+        """Put the random generators back where a resumed run, or a loaded checkpoint, had them.
+
+        `initialize` (`resume`) and `load_checkpoint` have done so; what is drawn between them and
+        the training loop, by a DataLoader for instance, shifts what comes after. Call this right
+        before the loop then. False, and nothing is changed, if nothing was restored.
+        """
+        self._check_usable()
+        return self._checkpoints.run_state.restore_rng()
+
     def settle(self) -> None:
         """Wait until no update is owed and everything is home."""
         self._check_usable()
@@ -177,6 +266,7 @@ class EngineState:
     def _check_usable(self) -> None:
         self._owner.check()
         self._check_open()
+        self._recovery.mend()
         self._parts.mover.check()
 
     def _check_open(self) -> None:

@@ -14,6 +14,12 @@ def listed(items: Sequence[str], limit: int = 8, separator: str = ", ") -> str:
     return separator.join(items[:limit]) + more
 
 
+def first_lines(error: BaseException, limit: int = 1) -> str:
+    """The first lines of somebody else's error in one, or its kind where it says nothing."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join(line.strip() for line in lines[:limit])
+
+
 class InfinityError(Exception):
     """Base of all errors raised on purpose.
 

@@ -12,11 +12,16 @@ import inspect
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim import Optimizer, lr_scheduler
 
-from infinity.errors import ConfigError, InfinityWarning
+from infinity.errors import ConfigError, InfinityError, InfinityWarning, first_lines
+
+if TYPE_CHECKING:
+    from infinity.config_optimizer import SchedulerConfig
 
 _SECOND_BETA = 0.99  # what OneCycle sets beside the momentum it cycles
 _WARMUP_TYPES = ("log", "linear")
@@ -328,6 +333,37 @@ def known_schedules() -> dict[str, type[lr_scheduler.LRScheduler]]:
     }
     found = torchs | {schedule.__name__: schedule for schedule in OURS}
     return dict(sorted(found.items()))
+
+
+def make_schedule(section: SchedulerConfig, optimizer: Optimizer) -> lr_scheduler.LRScheduler:
+    """The schedule that a configuration names; `ConfigError` where it refuses its params.
+
+    torch looks at some of them in `step()` only, so a copy makes a step before.
+    """
+    kind = known_schedules()[section.type]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the schedule itself says the same
+            tried: Any = kind(_stand_in(optimizer), **deepcopy(section.params))
+            tried.step(*([0.0] if isinstance(tried, lr_scheduler.ReduceLROnPlateau) else []))
+        return kind(optimizer, **section.params)
+    except InfinityError:
+        raise
+    except Exception as error:  # of whatever kind torch's arithmetic comes to
+        raise ConfigError(
+            f"scheduler {section.type} refuses its params {section.params}: {first_lines(error)}",
+            remedy="see torch.optim.lr_scheduler, or infinity.schedules, for what it takes",
+        ) from error
+
+
+def _stand_in(optimizer: Optimizer) -> Optimizer:
+    """An optimizer with the same groups, over parameters of one element."""
+    groups = [
+        {name: deepcopy(value) for name, value in group.items() if name != "params"}
+        | {"params": [torch.nn.Parameter(torch.zeros(1))]}
+        for group in optimizer.param_groups
+    ]
+    return Optimizer(groups, dict(optimizer.defaults))
 
 
 def _per_group(optimizer: Optimizer, name: str, value: Any) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -14,56 +15,72 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from infinity.bench.rate_cache import KnownRates, kept_rates
+from infinity.blueprint import check_model, make_optimizer, plan_for
 from infinity.config import Config
+from infinity.cutting import Cut, cut_model
 from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityWarning
+from infinity.integrations.arguments import sort_arguments
 from infinity.integrations.front_door import Settings, read_settings
 from infinity.journal import Journal
 from infinity.memory.device import Device, find_device
 from infinity.model.cut import UnitSpec
 from infinity.model.materialize import Origins
 from infinity.optim.guest_probe import GuestMaker
-from infinity.optim.offloaded import OffloadedOptimizer
-from infinity.parts import Cut, Parts, check_model, cut_model, make_optimizer, plan_for
+from infinity.optim.offloaded import OffloadedOptimizer, mark_stepped
+from infinity.parts import Parts
 from infinity.plan.plan import Plan
-from infinity.schedules import known_schedules
+from infinity.schedules import make_schedule
 from infinity.training.birth import Progress
 from infinity.training.data import ResumableLoader
+from infinity.training.loss_scale import ScaleRules
 
 
 def initialize(
-    model: nn.Module,
-    config: Config | Mapping[str, Any] | str | Path | None = None,
-    *,
-    config_params: Config | Mapping[str, Any] | str | Path | None = None,
+    *positional: Any,
     args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | GuestMaker | None = None,
     model_parameters: Iterable[Any] | None = None,
     training_data: Any = None,
     lr_scheduler: Any = None,
-    batch_size: int | None = None,
+    distributed_port: Any = None,
+    mpu: Any = None,
+    dist_init_required: Any = None,
     collate_fn: Callable[..., Any] | None = None,
+    config: Config | Settings | Mapping[str, Any] | str | Path | None = None,
+    mesh_param: Any = None,
+    config_params: Config | Mapping[str, Any] | str | Path | None = None,
+    batch_size: int | None = None,
     units: Sequence[UnitSpec] | None = None,
     device: Device | torch.device | str | None = None,
     progress: Progress | None = None,
     poison: Callable[[Tensor], None] | None = None,
-    optimizer: torch.optim.Optimizer | GuestMaker | None = None,
 ) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
     """Take over a model's memory; returns `(engine, optimizer, dataloader, scheduler)`.
 
-    `config` (or `config_params`, or `args.deepspeed_config`) is ours or DeepSpeed's: that one is
-    translated, `engine.translation` and the journal say how, and it may give the `batch_size`.
+    `initialize(model, config)`, or by name, or in DeepSpeed's order. `config` (or `config_params`,
+    or `args.deepspeed_config`) is ours or DeepSpeed's: that one is translated, `engine.translation`
+    and the journal say how, and it may give the `batch_size`. `Settings`, which `read_settings`
+    made of one, are taken as they are.
 
     `model_parameters` are parameters or groups as for any torch optimizer (default: all that
     require grad); only they get optimizer state. `training_data` is a Dataset (wrapped in a
     DataLoader of `batch_size`) or any iterable (returned as it is). `lr_scheduler` is a scheduler
-    class or function of the optimizer, and wins over the config's. `units` overrides how the
-    model is cut. `progress(done_bytes, total_bytes, what)` is called while the initial state is
-    written. `poison` overwrites freed slots (tests).
+    class, a function of the optimizer, or an object over the optimizer that is passed; it wins over
+    the config's. `units` overrides how the model is cut. `progress(done_bytes, total_bytes, what)`
+    is called while the initial state is written. `poison` overwrites freed slots (tests).
+    `distributed_port` and `dist_init_required` are not used; `mpu` and `mesh_param` are refused.
 
     `optimizer` replaces the config's: any `torch.optim.Optimizer` class, a function of groups that
     makes one (`lambda groups: torch.optim.RMSprop(groups, lr=1e-3, centered=True)`), or an
     instance over the model's parameters that has no state yet. torch runs it tile by tile on fp32
     masters: slower than the built-in rules. It is tried out on small parameters first.
+    `CPUAdam` and `FusedAdam` become the built-in rule with their settings.
+
+    A model of which no parameter requires grad, or a DeepSpeed configuration without an optimizer
+    and no `model_parameters`, makes an engine for inference: it keeps weights only, parameters
+    require no grad until it is closed, `backward` and `step` are refused.
 
     The model may be larger than RAM: built under `infinity.Init`, under `torch.device("meta")`
     (then the modules' own initialisers make the values, see `model/initialisers.py`), or with
@@ -75,39 +92,61 @@ def initialize(
     Raises `ConfigError`, `DoesNotFitError` or `MachineError`; nothing is left open or behind
     then, and the model is as it was unless writing the initial state had begun.
     """
-    told = read_settings(config, config_params, args, batch_size, optimizer, lr_scheduler)
-    settings = told.config
+    given = sort_arguments(positional, {k: v for k, v in locals().items() if k != "positional"})
+    told = read_settings(
+        given["config"], given["config_params"], given["args"], batch_size,
+        given["optimizer"], given["lr_scheduler"], given["model_parameters"],
+    )  # fmt: skip
+    return _take_over(given, told)
+
+
+def _take_over(
+    given: Mapping[str, Any], told: Settings
+) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
+    """`initialize`, when it is known what was given and what was told."""
+    settings, model, client = told.config, given["model"], given["optimizer"]
     check_model(model)
     with ExitStack() as undo:
-        target = find_device(device)
+        target = find_device(given["device"])
         undo.callback(target.close)
         if settings.seed is not None:
             torch.manual_seed(settings.seed)
         origins = Origins(model, settings.seed)
-        offloaded = make_optimizer(model, settings, model_parameters, optimizer)
-        cut = cut_model(model, settings, offloaded, units)
+        groups = given["model_parameters"]
+        offloaded = make_optimizer(model, settings, groups, client, trains=told.trains)
+        cut = cut_model(model, settings, offloaded.param_groups, given["units"])
         plan = _make_plan(model, cut, settings, target, offloaded)
-        scheduler = _make_scheduler(settings, offloaded, lr_scheduler)
-        loader = _make_loader(training_data, told, collate_fn)
+        scheduler = None
+        if any(cut.trained):
+            scheduler = _make_scheduler(settings, offloaded, given["lr_scheduler"], client)
+        loader = _make_loader(given["training_data"], told, given["collate_fn"])
         journal = Journal(settings.journal) if settings.journal else None
         if journal is not None:
             undo.callback(journal.close)
         origins.check()
-        parts = Parts(model, cut, plan, settings, target, offloaded, origins, progress, poison)
+        parts = Parts(
+            model, cut, plan, settings, target, offloaded, origins,
+            given["progress"], given["poison"],
+        )  # fmt: skip
         undo.callback(parts.close)
         engine = Engine(
             model,
             parts,
             offloaded,
             gradient_clipping=float(settings.gradient_clipping),
+            scale_rules=ScaleRules.of(settings.loss_scale)
+            if settings.precision == "fp16"
+            else None,
             lr_scheduler=scheduler,
             journal=journal,
             config={name: entry["value"] for name, entry in settings.resolved().items()},
         )
-        engine.translation = told.translation
+        undo.callback(engine.close)  # no values: they may not fit RAM
+        engine.translation, engine.config = told.translation, told.given
+        engine.training_dataloader = loader
+        engine.set_train_micro_batch_size(told.batch_size)
         if isinstance(loader, ResumableLoader):
             engine.register_state("training_data", loader)
-        undo.callback(engine.close)  # no values: they may not fit RAM
         _announce(engine, told, journal)
         undo.pop_all()
     return engine, offloaded, loader, scheduler
@@ -137,9 +176,12 @@ def _make_loader(training_data: Any, told: Settings, collate_fn: Callable[..., A
 
 
 def _announce(engine: Engine, told: Settings, journal: Journal | None) -> None:
-    """What there is to say at the start, as warnings and in the journal."""
+    """What there is to say at the start: as warnings, by the logger, and in the journal."""
+    logger = logging.getLogger("infinity")
+    if told.translation is not None and logger.isEnabledFor(logging.INFO):
+        logger.info("%s", told.translation.describe())
     for warning in engine.warnings:
-        warnings.warn(warning, InfinityWarning, stacklevel=3)
+        warnings.warn(warning, InfinityWarning, stacklevel=4)
     if journal is not None:
         start = {"config": told.config.resolved(), "plan": engine.plan.describe()}
         start |= told.journal_entry()
@@ -154,23 +196,19 @@ def _rates_for(config: Config, device: Device) -> KnownRates:
     return kept_rates(paths if known else (), device, io=io, num_threads=num_threads)
 
 
-def _make_scheduler(config: Config, optimizer: OffloadedOptimizer, given: Any) -> Any:
-    """The scheduler the engine steps, or None."""
-    if given is not None:
-        if isinstance(given, torch.optim.lr_scheduler.LRScheduler):
+def _make_scheduler(config: Config, optimizer: OffloadedOptimizer, given: Any, client: Any) -> Any:
+    """The scheduler the engine steps, or None; `client` is the optimizer that was passed."""
+    if isinstance(given, torch.optim.lr_scheduler.LRScheduler):
+        if given.optimizer is not client:
             raise ConfigError(
-                "lr_scheduler is an object made over another optimizer",
-                remedy="pass a function: lr_scheduler=lambda optimizer: ..., or make the "
-                "scheduler over engine.optimizer and step it yourself",
+                "lr_scheduler is an object made over another optimizer than was passed",
+                remedy="pass that optimizer as well: initialize(optimizer=..., lr_scheduler=...); "
+                "or a function: lr_scheduler=lambda optimizer: ...",
             )
+        # It changes the groups, which are the engine's too; torch would warn that the optimizer
+        # it knows has not stepped.
+        mark_stepped(client)
+        return given
+    if given is not None:
         return given(optimizer)
-    if config.scheduler is None:
-        return None
-    kind = known_schedules()[config.scheduler.type]
-    try:
-        return kind(optimizer, **config.scheduler.params)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"scheduler {config.scheduler.type} refuses its params: {error}",
-            remedy="see torch.optim.lr_scheduler, or infinity.schedules, for what it takes",
-        ) from error
+    return None if config.scheduler is None else make_schedule(config.scheduler, optimizer)

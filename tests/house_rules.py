@@ -17,7 +17,10 @@ Rule = Callable[[Sources], list[str]]
 
 # What each room may import at run time; a room may always import itself. Imports that stand under
 # `if TYPE_CHECKING:` name types only, bind nothing, and are free.
+_CONFIG = {"config", "config_values", "config_optimizer", "config_source", "config_problems"}
+_CONFIG |= {"config_activations"}
 _FACTS = {"errors", "heap", "stable", "sizes", "formats", "config", "schedules", "journal"}
+_FACTS |= {"trace"}
 _MIDDLE = {"plan", "model", "optim", "memory"}
 _BELOW_ENGINE = _FACTS | _MIDDLE | {"checkpoint", "training"}
 ALLOWED: dict[str, set[str]] = {
@@ -27,30 +30,56 @@ ALLOWED: dict[str, set[str]] = {
     "sizes": {"errors"},
     "formats": set(),
     "stable": set(),
+    "crc32c": {"_aio"},
     "config_source": {"errors"},
     "config_problems": {"errors"},
     "schedules": {"errors"},
-    "config": {"errors", "sizes", "config_source", "config_problems", "schedules"},
+    "config_values": {"errors", "sizes"},
+    "config_activations": {"config_values"},
+    "config_optimizer": {"config_values", "schedules"},
+    "config": {"errors", "config_values", "config_optimizer", "config_source", "config_problems"}
+    | {"config_activations"},
     "journal": {"errors"},
+    "losses": {"errors"},
+    "trace": {"errors"},
     "heap": set(),
-    "plan": {"errors", "sizes", "formats", "config", "config_source", "config_problems"},
+    "plan": {"errors", "sizes", "formats"} | _CONFIG,
     "model": {"errors", "stable", "heap", "sizes", "config", "plan"},
     "optim": {"errors", "formats", "plan", "_adam"},
-    "memory": {"errors", "stable", "sizes", "formats", "config", "plan", "model", "optim", "_aio"},
-    "checkpoint": {"errors", "stable", "sizes", "formats", "heap", "model", "_aio"},
-    "training": _FACTS | _MIDDLE | {"checkpoint"},
-    "parts": _BELOW_ENGINE,
+    "memory": {"errors", "stable", "sizes", "formats", "config", "plan", "model", "optim", "_aio"}
+    | {"trace", "crc32c"},
+    "checkpoint": {"errors", "stable", "sizes", "formats", "heap", "model", "_aio", "crc32c"},
+    "training": _FACTS | _CONFIG | _MIDDLE | {"checkpoint"},
+    "cutting": _FACTS | {"plan", "model", "optim"},
+    "blueprint": _BELOW_ENGINE | {"config_optimizer", "cutting"},
+    "parts": _BELOW_ENGINE | {"blueprint", "cutting"},
     "engine_state": _BELOW_ENGINE | {"parts"},
-    "engine": _BELOW_ENGINE | {"parts", "engine_state"},
-    "startup": _BELOW_ENGINE | {"parts", "engine", "integrations", "bench"},
+    "engine_facts": _BELOW_ENGINE | {"parts", "engine_state"},
+    "engine_batch": _BELOW_ENGINE | {"engine_facts"},
+    "engine_calls": _BELOW_ENGINE | {"engine_batch"},
+    "engine": _BELOW_ENGINE | {"parts", "engine_calls"},
+    "startup": _BELOW_ENGINE | {"blueprint", "cutting", "parts", "engine", "integrations", "bench"},
     "weights": {"errors", "model", "training", "engine"},
+    # What scripts written for DeepSpeed import, over the rooms where things are done.
+    "zero": {"errors", "model", "engine", "integrations"},
+    "utils": {"errors", "sizes", "model", "checkpoint", "engine"},
+    "ops": {"optim"},
+    "runtime": {"schedules", "training", "engine"},
+    "comm": {"integrations"},
+    "checkpointing": {"errors"},
     # Below startup, which reads configurations with it: what needs an engine stands elsewhere.
-    "integrations": _BELOW_ENGINE | {"config_source", "config_problems"},
+    "integrations": _BELOW_ENGINE | _CONFIG,
+    "huggingface": _BELOW_ENGINE | _CONFIG | {"engine", "startup", "weights", "integrations"},
     "bench": {"errors", "sizes", "formats", "config", "plan", "optim", "memory", "_aio"},
+    "runs": _BELOW_ENGINE
+    | _CONFIG
+    | {"blueprint", "cutting", "engine", "startup", "huggingface", "bench", "__init__"},
     "cli": _BELOW_ENGINE
-    | {"parts", "engine", "startup", "weights", "integrations", "bench", "_aio", "_adam"}
-    | {"__init__"},
-    "__init__": _BELOW_ENGINE | {"engine", "startup", "weights", "integrations", "optim"},
+    | {"blueprint", "cutting", "parts", "engine", "startup", "weights", "integrations", "bench"}
+    | {"runs"}
+    | {"_aio", "_adam", "__init__", "config_source"},
+    "__init__": _BELOW_ENGINE
+    | {"engine", "startup", "weights", "integrations", "optim", "huggingface"},
 }
 DATA_ASSIGNER = "infinity/model/presence.py"
 PRIVATE_TORCH = "infinity/model/torch_private.py"

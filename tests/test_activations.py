@@ -14,24 +14,24 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from infinity.config import load_config
+from infinity.cutting import cut_model
 from infinity.model.target import target_of
-from infinity.parts import cut_model
 from infinity.plan.activations import LOGIT_BYTES, Activations, estimate_activations
-from infinity.plan.layout import PRECISIONS, ParameterFacts, UnitLayout, lay_out
+from infinity.plan.layout import (
+    PRECISIONS,
+    ParameterFacts,
+    UnitLayout,
+    lay_out,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from gpt import PRESETS, GPTConfig, build_gpt
 
 
-class _AllTrained:
-    def __init__(self, model: nn.Module) -> None:
-        self.param_groups = [{"params": list(model.parameters())}]
-
-
 def estimate(model: nn.Module, tokens: int, precision: str, recompute: bool = False) -> Activations:
     config = load_config({"precision": precision})
     target = target_of("test", model, {})
-    cut = cut_model(model, config, _AllTrained(model), None)
+    cut = cut_model(model, config, [{"params": list(model.parameters())}], None)
     return estimate_activations(
         cut.layouts,
         tokens,
@@ -74,9 +74,9 @@ def test_the_estimate_is_near_what_autograd_saves(
     tokens = torch.randint(config.vocab_size, (rows, config.context))
     measured = saved_bytes(model, lambda: model(tokens, tokens))
     found = estimate(model, tokens.numel(), precision)
-    # Of the two copies of the logits autograd keeps one.
-    expected = found.saved + found.logits // 2
-    assert measured / 1.35 < expected < measured * 1.35
+    # Of the three copies of the logits autograd keeps one.
+    expected = found.saved + found.logits // 3
+    assert measured / 1.2 < expected < measured * 1.2
 
 
 class GatedBlock(nn.Module):
@@ -120,7 +120,7 @@ def test_gated_blocks_with_grouped_queries() -> None:
     tokens = torch.randint(300, (2, 128))
     measured = saved_bytes(model, lambda: model(tokens))
     found = estimate(model, tokens.numel(), "fp32")
-    assert measured / 1.35 < found.saved + found.logits // 2 < measured * 1.35
+    assert measured / 1.1 < found.saved + found.logits // 3 < measured * 1.1
 
 
 def test_with_recomputation_blocks_keep_their_inputs() -> None:
@@ -139,7 +139,7 @@ def test_with_recomputation_blocks_keep_their_inputs() -> None:
     assert found.boundaries == sum(boundaries) + boundaries[0]
     one = GatedBlock(256, 704)
     x = torch.randn(2, 128, 256, requires_grad=True)
-    assert found.saved == pytest.approx(saved_bytes(one, lambda: one(x)), rel=0.35)
+    assert found.saved == pytest.approx(saved_bytes(one, lambda: one(x)), rel=0.1)
     assert found.saved < plain.saved / 3
     assert found.logits == plain.logits == tokens.numel() * 300 * LOGIT_BYTES
     assert found.gradients == plain.gradients
@@ -167,7 +167,8 @@ def test_a_block_of_gpt_by_hand() -> None:
     assert found.saved == 10 * 32 * h, "32 h bytes a token; Korthikanti et al. count 34"
     assert (found.boundaries, found.logits) == (0, 0)
     assert found.gradients >= 2 * sum(_product(shape) for shape in shapes)
-    assert found.total == found.saved + found.gradients
+    assert found.flow == 10 * 2 * 5 * h, "the residual's gradient, and that of the activation"
+    assert found.total == found.saved + max(found.flow, found.gradients)
     again = estimate_activations([one_unit("block", *shapes)], 10, recompute=True)
     assert (again.saved, again.boundaries) == (found.saved, 10 * h * 2)
 
@@ -182,13 +183,45 @@ def test_lookups_cost_nothing_heads_their_logits_and_experts_their_share() -> No
     found = estimate_activations(
         units, 8, lookups={0}, heads={1}, shares={3 + i: 0.5 for i in range(4)}
     )
-    assert found.logits == 8 * vocabulary * 8
+    assert found.logits == 8 * vocabulary * 12
     assert found.saved == 8 * 2 * (h + 2 * h + 4 * 0.5 * 5 * h)
     again = estimate_activations(
         units, 8, lookups={0}, heads={1}, shares={3 + i: 0.5 for i in range(4)}, recompute=True
     )
     assert again.boundaries == 2 * 8 * h * 2, "of the block, its experts included, and the head"
     assert again.saved == 8 * 2 * (2 * h + 4 * 0.5 * 5 * h)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["gate and up", "one matrix for both"])
+def test_a_gated_perceptron_keeps_what_leaves_its_activation(fused: bool) -> None:
+    h, inner = 64, 160
+    into = [(2 * inner, h)] if fused else [(inner, h), (inner, h)]
+    found = estimate_activations([one_unit("mlp", *into, (h, inner))], 10)
+    sides = sum(map(sum, into)) + h + inner
+    assert found.saved == 10 * 2 * (sides + inner)
+    assert found.flow == 10 * 2 * (h + 2 * inner)
+
+
+def test_rms_norms_keep_fp32_and_those_inside_heads_their_output() -> None:
+    h, head = 64, 16
+
+    def unit(names: dict[str, tuple[int, ...]], precision: str) -> UnitLayout:
+        form = PRECISIONS[precision]
+        facts = [
+            ParameterFacts(name, i, shape, form.dtype, _product(shape), form.weight, True, 0)
+            for i, (name, shape) in enumerate(names.items())
+        ]
+        return lay_out(0, "block", facts, form)
+
+    q = {"block.attn.q.weight": (h, h)}
+    for precision, item in (("bf16", 2), ("fp32", 4)):
+        plain = estimate_activations([unit(q, precision)], 10).saved
+        rms = unit({"block.norm.weight": (h,), **q}, precision)
+        assert estimate_activations([rms], 10).saved == plain + 10 * h * (4 - item)
+        layer = unit({"block.norm.weight": (h,), "block.norm.bias": (h,), **q}, precision)
+        assert estimate_activations([layer], 10).saved == plain
+        heads = unit({**q, "block.attn.q_norm.weight": (head,)}, precision)
+        assert estimate_activations([heads], 10).saved == plain + 10 * h * (4 + item)
 
 
 def test_nothing_takes_nothing() -> None:

@@ -71,11 +71,12 @@ def test_a_missing_path(tmp_path: Path) -> None:
     assert "mkdir -p" in text or "does not exist" in text
 
 
-def test_a_path_that_is_a_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("homes", [ON_DISK, ON_DEVICE], ids=["disk", "device"])
+def test_a_path_that_is_a_file(tmp_path: Path, homes: dict[str, str]) -> None:
     file = tmp_path / "file"
     file.write_text("x")
     with pytest.raises(MachineError, match="not a directory"):
-        infinity.initialize(small_model(), settings(file))
+        infinity.initialize(small_model(), settings(file, homes=homes))
     assert list(tmp_path.iterdir()) == [file]
 
 
@@ -258,3 +259,18 @@ def test_a_child_leaves_the_scratch_directory_to_its_parent(tmp_path: Path) -> N
         assert os.waitpid(child, 0)[1] == 0
         assert list(tmp_path.iterdir())
         assert len(train(engine, 1)) == 1
+
+
+def test_a_file_in_the_place_of_checkpoints_or_weights(tmp_path: Path) -> None:
+    file = tmp_path / "afile"
+    file.write_text("x")
+    (tmp_path / "nvme").mkdir()
+    with small_engine(tmp_path / "nvme", ON_DEVICE) as engine:
+        for wrong in (
+            lambda: engine.load_checkpoint(file),
+            lambda: engine.save_checkpoint(file),
+            lambda: engine.save_checkpoint(file / "below"),
+            lambda: infinity.load_weights(engine, tmp_path / "nosuch"),
+        ):
+            with pytest.raises(InfinityError, match="try: "):
+                wrong()

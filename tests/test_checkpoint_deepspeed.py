@@ -223,7 +223,7 @@ def lean_part(made: dict[str, Tensor], group: list[str], rank: int, ranks: int, 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_lookalikes_are_imported_bit_for_bit(
     tmp_path: Path, stage: int, ranks: int, dtype: torch.dtype
 ) -> None:
@@ -236,11 +236,16 @@ def test_lookalikes_are_imported_bit_for_bit(
         assert weight.dtype is dtype
         if dtype is torch.bfloat16:
             weight = join(weight.reshape(-1), found[f"residual/{name}"].reshape(-1))
+        elif dtype is torch.float16:
+            assert torch.equal(weight, master.to(dtype))
+            weight = found[f"master/{name}"]
         assert torch.equal(weight.view(master.shape), master)
         assert torch.equal(found[f"moment1/{name}"], made["exp_avg"][name])
         assert torch.equal(found[f"moment2/{name}"], made["exp_avg_sq"][name])
     assert torch.equal(found["frozen/fixed"], torch.arange(7.0).to(dtype))
     assert torch.equal(found["buffers/mask"], torch.tensor([True, False]))
+    wanted = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    assert manifest.precision == wanted[dtype]
     assert manifest.global_steps == 11
     assert {p.step for p in manifest.parameters if p.trained} == {9}
     assert next(p.aliases for p in manifest.parameters if p.name == "emb") == ("tied",)

@@ -17,6 +17,7 @@ from torch import Tensor
 from infinity.checkpoint import blocks
 from infinity.checkpoint.layout import BLOCK_BYTES
 from infinity.checkpoint.reader import CheckpointReader
+from infinity.checkpoint.root import no_latest
 from infinity.errors import CheckpointError, ConfigError, InfinityError, MachineError
 
 SHAPES = {"a": (1000, 900), "b": (3,), "c": (2000, 1100), "d": (0, 4), "e": ()}
@@ -209,3 +210,10 @@ def test_other_block_sizes_are_read(saved: tuple[Path, Sample], tmp_path: Path) 
 
     rewrite(path / "manifest.json", change)
     assert same_content(content(tmp_path, "t"), made.content)
+
+
+def test_a_tag_given_as_the_root_is_said_to_be_one(saved: tuple[Path, Sample]) -> None:
+    root, _ = saved
+    text = no_latest(root / "t")
+    assert text.endswith(f'but is a checkpoint itself: load_checkpoint("{root}", tag="t")')
+    assert no_latest(root.parent) == f"{root.parent} has no checkpoint that is called the latest"

@@ -157,7 +157,9 @@ def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
             part = data[: min(left, data.numel())]
             writer.write(stream, part)
             left -= part.numel()
-    assert memory_kib() - before < 16 << 10
+    # Blocks of 1 MiB: those on their way, and one to fill for each stream; and what malloc takes.
+    blocks_mib = blocks.WRITES_IN_FLIGHT + len(made.streams)
+    assert memory_kib() - before < (blocks_mib + 4) << 10
     writer.abort()
 
 

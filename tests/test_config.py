@@ -130,7 +130,7 @@ def test_a_deepspeed_configuration_is_recognised() -> None:
 @pytest.mark.parametrize(
     ("source", "part"),
     [
-        ({"precision": "fp16"}, "precision: 'fp16' is not supported yet; use bf16"),
+        ({"precision": "half"}, "precision: "),
         ({"durable": True}, "durable: true: nvme_path must be given, state is kept there"),
         ({"resume": "auto"}, "resume: auto needs durable: true"),
         ({"durable_every": 0}, "durable_every"),
@@ -149,6 +149,13 @@ def test_a_deepspeed_configuration_is_recognised() -> None:
         ({"io": {"block_size": 0}}, "io.block_size: should be greater than 0"),
         ({"chunk_size": True}, "chunk_size: should be"),
         ({"journal": 3}, "journal: should be a path, got 3"),
+        ({"update": "gpu"}, "got 'gpu'; did you mean 'device'?"),
+        ({"homes": {"weights": "gpu"}}, "got 'gpu'; did you mean 'device'?"),
+        ({"homes": {"weights": "cpu"}}, "got 'cpu'; did you mean 'host'?"),
+        ({"resume": "yes"}, """should be "auto", "never", or the directory of a run, got 'yes'"""),
+        ({"resume": True}, 'should be "auto", "never", or the directory of a run, got True'),
+        ({"trace_steps": -1}, "counted from 1, got -1"),
+        ({"hints": {"live_parameters": 1.5}}, "hints.live_parameters: "),
         ({1: 2}, "1"),
     ],
 )
@@ -322,3 +329,16 @@ def test_defaults_of_rules_are_those_of_torch(kind: str) -> None:
 )  # fmt: skip
 def test_what_a_rule_does_not_take_is_refused(optimizer: dict[str, Any], words: str) -> None:
     assert words in refusal({"optimizer": optimizer})
+
+
+def test_numbers_of_parameters_may_be_floats() -> None:
+    hints = load_config({"hints": {"live_parameters": 1e9, "weights_in_ram": "2e6"}}).hints
+    assert (hints.live_parameters, hints.weights_in_ram) == (10**9, 2 * 10**6)
+    assert type(hints.live_parameters) is int
+
+
+def test_a_text_is_said_to_be_taken_for_a_path() -> None:
+    text = refusal("train_batch_size: 4\n" * 500)
+    assert len(text) < 300
+    assert "train_batch_size: 4...: not a configuration file" in text
+    assert "taken for the path of a file, and the name has no ending" in text

@@ -91,6 +91,39 @@ def test_a_block_that_is_used_twice_is_one_unit() -> None:
     assert sum(block in c.modules for c in cuts) == 1
 
 
+def test_what_is_as_large_as_half_a_block_stands_alone_in_a_deep_model() -> None:
+    """Together they would be the largest unit, and every buffer has the size of that one."""
+    deep = nn.ModuleDict(
+        {
+            "embedding": nn.Embedding(12, 8),  # 96 elements; 1 % of the model
+            "blocks": nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(150)),
+            "norm": nn.LayerNorm(8),
+            "head": nn.Linear(8, 12, bias=False),
+        }
+    )
+    cutter = Cutter(deep)
+    cuts = cutter.cut()
+    assert [cut.name for cut in cuts if "blocks" not in cut.name] == ["embedding", "rest", "head"]
+    assert max(sum(cutter.parameters[i].numel() for i in cut.parameters) for cut in cuts) == 96
+    assert_each_parameter_once(deep, cuts)
+
+
+def test_leftovers_are_packed_into_units_no_larger_than_a_block() -> None:
+    deep = nn.ModuleDict(
+        {
+            "blocks": nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(100)),
+            **{f"w{m}": nn.Linear(m, 1, bias=False) for m in (30, 31, 29, 28, 27, 9)},
+        }
+    )
+    cutter = Cutter(deep)
+    sizes = {
+        cut.name: sum(cutter.parameters[i].numel() for i in cut.parameters)
+        for cut in cutter.cut()
+        if "blocks" not in cut.name
+    }
+    assert sizes == {"rest": 30 + 31, "rest.1": 29 + 28, "rest.2": 27 + 9}
+
+
 def test_each_expert_is_a_unit() -> None:
     model = Routed()
     cuts = cut_by_name(model)

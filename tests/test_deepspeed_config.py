@@ -6,18 +6,22 @@ import argparse
 import base64
 import itertools
 import json
+import logging
+import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.small import ON_DISK, assert_nothing_left, batch, masters, same, small_model, train
 from torch.utils.data import TensorDataset
 
 import infinity
-from infinity.config import Config, load_config
+from infinity.config import Config, HintsConfig, load_config
+from infinity.config_optimizer import LossScaleConfig
 from infinity.config_problems import DEEPSPEED_NAMES
 from infinity.errors import ConfigError
 from infinity.integrations.deepspeed.draft import Key, Verdict
@@ -76,6 +80,7 @@ DECAY = scheduled("WarmupDecayLR", total_num_steps=100)
 COSINE = scheduled("WarmupCosineLR", total_num_steps=100)
 RANGE = scheduled("LRRangeTest")
 WARMUP = scheduled("WarmupLR")
+HALF = {"fp16.enabled": True}
 
 # Of each key that is done: a value, what it makes of ours, and the keys that it needs beside it.
 DONE: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
@@ -86,6 +91,13 @@ DONE: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "dataloader_drop_last": (True, {}, {}),
     "bf16.enabled": (True, {"precision": "bf16"}, {}),
     "bf16.bf16_optimizer_states": (True, {"optimizer.moments": "bf16"}, {"bf16.enabled": True}),
+    "fp16.enabled": (True, {"precision": "fp16", "loss_scale.value": 0.0}, {}),
+    "fp16.loss_scale": (128, {"loss_scale.value": 128.0}, HALF),
+    "fp16.initial_scale_power": (12, {"loss_scale.initial_power": 12}, HALF),
+    "fp16.loss_scale_window": (1e2, {"loss_scale.window": 100}, HALF),
+    "fp16.hysteresis": (3, {"loss_scale.hysteresis": 3}, HALF),
+    "fp16.consecutive_hysteresis": (True, {"loss_scale.consecutive_hysteresis": True}, HALF),
+    "fp16.min_loss_scale": (0.5, {"loss_scale.min": 0.5}, HALF),
     "data_types.param_dtype": ("fp32", {"precision": "fp32"}, {}),
     "optimizer.type": ("Adam", {"optimizer.type": "AdamW"}, {}),
     f"{PARAMS}.lr": ("3e-4", {"optimizer.lr": 3e-4}, {}),
@@ -134,6 +146,8 @@ DONE: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     f"{ZERO}.stage": (3, {}, {}),
     f"{ZERO}.sub_group_size": (1e5, {"chunk_size": 48 * 2048}, {}),
     f"{ZERO}.stage3_prefetch_bucket_size": (0, {"look_ahead": 0}, {}),
+    f"{ZERO}.stage3_max_live_parameters": (3e8, {"hints.live_parameters": 300_000_000}, {}),
+    f"{ZERO}.offload_param.max_in_cpu": (1e9, {"hints.weights_in_ram": 10**9}, {}),
     f"{ZERO}.cpu_offload": (True, {"homes.moments": "host"}, {}),
     f"{ZERO}.cpu_offload_param": (True, {"homes.weights": "host"}, {}),
     f"{ZERO}.offload_param.device": ("cpu", {"homes.weights": "host"}, {}),
@@ -158,7 +172,8 @@ DONE: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 # Of each key that may be refused: a value that is, and one that is not.
 REFUSED: dict[str, tuple[Any, Any]] = {
     "managed_gradient_accumulation": (False, True),
-    "fp16.enabled": (True, False),
+    "fp16.auto_cast": (True, False),
+    "bf16.auto_cast": (True, False),
     "torch_autocast.enabled": (True, False),
     "amp": ({"enabled": True, "opt_level": "O1"}, {"enabled": False, "opt_level": "O1"}),
     "data_types.buffer_dtype": ("fp32", None),
@@ -420,6 +435,8 @@ def test_batch_sizes_that_are_auto() -> None:
         ({"bf16.enabled": False, "fp16.enabled": False}, "fp32"),
         ({"bf16.enabled": "auto", "fp16.enabled": "auto"}, "bf16"),
         ({"bf16.enabled": True, "data_types.param_dtype": "bf16"}, "bf16"),
+        ({"fp16.enabled": True, "bf16.enabled": False}, "fp16"),
+        ({"fp16.enabled": True, "data_types.param_dtype": "fp16"}, "fp16"),
     ],
     ids=str,
 )
@@ -430,10 +447,24 @@ def test_precision(more: dict[str, Any], expected: str) -> None:
 def test_precision_that_contradicts_itself() -> None:
     text = refusal({"bf16.enabled": True, "fp16.enabled": True})
     assert "cannot both be enabled" in text
-    assert "fp16 with loss scaling is not built yet" in text
     assert "the run computes in bf16" in refusal(
         {"bf16.enabled": True, "data_types.param_dtype": "fp32"}
     )
+    assert "the run computes in fp16" in refusal({**HALF, "data_types.param_dtype": "bf16"})
+
+
+def test_the_loss_scale_of_a_run_that_has_none_or_one_that_stays() -> None:
+    given = {"fp16.initial_scale_power": 5, "fp16.hysteresis": 4, "fp16.loss_scale": 0}
+    off = translated(given)
+    assert values(off.config) == values(translated().config)
+    assert row(off, "fp16.hysteresis")["note"] == "not used: fp16 is not enabled"
+    dynamic = translated({**HALF, **given}).config.loss_scale
+    assert (dynamic.value, dynamic.initial_power, dynamic.hysteresis) == (0.0, 5, 4)
+    static = translated({**HALF, **given, "fp16.loss_scale": 64})
+    assert static.config.loss_scale == LossScaleConfig(value=64.0)
+    assert row(static, "fp16.hysteresis")["note"] == "not used: the scale is 64 all the time"
+    text = refusal({**HALF, "fp16.min_loss_scale": 100, "fp16.initial_scale_power": 3})
+    assert "fp16.min_loss_scale: 100 is above the first scale" in text
 
 
 @pytest.mark.parametrize(
@@ -622,6 +653,8 @@ def test_hints_never_stop_a_run() -> None:
     config = translated({f"{ZERO}.{name}": value for name, value in hints.items()}).config
     assert config.chunk_size == 2048
     assert config.look_ahead == 2
+    # What people copy says nothing.
+    assert translated({f"{ZERO}.stage3_max_live_parameters": 1e9}).config.hints == HintsConfig()
     assert translated({f"{ZERO}.sub_group_size": 1e9}).config.chunk_size == "auto"
     assert translated({f"{OFFLOAD}.buffer_count": 0}).config.homes.moments == "auto"
 
@@ -676,7 +709,7 @@ def test_unknown_keys_are_told_with_the_nearest(more: dict[str, Any], words: str
 def test_every_mistake_is_told_at_once() -> None:
     text = refusal(
         {
-            "train_batch_size": 3, "gradient_accumulation_steps": 2, "fp16.enabled": True,
+            "train_batch_size": 3, "gradient_accumulation_steps": 2, "torch_autocast.enabled": True,
             f"{ZERO}.stage": 4, f"{ZERO}.stge": 3, f"{OFFLOAD}.device": "nvme",
             "aio.queue_depth": 1000, "aio.block_size": 5000, "optimizer.type": "Lamb",
             "scheduler.type": "None", "aio.thread_count": 2, "aio.intra_op_parallelism": 3,
@@ -765,6 +798,68 @@ def test_keys_given_twice() -> None:
         assert f"{name}: given twice in one section" in str(caught.value)
 
 
+QUOTELESS = """
+// no braces around it, few quotes, no commas
+train_batch_size: 8
+optimizer: {
+  type: AdamW
+  params: {
+    lr: 1e-3
+    betas: [0.9, 0.99]
+  }
+}
+bf16: { enabled: true }
+zero_optimization: {
+  stage: 2  # a number, whatever follows
+  sub_group_size: 1e9
+}
+wandb: {
+  project:
+    '''
+    two
+    lines
+    '''
+}
+"""
+
+
+def test_hjson_without_quotes_and_commas(tmp_path: Path) -> None:
+    same = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.99]}},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2, "sub_group_size": 1e9},
+        "wandb": {"project": "two\nlines"},
+    }
+    (tmp_path / "ds.hjson").write_text(QUOTELESS)
+    (tmp_path / "ds.json").write_text(QUOTELESS)
+    braced = f"{{{QUOTELESS}}}"
+    for form in (
+        tmp_path / "ds.hjson", tmp_path / "ds.json", braced,
+        base64.b64encode(braced.encode()).decode(),
+    ):  # fmt: skip
+        found = translate_deepspeed(form)
+        assert found.config == translate_deepspeed(same).config
+        assert found.table() == translate_deepspeed(same).table()
+    (tmp_path / "ds.hjson").write_text(QUOTELESS.replace("stage: 2", "stage: 2\n stage: 3"))
+    with pytest.raises(ConfigError, match="stage: given twice in one section"):
+        translate_deepspeed(tmp_path / "ds.hjson")
+
+
+def test_hjson_is_asked_for_where_json_will_not_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "hjson", None)  # as if it were not installed
+    for name in ("ds.hjson", "ds.json"):
+        (tmp_path / name).write_text(QUOTELESS)
+        with pytest.raises(ConfigError, match="try: pip install hjson; or write it as JSON"):
+            translate_deepspeed(tmp_path / name)
+    (tmp_path / "ds.hjson").write_text(COMMENTED)
+    assert translate_deepspeed(tmp_path / "ds.hjson").config.precision == "bf16"
+    (tmp_path / "ours.json").write_text("seed: 3")
+    assert find_source(tmp_path / "ours.json") is None
+
+
 @pytest.mark.parametrize(
     ("raw", "theirs"),
     [
@@ -789,17 +884,22 @@ def test_names_that_only_deepspeed_has() -> None:
     assert top - set(Config.model_fields) == DEEPSPEED_NAMES
 
 
+def test_compile_is_a_section_of_theirs_and_a_switch_of_ours() -> None:
+    assert find_source({"compile": {"deepcompile": False}, "gradient_clipping": 1.0}) is not None
+    assert find_source({"compile": True, "gradient_clipping": 1.0}) is None
+
+
 def test_what_is_not_theirs_is_left_to_our_own_reader(tmp_path: Path) -> None:
     (tmp_path / "ours.json").write_text('{"seed": 3}')
     (tmp_path / "broken.json").write_text("{")
-    (tmp_path / "broken.hjson").write_text("{ stage: 3 }")
+    (tmp_path / "broken.hjson").write_text("{ stage: 3")
     (tmp_path / "bytes.json").write_bytes(b"\xff")
     for source in (
         {}, load_config({}), tmp_path / "ours.json", tmp_path / "broken.json", tmp_path, 3,
         tmp_path / "none.json", "7b", "Zm9vYmFy", tmp_path / "bytes.json", "run.yaml",
     ):  # fmt: skip
         assert find_source(source) is None
-    with pytest.raises(ConfigError, match="write it as JSON"):
+    with pytest.raises(ConfigError, match=r"neither JSON .* nor Hjson"):
         find_source(tmp_path / "broken.hjson")
     with pytest.raises(ConfigError, match="not a DeepSpeed configuration"):
         translate_deepspeed({"seed": 3})
@@ -948,8 +1048,8 @@ def test_an_optimizer_that_is_passed_replaces_the_section(tmp_path: Path) -> Non
 
 def test_a_refused_configuration_leaves_the_model_alone() -> None:
     model = small_model()
-    with pytest.raises(ConfigError, match="loss scaling is not built yet"):
-        infinity.initialize(model, {"train_batch_size": 1, "fp16": {"enabled": True}})
+    with pytest.raises(ConfigError, match="apex is not used"):
+        infinity.initialize(model, {"train_batch_size": 1, "amp": {"enabled": True}})
     assert model(batch(0)).isfinite()
 
 
@@ -964,3 +1064,61 @@ def test_no_process_group_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ConfigError, match="WORLD_SIZE=4"):
         infinity.init_distributed(dist_backend="nccl")
+
+
+def test_paths_and_numbers_of_python(tmp_path: Path) -> None:
+    found = translated(
+        {
+            "zero_optimization.offload_param.device": "nvme",
+            "zero_optimization.offload_param.nvme_path": tmp_path,
+            "train_batch_size": np.int64(8),
+            "gradient_accumulation_steps": np.int32(2),
+            "gradient_clipping": np.float32(0.5),
+        }
+    )
+    assert found.config.nvme_path == (tmp_path,)
+    assert (found.batch_size, found.config.gradient_accumulation_steps) == (4, 2)
+    assert found.config.gradient_clipping == 0.5
+    json.dumps(found.table())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("zero_optimization.offload_param.nvme_path", 5),
+        ("train_batch_size", "x"),
+        ("optimizer.type", 5),
+    ],
+)
+def test_a_wrong_value_is_not_said_to_be_missing(key: str, value: Any) -> None:
+    text = refusal({"zero_optimization.offload_param.device": "nvme",
+                    "zero_optimization.offload_param.nvme_path": "/a", key: value})  # fmt: skip
+    assert text.startswith("1 mistake in")
+    assert f"{key}: should be" in text
+    assert "must be given" not in text
+
+
+def test_keys_of_ours_are_named_by_their_section() -> None:
+    ours = {"budgets": {}, "homes": {"weight": "disk"}, "look_ahead": -1}
+    text = refusal({"infinity": ours, "gradient_clipping": -1})
+    for name in ("infinity.budgets: unknown", "infinity.homes.weight: ", "infinity.look_ahead: "):
+        assert f"- {name}" in text
+    assert "- gradient_clipping: " in text
+
+
+def test_the_table_is_made_for_who_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made: list[str] = []
+
+    def describe(self: Translation) -> str:
+        made.append("table")
+        return "the table"
+
+    monkeypatch.setattr(Translation, "describe", describe)
+    for level, expected in ((logging.WARNING, []), (logging.INFO, ["table"])):
+        with caplog.at_level(level, "infinity"):
+            engine, *_ = infinity.initialize(small_model(), nested(LEAST))
+            engine.close()
+        assert made == expected
+    assert "the table" in caplog.text

@@ -107,9 +107,9 @@ def test_a_model_is_needed(files: tuple[str, str]) -> None:
 
 
 def test_mistakes_are_one_message(files: tuple[str, str]) -> None:
-    Path(files[0]).write_text(json.dumps({**HF, "fp16": {"enabled": True}, "zero_optimisation": 1}))
+    Path(files[0]).write_text(json.dumps({**HF, "amp": {"enabled": True}, "zero_optimisation": 1}))
     code, out, error = run(files[0], "--model", files[1], *DESKTOP)
     assert (code, out) == (2, "")
     assert f"2 mistakes in {files[0]}:" in error
     assert "did you mean 'zero_optimization'?" in error
-    assert "fp16 with loss scaling is not built yet" in error
+    assert "apex is not used" in error

@@ -63,7 +63,22 @@ def converted() -> nn.Module:
     return nn.Sequential(nn.Linear(40, 40), nn.Conv2d(3, 6, 3), nn.BatchNorm1d(40)).bfloat16()
 
 
-BUILDS: list[Callable[[], nn.Module]] = [Rough, Generators, lstm, transformer, converted]
+def weight_normed() -> nn.Module:
+    """As in wav2vec2: initialised through the norm; of the last layer both parts are large."""
+    norm = nn.utils.parametrizations.weight_norm
+    first = norm(nn.Conv1d(24, 24, 3), dim=2)
+    second = norm(nn.Conv1d(24, 24, 3), dim=1)
+    nn.init.normal_(second.weight, std=0.1)
+    third, fourth = norm(nn.Linear(24, 9)), norm(nn.Linear(24, 400))
+    with torch.no_grad():
+        for layer in (first, second, third, fourth):
+            layer.bias.normal_().add_(layer.weight.mean())
+    return nn.Sequential(first, second, third, fourth)
+
+
+BUILDS: list[Callable[[], nn.Module]] = [
+    Rough, Generators, lstm, transformer, converted, weight_normed,
+]  # fmt: skip
 
 
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:

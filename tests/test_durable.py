@@ -373,7 +373,7 @@ def start(path: Path, model: nn.Module | None = None, **more: Any) -> Engine:
 def test_a_new_run_says_that_there_is_an_old_one(tmp_path: Path, finished: Path) -> None:
     with pytest.warns(InfinityWarning, match="resume: auto") as caught:
         start(tmp_path, durable=False).close()
-    assert any(str(finished) in str(w.message) and "step 1" in str(w.message) for w in caught)
+    assert any(str(finished) in str(w.message) and "update 1" in str(w.message) for w in caught)
     assert list(tmp_path.iterdir()) == [finished]
 
 
@@ -409,7 +409,7 @@ def test_several_that_fit(tmp_path: Path, finished: Path) -> None:
     for directory, at in zip(
         (finished, *(set(tmp_path.iterdir()) - {finished})), (1, 0), strict=True
     ):
-        assert f"{directory} (step {at}, 20" in str(caught.value)
+        assert f"{directory} (update {at}, 20" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ import torch
 
 import infinity
 from infinity.errors import ConfigError
+from infinity.trace.reader import read_timeline
+from infinity.trace.shares import Shares
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
@@ -435,7 +437,7 @@ def test_bench_step_reports_ratios(tmp_path: Path, micro_batches: str) -> None:
     command = [
         sys.executable, str(BENCH), "--model", "gpt-tiny", "--rounds", "2", "--warmup", "1",
         "--tokens", "128", "--micro-batches", micro_batches, "--path", str(tmp_path), "--json",
-        "--compare", "deepspeed",
+        "--compare", "deepspeed", "--traces", str(tmp_path / "kept"),
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     code, output, errors = finish(process)
@@ -447,4 +449,41 @@ def test_bench_step_reports_ratios(tmp_path: Path, micro_batches: str) -> None:
     disk = report["contenders"]["infinity_disk"]
     for lane in ("disk_read", "disk_write"):
         assert disk["moved_bytes"][lane] == disk["predicted_bytes"][lane]
-    assert list(tmp_path.iterdir()) == []
+    assert "gpu_idle_share" not in report["contenders"]["torch_ram"]
+    for name in ("infinity_ram", "infinity_disk"):
+        facts = report["contenders"][name]
+        assert facts["gpu_idle_share"] == pytest.approx(1 - facts["busy_share"]["compute"])
+        assert 0 < facts["busy_share"]["compute"] <= 1
+        assert (facts["busy_share"]["disk"] > 0) == (name == "infinity_disk")
+        assert facts["verdict"].startswith("all 2 steps: ")
+        assert f"{name} was busy: compute" in errors
+        shares = Shares(read_timeline(tmp_path / "kept" / f"trace-{name}.json"))
+        assert shares.whole is not None
+        assert shares.whole.share("compute") == facts["busy_share"]["compute"]
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+@needs_engine
+@pytest.mark.parametrize(
+    "arguments",
+    [["quickstart.py"], ["deepspeed_style.py"], ["deepspeed_style.py", "stage3"]],
+)
+def test_short_examples_run_and_learn(arguments: list[str]) -> None:
+    name, *rest = arguments
+    path = REPOSITORY / "examples" / name
+    process = subprocess.run(
+        [sys.executable, str(path), *rest],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert process.returncode == 0, process.stderr
+    words = [line.split() for line in process.stdout.splitlines() if line.startswith("step")]
+    losses = [float(line[line.index("loss") + 1]) for line in words]
+    assert losses[-1] < 0.75 * losses[0]
+    assert "Meant for" in path.read_text()
+
+
+def test_the_quickstart_is_short() -> None:
+    assert len((REPOSITORY / "examples" / "quickstart.py").read_text().splitlines()) <= 40

@@ -1,7 +1,7 @@
 """KeyboardInterrupt at any point of engine(), backward() or step(), and then the same bits.
 
 The rule a loop follows: the next micro-batch is number
-`(global_steps + skipped_steps) * micro_batches + micro_step`. After an exception in `backward` the
+`global_steps * micro_batches + micro_step`. After an exception in `backward` the
 accumulation window starts over (`micro_step` is 0); after one in a forward nothing was lost; a
 `step` has happened, or the window starts over. (Struck between `backward` and `step`, a loop may
 still call `step`.)
@@ -48,6 +48,7 @@ from torch.utils.checkpoint import checkpoint
 import infinity
 from infinity.engine import Engine
 from infinity.errors import PresenceError
+from infinity.training.recovery import Recovery
 
 LIBRARY = str(Path(infinity.__file__).parent)
 CALLS = {Engine.__call__.__code__, Engine.backward.__code__, Engine.step.__code__}
@@ -165,6 +166,40 @@ class LineStrikes:
         sys.settrace(self._before)
 
 
+class LineStrikesTwice(LineStrikes):
+    """Strikes again at a random line of what the first strike makes the engine take back."""
+
+    def __init__(self, seed: int) -> None:
+        chosen = random.Random(seed)
+        super().__init__(lambda: chosen.randint(1, 15_000))
+        self._chosen = chosen
+        self._mend = Recovery.mend
+        self.num_lines: list[int] = []  # of the recoveries that ran to their end
+        self.inside: list[str] = []  # where a recovery was struck
+
+    def _mend_struck(self, recovery: Recovery) -> None:
+        if not recovery.left:
+            return
+        before, struck = self.lines, len(self.struck)
+        self._at = self.lines + self._chosen.randint(1, max(self.num_lines, default=100))
+        sys.settrace(self._trace)
+        try:
+            self._mend(recovery)
+            self.num_lines.append(self.lines - before)
+        finally:
+            self.inside += self.struck[struck:]
+
+    def __enter__(self) -> LineStrikesTwice:
+        super().__enter__()
+        mine = self._mend_struck
+        Recovery.mend = lambda recovery: mine(recovery)  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        Recovery.mend = self._mend  # type: ignore[method-assign]
+        super().__exit__(*exc_info)
+
+
 def assert_restored(engine: Engine) -> None:
     """Between two calls no stack of ours or of torch's holds anything."""
     hooks = engine._parts.hooks
@@ -177,8 +212,7 @@ def assert_restored(engine: Engine) -> None:
 
 
 def next_index(engine: Engine) -> int:
-    steps = engine.global_steps + engine.skipped_steps
-    return steps * engine.plan.micro_batches + engine.micro_step
+    return engine.global_steps * engine.plan.micro_batches + engine.micro_step
 
 
 def train_through(
@@ -198,6 +232,8 @@ def train_through(
         except KeyboardInterrupt:
             assert strikes is not None
             where = strikes.struck[-1]
+            if isinstance(strikes, LineStrikesTwice):
+                next_index(engine)  # whatever is read first mends what is left
             try:
                 assert_restored(engine)
             except AssertionError as error:
@@ -273,11 +309,13 @@ def run_struck(
     strikes: TimerStrikes | LineStrikes,
     *,
     fake_seed: int | None = None,
+    fake: FakeAccelerator | None = None,
     **more: Any,
 ) -> None:
     """Train under strikes, and compare with an undisturbed run."""
     losses, expected = undisturbed(path, build, **more)
-    fake = FakeAccelerator(fake_seed) if fake_seed is not None else None
+    if fake_seed is not None:
+        fake = FakeAccelerator(fake_seed)
     arguments = {"device": fake} if fake is not None else {}
     with (
         explained(strikes),
@@ -332,9 +370,10 @@ def test_any_line_may_be_struck(tmp_path: Path, case: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20, 32))
-def test_any_line_may_be_struck_on_an_accelerator(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("case", ["disk_bf16_two", "mixed_three"])
+def test_any_line_may_be_struck_on_an_accelerator(tmp_path: Path, case: str, seed: int) -> None:
     strikes = any_line(seed)
-    run_struck(tmp_path, no_recompute, strikes, fake_seed=seed, **CASES["disk_bf16_two"])
+    run_struck(tmp_path, no_recompute, strikes, fake_seed=seed, **CASES[case])
     assert len(strikes.struck) >= 3
 
 
@@ -346,6 +385,22 @@ def test_any_line_may_be_struck_while_recomputing(
     strikes = any_line(seed)
     run_struck(tmp_path, build, strikes, **CASES["disk_bf16_two"])
     assert len(strikes.struck) >= 3
+
+
+@pytest.mark.parametrize("seed", range(60, 72))
+@pytest.mark.parametrize("case", ["disk_bf16_two", "mixed_three"])
+def test_what_a_strike_takes_back_may_be_struck_too(tmp_path: Path, case: str, seed: int) -> None:
+    strikes = LineStrikesTwice(seed)
+    run_struck(tmp_path, no_recompute, strikes, **CASES[case])
+    assert len(strikes.inside) >= 2
+
+
+@pytest.mark.parametrize("seed", range(80, 88))
+def test_what_a_strike_takes_back_on_an_accelerator_may_be_struck_too(
+    tmp_path: Path, seed: int
+) -> None:
+    build = recompute if seed % 2 else no_recompute
+    run_struck(tmp_path, build, LineStrikesTwice(seed), fake_seed=seed, **CASES["disk_bf16_two"])
 
 
 @pytest.mark.big

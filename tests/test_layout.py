@@ -12,6 +12,7 @@ from infinity.formats import MOMENT_BLOCK, MomentFormat
 from infinity.plan.layout import (
     BF16,
     ELEMENT_ALIGN,
+    FP16,
     FP32,
     MOMENTS,
     PAGE,
@@ -28,7 +29,9 @@ from infinity.plan.layout import (
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int8": 1, "bool": 1}
 moments = st.lists(st.sampled_from(MomentFormat), max_size=len(MOMENTS)).map(tuple)
-precisions = st.builds(lambda p, m: replace(p, moments=m), st.sampled_from([BF16, FP32]), moments)
+precisions = st.builds(
+    lambda p, m: replace(p, moments=m), st.sampled_from([BF16, FP16, FP32]), moments
+)
 shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 frozen_dtypes = st.sampled_from(sorted(ITEMSIZES))
 
@@ -157,8 +160,8 @@ def test_a_part_holds_values_and_scales_and_less_than_a_page_more(
 ) -> None:
     count = blocks * ELEMENT_ALIGN
     assert precision.nbytes(Kind.WEIGHT, count) == count * precision.weight
-    if precision.residual:
-        assert precision.nbytes(Kind.RESIDUAL, count) == count * precision.residual
+    if precision.rest_kind is not None:
+        assert precision.nbytes(precision.rest_kind, count) == count * precision.rest
     sizes = {"fp32": 4 * count, "bf16": 2 * count, "bf16_stochastic": 2 * count}
     for kind in precision.moment_kinds:
         needed = sizes.get(precision.format_of(kind).value, count + 4 * (count // MOMENT_BLOCK))
@@ -168,7 +171,9 @@ def test_a_part_holds_values_and_scales_and_less_than_a_page_more(
 def test_the_kinds_of_a_precision() -> None:
     assert BF16.kinds == (Kind.WEIGHT, Kind.RESIDUAL, Kind.MOMENT1, Kind.MOMENT2)
     assert FP32.kinds == (Kind.WEIGHT, Kind.MOMENT1, Kind.MOMENT2)
+    assert FP16.kinds == (Kind.WEIGHT, Kind.MASTER, Kind.MOMENT1, Kind.MOMENT2)
     assert BF16.bytes_per_parameter == FP32.bytes_per_parameter == 12
+    assert FP16.bytes_per_parameter == 14
     assert replace(BF16, moments=()).kinds == (Kind.WEIGHT, Kind.RESIDUAL)
     three = replace(FP32, moments=(MomentFormat.INT8,) * 3)
     assert three.kinds == (Kind.WEIGHT, Kind.MOMENT1, Kind.MOMENT2, Kind.MOMENT3)

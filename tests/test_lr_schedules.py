@@ -15,8 +15,9 @@ import torch
 from support.small import small_engine, train
 
 from infinity.config import load_config
+from infinity.config_optimizer import SchedulerConfig
 from infinity.errors import ConfigError, InfinityWarning
-from infinity.schedules import OURS, known_schedules
+from infinity.schedules import OURS, known_schedules, make_schedule
 
 BASE = (3e-4, 7e-3)  # the groups' own rates
 BY_NAME = {schedule.__name__: schedule for schedule in OURS}
@@ -347,3 +348,47 @@ def test_an_engine_refuses_a_schedule_whose_parameters_make_no_sense(tmp_path: P
         small_engine(tmp_path, scheduler=warmup),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("StepLR", {"step_size": 0}),
+        ("StepLR", {"step_size": "x"}),
+        ("CosineAnnealingLR", {"T_max": 0}),
+        ("ExponentialLR", {"gamma": "x"}),
+        ("CyclicLR", {"base_lr": 1e-4, "max_lr": 1e-3, "step_size_up": 0}),
+        ("StepLR", {"step_size": 1, "last_epoch": 3}),
+    ],
+    ids=str,
+)
+def test_what_torch_refuses_in_a_step_is_refused_before(name: str, params: dict[str, Any]) -> None:
+    target = optimizer()
+    section = SchedulerConfig(type=name, params=params)
+    with pytest.raises(ConfigError, match=f"scheduler {name} refuses its params"):
+        make_schedule(section, target)
+    assert [group["lr"] for group in target.param_groups] == list(BASE)
+    assert all("initial_lr" not in group for group in target.param_groups)
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("OneCycleLR", {"max_lr": 1e-3, "total_steps": 1}),
+        ("ReduceLROnPlateau", {}),
+        ("OneCycle", {"cycle_min_lr": [1e-4, 1e-5], "cycle_max_lr": 1e-3}),
+        ("CosineAnnealingLR", {"T_max": 4}),
+    ],
+    ids=str,
+)
+def test_trying_a_schedule_changes_nothing(name: str, params: dict[str, Any]) -> None:
+    tried, plain = optimizer(), optimizer()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = make_schedule(SchedulerConfig(type=name, params=params), tried)
+    expected = known_schedules()[name](plain, **params)
+    assert type(made) is type(expected)
+    for one, other in zip(tried.param_groups, plain.param_groups, strict=True):
+        assert {k: v for k, v in one.items() if k != "params"} == {
+            k: v for k, v in other.items() if k != "params"
+        }

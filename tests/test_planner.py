@@ -60,7 +60,7 @@ def refusal(*args: Any, **kwargs: Any) -> str:
 
 def assert_sums(plan: Plan) -> None:
     """Every byte of every unit rests exactly once, and the memory table says so."""
-    per_state = plan.precision.residual + 8  # two fp32 moments
+    per_state = plan.precision.rest + 8  # two fp32 moments
     for tier in Tier:
         parts = plan.memory[tier.value]
         at = [h for h in zip(plan.units, plan.homes, strict=True)]  # noqa: C416
@@ -120,7 +120,7 @@ def test_an_explicit_home_that_does_not_fit_is_refused_and_not_moved(kind: str, 
     st.integers(0, 400),
     st.integers(0, 400),
     st.sampled_from([1, 2]),
-    st.sampled_from(["fp32", "bf16"]),
+    st.sampled_from(["fp32", "fp16", "bf16"]),
     st.sampled_from([0, 5000]),
 )
 @settings(max_examples=60, deadline=None)
@@ -306,7 +306,7 @@ rules = st.builds(
 )
 
 
-@given(sizes_of_units, rules, st.sampled_from(["bf16", "fp32"]), st.sampled_from(TIERS))
+@given(sizes_of_units, rules, st.sampled_from(["bf16", "fp16", "fp32"]), st.sampled_from(TIERS))
 @settings(max_examples=60, deadline=None)
 def test_sizes_follow_the_rule_and_its_formats(
     sizes: list[int], rule: RuleFacts, precision: str, tier: str
@@ -320,7 +320,7 @@ def test_sizes_follow_the_rule_and_its_formats(
     chunk = largest if rule.whole else min(4096, largest)
     assert plan.chunk_elements == chunk
     assert (rule.whole and "chunk_size 4096 is not used" in plan.describe()) or not rule.whole
-    weight, residual = (2, 2) if precision == "bf16" else (4, 0)
+    weight, residual = {"bf16": (2, 2), "fp16": (2, 4), "fp32": (4, 0)}[precision]
 
     def state(count: int) -> int:
         total = 0

@@ -29,7 +29,7 @@ from infinity.engine import Engine
 from infinity.errors import PresenceError
 from infinity.memory.residency import Where
 from infinity.model.presence import ParameterMap, placeholder
-from infinity.training.hooks import SavedTensors
+from infinity.training.saved_tensors import SavedTensors
 
 CPU = torch.device("cpu")
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64]

@@ -28,7 +28,7 @@ from torch import Tensor
 
 import infinity
 from infinity.checkpoint.deepspeed_import import import_deepspeed
-from infinity.checkpoint.masters import read_master
+from infinity.checkpoint.masters import CheckpointWeights
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.checkpoint.writer import CheckpointWriter
 from infinity.errors import (
@@ -82,7 +82,8 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowWriter]:
 
 def saved_masters(root: Path, tag: str) -> dict[str, Tensor]:
     with CheckpointReader(root, tag) as reader:
-        return {p.name: read_master(reader, p.name) for p in reader.manifest.parameters}
+        weights = CheckpointWeights(reader)
+        return {p.name: weights.master(p.name) for p in weights.parameters}
 
 
 @every_home

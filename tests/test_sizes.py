@@ -66,7 +66,7 @@ def test_a_shown_size_reads_back_within_its_digits(num_bytes: int) -> None:
     if "PiB" in shown or "EiB" in shown:
         return
     # Two digits after the point of a number that is at least 1.
-    assert abs(parse_size(shown) - num_bytes) <= max(1, num_bytes * 0.0051)
+    assert abs(parse_size(shown) - num_bytes) <= 1 + num_bytes * 0.0051
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, MachineError
 from infinity.model.cut import Cutter
+from infinity.model.foreign import explained
 from infinity.model.skeleton import FAMILIES, NAMED, build_skeleton, read_model_config
 
 _LLAMA = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
@@ -123,3 +124,44 @@ def test_senseless_numbers_are_refused_by_name(value: object) -> None:
 def test_an_unknown_family_names_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"nonesuch"):
         build_skeleton({"model_type": "nonesuch", "hidden_size": 8})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": 9999999999}, "a positive integer below 2^31"),
+        ({"num_attention_heads": 8192}, "num_attention_heads=8192 and hidden_size=4096"),
+    ],
+    ids=str,
+)
+def test_numbers_that_make_no_model(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_skeleton(NAMED["7b"] | changes)
+    assert words in str(caught.value)
+    assert "head_dim=" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "bloom", "n_head": 0}, "ZeroDivisionError"),
+        ({"model_type": "opt", "hidden_size": "abc"}, "'hidden_size' expected int, got str"),
+        ({"model_type": "gptj", "n_embd": 1e30}, "n_embd"),
+        ({"model_type": "olmo", "rope_scaling": 5}, "rope_parameters"),
+    ],
+    ids=str,
+)
+def test_what_transformers_trips_over_is_a_mistake_in_the_config(
+    config: dict[str, Any], words: str
+) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(ConfigError, match="transformers cannot build") as caught:
+        build_skeleton(config)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), KeyboardInterrupt(), MachineError("full")])
+def test_what_is_no_mistake_passes_through(error: BaseException) -> None:
+    with pytest.raises(type(error)) as caught, explained("no"):
+        raise error
+    assert caught.value is error

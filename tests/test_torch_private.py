@@ -5,15 +5,19 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 
 from infinity.model.torch_private import (
     inside_function_transform,
+    is_weight_norm,
     storage_use_count,
     top_saved_tensors_hooks,
+    weight_norm_anywhere,
 )
 
 
@@ -133,3 +137,35 @@ def test_a_dispatch_mode_does_not_import_the_compiler() -> None:
         "assert 'torch._dynamo' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class _Calls(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[bool] = []
+
+    def __torch_function__(
+        self, call: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.seen.append(is_weight_norm(call))
+        return call(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_weight_norm_operation_by_operation_is_torchs(dim: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(dim)
+    v = torch.randn(6, 8, 5, generator=generator).to(dtype)
+    g = torch.norm_except_dim(v, 2, dim) * 1.5
+    with _Calls() as calls:
+        expected = torch._weight_norm(v, g, dim)
+    assert calls.seen == [True]
+    assert torch.equal(weight_norm_anywhere(v, g, dim), expected)
+    turned, others = v.transpose(0, 2), g.transpose(0, 2)
+    expected = torch._weight_norm(turned, others, 2 - dim)
+    assert torch.equal(weight_norm_anywhere(turned, others, 2 - dim), expected)
+    with _Calls() as calls:
+        _ = torch.nn.utils.parametrizations.weight_norm(torch.nn.Conv1d(4, 4, 3), dim=2).weight
+    assert any(calls.seen)
+    with pytest.raises(RuntimeError, match="same device"):  # if not, none of this is needed
+        torch._weight_norm(v.to("meta"), g, dim)

@@ -1,7 +1,7 @@
 """One contender of `bench_step.py`, alive in a child process and stepping only when told to.
 
 Protocol: JSON lines. The first line on stdin is the job; then {"do": "turn", "steps": n},
-{"do": "phases"} or {"do": "close"}; every request gets one line on stdout.
+{"do": "phases"}, {"do": "shares"} or {"do": "close"}; every request gets one line on stdout.
 
 Note: what a turn measures. `engine.step()` returns while its sweep still runs, and between turns
 others must have the machine to themselves. So a turn takes one step more than it times (the time
@@ -11,6 +11,7 @@ and ends by waiting for what is pending, untimed.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -19,16 +20,19 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-import gpt
-from _plain import DTYPES, PlainTorch, compute_device
+import presets
+from _plain import DTYPES, PlainTorch
 from _process import peak_rss_bytes
 
 import infinity
 from infinity.config import load_config
+from infinity.trace.reader import read_timeline
+from infinity.trace.report import step_data
+from infinity.trace.shares import Shares
 
 HYPER_PARAMETERS = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 HOMES = {
@@ -42,17 +46,24 @@ class Contender:
 
     def __init__(self, job: dict[str, Any]) -> None:
         self.job = job
-        shape = gpt.shape_of(job["model"], job["context"], job["checkpointing"])
-        self.vocab_size = shape.vocab_size
-        self.device = compute_device()
-        self.model = gpt.build_gpt(shape, DTYPES[job["precision"]], seed=0)
+        self.shape = presets.shape_of(job["model"], job["context"], job["checkpointing"])
+        self.device = torch.device(job["device"])
         self.generator = torch.Generator().manual_seed(1)
         self.last_loss = float("nan")
+
+    def build(self) -> nn.Module:
+        """The model; the same weights for all that build it on the same device."""
+        return presets.build(self.shape, DTYPES[self.job["precision"]], seed=0)
+
+    def synchronize(self) -> None:
+        """Wait for the device, so that a clock tells the truth."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def batch(self) -> list[tuple[Tensor, Tensor]]:
         """Return one step's micro-batches."""
         shape = (self.job["micro_batches"], 2, self.job["rows"], self.job["context"])
-        tokens = torch.randint(0, self.vocab_size, shape, generator=self.generator)
+        tokens = torch.randint(0, self.shape.vocab_size, shape, generator=self.generator)
         tokens = tokens.to(self.device)
         return [(part[0], part[1]) for part in tokens]
 
@@ -65,11 +76,18 @@ class Contender:
 
     def facts(self) -> dict[str, Any]:
         """Return what is known after a turn."""
-        return {"peak_rss_bytes": peak_rss_bytes(), "loss": self.last_loss}
+        facts = {"peak_rss_bytes": peak_rss_bytes(), "loss": self.last_loss}
+        if self.device.type == "cuda":
+            facts["peak_device_bytes"] = torch.cuda.max_memory_allocated(self.device)
+        return facts
 
     def phases(self) -> dict[str, float]:
-        """Return the times of one step in parts; only the engine with all in RAM has them."""
+        """Return the times of one step in parts: forward, backward, update."""
         raise NotImplementedError
+
+    def shares(self) -> dict[str, Any]:
+        """Take the steps that are traced; who was busy for how much of them. Empty without one."""
+        return {}
 
     def close(self) -> None:
         """End."""
@@ -80,7 +98,7 @@ class Contender:
         times = []
         for _ in range(num_steps):
             started = time.perf_counter()
-            self.step()
+            self.step()  # reads the loss: the device has finished the forward by then
             times.append(time.perf_counter() - started)
         facts = self.facts()
         self.settle()
@@ -92,12 +110,39 @@ class TorchInRam(Contender):
 
     def __init__(self, job: dict[str, Any]) -> None:
         super().__init__(job)
-        model = self.model.to(self.device)
-        self.plain = PlainTorch(model, load_config(engine_config(job, "infinity_ram")))
+        with self.device:  # built where it stays
+            model = self.build()
+        config = load_config(engine_config(job | {"device": "cpu"}, "infinity_ram"))
+        self.plain = PlainTorch(model, config)
 
     def step(self) -> None:
         """Do one whole training step."""
         self.last_loss = self.plain.step(self.batch())[-1]
+
+    def settle(self) -> None:
+        """Wait for the device."""
+        self.synchronize()
+
+    def phases(self) -> dict[str, float]:
+        """Forward and backward of one micro-batch, and what a step has left."""
+        parts: list[float] = []
+        tokens, targets = self.batch()[0]
+        for _ in range(2):  # the first brings gradients into being
+            self.synchronize()
+            times = [time.perf_counter()]
+            loss = self.plain.model(tokens, targets)
+            self.synchronize()
+            times.append(time.perf_counter())
+            loss.backward()
+            self.synchronize()
+            times.append(time.perf_counter())
+            parts = [b - a for a, b in itertools.pairwise(times)]
+        started = time.perf_counter()
+        self.step()
+        self.synchronize()
+        step_s = time.perf_counter() - started
+        update_s = max(step_s - self.job["micro_batches"] * sum(parts), 0.0)
+        return {"forward_s": parts[0], "backward_s": parts[1], "update_s": update_s}
 
 
 class Infinity(Contender):
@@ -105,8 +150,11 @@ class Infinity(Contender):
 
     def __init__(self, job: dict[str, Any]) -> None:
         super().__init__(job)
+        self.num_steps = 0
         config = load_config(engine_config(job, job["contender"]))
-        self.engine, *_ = infinity.initialize(model=self.model, config=config, device=self.device)
+        with infinity.Init():  # it may be larger than RAM
+            model = self.build()
+        self.engine, *_ = infinity.initialize(model=model, config=config, device=self.device)
 
     def step(self) -> None:
         """Do one whole training step."""
@@ -115,10 +163,26 @@ class Infinity(Contender):
             self.last_loss = loss.item()
             self.engine.backward(loss)
             self.engine.step()
+        self.num_steps += 1
+
+    def shares(self) -> dict[str, Any]:
+        """Steps beyond the timed ones: nothing is recorded before. The trace stays for a person."""
+        first, last = self.job["trace_steps"]
+        while self.num_steps <= last:  # it is closed with the step after its last
+            self.step()
+        self.settle()
+        whole = Shares(read_timeline(trace_of(self.job))).whole
+        assert whole is not None
+        assert whole.name == f"all {last + 1 - first} steps"
+        found = step_data(whole)
+        return {key: found[key] for key in ("busy_share", "binds", "verdict")} | {
+            "gpu_idle_share": found["idle_share"]
+        }
 
     def settle(self) -> None:
         """Wait until every update is home."""
         self.engine.settle()
+        self.synchronize()
 
     def facts(self) -> dict[str, Any]:
         """Return what is known after a turn."""
@@ -135,6 +199,7 @@ class Infinity(Contender):
     def phases(self) -> dict[str, float]:
         """Time forward, backward and update of one step, each alone."""
         self.engine.settle()
+        self.synchronize()
         forward_s = backward_s = 0.0
         batch = self.batch()
         for tokens, targets in batch:
@@ -147,7 +212,9 @@ class Infinity(Contender):
             backward_s += time.perf_counter() - ended
             started = time.perf_counter()
             self.engine.step()
+        self.num_steps += 1
         self.engine.settle()
+        self.synchronize()
         update_s = time.perf_counter() - started
         return {
             "forward_s": forward_s / len(batch),
@@ -161,7 +228,7 @@ class Infinity(Contender):
 
 
 class DeepSpeed(Contender):
-    """The peer: ZeRO-3 with parameters and optimizer on NVMe, with the settings that run."""
+    """The peer: ZeRO-3 with parameters and optimizer on NVMe or in RAM, with settings that run."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         super().__init__(job)
@@ -173,11 +240,11 @@ class DeepSpeed(Contender):
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         import deepspeed
 
-        deepspeed.init_distributed(dist_backend="gloo")
+        deepspeed.init_distributed(dist_backend="gloo" if self.device.type == "cpu" else "nccl")
+        model = self.build()
+        config = deepspeed_config(job, max(p.numel() for p in model.parameters()))
         self.engine, *_ = deepspeed.initialize(
-            model=self.model,
-            model_parameters=list(self.model.parameters()),
-            config=deepspeed_config(job),
+            model=model, model_parameters=list(model.parameters()), config=config
         )
 
     def step(self) -> None:
@@ -198,7 +265,13 @@ CONTENDERS = {
     "infinity_ram": Infinity,
     "infinity_disk": Infinity,
     "deepspeed_nvme": DeepSpeed,
+    "deepspeed_cpu": DeepSpeed,
 }
+
+
+def trace_of(job: dict[str, Any]) -> Path:
+    """The file of this contender's trace."""
+    return Path(job["traces"]) / f"trace-{job['contender']}.json"
 
 
 def engine_config(job: dict[str, Any], contender: str) -> dict[str, Any]:
@@ -209,22 +282,52 @@ def engine_config(job: dict[str, Any], contender: str) -> dict[str, Any]:
         "gradient_clipping": 1.0,
         "gradient_accumulation_steps": job["micro_batches"],
         "homes": HOMES[contender],
+        "trace": str(trace_of(job)),
+        "trace_steps": job["trace_steps"],
     }
+    if job["device"] == "cuda":  # what its budget holds rests on the device: the plan chooses
+        config["budget"] = {"device": job["device_budget"]} if job["device_budget"] else {}
+        if contender == "infinity_ram":
+            del config["homes"]
     if contender == "infinity_disk":
         config["nvme_path"] = job["path"]
         if job["host_budget"] is not None:  # what fits in it stays in RAM: the plan chooses
-            config["budget"] = {"host": job["host_budget"]}
+            config["budget"] = config.get("budget", {}) | {"host": job["host_budget"]}
             del config["homes"]
     return config
 
 
-def deepspeed_config(job: dict[str, Any]) -> dict[str, Any]:
-    """Return DeepSpeed's config: its defaults crash here, these values run (look-ahead off)."""
+def deepspeed_config(job: dict[str, Any], largest: int) -> dict[str, Any]:
+    """Return DeepSpeed's config; `largest` is the number of elements of the largest parameter.
+
+    On a CPU its defaults crash, these values run (look-ahead off); on a GPU they are its defaults,
+    with what its users set for offloading.
+    """
     path = str(Path(job["path"]) / "deepspeed")
-    optimizer = {"device": "nvme", "nvme_path": path, "pin_memory": True, "buffer_count": 4,
-                 "pipeline_read": False, "pipeline_write": False}  # fmt: skip
-    parameters = {"device": "nvme", "nvme_path": path, "pin_memory": True, "buffer_count": 12,
-                  "buffer_size": int(3e7), "max_in_cpu": 0}  # fmt: skip
+    if job["contender"] == "deepspeed_cpu":
+        optimizer: dict[str, Any] = {"device": "cpu", "pin_memory": True}
+        parameters: dict[str, Any] = {"device": "cpu", "pin_memory": True}
+    else:
+        optimizer = {"device": "nvme", "nvme_path": path, "pin_memory": True, "buffer_count": 4,
+                     "pipeline_read": False, "pipeline_write": False}  # fmt: skip
+        parameters = {"device": "nvme", "nvme_path": path, "pin_memory": True, "buffer_count": 12,
+                      "buffer_size": max(int(3e7), largest), "max_in_cpu": 0}  # fmt: skip
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "contiguous_gradients": True,
+        "offload_optimizer": optimizer,
+        "offload_param": parameters,
+    }
+    if job["device"] == "cpu":
+        zero |= {
+            "overlap_comm": False,
+            "sub_group_size": int(3e7),
+            "stage3_prefetch_bucket_size": 0,
+            "stage3_max_live_parameters": 0,
+            "stage3_max_reuse_distance": 0,
+            "stage3_param_persistence_threshold": int(1e5),
+            "reduce_bucket_size": int(5e7),
+        }
     return {
         "train_micro_batch_size_per_gpu": job["rows"],
         "gradient_accumulation_steps": job["micro_batches"],
@@ -232,19 +335,7 @@ def deepspeed_config(job: dict[str, Any]) -> dict[str, Any]:
         "steps_per_print": 10**9,
         "bf16": {"enabled": job["precision"] == "bf16"},
         "optimizer": {"type": "AdamW", "params": HYPER_PARAMETERS},
-        "zero_optimization": {
-            "stage": 3,
-            "overlap_comm": False,
-            "contiguous_gradients": True,
-            "sub_group_size": int(3e7),
-            "stage3_prefetch_bucket_size": 0,
-            "stage3_max_live_parameters": 0,
-            "stage3_max_reuse_distance": 0,
-            "stage3_param_persistence_threshold": int(1e5),
-            "reduce_bucket_size": int(5e7),
-            "offload_optimizer": optimizer,
-            "offload_param": parameters,
-        },
+        "zero_optimization": zero,
         "aio": {"block_size": 2**20, "queue_depth": 8, "intra_op_parallelism": 1,
                 "single_submit": False, "overlap_events": True},
     }  # fmt: skip
@@ -271,6 +362,8 @@ def serve(requests: TextIO, replies: TextIO) -> None:
                 reply(contender.turn(request["steps"]))
             elif request["do"] == "phases":
                 reply(contender.phases())
+            elif request["do"] == "shares":
+                reply(contender.shares())
             else:
                 break
     finally:

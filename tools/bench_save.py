@@ -2,12 +2,21 @@
 """Time checkpoints: what a save costs the training loop, and how fast its bytes reach the disk.
 
     python tools/bench_save.py --path /mnt/nvme --json
+    python tools/bench_save.py --path /mnt/nvme --durable  # what committing steps costs instead
 
 A perceptron with as much state as is asked for is trained with its state in RAM, or on disk. Each
 round takes an ordinary step, then a save and the steps behind it until the checkpoint is there,
 then the same save again with nothing else going on, and a plain O_DIRECT write of as many bytes:
 so ratios are within a round. `stall_steps` is how many ordinary steps the loop lost by a save;
-`rate_ratio` the undisturbed save's bytes per second against the plain write's.
+`rate_ratio` the undisturbed save's bytes per second against the plain write's; the removal of the
+checkpoint before is timed apart (`prune_s`), as that of the plain file is not timed. State that
+rests on disk is read from the drive that it is written to: `copy_ratio` compares such a save with
+a copy of as many bytes from a file to a file, 32 MiB under way, nothing looked at. `*_cpu_s` are
+the seconds of a core that the whole process took, which other load on the machine changes less.
+
+With `--durable` two engines take turns, one with `durable: true`; a turn ends when all is written
+and committed, once. `commit_s` is what it takes longer than the other's; `ratio` what that makes of
+a step where the plan commits every `durable_every`-th.
 """
 
 from __future__ import annotations
@@ -28,6 +37,8 @@ import torch
 from torch import nn
 
 import infinity
+from infinity import _aio
+from infinity.checkpoint.root import prune
 from infinity.engine import Engine
 
 HOMES = {
@@ -36,17 +47,21 @@ HOMES = {
 }
 _WIDTH = 2048
 _BLOCK = 4 << 20
+_COPIED = 8  # blocks under way at once while a file is copied
+_STEPS = 4  # of a turn, at most
 
 
-def make_engine(path: Path, homes: str, num_layers: int) -> Engine:
-    """An engine over a deep perceptron, fp32."""
+def make_engine(path: Path, homes: str, num_layers: int, **more: Any) -> Engine:
+    """An engine over a deep perceptron, fp32; `more` goes into its configuration."""
     torch.manual_seed(0)
+    path.mkdir(exist_ok=True)
     model = nn.Sequential(*[nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(num_layers)])
     config = {
         "precision": "fp32",
         "nvme_path": str(path),
         "homes": HOMES[homes],
         "optimizer": {"lr": 1e-5},
+        **more,
     }
     engine, *_ = infinity.initialize(model, config)
     return engine
@@ -60,7 +75,7 @@ def step(engine: Engine, batch: torch.Tensor) -> float:
     return time.perf_counter() - start
 
 
-def plain_write(path: Path, nbytes: int) -> float:
+def plain_write(path: Path, nbytes: int, *, keep: bool = False) -> float:
     """Seconds of an O_DIRECT write of incompressible bytes into a fresh file, fsync included."""
     block = mmap.mmap(-1, _BLOCK)
     block.write(os.urandom(_BLOCK))
@@ -75,7 +90,47 @@ def plain_write(path: Path, nbytes: int) -> float:
     finally:
         os.close(descriptor)
     seconds = time.perf_counter() - start
-    name.unlink()
+    if not keep:
+        name.unlink()
+    return seconds
+
+
+def plain_copy(path: Path, nbytes: int) -> float:
+    """Seconds of an O_DIRECT copy of a file into a fresh one, fsync included."""
+    source, target = path / "plain.bin", path / "copy.bin"
+    plain_write(path, nbytes, keep=True)
+    memory = torch.frombuffer(mmap.mmap(-1, _COPIED * _BLOCK), dtype=torch.uint8)
+    blocks = [memory[at : at + _BLOCK] for at in range(0, _COPIED * _BLOCK, _BLOCK)]
+    os.close(os.open(target, os.O_WRONLY | os.O_CREAT, 0o600))
+    start = time.perf_counter()
+    engine = _aio.Engine(queue_depth=16)
+    files = _aio.File(str(source), read_only=True), _aio.File(str(target))
+    files[1].allocate(nbytes)
+    under_way: dict[int, _aio.Ticket] = {}
+
+    def submit(operation: int, file: _aio.File, number: int) -> None:
+        block = blocks[number % _COPIED]
+        pieces = [(file, number * _BLOCK, _BLOCK, block.data_ptr())]
+        under_way[number % _COPIED] = engine.submit(operation, pieces, keep=memory)
+
+    count, ahead = nbytes // _BLOCK, _COPIED // 2
+    for number in range(count + ahead):
+        if number < count:
+            if number >= _COPIED:
+                under_way[number % _COPIED].wait()
+            submit(_aio.READ, files[0], number)
+        if number >= ahead:
+            under_way[(number - ahead) % _COPIED].wait()
+            submit(_aio.WRITE, files[1], number - ahead)
+    for ticket in under_way.values():
+        ticket.wait()
+    files[1].sync()
+    seconds = time.perf_counter() - start
+    for file in files:
+        file.close()
+    engine.close()
+    source.unlink()
+    target.unlink()
     return seconds
 
 
@@ -93,11 +148,17 @@ def measure(engine: Engine, path: Path, batch: torch.Tensor, number: int) -> dic
     busy_s = time.perf_counter() - start
     lost_s = call_s + sum(behind) - len(behind) * usual_s
     engine.settle()
-    start = time.perf_counter()
-    saved = engine.save_checkpoint(path, f"{number}-alone", keep_last=1, wait=True)
-    alone_s = time.perf_counter() - start
+    start, cpu_start = time.perf_counter(), time.process_time()
+    saved = engine.save_checkpoint(path, f"{number}-alone", wait=True)
+    alone_s, alone_cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
     nbytes = sum(f.stat().st_size for f in saved.iterdir())
+    cpu_start = time.process_time()
     plain_s = plain_write(path, nbytes)
+    plain_cpu_s = time.process_time() - cpu_start
+    copy_s = plain_copy(path, nbytes)
+    start = time.perf_counter()
+    prune(path, 1)
+    prune_s = time.perf_counter() - start
     return {
         "step_s": usual_s,
         "call_s": call_s,
@@ -105,10 +166,56 @@ def measure(engine: Engine, path: Path, batch: torch.Tensor, number: int) -> dic
         "busy_s": busy_s,
         "stall_steps": lost_s / usual_s,
         "alone_s": alone_s,
+        "alone_cpu_s": alone_cpu_s,
         "plain_s": plain_s,
+        "plain_cpu_s": plain_cpu_s,
+        "copy_s": copy_s,
+        "prune_s": prune_s,
         "nbytes": nbytes,
         "rate_ratio": plain_s / alone_s,
+        "copy_ratio": copy_s / alone_s,
     }
+
+
+def turn(engine: Engine, batch: torch.Tensor, steps: int) -> float:
+    """Seconds a step of a row of steps, until everything is written and committed."""
+    engine.settle()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step(engine, batch)
+    engine.settle()
+    return (time.perf_counter() - start) / steps
+
+
+def measure_durable(folder: Path, arguments: argparse.Namespace, homes: str) -> dict[str, Any]:
+    """All rounds of an engine against one that commits its steps."""
+    batch = torch.randn(arguments.tokens, _WIDTH)
+    layers = arguments.layers
+    with make_engine(folder / "planned", homes, layers, durable=True) as planned:
+        every = planned.plan.durable_every
+    # Between two commits a step is an ordinary one, so a turn has one commit, however seldom.
+    steps = min(every, _STEPS)
+    more = {"durable": True, "durable_every": steps}
+    with (
+        make_engine(folder / "plain", homes, layers) as plain,
+        make_engine(folder / "durable", homes, layers, **more) as durable,
+    ):
+        rounds = []
+        for number in range(-1, arguments.rounds):
+            plain_s, durable_s = turn(plain, batch, steps), turn(durable, batch, steps)
+            if number < 0:  # nothing was learnt yet, and the second sides never written
+                continue
+            commit_s = (durable_s - plain_s) * steps
+            ratio = 1 + commit_s / (every * plain_s)
+            rounds.append({"plain_s": plain_s, "commit_s": commit_s, "ratio": ratio})
+        return {
+            "median": {key: statistics.median(r[key] for r in rounds) for key in rounds[0]},
+            "rounds": rounds,
+            "durable_every": every,
+            "steps_a_turn": steps,
+            "commit_bytes": durable.plan.commit_bytes,
+            "parameters": layers * _WIDTH**2,
+        }
 
 
 def parse() -> argparse.Namespace:
@@ -119,6 +226,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--homes", choices=[*HOMES, "both"], default="both")
+    parser.add_argument("--durable", action="store_true", help="time durable steps, not saves")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 
@@ -128,6 +236,8 @@ def run(arguments: argparse.Namespace, homes: str) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="bench-save-", dir=arguments.path))
     batch = torch.randn(arguments.tokens, _WIDTH)
     try:
+        if arguments.durable:
+            return measure_durable(folder, arguments, homes)
         with make_engine(folder, homes, arguments.layers) as engine:
             for _ in range(3):
                 step(engine, batch)
@@ -148,12 +258,21 @@ def main() -> None:
         return
     for name, result in results.items():
         m = result["median"]
+        if arguments.durable:
+            print(
+                f"{name:5} {result['parameters'] / 1e6:.0f}M parameters, a commit every "
+                f"{result['durable_every']} steps takes {m['commit_s']:.3f} s more than those of "
+                f"{m['plain_s']:.3f} s: {m['ratio']:.3f} x"
+            )
+            continue
         print(
             f"{name:5} {result['parameters'] / 1e6:.0f}M parameters, "
             f"{m['nbytes'] / 2**30:.2f} GiB: step {m['step_s']:.2f} s, "
             f"save() returns after {m['call_s']:.2f} s, loses "
             f"{m['stall_steps']:.2f} steps ({m['steps_behind']:.0f} run behind it), alone "
-            f"{m['alone_s']:.2f} s = {m['rate_ratio']:.2f} x the plain write's rate"
+            f"{m['alone_s']:.2f} s = {m['rate_ratio']:.2f} x the plain write's rate, "
+            f"{m['copy_ratio']:.2f} x a copy's; {m['alone_cpu_s']:.2f} s of a core, "
+            f"{m['plain_cpu_s']:.2f} s for the plain write"
         )
 
 

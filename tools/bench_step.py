@@ -2,11 +2,20 @@
 """Time whole training steps: plain PyTorch in RAM, our engine in RAM, our engine on disk.
 
     python tools/bench_step.py --model gpt-124m --json
+    python tools/bench_step.py --model gpt-1.3b --precision fp32 --tokens 64 \\
+        --host-budget 8GiB --only infinity_disk --compare deepspeed
+    python tools/bench_step.py --device cuda --device-budget 24GiB --model llama-8b \\
+        --tokens 32768 --context 4096 --checkpointing --only torch_ram,infinity_ram --alone
 
 Each contender lives in a child process and they take turns, so that a machine whose speed wanders
-slows all alike: only ratios within a round are compared. Prints step times, peak memory, bytes
-moved beside bytes predicted, the bounds of DESIGN section 1 from times and disk rates measured
-here, and `ratio.torch_ram`, `ratio.schedule` and `ratio.ideal`.
+slows all alike: only ratios within a round are compared. Where they do not fit beside each other,
+`--alone` starts each by itself, and the ratios are worth less. Prints step times, tokens and model
+FLOP per second (6 per parameter and token; the recomputation of `--checkpointing`, 2 more, is told
+apart), peak memory, bytes moved beside bytes predicted, the bounds of DESIGN section 1 from times
+and disk rates measured here, and ratios: step times beside plain PyTorch's, the bounds, the peer's.
+Two more steps of ours, after the timed ones, are traced: busy shares of all lanes, and what compute
+leaves, the GPU's idle share (on a CPU: the CPU's, waits taken out).
+On a GPU "ram" means: on the device as far as its budget goes, the rest in RAM.
 """
 
 from __future__ import annotations
@@ -31,6 +40,8 @@ from _process import Phase, Signals, Stopped
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 OURS = ("torch_ram", "infinity_ram", "infinity_disk")
+TRACED_STEPS = 2
+PEERS = {"deepspeed": "deepspeed_nvme", "deepspeed-cpu": "deepspeed_cpu"}
 
 
 class ContenderFailedError(Exception):
@@ -44,6 +55,7 @@ class Child:
         self.name = name
         self.first: dict[str, Any] = {}
         self.turns: list[dict[str, Any]] = []
+        self.shares: dict[str, Any] = {}  # of the traced steps; what has no trace has none
         script = Path(__file__).with_name("_bench_contender.py")
         self._process = subprocess.Popen(
             [sys.executable, str(script)],
@@ -92,6 +104,7 @@ class Child:
             "num_steps": len(times),
             "init_s": self.first["init_s"],
             **facts,
+            **self.shares,
         }
 
 
@@ -99,30 +112,40 @@ def measure(arguments: argparse.Namespace, folder: Path, say: Callable[[str], No
     """Run all rounds and return the report."""
     from _bench_bound import Phases, measure_rates
 
-    names, skipped = list(OURS), {}
-    if arguments.compare == "deepspeed":
+    names, skipped = list(arguments.only), {}
+    if arguments.compare is not None:
         if importlib.util.find_spec("deepspeed") is None:
             skipped["deepspeed"] = "not importable: skipped"
             say("deepspeed: not importable: skipped")
         else:
-            names.append("deepspeed_nvme")
+            names.append(PEERS[arguments.compare])
+    # Times of the parts: of the engine where it computes on RAM itself, else without any copies.
+    timed = "infinity_ram" if arguments.device == "cpu" else "torch_ram"
     rates = [measure_rates(folder)]
-    children: list[Child] = []
+    children = [Child(name) for name in names] if not arguments.alone else []
+    groups = [children] if not arguments.alone else [[name] for name in names]
     phases: list[Phases] = []
     done = False
     try:
-        for name in names:
-            say(f"starting {name} ...")
-            children.append(Child(name))
-            children[-1].start(job_of(arguments, folder))
-        for index in range(arguments.rounds):
-            for child in children[index % len(children) :] + children[: index % len(children)]:
-                answer = child.ask({"do": "turn", "steps": arguments.steps})
-                child.turns.append(answer)
-                times = ", ".join(f"{step_s:.3f}" for step_s in answer["step_s"])
-                say(f"round {index + 1}/{arguments.rounds}  {child.name:<14} {times} s")
-                if child.name == "infinity_ram":
-                    phases.append(Phases(**child.ask({"do": "phases"})))
+        for group in groups:
+            alive = [Child(one) if isinstance(one, str) else one for one in group]
+            children += [child for child in alive if child not in children]
+            for child in alive:
+                say(f"starting {child.name} ...")
+                in_parts = child.name == timed
+                child.start(job_of(arguments, folder) | trace_job(arguments, folder, in_parts))
+            for index in range(arguments.rounds):
+                for child in alive[index % len(alive) :] + alive[: index % len(alive)]:
+                    answer = child.ask({"do": "turn", "steps": arguments.steps})
+                    child.turns.append(answer)
+                    times = ", ".join(f"{step_s:.3f}" for step_s in answer["step_s"])
+                    say(f"round {index + 1}/{arguments.rounds}  {child.name:<14} {times} s")
+                    if child.name == timed:
+                        phases.append(Phases(**child.ask({"do": "phases"})))
+            for child in alive:
+                child.shares = child.ask({"do": "shares"})
+            if arguments.alone:
+                alive[0].close(kill=False)
         rates.append(measure_rates(folder))
         done = True
     finally:
@@ -146,36 +169,53 @@ def job_of(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "warmup": arguments.warmup,
         "path": str(folder),
         "host_budget": arguments.host_budget,
+        "device": arguments.device,
+        "device_budget": arguments.device_budget,
     }
+
+
+def trace_job(arguments: argparse.Namespace, folder: Path, in_parts: bool) -> dict[str, Any]:
+    """Which steps a contender traces, and where to: after all others, and one that leads in.
+
+    Who is timed `in_parts` too takes a step more each round.
+    """
+    first = arguments.warmup + arguments.rounds * (1 + arguments.steps + in_parts) + 2
+    folder = arguments.traces or folder
+    return {"trace_steps": [first, first + TRACED_STEPS - 1], "traces": str(folder.resolve())}
 
 
 def report_of(
     arguments: argparse.Namespace, children: list[Child], phases: list[Any], rates: list[Any]
 ) -> dict[str, Any]:
     """Put medians, bounds and ratios together."""
-    import gpt
+    import presets
     import torch
     from _bench_bound import Phases, Rates, Traffic, ideal_bound_s, schedule_bound_s
 
-    by_name = {child.name: child for child in children}
-    disk = by_name["infinity_disk"].turns
-    mean = Rates(*(statistics.fmean(pair) for pair in zip(*map(_values, rates), strict=True)))
-    traffic = Traffic.of(disk[-1]["predicted_bytes"], arguments.micro_batches)
-    rest = (mean, traffic, arguments.micro_batches, disk[-1]["unified"])
-    schedule = [schedule_bound_s(part, *rest) for part in phases]
-    ideal = [ideal_bound_s(part, *rest) for part in phases]
     times = {c.name: [statistics.median(t["step_s"]) for t in c.turns] for c in children}
-
-    def ratio(name: str, to: list[float]) -> float:
-        return statistics.median(a / b for a, b in zip(times[name], to, strict=True))
-
+    disk = next((c.turns[-1] for c in children if c.name == "infinity_disk"), None)
+    if disk is not None and phases:
+        mean = Rates(*(statistics.fmean(pair) for pair in zip(*map(_values, rates), strict=True)))
+        traffic = Traffic.of(disk["predicted_bytes"], arguments.micro_batches)
+        rest = (mean, traffic, arguments.micro_batches, disk["unified"])
+        times["schedule"] = [schedule_bound_s(part, *rest) for part in phases]
+        times["ideal"] = [ideal_bound_s(part, *rest) for part in phases]
+    compared = {
+        name: pair for name, pair in COMPARED.items() if pair[0] in times and pair[1] in times
+    }
     job = job_of(arguments, Path())
-    medians = Phases(*(statistics.median(kind) for kind in zip(*map(_values, phases), strict=True)))
+    medians = [statistics.median(kind) for kind in zip(*map(_values, phases), strict=True)]
+    num_parameters = presets.count_parameters(presets.shape_of(arguments.model, job["context"]))
+    tokens = job["rows"] * job["context"] * arguments.micro_batches
     return {
         "model": arguments.model,
-        "num_parameters": gpt.count_parameters(gpt.shape_of(arguments.model, job["context"])),
+        "num_parameters": num_parameters,
         "precision": arguments.precision,
-        "tokens": job["rows"] * job["context"] * arguments.micro_batches,
+        "checkpointing": arguments.checkpointing,
+        "device": arguments.device,
+        "budget": {"device": arguments.device_budget, "host": arguments.host_budget},
+        "alone": arguments.alone,
+        "tokens": tokens,
         "micro_batches": arguments.micro_batches,
         "rounds": arguments.rounds,
         "machine": {
@@ -189,23 +229,43 @@ def report_of(
             "after": vars(rates[-1]),
             "unit": "bytes per second",
         },
-        "phases": vars(medians),
-        "contenders": {child.name: child.summary() for child in children},
-        "bound": {"schedule": statistics.median(schedule), "ideal": statistics.median(ideal)},
+        "phases": vars(Phases(*medians)) if medians else {},
+        "contenders": {
+            child.name: child.summary() | _speed(times[child.name], num_parameters, tokens)
+            for child in children
+        },
+        "bound": {
+            bound: statistics.median(times[bound])
+            for bound in ("schedule", "ideal")
+            if bound in times
+        },
         "ratio": {
-            "torch_ram": ratio("infinity_ram", times["torch_ram"]),
-            "schedule": ratio("infinity_disk", schedule),
-            "ideal": ratio("infinity_disk", ideal),
-            "disk_to_torch_ram": ratio("infinity_disk", times["torch_ram"]),
+            name: statistics.median(a / b for a, b in zip(times[ours], times[other], strict=True))
+            for name, (ours, other) in compared.items()
         },
         # Beside busy neighbours medians wander; the fastest steps are those with fewest of them.
         "ratio_of_minima": {
-            "torch_ram": min(times["infinity_ram"]) / min(times["torch_ram"]),
-            "schedule": min(times["infinity_disk"]) / min(schedule),
-            "ideal": min(times["infinity_disk"]) / min(ideal),
-            "disk_to_torch_ram": min(times["infinity_disk"]) / min(times["torch_ram"]),
+            name: min(times[ours]) / min(times[other]) for name, (ours, other) in compared.items()
         },
     }
+
+
+# Ratio of step times -> whose, to whose.
+COMPARED = {
+    "torch_ram": ("infinity_ram", "torch_ram"),
+    "schedule": ("infinity_disk", "schedule"),
+    "ideal": ("infinity_disk", "ideal"),
+    "disk_to_torch_ram": ("infinity_disk", "torch_ram"),
+    "deepspeed_nvme_to_disk": ("deepspeed_nvme", "infinity_disk"),
+    "deepspeed_cpu_to_ram": ("deepspeed_cpu", "infinity_ram"),
+    "deepspeed_cpu_to_disk": ("deepspeed_cpu", "infinity_disk"),
+}
+
+
+def _speed(step_s: list[float], num_parameters: int, tokens: int) -> dict[str, float]:
+    """Tokens and model FLOP per second, of the median step; recomputation is not counted."""
+    per_s = tokens / statistics.median(step_s)
+    return {"tokens_per_s": per_s, "model_tflops": 6 * num_parameters * per_s / 1e12}
 
 
 def _values(record: Any) -> list[float]:
@@ -226,7 +286,8 @@ def show(report: dict[str, Any]) -> None:
         title=f"{report['model']}, {format_count(report['num_parameters'])} parameters,"
         f" {report['tokens']} tokens in {report['micro_batches']} micro-batch(es)"
     )
-    for name in ("contender", "step", "peak RSS", "read / predicted", "written / predicted"):
+    for name in ("contender", "step", "tokens/s", "model TFLOP/s", "idle", "peak RSS",
+                 "peak device", "read / predicted", "written / predicted"):  # fmt: skip
         table.add_column(name, justify="left" if name == "contender" else "right")
     for name, facts in report["contenders"].items():
         moved, predicted = facts.get("moved_bytes"), facts.get("predicted_bytes")
@@ -237,24 +298,41 @@ def show(report: dict[str, Any]) -> None:
                 for lane in ("disk_read", "disk_write")
             ]
         peak = format_size(facts["peak_rss_bytes"] or 0)
-        table.add_row(name, f"{facts['median_step_s']:.3f} s", peak, *lanes)
+        on_device, idle = facts.get("peak_device_bytes"), facts.get("gpu_idle_share")
+        table.add_row(
+            name,
+            f"{facts['median_step_s']:.3f} s",
+            f"{facts['tokens_per_s']:.4g}",
+            f"{facts['model_tflops']:.4g}",
+            "-" if idle is None else f"{idle:.0%}",
+            peak,
+            "-" if on_device is None else format_size(on_device),
+            *lanes,
+        )
     console.print(table)
+    for name, facts in report["contenders"].items():
+        if "busy_share" in facts:
+            busy = ", ".join(
+                f"{k} {share:.0%}" for k, share in facts["busy_share"].items() if share
+            )
+            console.print(f"{name} was busy: {busy}; {facts['verdict']}")
     phases, lanes = report["phases"], report["lanes"]
-    console.print(
-        f"forward {phases['forward_s']:.3f} s, backward {phases['backward_s']:.3f} s per"
-        f" micro-batch, update {phases['update_s']:.3f} s"
-    )
+    if phases:
+        console.print(
+            f"forward {phases['forward_s']:.3f} s, backward {phases['backward_s']:.3f} s per"
+            f" micro-batch, update {phases['update_s']:.3f} s"
+        )
     for when in ("before", "after"):
         rates = ", ".join(f"{k} {format_rate(v)}" for k, v in lanes[when].items())
         console.print(f"disk {when}: {rates}")
     bound, machine = report["bound"], report["machine"]
-    console.print(f"bound: schedule {bound['schedule']:.3f} s, ideal {bound['ideal']:.3f} s")
+    if bound:
+        console.print(f"bound: schedule {bound['schedule']:.3f} s, ideal {bound['ideal']:.3f} s")
+    targets = {"torch_ram": " (target 1.05)", "schedule": " (target 1.10)"}
     for key, title in (("ratio", "ratio"), ("ratio_of_minima", "ratio of the fastest")):
-        ratio = report[key]
-        console.print(
-            f"{title}: torch_ram {ratio['torch_ram']:.3f} (target 1.05), schedule"
-            f" {ratio['schedule']:.3f} (target 1.10), ideal {ratio['ideal']:.3f}"
-        )
+        if report[key]:
+            said = (f"{name} {x:.3f}{targets.get(name, '')}" for name, x in report[key].items())
+            console.print(f"{title}: {', '.join(said)}")
     if machine["load_average"] > 1.5 * machine["threads"]:
         console.print(f"load average {machine['load_average']:.1f}: others compute here too")
 
@@ -267,6 +345,12 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.tokens < arguments.micro_batches:
         parser.error(f"--tokens {arguments.tokens} is less than one per micro-batch")
+    if arguments.only is None:
+        arguments.only = OURS
+    if arguments.device is None:
+        import torch
+
+        arguments.device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -276,8 +360,10 @@ def main(argv: list[str] | None = None) -> int:
         parent.mkdir(exist_ok=True)
     folder: Path | None = None
     import _bench_bound  # noqa: F401  torch, before a signal may raise
-    import gpt  # noqa: F401
+    import presets
 
+    if arguments.model not in presets.NAMES:
+        parser.error(f"--model {arguments.model} is not one of {', '.join(presets.NAMES)}")
     try:
         signals.enter(Phase.RUNNING)
         folder = Path(tempfile.mkdtemp(prefix="bench-step-", dir=parent))
@@ -311,10 +397,18 @@ def _positive(text: str) -> int:
     return number
 
 
+def _contenders(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    unknown = [name for name in names if name not in OURS]
+    if unknown or len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"{text!r} should be some of {', '.join(OURS)}")
+    return names
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add("--model", default="gpt-124m", help="a preset of examples/gpt.py")
+    add("--model", default="gpt-124m", help="a preset of examples/gpt.py or examples/llama.py")
     add("--rounds", type=_positive, default=5, help="turns per contender")
     add("--steps", type=_positive, default=1, help="timed steps per turn (one more is untimed)")
     add("--warmup", type=_positive, default=2, help="steps of each contender before the rounds")
@@ -329,7 +423,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help='infinity_disk keeps what fits in it in RAM; "8GiB" (default: all on disk)',
     )
-    add("--compare", choices=("deepspeed",), help="add this peer if it can be imported")
+    add("--device", choices=("cpu", "cuda"), help="where to compute (default: cuda if there)")
+    add("--device-budget", metavar="SIZE", help='of ours on a GPU; "24GiB" (default: all of it)')
+    add("--only", type=_contenders, metavar="NAMES", help=f"of {','.join(OURS)} (default: all)")
+    add("--alone", action="store_true", help="one contender after another, for lack of memory")
+    add("--compare", choices=tuple(PEERS), help="add this peer if it can be imported")
+    add("--traces", type=Path, metavar="DIR", help="keep traces of ours there (see infinity trace)")
     add("--json", action="store_true", help="one JSON object on stdout")
     return parser
 

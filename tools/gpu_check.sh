@@ -1,46 +1,25 @@
 #!/usr/bin/env bash
-# Builds, runs the GPU tests and the benchmarks on a bare machine with a GPU and no network, and
-# writes its report to $OUT (default: build/gpu_check).
+# Builds, runs the GPU tests and the GPU benchmarks on a bare machine without network, in less than
+# 10 minutes, and writes a report for docs/benchmarks.
 #
-# Needs python3 (3.12) with torch (CUDA), cuda-core, nanobind, scikit-build-core, cmake and ninja.
-# Other wheels are taken from .whl/, if that folder is there. To fill it, where there is a network:
-#   python3 -m pip download -d .whl --no-deps --only-binary=:all: --python-version 3.12 \
-#     --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
-#     pydantic pydantic-core annotated-types typing-inspection
-# and, where cuda-core is missing or older than 1.0, also `cuda-core cuda-bindings cuda-pathfinder`
-# in the CUDA major version of torch. NVRTC is the one that came with torch.
+#   tools/gpu_check.sh [quick] [8b] [14b]   one or several stages; default: quick (the tests, too)
+#   tools/gpu_check.sh --dry-run [STAGE..]  say what would run, and what is missing; needs no GPU
+#   tools/gpu_check.sh --fetch              where there is a network: wheels into .whl/
+#
+# What lies in .whl/ is installed first. What a machine with the image `cuda` lacks is pydantic;
+# `--fetch` brings it for Python 3.12. On a lent machine the folder travels only if git ignores it
+# (echo /.whl/ >> .git/info/exclude) and `carry` names it:
+#   run(command="tools/gpu_check.sh", carry=[".whl"])
+# Results go to $OUT (default: build/gpu_check): gpu_*.md, log.txt, *.json of the benchmarks, and a
+# trace. $PYTHON names the interpreter (default: python3, with torch for CUDA). Exit code: 0, or 1
+# where a check failed, 3 where something needed is missing, 4 without a GPU.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-out=${OUT:-build/gpu_check}
-site=$(mktemp -d)
-trap 'rm -rf "$site"' EXIT
-mkdir -p "$out"
-if [ -d .whl ]; then
-  python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" .whl/*.whl
+python=${PYTHON:-python3}
+
+if [ "${1:-}" = --fetch ]; then
+  exec "$python" -m pip download -d .whl -c constraints.txt --only-binary=:all: \
+    --python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64 \
+    --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 pydantic
 fi
-export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
-python3 -m pip install -q --no-build-isolation --no-deps --no-index --target "$site" .
-
-# One failure does not hide what comes after it.
-check() {
-  echo "== $*"
-  "$@" || echo "FAILED: $*"
-}
-
-# -P: the source tree in the working directory has no native modules, the installed package has.
-facts='
-import torch
-from infinity.optim import cuda, nvrtc
-device = torch.device("cuda", 0)
-print("torch", torch.__version__, torch.cuda.get_device_name(device))
-print("kernels:", cuda.why_not(device) or f"NVRTC {nvrtc.version()}, source in {nvrtc.folder()}")
-'
-{
-  date -u
-  check python3 -P -c "$facts"
-  check python3 -P -m pytest -q -m gpu tests/gpu
-  check python3 -P -m pytest -q -m "not big" tests/test_nvrtc.py tests/test_cuda_adam.py
-  check python3 tools/bench_adam_cuda.py
-  check python3 tools/bench_step.py --model gpt-124m --json --rounds 3
-} 2>&1 | tee "$out/report.txt"
-! grep -q '^FAILED: ' "$out/report.txt"
+exec "$python" tools/_gpu_check.py "$@"

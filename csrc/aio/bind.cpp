@@ -54,6 +54,15 @@ uint32_t checksum(uint64_t address, uint64_t nbytes, uint32_t initial) {
   return crc32c(bytes, nbytes, initial);
 }
 
+uint32_t copy_checksum(uint64_t target_address, uint64_t address, uint64_t nbytes,
+                       uint32_t initial) {
+  const uint8_t* bytes = bytes_at(address, nbytes);
+  if (target_address == 0 && nbytes > 0) throw std::invalid_argument("the target_address is null");
+  auto* target = reinterpret_cast<uint8_t*>(target_address);
+  const nb::gil_scoped_release unlocked;
+  return crc32c_copy(target, bytes, nbytes, initial);
+}
+
 void checksum_blocks(uint64_t address, uint64_t nbytes, uint64_t block, uint64_t out_address) {
   const uint8_t* bytes = bytes_at(address, nbytes);
   if (block == 0) throw std::invalid_argument("block must be at least 1 byte");
@@ -80,6 +89,8 @@ NB_MODULE(_aio, module) {
   bind_engine(module);
   module.def("probe", &probe, "directory"_a);
   module.def("crc32c", &checksum, "address"_a, "nbytes"_a, "initial"_a = 0);
+  module.def("crc32c_copy", &copy_checksum, "target_address"_a, "address"_a, "nbytes"_a,
+             "initial"_a = 0);
   module.def("crc32c_blocks", &checksum_blocks, "address"_a, "nbytes"_a, "block"_a,
              "out_address"_a);
   module.attr("crc32c_kind") = crc32c_kind();

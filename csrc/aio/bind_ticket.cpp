@@ -2,9 +2,11 @@
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -138,6 +140,12 @@ bool PyTicket::wait(std::optional<double> timeout_s) const {
   return true;
 }
 
+PyTicket::Times PyTicket::times_ns() const {
+  if (!ticket_->done()) return std::nullopt;
+  const auto [submitted, started, finished] = ticket_->times_ns();
+  return std::tuple(submitted, started, finished);
+}
+
 bool PyTicket::cancel() const {
   if (!ticket_->done()) own("cancel");
   return ticket_->cancel();
@@ -163,6 +171,7 @@ void bind_ticket(nb::module_& module) {
       .def_prop_ro("nbytes", [](const PyTicket& self) { return self.get().nbytes; })
       .def_prop_ro("op", [](const PyTicket& self) { return static_cast<int>(self.get().op); })
       .def_prop_ro("error", &PyTicket::error)
+      .def_prop_ro("times_ns", &PyTicket::times_ns)
       .def_prop_ro("latency_ns", [](const PyTicket& self) { return self.get().latency_ns(); });
   module.def("wait_any", &wait_any, "tickets"_a, "timeout_s"_a = nb::none());
   module.def("wait_all", &wait_all, "tickets"_a, "timeout_s"_a = nb::none());

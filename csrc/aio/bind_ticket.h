@@ -3,9 +3,11 @@
 
 #include <nanobind/nanobind.h>
 
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 
 #include "ticket.h"
 
@@ -28,6 +30,9 @@ class PyTicket {
   bool cancel() const;
   void promote() const;
   std::optional<std::string> error() const;
+  // Submitted, begun, over; nothing until it is done.
+  using Times = std::optional<std::tuple<int64_t, int64_t, int64_t>>;
+  Times times_ns() const;
   Ticket& get() const { return *ticket_; }
   void own(const char* what) const;  // throws in a forked child
 

@@ -94,6 +94,7 @@ Block* Lane::cut_block() {
   block->ticket = ticket;
   block->part = part;
   block->start_ns = os::monotonic_ns();
+  if (ticket->started_ns_ == 0) ticket->started_ns_ = block->start_ns;
   part->next_offset = start + block->length;
   --part->num_queued;
   ++part->num_in_flight;

@@ -28,6 +28,10 @@ bool Ticket::wait_for(std::chrono::nanoseconds time) const {
   return finished_.wait_for(lock, time, [this] { return done(); });
 }
 
+std::array<int64_t, 3> Ticket::times_ns() const {
+  return {submitted_ns_, started_ns_ != 0 ? started_ns_ : finished_ns_, finished_ns_};
+}
+
 void Ticket::announce() {
   const std::lock_guard lock(mutex_);
   done_.store(true, std::memory_order_release);

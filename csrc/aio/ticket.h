@@ -2,6 +2,7 @@
 // is.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -73,6 +74,8 @@ class Ticket : public std::enable_shared_from_this<Ticket> {
   // The error of the first failed block, if any. Pre: done().
   const std::optional<IoFailure>& failure() const { return failure_; }
   int64_t latency_ns() const { return done() ? finished_ns_ - submitted_ns_ : 0; }
+  // Pre: done(). CLOCK_MONOTONIC: queued, first block begun (or over, where none ever was), over.
+  std::array<int64_t, 3> times_ns() const;
 
   // While it hangs there, the bell is rung when the ticket finishes. It must be taken off before it
   // is destroyed, finished or not.
@@ -98,6 +101,7 @@ class Ticket : public std::enable_shared_from_this<Ticket> {
   std::optional<IoFailure> failure_;
   bool over_ = false;  // about to be announced
   int64_t submitted_ns_ = 0;
+  int64_t started_ns_ = 0;  // 0: no block of it was ever cut
   int64_t finished_ns_ = 0;
 
   mutable std::mutex mutex_;

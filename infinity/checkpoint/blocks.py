@@ -1,7 +1,8 @@
 """One file in blocks with a CRC32C each: written once from its begin to its end, or read.
 
-Reads and writes go past the page cache where the file system allows, a few aligned blocks at a
-time; the memory for them is a `Ring`, which files that follow one another share.
+Reads and writes go past the page cache where the file system allows, some aligned blocks at a
+time. The memory for writes is a `Pool`, which all files of a checkpoint share; that for reads a
+`Ring`, which files that follow one another share.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import stat
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +20,10 @@ from torch import Tensor
 
 from infinity import _aio
 
-RING_BLOCKS = 4  # in flight or in hand at once
+RING_BLOCKS = 4  # of a reader: in flight or in hand at once
+# In flight at once by a writer. A drive is faster with more, and whoever fills the blocks may be
+# kept from a core for some milliseconds; docs/benchmarks has numbers.
+WRITES_IN_FLIGHT = 16
 _PAGE = 4096
 _HUGE_PAGE = 2 << 20
 _READ_ONLY = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -57,15 +62,53 @@ class Ring:
             ticket.cancel()
             self._tickets[block % RING_BLOCKS] = None  # dropped, it waits for the kernel
 
-    def wait_all(self) -> None:
-        """Wait for every request. Raises `AioError`."""
-        for block in range(RING_BLOCKS):
-            self.wait(block)
-
     def drop(self) -> None:
         """Forget every request."""
         for block in range(RING_BLOCKS):
             self.clear(block)
+
+
+class Pool:
+    """Page-aligned memory for blocks that are filled and written, whatever file they belong to.
+
+    `num_filled` is how many are filled at a time, at most: one for each open file.
+    """
+
+    def __init__(self, engine: _aio.Engine, block_bytes: int, num_filled: int) -> None:
+        nbytes = (WRITES_IN_FLIGHT + num_filled) * block_bytes
+        memory = _huge_pages(nbytes)
+        self.block_bytes = block_bytes
+        self._engine = engine
+        self._free = [memory[at : at + block_bytes] for at in range(0, nbytes, block_bytes)]
+        self._writes: deque[tuple[_aio.Ticket, Tensor]] = deque()  # oldest first
+
+    def take(self) -> Tensor:
+        """A block (uint8) that nothing uses. Raises `AioError` if an earlier write failed."""
+        while len(self._writes) >= WRITES_IN_FLIGHT:
+            self._finish_oldest()
+        return self._free.pop()
+
+    def write(self, file: _aio.File, offset: int, block: Tensor, nbytes: int) -> None:
+        """Start to write the first bytes of a block that was taken; it is given back with that."""
+        pieces = [(file, offset, nbytes, block.data_ptr())]
+        self._writes.append((self._engine.submit(_aio.WRITE, pieces, keep=block), block))
+
+    def wait_all(self) -> None:
+        """Wait for every write. Raises `AioError`."""
+        while self._writes:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        ticket, block = self._writes[0]
+        ticket.wait()
+        self._writes.popleft()
+        self._free.append(block)
+
+    def drop(self) -> None:
+        """Cancel every write; the pool is of no use any more."""
+        for ticket, _ in self._writes:
+            ticket.cancel()
+        self._writes.clear()  # dropped, they wait for the kernel
 
 
 def _huge_pages(nbytes: int) -> Tensor:
@@ -84,13 +127,14 @@ def _huge_pages(nbytes: int) -> Tensor:
 class BlockWriter:
     """Writes a new file of a size that is known; all methods raise `OSError`."""
 
-    def __init__(self, path: Path, nbytes: int, engine: _aio.Engine, ring: Ring) -> None:
+    def __init__(self, path: Path, nbytes: int, pool: Pool) -> None:
         self.path = path
-        self.crc32c: list[int] = []
+        self.crc32c: list[int] = []  # of the blocks that are full
         self._nbytes = nbytes
-        self._engine = engine
-        self._ring = ring
-        self._filled = 0  # bytes of the current block
+        self._pool = pool
+        self._block: Tensor | None = None  # that is being filled
+        self._filled = 0  # bytes of it
+        self._sum = 0  # their CRC32C
         # Made here: the native module would make it readable by its owner alone.
         os.close(os.open(path, _NEW_FILE, 0o666))
         self._file = _aio.File(str(path))
@@ -107,57 +151,44 @@ class BlockWriter:
     @property
     def room(self) -> int:
         """Bytes that the file still lacks."""
-        return self._nbytes - self._position
-
-    @property
-    def _position(self) -> int:
-        return len(self.crc32c) * self._ring.block_bytes + self._filled
+        return self._nbytes - len(self.crc32c) * self._pool.block_bytes - self._filled
 
     def append(self, data: Tensor) -> None:
         """Copy the next bytes (uint8, 1-D, on the CPU), at most `room` of them."""
-        size = self._ring.block_bytes
-        done = 0
+        data, done = data.contiguous(), 0
         while done < data.numel():
-            block = len(self.crc32c)
-            if self._filled == 0:
-                self._ring.wait(block)
-            count = min(size - self._filled, data.numel() - done)
-            slot = self._ring.slot(block)
-            # By numpy: torch copies with all its threads, which wait for one another on a busy CPU.
-            slot.numpy()[self._filled : self._filled + count] = data[done : done + count].numpy()
+            if self._block is None:
+                self._block = self._pool.take()
+            count = min(self._block.numel() - self._filled, data.numel() - done)
+            # In one pass, so that the checksum is that of what is written, whoever else writes to
+            # `data` meanwhile; on this thread, for the time it takes is a fraction of the write's.
+            target, source = self._block.data_ptr() + self._filled, data.data_ptr() + done
+            self._sum = _aio.crc32c_copy(target, source, count, self._sum)
             self._filled += count
             done += count
-            if self._filled == size:
-                self._send()
+            if self._filled == self._block.numel():
+                self._send(self._block)
 
-    def _send(self) -> None:
-        block, length = len(self.crc32c), self._filled
-        slot = self._ring.slot(block)
-        self.crc32c.append(_aio.crc32c(slot.data_ptr(), length))
-        self._filled = 0
+    def _send(self, block: Tensor) -> None:
+        offset, length = len(self.crc32c) * block.numel(), self._filled
         whole = self._aligned(length)  # what direct writes need; the end is cut off later
-        slot[length:whole] = 0
-        offset = block * self._ring.block_bytes
-        self._ring.begin(
-            block,
-            lambda memory: self._engine.submit(
-                _aio.WRITE, [(self._file, offset, whole, memory.data_ptr())], keep=memory
-            ),
-        )
+        block[length:whole] = 0
+        self._pool.write(self._file, offset, block, whole)
+        self.crc32c.append(self._sum)
+        self._block, self._filled, self._sum = None, 0, 0
 
     def finish(self) -> None:
         """Write what is left, put all of it on stable storage, and close the file."""
         assert self.room == 0, (self.path, self.room)
-        if self._filled:
-            self._send()
-        self._ring.wait_all()
+        if self._block is not None:
+            self._send(self._block)
+        self._pool.wait_all()  # those of other files too; a file ends seldom
         os.ftruncate(self._file.fd, self._nbytes)
         self._file.sync()
         self._file.close()
 
     def drop(self) -> None:
-        """Let go of the file, whatever is in it."""
-        self._ring.drop()
+        """Let go of the file, whatever is in it; the pool must be dropped before."""
         self._file.close()
 
 

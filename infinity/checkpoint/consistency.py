@@ -8,12 +8,21 @@ from math import prod
 
 import torch
 
-from infinity.checkpoint.layout import BUFFERS, FROZEN, GRADIENT, MODEL, RESIDUAL, TensorSpec
+from infinity.checkpoint.layout import (
+    BUFFERS,
+    FROZEN,
+    GRADIENT,
+    MASTER,
+    MODEL,
+    RESIDUAL,
+    TensorSpec,
+)
 from infinity.checkpoint.manifest import BufferRecord, Manifest, ParameterRecord
 from infinity.checkpoint.plain import DTYPES
 from infinity.formats import MomentFormat
 
 _MOMENT = re.compile(r"moment([1-9][0-9]?)(_scales)?")
+_BESIDE = {RESIDUAL: torch.int16, MASTER: torch.float32}  # what stands beside weights
 _MOMENT_DTYPES = {MomentFormat.FP32: torch.float32, MomentFormat.INT8: torch.uint8}
 
 Records = Mapping[str, ParameterRecord | BufferRecord]
@@ -37,7 +46,7 @@ def problems(manifest: Manifest, streams: Mapping[str, Sequence[TensorSpec]]) ->
                 else (_unknown(stream, spec),)
             )
     for stream, specs in streams.items():
-        if stream in (RESIDUAL, GRADIENT) or _MOMENT.fullmatch(stream):
+        if stream in (*_BESIDE, GRADIENT) or _MOMENT.fullmatch(stream):
             yield from _state_problems(manifest, stream, specs, trained)
 
 
@@ -45,7 +54,7 @@ def _state_problems(
     manifest: Manifest, stream: str, specs: Sequence[TensorSpec], trained: Records
 ) -> Iterator[str]:
     """A stream with something for each of the trained parameters, or for some of them."""
-    dtype: torch.dtype | None = torch.int16 if stream == RESIDUAL else None
+    dtype = _BESIDE.get(stream)
     scaled = None
     if match := _MOMENT.fullmatch(stream):
         index = int(match[1])

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from infinity.errors import CheckpointError, ConfigError
+from infinity.errors import CheckpointError, ConfigError, first_lines
 
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_([0-9]+)_)?mp_rank_([0-9]+)_model_states\.pt")
@@ -63,6 +63,15 @@ class ZeroFiles:
             because="ZeRO stages 1, 2 and 3 without model parallelism or experts are imported",
             remedy=_REMEDY,
         )
+
+
+def is_zero(root: Path, tag: str | None) -> bool:
+    """Whether `read_zero` would find files of ZeRO there, complete or not."""
+    try:
+        directory = _directory(root, tag)
+    except ConfigError:
+        return False
+    return any(_MODEL.fullmatch(path.name) for path in directory.iterdir())
 
 
 def read_zero(root: Path, tag: str | None) -> ZeroFiles:
@@ -127,9 +136,8 @@ def _load(path: Path) -> Mapping[str, Any]:
         with torch.serialization.safe_globals(_SHELLS):
             content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # a damaged pickle raises anything
-        reason = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(
-            f"{path} cannot be read without running code from it: {reason[0][:300]}",
+            f"{path} cannot be read without running code from it: {first_lines(error)[:300]}",
             because="it is damaged, or holds objects that are not plain data",
             remedy=_REMEDY,
         ) from error

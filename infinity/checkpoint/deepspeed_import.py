@@ -16,13 +16,24 @@ import torch
 from torch import Tensor
 
 from infinity.checkpoint.deepspeed_files import ZeroFiles, flat_tensors, read_zero
-from infinity.checkpoint.layout import BUFFERS, FROZEN, MODEL, RESIDUAL, TensorSpec, moment_stream
+from infinity.checkpoint.layout import (
+    BUFFERS,
+    FROZEN,
+    MASTER,
+    MODEL,
+    RESIDUAL,
+    TensorSpec,
+    moment_stream,
+)
 from infinity.checkpoint.manifest import BufferRecord, Manifest, ParameterRecord
 from infinity.checkpoint.masters import split
+from infinity.checkpoint.plain import dtype_name
 from infinity.checkpoint.writer import CheckpointWriter
 
 _PIECE = 1 << 20  # elements
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+# Of trained parameters, and so of the checkpoint; any other dtype becomes fp32.
+_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
@@ -53,20 +64,19 @@ def import_deepspeed(
 ) -> Imported:
     """Write the ZeRO checkpoint below `source` as `ROOT/TAG`, under the same tag.
 
-    Parameters that the model held in bf16 become weights and residuals, others fp32. Optimizer
-    settings, schedules and random states are not taken over. Raises `ConfigError` if there is
-    nothing, `CheckpointError` for what is not understood, and like `CheckpointWriter`.
+    Parameters that the model held in bf16 become weights and residuals, in fp16 weights and
+    masters, others fp32. Optimizer settings, schedules, loss scales and random states are not
+    taken over. Raises `ConfigError` if there is nothing, `CheckpointError` for what is not
+    understood, and like `CheckpointWriter`.
     """
     files = read_zero(source, tag)
-    module = files.models[0].get("module")
-    if not isinstance(module, dict) or not all(isinstance(v, Tensor) for v in module.values()):
-        files.refuse("its model file has no tensors under 'module'")
-    trained = _trained(files, module)
+    module = module_of(files)
+    trained = trained_of(files, module)
     names = [m for m in _MOMENTS if all(m in one.moments for one in trained.values())]
     moments = tuple(names) if len(names) == len(_MOMENTS) else ()
     shared = files.models[0].get("shared_params") or {}
-    frozen = _frozen(files, module, trained, shared)
-    buffers = {name: module[name] for name in _buffer_names(files) if name in module}
+    frozen = frozen_of(files, module, trained, shared)
+    buffers = {name: module[name] for name in buffer_names(files) if name in module}
     streams = _streams(trained, frozen, buffers, moments)
     manifest = _manifest(files, engine_version, trained, frozen, buffers, shared, moments)
     writer = CheckpointWriter(root, files.directory.name, streams)
@@ -83,7 +93,16 @@ def import_deepspeed(
     return Imported(path, files.stage, len(files.optimizers), steps, count, moments)
 
 
-def _buffer_names(files: ZeroFiles) -> list[str]:
+def module_of(files: ZeroFiles) -> dict[str, Tensor]:
+    """What the model file of rank 0 holds by name."""
+    module = files.models[0].get("module")
+    if not isinstance(module, dict) or not all(isinstance(v, Tensor) for v in module.values()):
+        files.refuse("its model file has no tensors under 'module'")
+    return module
+
+
+def buffer_names(files: ZeroFiles) -> list[str]:
+    """Names of the model's buffers."""
     names = files.models[0].get("buffer_names") or []
     return [name for name in names if isinstance(name, str)]
 
@@ -102,6 +121,11 @@ def _streams(
             TensorSpec(n, one.shape, torch.int16)
             for n, one in trained.items()
             if one.dtype is torch.bfloat16
+        ],
+        MASTER: [
+            TensorSpec(n, one.shape, torch.float32)
+            for n, one in trained.items()
+            if one.dtype is torch.float16
         ],
     }
     for index in range(len(moments)):
@@ -126,23 +150,26 @@ def _manifest(
             files.refuse(f"{alias!r} is tied to {name!r}, which is not there")
         aliases.setdefault(name, []).append(alias)
     parameters = [
-        ParameterRecord(n, tuple(aliases.get(n, ())), one.shape, _name(one.dtype), True, one.step)
+        ParameterRecord(
+            n, tuple(aliases.get(n, ())), one.shape, dtype_name(one.dtype), True, one.step
+        )
         for n, one in trained.items()
     ]
     parameters += [
-        ParameterRecord(n, tuple(aliases.get(n, ())), shape, _name(parts[0].dtype), False, 0)
+        ParameterRecord(n, tuple(aliases.get(n, ())), shape, dtype_name(parts[0].dtype), False, 0)
         for n, (shape, parts) in frozen.items()
     ]
-    is_bf16 = any(one.dtype is torch.bfloat16 for one in trained.values())
+    dtypes = {one.dtype for one in trained.values()}
+    precision = next((name for dtype, name in _PRECISIONS.items() if dtype in dtypes), "fp32")
     return Manifest(
         engine_version=engine_version,
         global_steps=_steps(files),
-        precision="bf16" if is_bf16 else "fp32",
+        precision=precision,
         rule=_rule(files),
         moments=("fp32",) * len(moments),
         parameters=tuple(parameters),
         buffers=tuple(
-            BufferRecord(n, (), tuple(value.shape), _name(value.dtype), True)
+            BufferRecord(n, (), tuple(value.shape), dtype_name(value.dtype), True)
             for n, value in buffers.items()
         ),
         run={},
@@ -162,10 +189,6 @@ def _rule(files: ZeroFiles) -> str:
     settings = optimizer.get("params") if isinstance(optimizer, dict) else None
     coupled = isinstance(settings, dict) and settings.get("adam_w_mode") is False
     return "Adam" if kind.lower() == "adam" and coupled else "AdamW"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _steps(files: ZeroFiles) -> int:
@@ -188,12 +211,13 @@ def _bytes(
         yield from (_raw(piece) for piece in _pieces(frozen[name][1]))
     elif stream == BUFFERS:
         yield _raw(buffers[name].contiguous().reshape(-1))
-    elif stream in (MODEL, RESIDUAL):
+    elif stream in (MODEL, RESIDUAL, MASTER):
         one = trained[name]
         for piece in _pieces(one.master):
             master = piece.to(torch.float32)
-            halves = split(master) if one.dtype is torch.bfloat16 else (master, master)
-            yield _raw(halves[stream == RESIDUAL])
+            bf16 = one.dtype is torch.bfloat16
+            halves = split(master) if bf16 else (master.to(one.dtype), master)
+            yield _raw(halves[stream != MODEL])
     else:
         index = [moment_stream(i + 1) for i in range(len(moments))].index(stream)
         for piece in _pieces(trained[name].moments[moments[index]]):
@@ -219,7 +243,8 @@ def _shapes(files: ZeroFiles, key: str) -> list[dict[str, tuple[int, ...]]]:
     return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
 
 
-def _trained(files: ZeroFiles, module: Mapping[str, Tensor]) -> dict[str, _Trained]:
+def trained_of(files: ZeroFiles, module: Mapping[str, Tensor]) -> dict[str, _Trained]:
+    """The trained parameters by name."""
     groups = _shapes(files, "param_shapes")
     key = "fp32_flat_groups" if files.stage == 3 else "single_partition_of_fp32_groups"
     masters = [flat_tensors(state.get(key)) for state in files.optimizers]
@@ -237,7 +262,8 @@ def _trained(files: ZeroFiles, module: Mapping[str, Tensor]) -> dict[str, _Train
             if all(part is not None for one in flats for part in one or ()):
                 lists[what] = _gather(files, name, prod(shape), flats, where)
         step = _step_of(files, states[0][group])
-        dtype = torch.bfloat16 if module[name].dtype is torch.bfloat16 else torch.float32
+        dtype = module[name].dtype
+        dtype = dtype if dtype in _PRECISIONS else torch.float32
         trained[name] = _Trained(shape, dtype, step, lists.pop("master"), lists)
     return trained
 
@@ -339,7 +365,7 @@ def _gather(
     return parts
 
 
-def _frozen(
+def frozen_of(
     files: ZeroFiles,
     module: Mapping[str, Tensor],
     trained: Mapping[str, _Trained],
@@ -351,7 +377,7 @@ def _frozen(
         for group in _shapes(files, "frozen_param_shapes")
         for name, shape in group.items()
     }
-    buffers = set(_buffer_names(files))
+    buffers = set(buffer_names(files))
     frozen = {}
     for name, value in module.items():
         if name in trained or name in buffers or name in shared:

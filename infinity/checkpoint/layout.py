@@ -26,7 +26,7 @@ BLOCK_BYTES = 1 << 20
 MAX_SHARD_BYTES = 5 << 30
 
 MODEL, FROZEN, BUFFERS = "model", "frozen", "buffers"
-RESIDUAL, GRADIENT = "residual", "gradient"
+RESIDUAL, MASTER, GRADIENT = "residual", "master", "gradient"
 INDEX = "index"  # the stream that INDEX_NAME is counted to; it holds no tensors
 
 _STREAM = re.compile(r"[a-z][a-z0-9_]{0,63}")
@@ -65,11 +65,6 @@ class Shard:
 def moment_stream(index: int) -> str:
     """The stream of a moment, counted from 1."""
     return f"moment{index}"
-
-
-def scales_stream(index: int) -> str:
-    """The stream of the scales of an 8-bit moment, counted from 1."""
-    return f"moment{index}_scales"
 
 
 def cut(

@@ -20,7 +20,7 @@ from infinity.errors import CheckpointError
 from infinity.formats import MomentFormat
 from infinity.model.weight_files import INDEX_NAME
 
-PRECISIONS = ("bf16", "fp32")
+PRECISIONS = ("bf16", "fp16", "fp32")
 MAX_MANIFEST_BYTES = 512 << 20
 MAX_BLOCK_BYTES = 64 << 20
 MIN_BLOCK_BYTES = 4096
@@ -158,7 +158,7 @@ class Manifest:
     def problems(self) -> Iterator[str]:
         """What contradicts itself."""
         if self.precision not in PRECISIONS:
-            yield f"its precision is {self.precision!r:.60}, not bf16 or fp32"
+            yield f"its precision is {self.precision!r:.60}, not one of {', '.join(PRECISIONS)}"
         if len(self.moments) > MAX_MOMENTS:
             yield f"it has {len(self.moments)} moments, more than {MAX_MOMENTS}"
         for name in self.moments:

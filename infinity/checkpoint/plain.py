@@ -22,8 +22,13 @@ from infinity.errors import CheckpointError, ConfigError
 from infinity.model.safetensors_file import DTYPE_NAMES
 from infinity.sizes import format_size
 
-# torch's names of dtypes, "bfloat16", and the dtypes that a safetensors file can hold.
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name of a dtype: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+DTYPES = {dtype_name(dtype): dtype for dtype in DTYPE_NAMES}  # that safetensors files can hold
 _OTHER_DTYPES = ("complex128", "complex32", "qint8", "quint8", "qint32")
 _ALL_DTYPES = DTYPES | {
     name: found
@@ -102,7 +107,7 @@ def _encode_array(value: Any, what: str) -> Any:
     if type(value) is torch.Size:
         return {"$size": list(value)}
     if isinstance(value, torch.dtype):
-        return {"$dtype": str(value).removeprefix("torch.")}
+        return {"$dtype": dtype_name(value)}
     kind = type(value)
     raise ConfigError(
         f"{what} is {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold",
@@ -113,7 +118,7 @@ def _encode_array(value: Any, what: str) -> Any:
 
 
 def _encode_tensor(value: Tensor, what: str) -> dict[str, Any]:
-    name = str(value.dtype).removeprefix("torch.")
+    name = dtype_name(value.dtype)
     if value.device.type != "cpu" or value.requires_grad or value.layout is not torch.strided:
         raise ConfigError(
             f"{what} is a tensor on {value.device}, {value.layout}, "

@@ -34,6 +34,7 @@ from infinity.checkpoint.layout import (
 from infinity.checkpoint.manifest import MAX_MANIFEST_BYTES, FileRecord, Manifest
 from infinity.checkpoint.refusals import refusal
 from infinity.checkpoint.root import find_tag
+from infinity.crc32c import crc32c
 from infinity.errors import CheckpointError, ConfigError, DoesNotFitError, MachineError, listed
 from infinity.model.safetensors_file import SafetensorsFile, TensorFacts
 from infinity.sizes import format_size
@@ -61,6 +62,7 @@ class CheckpointReader:
         self._headers_checked: set[str] = set()
         ownership.remove_stale(self.directory.parent)
         self._check_directory()
+        self.manifest_crc32c = 0  # tells this checkpoint from others of its name
         self.manifest = self._read_manifest()
         self._records = {record.name: record for record in self.manifest.files}
         self._facts: dict[str, dict[str, TensorFacts]] = {}
@@ -93,7 +95,8 @@ class CheckpointReader:
             if size > MAX_MANIFEST_BYTES:
                 raise ChangedError(f"it has {size} bytes, more than {MAX_MANIFEST_BYTES}")
             with os.fdopen(os.open(path, flags), "rb") as file:
-                text = file.read(size + 1).decode()
+                data = file.read(size + 1)
+            text = data.decode()
         except FileNotFoundError:
             raise CheckpointError(
                 f"{self.directory} is no checkpoint: it has no {MANIFEST_NAME}",
@@ -104,7 +107,9 @@ class CheckpointReader:
             raise self._damaged(path, str(error)) from None
         except OSError as error:
             raise refusal("reading", path, error) from error
-        return Manifest.from_text(text, path)
+        manifest = Manifest.from_text(text, path)
+        self.manifest_crc32c = crc32c(data)
+        return manifest
 
     def _check_file(self, record: FileRecord) -> None:
         path = self.directory / record.name

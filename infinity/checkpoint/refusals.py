@@ -22,6 +22,10 @@ _CAUSES: dict[int, tuple[str, str]] = {
     errno.EACCES: ("its permissions forbid it", "chown or chmod it, or use another directory"),
     errno.EPERM: ("its permissions forbid it", "chown or chmod it, or use another directory"),
     errno.ENOENT: ("it is not there, or was removed meanwhile", "look who removes files there"),
+    errno.ENOTDIR: (
+        "a file is where a directory should be",
+        "give the directory that checkpoints are saved to",
+    ),
     errno.EFBIG: (
         "the process or the file system does not allow files of this size",
         "raise `ulimit -f`, or save smaller shards",

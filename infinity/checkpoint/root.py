@@ -62,6 +62,16 @@ def find_tag(root: Path, tag: str | None) -> str | None:
         raise refusal("reading", path, error) from error
 
 
+def no_latest(root: Path) -> str:
+    """Why `find_tag` found nothing there, in words; told too where `root` is a tag's directory."""
+    why = f"{root} has no checkpoint that is called the latest"
+    if not (root / MANIFEST_NAME).is_file():
+        return why
+    whole = root.absolute()
+    call = f'load_checkpoint("{whole.parent}", tag="{whole.name}")'
+    return f"{why}, but is a checkpoint itself: {call}"
+
+
 def checkpoints(root: Path) -> list[Found]:
     """All checkpoints below `root`, the last written first. Raises `MachineError`."""
     found = []

@@ -12,9 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-import numpy as np
-
-from infinity import _aio
+from infinity.crc32c import crc32c
 from infinity.errors import CheckpointError, ConfigError
 
 LARGEST = 2**63 - 1
@@ -32,7 +30,7 @@ def sealed(members: Mapping[str, Any], lists: Mapping[str, Sequence[Any]]) -> st
         inner = ",".join(f"\n {_dump(item, key)}" for item in items)
         lines.append(f"{_dump(key, key)}: [{inner}]")
     body = "{\n" + ",\n".join(lines)
-    return f'{body},\n"checksum": "{_crc32c(body.encode()):08x}"\n}}\n'
+    return f'{body},\n"checksum": "{crc32c(body.encode()):08x}"\n}}\n'
 
 
 def _dump(value: Any, what: str) -> str:
@@ -43,11 +41,6 @@ def _dump(value: Any, what: str) -> str:
             f"{what} cannot be saved as JSON: {error}",
             remedy="encode it with infinity.checkpoint.plain.encode",
         ) from None
-
-
-def _crc32c(data: bytes) -> int:
-    array = np.frombuffer(data, dtype=np.uint8)
-    return _aio.crc32c(array.ctypes.data, array.size)
 
 
 class Fields:
@@ -88,7 +81,7 @@ class Fields:
         if seal is None:
             self.fail("it does not end with its checksum")
         try:
-            crc = _crc32c(text[:-_SEAL_LENGTH].encode())
+            crc = crc32c(text[:-_SEAL_LENGTH].encode())
         except UnicodeEncodeError:
             self.fail("it is no UTF-8")
         if crc != int(seal[1], 16):

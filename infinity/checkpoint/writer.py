@@ -19,7 +19,7 @@ from torch import Tensor
 
 from infinity import _aio
 from infinity.checkpoint import consistency, ownership
-from infinity.checkpoint.blocks import BlockWriter, Ring
+from infinity.checkpoint.blocks import WRITES_IN_FLIGHT, BlockWriter, Pool
 from infinity.checkpoint.layout import (
     BLOCK_BYTES,
     BUFFERS,
@@ -38,6 +38,7 @@ from infinity.checkpoint.layout import (
 from infinity.checkpoint.manifest import FileRecord, Manifest
 from infinity.checkpoint.refusals import free_bytes, refusal
 from infinity.checkpoint.root import prune
+from infinity.checkpoint.sharing import Written, checksums, identity, share
 from infinity.errors import CheckpointError, ConfigError, DoesNotFitError, MachineError, listed
 from infinity.model.weight_files import INDEX_NAME
 from infinity.sizes import format_size
@@ -63,14 +64,18 @@ class CheckpointWriter:
         streams: Mapping[str, Sequence[TensorSpec]],
         *,
         max_shard_bytes: int = MAX_SHARD_BYTES,
+        before: Written | None = None,
+        same: Sequence[str] = (),
         faults: str = "",
     ) -> None:
         """Make `ROOT/TAG.tmp`; also ROOT itself, in a directory that exists.
 
-        `streams`: what will be written, in the order of its bytes. `faults` is for tests: that of
-        `_aio.Engine`. Raises `ConfigError` for a tag, name, dtype or size that cannot be,
-        `CheckpointError` if the tag is there or being written, `DoesNotFitError` if the disk has
-        too little room, `MachineError` if the directory cannot be written.
+        `streams`: what will be written, in the order of its bytes. `same` names those of them whose
+        bytes are all as in `before`; their files are shared with it where that can be (`shares`),
+        and are not to be written then. `faults` is for tests: that of `_aio.Engine`. Raises
+        `ConfigError` for a tag, name, dtype or size that cannot be, `CheckpointError` if the tag is
+        there or being written, `DoesNotFitError` if the disk has too little room, `MachineError`
+        if the directory cannot be written.
         """
         check_tag(tag)
         if max_shard_bytes < 1:
@@ -87,9 +92,12 @@ class CheckpointWriter:
             )
             for stream, specs in self._specs.items()
         }
-        self.nbytes = sum(s.nbytes for s in self._streams.values())
+        self.written: Written | None = None  # after `finish`
+        self._before = before
+        self._same = same
         self._faults = faults
         self._engine: _aio.Engine | None = None
+        self._pool: Pool | None = None
         self._lock: ownership.TagLock | None = None
         self._identity: tuple[int, int] | None = None
         self._over: str | None = None
@@ -103,7 +111,10 @@ class CheckpointWriter:
                 self.root.mkdir()
                 self._made_root = True
             except FileExistsError:
-                raise MachineError(f"{self.root} is not a directory") from None
+                raise MachineError(
+                    f"{self.root} is not a directory",
+                    remedy="save to a directory, or to a name that is not taken",
+                ) from None
             except FileNotFoundError as error:
                 raise MachineError(
                     f"the directory {self.root.parent} does not exist",
@@ -117,12 +128,40 @@ class CheckpointWriter:
                 because="a checkpoint is never written over",
                 remedy="save with another tag, or remove that directory first",
             )
-        self._check_room()
         ownership.remove_temporary(self.root, self.tag)
         self._temporary.mkdir()
         facts = os.lstat(self._temporary)
         self._identity = (facts.st_dev, facts.st_ino)
-        self._engine = _aio.Engine(block_size=BLOCK_BYTES, faults=self._faults)
+        for name in self._same if self._before is not None else ():
+            self._share(name)
+        self._check_room()
+        self._engine = _aio.Engine(
+            block_size=BLOCK_BYTES, queue_depth=WRITES_IN_FLIGHT, faults=self._faults
+        )
+        self._pool = Pool(self._engine, BLOCK_BYTES, len(self._streams))
+
+    def _share(self, name: str) -> None:
+        stream = self._streams.get(name)
+        if stream is not None and stream.missing and self._before is not None:
+            stream.shared = share(self._before, name, stream.shards, self.root, self._temporary)
+
+    def shares(self, stream: str) -> bool:
+        """Whether a stream is complete, because its files are those of the checkpoint before."""
+        found = self._streams.get(stream)
+        return found is not None and found.shared is not None
+
+    def unshare(self, stream: str) -> None:
+        """Write a stream after all: its bytes turned out to be others. Raises like `write`."""
+        with self._aborting():
+            found = self._streams[stream]
+            for record in found.shared or ():
+                (self._temporary / record.name).unlink()
+            found.shared = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that have to be written, but for manifest and index."""
+        return sum(s.nbytes for s in self._streams.values() if s.shared is None)
 
     def _check_room(self) -> None:
         checksums = self.nbytes // BLOCK_BYTES * _BYTES_PER_CHECKSUM
@@ -161,12 +200,13 @@ class CheckpointWriter:
                     f"the stream {stream!r} takes uint8 in one dimension on the CPU, not "
                     f"{data.dtype} in {data.dim()} on {data.device}"
                 )
-            if data.numel() > found.missing:
+            missing = 0 if found.shared is not None else found.missing
+            if data.numel() > missing:
                 raise ConfigError(
-                    f"{data.numel()} bytes for the stream {stream!r}, which lacks {found.missing}"
+                    f"{data.numel()} bytes for the stream {stream!r}, which lacks {missing}"
                 )
-            assert self._engine is not None
-            found.write(data.detach(), self._temporary, self._engine)
+            assert self._pool is not None
+            found.write(data.detach(), self._temporary, self._pool)
 
     def finish(
         self, manifest: Manifest, *, save_latest: bool = True, keep_last: int | None = None
@@ -183,12 +223,14 @@ class CheckpointWriter:
                 raise ConfigError(f"keep_last is {keep_last}, not at least 1")
             self._check_complete(manifest)
             records = self._finish_files()
+            files = {r.name: identity(os.lstat(self._temporary / r.name)) for r in records}
             if index := _index_text(manifest, self._streams):
                 records.append(self._write_index(index))
             text = replace(manifest, files=tuple(records)).to_text()
             write_new(self._temporary / MANIFEST_NAME, text.encode(), _MODE)
             sync_directory(self._temporary)
             self._publish(save_latest=save_latest)
+        self.written = Written(self.root, self.tag, self._specs, tuple(records), files)
         if keep_last is not None:
             prune(self.root, keep_last, keep_too=(self.tag,))
         return self.path
@@ -201,7 +243,7 @@ class CheckpointWriter:
         problems = [
             f"the stream {name!r} lacks {stream.missing} of {stream.nbytes} bytes"
             for name, stream in self._streams.items()
-            if stream.missing
+            if stream.missing and stream.shared is None
         ]
         problems += manifest.problems()
         if not problems:
@@ -211,10 +253,13 @@ class CheckpointWriter:
             raise ConfigError(f"the checkpoint {self.path} is not complete: {told}")
 
     def _finish_files(self) -> list[FileRecord]:
-        records = []
+        records: list[FileRecord] = []
         for name, stream in self._streams.items():
-            assert self._engine is not None
-            for shard, crc32c in stream.finish(self._temporary, self._engine):
+            assert self._pool is not None
+            if stream.shared is not None:
+                records += stream.shared
+                continue
+            for shard, crc32c in stream.finish(self._temporary, self._pool):
                 record = FileRecord(shard.name, name, shard.nbytes, BLOCK_BYTES, tuple(crc32c))
                 records.append(record)
         return records
@@ -222,7 +267,8 @@ class CheckpointWriter:
     def _write_index(self, text: str) -> FileRecord:
         data = text.encode()
         write_new(self._temporary / INDEX_NAME, data, _MODE)
-        return FileRecord(INDEX_NAME, INDEX, len(data), BLOCK_BYTES, _checksums(data))
+        sums = checksums(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return FileRecord(INDEX_NAME, INDEX, len(data), BLOCK_BYTES, sums)
 
     def _publish(self, *, save_latest: bool) -> None:
         facts = os.lstat(self._temporary)
@@ -247,6 +293,9 @@ class CheckpointWriter:
         self._lock.release()
 
     def _close(self) -> None:
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.drop()
         for stream in self._streams.values():
             stream.drop()
         engine, self._engine = self._engine, None
@@ -288,26 +337,28 @@ class _Stream:
         self.shards = shards
         self.nbytes = sum(shard.nbytes for shard in shards)
         self.missing = sum(t.nbytes for shard in shards for t in shard.tensors)
+        self.shared: tuple[FileRecord, ...] | None = None  # files of the checkpoint before
         self._done: list[Sequence[int]] = []  # checksums of the files that are complete
         self._file: BlockWriter | None = None
-        self._ring: Ring | None = None
 
-    def write(self, data: Tensor, directory: Path, engine: _aio.Engine) -> None:
+    def write(self, data: Tensor, directory: Path, pool: Pool) -> None:
         done = 0
         while done < data.numel():
-            file = self._file or self._next(directory, engine)
+            file = self._file
+            if file is None or not file.room:
+                file = self._next(directory, pool)
             count = min(file.room, data.numel() - done)
             file.append(data[done : done + count])
             done += count
             self.missing -= count
-            if not file.room:
-                self._complete(file)
 
-    def _next(self, directory: Path, engine: _aio.Engine) -> BlockWriter:
+    def _next(self, directory: Path, pool: Pool) -> BlockWriter:
+        # Not when it was full: the last files of all streams are synced together, by `finish`, so
+        # that the drive does not rest while there is more to write.
+        if self._file is not None:
+            self._complete(self._file)
         shard = self.shards[len(self._done)]
-        self._ring = self._ring or Ring(BLOCK_BYTES)
-        file = BlockWriter(directory / shard.name, shard.nbytes, engine, self._ring)
-        self._file = file
+        file = self._file = BlockWriter(directory / shard.name, shard.nbytes, pool)
         file.append(torch.frombuffer(bytearray(shard.header), dtype=torch.uint8))
         return file
 
@@ -316,18 +367,17 @@ class _Stream:
         self._done.append(file.crc32c)
         self._file = None
 
-    def finish(self, directory: Path, engine: _aio.Engine) -> Iterator[tuple[Shard, Sequence[int]]]:
+    def finish(self, directory: Path, pool: Pool) -> Iterator[tuple[Shard, Sequence[int]]]:
         """The files and their checksums; those whose tensors have no elements are made now."""
         while len(self._done) < len(self.shards):
-            self._complete(self._file or self._next(directory, engine))
-        self._ring = None
+            self._complete(self._file or self._next(directory, pool))
         return zip(self.shards, self._done, strict=True)
 
     def drop(self) -> None:
         """Let go of the file that is being written."""
         if self._file is not None:
             self._file.drop()
-        self._file = self._ring = None
+        self._file = None
 
 
 def _index_text(manifest: Manifest, streams: Mapping[str, _Stream]) -> str:
@@ -344,11 +394,3 @@ def _index_text(manifest: Manifest, streams: Mapping[str, _Stream]) -> str:
     if not placed:
         return ""
     return json.dumps({"metadata": {"total_size": total}, "weight_map": placed}, indent=1)
-
-
-def _checksums(data: bytes) -> tuple[int, ...]:
-    array = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return tuple(
-        _aio.crc32c(array[start:].data_ptr(), min(BLOCK_BYTES, len(data) - start))
-        for start in range(0, len(data), BLOCK_BYTES)
-    )

@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from infinity.cli.ending import command
 from infinity.errors import CheckpointError, ConfigError, listed
+
+if TYPE_CHECKING:
+    import torch
+
+    from infinity.checkpoint.masters import WeightSource
 
 checkpoint = typer.Typer(
     name="checkpoint",
@@ -21,7 +26,11 @@ checkpoint = typer.Typer(
 
 _Dir = Annotated[
     Path,
-    typer.Argument(metavar="DIR", help="What was given to save_checkpoint, or a checkpoint in it."),
+    typer.Argument(
+        metavar="DIR",
+        help="What was given to save_checkpoint, or a checkpoint in it; or the directory of a "
+        "durable run, or an nvme_path that holds one.",
+    ),
 ]
 _Out = Annotated[Path, typer.Argument(metavar="OUT", help="A directory to write to.")]
 _Tag = Annotated[
@@ -45,7 +54,7 @@ def inspect(
     tag: _Tag = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Say what a checkpoint holds, without reading tensors.
+    """Say what a checkpoint, or a durable run, holds, without reading tensors.
 
     For example: infinity checkpoint inspect runs/a --tag global_step100
 
@@ -53,8 +62,12 @@ def inspect(
     """
     with command():
         from infinity.checkpoint.reader import CheckpointReader
+        from infinity.cli.checkpoint_durable import durable_in, inspect_durable
         from infinity.cli.checkpoint_page import report_of, show_checkpoint
 
+        if (run := durable_in(directory, tag)) is not None:
+            inspect_durable(run, as_json=as_json)
+            return
         root, found = _find(directory, tag)
         with CheckpointReader(root, found) as reader:
             report = report_of(root, found, reader)
@@ -68,17 +81,20 @@ def inspect(
 def verify(
     directory: _Dir,
     tag: _Tag = None,
-    every: Annotated[bool, typer.Option("--all", help="All checkpoints in DIR.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="All checkpoints and durable runs in DIR.")
+    ] = False,
 ) -> None:
     """Read every byte and hold it to its checksum.
 
     For example: infinity checkpoint verify runs/a --all
 
     Every damaged block is told, with its file and the tensors in it. Exits with 0 if all is sound,
-    with 5 if anything is damaged.
+    with 5 if anything is damaged. A durable run has checksums of its state if `io.verify` was on.
     """
     with command():
         from infinity.checkpoint.root import tags
+        from infinity.cli.checkpoint_durable import durable_in, durable_runs, verify_durable
 
         if every:
             if tag is not None:
@@ -86,13 +102,16 @@ def verify(
                     "--tag names one checkpoint, --all means all", remedy="one of both"
                 )
             root = directory.expanduser()
-            found = tags(root)
-            if not found:
-                raise CheckpointError(f"{root} holds no checkpoint")
+            found, runs = tags(root), durable_runs(root)
+            if not found and not runs:
+                raise CheckpointError(f"{root} holds no checkpoint and no durable run")
+        elif (run := durable_in(directory, tag)) is not None:
+            root, found, runs = directory, [], [run]
         else:
             root, one = _find(directory, tag)
-            found = [one]
+            found, runs = [one], []
         damaged = [one for one in found if not _verify(root, one)]
+        damaged += [run.name for run in runs if not verify_durable(run)]
         if damaged:
             raise typer.Exit(CheckpointError.exit_code)
 
@@ -100,32 +119,15 @@ def verify(
 def _verify(root: Path, tag: str) -> bool:
     """Print what is wrong with a checkpoint; whether it is sound."""
     from infinity.checkpoint.reader import CheckpointReader
-    from infinity.cli.screen import ProgressLine
+    from infinity.cli.checkpoint_page import read_all
     from infinity.sizes import format_size
 
-    problems: list[str] = []
-    total = 0
-    try:
-        with CheckpointReader(root, tag) as reader, ProgressLine() as line:
-            total = sum(record.nbytes for record in reader.manifest.files)
-            line.begin(f"reading {root / tag}", total)
-            done = 0
-
-            def seen(nbytes: int) -> None:
-                nonlocal done
-                done += nbytes
-                line.advance(done)
-
-            problems += reader.verify(seen)
-    except CheckpointError as error:
-        problems.append(error.what)
-    for problem in problems:
-        print(problem)
-    if problems:
-        print(f"{root / tag}: damaged, {len(problems)} problem(s)", flush=True)
-    else:
-        print(f"{root / tag}: sound, {format_size(total)}", flush=True)
-    return not problems
+    return read_all(
+        root / tag,
+        lambda: CheckpointReader(root, tag),
+        lambda reader: sum(record.nbytes for record in reader.manifest.files),
+        lambda reader, total: f"sound, {format_size(total)}",
+    )
 
 
 @checkpoint.command()
@@ -153,21 +155,32 @@ def export(
     with command():
         import torch
 
-        from infinity.checkpoint.masters import outgoing
+        from infinity.checkpoint.masters import CheckpointWeights
         from infinity.checkpoint.reader import CheckpointReader
-        from infinity.model.weight_files import write_shards
-        from infinity.sizes import format_size, parse_size
+        from infinity.cli.checkpoint_durable import durable_in, open_durable
 
         dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
         if dtype is not None and dtype not in dtypes:
             raise ConfigError(f"--dtype is {dtype!r}", remedy="--dtype bf16, fp16 or fp32")
+        wanted = None if dtype is None else dtypes[dtype]
+        if (run := durable_in(directory, tag)) is not None:
+            with open_durable(run) as durable:
+                _export(durable, wanted, _not_a_checkpoint(out), max_shard)
+            return
         root, found = _find(directory, tag)
-        out = _not_a_checkpoint(out)
         with CheckpointReader(root, found) as reader:
-            tensors = outgoing(reader, None if dtype is None else dtypes[dtype])
-            files = write_shards(out, tensors, parse_size(max_shard))
-        size = format_size(sum(tensor.nbytes for tensor in tensors))
-        print(f"{len(tensors)} tensors, {size}, in {len(files)} file(s) in {out}", flush=True)
+            _export(CheckpointWeights(reader), wanted, _not_a_checkpoint(out), max_shard)
+
+
+def _export(source: WeightSource, dtype: torch.dtype | None, out: Path, max_shard: str) -> None:
+    from infinity.checkpoint.masters import outgoing
+    from infinity.model.weight_files import write_shards
+    from infinity.sizes import format_size, parse_size
+
+    tensors = outgoing(source, dtype)
+    files = write_shards(out, tensors, parse_size(max_shard))
+    size = format_size(sum(tensor.nbytes for tensor in tensors))
+    print(f"{len(tensors)} tensors, {size}, in {len(files)} file(s) in {out}", flush=True)
 
 
 @checkpoint.command()
@@ -255,17 +268,24 @@ def _find(directory: Path, tag: str | None) -> tuple[Path, str]:
 
 
 def _listed(tags: Sequence[str]) -> str:
-    return f"there are {listed(tags, limit=5)}" if tags else "there are no checkpoints in it"
+    there = "there are no checkpoints in it, and it holds no durable run"
+    return f"there are {listed(tags, limit=5)}" if tags else there
 
 
 def _not_a_checkpoint(out: Path) -> Path:
-    """Weights are written over weights; what a checkpoint holds must not be."""
+    """Weights are written over weights; what a checkpoint or a run holds must not be."""
     from infinity.checkpoint.layout import MANIFEST_NAME
+    from infinity.memory.scratch import RECORD_NAME
 
     out = out.expanduser().absolute()
     if (out / MANIFEST_NAME).exists():
         raise ConfigError(
             f"{out} is a checkpoint; the weights would replace its files",
+            remedy="export to another directory",
+        )
+    if (out / RECORD_NAME).exists():
+        raise ConfigError(
+            f"{out} is the directory of a run, which holds nothing else",
             remedy="export to another directory",
         )
     return out

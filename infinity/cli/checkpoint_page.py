@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
@@ -12,8 +13,8 @@ from infinity import __version__
 from infinity.checkpoint.layout import INDEX, MANIFEST_NAME
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.checkpoint.root import find_tag, tags
-from infinity.cli.screen import Page
-from infinity.errors import listed
+from infinity.cli.screen import Page, ProgressLine
+from infinity.errors import CheckpointError, listed
 from infinity.sizes import format_count, format_size
 
 _MAX_TAGS = 20
@@ -43,18 +44,53 @@ def report_of(root: Path, tag: str, reader: CheckpointReader) -> dict[str, Any]:
         "precision": manifest.precision,
         "rule": manifest.rule,
         "moments": list(manifest.moments),
-        "parameters": _counted([p.shape for p in manifest.parameters]),
-        "trained": _counted([p.shape for p in manifest.parameters if p.trained]),
+        "parameters": counted([p.shape for p in manifest.parameters]),
+        "trained": counted([p.shape for p in manifest.parameters if p.trained]),
         "tied": sum(len(p.aliases) for p in manifest.parameters),
-        "buffers": _counted([b.shape for b in manifest.buffers]),
+        "buffers": counted([b.shape for b in manifest.buffers]),
         "client_state": manifest.client_state,
         "streams": streams,
         "nbytes": sum(row["nbytes"] for row in streams.values()),
     }
 
 
-def _counted(shapes: list[tuple[int, ...]]) -> dict[str, int]:
+def counted(shapes: list[tuple[int, ...]]) -> dict[str, int]:
+    """How many tensors, and elements in them."""
     return {"tensors": len(shapes), "elements": sum(map(prod, shapes))}
+
+
+def read_all(
+    place: Path,
+    opened: Callable[[], Any],
+    total_of: Callable[[Any], int],
+    said: Callable[[Any, int], str],
+) -> bool:
+    """Read every byte of what `opened` gives, and print what is wrong; whether it is sound.
+
+    The reader is a context manager with `verify(seen)`. `said(reader, bytes)` is printed of what
+    is sound.
+    """
+    problems: list[str] = []
+    told = ""
+    try:
+        with opened() as reader, ProgressLine() as line:
+            total = total_of(reader)
+            line.begin(f"reading {place}", total)
+            done = 0
+
+            def seen(nbytes: int) -> None:
+                nonlocal done
+                done += nbytes
+                line.advance(done)
+
+            problems += reader.verify(seen)
+            told = said(reader, total)
+    except CheckpointError as error:
+        problems.append(error.what)
+    for problem in problems:
+        print(problem)
+    print(f"{place}: {f'damaged, {len(problems)} problem(s)' if problems else told}", flush=True)
+    return not problems
 
 
 def show_checkpoint(report: dict[str, Any]) -> None:

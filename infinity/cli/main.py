@@ -1,5 +1,6 @@
 """The `infinity` command: `doctor` looks at a machine, `plan` at a run, `bench` measures.
 
+`init` writes a configuration, `train` trains with one, `trace` says what a run waited for,
 `checkpoint` looks after saved state.
 """
 
@@ -15,7 +16,10 @@ from infinity.cli.bench import bench
 from infinity.cli.checkpoint import checkpoint
 from infinity.cli.doctor import doctor
 from infinity.cli.ending import say
+from infinity.cli.init import init
 from infinity.cli.plan import plan
+from infinity.cli.trace import trace
+from infinity.cli.train import train
 
 app = typer.Typer(
     name="infinity",
@@ -28,6 +32,9 @@ app = typer.Typer(
 )
 app.command()(doctor)
 app.command()(plan)
+app.command()(init)
+app.command()(train)
+app.command()(trace)
 app.add_typer(bench)
 app.add_typer(checkpoint)
 

@@ -13,19 +13,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from infinity.cli.ending import command, stdout_is_ours
+from infinity.cli.plan_run import engine_of, find_run_config, model_of, tokens_of
 from infinity.errors import ConfigError, DoesNotFitError
 from infinity.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
     from infinity.config import Config
+    from infinity.cutting import Cut
     from infinity.integrations.deepspeed_config import Translation
     from infinity.model.target import Target
-    from infinity.parts import Cut
-    from infinity.plan.case import Case
     from infinity.plan.layout import UnitLayout
     from infinity.plan.machine_file import PlanMachine
+    from infinity.runs.settings import RunConfig
 
 DEFAULT_TOKENS = 2048
+_COMMON = "a common machine"
 DEFAULT_ENDURANCE = "600TB"  # what data sheets promise for common 1 TB drives
 
 
@@ -46,19 +48,25 @@ class Wishes:
     moments: str | None = None
     recompute: bool | None = None
     refresh: bool = False
+    run: RunConfig | None = None  # where TARGET is a configuration for `infinity train`
 
 
 _Target = Annotated[
     str,
     typer.Argument(
         help="1.3b, 7b, 8b, 13b, 70b; a Hugging Face config.json or a directory with one; or "
-        "a configuration, ours or DeepSpeed's, together with --model.",
+        "a configuration, ours or DeepSpeed's, together with --model; or that of a run, see init.",
         show_default=False,
     ),
 ]
 _Tokens = Annotated[
-    int,
-    typer.Option("--tokens", help="Of a step, all micro-batches together.", min=1, max=2**40),
+    int | None,
+    typer.Option(
+        "--tokens",
+        help=f"Of a step, all micro-batches together. Default: {DEFAULT_TOKENS}.",
+        min=1,
+        max=2**40,
+    ),
 ]
 _MicroBatches = Annotated[
     int | None,
@@ -106,10 +114,10 @@ def plan(
         list[Path] | None,
         typer.Option("--path", metavar="DIR", help="A directory on a drive; may be repeated."),
     ] = None,
-    tokens: _Tokens = DEFAULT_TOKENS,
+    tokens: _Tokens = None,
     micro_batches: _MicroBatches = None,
     precision: Annotated[
-        str | None, typer.Option("--precision", metavar="NAME", help="bf16 or fp32.")
+        str | None, typer.Option("--precision", metavar="NAME", help="bf16, fp16 or fp32.")
     ] = None,
     moments: _Moments = None,
     recompute: _Recompute = None,
@@ -138,13 +146,18 @@ def plan(
             host=_size("--host", host),
             disk=None if disk is None else parse_size(disk),
             paths=tuple(part.expanduser() for part in path or ()),
-            tokens=tokens,
+            tokens=tokens or DEFAULT_TOKENS,
             micro_batches=micro_batches,
             precision=precision,
             moments=moments,
             recompute=recompute,
             refresh=refresh,
         )
+        if (run := find_run_config(target)) is not None:
+            again = run.model.gradient_checkpointing if recompute is None else recompute
+            wishes = replace(
+                wishes, run=run, tokens=tokens or tokens_of(run), recompute=again or None
+            )
         rated = _size("--endurance", endurance) or 0
         with stdout_is_ours(), _no_collections():
             report = report_of(wishes, rated)
@@ -173,68 +186,34 @@ def _no_collections() -> Iterator[None]:
 def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
     """The answer, JSON-able; the keys are told in `infinity.cli.plan_report`."""
     from infinity.cli.plan_report import report
-    from infinity.parts import cut_model
+    from infinity.cutting import case_for, cut_model, groups_of
     from infinity.plan.advice import split_to_fit
 
     source, target, translation = _find(wishes)
     machine = _machine(wishes, source)
     config = _on_machine(source, wishes, machine)
-    # All are trained, in one group. A real optimizer would make torch import its compiler.
-    group = {"params": list(target.module.parameters()), **config.optimizer.parameters()}
-    groups = _Groups([group])
+    groups = groups_of(target.module, config)
     cut = cut_model(target.module, config, groups, None)
 
     def finer() -> tuple[UnitLayout, ...]:
-        names = _parts_of_blocks(cut)
+        names = parts_of_blocks(cut)
         return cut_model(target.module, config, groups, names).layouts if names else ()
 
-    case = _case(wishes, target, config, machine, cut, group)
+    case = case_for(
+        target,
+        cut,
+        groups,
+        config,
+        machine,
+        -(-wishes.tokens // config.gradient_accumulation_steps),
+        recompute=bool(wishes.recompute),
+        made=max((p.nbytes for p in target.module.parameters()), default=0),
+    )
     found = case
     if wishes.micro_batches is None and config.gradient_accumulation_steps == 1:
         found = split_to_fit(case, wishes.recompute)
     told = {} if translation is None else {"deepspeed": translation.table()}
     return report(found, target, rated_bytes, finer) | {"split": found is not case} | told
-
-
-@dataclass
-class _Groups:
-    """What there is of an optimizer without one; see `parts.Grouped`."""
-
-    param_groups: list[dict[str, Any]]
-
-
-def _case(
-    wishes: Wishes,
-    target: Target,
-    config: Config,
-    machine: PlanMachine,
-    cut: Cut,
-    group: dict[str, Any],
-) -> Case:
-    from infinity.formats import MomentFormat
-    from infinity.optim.built_in import BuiltInRule
-    from infinity.parts import AUTO_DEVICE_BUDGET, PROCESS_BASE_BYTES, facts_of
-    from infinity.plan.case import Case
-    from infinity.plan.cost import Work
-
-    rule = BuiltInRule(config.optimizer.type, MomentFormat(config.optimizer.moments))
-    rule.reserve([group])
-    return Case(
-        units=cut.layouts,
-        config=config,
-        machine=machine,
-        work=Work(
-            -(-wishes.tokens // config.gradient_accumulation_steps),
-            bool(wishes.recompute),
-            target.lookups,
-            target.shares,
-        ),
-        rule=facts_of(rule, cut.layouts),
-        heads=target.heads,
-        base=PROCESS_BASE_BYTES,
-        made=max((p.nbytes for p in target.module.parameters()), default=0),
-        device_share=AUTO_DEVICE_BUDGET,
-    )
 
 
 def _find(wishes: Wishes) -> tuple[Config, Target, Translation | None]:
@@ -244,14 +223,15 @@ def _find(wishes: Wishes) -> tuple[Config, Target, Translation | None]:
     from infinity.integrations.deepspeed_config import find_translation
     from infinity.model.target import find_model, names_a_model
 
-    theirs = find_source(wishes.target) is not None
-    is_model = not theirs and names_a_model(wishes.target)
+    run = wishes.run
+    theirs = run is None and find_source(wishes.target) is not None
+    is_model = run is None and not theirs and names_a_model(wishes.target)
     if is_model and wishes.model is not None:
         raise ConfigError(
             f"two models: {wishes.target} and --model {wishes.model}",
             remedy="leave one out; TARGET may be a configuration, then --model is the model",
         )
-    if not is_model and wishes.model is None:
+    if not is_model and wishes.model is None and run is None:
         raise ConfigError(
             f"{wishes.target} is a configuration, which names no model",
             remedy="add --model 7b, or --model with a config.json",
@@ -262,6 +242,9 @@ def _find(wishes: Wishes) -> tuple[Config, Target, Translation | None]:
         "gradient_accumulation_steps": wishes.micro_batches,
     }
     given = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]
+    if run is not None:
+        target = find_model(wishes.model) if wishes.model is not None else model_of(run)
+        return load_config(engine_of(run), given), target, None
     translation = find_translation(wishes.target, given, lenient=True) if theirs else None
     if translation is not None:
         config = translation.config
@@ -272,8 +255,8 @@ def _find(wishes: Wishes) -> tuple[Config, Target, Translation | None]:
 
 def _machine(wishes: Wishes, config: Config) -> PlanMachine:
     """The machine to plan for, with the sizes that were given."""
-    from infinity.memory.device import find_device
-    from infinity.plan.machine_file import PlanMachine, read_machine_file
+    from infinity.plan.machine import may_have_gpu
+    from infinity.plan.machine_file import HostOnly, PlanMachine, read_machine_file
 
     if wishes.machine_file is not None:
         if wishes.paths or wishes.refresh:
@@ -284,10 +267,15 @@ def _machine(wishes: Wishes, config: Config) -> PlanMachine:
         return _sized(read_machine_file(wishes.machine_file), wishes)
     paths = wishes.paths or config.nvme_path
     if wishes.disk is not None and not wishes.paths:
-        paths = tuple(path for path in paths if path.is_dir())
+        paths = tuple(path for path in paths if path.exists())
+    unmeasured = wishes.device is not None and not paths
+    if unmeasured and not may_have_gpu():
+        return _sized(PlanMachine.here((), HostOnly(), name=_COMMON), wishes)
+    from infinity.memory.device import find_device
+
     with closing(find_device(None)) as device:
-        if wishes.device is not None and device.unified and not paths:
-            machine = PlanMachine.here((), device, name="a common machine")
+        if unmeasured and device.unified:
+            machine = PlanMachine.here((), device, name=_COMMON)
         else:
             from infinity.bench.rate_cache import cached_rates
 
@@ -332,7 +320,7 @@ def _on_machine(config: Config, wishes: Wishes, machine: PlanMachine) -> Config:
     return config.model_copy(update={"nvme_path": paths if machine.disk_bytes else ()})
 
 
-def _parts_of_blocks(cut: Cut) -> list[str]:
+def parts_of_blocks(cut: Cut) -> list[str]:
     """Smaller units: the parts of every block, by name; empty where blocks have no parts."""
     names = []
     for unit in cut.units:

@@ -105,6 +105,8 @@ def _homes(page: Page, report: dict[str, Any]) -> None:
         f"{rest:.4g} bytes a parameter, and its gradient"
     )
     page.table(title, ["kind", "bytes a parameter", *columns], rows)
+    if not report["machine"]["unified"]:
+        page.say(f"updates  {plan['updates']}")
 
 
 def _bars(page: Page, report: dict[str, Any]) -> None:
@@ -159,7 +161,7 @@ def _bar(marks: dict[str, int], whole: int) -> str:
 
 def _say_activations(page: Page, report: dict[str, Any]) -> None:
     found = report["activations"]
-    names = ("saved", "boundaries", "logits", "gradients")
+    names = ("saved", "boundaries", "logits", "flow", "gradients")
     parts = ", ".join(f"{name} {format_size(found[name])}" for name in names if found[name])
     room = ""
     if "room" in found:

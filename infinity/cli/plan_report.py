@@ -6,11 +6,12 @@
 `work`        tokens (of a micro-batch), micro_batches, tokens_per_step, precision, recompute
 `split`       whether micro-batches (and recompute) were chosen so that activations fit
 `fits`        whether plan and activations fit; `problem` {what, because, remedy} where they do not
-`activations` saved, boundaries, logits, gradients, total, tier; with a plan: room, missing
+`activations` saved, boundaries, logits, flow, gradients, recompute, total (the most at once),
+              tier; with a plan: room, missing
 `ways`        where it does not fit: ways that make it fit, as in `faster`
 `plan`        None where there is none; else rule, moments, lossy, per_parameter {kind: bytes},
-              homes {kind: {tier: {units, bytes}}}, memory {tier: {purpose: bytes}}, budget, slots,
-              chunk_elements, look_ahead, notes
+              homes {kind: {tier: {units, bytes}}}, updates, memory {tier: {purpose: bytes}},
+              budget, slots, chunk_elements, look_ahead, notes
 `moved`       {lane: {bytes, per_parameter, rate}} of one steady step
 `step`        seconds, tokens_per_s, binds, lanes {lane: seconds},
               phases [{name, first, count, seconds, binds, lanes}], equal ones together
@@ -127,6 +128,7 @@ def _planned(priced: Priced, rated_bytes: int) -> dict[str, Any]:
             "lossy": any(not form.is_exact for form in plan.precision.moments),
             "per_parameter": _at_rest(plan),
             "homes": {name: _homes(plan, kind) for name, kind in _KINDS.items()},
+            "updates": plan.updates_line,
             "memory": plan.memory,
             "budget": plan.budget,
             "slots": [{"count": c.count, "bytes": c.slot_bytes} for c in plan.slot_classes],

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,10 +36,24 @@ class Translation:
     rows: tuple[Row, ...]
     batch_size: int
     drop_last: bool
+    trains: bool = True  # false: no optimizer, and none was needed
 
     def table(self) -> list[dict[str, Any]]:
         """The rows as plain data: key, given, verdict, note."""
         return [row.as_dict() for row in self.rows]
+
+    def describe(self) -> str:
+        """The rows as text for people: a heading, and a line each."""
+        cells = [
+            (row["key"], "" if row["given"] is None else json.dumps(row["given"]), row["verdict"])
+            for row in self.table()
+        ]
+        widths = [max(map(len, column), default=0) for column in zip(*cells, strict=True)]
+        lines = ["what became of the DeepSpeed configuration:"]
+        for found, row in zip(cells, self.rows, strict=True):
+            columns = [text.ljust(width) for text, width in zip(found, widths, strict=True)]
+            lines.append("  ".join(["", *columns, row.note]).rstrip())
+        return "\n".join(lines)
 
 
 def translate_deepspeed(
@@ -80,13 +95,20 @@ def find_translation(
     lenient: bool = False,
     client_optimizer: bool = False,
     client_scheduler: bool = False,
+    may_infer: bool = False,
 ) -> Translation | None:
-    """As `translate_deepspeed`, or None if `source` is not DeepSpeed's."""
+    """As `translate_deepspeed`, or None if `source` is not DeepSpeed's.
+
+    With `may_infer` the optimizer may be missing: then `trains` is false.
+    """
     found = find_source(source)
     if found is None:
         return None
     draft = Draft(
-        lenient=lenient, client_optimizer=client_optimizer, client_scheduler=client_scheduler
+        lenient=lenient,
+        client_optimizer=client_optimizer,
+        client_scheduler=client_scheduler,
+        may_infer=may_infer,
     )
     return _translated(found, draft, {}, overrides)
 
@@ -117,29 +139,42 @@ def _translated(
                 draft.note(name, note)
     for rule in _RULES:
         rule(draft)
-    config = _checked(draft, _merged(draft.config, ours), overrides)
+    config = _checked(draft, ours, overrides)
     if draft.problems or config is None:
         count = len(draft.problems)
         heading = "1 mistake" if count == 1 else f"{count} mistakes"
         problems = "".join(f"\n  - {problem}" for problem in draft.problems)
         raise ConfigError(f"{heading} in {found.where}:{problems}")
-    return Translation(config, tuple(draft.rows.values()), draft.batch_size, draft.drop_last)
+    rows = tuple(draft.rows.values())
+    return Translation(config, rows, draft.batch_size, draft.drop_last, draft.trains)
 
 
-def _checked(draft: Draft, raw: Mapping[str, Any], overrides: Iterable[str]) -> Config | None:
+def _checked(draft: Draft, ours: Mapping[str, Any], overrides: Iterable[str]) -> Config | None:
     """Our configuration; what it refuses is told by the names that were given."""
     try:
-        return load_config(raw, overrides)
+        return load_config(_merged(draft.config, ours), overrides)
     except ConfigError as error:
         head, *problems = error.what.split("\n  - ")
         for problem in problems or [head]:
             name, colon, text = problem.partition(": ")
+            if colon and _has(ours, name):
+                draft.problems.append(f"{OURS}.{problem}")
+                continue
             key = _origin(draft, name) if colon else None
             if key is not None and key in draft.rows:
                 key = draft.rows[key].key  # as it was written
             renamed = key is not None and key != name
             draft.problems.append(f"{key}: {text} (here {name})" if renamed else problem)
         return None
+
+
+def _has(section: Any, name: str) -> bool:
+    """Whether a section has a dotted name."""
+    for key in name.split("."):
+        if not isinstance(section, Mapping) or key not in section:
+            return False
+        section = section[key]
+    return True
 
 
 def _origin(draft: Draft, name: str) -> str | None:

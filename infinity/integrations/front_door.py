@@ -22,6 +22,12 @@ class Settings:
     translation: Translation | None
     batch_size: int
     drop_last: bool
+    given: Any = None  # the configuration as it came
+
+    @property
+    def trains(self) -> bool:
+        """False for a DeepSpeed configuration with nothing that would train."""
+        return self.translation is None or self.translation.trains
 
     def journal_entry(self) -> dict[str, Any]:
         """What the journal says of it: a row for each key of DeepSpeed's."""
@@ -35,14 +41,19 @@ def read_settings(
     batch_size: int | None = None,
     optimizer: Any = None,
     lr_scheduler: Any = None,
+    model_parameters: Any = None,
 ) -> Settings:
     """Read `initialize`'s configuration, whichever argument it came by.
 
     `config` and `config_params` are a `Config`, a dict, a path, or a text; `args` is what a parser
     made, whose `deepspeed_config` is a path. `batch_size`, `optimizer` and `lr_scheduler`, where
-    they are given, win over the configuration's. Raises `ConfigError` for no configuration, for
-    several that differ, and for what is wrong in it.
+    they are given, win over the configuration's. Without `optimizer` and `model_parameters` a
+    DeepSpeed configuration need not say how to train: then `trains` is false. `Settings` that were
+    read before are returned as they are. Raises `ConfigError` for no configuration, for several
+    that differ, and for what is wrong in it.
     """
+    if isinstance(config, Settings):
+        return config
     ways = {
         "config": config,
         "config_params": config_params,
@@ -64,11 +75,19 @@ def read_settings(
         first,
         client_optimizer=optimizer is not None,
         client_scheduler=lr_scheduler is not None,
+        may_infer=model_parameters is None and optimizer is None,
     )
     if translation is None:
-        return Settings(load_config(first), None, 1 if batch_size is None else batch_size, False)
+        size = 1 if batch_size is None else batch_size
+        return Settings(load_config(first), None, size, False, first)
     size = translation.batch_size if batch_size is None else batch_size
-    return Settings(translation.config, translation, size, translation.drop_last)
+    return Settings(translation.config, translation, size, translation.drop_last, first)
+
+
+def read_seed(source: Any) -> int | None:
+    """The seed in a configuration of ours, or in the section of ours in one of DeepSpeed's."""
+    translation = find_translation(source, lenient=True)
+    return (load_config(source) if translation is None else translation.config).seed
 
 
 def add_config_arguments(parser: Any) -> Any:

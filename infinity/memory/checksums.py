@@ -54,6 +54,19 @@ class Checksums:
         return self._sums[offset // PAGE : (offset + nbytes) // PAGE]
 
 
+def wrong_pages(pages: Tensor, stored: bytes) -> list[int]:
+    """Which pages (uint8) do not have the checksums that a file holds (`Checksums.stored`).
+
+    What is missing of those counts as 0: such a page is wrong, as it is for a run that goes on.
+    """
+    count = pages.numel() // PAGE
+    data = bytearray(stored.ljust(count * CHECKSUM_BYTES, b"\0"))
+    wanted = torch.frombuffer(data, dtype=torch.int32)
+    found = torch.empty(count, dtype=torch.int32)
+    _aio.crc32c_blocks(pages.data_ptr(), pages.numel(), PAGE, found.data_ptr())
+    return [int(page) for page in (found != wanted).nonzero()]
+
+
 def first_difference(buffer: Tensor, expected: Tensor) -> tuple[int, int, int] | None:
     """(byte offset in the buffer, checksum found, checksum expected) of the first wrong page."""
     found = torch.empty_like(expected)

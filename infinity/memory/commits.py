@@ -15,11 +15,8 @@ import struct
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from infinity import _aio
+from infinity.crc32c import crc32c
 from infinity.errors import CheckpointError, MachineError
 
 SLOT_NAMES = ("commit-a.bin", "commit-b.bin")
@@ -193,11 +190,3 @@ def last_commit(directory: Path) -> CommitRecord:
             because=f"{' and '.join(SLOT_NAMES)} are damaged or missing",
         )
     return max(records, key=lambda record: record.sequence)
-
-
-def crc32c(data: bytes) -> int:
-    """CRC32C of bytes."""
-    if not data:
-        return 0
-    array: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(data, np.uint8)
-    return _aio.crc32c(array.ctypes.data, len(data))

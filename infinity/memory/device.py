@@ -8,6 +8,7 @@ is the host: copies are immediate and every event has already happened.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -15,16 +16,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from infinity.errors import ConfigError, DoesNotFitError, MachineError
+from infinity.errors import ConfigError, MachineError
 from infinity.memory.host import HostArena
 from infinity.optim.cpu import Piece
-from infinity.optim.cuda import CudaKernels
-from infinity.plan.layout import PAGE, round_up
-from infinity.sizes import format_size
+from infinity.trace.recorder import Stamp
 
 
 class Event(Protocol):
-    """A point in the order of copies or compute."""
+    """A point in the order of copies or compute.
+
+    One that ends a copy or an update may also have `elapsed_ns() -> (begin, end) | None`: when
+    that went on, by `time.perf_counter_ns`, None while it does; see `Device.time_events`.
+    """
 
     def done(self) -> bool:
         """Whether it has happened; never blocks."""
@@ -47,6 +50,38 @@ class Happened:
 HAPPENED = Happened()
 
 
+class AllOf:
+    """Several events as one."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self.events = events
+
+    def done(self) -> bool:
+        """Whether all have happened."""
+        return all(e.done() for e in self.events)
+
+    def wait(self) -> None:
+        """Block until all have happened."""
+        for event in self.events:
+            event.wait()
+
+
+def after_all(*events: Event) -> Event:
+    """One event for several; those that have happened cost nothing."""
+    single = [e for event in events for e in getattr(event, "events", (event,))]
+    open_events = [e for e in single if not e.done()]
+    if not open_events:
+        return HAPPENED
+    return open_events[0] if len(open_events) == 1 else AllOf(open_events)
+
+
+class SquareSums(Protocol):
+    """Sums of squares that a device was asked for."""
+
+    def result(self) -> list[float]:
+        """The sums, in fp64; waits for them."""
+
+
 class DeviceArena(Protocol):
     """Reserved device memory."""
 
@@ -61,6 +96,8 @@ class Device(ABC):
 
     torch_device: torch.device
     unified: bool  # device memory is host memory: nothing needs copying
+    host_clock = True  # compute is over when its call returns
+    warnings: Sequence[str] = ()  # what is slower than it should be, and why
 
     @abstractmethod
     def reserve(self, nbytes: int) -> DeviceArena:
@@ -77,6 +114,13 @@ class Device(ABC):
     @abstractmethod
     def copy_out(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         """Device to host, after `after` and all compute issued so far. May return early."""
+
+    def copy_back(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+        """Device to host, after `after` alone: of memory that no compute can touch meanwhile.
+
+        Both are reserved memory and outlive the copy, whoever refers to them. May return early.
+        """
+        return self.copy_out(target, source, after)
 
     @abstractmethod
     def compute_event(self) -> Event:
@@ -97,9 +141,19 @@ class Device(ABC):
         """
         raise MachineError("an update was asked of the device", because=self.why_no_kernels())
 
-    def square_sums(self, tensors: Sequence[Tensor]) -> list[float]:
+    def begin_square_sums(self, tensors: Sequence[Tensor]) -> SquareSums:
         """Sums of squares of device tensors, after all compute issued so far; as `update`."""
         raise MachineError("square sums were asked of the device", because=self.why_no_kernels())
+
+    def follow_compute(self) -> None:  # noqa: B027
+        """The calling thread computes nothing itself: for it, compute is other threads' compute."""
+
+    def time_events(self, wanted: bool) -> None:  # noqa: B027
+        """Whether events of copies and updates will be asked when they happened."""
+
+    def stamp(self) -> int | Stamp:
+        """Now, in the order of compute: nanoseconds, or what will know them once it got there."""
+        return time.perf_counter_ns()
 
     def synchronize(self) -> None:  # noqa: B027
         """Wait for every copy and all compute; only after an interruption."""
@@ -146,160 +200,6 @@ class CpuDevice(Device):
         """Nothing to order."""
 
 
-class _CudaEvent:
-    """A CUDA event, seen through the `Event` protocol."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.raw = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.raw.record(stream)
-
-    def done(self) -> bool:
-        return bool(self.raw.query())  # type: ignore[no-untyped-call]
-
-    def wait(self) -> None:
-        self.raw.synchronize()
-
-
-class _CudaArena:
-    """One allocation; views get a storage of their own through the array interface."""
-
-    def __init__(self, raw: Tensor) -> None:
-        self.raw = raw
-        self.nbytes = raw.numel()
-
-    def view(self, offset: int, nbytes: int) -> Tensor:
-        part = _ArrayInterface(self.raw, offset, nbytes)
-        return torch.as_tensor(part, device=self.raw.device)
-
-
-class _ArrayInterface:
-    """Describes device bytes to torch, and keeps the allocation alive."""
-
-    def __init__(self, raw: Tensor, offset: int, nbytes: int) -> None:
-        self.raw = raw
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (raw.data_ptr() + offset, False),
-            "version": 3,
-            "stream": None,
-        }
-
-
-class CudaDevice(Device):
-    """A CUDA GPU: one copy stream a direction, registered host memory. Not yet run on a GPU."""
-
-    unified = False
-    _PIN_SLICE = 1 << 30
-
-    def __init__(self, torch_device: torch.device) -> None:
-        if not torch.cuda.is_available():
-            raise ConfigError(
-                "device 'cuda' was asked for, but torch sees no CUDA device",
-                remedy="use device='cpu', or install a CUDA build of torch",
-            )
-        self.torch_device = torch.device("cuda", torch_device.index or 0)
-        self._in = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
-        self._out = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
-        self._update = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
-        self._kernels: CudaKernels | None = None
-        self._pinned: list[tuple[int, int]] = []
-
-    def reserve(self, nbytes: int) -> _CudaArena:
-        """One plain allocation."""
-        size = round_up(max(nbytes, PAGE), PAGE)
-        try:
-            raw = torch.empty(size, dtype=torch.uint8, device=self.torch_device)
-        except torch.cuda.OutOfMemoryError as error:
-            free = self.memory_bytes() or 0
-            raise DoesNotFitError(
-                f"the device refused {format_size(size)}; {format_size(free)} are free",
-                remedy="lower budget.device, or close what else uses the GPU",
-            ) from error
-        return _CudaArena(raw)
-
-    def memory_bytes(self) -> int | None:
-        """Free device memory now."""
-        return int(torch.cuda.mem_get_info(self.torch_device)[0])
-
-    def copy_in(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
-        """On the copy-in stream."""
-        return self._copy(self._in, target, source, after)
-
-    def copy_out(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
-        """On the copy-out stream, after the compute issued so far."""
-        self._out.wait_stream(torch.cuda.current_stream(self.torch_device))
-        return self._copy(self._out, target, source, after)
-
-    def _copy(
-        self, stream: torch.cuda.Stream, target: Tensor, source: Tensor, after: Event
-    ) -> Event:
-        if isinstance(after, _CudaEvent):
-            stream.wait_event(after.raw)
-        else:
-            after.wait()
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-        return _CudaEvent(stream)
-
-    def compute_event(self) -> Event:
-        """Recorded on the current stream."""
-        return _CudaEvent(torch.cuda.current_stream(self.torch_device))
-
-    def compute_wait(self, event: Event) -> None:
-        """The current stream waits; the host does not."""
-        if isinstance(event, _CudaEvent):
-            torch.cuda.current_stream(self.torch_device).wait_event(event.raw)
-        else:
-            event.wait()
-
-    def why_no_kernels(self) -> str | None:
-        """Compiles or loads the first kernels, when first asked."""
-        if self._kernels is None:
-            try:
-                self._kernels = CudaKernels(self.torch_device)
-            except MachineError as error:
-                return error.because or error.what
-        return None
-
-    def update(self, pieces: Sequence[Piece], after: Event = HAPPENED) -> Event:
-        """On the update stream; launches only, so that copies and compute go on beside it."""
-        assert self._kernels is not None
-        if isinstance(after, _CudaEvent):
-            self._update.wait_event(after.raw)
-        else:
-            after.wait()
-        self._kernels.update_all(pieces, self._update)
-        return _CudaEvent(self._update)
-
-    def square_sums(self, tensors: Sequence[Tensor]) -> list[float]:
-        """On the current stream; waits for the numbers."""
-        assert self._kernels is not None
-        sums = torch.empty(len(tensors), dtype=torch.float64, device=self.torch_device)
-        self._kernels.square_sums(tensors, sums)
-        return [float(total) for total in sums.tolist()]
-
-    def synchronize(self) -> None:
-        """Everything on the device."""
-        torch.cuda.synchronize(self.torch_device)
-
-    def pin(self, arena: HostArena) -> None:
-        """Register in slices of at most 1 GiB; an unregistered pool still works, slower."""
-        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        base = arena.view(0, arena.nbytes).data_ptr()
-        for start in range(0, arena.nbytes, self._PIN_SLICE):
-            size = min(self._PIN_SLICE, arena.nbytes - start)
-            if int(cudart.cudaHostRegister(base + start, size, 0)) == 0:
-                self._pinned.append((base + start, size))
-
-    def close(self) -> None:
-        """Unregister host memory."""
-        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        for address, _ in self._pinned:
-            cudart.cudaHostUnregister(address)
-        self._pinned.clear()
-
-
 def find_device(device: Device | torch.device | str | None) -> Device:
     """The `Device` for what a user may pass; the default is CUDA where there is one, else CPU."""
     if isinstance(device, Device):
@@ -310,5 +210,7 @@ def find_device(device: Device | torch.device | str | None) -> Device:
     if wanted.type == "cpu":
         return CpuDevice()
     if wanted.type == "cuda":
+        from infinity.memory.cuda_device import CudaDevice  # it stands on this file
+
         return CudaDevice(wanted)
     raise ConfigError(f"device {str(wanted)!r} is not supported yet", remedy="use 'cpu' or 'cuda'")

@@ -23,7 +23,8 @@ from infinity.memory import file_systems
 from infinity.memory.checksums import Checksums, first_difference
 from infinity.memory.disk_errors import corruption, transfer_error
 from infinity.memory.disk_speed import measure_speeds
-from infinity.memory.scratch import Scratch, does_not_fit
+from infinity.memory.nvme_path import does_not_fit
+from infinity.memory.scratch import Scratch
 from infinity.memory.stripes import Placement, Stripes
 from infinity.plan.layout import PAGE, round_up
 
@@ -84,6 +85,11 @@ class DiskTicket:
         self._pieces = pieces
         self._expected = expected  # checksums of the pages that are read; empty: not verified
         self._failure: TransferError | None = None
+
+    @property
+    def request(self) -> _aio.Ticket | None:
+        """The native ticket; None once somebody has waited for it."""
+        return self._raw
 
     def done(self) -> bool:
         """Whether the request is over."""

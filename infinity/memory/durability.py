@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from infinity.memory.checksums import CHECKSUM_BYTES
 from infinity.memory.commits import CommitRecord, CommitSlots, SmallFile, last_commit
 from infinity.memory.device import Event
 from infinity.memory.disk import Extent, Ticket
@@ -26,13 +27,15 @@ from infinity.memory.durable_runs import PLAN_NAME, StoredRun, plan_text, write_
 from infinity.memory.host import HostArena, arena_for
 from infinity.memory.lanes import Lanes
 from infinity.memory.state import StateStore, UnitState
+from infinity.memory.traced import Label
 from infinity.plan.layout import PAGE, Kind
 from infinity.plan.plan import Plan
 from infinity.plan.reserve import NUM_COMMIT_BUFFERS, commit_buffer_bytes
+from infinity.trace.recorder import NO_UNIT
 
 SUMS_NAME = "checksums.bin"
 _IN_FLIGHT = 8  # writes of a commit at a time
-_SUM_BYTES = 4
+_LABEL: Label = (NO_UNIT, "commit")
 
 
 class Durability:
@@ -82,8 +85,19 @@ class Durability:
             state.turn.dirty = state.frozen_turn.dirty = True
         self._commit(b"", in_memory=False)
         tie = {"run": self._run, "primary": str(directories[0])}
-        for index, scratch in reversed(list(enumerate(self._disk.scratches))):
-            scratch.keep({**tie, "index": index})  # the first one last: it makes the run findable
+        try:
+            if len(directories) > 1:
+                self._primary.announce(self._run, directories[1:])
+            for index, scratch in reversed(list(enumerate(self._disk.scratches))):
+                scratch.keep({**tie, "index": index})  # the first one last: it decides for all
+        except BaseException:
+            for scratch in self._disk.scratches:
+                scratch.durable = False  # nothing was promised: they go with the others
+            raise
+
+    def forget(self) -> None:
+        """Drop the reserved ranges."""
+        self._buffers.clear()
 
     def close(self) -> None:
         """Close the files; idempotent."""
@@ -127,12 +141,18 @@ class Durability:
     ) -> None:
         changed = [state for state in self.store.units if state.turn.dirty]
         frozen = [state for state in self.store.units if state.frozen_turn.dirty]
+        trace = self.lanes.trace
+        laps = None if trace is None else trace.laps()
         if in_memory and not self._move_memory(changed, frozen, stopped):
             return
         for state in self.store.units:
             for write in tuple(state.writes):  # the training thread may take them off the list
                 write.wait()
+        if laps is not None:
+            laps.lap("saving", "commit: write what rests in memory")
         self._disk.sync()
+        if laps is not None:
+            laps.lap("saving", "commit: sync")
         self._write_sums(changed, frozen)
         units = self.store.units
         self._slots.write(
@@ -146,6 +166,8 @@ class Durability:
                 document=document,
             )
         )
+        if laps is not None:
+            laps.lap("saving", "commit: record")
         self._sequence += 1
         self._since = 0
         for state in units:
@@ -158,6 +180,10 @@ class Durability:
         self, changed: list[UnitState], frozen: list[UnitState], stopped: Callable[[], bool]
     ) -> bool:
         """Write what rests in memory to the current sides; False if it was stopped."""
+        for state in changed:
+            if state.on_device:  # updates and copies into it are queued, perhaps not over
+                for write in tuple(state.writes):
+                    write.wait()
         writes: deque[Ticket] = deque()
         buffers = cycle(self._buffers)
         for extent, home, on_device in self._in_memory(changed, frozen):
@@ -168,8 +194,8 @@ class Durability:
             source = home
             if on_device:
                 source = next(buffers)[: home.numel()]
-                self.lanes.copy_out(source, home).wait()
-            writes.append(self.lanes.write([(extent, source)]))
+                self.lanes.copy_out(source, home, label=_LABEL).wait()
+            writes.append(self.lanes.write([(extent, source)], label=_LABEL))
         for write in writes:
             write.wait()
         return not stopped()
@@ -210,7 +236,7 @@ class Durability:
             return
         for extent in _current_extents(changed, frozen):
             stored = sums.stored(extent.offset, extent.nbytes)
-            self._sums.write(extent.offset // PAGE * _SUM_BYTES, stored)
+            self._sums.write(extent.offset // PAGE * CHECKSUM_BYTES, stored)
         self._sums.sync()
 
     def _restore_sums(self, *, stored: bool) -> None:
@@ -224,8 +250,8 @@ class Durability:
                     part = extent.part(start, min(1 << 24, extent.nbytes - start))
                     self._disk.learn(part, HostArena(part.nbytes).view(0, part.nbytes))
                 continue
-            nbytes = extent.nbytes // PAGE * _SUM_BYTES
-            data = file.read(extent.offset // PAGE * _SUM_BYTES, nbytes)
+            nbytes = extent.nbytes // PAGE * CHECKSUM_BYTES
+            data = file.read(extent.offset // PAGE * CHECKSUM_BYTES, nbytes)
             # What is missing counts as 0: reading such a page then fails, by name.
             sums.restore(extent.offset, extent.nbytes, data.ljust(nbytes, b"\0"))
         if not stored:

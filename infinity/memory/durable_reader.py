@@ -8,38 +8,47 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from infinity import _aio
-from infinity.errors import CheckpointError, MachineError
-from infinity.formats import MOMENT_BLOCK, MomentFormat
-from infinity.memory.checksums import CHECKSUM_BYTES
+from infinity.errors import CheckpointError, MachineError, listed
+from infinity.formats import MOMENT_BLOCK
+from infinity.memory.checksums import CHECKSUM_BYTES, wrong_pages
 from infinity.memory.commits import last_commit
 from infinity.memory.disk import STATE_NAME, Extent
 from infinity.memory.durability import SUMS_NAME
+from infinity.memory.durable_plan import (
+    SCALE_BYTES,
+    SCALES,
+    committed_extents,
+    holders,
+    itemsize,
+    plan_of,
+)
 from infinity.memory.durable_runs import read_run
+from infinity.memory.scratch import LOCK_NAME, in_use
 from infinity.memory.state import UnitState, promise_extents
 from infinity.memory.stripes import Stripes
-from infinity.plan.layout import PAGE, PRECISIONS, Kind, Segment, Tier, UnitLayout, round_up
-from infinity.plan.plan import Plan, RuleFacts
+from infinity.plan.layout import PAGE, Kind, Segment, Tier, round_up
+from infinity.plan.plan import Plan
 
-SCALES = "_scales"
-_NUMBERS = 4  # bytes of a scale
+__all__ = ["SCALES", "DurableReader"]
+
+_VERIFY_BYTES = 1 << 20  # read at once, whole pages
 
 
 class DurableReader:
     """The last committed state of a durable run; a context manager.
 
-    `plan_facts` is what `plan.json` says, `document` and `step` are those of the commit, `names`
-    all parameters. Raises `CheckpointError` where it is damaged or incomplete, `MachineError`
-    where a run is going on in it. `roots` are where directories that were moved are sought.
+    `directories` are those of the run, the first one first; `plan_facts` is what `plan.json` says,
+    `record` the commit (its `document` and `step` are beside it), `names` all parameters. Raises
+    `CheckpointError` where it is damaged or incomplete, `MachineError` where a run is going on in
+    it. `roots` are where directories that were moved are sought.
     """
 
     def __init__(self, directory: str | os.PathLike[str], roots: Iterable[Path] = ()) -> None:
@@ -71,6 +80,8 @@ class DurableReader:
             self.close()
             raise
         self.directory = run.directory
+        self.directories = run.placement.directories
+        self.record = record
         self.plan_facts: Mapping[str, Any] = run.facts
         self.document = record.document
         self.step = record.step
@@ -95,6 +106,27 @@ class DurableReader:
             if precision.format_of(kind).num_scales(1)
         ]
         return (*(kind.value for kind in precision.kinds), *scales)
+
+    @property
+    def plan(self) -> Plan:
+        """As much of the run's plan as its directory holds."""
+        return self._plan
+
+    @property
+    def verified(self) -> bool:
+        """Whether checksums of the state were kept (`io.verify`)."""
+        return self._sums >= 0
+
+    def nbytes(self, name: str, kind: Kind | str) -> int:
+        """Bytes of all elements of a parameter in a kind, as `read` gives them."""
+        _, segment = self._place(name)
+        if not segment.trained:
+            return segment.nbytes
+        text = kind.value if isinstance(kind, Kind) else kind
+        base = Kind(text.removesuffix(SCALES))
+        if text.endswith(SCALES):
+            return self._plan.precision.format_of(base).num_scales(segment.numel) * SCALE_BYTES
+        return segment.numel * itemsize(self._plan, base)
 
     def segment(self, name: str) -> Segment:
         """Shape, dtype and place of a parameter; raises `CheckpointError` for unknown names."""
@@ -127,6 +159,29 @@ class DurableReader:
             if low < high:
                 parts.append(self._read_chunk(unit, index, base, (low, high), scales=scales))
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+
+    def verify(self, seen: Callable[[int], None] | None = None) -> Iterator[str]:
+        """Hold every page of the committed state to its checksum; yields what is wrong.
+
+        Each problem names file, bytes, unit, chunk and parameters. `seen` is told how many bytes
+        were read. Without checksums (`verified`) nothing is read.
+        """
+        if not self.verified:
+            return
+        for file in self._files:  # what lies in memory was checked, the disk was not
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        for unit in self._units:
+            for extent, chunk in committed_extents(unit):
+                for start in range(0, extent.nbytes, _VERIFY_BYTES):
+                    part = extent.part(start, min(_VERIFY_BYTES, extent.nbytes - start))
+                    yield from self._problems(unit, chunk, part, part.offset - extent.offset)
+                    if seen is not None:
+                        seen(part.nbytes)
+
+    @property
+    def state_bytes(self) -> int:
+        """What `verify` reads: the committed state, with its padding."""
+        return sum(e.nbytes for unit in self._units for e, _ in committed_extents(unit))
 
     def close(self) -> None:
         """Let go of the directory; idempotent."""
@@ -163,9 +218,9 @@ class DurableReader:
             form = plan.precision.format_of(kind)
             start += size * form.itemsize
             first, last = first // MOMENT_BLOCK, -(-last // MOMENT_BLOCK)
-            item = _NUMBERS
+            item = SCALE_BYTES
         else:
-            item = _itemsize(plan, kind)
+            item = itemsize(plan, kind)
         extent = unit.whole[unit.turn.current][index]
         return self._read_bytes(extent, start + first * item, (last - first) * item)
 
@@ -180,79 +235,64 @@ class DurableReader:
             return torch.empty(0, dtype=torch.uint8)
         low = start // PAGE * PAGE
         part = extent.part(low, round_up(start + nbytes, PAGE) - low)
-        data = bytearray()
-        for piece in self._stripes.pieces(part.offset, part.nbytes):
-            got = os.pread(self._files[piece.path_index], piece.nbytes, piece.offset)
-            if len(got) < piece.nbytes:
-                raise CheckpointError(f"a state file of {self.directory} ends inside {part.owner}")
-            data += got
-        pages = torch.frombuffer(data, dtype=torch.uint8)
-        if self._sums >= 0:
-            self._check(part, pages)
-        return pages[start - low : start - low + nbytes].clone()
-
-    def _check(self, part: Extent, pages: Tensor) -> None:
-        count = part.nbytes // PAGE
-        wanted = os.pread(self._sums, count * CHECKSUM_BYTES, part.offset // PAGE * CHECKSUM_BYTES)
-        found = torch.empty(count, dtype=torch.int32)
-        _aio.crc32c_blocks(pages.data_ptr(), pages.numel(), PAGE, found.data_ptr())
-        if bytes(found.view(torch.uint8).numpy()) != wanted:
+        pages = self._read_pages(part)
+        if self.verified and self._wrong_pages(part, pages):
             raise CheckpointError(
                 f"{part.owner} in {self.directory} is not what was written: a checksum is wrong",
                 because="the drive, or another program, changed it",
+                remedy=f"infinity checkpoint verify {self.directory} names all that is damaged",
+            )
+        return pages[start - low : start - low + nbytes].clone()
+
+    def _read_pages(self, part: Extent) -> Tensor:
+        data = bytearray()
+        for piece in self._stripes.pieces(part.offset, part.nbytes):
+            try:
+                got = os.pread(self._files[piece.path_index], piece.nbytes, piece.offset)
+            except OSError as error:
+                path = self.directories[piece.path_index] / STATE_NAME
+                raise MachineError(
+                    f"{path} cannot be read at byte {piece.offset}, in {part.owner}",
+                    because=f"{error.strerror} (errno {error.errno})",
+                    remedy="look at the drive's health (`smartctl -a`)",
+                ) from error
+            if len(got) < piece.nbytes:
+                raise CheckpointError(f"a state file of {self.directory} ends inside {part.owner}")
+            data += got
+        return torch.frombuffer(data, dtype=torch.uint8)
+
+    def _wrong_pages(self, part: Extent, pages: Tensor) -> list[int]:
+        """Pages, counted from the part's first, that are not what was written."""
+        count = part.nbytes // PAGE
+        start = part.offset // PAGE * CHECKSUM_BYTES
+        return wrong_pages(pages, os.pread(self._sums, count * CHECKSUM_BYTES, start))
+
+    def _problems(
+        self, unit: UnitState, chunk: int | None, part: Extent, start: int
+    ) -> Iterator[str]:
+        """What is wrong with a part that begins `start` bytes behind its extent's begin."""
+        try:
+            wrong = self._wrong_pages(part, self._read_pages(part))
+        except (CheckpointError, MachineError) as error:
+            yield error.what
+            return
+        for page in wrong:
+            (piece,) = self._stripes.pieces(part.offset + page * PAGE, PAGE)
+            low = start + page * PAGE
+            held = listed(list(holders(self._plan, unit, chunk, low, low + PAGE)), limit=3)
+            yield (
+                f"{self.directories[piece.path_index] / STATE_NAME} is damaged: bytes "
+                f"{piece.offset} to {piece.offset + PAGE - 1}, {part.owner}, which hold "
+                f"{held or 'no parameter'}"
             )
 
     def _lock(self, directory: Path) -> None:
-        descriptor = _open(directory / "lock")
+        descriptor = _open(directory / LOCK_NAME)
         self._locks.append(descriptor)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as error:
-            raise MachineError(
-                f"the durable run in {directory} is in use by another process",
-                remedy="end that process first",
-            ) from error
-
-
-def plan_of(facts: Mapping[str, Any], homes: Sequence[Any]) -> Plan:
-    """As much of a run's plan as its `plan.json` holds: enough to find every byte."""
-    moments = tuple(MomentFormat(name) for name in facts["moments"])
-    precision = replace(PRECISIONS[facts["precision"]], moments=moments)
-    units = []
-    for index, unit in enumerate(facts["units"]):
-        segments = tuple(
-            Segment(**{**segment, "shape": tuple(segment["shape"])}, parameter=-1, group=-1)
-            for segment in unit["segments"]
-        )
-        layout = UnitLayout(
-            index, unit["name"], segments, unit["numel"], unit["frozen_bytes"], precision.weight
-        )
-        units.append(layout)
-    return Plan(
-        precision=precision,
-        units=tuple(units),
-        homes=tuple(homes),
-        slot_classes=(),
-        chunk_elements=facts["chunk_elements"],
-        num_stages=0,
-        look_ahead=0,
-        micro_batches=1,
-        gradient_itemsize=facts["gradient_itemsize"],
-        unified=True,
-        verify=False,
-        memory={},
-        budget={},
-        rule=RuleFacts(name=facts["rule"], moments=moments),
-        durable=True,
-    )
-
-
-def _itemsize(plan: Plan, kind: Kind) -> int:
-    if kind is Kind.WEIGHT:
-        return plan.precision.weight
-    if kind is Kind.RESIDUAL:
-        return plan.precision.residual
-    return plan.precision.format_of(kind).itemsize
+            raise in_use(directory) from error
 
 
 def _open(path: Path) -> int:

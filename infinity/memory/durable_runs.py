@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from infinity.crc32c import crc32c
 from infinity.errors import CheckpointError, ConfigError, InfinityError, MachineError
-from infinity.memory.commits import CommitRecord, crc32c, last_commit
-from infinity.memory.scratch import durable_records, is_live
+from infinity.memory.commits import CommitRecord, last_commit
+from infinity.memory.scratch import RECORD_NAME, durable_records, is_live
 from infinity.memory.stripes import Placement
 from infinity.plan.layout import Segment, Tier, UnitLayout
 from infinity.plan.plan import Plan, RuleFacts, UnitHomes
@@ -25,7 +26,6 @@ from infinity.stable import write_new
 PLAN_NAME = "plan.json"
 _FORMAT = "torch-infinity-durable"
 _VERSION = 1
-_RECORD_NAME = "run.json"
 MAX_TOLD = 5  # differences between a stored run and this one
 
 
@@ -49,7 +49,7 @@ class StoredRun:
         )
 
     def __str__(self) -> str:
-        return f"{self.directory} (step {self.record.step}, {self.record.when})"
+        return f"{self.directory} (update {self.record.step}, {self.record.when})"
 
 
 # --- plan.json -----------------------------------------------------------------------------------
@@ -178,14 +178,14 @@ def read_run(directory: Path, roots: Iterable[Path] = ()) -> StoredRun:
 def _run_record(directory: Path) -> dict[str, Any]:
     record = None
     try:
-        record = json.loads((directory / _RECORD_NAME).read_bytes())
+        record = json.loads((directory / RECORD_NAME).read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{directory} is not a durable run: {_RECORD_NAME} cannot be read ({error})",
+            f"{directory} is not a durable run: {RECORD_NAME} cannot be read ({error})",
             remedy="give the directory infinity-run-... below an nvme_path",
         ) from error
     if not isinstance(record, dict) or record.get("durable") is not True:
-        raise CheckpointError(f"{directory} is not a durable run, according to its {_RECORD_NAME}")
+        raise CheckpointError(f"{directory} is not a durable run, according to its {RECORD_NAME}")
     return record
 
 
@@ -269,7 +269,13 @@ def survey(
     roots = list(roots)
     for root in roots:
         for directory, record in durable_records(root).items():
-            if record.get("index", 0) or is_live(directory):
+            if is_live(directory):
+                continue
+            if record.get("index", 0):
+                first = Path(str(record.get("primary")))
+                if 0 not in _pieces(record.get("run"), [*roots, first.parent]):
+                    why = f"it is a part of one whose first directory, {first}, is missing"
+                    others.append((directory, why))
                 continue
             try:
                 run = read_run(directory, roots)

@@ -5,76 +5,70 @@ of an accumulation window overwrites, later ones add, in fp32 when micro-batches
 in the compute dtype otherwise. Square sums are taken as the last micro-batch's gradients arrive,
 while they are in cache, one per parameter, over one fixed tree.
 
-Gradients that rest on disk are accumulated in windows: unit-sized RAM buffers that are written
-home when the unit is complete, and read back when the next micro-batch reaches the unit.
+On a device of its own memory a first gradient that needs no conversion goes straight to its place
+in RAM (`homeward.py`); others land in a bounce buffer, and a thread adds them (`gradient_worker.py`
+says what the training thread waits for, `gradient_sums.py` whose is what).
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections import deque
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from infinity.errors import TrainingError, TransferError
-from infinity.memory.device import DeviceArena, Event
-from infinity.memory.disk import Extent, Ticket
+from infinity.errors import TrainingError
+from infinity.memory.device import DeviceArena
+from infinity.memory.gradient_sums import GradientSums, part
+from infinity.memory.gradient_windows import GradientWindows, untimed
+from infinity.memory.gradient_worker import GradientWorker
+from infinity.memory.homeward import Homeward, SquaresOnDevice
 from infinity.memory.host import HostArena, arena_for
 from infinity.memory.lanes import Lanes
 from infinity.optim.cpu import CpuKernels
 from infinity.plan.layout import PAGE, Segment, Tier, round_up
 from infinity.plan.plan import Plan
-from infinity.plan.reserve import NUM_BOUNCES, largest_trained, largest_window, num_windows
-
-
-@dataclass(eq=False)
-class _Window:
-    """A RAM buffer that stands in for one unit's gradient range on disk."""
-
-    buffer: Tensor
-    unit: int | None = None
-    last_unit: int | None = None  # whose bytes the write in flight saves
-    ticket: Ticket | None = None  # the read that fills it, or the write that saves it
-
-
-@dataclass(eq=False, slots=True)
-class _Arrival:
-    """A gradient whose copy to the host is under way; `source` stays alive until it ends."""
-
-    event: Event
-    segment: Segment
-    unit: int
-    bounced: Tensor
-    source: Tensor
+from infinity.plan.reserve import NUM_BOUNCES, largest_trained
 
 
 class GradientStore:
-    """Ranges, windows and square sums of all units; used by the training thread.
+    """Ranges and square sums of all units; used by the training thread.
 
-    The sweep reads ranges through `ram`, `on_device` and `extent` after `finish`.
+    While that waits for a commit the sweep's thread calls `reset`; it reads ranges through `ram`,
+    `on_device` and `extents` after `settle`.
     """
 
     def __init__(self, plan: Plan, lanes: Lanes, kernels: CpuKernels) -> None:
         self.plan = plan
         self.lanes = lanes
         self.kernels = kernels
-        self.dtype = torch.bfloat16 if plan.gradient_itemsize == 2 else torch.float32
+        summed = plan.gradient_itemsize == 4
+        self.dtype = torch.float32 if summed else getattr(torch, plan.precision.dtype)
         self.last_micro_batch = True  # square sums are worth taking now
         self.ram: dict[int, Tensor] = {}
         self.on_device: dict[int, Tensor] = {}
-        self.extents: dict[int, Extent] = {}
         self._places = {
             s.parameter: (u.index, s) for u in plan.units for s in u.segments if s.trained
         }
-        self._has: set[int] = set()
-        self._squares: dict[int, float] = {}
-        self._saved: set[int] = set()  # units whose extents hold gradients of this window
-        self._arrived: dict[int, int] = {}  # unit -> arrivals since its window was opened
-        self._pending: deque[_Arrival] = deque()
+        self._has: set[int] = set()  # parameters that have arrived
+        self._squares: dict[int, float] = {}  # beside those of `_sums` and `_device_squares`
+        self._homeward = Homeward(lanes, NUM_BOUNCES * largest_trained(plan))
+        self._device_squares = SquaresOnDevice(lanes)
+        self._worker = None if plan.unified else GradientWorker(lanes, self._reserve_bounce())
+        stall = lanes.stall if self._worker is None else untimed
+        self._windows = GradientWindows(plan, lanes, self.dtype, stall)
+        self.extents = self._windows.extents
+        beside = None if self._worker is None else lanes
+        self._sums = GradientSums(kernels, self.ram, self._windows, beside)
         self._reserve()
+
+    def _reserve_bounce(self) -> Tensor:
+        nbytes = NUM_BOUNCES * largest_trained(self.plan)
+        arena = HostArena(nbytes)
+        if nbytes:
+            self.lanes.device.pin(arena)
+        return arena.view(0, nbytes)
 
     def _reserve(self) -> None:
         plan, device = self.plan, self.lanes.device
@@ -84,6 +78,8 @@ class GradientStore:
             u for u, h in homes.items() if h is Tier.HOST or (h is Tier.DEVICE and plan.unified)
         ]
         arena = arena_for([sizes[u] for u in in_ram])
+        if in_ram:
+            device.pin(arena)
         for unit in in_ram:
             self.ram[unit] = arena.carve(sizes[unit]).view(self.dtype)
         away = [u for u, h in homes.items() if h is Tier.DEVICE and not plan.unified]
@@ -92,42 +88,31 @@ class GradientStore:
             self._device_arena = device.reserve(sum(round_up(sizes[u], PAGE) for u in away))
             offset = 0
             for unit in away:
-                part = self._device_arena.view(offset, sizes[unit])
-                self.on_device[unit] = part.view(self.dtype)
+                view = self._device_arena.view(offset, sizes[unit])
+                self.on_device[unit] = view.view(self.dtype)
                 offset += round_up(sizes[unit], PAGE)
-        for unit, home in homes.items():
-            if home is Tier.DISK:
-                assert self.lanes.disk is not None
-                owner = f"unit {plan.units[unit].name!r}, gradients"
-                self.extents[unit] = self.lanes.disk.extent(sizes[unit], owner)
-        nbytes = largest_window(plan)
-        arena = arena_for([nbytes] * num_windows(plan))
-        self._windows = [_Window(arena.carve(nbytes)) for _ in range(num_windows(plan))]
-        bounce = 0 if plan.unified else NUM_BOUNCES * largest_trained(plan)
-        bounce_arena = HostArena(bounce)
-        if bounce:
-            device.pin(bounce_arena)
-        self._bounce = bounce_arena.view(0, bounce)
-        self._bounced = 0
+
+    def open(self) -> None:
+        """Before training: start the thread, and write every extent once."""
+        if self._worker is not None and (self.ram or self.extents):
+            self._worker.open()
+        self._windows.write_once()
+
+    def close(self) -> None:
+        """End the thread; what is queued is dropped."""
+        if self._worker is not None:
+            self._worker.close()
 
     def forget(self) -> None:
-        """Drop the reserved ranges."""
+        """Drop the reserved ranges; copies into them have ended."""
+        self._homeward.reset()
+        self._device_squares.reset()
         self.ram.clear()
         self.on_device.clear()
-        self._windows.clear()
-        self._pending.clear()
+        self._windows.forget()
+        if self._worker is not None:
+            self._worker.forget()
         self._device_arena = None
-        self._bounce = torch.empty(0, dtype=torch.uint8)
-
-    def write_once(self) -> None:
-        """Write every extent, before training: a first write of reserved space is a slow one."""
-        for turn, (unit, extent) in enumerate(self.extents.items()):
-            window = self._windows[turn % len(self._windows)]
-            if window.ticket is not None:
-                window.ticket.wait()
-            window.last_unit = unit
-            window.ticket = self.lanes.write([(extent, window.buffer[: extent.nbytes])])
-        self.settle()
 
     # --- arrivals --------------------------------------------------------------------------
 
@@ -141,150 +126,109 @@ class GradientStore:
             )
         if segment.numel == 0:
             return
+        self._check()
         flat = gradient.detach().contiguous().view(-1)
+        first = parameter not in self._has
+        self._squares.pop(parameter, None)
+        self._device_squares.drop(parameter)
         if unit in self.on_device:
-            self._accumulate_on_device(unit, segment, flat)
-        elif self.plan.unified:
-            self._accumulate(unit, segment, flat)
+            self._accumulate_on_device(unit, segment, flat, first=first)
+        elif self._worker is None:
+            self._sums.add(unit, segment, flat, first=first, complete=self.last_micro_batch)
+        elif unit in self.ram and flat.dtype is self.dtype and first:
+            self._send_home(self._worker, unit, segment, flat)
         else:
-            self._send(unit, segment, flat)
+            self._send(self._worker, unit, segment, flat, first=first)
+        self._has.add(parameter)
 
-    def _accumulate_on_device(self, unit: int, segment: Segment, gradient: Tensor) -> None:
-        target = self._part(self.on_device[unit], segment)
-        if segment.parameter in self._has:
-            target.add_(gradient)
-        else:
+    def _accumulate_on_device(
+        self, unit: int, segment: Segment, gradient: Tensor, *, first: bool
+    ) -> None:
+        target = part(self.on_device[unit], segment)
+        if first:
             target.copy_(gradient)
-        self._has.add(segment.parameter)
-        self._squares.pop(segment.parameter, None)
-
-    def _send(self, unit: int, segment: Segment, gradient: Tensor) -> None:
-        """Start the copy to the host; earlier arrivals that have ended are accumulated."""
-        nbytes = gradient.numel() * gradient.element_size()
-        start = round_up(self._bounced, 64)
-        if start + nbytes > self._bounce.numel():
-            self.drain()
-            start = 0
-        bounced = self._bounce[start : start + nbytes]
-        self._bounced = start + nbytes
-        event = self.lanes.copy_out(bounced, gradient.view(torch.uint8))
-        arrival = _Arrival(event, segment, unit, bounced.view(gradient.dtype), gradient)
-        self._pending.append(arrival)
-        while self._pending and self._pending[0].event.done():
-            self._land(self._pending.popleft())
-
-    def drain(self) -> None:
-        """Accumulate everything that is still on its way."""
-        while self._pending:
-            with self.lanes.stall("gradient"):
-                self._pending[0].event.wait()
-            self._land(self._pending.popleft())
-        self._bounced = 0
-
-    def _land(self, arrival: _Arrival) -> None:
-        self._accumulate(arrival.unit, arrival.segment, arrival.bounced)
-
-    def _accumulate(self, unit: int, segment: Segment, gradient: Tensor) -> None:
-        home = self.ram.get(unit)
-        target = self._part(self._window(unit) if home is None else home, segment)
-        if segment.parameter in self._has:
-            self.kernels.accumulate(target, gradient)
         else:
-            self.kernels.convert(target, gradient)
-        self._has.add(segment.parameter)
-        self._squares.pop(segment.parameter, None)
-        if self.last_micro_batch:
-            self._squares[segment.parameter] = self.kernels.square_sum(target)
-        if home is None:
-            self._arrived[unit] = self._arrived.get(unit, 0) + 1
-            if self._arrived[unit] == len(self.plan.units[unit].trained_segments):
-                self._save(unit)
+            target.add_(gradient)
 
-    def _part(self, flat: Tensor, segment: Segment) -> Tensor:
-        return flat[segment.offset : segment.offset + segment.numel]
+    def _send_home(
+        self, worker: GradientWorker, unit: int, segment: Segment, gradient: Tensor
+    ) -> None:
+        """Start the copy to where the gradient rests; whoever can sums its squares."""
+        target, source = part(self.ram[unit], segment), gradient.view(torch.uint8)
+        parameter = segment.parameter
+        event = self._homeward.send(unit, parameter, target.view(torch.uint8), source)
+        if not self.last_micro_batch:
+            return
+        if self.plan.device_kernels:
+            complete = len(self.plan.units[unit].trained_segments)
+            self._device_squares.add(unit, parameter, gradient, complete=complete)
+        else:
+            worker.put(partial(self._sums.square, unit, segment), [event])
 
-    # --- windows ---------------------------------------------------------------------------
+    def _send(
+        self, worker: GradientWorker, unit: int, segment: Segment, gradient: Tensor, *, first: bool
+    ) -> None:
+        """Start the copy to the bounce buffer, from which the thread adds it."""
+        self._homeward.let_go()
+        source = gradient.view(torch.uint8)
+        place = worker.place(source.numel())
+        event = self.lanes.copy_out(place[1], source, label=(unit, "gradient"))
+        landed = place[1].view(gradient.dtype)
+        add = partial(
+            self._sums.add, unit, segment, landed, first=first, complete=self.last_micro_batch
+        )
+        worker.put(add, [self._homeward.sent(segment.parameter), event], gradient, place)
 
     def expect(self, unit: int) -> None:
         """The unit's gradients will arrive soon: start reading what was saved of them."""
-        if unit in self.extents and unit in self._saved and self._find(unit) is None:
-            for window in self._windows:
-                if window.unit is None and (window.ticket is None or window.ticket.done()):
-                    self._open(unit, window)
-                    return
+        if unit not in self.extents:
+            return
+        if self._worker is None:
+            self._windows.expect(unit)
+        else:
+            self._worker.put(partial(self._windows.expect, unit))
 
-    def _find(self, unit: int) -> _Window | None:
-        return next((w for w in self._windows if w.unit == unit), None)
-
-    def _window(self, unit: int) -> Tensor:
-        """The open window of a unit whose gradients rest on disk."""
-        window = self._find(unit)
-        if window is None:
-            free = [w for w in self._windows if w.unit is None]
-            if not free:
-                oldest = self._windows[0]
-                assert oldest.unit is not None
-                self._save(oldest.unit)
-                free = [oldest]
-            self._open(unit, free[0])
-            window = free[0]
-        if window.ticket is not None:
-            with self.lanes.stall("gradient"):
-                window.ticket.wait()
-            window.ticket = None
-        # Most recently used last; one call, because an interruption must not lose a window.
-        self._windows.sort(key=lambda w: w is window)
-        numel = self.plan.units[unit].numel
-        return window.buffer[: numel * self.plan.gradient_itemsize].view(self.dtype)
-
-    def _open(self, unit: int, window: _Window) -> None:
-        if window.ticket is not None:
-            with self.lanes.stall("gradient"):
-                window.ticket.wait()
-            window.ticket = None
-        window.unit = unit
-        self._arrived[unit] = 0
-        if unit in self._saved:
-            extent = self.extents[unit]
-            self._settle(unit)  # an earlier window may still be writing it
-            window.ticket = self.lanes.read([(extent, window.buffer[: extent.nbytes])])
-
-    def _settle(self, unit: int | None) -> None:
-        """Wait for writes that closed windows have in flight: of one unit, or of all."""
-        for window in self._windows:
-            wanted = unit is None or window.last_unit == unit
-            if window.unit is None and window.ticket is not None and wanted:
-                ticket, window.ticket = window.ticket, None
-                with self.lanes.stall("gradient"):
-                    ticket.wait()
-
-    def _save(self, unit: int) -> None:
-        """Write the window home; it is free when the write has ended."""
-        window = self._find(unit)
-        assert window is not None
-        if window.ticket is not None:
-            window.ticket.wait()
-            window.ticket = None
-        window.unit, window.last_unit = None, unit
-        if not self._arrived.get(unit):
-            return  # expected, but nothing came: home is what was read
-        extent = self.extents[unit]
-        window.ticket = self.lanes.write([(extent, window.buffer[: extent.nbytes])])
-        self._saved.add(unit)
-        self._arrived[unit] = 0
+    def replace(self, parameter: int, value: Tensor) -> None:
+        """Put a value of the parameter's size in the place of what was accumulated."""
+        self.finish()
+        self.drain()
+        self._homeward.wait(parameter)
+        self._has.discard(parameter)  # so that it is not added
+        self._sums.squares.pop(parameter, None)
+        self.receive(parameter, value.to(self.lanes.device.torch_device))
+        self.finish()
+        self.drain()
 
     # --- the end of a backward, and of a window ----------------------------------------------
 
     def finish(self) -> None:
-        """End of a backward: everything has been accumulated and is home or on its way."""
-        self.drain()
-        for window in list(self._windows):
-            if window.unit is not None:
-                self._save(window.unit)
+        """End of a backward: everything has been accumulated and is home or on its way.
 
-    def settle(self) -> None:
-        """Wait until all gradients are home; then the sweep may read extents."""
-        self._settle(None)
+        Where a thread does that it is queued; `drain` waits for it.
+        """
+        self._check()
+        self._homeward.let_go()
+        self._device_squares.flush()
+        if self._worker is None:
+            self._windows.save()
+        elif self.extents:
+            self._worker.put(self._windows.save)
+
+    def drain(self) -> None:
+        """Wait for all that was queued; raises what went wrong with it."""
+        if self._worker is not None:
+            self._worker.drain()
+
+    def _check(self) -> None:
+        if self._worker is not None:
+            self._worker.check()
+
+    def settle(self, unit: int | None = None) -> None:
+        """Wait until all gradients are home, or one unit's; then the sweep may read extents."""
+        self.drain()
+        if self._windows.writing:
+            with self.lanes.stall("gradient"):
+                self._windows.settle(unit)
 
     def arrived(self) -> frozenset[int]:
         """Parameters that have a gradient in this accumulation window."""
@@ -292,7 +236,9 @@ class GradientStore:
 
     def square_sum(self) -> float:
         """Sum of squares of all gradients, in parameter order, fp64; after `finish`."""
+        self.drain()
         self._sum_on_device()
+        self._squares |= {**self._device_squares.results(), **self._sums.squares}
         total = 0.0
         for parameter in sorted(self._has):
             if parameter not in self._squares:
@@ -305,53 +251,51 @@ class GradientStore:
         if not self.plan.device_kernels:
             return
         parts = {
-            parameter: self._part(self.on_device[unit], segment)
+            parameter: part(self.on_device[unit], segment)
             for parameter, (unit, segment) in self._places.items()
             if parameter in self._has and parameter not in self._squares and unit in self.on_device
         }
         if parts:
-            sums = self.lanes.device.square_sums(list(parts.values()))
+            sums = self.lanes.device.begin_square_sums(list(parts.values())).result()
             self._squares.update(zip(parts, sums, strict=True))
 
-    def first_non_finite(self) -> str | None:
-        """Name of the first parameter whose gradient is not finite; after `square_sum`."""
-        for parameter in sorted(self._has):
-            if not math.isfinite(self._squares[parameter]):
-                return self._places[parameter][1].name
-        return None
+    def non_finite(self) -> list[str]:
+        """Names of the parameters whose gradients are not finite, in order; after `square_sum`."""
+        return [
+            self._places[parameter][1].name
+            for parameter in sorted(self._has)
+            if not math.isfinite(self._squares[parameter])
+        ]
 
     def read(self, parameter: int) -> Tensor:
         """A flat copy of one accumulated gradient; raises `TrainingError` if there is none."""
         unit, segment = self._places[parameter]
+        self.finish()
+        self.drain()
         if parameter not in self._has:
             raise TrainingError(f"parameter {segment.name!r} has no gradient in this window")
-        self.finish()
         if unit in self.ram:
-            return self._part(self.ram[unit], segment).clone()
+            self._homeward.wait(parameter)
+            return part(self.ram[unit], segment).clone()
         if unit in self.on_device:
-            source = self._part(self.on_device[unit], segment)
+            source = part(self.on_device[unit], segment)
             target = torch.empty(segment.numel, dtype=self.dtype)
             self.lanes.copy_out(target.view(torch.uint8), source.view(torch.uint8)).wait()
             return target
-        self._settle(unit)
+        self.settle(unit)
         extent = self.extents[unit]
         buffer = HostArena(extent.nbytes).view(0, extent.nbytes)
         self.lanes.read([(extent, buffer)]).wait()
         numel = self.plan.units[unit].numel
-        return self._part(buffer[: numel * self.plan.gradient_itemsize].view(self.dtype), segment)
+        return part(buffer[: numel * self.plan.gradient_itemsize].view(self.dtype), segment)
 
     def reset(self) -> None:
         """Start a new accumulation window; also after an interruption."""
-        for arrival in self._pending:
-            arrival.event.wait()
-        self._pending.clear()
-        self._bounced = 0
-        for window in self._windows:
-            ticket, window.ticket, window.unit = window.ticket, None, None
-            if ticket is not None:
-                with contextlib.suppress(TransferError):  # what it moved is dropped
-                    ticket.wait()
-        self._has.clear()
+        if self._worker is not None:
+            self._worker.reset()
+        self._homeward.reset()
+        self._device_squares.reset()
+        self._windows.reset()
+        self._sums.squares.clear()
         self._squares.clear()
-        self._saved.clear()
-        self._arrived.clear()
+        self._has.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -12,40 +12,19 @@ from torch import Tensor
 from infinity.errors import InfinityError, TransferError
 from infinity.memory.device import HAPPENED, Device, Event
 from infinity.memory.disk import Disk, Extent, Priority, Ticket
+from infinity.memory.traced import NO_LABEL, Label, TracedTicket, traced_copy
 from infinity.plan.plan import LANES
+from infinity.trace.recorder import NO_UNIT, Trace
 
 DISK_LANES = {"disk_read": "read", "disk_write": "write"}
 STALLS = ("disk_read", "disk_write", "update", "copy", "slot", "gradient", "norm")
 
 
-class AllOf:
-    """Several events as one."""
-
-    def __init__(self, events: Sequence[Event]) -> None:
-        self.events = events
-
-    def done(self) -> bool:
-        """Whether all have happened."""
-        return all(e.done() for e in self.events)
-
-    def wait(self) -> None:
-        """Block until all have happened."""
-        for event in self.events:
-            event.wait()
-
-
-def after_all(*events: Event) -> Event:
-    """One event for several; those that have happened cost nothing."""
-    open_events = [e for e in events if not e.done()]
-    if not open_events:
-        return HAPPENED
-    return open_events[0] if len(open_events) == 1 else AllOf(open_events)
-
-
 class Lanes:
     """Counted movement over a device and, where there is one, a disk.
 
-    Stalls are seconds the calling thread waited; only the training thread uses `stall`.
+    Stalls are seconds the calling thread waited; only the training thread uses `stall`. A `label`
+    says in the trace what is moved.
     """
 
     def __init__(self, device: Device, disk: Disk | None) -> None:
@@ -55,48 +34,88 @@ class Lanes:
         self._moved = dict.fromkeys(LANES, 0)
         self._stall_s = dict.fromkeys(STALLS, 0.0)
         self._stalled = False
+        self.trace: Trace | None = None  # see `follow`
+
+    def follow(self, trace: Trace | None) -> None:
+        """Record all movement, and stalls, in a trace from now on, or no more."""
+        self.device.time_events(trace is not None)
+        self.trace = trace
 
     def read(
-        self, pieces: Sequence[tuple[Extent, Tensor]], priority: Priority = Priority.NORMAL
+        self,
+        pieces: Sequence[tuple[Extent, Tensor]],
+        priority: Priority = Priority.NORMAL,
+        label: Label = NO_LABEL,
     ) -> Ticket:
         """Disk to RAM."""
         ticket = self._disk().read(pieces, priority)
         self._count("disk_read", pieces)
-        return ticket
+        trace = self.trace
+        return ticket if trace is None else TracedTicket(ticket, trace, "disk_read", label)
 
     def write(
-        self, pieces: Sequence[tuple[Extent, Tensor]], priority: Priority = Priority.BACKGROUND
+        self,
+        pieces: Sequence[tuple[Extent, Tensor]],
+        priority: Priority = Priority.BACKGROUND,
+        label: Label = NO_LABEL,
     ) -> Ticket:
         """RAM to disk."""
         ticket = self._disk().write(pieces, priority)
         self._count("disk_write", pieces)
-        return ticket
+        trace = self.trace
+        return ticket if trace is None else TracedTicket(ticket, trace, "disk_write", label)
 
-    def copy_in(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+    def copy_in(
+        self, target: Tensor, source: Tensor, after: Event = HAPPENED, label: Label = NO_LABEL
+    ) -> Event:
         """Host to device."""
-        if not self.device.unified:
-            self._add("to_device", target.numel())
-        return self.device.copy_in(target, source, after)
+        return self._copy("to_device", self.device.copy_in, target, source, after, label)
 
-    def copy_out(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+    def copy_out(
+        self, target: Tensor, source: Tensor, after: Event = HAPPENED, label: Label = NO_LABEL
+    ) -> Event:
         """Device to host, after the compute issued so far."""
-        if not self.device.unified:
-            self._add("from_device", target.numel())
-        return self.device.copy_out(target, source, after)
+        return self._copy("from_device", self.device.copy_out, target, source, after, label)
+
+    def copy_back(
+        self, target: Tensor, source: Tensor, after: Event = HAPPENED, label: Label = NO_LABEL
+    ) -> Event:
+        """Device to host, after `after` alone: see `Device.copy_back`."""
+        return self._copy("from_device", self.device.copy_back, target, source, after, label)
+
+    def _copy(
+        self,
+        lane: str,
+        copy: Callable[[Tensor, Tensor, Event], Event],
+        target: Tensor,
+        source: Tensor,
+        after: Event,
+        label: Label,
+    ) -> Event:
+        if self.device.unified:
+            return copy(target, source, after)
+        self._add(lane, target.numel())
+        trace = self.trace  # another thread may end it
+        if trace is None:
+            return copy(target, source, after)
+        return traced_copy(trace, lane, copy, target, source, after, label)
 
     @contextmanager
-    def stall(self, cause: str) -> Iterator[None]:
+    def stall(self, cause: str, unit: int = NO_UNIT) -> Iterator[None]:
         """Time a wait of the training thread; inside another stall it counts for that one."""
         if self._stalled:
             yield
             return
         self._stalled = True
-        start = time.perf_counter()
+        start = time.perf_counter_ns()
         try:
             yield
         finally:
             self._stalled = False
-            self._stall_s[cause] += time.perf_counter() - start
+            end = time.perf_counter_ns()
+            self._stall_s[cause] += (end - start) / 1e9
+            if self.trace is not None:
+                self.trace.add("stall", cause, unit, start, end)
 
     def forget_stall(self) -> None:
         """After an interruption: no stall is being timed."""

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from infinity.errors import EngineFailedError, PresenceError, TransferError
-from infinity.memory.device import HAPPENED, Event
+from infinity.memory.device import HAPPENED, Event, after_all
 from infinity.memory.disk import Priority
 from infinity.memory.landing import Landings
-from infinity.memory.lanes import Lanes, after_all
+from infinity.memory.lanes import Lanes
 from infinity.memory.residency import Slot, Where
 from infinity.memory.slots import Slots
 from infinity.memory.state import StateStore
@@ -103,7 +103,7 @@ class Mover(Slots):
             assert entry.slot is not None
             assert entry.slot.residency is not None
             if not entry.ready.done():
-                with self.lanes.stall("copy"):
+                with self.lanes.stall("copy", unit):
                     self.lanes.device.compute_wait(entry.ready)
             self.presence.bind(unit, entry.slot.residency)
             entry.bound = True
@@ -130,7 +130,7 @@ class Mover(Slots):
     def _await_update(self, unit: int) -> None:
         """Wait until the sweep has updated the unit."""
         entry = self.entries[unit]
-        with self.lanes.stall("update"), self.changed:
+        with self.lanes.stall("update", unit), self.changed:
             self.demand = unit
             self.changed.notify_all()
             try:
@@ -150,7 +150,7 @@ class Mover(Slots):
         """
         entry = self.entries[unit]
         if entry.where is Where.PENDING:
-            with self.lanes.stall("update"), self.changed:
+            with self.lanes.stall("update", unit), self.changed:
                 self.paced = False
                 self.changed.notify_all()
                 while entry.where is Where.PENDING and self.failure is None:
@@ -173,7 +173,7 @@ class Mover(Slots):
                 return
             if not self.sweep_fills(slot_class):
                 raise self.no_slot(unit, slot_class)
-            with self.lanes.stall("slot"):  # the sweep needs nothing of ours to finish that unit
+            with self.lanes.stall("slot", unit):  # the sweep fills it without us
                 self.changed.wait(WAKE_S)
             self.check()
 
@@ -208,7 +208,7 @@ class Mover(Slots):
     def _finish_fetch(self, unit: int) -> None:
         entry = self.entries[unit]
         if entry.ticket is not None:
-            with self.lanes.stall("disk_read"):
+            with self.lanes.stall("disk_read", unit):
                 entry.ticket.wait()
             if entry.landing is not None:
                 self._copy_landed(unit)
@@ -234,9 +234,9 @@ class Mover(Slots):
         assert entry.slot is not None
         assert entry.slot.residency is not None
         entry.ticket.wait()
-        nbytes = self.plan.units[unit].slot_bytes
-        source = self._landings.buffer(entry.landing, nbytes)
-        entry.ready = self.lanes.copy_in(entry.slot.residency, source, entry.slot.free_after)
+        source = self._landings.buffer(entry.landing, self.plan.units[unit].slot_bytes)
+        target, label = entry.slot.residency, (unit, "weight")
+        entry.ready = self.lanes.copy_in(target, source, entry.slot.free_after, label)
         self._landings.copied_by(entry.landing, entry.ready)
         entry.ticket = entry.landing = None
 
@@ -251,24 +251,23 @@ class Mover(Slots):
             assert slot is not None
             residency = self.ledger.assign(unit, slot)
             entry = self.ledger.move(unit, Where.FETCHING)
-        entry.ready = HAPPENED
+        entry.ready, label = HAPPENED, (unit, "weight")
         state = self.store.units[unit]
         if Kind.WEIGHT in state.ram:
-            entry.ready = self.lanes.copy_in(residency, state.ram[Kind.WEIGHT], slot.free_after)
+            source = state.ram[Kind.WEIGHT]
+            entry.ready = self.lanes.copy_in(residency, source, slot.free_after, label)
             return
         if state.writes:
-            with self.lanes.stall("disk_write"):
+            with self.lanes.stall("disk_write", unit):
                 try:
                     self.store.settle_writes(unit)
                 except TransferError as error:  # of an update, of which there is no second copy
                     self.fail(error)
                     raise
-        if self.plan.unified:
-            entry.ticket = self.lanes.read(self.store.weight_parts(unit, residency), priority)
-            return
-        entry.landing = self._landings.take(self._land_oldest)
-        buffer = self._landings.buffer(entry.landing, residency.numel())
-        entry.ticket = self.lanes.read(self.store.weight_parts(unit, buffer), priority)
+        if not self.plan.unified:
+            entry.landing = self._landings.take(self._land_oldest)
+            residency = self._landings.buffer(entry.landing, residency.numel())
+        entry.ticket = self.lanes.read(self.store.weight_parts(unit, residency), priority, label)
 
     # --- updates -------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from enum import Enum
 
 from torch import Tensor
 
-from infinity.memory.device import HAPPENED, Device, DeviceArena, Event
+from infinity.memory.device import HAPPENED, Device, DeviceArena, Event, after_all
 from infinity.memory.disk import Ticket
 from infinity.model.torch_private import storage_use_count
 from infinity.plan.plan import Plan
@@ -59,6 +59,7 @@ class Slot:
     owner: int | None = None
     residency: Tensor | None = None  # uint8, with a storage of its own
     lingering: Tensor | None = None  # a stale residency that something still refers to
+    lingered: bool = False  # compute may have read it after it was given up
     free_after: Event = HAPPENED
 
     def is_free(self) -> bool:
@@ -143,6 +144,9 @@ class Residency:
         assert entry.slot is None
         assert slot.is_free()
         assert slot.arena is not None
+        if slot.lingered:  # whoever kept it alive may have queued compute until it died
+            slot.free_after = after_all(slot.free_after, self.device.compute_event())
+            slot.lingered = False
         nbytes = self.plan.units[unit].slot_bytes
         assert nbytes <= slot.nbytes
         slot.owner = unit
@@ -160,9 +164,11 @@ class Residency:
             entry.slot = None  # first: an interruption after it finds a slot without an entry
             slot.owner = None
             slot.lingering, slot.residency = slot.residency, None
+            slot.lingered = not slot.is_free()
             if self.poison is not None and slot.arena is not None and slot.is_free():
                 entry.ready.wait()
                 self.poison(slot.arena.view(slot.offset, slot.nbytes))
+                slot.free_after = self.device.compute_event()  # poisoning is compute
         self.changed.notify_all()
 
     def holders(self, slot_class: int) -> str:

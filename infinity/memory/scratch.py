@@ -1,5 +1,10 @@
 """The private directory on a disk where one run keeps its state while it lives.
 
+[Note: marking]
+A durable run on several paths has a directory on each, and the first one's record decides for all:
+it first names the others (`announce`), then they are marked, it comes last. A first directory that
+names others and is not durable was left by a run that died meanwhile; it goes with all of them.
+
 Invariants: the directory can be seen under its final name only while its lock is held or after its
 run has died; only directories of our own pattern, owner and making are ever removed; the lock file
 goes last, so a removal that was cut short is recognised and finished by the next run.
@@ -17,14 +22,14 @@ import shutil
 import stat
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from infinity.errors import DoesNotFitError, InfinityError, MachineError
+from infinity.errors import MachineError
+from infinity.memory.nvme_path import checked_root, does_not_fit, free_bytes, refusal
 from infinity.memory.run_record import write_record
-from infinity.sizes import format_size
 from infinity.stable import sync_directory
 
 _RUN_NAME = re.compile(r"infinity-run-[0-9]+-[0-9a-f]{16}")
@@ -32,8 +37,8 @@ _RUN_NAME = re.compile(r"infinity-run-[0-9]+-[0-9a-f]{16}")
 _NEW_NAME = re.compile(r"\.infinity-new-[0-9]+-[0-9a-f]{16}")
 # Making takes milliseconds; what is older was abandoned between two system calls.
 _NEW_GRACE_S = 600.0
-_LOCK_NAME = "lock"
-_RECORD_NAME = "run.json"
+LOCK_NAME = "lock"
+RECORD_NAME = "run.json"
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -58,23 +63,23 @@ class Scratch:
         Raises `MachineError` if `nvme_path` is missing, is not a directory, or cannot be written
         or locked, and `DoesNotFitError` if not even a directory fits.
         """
-        root = _checked_root(nvme_path)
+        root = checked_root(nvme_path)
         remove_dead_runs(root)
         suffix = f"{os.getpid()}-{secrets.token_hex(8)}"
         new, final = root / f".infinity-new-{suffix}", root / f"infinity-run-{suffix}"
         lock_fd = -1
         try:
             new.mkdir(mode=0o700)
-            lock_fd = os.open(new / _LOCK_NAME, _LOCK_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+            lock_fd = os.open(new / LOCK_NAME, _LOCK_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            write_record(new / _RECORD_NAME)
+            write_record(new / RECORD_NAME)
             new.rename(final)
         except BaseException as error:
             shutil.rmtree(new, ignore_errors=True)
             if lock_fd >= 0:
                 os.close(lock_fd)
             if isinstance(error, OSError):
-                raise _refusal(root, error) from error
+                raise refusal(root, error) from error
             raise
         return cls(final, lock_fd)
 
@@ -86,18 +91,22 @@ class Scratch:
         """
         lock_fd = -1
         try:
-            lock_fd = os.open(directory / _LOCK_NAME, _LOCK_FLAGS)
+            lock_fd = os.open(directory / LOCK_NAME, _LOCK_FLAGS)
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if lock_fd >= 0:
                 os.close(lock_fd)
             if error.errno == errno.EWOULDBLOCK:
-                raise MachineError(
-                    f"the durable run in {directory} is in use by another process",
-                    remedy="end that process first",
-                ) from error
-            raise _refusal(directory, error) from error
+                raise in_use(directory) from error
+            raise refusal(directory, error) from error
         return cls(directory, lock_fd, durable=True)
+
+    def announce(self, run: str, members: Sequence[Path]) -> None:
+        """Say which directories are about to be kept with this one; see [Note: marking].
+
+        Raises `MachineError`.
+        """
+        self._write(durable=False, run=run, members=[str(path) for path in members])
 
     def keep(self, facts: Mapping[str, Any]) -> None:
         """Make it durable: from now on it is never removed; `facts` go into its record.
@@ -105,26 +114,30 @@ class Scratch:
         Everything in it must be on the disk before, which this makes sure of for names only.
         Raises `MachineError`.
         """
-        new = self.directory / f"{_RECORD_NAME}.new"
+        self._write(durable=True, **facts)
+        self.durable = True
+
+    def _write(self, *, durable: bool, **facts: Any) -> None:
+        """Replace the record, for good."""
+        new = self.directory / f"{RECORD_NAME}.new"
         try:
-            write_record(new, durable=True, **facts)
+            write_record(new, durable=durable, **facts)
             sync_directory(self.directory)
-            new.rename(self.directory / _RECORD_NAME)
+            new.rename(self.directory / RECORD_NAME)
             sync_directory(self.directory)
             sync_directory(self.directory.parent)
         except OSError as error:
-            raise _refusal(self.directory, error) from error
-        self.durable = True
+            raise refusal(self.directory, error) from error
 
     def path(self, name: str) -> Path:
         """Return where the file `name`, a plain file name, lies; the caller makes the file."""
         assert name == os.path.basename(name)
-        assert name not in ("", ".", "..", _LOCK_NAME, _RECORD_NAME)
+        assert name not in ("", ".", "..", LOCK_NAME, RECORD_NAME)
         return self.directory / name
 
     def free_bytes(self) -> int:
         """Return the space an ordinary user may still fill on this disk."""
-        return _free_bytes(self.directory)
+        return free_bytes(self.directory)
 
     def check_space(self, required_bytes: int) -> None:
         """Raise `DoesNotFitError` unless `required_bytes` more bytes fit on this disk now."""
@@ -166,24 +179,32 @@ class Scratch:
         self.remove()
 
 
+def in_use(directory: Path) -> MachineError:
+    """The error for a durable run that another process has locked."""
+    return MachineError(
+        f"the durable run in {directory} is in use by another process",
+        remedy="end that process first",
+    )
+
+
 def durable_records(nvme_path: str | os.PathLike[str]) -> dict[Path, dict[str, Any]]:
     """The durable directories under `nvme_path`, and what their run.json says; oldest first.
 
     Links, and what belongs to other people, are left out. Raises `MachineError`.
     """
-    root = _checked_root(nvme_path)
+    root = checked_root(nvme_path)
     try:
         names = sorted(os.listdir(root))
     except OSError as error:
-        raise _refusal(root, error) from error
+        raise refusal(root, error) from error
     found: dict[Path, dict[str, Any]] = {}
     for name in names:
         if _RUN_NAME.fullmatch(name):
-            with suppress(OSError, ValueError):
+            with suppress(OSError):
                 facts = (root / name).lstat()
-                record = json.loads((root / name / _RECORD_NAME).read_bytes())
+                record = _read_record(root / name)
                 ours = facts.st_uid == os.geteuid() and stat.S_ISDIR(facts.st_mode)
-                if ours and isinstance(record, dict) and record.get("durable") is True:
+                if ours and record.get("durable") is True:
                     found[root / name] = record
     return dict(sorted(found.items(), key=lambda item: str(item[1].get("created"))))
 
@@ -191,7 +212,7 @@ def durable_records(nvme_path: str | os.PathLike[str]) -> dict[Path, dict[str, A
 def is_live(directory: Path) -> bool:
     """Whether a process holds the directory's lock."""
     with suppress(OSError):
-        lock_fd = os.open(directory / _LOCK_NAME, _LOCK_FLAGS)
+        lock_fd = os.open(directory / LOCK_NAME, _LOCK_FLAGS)
         try:
             fcntl.flock(lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -208,29 +229,23 @@ def remove_dead_runs(nvme_path: str | os.PathLike[str]) -> list[Path]:
     other people's directories, anything that does not look as we made it. What cannot be deleted
     is left for the next run. Raises `MachineError` if `nvme_path` is not a readable directory.
     """
-    root = _checked_root(nvme_path)
+    root = checked_root(nvme_path)
     try:
         names = sorted(os.listdir(root))
     except OSError as error:
-        raise _refusal(root, error) from error
+        raise refusal(root, error) from error
     removed = []
     for name in names:
         is_run, is_new = _RUN_NAME.fullmatch(name), _NEW_NAME.fullmatch(name)
         if (is_run or is_new) and _remove_if_dead(root, name, is_new=bool(is_new)):
             removed.append(root / name)
+    for path, record in durable_records(root).items():  # what others should have taken along
+        first = Path(str(record.get("primary")))
+        named = _read_record(first).get("members")
+        if isinstance(named, list) and str(path) in named and _RUN_NAME.fullmatch(first.name):
+            _remove_if_dead(first.parent, first.name, is_new=False)
+            removed += [] if path.exists() else [path]
     return removed
-
-
-def does_not_fit(required_bytes: int, free_bytes: Mapping[Path, int]) -> DoesNotFitError:
-    """Return the error for a state that is larger than the room at all paths together."""
-    missing = format_size(required_bytes - sum(free_bytes.values()))
-    each = ", ".join(f"{format_size(free)} free at {path}" for path, free in free_bytes.items())
-    return DoesNotFitError(
-        f"disk: {format_size(required_bytes)} needed, {each}, {missing} missing",
-        because="the state of this run is reserved there before training starts",
-        remedy=f"free {missing} there, choose another nvme_path or add one, or keep more in host "
-        "RAM",
-    )
 
 
 def _remove_if_dead(root: Path, name: str, *, is_new: bool) -> bool:
@@ -250,7 +265,7 @@ def _remove_if_dead(root: Path, name: str, *, is_new: bool) -> bool:
 
 def _remove_locked(root: Path, name: str, directory_fd: int, *, is_new: bool) -> bool:
     try:
-        lock_fd = os.open(_LOCK_NAME, _LOCK_FLAGS, dir_fd=directory_fd)
+        lock_fd = os.open(LOCK_NAME, _LOCK_FLAGS, dir_fd=directory_fd)
     except FileNotFoundError:
         # Only a removal or a making that was cut short leaves no lock, and then nothing else.
         os.rmdir(root / name)
@@ -262,6 +277,8 @@ def _remove_locked(root: Path, name: str, directory_fd: int, *, is_new: bool) ->
             return False
         if not _may_be_removed(directory_fd, is_new=is_new):
             return False
+        if not is_new and not _remove_members(_read_record(root / name)):
+            return False
         _delete(root, name)
         return True
     finally:
@@ -271,15 +288,49 @@ def _remove_locked(root: Path, name: str, directory_fd: int, *, is_new: bool) ->
 def _may_be_removed(directory_fd: int, *, is_new: bool) -> bool:
     """Return whether the record says so; a directory without one must be empty but for the lock."""
     try:
-        record_fd = os.open(_RECORD_NAME, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory_fd)
+        record_fd = os.open(RECORD_NAME, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory_fd)
     except FileNotFoundError:
-        return os.listdir(directory_fd) == [_LOCK_NAME]
+        return os.listdir(directory_fd) == [LOCK_NAME]
     with os.fdopen(record_fd, "rb") as file:
         try:
             record = json.loads(file.read(1 << 20))
         except ValueError:
             return is_new  # while it is made the record may be half written; later it never is
     return isinstance(record, dict) and record.get("durable") is False
+
+
+def _remove_members(record: Mapping[str, Any]) -> bool:
+    """Delete what a dead run was about to keep beside the directory of this record.
+
+    Returns whether none of it is left; see [Note: marking]. Raises `OSError`.
+    """
+    members = record.get("members", [])
+    for path in map(Path, members if isinstance(members, list) else []):
+        if not _RUN_NAME.fullmatch(path.name):
+            continue
+        try:
+            lock_fd = os.open(path / LOCK_NAME, _LOCK_FLAGS)
+        except FileNotFoundError:
+            continue  # gone before
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            there = _read_record(path)
+            dead = there.get("durable") is False or there.get("run") == record.get("run")
+            if dead and path.lstat().st_uid == os.geteuid():
+                _delete(path.parent, path.name)
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(lock_fd)
+    return True
+
+
+def _read_record(directory: Path) -> dict[str, Any]:
+    """What a directory's record says; nothing where there is none."""
+    with suppress(OSError, ValueError):
+        record = json.loads((directory / RECORD_NAME).read_bytes())
+        return record if isinstance(record, dict) else {}
+    return {}
 
 
 def _delete(root: Path, name: str) -> None:
@@ -289,7 +340,7 @@ def _delete(root: Path, name: str) -> None:
         try:
             with os.scandir(directory_fd) as found:
                 entries = list(found)
-            entries.sort(key=lambda entry: (entry.name == _LOCK_NAME, entry.name == _RECORD_NAME))
+            entries.sort(key=lambda entry: (entry.name == LOCK_NAME, entry.name == RECORD_NAME))
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     shutil.rmtree(entry.name, dir_fd=directory_fd)
@@ -299,56 +350,6 @@ def _delete(root: Path, name: str) -> None:
         finally:
             os.close(directory_fd)
         os.rmdir(root / name)
-
-
-def _free_bytes(path: Path) -> int:
-    try:
-        facts = os.statvfs(path)
-    except OSError as error:
-        raise _refusal(path, error) from error
-    return facts.f_bavail * facts.f_frsize
-
-
-def _checked_root(nvme_path: str | os.PathLike[str]) -> Path:
-    root = Path(nvme_path).expanduser().absolute()
-    try:
-        is_directory = root.is_dir()
-        exists = is_directory or os.path.lexists(root)
-    except OSError as error:
-        raise _refusal(root, error) from error
-    if is_directory:
-        return root
-    if exists:
-        because = "it is a file, or a link that leads nowhere"
-        remedy = "give nvme_path a directory on a fast drive"
-        raise MachineError(f"nvme_path {root} is not a directory", because=because, remedy=remedy)
-    raise MachineError(f"nvme_path {root} does not exist", remedy=f"mkdir -p {root}")
-
-
-def _refusal(root: Path, error: OSError) -> InfinityError:
-    """Return the error that says why nothing can be made under `root`."""
-    because = f"{error.strerror} (errno {error.errno})"
-    match error.errno:
-        case errno.ENOSPC | errno.EDQUOT:
-            what = f"nvme_path {root} is full: {_free_text(root)}"
-            return DoesNotFitError(what, because=because, remedy="free space there")
-        case errno.EROFS:
-            what, remedy = "is read-only", f"mount {root} writable, or choose another nvme_path"
-        case errno.EACCES | errno.EPERM:
-            what = "is not writable"
-            remedy = f"chown or chmod {root} for user id {os.geteuid()}, or choose another"
-        case errno.ENOLCK | errno.EOPNOTSUPP:
-            what, remedy = "cannot lock files", "choose an nvme_path on a local file system"
-        case _:
-            what, remedy = "cannot be used", "choose another nvme_path"
-    return MachineError(f"nvme_path {root} {what}", because=because, remedy=remedy)
-
-
-def _free_text(root: Path) -> str:
-    with suppress(OSError):
-        facts = os.statvfs(root)
-        return f"{format_size(facts.f_bavail * facts.f_frsize)} and {facts.f_favail} inodes free"
-    return "free space unknown"
 
 
 # A forked child holds a copy of every lock. It must let go, or a DataLoader worker that outlives a

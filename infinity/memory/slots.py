@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection
 from torch import Tensor
 
 from infinity.errors import PresenceError
-from infinity.memory.lanes import Lanes, after_all
+from infinity.memory.device import after_all
+from infinity.memory.lanes import Lanes
 from infinity.memory.residency import Residency, Slot, Where
 from infinity.model.presence import Presence
 from infinity.plan.plan import Plan, publishes

@@ -114,12 +114,14 @@ class StateStore:
         self.lanes = lanes
         self.units = [UnitState(u, plan.record(u)) for u in plan.units]
         self.edited = False  # since somebody last set it to False
+        self.frozen_edition = 0  # counts what may have changed frozen bytes at home
         self._arenas: list[HostArena | DeviceArena] = []
         self._reserve_ram()
         self._reserve_device()
         self._promise_extents()
 
-    def _range_bytes(self, layout: UnitLayout, kind: Kind) -> int:
+    def home_bytes(self, layout: UnitLayout, kind: Kind) -> int:
+        """Bytes of a unit's flat range of a kind; with the weights come the frozen bytes."""
         if kind is Kind.WEIGHT:
             return layout.slot_bytes
         return self.plan.range_bytes(layout, kind)
@@ -129,7 +131,7 @@ class StateStore:
         for unit in self.units:
             homes = self.plan.homes[unit.layout.index]
             for kind in self.plan.precision.kinds:
-                nbytes = self._range_bytes(unit.layout, kind)
+                nbytes = self.home_bytes(unit.layout, kind)
                 if homes.of(kind) in tiers and nbytes:
                     found.append((unit, kind, nbytes))
         return found
@@ -205,17 +207,21 @@ class StateStore:
             with contextlib.suppress(ValueError):
                 writes.remove(write)
 
-    def stage(self, unit: int, chunk: int, buffer: Tensor) -> Staged:
+    def stage(
+        self, unit: int, chunk: int, buffer: Tensor, *, leave_on_device: bool = False
+    ) -> Staged:
         """Start bringing all kinds of a chunk where the host can reach them.
 
-        What rests in RAM is there already; the rest comes into `buffer` (uint8).
+        What rests in RAM is there already; the rest comes into `buffer` (uint8). With
+        `leave_on_device` what rests on the device stays there: its views are the device's.
         """
         plan, state = self.plan, self.units[unit]
         _, count = state.layout.chunk(chunk, plan.chunk_elements)
         used = state.record.nbytes(count)
         staged = Staged({}, [])
         if used:
-            staged.waits.append(self.lanes.read([(state.extents[chunk], buffer[:used])]))
+            piece = state.extents[chunk], buffer[:used]
+            staged.waits.append(self.lanes.read([piece], label=(unit, "state")))
         for kind in plan.precision.kinds:
             nbytes, part = plan.precision.nbytes(kind, count), plan.part(state.layout, kind, chunk)
             if kind in state.record.kinds:
@@ -223,42 +229,47 @@ class StateStore:
                 staged.views[kind] = buffer[offset : offset + nbytes]
             elif kind in state.ram:
                 staged.views[kind] = state.ram[kind][part]
+            elif leave_on_device:
+                staged.views[kind] = state.on_device[kind][part]
             else:
                 view = staged.views[kind] = buffer[used : used + nbytes]
                 used += nbytes
-                staged.waits.append(self.lanes.copy_out(view, state.on_device[kind][part]))
+                source, label = state.on_device[kind][part], (unit, kind.value)
+                staged.waits.append(self.lanes.copy_out(view, source, label=label))
         return staged._replace(used=used)
 
     def read(self, unit: int, kind: Kind) -> Tensor:
         """A fresh uint8 copy of one kind's flat range (weights with their frozen bytes)."""
         state = self.units[unit]
-        target = HostArena(self._range_bytes(state.layout, kind))
-        buffer = target.view(0, self._range_bytes(state.layout, kind))
+        target = HostArena(self.home_bytes(state.layout, kind))
+        buffer = target.view(0, self.home_bytes(state.layout, kind))
         if kind in state.ram:
             buffer.copy_(state.ram[kind])
         elif kind in state.on_device:
             self.settle_writes(unit)
-            self.lanes.copy_out(buffer, state.on_device[kind]).wait()
+            self.lanes.copy_out(buffer, state.on_device[kind], label=(unit, kind.value)).wait()
         elif buffer.numel():
             self.settle_writes(unit)
             weight = kind is Kind.WEIGHT
             pieces = self.weight_parts(unit, buffer) if weight else self.parts(unit, kind, buffer)
-            self.lanes.read(pieces).wait()
+            self.lanes.read(pieces, label=(unit, kind.value)).wait()
         return buffer
 
     def write(self, unit: int, kind: Kind, value: Tensor) -> None:
         """Replace one kind's flat range; `value` is uint8 of exactly that size."""
         state = self.units[unit]
-        nbytes = self._range_bytes(state.layout, kind)
+        nbytes = self.home_bytes(state.layout, kind)
         assert value.dtype is torch.uint8
         assert value.numel() == nbytes
         self.edited = True
+        if kind is Kind.WEIGHT and state.layout.frozen_bytes:
+            self.frozen_edition += 1
         self._move_over(unit, kind)
         if kind in state.ram:
             state.ram[kind].copy_(value)
         elif kind in state.on_device:
             self.settle_writes(unit)
-            self.lanes.copy_in(state.on_device[kind], value).wait()
+            self.lanes.copy_in(state.on_device[kind], value, label=(unit, kind.value)).wait()
         elif nbytes:
             self.settle_writes(unit)
             source = value
@@ -269,7 +280,7 @@ class StateStore:
             if kind is Kind.WEIGHT and state.frozen_rests:
                 extent = state.frozen_sides[state.frozen_turn.next]
                 pieces.append((extent, source[state.layout.trained_bytes :]))
-            self.lanes.write(pieces).wait()
+            self.lanes.write(pieces, label=(unit, kind.value)).wait()
         state.turn.advance()
         if kind is Kind.WEIGHT:
             state.frozen_turn.advance()
@@ -287,8 +298,9 @@ class StateStore:
                     nbytes = self.plan.precision.nbytes(other, count)
                     start = state.record.offset(other, count)
                     buffer = HostArena(nbytes).view(0, nbytes)
-                    self.lanes.read([(old.part(start, nbytes), buffer)]).wait()
-                    self.lanes.write([(new.part(start, nbytes), buffer)]).wait()
+                    label = unit, other.value
+                    self.lanes.read([(old.part(start, nbytes), buffer)], label=label).wait()
+                    self.lanes.write([(new.part(start, nbytes), buffer)], label=label).wait()
 
 
 def promise_extents(plan: Plan, unit: UnitState, disk: Promising) -> None:

@@ -2,21 +2,26 @@
 
 Repeated blocks are found by structure: children of one module with equal parameter names, shapes
 and dtypes. Experts (a repeated ModuleList inside a block) are units of their own. Modules that
-are large by themselves (embeddings, heads) stand alone; what is left is packed together. A
-parameter belongs to the first unit that reaches it, so tied weights are stored once.
+are large by themselves (embeddings, heads) stand alone; what is left is packed together, into units
+no larger than a block: buffers have the size of the largest unit, so one that is larger costs
+memory everywhere. A parameter belongs to the first unit that reaches it, so tied weights are stored
+once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-
-from torch import nn
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from infinity.errors import ConfigError
+from infinity.model.outline import Outline, is_list
 
-ALONE_SHARE = 16  # a module with 1/16 of all parameters is a unit by itself
-REST_SHARE = 8  # leftovers are packed into units of at most 1/8 of all parameters
+if TYPE_CHECKING:
+    from torch import nn
+
+ALONE_SHARE = 16  # a module with 1/16 of all parameters is a unit by itself, or with half a block
+REST_SHARE = 8  # leftovers are packed into units of at most 1/8 of all parameters, or of a block
 
 
 @dataclass
@@ -26,17 +31,21 @@ class UnitCut:
     name: str
     modules: list[nn.Module]
     parameters: list[int] = field(default_factory=list)
+    is_block: bool = False  # its modules compute by themselves, with all that is below them
 
 
-UnitSpec = str | nn.Module | Sequence[str | nn.Module]
+UnitSpec: TypeAlias = "str | nn.Module | Sequence[str | nn.Module]"
 
 
 class Cutter:
-    """One pass over a module; `parameters` and `names` are deduplicated, in module order."""
+    """One pass over a module; `parameters` and `names` are deduplicated, in module order.
 
-    def __init__(self, root: nn.Module) -> None:
-        self.root = root
-        named = list(root.named_parameters())
+    Of an outline, which answers in the same words, the units hold outlines.
+    """
+
+    def __init__(self, root: nn.Module | Outline) -> None:
+        self.root = cast("nn.Module", root)
+        named = list(self.root.named_parameters())
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
@@ -48,12 +57,14 @@ class Cutter:
         cuts = [self._explicit(spec) for spec in units] if units is not None else []
         if units is None:
             cuts.extend(self._blocks(self.root, ""))
-        cuts.extend(self._leftovers())
+        blocks = [sum(self.parameters[i].numel() for i in cut.parameters) for cut in cuts]
+        cuts.extend(self._leftovers(max(blocks, default=0)))
         cuts = [c for c in cuts if c.parameters]
         return sorted(cuts, key=lambda c: c.parameters[0])
 
     def _explicit(self, spec: UnitSpec) -> UnitCut:
-        members = [spec] if isinstance(spec, str | nn.Module) else list(spec)
+        alone = isinstance(spec, str) or hasattr(spec, "named_parameters")
+        members = cast("Sequence[str | nn.Module]", [spec] if alone else spec)
         by_name = dict(self.root.named_modules())
         names = {id(m): n for n, m in by_name.items()}
         modules: list[nn.Module] = []
@@ -65,7 +76,7 @@ class Cutter:
                     remedy="use names from model.named_modules()",
                 )
             modules.append(module)
-        cut = UnitCut("+".join(names[id(m)] or "model" for m in modules), modules)
+        cut = UnitCut("+".join(names[id(m)] or "model" for m in modules), modules, is_block=True)
         for module in modules:
             cut.parameters.extend(self._take(module))
         return cut
@@ -84,21 +95,27 @@ class Cutter:
             path = f"{prefix}{name}"
             if id(child) in repeated:
                 yield from self._experts(child, f"{path}.")
-                yield UnitCut(path, [child], self._take(child))
+                yield UnitCut(path, [child], self._take(child), is_block=True)
             else:
                 yield from self._blocks(child, f"{path}.")
 
     def _experts(self, block: nn.Module, prefix: str) -> Iterator[UnitCut]:
         for name, child in block.named_modules():
-            if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            if is_list(child):
                 repeated = _repeated(child)
                 for key, expert in child.named_children():
                     if id(expert) in repeated:
                         path = f"{prefix}{name}.{key}"
                         yield UnitCut(path, [expert], self._take(expert))
 
-    def _leftovers(self) -> Iterator[UnitCut]:
-        """Modules outside every block: large ones alone, the others packed in order."""
+    def _leftovers(self, block: int) -> Iterator[UnitCut]:
+        """Modules outside every block: large ones alone, the others packed in order.
+
+        `block` is the number of elements of the largest unit so far, 0 where there is none.
+        """
+        alone, most = self._total / ALONE_SHARE, self._total / REST_SHARE
+        if block:
+            alone, most = min(alone, block / 2), min(most, block)
         rest = UnitCut("rest", [])
         size = count = 0
         for name, module in self.root.named_modules():
@@ -106,10 +123,10 @@ class Cutter:
             if not own:
                 continue
             numel = sum(self.parameters[i].numel() for i in own)
-            if numel * ALONE_SHARE >= self._total:
+            if numel >= alone:
                 yield UnitCut(name or "model", [module], own)
                 continue
-            if rest.parameters and (size + numel) * REST_SHARE > self._total:
+            if rest.parameters and size + numel > most:
                 yield rest
                 count += 1
                 rest, size = UnitCut(f"rest.{count}", []), 0

@@ -38,7 +38,7 @@ from infinity.model.operations import (
     results_on_meta,
     tensors_in,
 )
-from infinity.model.torch_private import DispatchMode
+from infinity.model.torch_private import DispatchMode, is_weight_norm, weight_norm_anywhere
 
 DEFER_FROM_BYTES = 256 << 10  # smaller tensors are simply made
 KEEP_BYTES = 64 << 20  # shadows kept besides those of the operation under way
@@ -104,6 +104,8 @@ class _Disguise(TorchFunctionMode):
     ) -> Any:
         if call in self._answers and self._deferral.holds(args[0]):
             return self._answers[call]
+        if is_weight_norm(call):  # of a large tensor, deferred, and a small one, which is not
+            call = weight_norm_anywhere
         return call(*args, **(kwargs or {}))
 
 

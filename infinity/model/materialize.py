@@ -27,6 +27,7 @@ from infinity.config import Config, load_config
 from infinity.errors import ConfigError, PresenceError
 from infinity.model.deferred import DEFER_FROM_BYTES, Deferral
 from infinity.model.initialisers import Initialisers
+from infinity.model.promised import keep_promises
 
 Read = Callable[[], Tensor]
 _M = TypeVar("_M", bound="_Mark")
@@ -110,8 +111,7 @@ class Init:
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
-        made = torch.empty(max(self._threshold, DEFER_FROM_BYTES), dtype=torch.uint8)
-        if made.untyped_storage().device.type == "meta":
+        if is_building(self._threshold):
             raise ConfigError(
                 "infinity.Init cannot begin here: tensors are made on meta already",
                 because="another Init, or torch.device('meta'), is active",
@@ -182,6 +182,12 @@ def remember_values(model: nn.Module, read: Mapping[str, Read]) -> None:
     _put(model, _Remembered(read))
 
 
+def is_building(threshold_bytes: int = DEFER_FROM_BYTES) -> bool:
+    """Whether large tensors are made on meta now: in an `Init` block, or by `torch.device`."""
+    made = torch.empty(max(threshold_bytes, DEFER_FROM_BYTES), dtype=torch.uint8)
+    return made.untyped_storage().device.type == "meta"
+
+
 def is_unborn(model: nn.Module) -> bool:
     """Whether a parameter or buffer of the model is on meta: `initialize` will make its values."""
     return any(tensor.is_meta for _, tensor in _named_tensors(model))
@@ -198,6 +204,8 @@ class Origins:
     """
 
     def __init__(self, model: nn.Module, seed: int | None = None) -> None:
+        for module, read in keep_promises(model):
+            remember_values(module, read)
         self._model = model
         self._read: dict[int, Read] = {}
         self._initialisers: Initialisers | None = None

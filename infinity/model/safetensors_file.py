@@ -191,7 +191,9 @@ class _UnsoundError(Exception):
 
 def _unreadable(path: Path, error: OSError | ValueError) -> ConfigError:
     reason = error.strerror if isinstance(error, OSError) else None
-    return ConfigError(f"{path} cannot be read: {reason or error}")
+    missing = isinstance(error, FileNotFoundError)
+    remedy = "give a .safetensors file, or a directory that holds some" if missing else None
+    return ConfigError(f"{path} cannot be read: {reason or error}", remedy=remedy)
 
 
 def _json(header: bytes) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""A model's parameters without the model: modules on the meta device, made from a config.
+"""A model's parameters without the model: its outline, made from a config.
 
 `infinity plan` cuts and lays out what is built here exactly as it would the real model, so names
 and shapes are those of the Hugging Face implementations. Nothing is allocated and nothing can be
-run. Known families are built by hand, so that no package is needed; for any other `model_type`
-transformers is asked, if it is installed.
+run. Known families are built by hand, so that no package is needed, torch included; for any other
+`model_type` transformers is asked, if it is installed, and makes modules on the meta device.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from infinity.errors import ConfigError
+from infinity.model.outline import Lookup, Outline, OutlineList, Shape, layer_norm, linear
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # Shapes people ask for by size; published configs (Llama 2, Llama 3 for 8b, GPT-3 for 1.3b).
 NAMED: dict[str, dict[str, Any]] = {
@@ -103,7 +104,10 @@ def read_model_config(path: Path) -> dict[str, Any]:
             raise ConfigError(f"{file} has {file.stat().st_size} bytes: not a model's config.json")
         config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
+        raise ConfigError(
+            f"{file} cannot be read: {error.strerror}",
+            remedy=f"give one of {', '.join(NAMED)}, a config.json, or a directory that holds one",
+        ) from error
     except ValueError as error:
         raise ConfigError(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
@@ -113,53 +117,41 @@ def read_model_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def build_skeleton(config: Mapping[str, Any]) -> nn.Module:
-    """Modules on meta with the parameters of `config`'s model.
+def build_skeleton(config: Mapping[str, Any]) -> Outline | nn.Module:
+    """The outline of `config`'s model, or modules on meta where transformers had to be asked.
 
-    Raises `ConfigError` for a family nobody here knows and for missing or senseless numbers.
+    Raises `ConfigError` for a family nobody here knows and for missing or senseless numbers, and
+    `OverflowError` or `RuntimeError` for sizes that no machine can count.
     """
     family = config.get("model_type")
-    with torch.device("meta"):
-        if family == "gpt2":
-            return _gpt2(config)
-        if family == "gpt_neox":
-            return _gpt_neox(config)
-        if family in _DECODERS:
-            return _decoder(config, _DECODERS[family])
-        return _from_transformers(config)
+    if family == "gpt2":
+        return _gpt2(config)
+    if family == "gpt_neox":
+        return _gpt_neox(config)
+    if family in _DECODERS:
+        return _decoder(config, _DECODERS[family])
+    from infinity.model.foreign import from_transformers  # it imports torch
+
+    return from_transformers(config, FAMILIES)
 
 
-class _Bag(nn.Module):
-    """Children and parameters by name, nothing else."""
-
-    def __init__(self, **members: nn.Module) -> None:
-        super().__init__()
-        for name, member in members.items():
-            self.add_module(name, member)
-
-
-class _Scale(nn.Module):
+def _scale(width: int) -> Outline:
     """One weight vector: an RMS norm."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
+    return Outline(weight=Shape((width,)))
 
 
-class _Matrix(nn.Module):
+def _matrix(inputs: int, outputs: int) -> Outline:
     """GPT-2's Conv1D: a linear layer stored the other way round."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(inputs, outputs))
-        self.bias = nn.Parameter(torch.empty(outputs))
+    return Outline(weight=Shape((inputs, outputs)), bias=Shape((outputs,)))
 
 
 def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
     value = config.get(name, default)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-        raise ConfigError(f"the model's config has {name}={value!r}", remedy="a positive integer")
+        raise ConfigError(
+            f"the model's config has {name}={value!r}", remedy="a positive integer below 2^31"
+        )
     return value
 
 
@@ -168,155 +160,124 @@ def _flag(config: Mapping[str, Any], name: str, default: bool) -> bool:
     return default if value is None else bool(value)
 
 
-def _tie(head: nn.Linear, embedding: nn.Module) -> None:
-    assert isinstance(embedding, nn.Embedding)
-    head.weight = embedding.weight
+def _head(table: Lookup, hidden: int, vocabulary: int, *, tied: bool) -> Outline:
+    """The head, which may share the table of the embedding."""
+    return Outline(weight=table.own["weight"] if tied else Shape((vocabulary, hidden)))
 
 
-def _decoder(config: Mapping[str, Any], kind: _Decoder) -> nn.Module:
+def _decoder(config: Mapping[str, Any], kind: _Decoder) -> Outline:
     hidden = _count(config, "hidden_size")
     vocabulary = _count(config, "vocab_size")
     layers = [_decoder_layer(config, kind) for _ in range(_count(config, "num_hidden_layers"))]
-    body = _Bag(
-        embed_tokens=nn.Embedding(vocabulary, hidden),
-        layers=nn.ModuleList(layers),
-        norm=_Scale(hidden),
-    )
-    head = nn.Linear(hidden, vocabulary, bias=False)
-    if _flag(config, "tie_word_embeddings", kind.tied):
-        _tie(head, body.get_submodule("embed_tokens"))
-    return _Bag(model=body, lm_head=head)
+    table = Lookup(vocabulary, hidden)
+    body = Outline(embed_tokens=table, layers=OutlineList(layers), norm=_scale(hidden))
+    tied = _flag(config, "tie_word_embeddings", kind.tied)
+    return Outline(model=body, lm_head=_head(table, hidden, vocabulary, tied=tied))
 
 
-def _decoder_layer(config: Mapping[str, Any], kind: _Decoder) -> nn.Module:
+def _decoder_layer(config: Mapping[str, Any], kind: _Decoder) -> Outline:
     hidden = _count(config, "hidden_size")
     heads = _count(config, "num_attention_heads")
     groups = _count(config, "num_key_value_heads", heads)
+    if heads > hidden and config.get("head_dim") is None:
+        raise ConfigError(
+            f"the model's config has num_attention_heads={heads} and hidden_size={hidden}",
+            because="each head has a part of hidden_size, unless head_dim is given",
+        )
     width = _count(config, "head_dim", hidden // heads)
     queries, keys = heads * width, groups * width
     bias = _flag(config, "attention_bias", kind.qkv_bias)
     if kind.fused:
-        attention = _Bag(qkv_proj=nn.Linear(hidden, queries + 2 * keys, bias=False))
+        attention = Outline(qkv_proj=linear(hidden, queries + 2 * keys, bias=False))
     else:
-        attention = _Bag(
-            q_proj=nn.Linear(hidden, queries, bias=bias),
-            k_proj=nn.Linear(hidden, keys, bias=bias),
-            v_proj=nn.Linear(hidden, keys, bias=bias),
+        attention = Outline(
+            q_proj=linear(hidden, queries, bias=bias),
+            k_proj=linear(hidden, keys, bias=bias),
+            v_proj=linear(hidden, keys, bias=bias),
         )
     output_bias = _flag(config, "attention_bias", kind.output_bias) and not kind.qkv_bias
-    attention.add_module("o_proj", nn.Linear(queries, hidden, bias=output_bias))
+    attention.add("o_proj", linear(queries, hidden, bias=output_bias))
     if kind.qk_norm:
-        attention.add_module("q_norm", _Scale(width))
-        attention.add_module("k_norm", _Scale(width))
-    layer = _Bag(self_attn=attention)
+        attention.add("q_norm", _scale(width))
+        attention.add("k_norm", _scale(width))
+    layer = Outline(self_attn=attention)
     if config.get("model_type") == "mixtral":
-        layer.add_module("block_sparse_moe", _experts(config))
+        layer.add("block_sparse_moe", _experts(config))
     else:
-        layer.add_module("mlp", _gated(config, kind))
+        layer.add("mlp", _gated(config, kind))
     norms = ["input_layernorm", "post_attention_layernorm"]
     if kind.extra_norms:
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
     for name in norms:
-        layer.add_module(name, _Scale(hidden))
+        layer.add(name, _scale(hidden))
     return layer
 
 
-def _gated(config: Mapping[str, Any], kind: _Decoder) -> nn.Module:
+def _gated(config: Mapping[str, Any], kind: _Decoder) -> Outline:
     hidden, inner = _count(config, "hidden_size"), _count(config, "intermediate_size")
     bias = _flag(config, "mlp_bias", False)
-    down = nn.Linear(inner, hidden, bias=bias)
+    down = linear(inner, hidden, bias=bias)
     if kind.fused:
-        return _Bag(gate_up_proj=nn.Linear(hidden, 2 * inner, bias=False), down_proj=down)
-    return _Bag(
-        gate_proj=nn.Linear(hidden, inner, bias=bias),
-        up_proj=nn.Linear(hidden, inner, bias=bias),
+        return Outline(gate_up_proj=linear(hidden, 2 * inner, bias=False), down_proj=down)
+    return Outline(
+        gate_proj=linear(hidden, inner, bias=bias),
+        up_proj=linear(hidden, inner, bias=bias),
         down_proj=down,
     )
 
 
-def _experts(config: Mapping[str, Any]) -> nn.Module:
+def _experts(config: Mapping[str, Any]) -> Outline:
     hidden, inner = _count(config, "hidden_size"), _count(config, "intermediate_size")
     num_experts = _count(config, "num_local_experts")
     experts = [
-        _Bag(
-            w1=nn.Linear(hidden, inner, bias=False),
-            w2=nn.Linear(inner, hidden, bias=False),
-            w3=nn.Linear(hidden, inner, bias=False),
+        Outline(
+            w1=linear(hidden, inner, bias=False),
+            w2=linear(inner, hidden, bias=False),
+            w3=linear(hidden, inner, bias=False),
         )
         for _ in range(num_experts)
     ]
-    return _Bag(gate=nn.Linear(hidden, num_experts, bias=False), experts=nn.ModuleList(experts))
+    return Outline(gate=linear(hidden, num_experts, bias=False), experts=OutlineList(experts))
 
 
-def _gpt2(config: Mapping[str, Any]) -> nn.Module:
+def _gpt2(config: Mapping[str, Any]) -> Outline:
     hidden, vocabulary = _count(config, "n_embd"), _count(config, "vocab_size")
     inner = _count(config, "n_inner", 4 * hidden)
     layers = [
-        _Bag(
-            ln_1=nn.LayerNorm(hidden),
-            attn=_Bag(c_attn=_Matrix(hidden, 3 * hidden), c_proj=_Matrix(hidden, hidden)),
-            ln_2=nn.LayerNorm(hidden),
-            mlp=_Bag(c_fc=_Matrix(hidden, inner), c_proj=_Matrix(inner, hidden)),
+        Outline(
+            ln_1=layer_norm(hidden),
+            attn=Outline(c_attn=_matrix(hidden, 3 * hidden), c_proj=_matrix(hidden, hidden)),
+            ln_2=layer_norm(hidden),
+            mlp=Outline(c_fc=_matrix(hidden, inner), c_proj=_matrix(inner, hidden)),
         )
         for _ in range(_count(config, "n_layer"))
     ]
-    body = _Bag(
-        wte=nn.Embedding(vocabulary, hidden),
-        wpe=nn.Embedding(_count(config, "n_positions", 1024), hidden),
-        h=nn.ModuleList(layers),
-        ln_f=nn.LayerNorm(hidden),
+    table = Lookup(vocabulary, hidden)
+    body = Outline(
+        wte=table,
+        wpe=Lookup(_count(config, "n_positions", 1024), hidden),
+        h=OutlineList(layers),
+        ln_f=layer_norm(hidden),
     )
-    head = nn.Linear(hidden, vocabulary, bias=False)
-    if _flag(config, "tie_word_embeddings", True):
-        _tie(head, body.get_submodule("wte"))
-    return _Bag(transformer=body, lm_head=head)
+    tied = _flag(config, "tie_word_embeddings", True)
+    return Outline(transformer=body, lm_head=_head(table, hidden, vocabulary, tied=tied))
 
 
-def _gpt_neox(config: Mapping[str, Any]) -> nn.Module:
+def _gpt_neox(config: Mapping[str, Any]) -> Outline:
     hidden, vocabulary = _count(config, "hidden_size"), _count(config, "vocab_size")
     inner = _count(config, "intermediate_size", 4 * hidden)
     layers = [
-        _Bag(
-            input_layernorm=nn.LayerNorm(hidden),
-            post_attention_layernorm=nn.LayerNorm(hidden),
-            attention=_Bag(
-                query_key_value=nn.Linear(hidden, 3 * hidden), dense=nn.Linear(hidden, hidden)
+        Outline(
+            input_layernorm=layer_norm(hidden),
+            post_attention_layernorm=layer_norm(hidden),
+            attention=Outline(
+                query_key_value=linear(hidden, 3 * hidden), dense=linear(hidden, hidden)
             ),
-            mlp=_Bag(
-                dense_h_to_4h=nn.Linear(hidden, inner), dense_4h_to_h=nn.Linear(inner, hidden)
-            ),
+            mlp=Outline(dense_h_to_4h=linear(hidden, inner), dense_4h_to_h=linear(inner, hidden)),
         )
         for _ in range(_count(config, "num_hidden_layers"))
     ]
-    body = _Bag(
-        embed_in=nn.Embedding(vocabulary, hidden),
-        layers=nn.ModuleList(layers),
-        final_layer_norm=nn.LayerNorm(hidden),
-    )
-    head = nn.Linear(hidden, vocabulary, bias=False)
-    if _flag(config, "tie_word_embeddings", False):
-        _tie(head, body.get_submodule("embed_in"))
-    return _Bag(gpt_neox=body, embed_out=head)
-
-
-def _from_transformers(config: Mapping[str, Any]) -> nn.Module:
-    """Any causal language model that transformers knows; called under the meta device."""
-    family = config.get("model_type")
-    try:
-        from transformers import (  # type: ignore[import-not-found, unused-ignore]
-            AutoConfig,
-            AutoModelForCausalLM,
-        )
-    except ImportError as error:
-        raise ConfigError(
-            f"model_type {family!r} is not known here",
-            because=f"known without transformers: {', '.join(FAMILIES)}",
-            remedy="pip install transformers, and it is asked instead",
-        ) from error
-    settings = {name: value for name, value in config.items() if name != "model_type"}
-    try:
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"transformers cannot build model_type {family!r}: {error}") from error
-    assert isinstance(model, nn.Module)
-    return model
+    table = Lookup(vocabulary, hidden)
+    body = Outline(embed_in=table, layers=OutlineList(layers), final_layer_norm=layer_norm(hidden))
+    tied = _flag(config, "tie_word_embeddings", False)
+    return Outline(gpt_neox=body, embed_out=_head(table, hidden, vocabulary, tied=tied))

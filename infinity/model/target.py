@@ -1,28 +1,29 @@
 """Which model is meant: a size people know, a Hugging Face config.json, or a directory with one.
 
-What comes back is a skeleton on meta and what only modules know of it: which parameters are
-looked up, which one makes the logits, and which see only some of the tokens.
+What comes back is an outline, or a module on meta, and what only modules know of it: which
+parameters are looked up, which one makes the logits, and which see only some of the tokens.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, first_lines
+from infinity.model.outline import Outline, is_lookup
 from infinity.model.skeleton import (
     MAX_CONFIG_BYTES,
     NAMED,
     build_skeleton,
     read_model_config,
 )
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # Far above every published model; more is a slip of the pen, and takes minutes to build.
 MAX_LAYERS = 4096
@@ -43,7 +44,7 @@ class Target:
 
     name: str
     family: str
-    module: nn.Module
+    module: nn.Module | Outline
     lookups: frozenset[int]
     heads: frozenset[int]
     shares: Mapping[int, float]
@@ -71,7 +72,7 @@ def names_a_model(text: str) -> bool:
 
 
 def find_model(text: str) -> Target:
-    """The model that `text` names; its parameters are on meta.
+    """The model that `text` names, without values.
 
     Raises `ConfigError` for what is not there, is no model's config, or has senseless numbers.
     """
@@ -86,51 +87,28 @@ def find_model(text: str) -> Target:
             raise ConfigError(f"{path} is not JSON: it is nested too deeply") from error
     _check_counts(config)
     try:
-        with _Unset():
-            module = build_skeleton(config)
+        module = build_skeleton(config)
     except (RuntimeError, OverflowError) as error:  # torch counts bytes in 64 bits
         raise ConfigError(
-            f"{text} describes a model that cannot be: {str(error).splitlines()[0]}",
+            f"{text} describes a model that cannot be: {first_lines(error)}",
             remedy="look for a zero too many among its sizes",
         ) from error
     return target_of(text, module, config)
 
 
-_SETTERS = (Tensor.normal_, Tensor.uniform_, Tensor.zero_, Tensor.fill_)
-
-
-class _Unset(TorchFunctionMode):
-    """Initialisers do nothing: on meta there is nothing to set, and torch takes seconds to learn.
-
-    The first random number on meta makes torch import its compiler.
-    """
-
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if getattr(function, "__module__", "") == "torch.nn.init" or function in _SETTERS:
-            return args[0] if args else kwargs["tensor"]
-        return function(*args, **kwargs)
-
-
-def target_of(name: str, module: nn.Module, config: Mapping[str, Any]) -> Target:
+def target_of(name: str, module: nn.Module | Outline, config: Mapping[str, Any]) -> Target:
     """What the plan must know of a module and of the config it was built from."""
     names = [n for n, _ in module.named_parameters()]
     index = {id(p): i for i, p in enumerate(module.parameters())}
-    owners: dict[int, list[nn.Module]] = {i: [] for i in index.values()}
+    owners: dict[int, list[nn.Module | Outline]] = {i: [] for i in index.values()}
     for owner in module.modules():
         for parameter in owner.parameters(recurse=False):
             owners[index[id(parameter)]].append(owner)
-    embedded = {i for i, o in owners.items() if any(isinstance(m, nn.Embedding) for m in o)}
-    lookups = {i for i in embedded if all(isinstance(m, nn.Embedding) for m in owners[i])}
+    embedded = {i for i, o in owners.items() if any(map(is_lookup, o))}
+    lookups = {i for i in embedded if all(map(is_lookup, owners[i]))}
     heads = embedded - lookups
     if not heads and lookups:  # the last matrix with a row for each token
-        parameters = list(module.parameters())
+        parameters: list[Any] = list(module.parameters())
         rows = max(parameters[i].shape[0] for i in lookups)
         same = [
             i
@@ -159,16 +137,23 @@ def _shares(names: list[str], config: Mapping[str, Any]) -> dict[int, float]:
 
 
 def _check_counts(config: Mapping[str, Any]) -> None:
-    layers = 1
-    for keys, most in ((_LAYER_KEYS, MAX_LAYERS), (_EXPERT_KEYS, MAX_MODULES)):
-        for key in keys:
-            if _is_count(config.get(key)):
-                layers *= config[key]
-                if layers > most:
-                    raise ConfigError(
-                        f"the model's config has {key}={config[key]}",
-                        because=f"more than {most} layers, or layers times experts, take minutes",
-                    )
+    """Refuse more layers, or layers times experts, than are built in seconds."""
+    modules = 1
+    for keys, most, what in (
+        (_LAYER_KEYS, MAX_LAYERS, "layers"),
+        (_EXPERT_KEYS, MAX_MODULES, "layers times experts"),
+    ):
+        given = {key: config[key] for key in keys if _is_count(config.get(key))}
+        if not given:
+            continue
+        key = max(given, key=lambda name: given[name])  # others are names of the same number
+        modules *= given[key]
+        if modules > most:
+            raise ConfigError(
+                f"the model's config has {key}={given[key]}",
+                because=f"more than {most} {what} take minutes",
+                remedy="look for a digit too many among its numbers",
+            )
 
 
 def _is_count(value: object) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -28,6 +31,58 @@ def inside_function_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def inside_backward() -> bool:
+    """Whether this thread runs a backward: what computes now is computed again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def checkpoint_packs(hooks: SavedTensorHooks | None) -> bool:
+    """Whether a (pack, unpack) pair is that of a `torch.utils.checkpoint` without reentry."""
+    return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
+
+
+def saved_by_checkpoint() -> bool:
+    """Whether the pack hook that this is called by was called for an input of a checkpoint.
+
+    The caller of the hook is the checkpoint then, or `Function.apply` on its behalf; in between
+    stand only frames of ours.
+    """
+    frame = sys._getframe(2)
+    ours = ("infinity.", "torch._dynamo.")  # the latter where the hook is hidden from the compiler
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(ours):
+        frame = frame.f_back
+    if frame.f_code.co_filename == torch.autograd.function.__file__ and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_filename == torch.utils.checkpoint.__file__
+
+
+class TensorIdentity:
+    """Which values a tensor shows, without keeping them alive.
+
+    Equal for tensors over the same part of the same storage at the same version.
+    """
+
+    __slots__ = ("_key", "_storage")
+
+    def __init__(self, tensor: Tensor) -> None:
+        weak: Any = StorageWeakRef
+        self._storage = weak(tensor.untyped_storage())  # so its address stays taken
+        self._key = (
+            self._storage.cdata,
+            int(tensor.storage_offset()),
+            tensor.size(),
+            tensor.stride(),
+            tensor.dtype,
+            tensor._version,
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TensorIdentity) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context that sees every operation, after autograd, as `call(*args, **kwargs)`."""
 
@@ -35,3 +90,29 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _should_skip_dynamo(cls) -> bool:
         """No: it would import the compiler, 80 MiB and seconds, to turn it off."""
         return False
+
+
+def tensor_without_memory(cls: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """A contiguous CPU tensor of the subclass `cls`, of which only shape and dtype exist."""
+    return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
+
+
+def is_cast(call: Any) -> bool:
+    """Whether an operation, as a `DispatchMode` sees it, is `.to(...)` and nothing else."""
+    return call.overloadpacket is torch.ops.aten._to_copy
+
+
+def is_weight_norm(call: Any) -> bool:
+    """Whether a function, as a `TorchFunctionMode` sees it, is that of both weight norms."""
+    return bool(call == torch._weight_norm)
+
+
+def weight_norm_anywhere(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """`v` scaled to the norms `g`, as `torch._weight_norm` does it, operation by operation.
+
+    That compares the devices of both before any dispatch mode is asked.
+    """
+    v, g = v.contiguous(), g.contiguous()
+    if dim in (0, v.dim() - 1):
+        return torch._weight_norm_interface(v, g, dim)[0]
+    return v * (g / torch.norm_except_dim(v, 2, dim))

@@ -12,8 +12,9 @@ import torch
 from infinity.errors import ConfigError
 from infinity.formats import MomentFormat
 from infinity.optim.cpu import CpuKernels, Piece
+from infinity.optim.hypers import hyper_of, lossy_notes, reserved_moments
 from infinity.optim.moments import Moment
-from infinity.optim.rules import AdagradHyper, AdamHyper, Hyper, LionHyper, SgdHyper
+from infinity.optim.rules import Hyper, SgdHyper
 from infinity.optim.tiles import Tile
 
 _ADAM_STATE = ("exp_avg", "exp_avg_sq")
@@ -27,26 +28,6 @@ STATE_NAMES: dict[str, tuple[str, ...]] = {
 }
 
 
-def hyper_of(rule: str, group: Mapping[str, Any]) -> Hyper:
-    """The hyper-parameters a group holds now; raises `ConfigError` for what makes no sense."""
-    maximize = bool(group["maximize"])
-    lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
-    if rule in ("AdamW", "Adam"):
-        beta1, beta2 = map(float, group["betas"])
-        return AdamHyper(
-            lr, beta1, beta2, float(group["eps"]), weight_decay, rule == "AdamW", maximize
-        )
-    if rule == "Lion":
-        beta1, beta2 = map(float, group["betas"])
-        return LionHyper(lr, beta1, beta2, weight_decay, maximize)
-    if rule == "SGD":
-        momentum, dampening = float(group["momentum"]), float(group["dampening"])
-        return SgdHyper(lr, momentum, dampening, weight_decay, bool(group["nesterov"]), maximize)
-    initial = float(group["initial_accumulator_value"])
-    eps = float(group["eps"])
-    return AdagradHyper(lr, float(group["lr_decay"]), weight_decay, eps, initial, maximize)
-
-
 class BuiltInRule:
     """One of the built-in rules; see `tiles.Rule`."""
 
@@ -55,11 +36,9 @@ class BuiltInRule:
     def __init__(self, name: str, moments: MomentFormat = MomentFormat.FP32) -> None:
         self.name = name
         self.moments: tuple[MomentFormat, ...] = ()
-        self.notes: tuple[str, ...] = ()
+        self.notes = lossy_notes(moments)
         self._format = moments
         self._reserved = False
-        if not moments.is_exact:
-            self.notes = (f"moments are stored in {moments.value}: lossy, not what fp32 gives",)
 
     def capture(self, group: Mapping[str, Any]) -> Hyper:
         """The group's hyper-parameters now."""
@@ -75,8 +54,7 @@ class BuiltInRule:
 
     def reserve(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """As many moments as the group that needs the most."""
-        most = max((hyper_of(self.name, group).num_moments for group in groups), default=0)
-        self.moments = (self._format,) * most
+        self.moments = reserved_moments(self.name, groups, self._format)
         self._reserved = True
 
     def tile_elements(self, largest: int) -> int:
@@ -156,6 +134,11 @@ class KernelUpdater:
     def keep(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
         """Go on with what `kept` gave."""
         self._begun = {parameter: entry["begins"] for parameter, entry in saved.items()}
+
+    def moment_names(self, parameter: int, hyper: Hyper) -> tuple[str, ...]:
+        """torch's names of the moments that `state_of` tells of this parameter."""
+        begun = not isinstance(hyper, SgdHyper) or parameter in self._begun
+        return self._state_names[: hyper.num_moments] if begun else ()
 
     def state_of(
         self,

@@ -176,23 +176,33 @@ class CpuKernels:
             n=n, source=tensor.data_ptr(), source_dtype=_CODES[tensor.dtype]
         )
 
-    def split(self, master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> None:
-        """Write the fp32 `master` as bf16 `weight` and int16 `residual`, losslessly."""
-        n = self._check_halves(master, weight, residual)
+    def split(self, master: torch.Tensor, weight: torch.Tensor, rest: torch.Tensor) -> None:
+        """Write the fp32 `master` as `weight` and `rest`, losslessly.
+
+        They are bf16 and the int16 residual, or fp16 (to nearest even) and the master itself.
+        """
+        n = self._check_halves(master, weight, rest)
+        if weight.dtype is torch.float16:
+            self.convert(weight, master)
+            self.copy(rest, master)
+            return
         self._pool.split(
             n=n,
             master=master.data_ptr(),
             weight=weight.data_ptr(),
-            residual=residual.data_ptr(),
+            residual=rest.data_ptr(),
         )
 
-    def join(self, weight: torch.Tensor, residual: torch.Tensor, master: torch.Tensor) -> None:
-        """Write the fp32 `master` that `weight` and `residual` stand for."""
-        n = self._check_halves(master, weight, residual)
+    def join(self, weight: torch.Tensor, rest: torch.Tensor, master: torch.Tensor) -> None:
+        """Write the fp32 `master` that `weight` and `rest` stand for; see `split`."""
+        n = self._check_halves(master, weight, rest)
+        if weight.dtype is torch.float16:
+            self.copy(master, rest)
+            return
         self._pool.join(
             n=n,
             weight=weight.data_ptr(),
-            residual=residual.data_ptr(),
+            residual=rest.data_ptr(),
             master=master.data_ptr(),
         )
 
@@ -253,14 +263,13 @@ class CpuKernels:
             is_signed=signed,
         )
 
-    def _check_halves(
-        self, master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor
-    ) -> int:
+    def _check_halves(self, master: torch.Tensor, weight: torch.Tensor, rest: torch.Tensor) -> int:
         self._require_open()
         n = master.numel()
         check_tensor("master", master, n, (torch.float32,), _HOST)
-        check_tensor("weight", weight, n, (torch.bfloat16,), _HOST)
-        check_tensor("residual", residual, n, (torch.int16,), _HOST)
+        check_tensor("weight", weight, n, (torch.bfloat16, torch.float16), _HOST)
+        kind = torch.int16 if weight.dtype is torch.bfloat16 else torch.float32
+        check_tensor("rest", rest, n, (kind,), _HOST)
         return n
 
     def _check_pair(self, target: torch.Tensor, source: torch.Tensor) -> int:

@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from infinity.errors import MachineError
+from infinity.errors import MachineError, first_lines
 from infinity.optim.kernel_cache import KernelCache
 
 SOURCE = "fused_adam.cu"
@@ -50,9 +50,8 @@ def version() -> str:
         _, major, minor = bindings.nvrtcVersion()
     # The libraries are found and loaded by others, late, with errors of their own.
     except Exception as error:
-        cause = (str(error) or type(error).__name__).splitlines()[0]
         raise MachineError(
-            "the CUDA kernels cannot be compiled", because=cause, remedy=_REMEDY
+            "the CUDA kernels cannot be compiled", because=first_lines(error), remedy=_REMEDY
         ) from error
     return f"{major}.{minor}"
 

@@ -35,12 +35,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().__init__(groups, defaults)
         self.rule = rule
         self._engine_step: Callable[[], None] | None = None
+        self._drop: Callable[[], None] | None = None
         self._read_state: Callable[[nn.Parameter], dict[str, Any]] | None = None
         rule.reserve(self.param_groups)
 
-    def connect(self, engine_step: Callable[[], None]) -> None:
-        """Name what `step()` does."""
+    def connect(
+        self, engine_step: Callable[[], None], drop: Callable[[], None] | None = None
+    ) -> None:
+        """Name what `step()` and `zero_grad()` do."""
         self._engine_step = engine_step
+        self._drop = drop
 
     def connect_state(self, read_state: Callable[[nn.Parameter], dict[str, Any]]) -> None:
         """Name what `read_state` does."""
@@ -88,11 +92,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return self._read_state(parameter)
 
     def mark_stepped(self) -> None:
-        """Tell torch's schedulers, which otherwise warn, that a step came before theirs."""
-        self._opt_called = True
+        """`mark_stepped`, after an update."""
+        mark_stepped(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing to do: gradients leave as they are made, and are consumed by `step()`."""
+        """Drop the window whose last `loss.backward()` nothing has followed, as one that failed.
+
+        Else there is nothing to do: gradients leave as they are made, and `step()` consumes them.
+        """
+        if self._drop is not None:
+            self._drop()
 
     def hypers(self, index_of: Mapping[int, int]) -> dict[int, Any]:
         """Parameter index -> what its group holds now, as captured."""
@@ -102,3 +111,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 found[index_of[id(parameter)]] = hyper
         return found
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Tell torch's schedulers, which otherwise warn, that a step came before theirs."""
+    vars(optimizer)["_opt_called"] = True

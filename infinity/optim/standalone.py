@@ -92,6 +92,11 @@ class _Adam(torch.optim.Optimizer):
         self._begin()
         super().__init__(params, defaults)
 
+    @property
+    def moments(self) -> MomentFormat:
+        """How moments are stored."""
+        return self._settings.moments
+
     def _begin(self) -> None:
         """Everything that is neither copied nor pickled."""
         self._kernels: dict[torch.device, CpuKernels | CudaKernels] = {}

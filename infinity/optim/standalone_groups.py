@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from infinity.errors import ConfigError
-from infinity.optim.built_in import hyper_of
+from infinity.optim.hypers import hyper_of
 from infinity.optim.rules import Hyper
 
 _NUMBERS = ("lr", "betas", "eps", "weight_decay")

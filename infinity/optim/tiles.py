@@ -16,16 +16,18 @@ from torch import Tensor
 from infinity.formats import MomentFormat
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.moments import VALUE_DTYPES, Moment
+from infinity.plan.layout import REST_DTYPES, Kind, Precision
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
     """The elements `first` to `first + weight.numel()` of one flat parameter, and their update.
 
-    `weight` is fp32 with `rest` None, or bf16 with an int16 residual; `gradient` fp32 or bf16.
-    All are 1-D views of host memory, and are updated in place. `parameter` is the parameter's
-    index, `shape` its own whole shape. `hyper` is what `OffloadedOptimizer.hypers` captured, and
-    `step` counts this update from 1. Tiles of one parameter and step come in order.
+    `weight` is fp32 with `rest` None, bf16 with an int16 residual, or fp16 with the fp32 master;
+    `gradient` is fp32, or of the weight's dtype. All are 1-D views of host memory, and are updated
+    in place. `parameter` is the parameter's index, `shape` its own whole shape. `hyper` is what
+    `OffloadedOptimizer.hypers` captured, and `step` counts this update from 1. Tiles of one
+    parameter and step come in order.
     """
 
     parameter: int
@@ -93,6 +95,15 @@ class Rule(Protocol):
         self, kernels: CpuKernels, names: Sequence[str], largest: int, seed: int
     ) -> Updater:
         """What does the steps. `names` are those of the parameters by index."""
+
+
+def master_in(views: Mapping[Kind, Tensor], precision: Precision) -> tuple[Tensor, Tensor | None]:
+    """The weights, and what stands beside them, in a chunk's parts (uint8), as views."""
+    weight = views[Kind.WEIGHT].view(getattr(torch, precision.dtype))
+    rest = precision.rest_kind
+    if rest is None:
+        return weight, None
+    return weight, views[rest].view(getattr(torch, REST_DTYPES[rest]))
 
 
 def moment_in(part: Tensor, num_elements: int, kind: MomentFormat) -> Moment:

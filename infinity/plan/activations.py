@@ -1,16 +1,30 @@
 """How much autograd holds for one micro-batch, estimated from the layout alone.
 
 [Note: activations]
-A matrix of (out, in) keeps its input for its own gradient, and the next operation keeps its
-output: tokens * (in + out) values. A GPT block of width h has 4h * h of query, key and value,
+*Saved.* A matrix of (out, in) keeps its input for its own gradient, and the next operation keeps
+its output: tokens * (in + out) values. A GPT block of width h has 4h * h of query, key and value,
 2h of the projection, and twice 5h of the perceptron: 16h values, 32h bytes a token in bf16, where
 Korthikanti et al. (2022, arXiv 2205.05198) count 34h, dropout masks included. Attention scores
-are left out, since SDPA recomputes them, and so are norms: what they keep is made up for by
-inputs that several matrices share. Gated perceptrons keep one product more than is counted.
-With recomputation each block keeps its input, and one block at a time keeps everything.
+are left out, since SDPA recomputes them. Norms too: what they keep is made up for by inputs that
+several matrices share and by outputs that only a residual sum takes. Two things are not:
+a *gated perceptron* also keeps what leaves its activation function (its inner side belongs to three
+matrices: gate, up, down), and an *RMS norm*, a weight without a bias, computes in fp32 and keeps
+its input in that, and a norm inside heads its output as well. With recomputation each block keeps
+its input, and one block at a time keeps everything.
 
-The logits of a head exist twice in fp32 at the turn: as they are, and as probabilities. The
-gradients of one unit exist once more, in the compute dtype, before they are taken home.
+*Logits* of a head exist three times in fp32 at the turn: as probabilities, which cross entropy
+keeps, and as two gradients, of the probabilities and of the logits. (bf16 ones are upcast before.)
+
+*Flow.* What backward carries: the gradient of the residual sum, and those of the widest product
+inside a block, two of them where it is gated, while all that the block saved is still there.
+
+*Gradients* of one unit exist once more, in the compute dtype, before they are taken home. All are
+there when the block's saved tensors and the flow have gone, so of gradients and flow the larger
+counts. Neither meets the logits: the turn is over when the first weight has its gradient.
+Not counted: on a device of its own memory those of one unit more are leaving, or of two where
+links are slower than the backward (the bound of `memory/homeward.py`).
+
+All of it is compared with storages that live, counted: tests/test_activation_peak.py.
 """
 
 from __future__ import annotations
@@ -21,7 +35,8 @@ from dataclasses import dataclass
 
 from infinity.plan.layout import Segment, UnitLayout
 
-LOGIT_BYTES = 2 * 4
+LOGIT_BYTES = 3 * 4
+_NORM_BYTES = 4  # what an RMS norm computes in
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +48,19 @@ class Activations:
     boundaries: int
     """With recomputation the input of each block, else 0."""
     logits: int
-    """Of the head, in fp32 twice."""
+    """Of the head, in fp32 three times."""
+    flow: int
+    """Gradients of activations, as backward carries them through the widest block."""
     gradients: int
     """Of the largest unit, as autograd makes them."""
+    recompute: bool = False
+    """Whether `saved` is there only while a block is recomputed, so not at the turn."""
 
     @property
     def total(self) -> int:
-        """Of all of them, as if they met: at most a little more than what does."""
-        return self.saved + self.boundaries + self.logits + self.gradients
+        """The most that is there at once: at the turn, or in the backward of a block."""
+        turn = self.logits if self.recompute else self.saved + self.logits
+        return self.boundaries + max(turn, self.saved + max(self.flow, self.gradients))
 
 
 def estimate_activations(
@@ -58,30 +78,108 @@ def estimate_activations(
     """
     shares = shares or {}
     logits = 0
-    saved: dict[str, int] = {}
-    width: dict[str, Counter[int]] = {}
+    saved: Counter[str] = Counter()
+    sides: dict[str, Counter[int]] = {}
+    carried: dict[str, float] = {}  # bytes a token, beside the block's width
     blocks = _blocks(units)
+    modules: dict[tuple[str, str], list[Segment]] = {}
     for unit in units:
         block = blocks[unit.name]
         for segment in unit.segments:
-            if len(segment.shape) < 2 or segment.parameter in lookups:
+            if segment.parameter in lookups:
+                continue
+            if len(segment.shape) < 2:
+                modules.setdefault((block, _parent(segment)), []).append(segment)
                 continue
             values = sum(_sides(segment))
             if segment.parameter in heads:
                 logits += tokens * segment.shape[0] * LOGIT_BYTES
                 values = segment.shape[1]
+            else:
+                modules.setdefault((block, _parent(segment)), []).append(segment)
             share = shares.get(segment.parameter, 1.0)
-            nbytes = int(tokens * share * values * unit.weight_itemsize)
-            saved[block] = saved.get(block, 0) + nbytes
-            width.setdefault(block, Counter()).update(_sides(segment))
+            saved[block] += int(tokens * share * values * unit.weight_itemsize)
+            sides.setdefault(block, Counter()).update(_sides(segment))
     itemsize = max((u.weight_itemsize for u in units), default=0)
-    boundaries = sum(tokens * _commonest(width[block]) * itemsize for block in saved)
+    for (block, _), segments in modules.items():
+        width = _commonest(sides[block]) if block in sides else 0
+        share = max(shares.get(s.parameter, 1.0) for s in segments)
+        gate, widest = _gate_and_widest(segments, width)
+        saved[block] += int(tokens * (share * gate * itemsize + _of_norms(segments, itemsize)))
+        inner = share * (2 * gate or widest)
+        carried[block] = max(carried.get(block, 0.0), (width + inner) * itemsize)
+    boundaries = sum(tokens * _commonest(of) * itemsize for of in sides.values())
     return Activations(
         saved=max(saved.values(), default=0) if recompute else sum(saved.values()),
         boundaries=boundaries if recompute else 0,
         logits=logits,
+        flow=int(tokens * max(carried.values(), default=0.0)),
         gradients=max((u.trained_bytes for u in units), default=0),
+        recompute=recompute,
     )
+
+
+def _parent(segment: Segment) -> str:
+    """The module that holds the module of a parameter: "blocks.0.mlp" of "...mlp.up.weight"."""
+    return segment.name.rpartition(".")[0].rpartition(".")[0]
+
+
+def _gate_and_widest(segments: Sequence[Segment], width: int) -> tuple[int, int]:
+    """The inner side of a gated perceptron, 0 where there is none; and the widest side of all.
+
+    It belongs to three matrices, or to one with its double beside it (gate and up in one).
+    """
+    sides: Counter[int] = Counter()
+    for segment in segments:
+        if len(segment.shape) > 1:
+            sides.update(side for side in _sides(segment) if side != width)
+    gates = [
+        side
+        for side, count in sides.items()
+        if count == 3 or (count == 1 and sides.get(2 * side) == 1)
+    ]
+    return max(gates, default=0), max(sides, default=width)
+
+
+def _of_norms(segments: Sequence[Segment], itemsize: int) -> int:
+    """Bytes a token that RMS norms keep beyond what matrices were counted for.
+
+    One whose weight is shorter than what a matrix beside it makes works on each head of that.
+    """
+    names = {segment.name for segment in segments}
+    matrices = [s for s in segments if len(s.shape) > 1]
+    norms = [
+        s
+        for s in segments
+        if len(s.shape) == 1
+        and s.name.endswith(".weight")
+        and s.name.removesuffix("weight") + "bias" not in names
+    ]
+    nbytes = 0
+    for index, norm in enumerate(norms):
+        made = matrices[index].shape[0] if index < len(matrices) else 0
+        if made > norm.shape[0] and made % norm.shape[0] == 0:
+            nbytes += made * (_NORM_BYTES + itemsize)
+        else:
+            nbytes += norm.shape[0] * max(_NORM_BYTES - itemsize, 0)
+    return nbytes
+
+
+def block_widths(units: Sequence[UnitLayout]) -> list[int]:
+    """Values a token brings to each repeated block, in order; experts belong to their block."""
+    blocks = _blocks(units)
+    shapes = {u.name: tuple(s.shape for s in u.segments) for u in units if len(u.segments) > 1}
+    alike = Counter(shapes.values())
+    widths = []
+    for unit in units:
+        repeated = unit.name in shapes and alike[shapes[unit.name]] > 1
+        matrices = [s for s in unit.segments if len(s.shape) >= 2]
+        if repeated and matrices and blocks[unit.name] == unit.name:
+            sides: Counter[int] = Counter()
+            for segment in matrices:
+                sides.update(_sides(segment))
+            widths.append(_commonest(sides))
+    return widths
 
 
 def _sides(segment: Segment) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from infinity.plan.machine_file import PlanMachine
 from infinity.plan.plan import Plan, RuleFacts
 from infinity.plan.planner import make_plan
 from infinity.plan.reserve import Limits, budgeted_bytes
+from infinity.plan.saved import away_bytes, plan_saved
 from infinity.sizes import format_size
 
 
@@ -36,6 +37,10 @@ class Case:
     base: int = 0
     made: int = 0
     device_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.config.activations.checkpoint == "units" and not self.work.recompute:
+            object.__setattr__(self, "work", replace(self.work, recompute=True))
 
     @property
     def limits(self) -> Limits:
@@ -66,9 +71,9 @@ class Case:
         return self.config.gradient_accumulation_steps
 
     def activations(self) -> Activations:
-        """Of one micro-batch."""
+        """Of one micro-batch; inputs of blocks that wait elsewhere are not counted."""
         work = self.work
-        return estimate_activations(
+        found = estimate_activations(
             self.units,
             work.tokens,
             lookups=work.lookups,
@@ -76,12 +81,24 @@ class Case:
             shares=work.shares,
             recompute=work.recompute,
         )
+        told = self._with_tokens(self.config).activations
+        saved, _ = plan_saved(told, self.units, unified=self.machine.unified)
+        away = away_bytes(saved)
+        return replace(found, boundaries=max(found.boundaries - away, 0)) if away else found
+
+    def _with_tokens(self, config: Config) -> Config:
+        """With the tokens of a micro-batch told where only the case knows them."""
+        told = config.activations
+        if told.offload == "none" or told.tokens is not None:
+            return config
+        told = told.model_copy(update={"tokens": self.work.tokens})
+        return config.model_copy(update={"activations": told})
 
     def plan(self, config: Config | None = None) -> Plan:
         """The plan of this case; raises `DoesNotFitError` or `ConfigError`."""
         return make_plan(
             self.units,
-            config or self.config,
+            self._with_tokens(config or self.config),
             self.limits,
             unified=self.machine.unified,
             rule=self.rule,
@@ -112,12 +129,11 @@ class Case:
     def with_precision(self, name: str) -> Case:
         """With all parameters, which must be trained ones, in another precision."""
         precision = PRECISIONS[name]
-        dtype = {"bf16": "bfloat16", "fp32": "float32"}[name]
         units = []
         for unit in self.units:
             facts = [
-                ParameterFacts(s.name, s.parameter, s.shape, dtype, s.numel, precision.weight,
-                               s.trained, s.group)
+                ParameterFacts(s.name, s.parameter, s.shape, precision.dtype, s.numel,
+                               precision.weight, s.trained, s.group)
                 for s in unit.segments
             ]  # fmt: skip
             units.append(lay_out(unit.index, unit.name, facts, precision))

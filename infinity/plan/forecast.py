@@ -13,7 +13,17 @@ from functools import lru_cache
 
 from infinity.plan import policy
 from infinity.plan.layout import Kind, Tier, UnitLayout
-from infinity.plan.plan import LANES, Plan, SlotClass, UnitHomes, publishes, updated_on_device
+from infinity.plan.plan import (
+    LANES,
+    Plan,
+    SlotClass,
+    UnitHomes,
+    UpdatePlace,
+    publishes,
+    streamed_bytes,
+    update_place,
+)
+from infinity.plan.saved import saved_moves
 from infinity.plan.tape import Tape, guess_cycle
 
 
@@ -34,16 +44,21 @@ class PhaseBytes:
         return self.micro_batch == 0 and not self.backward
 
 
-def forecast_bytes(plan: Plan, cycle: list[int] | None = None) -> dict[str, int]:
+def forecast_bytes(
+    plan: Plan, cycle: list[int] | None = None, saved: tuple[int, ...] | None = None
+) -> dict[str, int]:
     """Bytes per lane and steady step; the writes of durable commits are shared out over steps.
 
-    `cycle` is a learnt tape, else the usual order is assumed.
+    `cycle` is a learnt tape, else the usual order is assumed; `saved` the learnt sizes of what a
+    micro-batch saves, else those that the plan expects.
     """
-    phases = forecast_phases(plan, cycle)
+    phases = forecast_phases(plan, cycle, saved)
     return {lane: sum(phase.moved[lane] for phase in phases) for lane in LANES}
 
 
-def forecast_phases(plan: Plan, cycle: list[int] | None = None) -> list[PhaseBytes]:
+def forecast_phases(
+    plan: Plan, cycle: list[int] | None = None, saved: tuple[int, ...] | None = None
+) -> list[PhaseBytes]:
     """The same by phase: forward and backward of every micro-batch, in order."""
     course = _Course(
         cycle=tuple(cycle or guess_cycle(len(plan.units), backward=True)),
@@ -53,7 +68,26 @@ def forecast_phases(plan: Plan, cycle: list[int] | None = None) -> list[PhaseByt
         look_ahead=plan.look_ahead,
         micro_batches=plan.micro_batches,
     )
-    return _Bytes(plan, dict.fromkeys(course.cycle)).of(_run(course))
+    sizes = plan.saved.sizes if saved is None else saved
+    return _Bytes(plan, dict.fromkeys(course.cycle), sizes).of(_run(course))
+
+
+def forecast_call(plan: Plan, cycle: list[int] | None = None) -> dict[str, float]:
+    """Bytes per lane of a call without gradients that follows others: a token of `generate()`.
+
+    An average, because which units stay in slots can differ from call to call. `cycle` is a learnt
+    order, else all units in turn.
+    """
+    sequence = tuple(cycle or guess_cycle(len(plan.units), backward=False))
+    nothing = (False,) * len(plan.units)
+    run = _CountedRun(_Course(sequence, plan.slot_classes, nothing, nothing, plan.look_ahead, 1))
+    seen: dict[tuple[frozenset[int], ...], int] = {}  # calls before the slots were like this
+    while (slots := tuple(map(frozenset, run.present))) not in seen:
+        seen[slots] = len(run.phases)
+        run.call()
+    calls = run.phases[seen[slots] :]
+    moved = [_Bytes(plan, sequence).of([phase])[0].moved for phase in calls]
+    return {lane: sum(m[lane] for m in moved) / len(moved) for lane in LANES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +122,15 @@ def _run(course: _Course) -> tuple[_PhaseMoves, ...]:
 
 
 class _Bytes:
-    """From moves to bytes, under the homes of one plan; `used` are units in order of first use."""
+    """From moves to bytes, under the homes of one plan; `used` are units in order of first use.
 
-    def __init__(self, plan: Plan, used: Collection[int]) -> None:
+    `saved` are sizes of tensors that each forward saves, and its backward brings back.
+    """
+
+    def __init__(self, plan: Plan, used: Collection[int], saved: tuple[int, ...] = ()) -> None:
         self.plan = plan
         self.used = used
+        self._saved = saved_moves(saved, plan.saved, unified=plan.unified)
         self._swept: dict[tuple[int, int, UnitHomes, bool], dict[str, int]] = {}
         self._first_gradients, self._more_gradients = self._of_gradients()
 
@@ -111,6 +149,7 @@ class _Bytes:
     def _of_phase(self, moves: _PhaseMoves) -> dict[str, int]:
         moved = dict.fromkeys(LANES, 0)
         _add(self._of_fetches(moves.fetched), moved)
+        _add(self._saved[moves.backward], moved)
         if not moves.backward and not moves.micro_batch:
             moved["disk_write"] += self.plan.commit_bytes // self.plan.durable_every
         for unit, publish in moves.swept:
@@ -150,9 +189,13 @@ class _Bytes:
         gradient = layout.numel * plan.gradient_itemsize
         if homes.gradient is Tier.DISK:
             moved["disk_read"] += gradient
+        place = update_place(plan, layout.index)
+        if place is UpdatePlace.STREAMED:  # new weights are in the forward's slot by then
+            moved["to_device"], moved["from_device"] = streamed_bytes(plan, layout, homes)
+            return moved
         if publish and homes.weight is not Tier.DEVICE and not plan.unified:
             moved["to_device"] += layout.trained_bytes
-        if plan.unified or updated_on_device(plan, layout.index):
+        if plan.unified or place is UpdatePlace.DEVICE:
             return moved
         for kind in plan.precision.kinds:
             if homes.of(kind) is Tier.DEVICE:
@@ -225,6 +268,15 @@ class _CountedRun:
             self._sweep(self.pending.pop(0), publish=False)
         self.pending = trained
         self._run_sweep()
+
+    def call(self) -> None:
+        """A call without gradients, with another one behind it."""
+        self.wraps = True
+        self.begin_phase(1, backward=False)  # not the first: no sweep is counted
+        self.tape.begin()
+        for unit in self.tape.sequence:
+            self._use(unit)
+        self.tape.end()
 
     def _repeat(self, micro_batch: int) -> None:
         for phase in self.phases[-2:]:

@@ -1,7 +1,7 @@
 """The flat layout of a unit: which element of which parameter lies where.
 
 A unit has two ranges. The *trained* range holds every parameter that has optimizer state, in the
-compute dtype, and is what gradients, residuals and moments are laid out along, element by
+compute dtype, and is what gradients, masters and moments are laid out along, element by
 element. The *frozen* range behind it is opaque bytes of any dtype, without state.
 
 The trained range is cut into chunks of a fixed number of elements. On disk a chunk is one
@@ -39,7 +39,8 @@ class Kind(Enum):
     """What a byte is for."""
 
     WEIGHT = "weight"
-    RESIDUAL = "residual"
+    RESIDUAL = "residual"  # what a bf16 weight lacks to its fp32 master
+    MASTER = "master"  # the fp32 master itself, beside an fp16 weight
     MOMENT1 = "moment1"
     MOMENT2 = "moment2"
     MOMENT3 = "moment3"
@@ -60,26 +61,32 @@ MOMENTS = (
     Kind.MOMENT5,
     Kind.MOMENT6,
 )
-RECORD_ORDER = (Kind.WEIGHT, Kind.RESIDUAL, *MOMENTS)
+RECORD_ORDER = (Kind.WEIGHT, Kind.RESIDUAL, Kind.MASTER, *MOMENTS)
+# What may stand beside the weight, by torch's names of its dtype.
+REST_DTYPES = {Kind.RESIDUAL: "int16", Kind.MASTER: "float32"}
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
     """How one compute precision rests: item sizes (bytes), and the format of each moment.
 
-    `residual` is 0 where weights are fp32; `moments` has none to six formats.
+    `dtype` is torch's name of what weights are. `rest` is what stands beside a weight for its
+    fp32 master: 0 where weights are fp32, else the size of a `rest_kind`. `moments` has none to
+    six formats.
     """
 
     name: str
+    dtype: str
     weight: int
-    residual: int
+    rest: int
+    rest_kind: Kind | None = None
     moments: tuple[MomentFormat, ...] = (MomentFormat.FP32, MomentFormat.FP32)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """The state kinds this precision stores, in record order."""
-        residual = (Kind.RESIDUAL,) if self.residual else ()
-        return (Kind.WEIGHT, *residual, *self.moment_kinds)
+        rest = (self.rest_kind,) if self.rest_kind is not None else ()
+        return (Kind.WEIGHT, *rest, *self.moment_kinds)
 
     @property
     def moment_kinds(self) -> tuple[Kind, ...]:
@@ -97,15 +104,15 @@ class Precision:
         """
         if kind is Kind.WEIGHT:
             return num_elements * self.weight
-        if kind is Kind.RESIDUAL:
-            return num_elements * self.residual
+        if kind is self.rest_kind:
+            return num_elements * self.rest
         return round_up(self.format_of(kind).nbytes(num_elements), PAGE)
 
     @property
     def bytes_per_parameter(self) -> float:
         """Bytes at rest of one trained parameter, padding not counted."""
         moments = sum(f.nbytes(MOMENT_BLOCK) for f in self.moments) / MOMENT_BLOCK
-        return self.weight + self.residual + moments
+        return self.weight + self.rest + moments
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -113,9 +120,10 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-BF16 = Precision("bf16", weight=2, residual=2)
-FP32 = Precision("fp32", weight=4, residual=0)
-PRECISIONS = {"bf16": BF16, "fp32": FP32}
+BF16 = Precision("bf16", "bfloat16", weight=2, rest=2, rest_kind=Kind.RESIDUAL)
+FP16 = Precision("fp16", "float16", weight=2, rest=4, rest_kind=Kind.MASTER)
+FP32 = Precision("fp32", "float32", weight=4, rest=0)
+PRECISIONS = {precision.name: precision for precision in (BF16, FP16, FP32)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ minimum over the host and all levels of the cgroup, version 1 and version 2.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import re
@@ -137,7 +138,7 @@ def default_host_budget_bytes(machine: Machine) -> int:
 def disk_free_bytes(path: Path) -> int:
     """Return the space an ordinary user may still fill on the disk of `path`, in bytes.
 
-    Raises `MachineError` if `path` does not exist or cannot be looked at.
+    Raises `MachineError` if `path` is no directory, or cannot be looked at.
     """
     try:
         facts = os.statvfs(path)
@@ -148,7 +149,23 @@ def disk_free_bytes(path: Path) -> int:
             because=error.strerror,
             remedy=f"mkdir -p {path}" if missing else None,
         ) from error
+    if not path.is_dir():  # the disk of a file is known, but nothing can be kept there
+        raise MachineError(f"{path} is not a directory", remedy="give a directory on that drive")
     return facts.f_bavail * facts.f_frsize
+
+
+def may_have_gpu(root: Path = Path("/")) -> bool:
+    """Return whether torch could find a GPU: CUDA's driver or ROCm's device is there.
+
+    For who would rather not import torch, which takes seconds, to hear that there is none.
+    """
+    if (root / "dev/kfd").exists():
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def cpu_model(root: Path = Path("/")) -> str:

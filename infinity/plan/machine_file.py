@@ -25,9 +25,9 @@ from pydantic import (
     field_validator,
 )
 
-from infinity.config import Size
 from infinity.config_problems import explain
 from infinity.config_source import read_config_file
+from infinity.config_values import Size
 from infinity.errors import ConfigError
 from infinity.plan.machine import HOST_BUDGET_SHARE, mount_of, read_machine
 from infinity.plan.rates import COPIES, DEVICE_UPDATE, DISK, Rates, completed, rates_origin
@@ -43,6 +43,16 @@ class _Device(Protocol):
     unified: bool
 
     def memory_bytes(self) -> int | None: ...
+
+
+class HostOnly:
+    """The device of a machine without a GPU, for who does not need torch."""
+
+    unified = True
+
+    def memory_bytes(self) -> int | None:
+        """None: its memory is the host's."""
+        return None
 
 
 @dataclass(frozen=True)

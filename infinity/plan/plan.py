@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 from infinity.formats import MomentFormat
 from infinity.plan.layout import (
@@ -12,9 +13,15 @@ from infinity.plan.layout import (
     Tier,
     UnitLayout,
 )
+from infinity.plan.saved import NOTHING_SAVED, SavedPlan
 from infinity.sizes import format_count, format_size
 
 LANES = ("disk_read", "disk_write", "to_device", "from_device")
+_MASTERS = {
+    "bf16": "bf16 + 16-bit residual",
+    "fp16": "fp16 weight + fp32",
+    "fp32": "fp32",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +42,7 @@ class RuleFacts:
 
 @dataclass(frozen=True, slots=True)
 class UnitHomes:
-    """Where one unit's bytes rest. `state` means residual and both moments."""
+    """Where one unit's bytes rest. `state` means moments, and residual or master."""
 
     weight: Tier
     state: Tier
@@ -52,6 +59,17 @@ class UnitHomes:
         return {"weight": self.weight, "state": self.state, "gradient": self.gradient}[field]
 
 
+class UpdatePlace(Enum):
+    """Where a unit's optimizer runs."""
+
+    DEVICE = "on the device"
+    """Where all of the unit rests: nothing moves."""
+    STREAMED = "streamed through the device"
+    """Chunk by chunk: state in, the device's kernel, state out."""
+    CPU = "by the CPU"
+    """Where it rests in RAM, or in a RAM buffer."""
+
+
 @dataclass(frozen=True, slots=True)
 class SlotClass:
     """Slots of one size, shared by units that need at least half of it."""
@@ -66,7 +84,7 @@ class Plan:
     """Homes, slots, chunk size, and the memory and bytes they cost.
 
     Sizes are bytes; `chunk_elements` elements; `gradient_itemsize` bytes per gradient element
-    (2 where one micro-batch makes a step in bf16, 4 where gradients are summed).
+    (2 where one micro-batch makes a step in bf16 or fp16, 4 where gradients are summed).
     """
 
     precision: Precision
@@ -86,10 +104,12 @@ class Plan:
     notes: tuple[str, ...] = ()
     rule: RuleFacts = RuleFacts()
     device_kernels: bool = False  # a device with memory of its own runs our optimizer kernels
+    streamed: frozenset[UnitHomes] = frozenset()  # units with these homes: `UpdatePlace.STREAMED`
     rates_origin: str = ""  # of the rates by which homes left to the plan were chosen
     durable: bool = False  # every unit has two extents; steps are committed
     durable_every: int = 1  # steps from one commit to the next
     resumed: str = ""  # the durable directory that this run continues
+    saved: SavedPlan = NOTHING_SAVED  # what autograd keeps for backward, and where
 
     @property
     def tier_bytes(self) -> dict[str, int]:
@@ -150,7 +170,7 @@ class Plan:
 
     def describe(self) -> str:
         """Several plain lines: what lives where, memory against budgets, bytes per step."""
-        name = "bf16 + 16-bit residual" if self.precision.residual else "fp32"
+        name = _MASTERS[self.precision.name]
         lines = [
             f"{format_count(self.num_trained)} trained parameters in {len(self.units)} units, "
             f"master {name}, {self.micro_batches} micro-batch(es) per step",
@@ -159,10 +179,12 @@ class Plan:
         ]
         for label, kind in (
             ("weights", Kind.WEIGHT),
-            ("moments and residual", Kind.RESIDUAL),
+            (_state_label(self.precision), Kind.MOMENT1),
             ("gradients", Kind.GRADIENT),
         ):
             lines.append(f"  {label:<21} {self._homes_line(kind)}")
+        if not self.unified:
+            lines.append(f"  {'updates':<21} {self.updates_line}")
         for tier, parts in self._memory_lines().items():
             budget = self.budget.get("host" if tier == "ram" else tier)
             total = sum(parts.values())
@@ -185,10 +207,26 @@ class Plan:
             rates = self.rates_origin
             rates = rates if "rates" in rates else f"rates {rates}"
             lines.append(f"  homes left to the plan were chosen by {rates}")
+        if self.saved.line:
+            lines.append(f"  activations: {self.saved.line}")
         if self.durable:
             lines.append(f"  durable: {self._durable_line()}")
         lines.extend(f"  note: {note}" for note in self.notes)
         return "\n".join(lines)
+
+    @property
+    def updates_line(self) -> str:
+        """Where updates run, in words, with counts of units where they differ."""
+        counts: dict[UpdatePlace, int] = {}
+        for unit in self.units:
+            if unit.numel:
+                place = update_place(self, unit.index)
+                counts[place] = counts.get(place, 0) + 1
+        if len(counts) == 1:
+            why = why_only_cpu(self)
+            return next(iter(counts)).value + (f": {why}" if why else "")
+        words = [f"{p.value} ({n} unit{'s' if n > 1 else ''})" for p, n in counts.items()]
+        return ", ".join(words) or "nothing is trained"
 
     def _moments_line(self) -> str:
         """The moments and their formats in words; lossy ones are called so."""
@@ -228,11 +266,46 @@ class Plan:
         )
 
 
+def _state_label(precision: Precision) -> str:
+    """What rests beside weights, in words."""
+    return "moments and master" if precision.rest_kind is Kind.MASTER else "moments and residual"
+
+
 def updated_on_device(plan: Plan, unit: int) -> bool:
     """Whether a unit is updated where it rests, on a device with memory of its own."""
     homes = plan.homes[unit]
-    kernels = plan.device_kernels and not plan.rule.tile_elements and not plan.unified
-    return kernels and {homes.weight, homes.state, homes.gradient} == {Tier.DEVICE}
+    tier = Tier.DEVICE  # asked for by the thousand: no equality of dataclasses
+    rests = homes.weight is tier and homes.state is tier and homes.gradient is tier
+    return rests and not why_only_cpu(plan)
+
+
+def update_place(plan: Plan, unit: int) -> UpdatePlace:
+    """Where a unit's optimizer runs."""
+    if updated_on_device(plan, unit):
+        return UpdatePlace.DEVICE
+    streamed = plan.streamed and plan.homes[unit] in plan.streamed
+    return UpdatePlace.STREAMED if streamed else UpdatePlace.CPU
+
+
+def why_only_cpu(plan: Plan) -> str:
+    """Why no unit can be updated by the device; "" where units can."""
+    if plan.unified:
+        return "the device is the CPU"
+    if plan.rule.tile_elements:
+        return f"{plan.rule.name} is not one of our kernels"
+    return "" if plan.device_kernels else "the device has no kernels"
+
+
+def streamed_bytes(plan: Plan, layout: UnitLayout, homes: UnitHomes) -> tuple[int, int]:
+    """Bytes that a streamed update of a unit with these homes brings to the device, and takes back.
+
+    What rests on the device stays there. New weights go back like the rest; where the forward wants
+    them they are in its slot already, in which they were updated.
+    """
+    away = (kind for kind in plan.precision.kinds if homes.of(kind) is not Tier.DEVICE)
+    state = sum(plan.range_bytes(layout, kind) for kind in away)
+    gradient = 0 if homes.gradient is Tier.DEVICE else layout.numel * plan.gradient_itemsize
+    return state + gradient, state
 
 
 def publishes(plan: Plan, unit: int) -> bool:

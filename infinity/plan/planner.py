@@ -10,6 +10,7 @@ from infinity.config import Config
 from infinity.errors import ConfigError, DoesNotFitError
 from infinity.plan.cost import step_cost
 from infinity.plan.forecast import forecast_bytes
+from infinity.plan.hints import may_look_nearer, with_live_note, with_weights_in_ram
 from infinity.plan.homes import FIELDS, best_homes
 from infinity.plan.layout import (
     ELEMENT_ALIGN,
@@ -21,6 +22,8 @@ from infinity.plan.layout import (
 from infinity.plan.plan import Plan, RuleFacts, UnitHomes
 from infinity.plan.rates import Rates, nominal
 from infinity.plan.reserve import Limits, excess, largest_slot, with_memory
+from infinity.plan.saved import plan_saved
+from infinity.plan.updates import leaving_room, with_updates
 from infinity.sizes import format_size
 
 CHUNK_ELEMENTS = 1 << 20  # 12 MiB records: inside the 8-64 MiB that disks like
@@ -69,7 +72,10 @@ def make_plan(
     micro_batches = config.gradient_accumulation_steps
     largest = max((u.numel for u in units), default=0)
     chunk = config.chunk_size if isinstance(config.chunk_size, int) else CHUNK_ELEMENTS
-    notes = rule.notes
+    saved, more = plan_saved(config.activations, units, unified=unified)
+    notes = (*rule.notes, *more)
+    if unified and precision.name == "fp16":
+        notes += ("fp16 is for GPUs: most CPUs multiply it many times slower than fp32",)
     if rule.whole:
         if isinstance(config.chunk_size, int):
             notes += (f"chunk_size {chunk} is not used: {rule.name} needs whole parameters",)
@@ -91,30 +97,49 @@ def make_plan(
         notes=notes,
         rule=rule,
         device_kernels=device_kernels,
+        saved=saved,
         durable=config.durable,
         durable_every=config.durable_every if config.durable_every != "auto" else _RARELY,
     )
     if stored is not None:
         draft = replace(draft, resumed=stored.directory, chunk_elements=stored.chunk_elements)
+    plan = _with_look_ahead(draft, stored, config, limits, rates)
+    plan = with_live_note(plan, config.hints)
+    if plan.durable and config.durable_every == "auto":
+        plan = replace(plan, durable_every=_often(plan, rates))
+    return replace(plan, predicted_bytes=forecast_bytes(plan))
+
+
+def _with_look_ahead(
+    draft: Plan, stored: Stored | None, config: Config, limits: Limits, rates: Rates
+) -> Plan:
+    """The longest look-ahead up to the configured one that fits, and that hints allow.
+
+    Raises `DoesNotFitError`, of the longest one, if none fits.
+    """
     failure: DoesNotFitError | None = None
+    found: tuple[Plan, str] | None = None
     for distance in range(config.look_ahead, -1, -1):
         try:
             nearer = replace(draft, look_ahead=distance)
             if stored is not None:
-                plan = _with_stored(nearer, stored, config, limits)
+                plan = _with_stored(nearer, stored, config, limits, rates)
             else:
                 plan = _with_homes(nearer, config, limits, rates)
         except DoesNotFitError as error:
             failure = failure or error
             continue
-        if distance < config.look_ahead:
-            note = f"look-ahead lowered from {config.look_ahead} to {distance} to fit the budgets"
-            plan = replace(plan, notes=(*plan.notes, note))
-        if plan.durable and config.durable_every == "auto":
-            plan = replace(plan, durable_every=_often(plan, rates))
-        return replace(plan, predicted_bytes=forecast_bytes(plan))
-    assert failure is not None
-    raise failure
+        found = plan, "to fit the budgets" if failure else "because of hints.live_parameters"
+        if not may_look_nearer(plan, config.hints):
+            break
+    if found is None:
+        assert failure is not None
+        raise failure
+    plan, why = found
+    if plan.look_ahead == config.look_ahead:
+        return plan
+    note = f"look-ahead lowered from {config.look_ahead} to {plan.look_ahead} {why}"
+    return replace(plan, notes=(*plan.notes, note))
 
 
 def _with_homes(draft: Plan, config: Config, limits: Limits, rates: Rates) -> Plan:
@@ -140,17 +165,20 @@ def _with_homes(draft: Plan, config: Config, limits: Limits, rates: Rates) -> Pl
     plan = with_memory(replace(draft, homes=tuple(homes)), limits)
     auto = [field for field, wish in zip(FIELDS, explicit, strict=True) if wish is None]
     if auto:
-        plan = best_homes(plan, auto, limits, rates)
+        plan = best_homes(plan, auto, leaving_room(plan, config.update, limits), rates)
+    plan = with_weights_in_ram(plan, config.hints, limits)
+    plan = with_updates(plan, config.update, limits, rates, leave_share=bool(auto))
     _require_fit(plan, limits, config)
     return plan
 
 
-def _with_stored(draft: Plan, stored: Stored, config: Config, limits: Limits) -> Plan:
+def _with_stored(draft: Plan, stored: Stored, config: Config, limits: Limits, rates: Rates) -> Plan:
     """The homes of a durable run as they are, or an error that says that they no longer fit."""
     homes: Sequence[UnitHomes] = stored.homes
     if draft.unified:  # one memory: see `_with_homes`
         homes = [replace(h, weight=Tier.DEVICE) if h.weight is Tier.HOST else h for h in homes]
     plan = with_memory(replace(draft, homes=tuple(homes)), limits)
+    plan = with_updates(plan, config.update, limits, rates, leave_share=False)
     try:
         _require_fit(plan, limits, config)
     except DoesNotFitError as error:
@@ -161,7 +189,7 @@ def _with_stored(draft: Plan, stored: Stored, config: Config, limits: Limits) ->
             + (f"; {error.because}" if error.because else ""),
             remedy="raise the budget, or leave resume out to start a new run",
         ) from error
-    note = f"continues {stored.directory} from step {stored.step}, homes and chunks as they were"
+    note = f"continues {stored.directory} after update {stored.step}, homes and chunks as they were"
     return replace(plan, notes=(*plan.notes, note))
 
 
@@ -206,6 +234,8 @@ def _require_fit(plan: Plan, limits: Limits, config: Config) -> None:
 def _remedy(tier: str, config: Config, rule: RuleFacts) -> str:
     if tier == "disk":
         return "free space on nvme_path, add a path to the list, or raise budget.disk"
+    if tier == "device" and config.update == "device":
+        return "raise budget.device, lower chunk_size, or leave update: device out"
     if not config.nvme_path:
         return "set nvme_path so that state can rest on disk"
     homes = config.homes

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from infinity.plan.layout import PAGE, Kind, Tier, UnitLayout
-from infinity.plan.plan import Plan, SlotClass, UnitHomes, updated_on_device
+from infinity.plan.plan import Plan, SlotClass, UnitHomes, UpdatePlace, update_place
 
 NUM_WINDOWS = 3  # gradient ranges in RAM when gradients rest on disk
 NUM_BOUNCES = 2  # device -> host gradient buffers
+NUM_STREAM_BUFFERS = 3  # chunks on a device: one comes, one is updated, one goes
 NUM_COMMIT_BUFFERS = 2  # chunks on their way from a device's own memory into a commit
 NUM_COPY_BUFFERS = 2  # chunks on their way into a checkpoint
 TILE_BUFFERS = 8  # fp32 arrays of a tile: master, gradient, and what torch's step makes on the way
@@ -34,7 +35,11 @@ def with_memory(plan: Plan, limits: Limits) -> Plan:
     plan = replace(plan, slot_classes=_slot_classes(plan))
     rest = _at_rest(plan)
     device, host, disk = (rest[tier] for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK))
-    device = {"slots": sum(c.slot_bytes * c.count for c in plan.slot_classes), **device}
+    device = {
+        "slots": sum(c.slot_bytes * c.count for c in plan.slot_classes),
+        **device,
+        "streaming": NUM_STREAM_BUFFERS * stream_bytes(plan),
+    }
     host = {
         "process": limits.base,
         **host,
@@ -48,6 +53,9 @@ def with_memory(plan: Plan, limits: Limits) -> Plan:
     if plan.durable:
         host["committing"] = NUM_COMMIT_BUFFERS * commit_buffer_bytes(plan)
         disk = {**disk, "durable": _durable_bytes(plan, disk)}
+    if plan.saved.offload is not None:
+        host["activations"] = plan.saved.host_bytes
+        disk = {**disk, "activations": plan.saved.disk_bytes}
     host["checksums"] = checksum_bytes(sum(disk.values())) if plan.verify else 0
     host["birth"] = _birth_bytes(plan, limits, device, host)
     return replace(plan, memory={"device": device, "host": host, "disk": disk})
@@ -131,20 +139,40 @@ def stage_bytes(plan: Plan) -> int:
     nbytes = 0
     seen: set[tuple[int, UnitHomes]] = set()
     for unit, homes in zip(plan.units, plan.homes, strict=True):
-        if (unit.numel, homes) in seen or not unit.numel or updated_on_device(plan, unit.index):
+        if (unit.numel, homes) in seen or not unit.numel:
             continue
         seen.add((unit.numel, homes))
-        need = _chunk_outside_ram(plan, homes, unit.numel)
-        if homes.gradient not in _in_ram(plan):
+        place = update_place(plan, unit.index)
+        if place is UpdatePlace.DEVICE:
+            continue
+        reached = _in_ram(plan)
+        if place is UpdatePlace.STREAMED:  # what rests on the device is updated there
+            reached = {Tier.HOST, Tier.DEVICE}
+        need = _chunk_outside(plan, homes, unit.numel, reached)
+        if homes.gradient not in reached:
             need += min(plan.chunk_elements, unit.numel) * plan.gradient_itemsize
         nbytes = max(nbytes, need)
+    return nbytes
+
+
+def stream_bytes(plan: Plan) -> int:
+    """Bytes of one device buffer of streamed updates: a chunk of all that does not rest there."""
+    nbytes = 0
+    if plan.streamed:
+        for homes, numel in {(h, u.numel) for u, h in zip(plan.units, plan.homes, strict=True)}:
+            if homes in plan.streamed:
+                need = _chunk_outside(plan, homes, numel, {Tier.DEVICE})
+                if homes.gradient is not Tier.DEVICE:
+                    need += min(plan.chunk_elements, numel) * plan.gradient_itemsize
+                nbytes = max(nbytes, need)
     return nbytes
 
 
 def copy_buffer_bytes(plan: Plan) -> int:
     """Bytes of one buffer of a save: a chunk of every kind that some unit has not in RAM."""
     cases = {(homes, u.numel) for u, homes in zip(plan.units, plan.homes, strict=True)}
-    return max((_chunk_outside_ram(plan, homes, numel) for homes, numel in cases), default=0)
+    in_ram = _in_ram(plan)
+    return max((_chunk_outside(plan, homes, numel, in_ram) for homes, numel in cases), default=0)
 
 
 def _in_ram(plan: Plan) -> set[Tier]:
@@ -152,10 +180,10 @@ def _in_ram(plan: Plan) -> set[Tier]:
     return {Tier.HOST, Tier.DEVICE} if plan.unified else {Tier.HOST}
 
 
-def _chunk_outside_ram(plan: Plan, homes: UnitHomes, numel: int) -> int:
-    """Bytes of the kinds of a unit's first chunk that the CPU cannot reach where they rest."""
-    count, in_ram = min(plan.chunk_elements, numel), _in_ram(plan)
-    away = (k for k in plan.precision.kinds if homes.of(k) not in in_ram)
+def _chunk_outside(plan: Plan, homes: UnitHomes, numel: int, reached: set[Tier]) -> int:
+    """Bytes of the state kinds of a unit's first chunk that rest on none of these tiers."""
+    count = min(plan.chunk_elements, numel)
+    away = (k for k in plan.precision.kinds if homes.of(k) not in reached)
     return sum(plan.precision.nbytes(k, count) for k in away)
 
 

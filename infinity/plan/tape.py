@@ -33,10 +33,10 @@ class Tape:
 
     def end(self) -> None:
         """Finish a cycle: what was recorded becomes the expectation of the next one."""
+        self.position = -1  # an interruption may strike anywhere here, and then this is repeated
         if self._recorded and self._recorded != self.sequence:
-            self.sequence = self._recorded
-            self._uses = _index(self.sequence)
-        self.position = -1
+            uses = _index(self._recorded)
+            self.sequence, self._uses = self._recorded, uses
         self._recorded = []
 
     def advance(self, unit: int) -> None:

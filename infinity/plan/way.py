@@ -46,8 +46,8 @@ def way_of(case: Case, priced: Priced) -> Way:
             if now != then:
                 name = {"host": "RAM", "disk": "disk", "device": "device memory"}[tier]
                 what = f"{format_size(then)} of {name} instead of {format_size(now)}"
-                more = " or one more path" if tier == "disk" else ""
-                pairs.append((what, f"--{tier} {size_text(then)}{more}"))
+                what += " (or one more path)" if tier == "disk" and now else ""
+                pairs.append((what, f"--{tier} {size_text(then)}"))
     return Way(
         what=", ".join(what for what, _ in pairs),
         how=_joined([how for _, how in pairs]),

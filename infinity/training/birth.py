@@ -19,7 +19,7 @@ from infinity.memory.lanes import Lanes
 from infinity.memory.state import StateStore, UnitState
 from infinity.model.presence import Presence
 from infinity.optim.cpu import CpuKernels
-from infinity.optim.tiles import moment_in
+from infinity.optim.tiles import master_in, moment_in
 from infinity.plan.layout import Kind, Record, UnitLayout
 from infinity.plan.plan import Plan
 
@@ -125,14 +125,11 @@ class Birth:
                 master[first:last].copy_(flat[first + skipped : last + skipped])
 
     def _fill_views(self, views: dict[Kind, Tensor], master: Tensor) -> None:
-        if Kind.RESIDUAL in views:
-            self.kernels.split(
-                master,
-                views[Kind.WEIGHT].view(torch.bfloat16),
-                views[Kind.RESIDUAL].view(torch.int16),
-            )
+        weight, rest = master_in(views, self.plan.precision)
+        if rest is None:
+            weight.copy_(master)
         else:
-            views[Kind.WEIGHT].view(torch.float32).copy_(master)
+            self.kernels.split(master, weight, rest)
 
     def _fill_moments(
         self, layout: UnitLayout, start: int, count: int, views: dict[Kind, Tensor]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +12,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from infinity.checkpoint.layout import BUFFERS, FROZEN, GRADIENT
 from infinity.checkpoint.manifest import BufferRecord, Manifest, ParameterRecord
-from infinity.checkpoint.masters import read_master
-from infinity.checkpoint.plain import decode, encode
+from infinity.checkpoint.masters import CheckpointWeights
+from infinity.checkpoint.plain import decode, dtype_name, encode
 from infinity.checkpoint.reader import CheckpointReader, find_tag
+from infinity.checkpoint.root import no_latest
 from infinity.checkpoint.writer import CheckpointWriter, TensorSpec
 from infinity.errors import (
     CheckpointError,
@@ -31,14 +32,14 @@ from infinity.memory.mover import Mover
 from infinity.memory.state import StateStore
 from infinity.plan.plan import Plan
 from infinity.training.buffers import Buffer, check_buffers, find_buffers, put_buffers
+from infinity.training.committed import OpenWindow, read_document, write_document
 from infinity.training.loading import Loader, check_state
 from infinity.training.run_state import RunState
 from infinity.training.saving import Saver, state_streams
 from infinity.training.stepper import Stepper
 from infinity.training.sweep import Sweep
 from infinity.training.values import Values
-
-_GRADIENT = "gradient"
+from infinity.training.window import Window
 
 
 class Rooms(Protocol):
@@ -80,7 +81,9 @@ class Checkpoints:
         index_of: Mapping[int, int],
         rule: str,
         config: Mapping[str, Any],
+        window: Window,
     ) -> None:
+        self._window = window
         self.run_state = run_state
         self._module = module
         self._rooms = rooms
@@ -90,7 +93,7 @@ class Checkpoints:
         self._rule = rule
         self._config = config
         self._segments = {s.parameter: s for u in rooms.plan.units for s in u.segments}
-        rooms.sweep.guard = rooms.saver.await_copied
+        rooms.sweep.updates.guard = rooms.saver.await_copied
         values.guard = rooms.saver.await_copied
 
     # --- saving ------------------------------------------------------------------------------
@@ -110,27 +113,28 @@ class Checkpoints:
         rooms.saver.finish()
         self._refuse_loans("saved")
         self._settle()
-        tag = tag if tag is not None else f"global_step{self._stepper.progress.global_steps}"
+        tag = tag if tag is not None else f"global_step{self._stepper.progress.steps}"
         gradients = sorted(rooms.gradients.arrived())
         buffers = find_buffers(self._module)
         streams = state_streams(rooms.plan)
         if buffers:
-            streams["buffers"] = [
+            streams[BUFFERS] = [
                 TensorSpec(b.names[0], tuple(b.value.shape), b.value.dtype) for b in buffers
             ]
         if gradients:
             dtype = rooms.gradients.dtype
-            streams[_GRADIENT] = [
+            streams[GRADIENT] = [
                 TensorSpec(self._segments[i].name, self._segments[i].shape, dtype)
                 for i in gradients
             ]
         manifest = self._manifest(client_state, buffers)
-        writer = CheckpointWriter(root, tag, streams)
+        before = rooms.saver.frozen.begin()
+        writer = CheckpointWriter(root, tag, streams, before=before, same=(FROZEN,))
         try:
             for buffer in buffers:
-                writer.write("buffers", _bytes(buffer.value))
+                writer.write(BUFFERS, _bytes(buffer.value))
             for index in gradients:
-                writer.write(_GRADIENT, _bytes(rooms.gradients.read(index)))
+                writer.write(GRADIENT, _bytes(rooms.gradients.read(index)))
             rooms.saver.start(
                 writer,
                 lambda: writer.finish(manifest, save_latest=save_latest, keep_last=keep_last),
@@ -163,14 +167,14 @@ class Checkpoints:
                 b.names[0],
                 b.names[1:],
                 tuple(b.value.shape),
-                str(b.value.dtype).removeprefix("torch."),
+                dtype_name(b.value.dtype),
                 b.persistent,
             )
             for b in buffers
         ]
         return Manifest(
             engine_version=version("torch-infinity"),
-            global_steps=self._stepper.progress.global_steps,
+            global_steps=self._stepper.progress.steps,
             precision=plan.precision.name,
             rule=self._rule,
             moments=tuple(m.value for m in plan.precision.moments),
@@ -179,7 +183,7 @@ class Checkpoints:
             run=encode(self.run_state.capture(), "the run's state"),
             client_state=encode(dict(client_state), "client_state"),
             config=dict(self._config),
-            plan={"micro_batches": plan.micro_batches, "text": plan.describe().splitlines()},
+            plan={"micro_batches": self._window.length, "text": plan.describe().splitlines()},
         )
 
     def _aliases(self) -> dict[int, tuple[str, ...]]:
@@ -206,7 +210,7 @@ class Checkpoints:
         found = find_tag(root, tag)
         if found is None:
             warnings.warn(
-                f"nothing was loaded: {root} has no checkpoint that is called the latest",
+                f"nothing was loaded: {no_latest(root)}",
                 InfinityWarning,
                 stacklevel=3,
             )
@@ -221,7 +225,7 @@ class Checkpoints:
             try:
                 self._replace(reader, full=full)
                 self._restore(reader, run, wanted)
-                self._commit()
+                self._commit(reader)
             except BaseException:
                 mover.failure = mover.failure or HalfLoadedError(
                     f"loading {reader.directory} did not end well: the engine holds half of it",
@@ -240,14 +244,16 @@ class Checkpoints:
             return
         self.run_state.restore(run, optimizer=wanted.optimizer, scheduler=wanted.scheduler)
 
-    def _commit(self) -> None:
-        """Where steps are durable, make what was loaded the committed state.
-
-        Not within an accumulation window: its gradients have no place in a commit.
-        """
+    def _commit(self, reader: CheckpointReader) -> None:
+        """Where steps are durable, make what was loaded the committed state."""
         durability, progress = self._rooms.durability, self._stepper.progress
-        if durability is not None and not progress.micro_step and not progress.backwards:
-            durability.commit(self.document(), progress.global_steps)
+        if durability is None:
+            return
+        window = None
+        if progress.micro_step or progress.backwards:
+            where = reader.directory
+            window = OpenWindow(str(where.parent), where.name, reader.manifest_crc32c)
+        durability.commit(self.document(window), progress.global_steps)
 
     def _replace(self, reader: CheckpointReader, *, full: bool) -> None:
         self._settle()
@@ -258,7 +264,7 @@ class Checkpoints:
             self._load_gradients(reader)
         else:
             self._load_weights(reader)
-        put_buffers(self._module, {n: reader.read("buffers", n) for n in reader.names("buffers")})
+        put_buffers(self._module, {n: reader.read(BUFFERS, n) for n in reader.names(BUFFERS)})
 
     def _check(
         self, reader: CheckpointReader, run: dict[str, Any], wanted: Wanted, *, full: bool
@@ -268,15 +274,15 @@ class Checkpoints:
             self._check_window(reader)
         else:
             self._check_weights(reader, strict=wanted.strict)
-        shapes = {n: reader.facts("buffers", n).shape for n in reader.names("buffers")}
+        shapes = {n: reader.facts(BUFFERS, n).shape for n in reader.names(BUFFERS)}
         check_buffers(self._module, shapes, strict=wanted.strict)
         if run and not wanted.module_only:
             self.run_state.check(run, optimizer=wanted.optimizer, scheduler=wanted.scheduler)
 
     def _check_window(self, reader: CheckpointReader) -> None:
-        if not reader.names(_GRADIENT):
+        if not reader.names(GRADIENT):
             return
-        there, here = reader.manifest.plan.get("micro_batches"), self._rooms.plan.micro_batches
+        there, here = reader.manifest.plan.get("micro_batches"), self._window.length
         if there != here:
             raise CheckpointError(
                 f"{reader.directory} was saved within an accumulation window of {there} "
@@ -314,37 +320,41 @@ class Checkpoints:
             rooms.mover.edited(layout.index)
 
     def _load_weights(self, reader: CheckpointReader) -> None:
-        there = {p.name for p in reader.manifest.parameters}
+        weights = CheckpointWeights(reader)
+        there = {p.name for p in weights.parameters}
         for index in sorted(self._segments, key=self._values.place):
             name = self._segments[index].name
             if name in there:
-                self._values.write(index, read_master(reader, name))
+                self._values.write(index, weights.master(name))
         self._values.flush()
 
     def _load_gradients(self, reader: CheckpointReader) -> None:
         rooms = self._rooms
         index_of = {s.name: i for i, s in self._segments.items()}
         rooms.gradients.last_micro_batch = False
-        for name in reader.names(_GRADIENT):
-            value = reader.read(_GRADIENT, name)
+        for name in reader.names(GRADIENT):
+            value = reader.read(GRADIENT, name)
             device = rooms.mover.lanes.device.torch_device
             rooms.gradients.receive(index_of[name], value.to(device))
         rooms.gradients.finish()
 
     # --- durable steps -----------------------------------------------------------------------
 
-    def document(self) -> bytes:
+    def document(self, window: OpenWindow | None = None) -> bytes:
         """All that a committed step needs beside the homes; see `memory/commits.py`."""
-        buffers = {b.names[0]: b.value.detach().cpu() for b in find_buffers(self._module)}
-        data = {"run": self.run_state.capture(), "buffers": buffers}
-        return json.dumps(encode(data, "the run's state"), allow_nan=False).encode()
+        return write_document(self._module, self.run_state.capture(), window)
 
     def restore_document(self, document: bytes) -> None:
-        """Go on from a committed step."""
-        data = decode(json.loads(document))
-        self.run_state.check(data["run"], optimizer=True, scheduler=True)
-        put_buffers(self._module, data["buffers"])
-        self.run_state.restore(data["run"])
+        """Go on from a committed step. Raises `CheckpointError`."""
+        data = read_document(document)
+        self.run_state.check(data.run, optimizer=True, scheduler=True)
+        if data.window is not None:
+            with data.window.open() as reader:
+                self._check_window(reader)
+                self._load_gradients(reader)
+        put_buffers(self._module, data.buffers)
+        self.run_state.restore(data.run)
+        self.run_state.resumed()
 
     # --- both --------------------------------------------------------------------------------
 

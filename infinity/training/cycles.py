@@ -1,8 +1,17 @@
-"""Which tape a run is on: one for training cycles, one for calls without gradients."""
+"""Which tape a run is on: one for training cycles, one for calls without gradients.
+
+A call of the module without gradients is a cycle, whoever makes it: `engine(...)`, `module(...)`,
+or `generate()`, which calls the module for every token. So units stay and leave by what is used
+next there too. A training cycle that such a call interrupts goes on after it.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from infinity.memory.mover import Mover
 from infinity.plan.tape import Tape, guess_cycle
@@ -14,30 +23,66 @@ class Cycles:
     def __init__(self, mover: Mover) -> None:
         num_units = len(mover.plan.units)
         self.training = Tape(guess_cycle(num_units, backward=True))
-        self._without_grad = Tape(guess_cycle(num_units, backward=False))
+        self.without_grad = Tape(guess_cycle(num_units, backward=False))
         self._mover = mover
         self._open = False
+        self._interrupted: bool | None = None  # a training cycle; whether its next one follows
 
     def begin(self, *, last_micro_batch: bool) -> None:
         """A forward starts; a second one before the backward belongs to the same cycle."""
         grad = torch.is_grad_enabled()
-        tape = self.training if grad else self._without_grad
+        tape = self.training if grad else self.without_grad
         if self._open and self._mover.tape is tape:
             return
-        self.end()
+        if self._open and not grad:
+            self._interrupted = self._mover.wraps
+        else:
+            self.end()
         self._mover.tape = tape
         self._mover.wraps = not (grad and last_micro_batch)
         tape.begin()
         self._open = True
 
+    def end_call(self) -> None:
+        """A call without gradients is over, if one is under way."""
+        if self._mover.tape is not self.without_grad:
+            return
+        self.without_grad.end()
+        wraps, self._interrupted = self._interrupted, None
+        if wraps is None:
+            self._mover.tape, self._open = None, False
+        else:
+            self._mover.tape, self._mover.wraps = self.training, wraps
+
     def end(self) -> None:
-        """The backward, or a call without gradients, is over: what was seen is learnt."""
+        """The backward is over, or whatever was under way: what was seen is learnt."""
+        self.end_call()
         if self._mover.tape is not None:
             self._mover.tape.end()
             self._mover.tape = None
         self._open = False
 
+    def watch(self, root: nn.Module) -> list[RemovableHandle]:
+        """From now on calls of `root` without gradients are cycles."""
+        caches: list[bool] = []  # of autocast, before each call under way
+
+        def before(module: nn.Module, args: Any) -> None:
+            caches.append(torch.is_autocast_cache_enabled())
+            if not torch.is_grad_enabled():
+                torch.set_autocast_cache_enabled(False)  # it would keep casts of weights that move
+                self.begin(last_micro_batch=False)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if caches:
+                torch.set_autocast_cache_enabled(caches.pop())
+            self.end_call()
+
+        return [
+            root.register_forward_pre_hook(before, prepend=True),
+            root.register_forward_hook(after, always_call=True),
+        ]
+
     def surprises(self) -> int:
         """Unexpected uses, and updates that could not be published, since the start."""
-        tapes = self.training.surprises + self._without_grad.surprises
+        tapes = self.training.surprises + self.without_grad.surprises
         return self._mover.surprises + tapes

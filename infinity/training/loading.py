@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from infinity.checkpoint.layout import FROZEN
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.checkpoint.writer import TensorSpec
 from infinity.errors import CheckpointError, listed
@@ -69,9 +70,7 @@ class Loader:
 
     def _load_unit(self, layout: UnitLayout) -> None:
         for kind in self._plan.precision.kinds:
-            nbytes = self._plan.range_bytes(layout, kind)
-            if kind is Kind.WEIGHT:
-                nbytes = layout.slot_bytes
+            nbytes = self._store.home_bytes(layout, kind)
             if not nbytes:
                 continue
             flat = HostArena(nbytes).view(0, nbytes)  # zeroed
@@ -93,4 +92,4 @@ class Loader:
     def _load_frozen(self, layout: UnitLayout, flat: Tensor) -> None:
         for segment in (s for s in layout.segments if not s.trained):
             part = flat[segment.offset : segment.offset + segment.nbytes]
-            self._reader.read_into("frozen", segment.name, 0, part)
+            self._reader.read_into(FROZEN, segment.name, 0, part)

@@ -1,14 +1,17 @@
-"""What the optimizer keeps of a parameter, read from any home: for looking and for saving."""
+"""What the optimizer keeps of a parameter, read from and written to any home."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
+from torch import Tensor
 
 from infinity.errors import ConfigError
 from infinity.memory.state import StateStore
+from infinity.optim.built_in import KernelUpdater
+from infinity.optim.cpu import CpuKernels
 from infinity.optim.moments import Moment
 from infinity.optim.tiles import Updater, moment_in
 from infinity.plan.layout import Kind, Segment, UnitLayout
@@ -47,3 +50,46 @@ def _moment(store: StateStore, layout: UnitLayout, segment: Segment, kind: Kind)
     if not values:
         return Moment.zeros(0, number_format)
     return Moment(torch.cat(values), torch.cat(scales) if scales else None, number_format)
+
+
+def write_state(
+    store: StateStore,
+    updater: Updater,
+    kernels: CpuKernels,
+    place: tuple[UnitLayout, Segment],
+    hyper: Any,
+    name: str,
+    value: Tensor,
+) -> None:
+    """Replace one moment of a parameter, by torch's name; `value` has its shape.
+
+    No update may be owed. Raises `ConfigError` for a name that is no moment there.
+    """
+    layout, segment = place
+    names = updater.moment_names(segment.parameter, hyper) if _is_ours(updater) else ()
+    if name not in names:
+        raise ConfigError(
+            f"{segment.name!r} has no optimizer state {name!r} that can be written",
+            because="optimizers of torch's keep their state to themselves"
+            if not _is_ours(updater)
+            else None,
+            remedy=f"one of {', '.join(names)}" if names else None,
+        )
+    index = names.index(name)
+    kind, plan = store.plan.precision.moment_kinds[index], store.plan
+    number_format, signed = plan.precision.format_of(kind), not hyper.unsigned[index]
+    flat = store.read(layout.index, kind)
+    values = value.detach().to("cpu", torch.float32).contiguous().view(-1)
+    done = 0
+    for chunk, (start, count) in enumerate(layout.chunks(plan.chunk_elements)):
+        first, last = segment.within(start, count)
+        if first < last:
+            part = flat[plan.part(layout, kind, chunk)]
+            moment = moment_in(part, count, number_format).part(first, last)
+            kernels.encode(values[done : done + last - first], moment, signed=signed)
+            done += last - first
+    store.write(layout.index, kind, flat)
+
+
+def _is_ours(updater: Updater) -> TypeGuard[KernelUpdater]:
+    return isinstance(updater, KernelUpdater)

@@ -17,6 +17,8 @@ class StepReport:
     gradients of this one. `disk_s` is seconds per disk lane that its blocks waited in "queue" and
     were with the "device", summed over blocks. `memory` is bytes of the tier that computes: "peak",
     and in the first two steps "rests", "activations" and "estimated" (see `MemoryWatch.step`).
+    `loss_scale` is the scale of this step's gradients; norm and factor are without it. Of a step
+    that was skipped, `non_finite` names the first parameter whose gradient is not finite.
     """
 
     step: int
@@ -29,6 +31,8 @@ class StepReport:
     surprises: int = 0
     disk_s: dict[str, dict[str, float]] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
+    loss_scale: float = 1.0
+    non_finite: str = ""
 
 
 class Meter:
@@ -44,7 +48,15 @@ class Meter:
         self._surprises = 0
 
     def read(
-        self, *, step: int, grad_norm: float, clip_factor: float, skipped: bool, surprises: int
+        self,
+        *,
+        step: int,
+        grad_norm: float,
+        clip_factor: float,
+        skipped: bool,
+        surprises: int,
+        loss_scale: float = 1.0,
+        non_finite: str = "",
     ) -> StepReport:
         """The report since the previous reading; `surprises` counts from the start."""
         now_s, stalled_s, moved = time.perf_counter(), self._lanes.stalled_s(), self._lanes.moved()
@@ -63,6 +75,8 @@ class Meter:
                 for lane, times in disk_s.items()
             },
             memory=self._watch.step(),
+            loss_scale=loss_scale,
+            non_finite=non_finite,
         )
         self._time_s, self._stalled_s, self._moved = now_s, stalled_s, moved
         self._surprises, self._disk_s = surprises, disk_s

@@ -40,3 +40,17 @@ def restore_rng(state: dict[str, Any]) -> None:
             f"the saved states of random generators cannot be put back: {error}",
             because="they were saved by another version of torch, NumPy or Python",
         ) from error
+
+
+def moved_since(state: dict[str, Any]) -> list[str]:
+    """Which generators are not where `capture_rng` found them: "torch", "numpy", ..."""
+    now = capture_rng()
+    return [name for name in state if name in now and not _equal(now[name], state[name])]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor | np.ndarray):
+        return bool((one == other).all())
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)

@@ -6,17 +6,21 @@ weights, moments, buffers and gradients it is all that decides what the next ste
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from typing import Any, Protocol
 
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, InfinityWarning
 from infinity.optim.built_in import KernelUpdater
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.optim.tiles import Updater
-from infinity.training.rng import capture_rng, restore_rng
+from infinity.training.loss_scale import as_data
+from infinity.training.rng import capture_rng, moved_since, restore_rng
 from infinity.training.stepper import Progress, Stepper
 
+# The state of the loss scale is saved beside them, for it is of one precision only.
+_COUNTERS = tuple(field.name for field in fields(Progress) if field.name != "loss_scale")
 _APART = ("params", "param_names")  # of a group: which parameters, rather than what holds of them
 
 
@@ -43,6 +47,8 @@ class RunState:
     ) -> None:
         self._registered: dict[str, Stateful] = {}
         self._loaded: dict[str, Any] = {}  # of what is not registered yet
+        self._rng: dict[str, Any] | None = None  # the generators' states that were put back last
+        self._resumed = False  # by `initialize`, and no forward has been since
         self._stepper = stepper
         self._optimizer = optimizer
         self._updater = updater
@@ -58,8 +64,11 @@ class RunState:
     def capture(self) -> dict[str, Any]:
         """The state now; no step may be under way."""
         scheduler = self._stepper.lr_scheduler
+        progress = self._stepper.progress
+        scale = progress.loss_scale
         return {
-            "progress": asdict(self._stepper.progress),
+            "progress": {name: getattr(progress, name) for name in _COUNTERS},
+            "loss_scale": None if scale is None else as_data(scale),
             "steps": dict(zip(self._names, self._stepper.steps, strict=True)),
             "groups": self._groups(),
             "kept": self._kept(),
@@ -75,10 +84,11 @@ class RunState:
         absent = sorted(wanted - set(state))
         if absent:
             raise CheckpointError(f"the checkpoint's run state lacks {', '.join(absent)}")
-        if set(state["progress"]) != {field.name for field in fields(Progress)}:
+        if not set(state["progress"]) <= set(_COUNTERS):
             raise CheckpointError("the checkpoint's counters are not those of this version")
         if optimizer:
             self._check_groups(state["groups"])
+            self._check_scale(state)
         here = self._stepper.lr_scheduler is not None
         if scheduler and here != (state["scheduler"] is not None):
             raise CheckpointError(
@@ -95,6 +105,21 @@ class RunState:
                 remedy="register them after load_checkpoint",
             )
 
+    def _check_scale(self, state: Mapping[str, Any]) -> None:
+        """Gradients of an open window keep the scale that they were made with."""
+        rules, saved = self._stepper.scale_rules, state.get("loss_scale")
+        within = state["progress"]["micro_step"] or state["progress"]["backwards"]
+        if rules is None or rules.dynamic or saved is None or not within:
+            return
+        if saved["scale"] == rules.initial:
+            return
+        raise CheckpointError(
+            f"the checkpoint was saved within an accumulation window whose gradients have the "
+            f"loss scale {saved['scale']:g}; this engine has {rules.initial:g}",
+            remedy=f"loss_scale.value: {saved['scale']:g}, or "
+            "load_checkpoint(..., load_optimizer_states=False)",
+        )
+
     def restore(
         self, state: Mapping[str, Any], *, optimizer: bool = True, scheduler: bool = True
     ) -> None:
@@ -108,7 +133,11 @@ class RunState:
             ) from error
 
     def _restore(self, state: Mapping[str, Any], *, optimizer: bool, scheduler: bool) -> None:
-        progress = Progress(**state["progress"])
+        rules, saved = self._stepper.scale_rules, state.get("loss_scale")
+        scale = self._stepper.progress.loss_scale
+        if rules is not None and optimizer and saved is not None:
+            scale = rules.restored(saved)
+        progress = Progress(**state["progress"], loss_scale=scale)
         if optimizer:
             for group, saved in zip(self._optimizer.param_groups, state["groups"], strict=True):
                 group.update({k: v for k, v in saved["values"].items() if k not in _APART})
@@ -126,11 +155,41 @@ class RunState:
         self._loaded = dict(state["registered"])
         for name, item in self._registered.items():
             item.load_state_dict(self._loaded.pop(name))
-        restore_rng(state["rng"])
+        self._rng = state["rng"]
+        self.restore_rng()
+
+    def restore_rng(self) -> bool:
+        """Put the generators back once more; False if nothing was restored before."""
+        self._resumed = False
+        if self._rng is not None:
+            restore_rng(self._rng)
+        return self._rng is not None
+
+    def resumed(self) -> None:
+        """The state was restored by `initialize`: from there to the first forward nobody draws."""
+        self._resumed = True
+
+    def first_forward(self) -> None:
+        """Warn if a resumed run's generators have moved since."""
+        if not self._resumed or self._rng is None:
+            return
+        self._resumed = False
+        moved = moved_since(self._rng)
+        if moved:
+            warnings.warn(
+                f"random numbers were drawn ({', '.join(moved)}) between initialize(), which put "
+                "the generators back where the last committed step left them, and this forward: "
+                "unless the training loop draws them in every step, dropout differs from an "
+                "undisturbed run; engine.restore_random_state() right before the loop puts them "
+                "back again",
+                InfinityWarning,
+                stacklevel=4,
+            )
 
     def adopt(self, global_steps: int, steps: Mapping[str, int]) -> None:
         """Take the counters of a checkpoint without a run state: one that was imported."""
-        self._stepper.progress = Progress(global_steps=global_steps)
+        scale = self._stepper.progress.loss_scale
+        self._stepper.progress = Progress(global_steps=global_steps, loss_scale=scale)
         self._stepper.steps[:] = [steps.get(name, 0) for name in self._names]
         if global_steps:
             self._optimizer.mark_stepped()

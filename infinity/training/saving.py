@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from infinity.checkpoint.layout import FROZEN, MODEL
 from infinity.checkpoint.writer import CheckpointWriter, TensorSpec
 from infinity.errors import InfinityWarning
 from infinity.memory.host import arena_for
@@ -22,16 +23,18 @@ from infinity.memory.mover import WAKE_S
 from infinity.memory.state import Staged, StateStore
 from infinity.optim.moments import VALUE_DTYPES
 from infinity.optim.tiles import moment_in
-from infinity.plan.layout import Kind, Segment, UnitLayout
+from infinity.plan.layout import REST_DTYPES, Kind, Segment, UnitLayout
 from infinity.plan.plan import Plan
-from infinity.plan.reserve import copy_buffer_bytes
+from infinity.plan.reserve import NUM_COPY_BUFFERS, copy_buffer_bytes
+from infinity.training.frozen import FrozenBytes
 
 
 def state_streams(plan: Plan) -> dict[str, list[TensorSpec]]:
     """Stream -> its tensors, of everything that rests in homes; in the order they are copied."""
-    streams: dict[str, list[TensorSpec]] = {"model": [], "frozen": []}
-    if plan.precision.residual:
-        streams["residual"] = []
+    streams: dict[str, list[TensorSpec]] = {MODEL: [], FROZEN: []}
+    rest = plan.precision.rest_kind
+    if rest is not None:
+        streams[rest.value] = []
     for kind in plan.precision.moment_kinds:
         streams[kind.value] = []
         if plan.precision.format_of(kind).num_scales(1):
@@ -41,11 +44,12 @@ def state_streams(plan: Plan) -> dict[str, list[TensorSpec]]:
             name, shape = segment.name, segment.shape
             dtype = getattr(torch, segment.dtype)
             if not segment.trained:
-                streams["frozen"].append(TensorSpec(name, shape, dtype))
+                streams[FROZEN].append(TensorSpec(name, shape, dtype))
                 continue
-            streams["model"].append(TensorSpec(name, shape, dtype))
-            if plan.precision.residual:
-                streams["residual"].append(TensorSpec(name, shape, torch.int16))
+            streams[MODEL].append(TensorSpec(name, shape, dtype))
+            if rest is not None:
+                kept = getattr(torch, REST_DTYPES[rest])
+                streams[rest.value].append(TensorSpec(name, shape, kept))
             for kind in plan.precision.moment_kinds:
                 form = plan.precision.format_of(kind)
                 streams[kind.value].append(TensorSpec(name, shape, VALUE_DTYPES[form]))
@@ -68,9 +72,9 @@ def stream_parts(
     first, last = segment.within(start, count)
     if first >= last:
         return
-    if kind is Kind.WEIGHT or kind is Kind.RESIDUAL:
+    if kind is Kind.WEIGHT or kind is plan.precision.rest_kind:
         size = plan.precision.nbytes(kind, 1)
-        yield ("model" if kind is Kind.WEIGHT else "residual"), view[first * size : last * size]
+        yield (MODEL if kind is Kind.WEIGHT else kind.value), view[first * size : last * size]
         return
     moment = moment_in(view, count, plan.precision.format_of(kind)).part(first, last)
     yield kind.value, moment.values.view(torch.uint8)
@@ -82,7 +86,6 @@ def stream_parts(
 class _Read:
     """One chunk on its way to where the host can read it."""
 
-    unit: int
     chunk: int | None  # None: the unit's frozen bytes
     staged: Staged
 
@@ -95,6 +98,7 @@ class Saver:
     """
 
     def __init__(self, plan: Plan, store: StateStore) -> None:
+        self.frozen = FrozenBytes(plan, store)
         self._plan = plan
         self._store = store
         self._changed = threading.Condition()
@@ -159,8 +163,15 @@ class Saver:
 
     def _run(self, writer: CheckpointWriter, publish: Callable[[], object]) -> None:
         try:
+            self._store.lanes.device.follow_compute()
+            self.frozen.check(writer)
             self._copy(writer)
+            trace = self._store.lanes.trace
+            laps = None if trace is None else trace.laps()
             publish()
+            self.frozen.published(writer.written)
+            if laps is not None:
+                laps.lap("saving", "publish the checkpoint")
         except _StoppedError:
             writer.abort()
         except BaseException as error:
@@ -184,15 +195,23 @@ class Saver:
             if self._stop:
                 self._drain(ahead)
                 raise _StoppedError
-            read = ahead or self._issue(*order[number], buffers[number % 2])
+            read = ahead or self._issue(*order[number], buffers[number % NUM_COPY_BUFFERS])
             # One chunk is read while the one before is written.
             ahead = None
             if number + 1 < len(order):
-                ahead = self._issue(*order[number + 1], buffers[(number + 1) % 2])
+                following = number + 1
+                ahead = self._issue(*order[following], buffers[following % NUM_COPY_BUFFERS])
+            trace = self._store.lanes.trace
+            laps = None if trace is None else trace.laps(layout.index)
             try:
                 for item in read.staged.waits:
                     item.wait()
+                if laps is not None:
+                    laps.lap("saving", "save: wait for state")
                 self._write(writer, layout, read)
+                if laps is not None:
+                    views = read.staged.views.values()
+                    laps.lap("saving", "save: write", sum(view.numel() for view in views))
             except BaseException:
                 self._drain(ahead)
                 raise
@@ -207,14 +226,14 @@ class Saver:
 
     def _buffers(self) -> list[Tensor]:
         nbytes = copy_buffer_bytes(self._plan)
-        arena = arena_for([nbytes, nbytes])
-        return [arena.carve(nbytes), arena.carve(nbytes)]
+        arena = arena_for([nbytes] * NUM_COPY_BUFFERS)
+        return [arena.carve(nbytes) for _ in range(NUM_COPY_BUFFERS)]
 
     def _issue(self, layout: UnitLayout, chunk: int | None, buffer: Tensor) -> _Read:
         """Start bringing a chunk's kinds where the host can read them."""
         if chunk is None:
-            return _Read(layout.index, None, Staged({}, []))
-        return _Read(layout.index, chunk, self._store.stage(layout.index, chunk, buffer))
+            return _Read(None, Staged({}, []))
+        return _Read(chunk, self._store.stage(layout.index, chunk, buffer))
 
     def _write(self, writer: CheckpointWriter, layout: UnitLayout, read: _Read) -> None:
         if read.chunk is None:
@@ -227,11 +246,12 @@ class Saver:
                     writer.write(stream, data)
 
     def _write_frozen(self, writer: CheckpointWriter, layout: UnitLayout) -> None:
-        if not layout.frozen_bytes:
+        if not layout.frozen_bytes or writer.shares(FROZEN):
             return
-        weights = self._store.read(layout.index, Kind.WEIGHT)[layout.trained_bytes :]
+        frozen = self.frozen.read(layout)
+        self.frozen.note(layout, frozen)
         for segment in (s for s in layout.segments if not s.trained):
-            writer.write("frozen", weights[segment.offset : segment.offset + segment.nbytes])
+            writer.write(FROZEN, frozen[segment.offset : segment.offset + segment.nbytes])
 
 
 class _StoppedError(Exception):

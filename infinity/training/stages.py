@@ -35,5 +35,6 @@ class Work:
     unit: int
     chunk: int
     stage: Stage
-    views: dict[Kind, Tensor]  # uint8, host-reachable, of exactly this chunk
+    # uint8, of exactly this chunk; host-reachable, but for what stays on the device in a stream.
+    views: dict[Kind, Tensor]
     waits: list[Ticket | Event]

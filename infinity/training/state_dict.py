@@ -109,15 +109,26 @@ class StateDict(Mapping[str, Tensor]):
     ) -> list[Path]:
         """`engine.save_weights`."""
         self._refuse_loans()
-        tensors = list(self._outgoing(_dtype_of(dtype)))
+        tensors = list(self.outgoing(dtype))
         max_shard_bytes = parse_size(max_shard)
         try:
             return write_shards(directory.expanduser(), tensors, max_shard_bytes)
         finally:
             self._values.flush()  # nothing was edited: only forgets what is cached
 
-    def _outgoing(self, dtype: torch.dtype | None) -> Iterator[Outgoing]:
-        for name, *_ in self._tied():
+    def outgoing(
+        self,
+        dtype: torch.dtype | str | None,
+        tied_name: Callable[[tuple[str, ...]], str] | None = None,
+    ) -> Iterator[Outgoing]:
+        """What `save` writes, each tensor once, under its first name or as `tied_name` says.
+
+        `dtype` as in `engine.save_weights`.
+        """
+        self._refuse_loans()
+        dtype = _dtype_of(dtype)
+        for names in self._tied():
+            name = names[0] if tied_name is None else tied_name(names)
             if name not in self.parameters:
                 buffer = self.buffers[name]
                 yield Outgoing(name, self._shape(name), buffer.dtype, buffer.detach)
@@ -221,7 +232,7 @@ class ModuleStateHooks:
         for name, index in self._own(module).items():
             value = state.get(prefix + name)
             if value is not None and index not in self.values.lent:
-                # Values in the compute dtype keep the residual where their bits did not change.
+                # Values in the compute dtype keep the master where their bits did not change.
                 compute = self.values.mover.presence.dtypes[index]
                 self.values.lend(index, master=getattr(value, "dtype", None) is not compute)
 

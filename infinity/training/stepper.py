@@ -8,7 +8,7 @@ has happened or has not. `Progress` is one frozen object, replaced as a whole, f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -25,9 +25,12 @@ from infinity.optim.tiles import Updater
 from infinity.plan.plan import Plan
 from infinity.training.cycles import Cycles
 from infinity.training.hooks import Hooks
+from infinity.training.jobs import SweepJob
+from infinity.training.loss_scale import ScaleRules, ScaleState, scale_exhausted
 from infinity.training.optimizer_state import read_state
 from infinity.training.report import Meter, StepReport
-from infinity.training.sweep import Sweep, SweepJob
+from infinity.training.sweep import Sweep
+from infinity.training.timeline import Timeline
 
 MAX_SKIPPED_IN_A_ROW = 20
 
@@ -38,9 +41,17 @@ class Progress:
 
     micro_step: int = 0
     backwards: int = 0  # since the last step()
-    global_steps: int = 0
+    global_steps: int = 0  # those that updated
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
+    loss_scale: ScaleState | None = None  # where the loss is scaled
+    micro_batches: int = 0  # of the whole run: calls of step()
+    samples: int = 0  # of the whole run: those of windows that are over, skipped ones too
+
+    @property
+    def steps(self) -> int:
+        """Windows that are over, skipped ones too: what users know as `global_steps`."""
+        return self.global_steps + self.skipped_steps
 
 
 class Rooms(Protocol):
@@ -53,6 +64,7 @@ class Rooms(Protocol):
     gradients: GradientStore
     sweep: Sweep
     hooks: Hooks
+    timeline: Timeline | None
 
 
 class Stepper:
@@ -66,10 +78,14 @@ class Stepper:
         index_of: Mapping[int, int],
         lr_scheduler: Any,
         journal: Journal | None,
+        scale_rules: ScaleRules | None = None,
     ) -> None:
-        self.progress = Progress()
+        self.scale_rules = scale_rules
+        self.progress = Progress(loss_scale=scale_rules.start() if scale_rules else None)
         self.lr_scheduler = lr_scheduler
         self.last_report: StepReport | None = None
+        self.batch_samples = 0  # what a window counts for in `Progress.samples`
+        self.lr_kwargs: Mapping[str, Any] = {}  # of the scheduler's step in the next commit
         # Where steps are durable: what a committed step holds beside the homes.
         self.document: Callable[[], bytes] | None = None
         self._units = rooms.plan.units
@@ -81,19 +97,35 @@ class Stepper:
         self._index_of = dict(index_of)
         self._journal = journal
         self._meter = Meter(rooms.mover.lanes, rooms.hooks.watch)
+        self._timeline = rooms.timeline  # until it is over
+        if self._timeline is not None:
+            self._timeline.start()
         self.steps = [0] * len(index_of)  # updates so far, by parameter index
         self._rooms = rooms
         optimizer.connect_state(self._read_state)
         self._after_commit: Exception | None = None  # of a step that happened all the same
 
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by now, and so gradients of this window are; 1.0 if not."""
+        state = self.progress.loss_scale
+        return 1.0 if state is None else state.scale
+
     def count_backward(self) -> None:
         """A backward of the current micro-batch is complete."""
+        if self._timeline is not None:
+            self._timeline.micro_batch(self.progress.micro_step)
         self.progress = replace(self.progress, backwards=self.progress.backwards + 1)
 
     def end_micro_batch(self) -> None:
         """The next micro-batch of the same window begins."""
         progress = self.progress
-        self.progress = replace(progress, micro_step=progress.micro_step + 1, backwards=0)
+        self.progress = replace(
+            progress,
+            micro_step=progress.micro_step + 1,
+            backwards=0,
+            micro_batches=progress.micro_batches + 1,
+        )
 
     def start_over(self) -> None:
         """The accumulation window is empty again."""
@@ -102,37 +134,57 @@ class Stepper:
     def update(self, clipping: float) -> None:
         """Commit a step from the gradients as they are; the sweep then runs behind the caller.
 
-        Raises `TrainingError` after too many skipped steps in a row, and what the commit raised
-        (an edited parameter, a scheduler) after the step has happened.
+        Raises `TrainingError` after too many skipped steps in a row, or at the smallest loss
+        scale, and what the commit raised (an edited parameter, a scheduler) after the step has
+        happened.
         """
         self._gradients.finish()  # a backward the engine did not see may have left some open
         with self._mover.lanes.stall("norm"):
             norm = math.sqrt(self._gradients.square_sum())
+        before = self.progress.loss_scale
+        norm /= self.loss_scale
         skipped = not math.isfinite(norm)
-        culprit = self._gradients.first_non_finite() if skipped else None
+        culprits = self._gradients.non_finite() if skipped else []
         factor = 0.0 if skipped else 1.0
         if clipping and not skipped:
             factor = min(1.0, clipping / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         self._gradients.settle()
         computed = self._mover.lanes.device.compute_event()  # here: streams belong to threads
-        self._sweep.submit(lambda: self._commit(norm, factor, skipped, computed))
+        self._sweep.submit(lambda: self._commit(norm, factor, culprits, computed))
         error, self._after_commit = self._after_commit, None
         if error is not None:
             raise error
+        if culprits:
+            self._refuse_to_go_on(before, culprits)
+
+    def _refuse_to_go_on(self, before: ScaleState | None, culprits: Sequence[str]) -> None:
+        """Raise if steps are skipped and nothing will change that; the last one has been."""
+        rules = self.scale_rules
+        if rules is not None and before is not None and rules.dynamic:
+            if rules.is_exhausted(before):
+                raise scale_exhausted(before, culprits)
+            return  # the next scale may do
         if self.progress.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise TrainingError(
                 f"the gradients of {self.progress.skipped_in_a_row} steps in a row were not "
-                f"finite; first in {culprit!r}",
-                because="the loss is NaN or infinite, or the learning rate diverged",
-                remedy="lower the learning rate, or look at the loss and the data",
+                f"finite; first in {culprits[0]!r}",
+                because="the loss is NaN or infinite, or the learning rate diverged"
+                + (f", or the loss scale {before.scale:g} is too large" if before else ""),
+                remedy="lower the learning rate, or look at the loss and the data"
+                + ("; or leave loss_scale.value out: then the scale is found" if before else ""),
             )
 
     def _commit(
-        self, norm: float, factor: float, skipped: bool, computed: Event
+        self, norm: float, factor: float, culprits: Sequence[str], computed: Event
     ) -> SweepJob | None:
-        """The step happens, on the sweep thread: units become pending, counters advance."""
-        job = None if skipped else self._make_job(factor, computed)
-        progress = self.progress
+        """The step happens, on the sweep thread: units become pending, counters advance.
+
+        With `culprits`, whose gradients are not finite, it is skipped.
+        """
+        skipped, progress = bool(culprits), self.progress
+        rules, scale = self.scale_rules, progress.loss_scale
+        unscaled = factor / scale.scale if scale is not None else factor
+        job = None if skipped else self._make_job(unscaled, computed)
         self.progress = replace(
             progress,
             micro_step=0,
@@ -140,6 +192,9 @@ class Stepper:
             global_steps=progress.global_steps + (not skipped),
             skipped_steps=progress.skipped_steps + skipped,
             skipped_in_a_row=progress.skipped_in_a_row + 1 if skipped else 0,
+            micro_batches=progress.micro_batches + 1,
+            samples=progress.samples + self.batch_samples,
+            loss_scale=rules.after(scale, skipped) if rules and scale else scale,
         )
         # From here the step has happened: whatever fails, the units that are pending get their
         # update, and `update` raises the error after it.
@@ -151,12 +206,12 @@ class Stepper:
                 self._mover.make_pending(job.units)
         except PresenceError as error:
             self._after_commit = error
-        self._gradients.reset()
         try:
-            self._report(norm, factor, skipped)
+            self._gradients.reset()
+            self._report(norm, factor, culprits, scale)
             self._optimizer.mark_stepped()
             if not skipped and self.lr_scheduler is not None:
-                self.lr_scheduler.step()
+                self.lr_scheduler.step(**self.lr_kwargs)
             if job is not None and self.document is not None:
                 job = replace(job, document=self.document())
         except Exception as error:
@@ -188,13 +243,19 @@ class Stepper:
         rooms, hyper = self._rooms, self._optimizer.hypers(self._index_of).get(index)
         return read_state(rooms.store, rooms.updater, index, hyper, self.steps)
 
-    def _report(self, norm: float, factor: float, skipped: bool) -> None:
+    def _report(
+        self, norm: float, factor: float, culprits: Sequence[str], scale: ScaleState | None
+    ) -> None:
         self.last_report = self._meter.read(
-            step=self.progress.global_steps,
+            step=self.progress.steps,
             grad_norm=norm,
             clip_factor=factor,
-            skipped=skipped,
+            skipped=bool(culprits),
             surprises=self._cycles.surprises(),
+            loss_scale=scale.scale if scale is not None else 1.0,
+            non_finite=culprits[0] if culprits else "",
         )
+        if self._timeline is not None and not self._timeline.step(self.last_report):
+            self._timeline = None
         if self._journal is not None:
             self._journal.write({"event": "step", **vars(self.last_report)})

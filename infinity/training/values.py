@@ -1,8 +1,8 @@
 """Whole values of parameters: read, edited and written back, from and to any home.
 
 One unit is cached at a time, so that walking through a model in the order of `Values.place` reads
-and writes each unit once; residuals are read only for masters and for edits. Nothing here is
-fast; all of it is exact.
+and writes each unit once; what stands beside weights (residuals, or fp32 masters of fp16 weights)
+is read only for masters and for edits. Nothing here is fast; all of it is exact.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from infinity.errors import ConfigError, PresenceError, TransferError
 from infinity.memory.mover import Mover
 from infinity.memory.state import StateStore
 from infinity.optim.cpu import CpuKernels
-from infinity.plan.layout import Kind, Segment, UnitLayout
+from infinity.plan.layout import REST_DTYPES, Kind, Segment, UnitLayout
 from infinity.training.owner import Owner
 
 _BLOCK = 1 << 20  # elements converted at a time: temporaries stay small beside the tensor
@@ -26,11 +26,11 @@ _BLOCK = 1 << 20  # elements converted at a time: temporaries stay small beside 
 
 @dataclass
 class _CachedUnit:
-    """Flat copies of one unit's weight range and, once it was needed, of its residual range."""
+    """Flat copies of one unit's weights and, once it was needed, of what stands beside them."""
 
     layout: UnitLayout
     weight: Tensor
-    residual: Tensor | None = None
+    rest: Tensor | None = None
     dirty: bool = False
 
     def replace(self, part: Tensor, value: Tensor) -> None:
@@ -62,16 +62,16 @@ class Values:
     def read(self, parameter: int, *, master: bool = False) -> Tensor:
         """A fresh CPU tensor: the compute-dtype value, or the fp32 master of a trained one."""
         layout, segment = self._places[parameter]
-        weight, residual = self._parts(self._load(layout), segment, with_residual=master)
-        if residual is None:
+        weight, rest = self._parts(self._load(layout), segment, with_rest=master)
+        if rest is None:
             return weight.view(segment.shape).clone()
         joined = torch.empty(segment.numel, dtype=torch.float32)
-        self.kernels.join(weight, residual, joined)
+        self.kernels.join(weight, rest, joined)
         return joined.view(segment.shape)
 
     def write(self, parameter: int, value: Tensor) -> None:
         """Replace a value. fp32 values of trained parameters become the master as they are;
-        values in the compute dtype keep the residual where their bits did not change.
+        values in the compute dtype keep the master where their bits did not change.
         """
         layout, segment = self._places[parameter]
         if tuple(value.shape) != segment.shape:
@@ -80,25 +80,25 @@ class Values:
             )
         cached = self._load(layout)
         flat = value.detach().cpu().contiguous().view(-1)
-        weight, residual = self._parts(cached, segment, with_residual=True)
+        weight, rest = self._parts(cached, segment, with_rest=True)
         for start in range(0, segment.numel, _BLOCK):
             block = slice(start, start + _BLOCK)
-            if residual is None:
+            if rest is None:
                 cached.replace(weight[block], flat[block].to(weight.dtype))
             else:
-                self._write_split(cached, weight[block], residual[block], flat[block])
+                self._write_split(cached, weight[block], rest[block], flat[block])
 
     def _write_split(
-        self, cached: _CachedUnit, weight: Tensor, residual: Tensor, value: Tensor
+        self, cached: _CachedUnit, weight: Tensor, rest: Tensor, value: Tensor
     ) -> None:
-        new_weight, new_residual = torch.empty_like(weight), torch.empty_like(residual)
-        self.kernels.split(value.float(), new_weight, new_residual)
-        if value.dtype is torch.bfloat16:
+        new_weight, new_rest = torch.empty_like(weight), torch.empty_like(rest)
+        self.kernels.split(value.float(), new_weight, new_rest)
+        if value.dtype is weight.dtype:
             keep = value.view(torch.int16) == weight.view(torch.int16)
             new_weight = torch.where(keep, weight, new_weight)
-            new_residual = torch.where(keep, residual, new_residual)
+            new_rest = torch.where(keep, rest, new_rest)
         cached.replace(weight, new_weight)
-        cached.replace(residual, new_residual)
+        cached.replace(rest, new_rest)
 
     def shape(self, parameter: int) -> tuple[int, ...]:
         """The parameter's real shape."""
@@ -107,6 +107,10 @@ class Values:
     def dtype(self, parameter: int) -> torch.dtype:
         """The dtype the parameter computes in."""
         return self.mover.presence.dtypes[parameter]
+
+    def place_of(self, parameter: int) -> tuple[UnitLayout, Segment]:
+        """Its unit, and where it lies in that."""
+        return self._places[parameter]
 
     def place(self, parameter: int) -> tuple[int, bool, int]:
         """Sorts parameters by unit, then by where they lie in it."""
@@ -124,8 +128,9 @@ class Values:
             finally:  # an edit outside a loan raises, those inside one are kept
                 try:
                     self.store.write(unit, Kind.WEIGHT, cached.weight)
-                    if cached.residual is not None:
-                        self.store.write(unit, Kind.RESIDUAL, cached.residual)
+                    kind = self.store.plan.precision.rest_kind
+                    if cached.rest is not None and kind is not None:
+                        self.store.write(unit, kind, cached.rest)
                 except TransferError as error:  # neither the old value nor the new one is home
                     self.mover.fail(error)
                     raise
@@ -146,21 +151,22 @@ class Values:
         return self._cached
 
     def _parts(
-        self, cached: _CachedUnit, segment: Segment, *, with_residual: bool
+        self, cached: _CachedUnit, segment: Segment, *, with_rest: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Flat views of the parameter's weight and, if it has one and it is wanted, residual."""
+        """Flat views of the parameter's weight and, if wanted, of what stands beside it, if any."""
         layout, dtype = cached.layout, self.dtype(segment.parameter)
         if not segment.trained:
             start = layout.trained_bytes + segment.offset
             return cached.weight[start : start + segment.nbytes].view(dtype), None
         part = slice(segment.offset, segment.offset + segment.numel)
         weight = cached.weight[: layout.trained_bytes].view(dtype)[part]
-        if not with_residual or not self.store.plan.precision.residual:
+        kind = self.store.plan.precision.rest_kind
+        if not with_rest or kind is None:
             return weight, None
-        if cached.residual is None:
+        if cached.rest is None:
             self.settle()  # of the same update as the weight: a step forgets what is cached
-            cached.residual = self.store.read(layout.index, Kind.RESIDUAL)
-        return weight, cached.residual.view(torch.int16)[part]
+            cached.rest = self.store.read(layout.index, kind)
+        return weight, cached.rest.view(getattr(torch, REST_DTYPES[kind]))[part]
 
     # --- lending -----------------------------------------------------------------------------
 

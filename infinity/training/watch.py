@@ -183,7 +183,11 @@ class MemoryWatch:
         if not self._tokens:
             return None
         return estimate_activations(
-            self._plan.units, self._tokens, lookups=self._lookups, heads=self._heads
+            self._plan.units,
+            self._tokens,
+            lookups=self._lookups,
+            heads=self._heads,
+            recompute=self._plan.saved.checkpoint,
         )
 
     def _reserved(self) -> int:

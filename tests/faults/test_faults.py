@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 from support.fake_accelerator import FakeAccelerator
 from support.small import batch, masters, poison, same, settings, small_model
-from support.trainer import native_threads
+from support.trainer import make_device, native_threads
 from torch import Tensor
 
 import infinity
@@ -331,12 +331,15 @@ LOSSES = {
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("what", LOSSES)
+@pytest.mark.parametrize("kind", ["cpu", "fake"])
 def test_what_may_be_repeated_is_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, micro_batches: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, what: str, micro_batches: int
 ) -> None:
     """Weights rest at home still, and an accumulation window starts over: no bit is lost."""
     more = {"gradient_accumulation_steps": micro_batches, "look_ahead": 0}
-    engine, *_ = infinity.initialize(small_model(num_blocks=2), settings(tmp_path, **more))
+    given = settings(tmp_path, **more)
+    device = make_device(kind)
+    engine, *_ = infinity.initialize(small_model(num_blocks=2), given, device=device)
     with engine:
         outcome = Outcome()
         lost = lose_once(monkeypatch, *LOSSES[what])
@@ -353,20 +356,22 @@ def test_what_may_be_repeated_is_repeated(
         assert same(masters(engine), expected)
 
 
+@pytest.mark.parametrize("kind", ["cpu", "fake"])
 def test_a_backward_that_failed_keeps_no_engine_alive(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Autograd keeps what was left of the graph; the engine's memory must not hang on it."""
     given = settings(tmp_path, gradient_accumulation_steps=2)
-    engine = infinity.initialize(small_model(num_blocks=2), given)[0]
+    engine = infinity.initialize(small_model(num_blocks=2), given, device=make_device(kind))[0]
     with engine:
         engine.backward(engine(batch(0)))
         engine.step()
         loss = engine(batch(1))
         inside = "unit 'blocks.1', gradients"
         lose_once(monkeypatch, "read", lambda extent, _: extent.owner == inside)
-        with pytest.raises(TransferError):
+        with pytest.raises(TransferError):  # noqa: PT012
             engine.backward(loss)
+            engine.step()  # a device's gradients are summed behind the backward
     mover = weakref.ref(engine._parts.mover)
     del engine, loss
     gc.collect()

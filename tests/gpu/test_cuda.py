@@ -41,7 +41,7 @@ def train(path: Path, homes: tuple[str, ...], precision: str) -> tuple[list[floa
         return losses, list(engine.state_dict(master=True).values())
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_every_placement_gives_the_same_bits(tmp_path: Path, precision: str) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     losses, masters = train(tmp_path, ("device", "device", "device"), precision)

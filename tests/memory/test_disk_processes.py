@@ -228,18 +228,18 @@ def test_two_drives_of_different_speed_share_by_speed(tmp_path: Path) -> None:
         train(engine, 4)
         expected = digest(masters(engine))
     with loop_mount(tmp_path, mib=128) as slow, loop_mount(tmp_path, mib=128) as fast:
-        with throttled(slow, 10 << 20) as group:
-            (group / "blkio.throttle.read_bps_device").write_text(speed_rule(fast, 80 << 20))
-            (group / "blkio.throttle.write_bps_device").write_text(speed_rule(fast, 80 << 20))
+        with throttled(slow, 4 << 20) as group:  # so slow that a busy machine is no slower
+            (group / "blkio.throttle.read_bps_device").write_text(speed_rule(fast, 12 << 20))
+            (group / "blkio.throttle.write_bps_device").write_text(speed_rule(fast, 12 << 20))
             paths = [str(slow), str(fast)]
             io = {"block_size": 4096}
             with trainer(slow, 4, group, nvme_path=paths, io=io) as process:
                 ready, *_, last = finished(process)
         drives = json.loads(ready.removeprefix("ready"))
         ratio = drives[str(fast)]["speed"] / drives[str(slow)]["speed"]
-        assert ratio > 1.5  # of 8: a busy machine may not get all of the fast one
+        assert ratio > 1.5  # of 3, and of what either moves at once in the beginning
         share = drives[str(fast)]["nbytes"] / drives[str(slow)]["nbytes"]
-        assert share == pytest.approx(ratio, rel=0.1)
+        assert share == pytest.approx(ratio, rel=0.2)  # stripes are whole
         assert last == expected
         assert not [*slow.iterdir(), *fast.iterdir()]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ class Held:
 
     @classmethod
     def now(cls, path: Path) -> Held:
+        gc.collect()  # what earlier tests left in cycles must not end between two looks
         return_freed_memory()
         files = [p.stat() for p in path.rglob("*") if p.is_file()]
         return cls(

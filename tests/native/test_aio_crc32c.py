@@ -54,13 +54,36 @@ def test_known_values(data: bytes, value: int) -> None:
     assert crc_by_table(data) == value
 
 
-# Around the lengths at which the fast way changes step: 8, 3 x 256 and 3 x 4096 bytes.
-@pytest.mark.parametrize("length", [1, 7, 8, 9, 767, 768, 769, 5000, 12287, 12288, 12289, 26000])
+# Around the lengths at which the fast way changes step: 8, 3 x 256, 3 x 4096 and 3 x 65536 bytes.
+LENGTHS = [1, 7, 8, 9, 767, 768, 769, 5000, 12287, 12288, 12289, 26000]
+WIDE = [196_607, 196_608, 196_609, 210_000]
+
+
+@pytest.mark.parametrize("length", LENGTHS + WIDE)
 @pytest.mark.parametrize("shift", [0, 1, 5])
 def test_equals_the_table(length: int, shift: int) -> None:
     data = noise(length, seed=length)
     assert crc(data, shift=shift) == crc_by_table(data)
     assert crc(data[length // 3 :], initial=crc(data[: length // 3])) == crc_by_table(data)
+
+
+@pytest.mark.parametrize("length", [0, *LENGTHS, *WIDE])
+@pytest.mark.parametrize("shift", [0, 3])
+def test_a_copy_has_the_bytes_and_their_checksum(length: int, shift: int) -> None:
+    data = noise(length, seed=length)
+    source = Buffer(length + shift, bytes(shift) + data)
+    target = Buffer(length + 16, b"\xaa" * (length + 16))
+    found = _aio.crc32c_copy(target.address + 8, source.address + shift, length, 77)
+    assert found == crc(data, initial=77)
+    assert target.bytes(0, length + 16) == b"\xaa" * 8 + data + b"\xaa" * 8
+
+
+def test_a_copy_to_or_from_nowhere_is_refused() -> None:
+    buffer = Buffer(8, bytes(8))
+    for target, source in ((0, buffer.address), (buffer.address, 0)):
+        with pytest.raises(ValueError, match="is null"):
+            _aio.crc32c_copy(target, source, 8)
+    assert _aio.crc32c_copy(0, 0, 0, 5) == 5
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 4097, 5 * 4096, 5 * 4096 - 1])

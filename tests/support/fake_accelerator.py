@@ -20,17 +20,26 @@ import torch
 from torch import Tensor
 
 from infinity.errors import DoesNotFitError
-from infinity.memory.device import HAPPENED, Device, Event
+from infinity.memory.device import HAPPENED, Device, Event, SquareSums
 from infinity.memory.host import HostArena
 from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.moments import Moment
 
+_AGAIN_S = 1e-4  # until something that was not ready is looked at again
+
 
 class FakeEvent:
-    """Set when its copy has ended."""
+    """Set when its copy has ended; knows when that began and ended, as CUDA's events may."""
 
     def __init__(self) -> None:
         self._set = threading.Event()
+        self._begin_ns = self._end_ns = 0
+
+    def begin(self) -> None:
+        self._begin_ns = time.perf_counter_ns()
+
+    def elapsed_ns(self) -> tuple[int, int] | None:
+        return (self._begin_ns, self._end_ns) if self.done() else None
 
     def done(self) -> bool:
         return self._set.is_set()
@@ -40,7 +49,18 @@ class FakeEvent:
             pass
 
     def set(self) -> None:
+        self._end_ns = time.perf_counter_ns()
         self._set.set()
+
+
+class FakeSums:
+    """Compute is over at once: the numbers are there."""
+
+    def __init__(self, sums: list[float]) -> None:
+        self.sums = sums
+
+    def result(self) -> list[float]:
+        return self.sums
 
 
 class FakeAccelerator(Device):
@@ -66,7 +86,7 @@ class FakeAccelerator(Device):
         self.num_updates = 0
         self.pinned: list[HostArena] = []
         self.violations: list[str] = []
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._queue: list[tuple[float, int, Event, Callable[[], None]]] = []
         self._changed = threading.Condition()
         self._closing = False
         self._writing: dict[int, FakeEvent] = {}
@@ -92,6 +112,9 @@ class FakeAccelerator(Device):
     def copy_out(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         return self._copy(target, source, after)
 
+    def copy_back(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+        return self._copy(target, alias(source), after)  # it may be part of a slot
+
     def _copy(self, target: Tensor, source: Tensor, after: Event) -> Event:
         assert target.dtype is torch.uint8
         assert source.dtype is torch.uint8
@@ -104,21 +127,23 @@ class FakeAccelerator(Device):
             self.violations.append("a copy into a range overlaps an earlier one in flight")
 
         def run() -> None:
-            after.wait()
+            event.begin()
             target.copy_(source)
             event.set()
 
         if after.done():
             target.fill_(0xFF)  # whoever reads before waiting gets NaN
-        self._submit(run, event, [start])
+        self._submit(run, event, [start], after)
         return event
 
-    def _submit(self, run: Callable[[], None], event: FakeEvent, starts: Iterable[int]) -> None:
-        """Run something later; until `event` it writes ranges that begin at `starts`."""
+    def _submit(
+        self, run: Callable[[], None], event: FakeEvent, starts: Iterable[int], after: Event
+    ) -> None:
+        """Run something later, after `after`; until `event` it writes ranges from `starts` on."""
         with self._changed:
             due = time.perf_counter() + self._random.random() * self._max_delay_s
             self.num_copies += 1
-            heapq.heappush(self._queue, (due, self.num_copies, run))
+            heapq.heappush(self._queue, (due, self.num_copies, after, run))
             self._writing.update(dict.fromkeys(starts, event))  # an interruption may strike above
             self._changed.notify()
 
@@ -126,12 +151,17 @@ class FakeAccelerator(Device):
         while True:
             with self._changed:
                 while not self._queue and not self._closing:
-                    self._changed.wait()
+                    self._changed.wait(0.1)  # a signal may strike between a push and its notify
                 if not self._queue:
                     return
-                due, _, run = heapq.heappop(self._queue)
+                due, number, after, run = heapq.heappop(self._queue)
             time.sleep(max(0.0, due - time.perf_counter()))
-            run()
+            if after.done():
+                run()
+            else:  # what it waits for may stand behind it
+                with self._changed:
+                    later = time.perf_counter() + _AGAIN_S
+                    heapq.heappush(self._queue, (later, number, after, run))
             del run  # it refers to the target's storage, which would pin the slot
 
     # --- optimizer kernels: the host's, on "device" memory, when the queue comes to them ---
@@ -141,27 +171,29 @@ class FakeAccelerator(Device):
 
     def update(self, pieces: Sequence[Piece], after: Event = HAPPENED) -> Event:
         assert self._kernels is not None
-        assert after.done()  # compute is always over here
         kernels, event = self._kernels, FakeEvent()
         pieces = [aliased(piece) for piece in pieces]
         written = [bytes_of(t) for piece in pieces for t in written_by(piece)]
-        old = [tensor.clone() for tensor in written]
-        for tensor in written:
-            tensor.fill_(0xFF)  # whoever reads before waiting gets NaN
+        old = []
+        if after.done():  # else copies into them may be under way, which have poisoned them
+            old = [tensor.clone() for tensor in written]
+            for tensor in written:
+                tensor.fill_(0xFF)  # whoever reads before waiting gets NaN
 
         def run() -> None:
-            for tensor, value in zip(written, old, strict=True):
+            event.begin()
+            for tensor, value in zip(written, old, strict=bool(old)):
                 tensor.copy_(value)
             kernels.update_all(pieces)
             event.set()
 
-        self._submit(run, event, [tensor.data_ptr() for tensor in written])
+        self._submit(run, event, [tensor.data_ptr() for tensor in written], after)
         self.num_updates += 1
         return event
 
-    def square_sums(self, tensors: Sequence[Tensor]) -> list[float]:
+    def begin_square_sums(self, tensors: Sequence[Tensor]) -> SquareSums:
         assert self._kernels is not None
-        return [self._kernels.square_sum(tensor) for tensor in tensors]
+        return FakeSums([self._kernels.square_sum(tensor) for tensor in tensors])
 
     def compute_event(self) -> Event:
         return HAPPENED

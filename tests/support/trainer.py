@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 import infinity
 from infinity.config import Config, load_config
-from infinity.engine import Engine, StepReport
+from infinity.engine import Engine
 from infinity.formats import MomentFormat
 from infinity.memory.device import Device
 from infinity.optim.adamw import SQUARE_BLOCK, SQUARE_LANES
@@ -39,6 +39,7 @@ from infinity.optim.reference import reference_update, write_moment
 from infinity.optim.rounding import join_master, split_master
 from infinity.optim.rules import AdagradHyper, AdamHyper, Hyper, LionHyper, SgdHyper
 from infinity.plan.plan import Plan
+from infinity.training.report import StepReport
 
 TIERS = ("device", "host", "disk")
 PLACEMENTS = [(w, m, g) for w in TIERS for m in TIERS for g in TIERS]

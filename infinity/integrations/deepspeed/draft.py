@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -45,7 +46,9 @@ def _plain(value: Any) -> Any:
         return [_plain(part) for part in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+    if not isinstance(value, bool) and isinstance(value, numbers.Integral):
+        return int(value)  # NumPy's too
+    return value if value is None or isinstance(value, bool | float | str) else str(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +77,24 @@ class Key:
 class Draft:
     """What is known so far: values by key, what they make of our configuration, and what is wrong.
 
-    `lenient` is for questions that need no learning rate and no step counts, such as a plan.
+    `lenient` is for questions that need no learning rate and no step counts, such as a plan;
+    `may_infer` says that an engine need not train: without an optimizer `trains` becomes false.
     """
 
     lenient: bool = False
     client_optimizer: bool = False
     client_scheduler: bool = False
+    may_infer: bool = False
     given: dict[str, Any] = field(default_factory=dict)
     autos: set[str] = field(default_factory=set)
+    wrong: set[str] = field(default_factory=set)  # given, but not as a value that can be read
     config: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     rows: dict[str, Row] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     batch_size: int = 1
     drop_last: bool = False
+    trains: bool = True
 
     def set(self, name: str, value: Any, key: str) -> None:
         """Give our `name` (dotted) a value, because of their `key`."""

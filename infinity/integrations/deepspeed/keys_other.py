@@ -34,7 +34,7 @@ _ON_CALL = "acts there only through deepspeed.checkpointing; "
 ACTIVATIONS = within(
     "activation_checkpointing",
     accepted("cpu_checkpointing", FLAG, "false",
-             _ON_CALL + "torch.autograd.graph.save_on_cpu works here"),
+             _ON_CALL + "here: activations.offload: host"),
     *all_accepted(_ON_CALL + "use torch.utils.checkpoint", {
         "partition_activations": (FLAG, "false"),
         "contiguous_memory_optimization": (FLAG, "false"),
@@ -49,8 +49,8 @@ CHECKPOINT = within(
     "checkpoint",
     accepted("tag_validation", one_of("warn", "ignore", "fail"), "Warn",
              "there is one process: tags cannot differ"),
-    refused_if_true("load_universal", "false", "DeepSpeed's checkpoints cannot be read yet",
-                    "leave it out, and load weights with infinity.load_weights()"),
+    refused_if_true("load_universal", "false", "universal checkpoints are not read",
+                    "leave it out; `infinity checkpoint import-deepspeed` reads ZeRO 1, 2 and 3"),
     accepted("use_node_local_storage", FLAG, "false", "there is one machine"),
     accepted("checkpoint_serialization", FLAG, "true", "nothing is pickled"),
     accepted("parallel_write.pipeline_stage", FLAG, "false", _WHOLE_TENSORS),

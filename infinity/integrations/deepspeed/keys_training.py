@@ -73,24 +73,24 @@ TOP = [
     }),
 ]  # fmt: skip
 
-_FP16_ONLY = "used with fp16.enabled only"
+_CAST = refused_if_true(
+    "auto_cast", "false", "inputs are not cast for you", "cast them: engine(x.to(dtype))"
+)
+_SCALE = "DeepSpeed's rule, step for step, of its ZeRO stages"
 FP16 = within(
     "fp16",
-    refused_if_true(
-        "enabled", "false",
-        "fp16 with loss scaling is not built yet",
-        'write "bf16": {"enabled": true} instead, or leave both out for fp32',
+    done("enabled", FLAG, "false", "fp16 compute, fp32 masters; the loss is scaled"),
+    _CAST,
+    done("loss_scale", NUMBER, "0", "0 = dynamic, else the one scale (loss_scale.value)"),
+    done("initial_scale_power", WHOLE, "16", "loss_scale.initial_power"),
+    done("loss_scale_window", COUNT, "1000", f"loss_scale.window; {_SCALE}"),
+    done("hysteresis", COUNT, "2", f"loss_scale.hysteresis; {_SCALE}"),
+    done("consecutive_hysteresis", FLAG, "false", f"loss_scale.consecutive_hysteresis; {_SCALE}"),
+    done("min_loss_scale", NUMBER, "1", "loss_scale.min; an overflow there is an error, as there"),
+    accepted(
+        "fp16_master_weights_and_grads", FLAG, "false",
+        "masters stay fp32: 4 bytes beside the fp16 weight",
     ),
-    *all_accepted(_FP16_ONLY, {
-        "auto_cast": (FLAG, "false"),
-        "loss_scale": (NUMBER, "0"),
-        "initial_scale_power": (WHOLE, "16"),
-        "loss_scale_window": (WHOLE, "1000"),
-        "hysteresis": (WHOLE, "2"),
-        "consecutive_hysteresis": (FLAG, "false"),
-        "min_loss_scale": (NUMBER, "1"),
-        "fp16_master_weights_and_grads": (FLAG, "false"),
-    }),
 )  # fmt: skip
 
 
@@ -100,7 +100,7 @@ def _checks_overflow(draft: Draft, value: bool) -> str | None:
 
 BF16 = within(
     "bf16",
-    done("enabled", FLAG, "false", "bf16 compute, fp32 masters; false and no fp16: fp32"),
+    done("enabled", FLAG, "false", "bf16 compute, fp32 masters; neither this nor fp16: fp32"),
     accepted(
         "check_grad_overflow", FLAG, "true",
         "always: a step whose gradients are not finite is skipped and counted", _checks_overflow,
@@ -114,8 +114,8 @@ BF16 = within(
         "true: moments are stored in bf16 (optimizer.moments), with the built-in rules: lossy",
     ),
     accepted("immediate_grad_update", FLAG, "false", "gradients leave as they are made"),
+    _CAST,
     *all_accepted("there is no loss scaling in bf16", {
-        "auto_cast": (FLAG, "-"),
         "loss_scale": (NUMBER, "-"),
         "initial_scale_power": (WHOLE, "-"),
         "loss_scale_window": (WHOLE, "-"),
@@ -143,7 +143,7 @@ OTHER_PRECISION = [
             "grad_accum_dtype", _DTYPE, "null",
             "sums over micro-batches are fp32; one micro-batch keeps the dtype it was made in",
         ),
-        done("param_dtype", _DTYPE, "null", "checked: the dtype of the bf16 section"),
+        done("param_dtype", _DTYPE, "null", "checked: the dtype of the section that is enabled"),
         refused(
             "buffer_dtype", TEXT, "null", "if given", bool, "buffers keep the dtype they have",
             "leave it out, and cast buffers before initialize()",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from infinity.config import BLOCK_MULTIPLE, CHUNK_MULTIPLE, IoConfig
@@ -28,6 +29,7 @@ from infinity.integrations.deepspeed.kinds import (
 from infinity.integrations.deepspeed.rules import prefetch
 from infinity.plan.planner import CHUNK_ELEMENTS
 
+_MAX_LIVE = 10**9  # DeepSpeed's default: who writes it, or more, has no wish
 _STAGES = {
     0: "nothing leaves the GPU but what offload_* names, or what does not fit",
     1: "the number of a stage changes nothing on one GPU",
@@ -50,6 +52,13 @@ def _sub_group(draft: Draft, value: int) -> str | None:
     return f"chunk_size {chunk} elements"
 
 
+def _max_live(draft: Draft, value: int) -> str | None:
+    if value >= _MAX_LIVE:
+        return None
+    draft.set("hints.live_parameters", value, "zero_optimization.stage3_max_live_parameters")
+    return f"hints.live_parameters {value:,}: a shorter look-ahead, 1 unit at least"
+
+
 def _block_size(draft: Draft, value: int) -> None:
     if value % BLOCK_MULTIPLE:
         least = max(value // BLOCK_MULTIPLE, 1) * BLOCK_MULTIPLE
@@ -58,9 +67,11 @@ def _block_size(draft: Draft, value: int) -> None:
 
 
 def _paths(value: Any) -> Any:
-    texts = (value,) if isinstance(value, str) else value
-    if isinstance(texts, list | tuple) and texts and all(isinstance(t, str) for t in texts):
-        return list(texts)
+    paths = (value,) if isinstance(value, str | os.PathLike) else value
+    if isinstance(paths, list | tuple) and paths:
+        texts = [os.fspath(p) if isinstance(p, os.PathLike) else p for p in paths]
+        if all(isinstance(text, str) for text in texts):
+            return texts
     raise ValueError("should be a path, or a list of paths")
 
 
@@ -96,10 +107,13 @@ ZERO = within(
     done("sub_group_size", COUNT, "1e9", "upper bound of chunk_size; 1 Mi elements satisfy it",
          _sub_group),
     done("stage3_prefetch_bucket_size", WHOLE, "5e7",
-         "the plan looks 2 units ahead, of any size; 0: look_ahead 0", prefetch),
+         "the plan looks 2 units ahead: fewer would be slower, more take room; 0: look_ahead 0",
+         prefetch),
     accepted("stage3_param_persistence_threshold", WHOLE, "1e5", _SMALL),
     accepted("stage3_model_persistence_threshold", WHOLE, "none", _SMALL),
-    accepted("stage3_max_live_parameters", WHOLE, "1e9", _FAST),
+    done("stage3_max_live_parameters", WHOLE, "1e9",
+         "below 1e9: hints.live_parameters, a bound on slots, met as far as goes; else no bound",
+         _max_live),
     accepted("stage3_max_reuse_distance", WHOLE, "1e9", _FAST),
     accepted("stage3_gather_16bit_weights_on_model_save", FLAG, "false",
              "engine.save_weights() always writes whole tensors"),
@@ -175,8 +189,10 @@ OFFLOAD = [
         accepted("pin_memory", FLAG, "true", _PINNED, _pinned),
         accepted("buffer_count", WHOLE, "5", _BUFFERS),
         accepted("buffer_size", WHOLE, "1e8", _BUFFERS),
-        accepted("max_in_cpu", WHOLE, "1e9",
-                 "with nvme all weights rest on disk; without device the plan fills RAM first"),
+        done("max_in_cpu", WHOLE, "1e9",
+             "with nvme: hints.weights_in_ram, so many weights stay in RAM if budget.host has "
+             "room; not given: none. Without device the plan fills RAM first",
+             "hints.weights_in_ram"),
     ),
     *within(
         "zero_optimization.offload_optimizer",

@@ -6,6 +6,7 @@ JSON knows one kind of number, so `1e9` is a whole number here, and texts that a
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,15 +32,16 @@ def _number(value: Any) -> float:
             value = float(value)
         except ValueError:
             raise ValueError("should be a number") from None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    real = not isinstance(value, bool) and isinstance(value, numbers.Real)  # NumPy's too
+    if not real or not math.isfinite(value):
         raise ValueError("should be a number")
     return float(value)
 
 
 def _whole_from(least: int | None) -> Callable[[Any], int]:
     def read(value: Any) -> int:
-        if isinstance(value, int) and not isinstance(value, bool):
-            whole = value
+        if not isinstance(value, bool) and isinstance(value, numbers.Integral):
+            whole = int(value)
         else:
             number = _number(value)
             whole = int(number)

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from infinity.config import OptimizerConfig
+from infinity.config_optimizer import OptimizerConfig
 from infinity.integrations.deepspeed.draft import Draft, Verdict
 
 _TYPE = "optimizer.type"
@@ -48,10 +48,15 @@ def optimizer(draft: Draft) -> None:
             draft.note(key, text, Verdict.ACCEPTED)
         return
     kind = draft.given.get(_TYPE)
+    if _TYPE in draft.wrong:
+        return  # told
     if kind is None:
         if draft.lenient:
             draft.note(_TYPE, "not given: planned for AdamW")
             _moments(draft, {})
+        elif draft.may_infer and _TYPE not in draft.autos:
+            draft.note(_TYPE, "not given, nor model_parameters: an engine for inference")
+            draft.trains = False
         else:
             example = '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}'
             draft.problem(_TYPE, f"must be given, or initialize(optimizer=...); write {example}")

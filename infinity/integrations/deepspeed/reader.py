@@ -83,6 +83,7 @@ class Reader:
             read = key.kind.read(value)
         except ValueError as error:
             draft.problem(where, f"{error}, got {shown!r}")
+            draft.wrong.add(name)
             return
         before = self._written.get(name)
         if before is not None and draft.given[name] != read:

@@ -11,6 +11,15 @@ BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 _ZERO = "zero_optimization"
 # DeepSpeed's section, and the homes that it decides here.
 _OFFLOADED = {"offload_param": "weights", "offload_optimizer": "moments"}
+# Names in the fp16 section, and ours.
+_LOSS_SCALE = {
+    "loss_scale": "value",
+    "initial_scale_power": "initial_power",
+    "loss_scale_window": "window",
+    "hysteresis": "hysteresis",
+    "consecutive_hysteresis": "consecutive_hysteresis",
+    "min_loss_scale": "min",
+}
 _HOMES = {"none": "device", "cpu": "host", "nvme": "disk"}
 _TIERS = {
     "none": "on the GPU at all times, where there is one; without a GPU the device is the RAM",
@@ -24,6 +33,8 @@ def batch(draft: Draft) -> None:
 
     DeepSpeed's rules: the total alone is one micro-batch, one of the first two must be given.
     """
+    if draft.wrong.intersection(BATCH):
+        return  # told; nothing can be derived
     total, micro, steps = (draft.given.get(name) for name in BATCH)
     if total is None and micro is None:
         if not draft.lenient and not draft.autos.intersection(BATCH):
@@ -67,20 +78,36 @@ def precision(draft: Draft) -> None:
     """The bf16 and fp16 sections; neither means fp32, as there."""
     bf16, fp16 = draft.given.get("bf16.enabled"), draft.given.get("fp16.enabled")
     if bf16 and fp16:
-        draft.problem("bf16.enabled", "bf16 and fp16 cannot both be enabled; keep bf16")
+        draft.problem("bf16.enabled", "bf16 and fp16 cannot both be enabled; keep one of them")
     if bf16 is None and "bf16.enabled" in draft.autos:
         bf16 = True
         draft.note("bf16.enabled", "auto: nobody filled it in, so bf16", Verdict.DONE)
-    chosen = "bf16" if bf16 or fp16 else "fp32"  # fp16 is refused, by its row in the table
+    chosen = "bf16" if bf16 else "fp16" if fp16 else "fp32"
     if chosen == "fp32":
         draft.note("bf16.enabled", "neither bf16 nor fp16 is enabled: fp32, as there", Verdict.DONE)
-    draft.set("precision", chosen, "bf16.enabled")
+    draft.set("precision", chosen, "fp16.enabled" if chosen == "fp16" else "bf16.enabled")
+    _loss_scale(draft, scaled=chosen == "fp16")
     wanted = draft.given.get("data_types.param_dtype")
     if wanted is not None and wanted != chosen:
         draft.problem(
             "data_types.param_dtype",
             f"is {wanted!r}, but the run computes in {chosen}; leave it out, or enable {wanted}",
         )
+
+
+def _loss_scale(draft: Draft, *, scaled: bool) -> None:
+    """The fp16 section's scale: static where `loss_scale` is above 0, else dynamic."""
+    static = draft.given.get("fp16.loss_scale", 0)
+    for name, ours in _LOSS_SCALE.items():
+        key = f"fp16.{name}"
+        if key not in draft.given:
+            continue
+        if not scaled:
+            draft.note(key, "not used: fp16 is not enabled", Verdict.ACCEPTED)
+        elif static and name != "loss_scale":
+            draft.note(key, f"not used: the scale is {static:g} all the time", Verdict.ACCEPTED)
+        else:
+            draft.set(f"loss_scale.{ours}", draft.given[key], key)
 
 
 def homes(draft: Draft) -> None:
@@ -92,6 +119,8 @@ def homes(draft: Draft) -> None:
         prefix = f"{_ZERO}.{section}"
         device = draft.given.get(f"{prefix}.device")
         path = draft.given.get(f"{prefix}.nvme_path")
+        if f"{prefix}.nvme_path" in draft.wrong:
+            continue  # told
         if device == "nvme" and path is None:
             text = "must be given where device is nvme: a directory on the drive"
             draft.problem(f"{prefix}.nvme_path", text)

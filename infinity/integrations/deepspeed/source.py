@@ -1,14 +1,15 @@
 """Where a DeepSpeed configuration comes from, and how it is told from one of ours.
 
-A dict; a file (JSON, with comments and trailing commas, or YAML); JSON text; or base64 of JSON, as
-launchers pass it on. Of Hjson this is what is read: not texts and keys without quotes, nor lines
-without commas.
+A dict; a file (JSON, with comments and trailing commas, Hjson, or YAML); the text of one; or base64
+of it, as launchers pass it on. Hjson that is more than JSON with comments (texts and keys without
+quotes, lines without commas) is read by the package hjson, which DeepSpeed uses, if it is there.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import importlib
 import os
 import re
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ _UNMISTAKABLE = (
     "zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "fp16", "bf16",
     "bfloat16",
 )  # fmt: skip
-_COMMON = ("optimizer", "scheduler", "gradient_clipping", "gradient_accumulation_steps")
+_COMMON = ("optimizer", "scheduler", "gradient_clipping", "gradient_accumulation_steps", "compile")
 _MOST_BYTES = 1 << 24  # of a file; weights are passed by mistake
 _STRING = r'"(?:\\.|[^"\\])*"'
 _COMMENTS = re.compile(rf"{_STRING}|//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -52,7 +53,7 @@ def is_deepspeed(raw: Mapping[str, Any]) -> bool:
         return True
     if any(name in Config.model_fields and name not in _COMMON for name in raw):
         return False
-    if any(name in DEEPSPEED_NAMES for name in raw):
+    if any(name in DEEPSPEED_NAMES for name in raw) or isinstance(raw.get("compile"), Mapping):
         return True
     optimizer = raw.get("optimizer")
     return isinstance(optimizer, Mapping) and "params" in optimizer
@@ -94,14 +95,15 @@ def _from_file(path: Path) -> Source | None:
     try:
         if path.stat().st_size > _MOST_BYTES:
             return None
-        found = _parsed(str(path), path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return None
-    except ConfigError as error:
-        if suffix != ".hjson":
+    try:
+        found = _parsed(str(path), text)
+    except ConfigError:
+        if suffix != ".hjson" and not any(name in text for name in _UNMISTAKABLE):
             return None
-        remedy = "write it as JSON; comments and trailing commas may stay"
-        raise ConfigError(error.what, because=error.because, remedy=remedy) from error
+        raise
     return _if_theirs(found)
 
 
@@ -120,17 +122,33 @@ def _from_base64(text: str) -> Source | None:
 
 
 def _parsed(where: str, text: str) -> Source:
-    """JSON, if need be without its comments and trailing commas; raises `ConfigError`."""
+    """JSON, if need be without its comments and trailing commas, or Hjson; or `ConfigError`."""
     try:
         raw, repeated = json_and_repeated(text)
     except (ValueError, RecursionError):
         try:
             raw, repeated = json_and_repeated(_plain(text))
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{where}: not valid JSON: {error}") from error
+            raw, repeated = _hjson(where, text, error)
     if not isinstance(raw, dict):
         raise ConfigError(f"{where}: not a configuration", because="it is not keys and values")
     return Source(where, raw, tuple(repeated))
+
+
+def _hjson(where: str, text: str, problem: Exception) -> tuple[Any, list[str]]:
+    """What a text says that is not JSON: see `problem`."""
+    try:
+        library = importlib.import_module("hjson")
+    except ImportError:
+        raise ConfigError(
+            f"{where}: not valid JSON: {problem}",
+            because="if it is Hjson: the package that reads it is not installed",
+            remedy="pip install hjson; or write it as JSON, comments and trailing commas may stay",
+        ) from problem
+    try:
+        return json_and_repeated(text, library.loads)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: neither JSON ({problem}) nor Hjson ({error})") from error
 
 
 def _plain(text: str) -> str:

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <random>
 #include <vector>
 
@@ -31,12 +32,13 @@ TEST(crc32c_known_vectors) {
 
 TEST(crc32c_equals_the_definition) {
   std::mt19937 random(1);
-  std::vector<uint8_t> bytes(3 * 3 * 4096 + 3 * 256 + 77);
+  std::vector<uint8_t> bytes(3 * 65536 + 3 * 3 * 4096 + 3 * 256 + 77);
   for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random());
   const size_t full = bytes.size();
   for (const size_t length :
        {size_t{1}, size_t{7}, size_t{8}, size_t{255}, size_t{767}, size_t{768}, size_t{769},
-        size_t{12287}, size_t{12288}, size_t{12289}, size_t{13056}, full - 5}) {
+        size_t{12287}, size_t{12288}, size_t{12289}, size_t{13056}, size_t{196607}, size_t{196608},
+        size_t{196609}, full - 5}) {
     for (const size_t begin : {size_t{0}, size_t{1}, size_t{5}}) {
       if (begin + length > full) continue;
       const uint32_t expected = by_bits(bytes, begin, begin + length);
@@ -44,6 +46,10 @@ TEST(crc32c_equals_the_definition) {
       CHECK(crc32c_by_table(&bytes[begin], length) == expected);
       const size_t half = length / 2;
       CHECK(crc32c(&bytes[begin + half], length - half, crc32c(&bytes[begin], half)) == expected);
+      std::vector<uint8_t> copy(length + 2, 0xAA);
+      CHECK(crc32c_copy(&copy[1], &bytes[begin], length) == expected);
+      CHECK(copy.front() == 0xAA && copy.back() == 0xAA);
+      CHECK(std::equal(copy.begin() + 1, copy.end() - 1, &bytes[begin]));
     }
   }
 }

@@ -1,0 +1,37 @@
+"""Train a model that need not fit the GPU, nor RAM: `python examples/quickstart.py`.
+
+Meant for one GPU of any size and a fast drive; runs on any CPU in seconds. Make it larger:
+`width, depth = 8192, 60` is 32 billion parameters, 390 GB of state, on disk.
+"""
+
+import tempfile
+
+import torch
+from torch import nn
+
+import infinity
+
+width, depth = 256, 8
+device = "cuda" if torch.cuda.is_available() else "cpu"
+
+with infinity.Init():  # no memory is taken until the engine takes over
+    blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)]
+    model = nn.Sequential(*blocks, nn.Linear(width, 10))
+
+config = {
+    "nvme_path": tempfile.mkdtemp(),  # a directory on your fastest drive
+    "homes": {"weights": "disk", "moments": "disk"},  # or leave it out: the plan decides
+    "precision": "bf16" if device == "cuda" else "fp32",
+    "optimizer": {"type": "AdamW", "lr": 3e-3},
+}
+engine, *_ = infinity.initialize(model, config)
+print(engine.plan.describe())
+
+x = torch.randn(64, width, generator=torch.Generator().manual_seed(0))
+y = x[:, :10].argmax(dim=1)
+for step in range(20):
+    loss = nn.functional.cross_entropy(engine(x.to(device)).float(), y.to(device))
+    engine.backward(loss)
+    engine.step()
+    print(f"step {step + 1:2d}  loss {loss.item():.4f}")
+engine.close()

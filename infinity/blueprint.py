@@ -1,0 +1,209 @@
+"""What is settled before anything is allocated: parameter groups, limits, the plan."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.config import Config
+from infinity.config_optimizer import OptimizerConfig
+from infinity.cutting import AUTO_DEVICE_BUDGET, PROCESS_BASE_BYTES, Cut
+from infinity.errors import ConfigError
+from infinity.formats import MomentFormat
+from infinity.heap import return_freed_memory
+from infinity.memory.device import Device
+from infinity.memory.durable_runs import find_run, model_facts
+from infinity.memory.reservations import PROCESS
+from infinity.model.presence import ParameterMap
+from infinity.optim.built_in import BuiltInRule
+from infinity.optim.guest import GuestRule
+from infinity.optim.guest_probe import GuestMaker, open_guest
+from infinity.optim.offloaded import OffloadedOptimizer
+from infinity.optim.standalone_rule import built_in_of
+from infinity.optim.tiles import Rule
+from infinity.plan.layout import Tier, UnitLayout
+from infinity.plan.machine import default_host_budget_bytes, read_machine
+from infinity.plan.plan import Plan, RuleFacts
+from infinity.plan.planner import gradient_itemsize, make_plan
+from infinity.plan.rates import Rates
+from infinity.plan.reserve import Limits
+
+_TRAINABLE = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse what cannot be owned: owned modules, several processes."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1") or 1)
+    if world_size > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={world_size}: several processes are not supported yet",
+            remedy="run one process, without a launcher (unset WORLD_SIZE)",
+        )
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        if isinstance(module._parameters, ParameterMap):
+            raise ConfigError(
+                f"module {name or 'model'!r} is owned by another engine",
+                remedy="close that engine first",
+            )
+
+
+def make_optimizer(
+    model: nn.Module,
+    config: Config,
+    model_parameters: Iterable[Any] | None,
+    given: torch.optim.Optimizer | GuestMaker | None = None,
+    *,
+    trains: bool = True,
+) -> OffloadedOptimizer:
+    """`engine.optimizer` over the given parameters or groups, else over all that require grad.
+
+    `given` is what `initialize(optimizer=...)` got; without it the config's rule is used. Over no
+    parameter at all if nothing is given and no parameter requires grad, or `trains` is false.
+    """
+    settings = config.optimizer
+    if model_parameters is not None:
+        model_parameters = list(model_parameters)
+    if isinstance(given, torch.optim.Optimizer):
+        if model_parameters is not None:
+            _check_same(given, model_parameters)
+        model_parameters = given.param_groups
+    if model_parameters is None:
+        groups: list[Any] = [p for p in model.parameters() if p.requires_grad] if trains else []
+        if not groups and given is None:
+            rule = BuiltInRule("SGD")
+            nothing = {**OptimizerConfig(type="SGD").parameters(), "params": []}
+            return OffloadedOptimizer([nothing], {}, rule=rule)
+    else:
+        groups = model_parameters
+    flat = _flat(groups)
+    if not flat:
+        raise ConfigError(
+            "there is an optimizer, and no parameter for it",
+            remedy="call requires_grad_(True) on what should be trained before initialize()",
+        )
+    own = {id(p) for p in model.parameters()}
+    for parameter in flat:
+        if id(parameter) not in own:
+            raise ConfigError("model_parameters holds a parameter the model does not have")
+        if parameter.dtype not in _TRAINABLE:
+            raise ConfigError(
+                f"a trained parameter has dtype {parameter.dtype}",
+                remedy="train float32, bfloat16 or float16 parameters; freeze the others",
+            )
+    if given is None:
+        built_in = BuiltInRule(settings.type, MomentFormat(settings.moments))
+        return OffloadedOptimizer(groups, settings.parameters(), rule=built_in)
+    if settings.model_fields_set:
+        raise ConfigError(
+            "the config has an optimizer section, but initialize() got an optimizer as well",
+            because=f"optimizer.{sorted(settings.model_fields_set)[0]} would not be used",
+            remedy="leave one of them out",
+        )
+    if groups and not isinstance(groups[0], dict):
+        groups = [{"params": groups}]
+    same_rule = built_in_of(given, groups)
+    if same_rule is not None:
+        return OffloadedOptimizer(same_rule.groups, same_rule.defaults, rule=same_rule.rule)
+    facts = open_guest(given, groups)
+    return OffloadedOptimizer(facts.groups, facts.defaults, rule=GuestRule(facts))
+
+
+def _flat(groups: Iterable[Any]) -> list[Any]:
+    """The parameters of parameters or groups of them."""
+    return [p for g in groups for p in (g["params"] if isinstance(g, dict) else [g])]
+
+
+def _check_same(given: torch.optim.Optimizer, model_parameters: Iterable[Any]) -> None:
+    """An optimizer object has its parameters: others that came beside it must not differ."""
+    ours = {id(p) for p in _flat(given.param_groups)}
+    theirs = {id(p): p for p in _flat(model_parameters)}
+    missing = [p for key, p in theirs.items() if key not in ours and p.requires_grad]
+    extra = ours - theirs.keys()
+    if missing or extra:
+        raise ConfigError(
+            f"the optimizer holds {len(ours)} parameters, model_parameters are {len(theirs)}: "
+            f"{len(missing)} that require grad are not in the optimizer, {len(extra)} of the "
+            "optimizer not in model_parameters",
+            remedy="leave model_parameters out, or give optimizer=lambda groups: ...",
+        )
+
+
+def limits_for(config: Config, device: Device, model: nn.Module) -> Limits:
+    """Budgets: given or derived, less what other engines of this process hold.
+
+    The process keeps what it holds now, but for parameters; buffers on meta it will come to hold.
+    """
+    return_freed_memory()
+    machine = read_machine(config.nvme_path)
+    held = PROCESS.total("host") + (PROCESS.total("device") if device.unified else 0)
+    storages = [p.untyped_storage() for p in model.parameters() if not p.is_meta]
+    ours = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    coming = sum(b.nbytes for b in model.buffers() if b.is_meta) if device.unified else 0
+    base = machine.own_rss_bytes - sum(ours.values()) - held + coming
+    host = config.budget.host or default_host_budget_bytes(machine)
+    if config.budget.host and config.budget.host > machine.host_ram_bytes:
+        raise ConfigError(
+            f"budget.host is {config.budget.host} bytes, but this process may use at most "
+            f"{machine.host_ram_bytes}",
+            because="the machine's RAM, or a cgroup's limit, is smaller",
+            remedy="lower budget.host, or leave it out",
+        )
+    memory = device.memory_bytes()
+    device_budget = config.budget.device
+    if device_budget is None and memory is not None:
+        device_budget = int(memory * AUTO_DEVICE_BUDGET)
+    if device_budget is not None:
+        device_budget = max(device_budget - PROCESS.total("device"), 0)
+    base = max(base, 0 if held else PROCESS_BASE_BYTES)  # another engine counts the process
+    made = max((p.nbytes for p in model.parameters() if p.is_meta), default=0)
+    return Limits(device_budget, max(host - held, 0), config.budget.disk, base, made)
+
+
+def largest_trained_of(layouts: Iterable[UnitLayout]) -> int:
+    """Elements of the largest trained parameter."""
+    return max((s.numel for layout in layouts for s in layout.trained_segments), default=0)
+
+
+def facts_of(rule: Rule, layouts: Iterable[UnitLayout]) -> RuleFacts:
+    """What the plan needs to know of the update rule."""
+    return RuleFacts(
+        name=rule.name,
+        moments=rule.moments,
+        whole=rule.whole,
+        tile_elements=rule.tile_elements(largest_trained_of(layouts)),
+        notes=rule.notes,
+    )
+
+
+def plan_for(
+    model: nn.Module, cut: Cut, config: Config, device: Device, rule: Rule, rates: Rates | None
+) -> Plan:
+    """The plan of one engine on this machine; `rates` as `make_plan` takes them."""
+    limits = limits_for(config, device, model)
+    facts = facts_of(rule, cut.layouts)
+    run = None
+    if config.durable:
+        here = model_facts(cut.layouts, config.precision, facts, gradient_itemsize(config))
+        run = find_run(config.nvme_path, config.resume, here)
+    reason = "" if device.unified else device.why_no_kernels()
+    plan = make_plan(
+        cut.layouts,
+        config,
+        limits,
+        unified=device.unified,
+        rule=facts,
+        device_kernels=reason is None,
+        rates=rates,
+        stored=run.stored if run is not None else None,
+    )
+    if reason and Tier.DEVICE in {homes.state for homes in plan.homes}:
+        note = f"state that rests on the device is updated by the host, slower: {reason}"
+        plan = replace(plan, notes=(*plan.notes, note))
+    return plan

@@ -1,0 +1,64 @@
+"""`infinity init`: a configuration to start from, with comments."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from infinity.cli.ending import command, say
+from infinity.cli.presets import PRESETS
+from infinity.errors import ConfigError, MachineError
+
+_DEFAULT = "tiny-cpu"
+_LIST = "; ".join(f"{name}: {preset.summary}" for name, preset in PRESETS.items())
+
+
+def init(
+    preset: Annotated[str, typer.Option("--preset", metavar="NAME", help=f"{_LIST}.")] = _DEFAULT,
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FILE", help="Where to write it; - is stdout.")
+    ] = Path("train.yaml"),
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+) -> None:
+    """Write a configuration for `infinity train`, with comments that say what to change.
+
+    Exits with 2 for a preset that is not known, or a file that is there already.
+    """
+    with command():
+        if preset not in PRESETS:
+            near = difflib.get_close_matches(preset, PRESETS, n=1, cutoff=0.4)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"there is no preset {preset!r}{hint}", remedy=f"--preset {', '.join(PRESETS)}"
+            )
+        if str(out) == "-":
+            print(preset_text(preset, "train.yaml"), end="", flush=True)
+            return
+        out = out.expanduser()
+        _write(out, preset_text(preset, str(out)), force)
+        say(f"wrote {out} ({PRESETS[preset].summary}); read it, then: infinity train {out}")
+
+
+def preset_text(name: str, file: str) -> str:
+    """The text of a preset; `file` is what it will be called."""
+    return PRESETS[name].text().replace("{file}", file)
+
+
+def _write(path: Path, text: str, force: bool) -> None:
+    if path.suffix.lower() not in (".yaml", ".yml"):
+        raise ConfigError(f"{path}: the name must end in .yaml", remedy="--out train.yaml")
+    flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if force else os.O_EXCL)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(os.open(path, flags, 0o644), "w", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(
+            f"{path} is there already", remedy="--out another name, or --force replaces it"
+        ) from None
+    except OSError as error:
+        raise MachineError(f"{path} cannot be written: {error.strerror}") from error

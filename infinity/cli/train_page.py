@@ -1,0 +1,172 @@
+"""What `infinity train` shows: a line that moves on a terminal, a few plain lines elsewhere."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from infinity.cli.screen import Page
+from infinity.sizes import format_count, format_duration, format_size
+
+if TYPE_CHECKING:
+    from infinity.runs.preparation import Prepared
+    from infinity.runs.watcher import Result, StepFacts
+
+PLAIN_INTERVAL_S = 5.0
+_STALLS = {"disk_read": "read", "slot": "slots", "gradient": "gradients"}
+
+
+class TrainPage:
+    """Follows one run on stderr; implements `infinity.runs.watcher.Watcher`."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+        self._page = Page()
+        self._live = self._console.is_terminal
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._shown_at_s = 0.0
+        self._work = ""
+        self.begun = False
+        """Whether steps are being made."""
+        self.signum = 0
+        """The signal that asked to stop; 0 for none."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.pause()
+
+    # --- before training -------------------------------------------------------------------------
+
+    def progress(self, done_bytes: int, total_bytes: int, what: str) -> None:
+        """How far something long is; with `what` of another kind another line begins."""
+        kind = what.partition(":")[0]
+        finished = done_bytes >= total_bytes
+        text = f"{what}: {format_size(done_bytes)} of {format_size(total_bytes)}"
+        if kind != self._work:
+            self.pause()
+            self._work = kind
+        if self._live:
+            self._show(text, done_bytes, total_bytes)
+        elif finished or time.monotonic() - self._shown_at_s > PLAIN_INTERVAL_S:
+            self._line(text)
+        if finished:
+            self.pause()
+
+    def question(self, prepared: Prepared) -> None:
+        """What is going to be done, with the numbers."""
+        tokens, windows = prepared.train.corpus.num_tokens, len(prepared.train)
+        self.note(
+            f"{prepared.facts.name}: {format_count(tokens)} tokens, {windows:,} windows of "
+            f"{prepared.length:,} to train on"
+            + (f", {len(prepared.evaluate):,} held out" if prepared.evaluate is not None else "")
+            + f"; {prepared.steps:,} steps of {prepared.tokens_per_step:,} tokens, "
+            f"{prepared.steps * prepared.windows_per_step / windows:.3g} epochs"
+        )
+
+    # --- a watcher -------------------------------------------------------------------------------
+
+    def begin(self, done: int, num_steps: int) -> None:
+        """Training begins."""
+        self.pause()
+        self.begun = True
+
+    def step(self, facts: StepFacts) -> None:
+        """One step."""
+        if self._live:
+            self._show(format_step(facts), facts.step, facts.num_steps)
+            return
+        edge = facts.step in (1, facts.num_steps)
+        if edge or time.monotonic() - self._shown_at_s > PLAIN_INTERVAL_S:
+            self._line(format_step(facts))
+
+    def evaluated(self, step: int, loss: float) -> None:
+        """A held-out loss."""
+        self.note(f"step {step}: held-out loss {loss:.4f}")
+
+    def saved(self, path: Path, what: str) -> None:
+        """A file or directory."""
+        self.note(f"{what}: {path}")
+
+    def note(self, text: str) -> None:
+        """A line of its own."""
+        self._console.print(text)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a signal has asked for it."""
+        return bool(self.signum)
+
+    def ask_to_stop(self, signum: int) -> None:
+        """From a signal handler."""
+        self.signum = signum
+        name = signal.Signals(signum).name
+        self._console.print(f"{name}: finishing this step, then saving; once more stops at once")
+
+    # --- after training --------------------------------------------------------------------------
+
+    def closing(self, result: Result, directory: Path) -> None:
+        """What came of it."""
+        self.pause()
+        if result.stopped:
+            return
+        rows = [["steps", f"{result.steps:,}"], ["tokens", f"{result.tokens:,}"]]
+        if result.loss is not None:
+            rows.append(["loss of the last step", f"{result.loss:.4f}"])
+        if result.evaluation is not None:
+            before = result.evaluation_before
+            told = "" if before is None else f" ({before:.4f} at the beginning)"
+            rows.append(["held-out loss", f"{result.evaluation:.4f}{told}"])
+        if result.model is not None:
+            rows.append(["model", str(result.model)])
+        self._page.table(f"{directory}: done", ["", ""], rows)
+
+    def pause(self) -> None:
+        """Leave the moving line as it is, so that something else can be printed."""
+        if self._progress is not None:
+            progress, self._progress, self._task = self._progress, None, None
+            progress.stop()
+
+    def _line(self, text: str) -> None:
+        self._shown_at_s = time.monotonic()
+        self._console.print(text)
+
+    def _show(self, text: str, done: int, total: int) -> None:
+        if self._progress is None:
+            self._progress = Progress(
+                BarColumn(bar_width=20),
+                TextColumn("{task.description}", markup=False),
+                console=self._console,
+            )
+            self._progress.start()
+            self._task = self._progress.add_task(text, total=total)
+        assert self._task is not None
+        self._progress.update(self._task, description=text, completed=done, total=total)
+
+
+def format_step(facts: StepFacts) -> str:
+    """The line of a step."""
+    width = len(str(facts.num_steps))
+    skipped = "  skipped: gradients are not finite" if facts.skipped else ""
+    return (
+        f"step {facts.step:>{width}}/{facts.num_steps}  loss {facts.loss:.4f}  "
+        f"lr {facts.lr:.2e}  {facts.tokens_per_s:,.0f} tokens/s  "
+        f"{format_stalls(facts.stall_s, facts.step_s)}  left {format_duration(facts.left_s)}"
+        f"{skipped}"
+    )
+
+
+def format_stalls(stall_s: Mapping[str, float], step_s: float) -> str:
+    """The share of a step that was spent waiting, by cause, largest first."""
+    shares = {name: seconds / step_s for name, seconds in stall_s.items() if step_s > 0}
+    shown = sorted(((s, name) for name, s in shares.items() if s >= 0.005), reverse=True)
+    parts = [f"{_STALLS.get(name, name)} {share:.0%}" for share, name in shown]
+    return "stall " + (", ".join(parts) or "none")

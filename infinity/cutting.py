@@ -1,0 +1,121 @@
+"""From a model's shapes to its units, and to the case that a plan is made from; without torch.
+
+A model is a module, or an outline of one: `infinity plan` cuts what was never built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from infinity.config import Config
+from infinity.formats import MomentFormat
+from infinity.model.cut import Cutter, UnitCut, UnitSpec
+from infinity.model.outline import Outline
+from infinity.model.target import Target
+from infinity.optim.hypers import rule_facts
+from infinity.plan.case import Case
+from infinity.plan.cost import Work
+from infinity.plan.layout import PRECISIONS, ParameterFacts, UnitLayout, lay_out
+from infinity.plan.machine_file import PlanMachine
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Groups: TypeAlias = list[dict[str, Any]]  # an optimizer's `param_groups`
+
+PROCESS_BASE_BYTES = 320 << 20  # torch imported and one matmul done
+AUTO_DEVICE_BUDGET = 0.9  # of the device memory that is free at start
+_CASTABLE = ("float32", "float16", "bfloat16", "float64")
+
+
+@dataclass
+class Cut:
+    """The module's parameters, and the units they were cut into.
+
+    `dtype_names` are torch's names of what parameters are while they compute.
+    """
+
+    names: list[str]
+    parameters: list[nn.Parameter]
+    trained: list[bool]
+    dtype_names: list[str]
+    units: list[UnitCut]
+    layouts: tuple[UnitLayout, ...]
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """The same as torch's dtypes."""
+        import torch
+
+        return [getattr(torch, name) for name in self.dtype_names]
+
+
+def groups_of(model: nn.Module | Outline, config: Config) -> Groups:
+    """All that requires grad in one group, as an optimizer of the configuration would have it.
+
+    A real optimizer would make torch import its compiler.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [{"params": trained, **config.optimizer.parameters()}]
+
+
+def cut_model(
+    model: nn.Module | Outline,
+    config: Config,
+    groups: Groups,
+    units: Sequence[UnitSpec] | None,
+) -> Cut:
+    """Cut into units and lay them out; trained is what the optimizer's groups hold."""
+    cutter = Cutter(model)
+    precision = PRECISIONS[config.precision]
+    group_of = {id(p): g for g, group in enumerate(groups) for p in group["params"]}
+    facts: list[ParameterFacts] = []
+    for index, p in enumerate(cutter.parameters):
+        dtype, itemsize = str(p.dtype).removeprefix("torch."), p.nbytes // max(p.numel(), 1)
+        if dtype in _CASTABLE:
+            dtype, itemsize = precision.dtype, precision.weight
+        group = group_of.get(id(p), -1)
+        facts.append(
+            ParameterFacts(cutter.names[index], index, tuple(p.shape), dtype, p.numel(), itemsize,
+                           group >= 0, group)
+        )  # fmt: skip
+    cuts = cutter.cut(units)
+    layouts = tuple(
+        lay_out(index, cut.name, [facts[i] for i in cut.parameters], precision)
+        for index, cut in enumerate(cuts)
+    )
+    trained, names = [fact.trained for fact in facts], [fact.dtype for fact in facts]
+    return Cut(cutter.names, cutter.parameters, trained, names, cuts, layouts)
+
+
+def case_for(
+    target: Target,
+    cut: Cut,
+    groups: Groups,
+    config: Config,
+    machine: PlanMachine,
+    tokens: int,
+    *,
+    recompute: bool,
+    base: int = PROCESS_BASE_BYTES,
+    made: int,
+) -> Case:
+    """The case of a model in units on a machine, with `tokens` in a micro-batch.
+
+    `base` and `made` are bytes, see `plan.reserve.Limits`.
+    """
+    form = MomentFormat(config.optimizer.moments)
+    return Case(
+        units=cut.layouts,
+        config=config,
+        machine=machine,
+        work=Work(tokens, recompute, target.lookups, target.shares),
+        rule=rule_facts(config.optimizer.type, groups, form),
+        heads=target.heads,
+        base=base,
+        made=made,
+        device_share=AUTO_DEVICE_BUDGET,
+    )

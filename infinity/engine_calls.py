@@ -1,0 +1,326 @@
+"""Engine calls that scripts written for DeepSpeed make, with DeepSpeed's meaning."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from infinity.engine_batch import EngineBatch
+from infinity.errors import ConfigError, InfinityWarning, TrainingError
+from infinity.plan.layout import Tier
+from infinity.training.state_dict import StateDict
+from infinity.training.state_places import (
+    OffloadDevice,
+    OffloadStateTypeEnum,
+    places_of,
+    refuse_to_move,
+)
+
+_PICKLED = (".bin", ".pt", ".pth")
+
+
+class EngineCalls(EngineBatch):
+    """The part of `Engine` that DeepSpeed's users know; see docs/migrating-from-deepspeed.md."""
+
+    # What became of each key, where the configuration was DeepSpeed's: `Translation`, else None.
+    translation: Any = None
+    # The configuration as `initialize` got it, and the loader that it made.
+    config: Any = None
+    training_dataloader: Any = None
+
+    global_rank = local_rank = 0
+    world_size = dp_world_size = mp_world_size = 1
+
+    if not TYPE_CHECKING:  # for a type checker an engine has only what it has itself
+
+        def __getattr__(self, name: str) -> Any:
+            """What an engine does not have is the module's."""
+            module = self.__dict__.get("module")
+            if module is None or name.startswith("__"):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            try:
+                return getattr(module, name)
+            except AttributeError:
+                raise AttributeError(
+                    f"neither {type(self).__name__} nor its module, a {type(module).__name__}, "
+                    f"has {name!r}"
+                ) from None
+
+    # --- accumulation ----------------------------------------------------------------------------
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-batch is the last of its window: `step()` would update."""
+        return self._window.is_boundary(self.micro_step)
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say by hand whether the current micro-batch is the last, from now on; None: count again.
+
+        A window may then be longer or shorter than `gradient_accumulation_steps`, by which losses
+        are divided all the same, unless `backward(scale_wrt_gas=False)`. `step()` may be called for
+        the last micro-batch only. Where gradients rest in 16 bits (`gradient_accumulation_steps`
+        of 1) a second micro-batch is refused: its sum would lose bits.
+        """
+        self._check_usable()
+        self._window.boundary = None if is_boundary is None else bool(is_boundary)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """No micro-batch in the block is the last of its window; `step()` is refused in it."""
+        self._check_usable()
+        self._window.no_sync += 1
+        try:
+            yield
+        finally:
+            self._window.no_sync -= 1
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """For several backwards before a step: nothing is reduced here, so nothing is put off."""
+        self._check_usable()
+        yield
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Nothing to do: there is one process."""
+
+    # --- what the optimizer does -----------------------------------------------------------------
+
+    def get_global_grad_norm(self) -> float | None:
+        """Gradient norm of the last step, before clipping; None before the first."""
+        return self.grad_norm
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` updated parameters: at a boundary, and not skipped."""
+        return self._window.updated
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """The momentum of each parameter group, or its betas."""
+        groups = self.optimizer.param_groups
+        return [group.get("momentum", group.get("betas")) for group in groups]
+
+    # --- what was chosen -------------------------------------------------------------------------
+
+    def fp16_enabled(self) -> bool:
+        """Whether the run computes in fp16, with loss scaling."""
+        return self.plan.precision.name == "fp16"
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the run computes in bf16."""
+        return self.plan.precision.name == "bf16"
+
+    def amp_enabled(self) -> bool:
+        """No: apex is not used."""
+        return False
+
+    def zero_optimization(self) -> bool:
+        """Whether the DeepSpeed configuration named a stage above 0."""
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_stage(self) -> int:
+        """The stage that the DeepSpeed configuration named, which changes nothing here, else 0."""
+        rows = () if self.translation is None else self.translation.rows
+        given = [row.given for row in rows if row.key == "zero_optimization.stage"]
+        return int(given[0]) if given and given[0] not in (None, "auto") else 0
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether that stage is 2 or 3."""
+        return self.zero_optimization_stage() >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether that stage is 3."""
+        return self.zero_optimization_stage() >= 3
+
+    def zero_offload_optimizer(self) -> OffloadDevice | None:
+        """Where the plan lets optimizer state rest: `.device` is cpu or nvme; None: not away."""
+        return OffloadDevice.of({homes.state for homes in self.plan.homes})
+
+    def zero_offload_param(self) -> OffloadDevice | None:
+        """Where the plan lets weights rest; as `zero_offload_optimizer`."""
+        return OffloadDevice.of({homes.weight for homes in self.plan.homes})
+
+    def zero_cpu_offload(self) -> bool:
+        """Whether the plan lets any optimizer state rest in RAM."""
+        return any(homes.state is Tier.HOST for homes in self.plan.homes)
+
+    def zero_has_nvme_offload(self) -> bool:
+        """Whether the plan lets anything rest on disk."""
+        return any(self.plan.memory["disk"].values())
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Yes: weights are always saved whole."""
+        return True
+
+    # --- one process -----------------------------------------------------------------------------
+
+    def get_data_parallel_rank(self) -> int:
+        """0."""
+        return 0
+
+    def get_model_parallel_rank(self) -> int:
+        """0."""
+        return 0
+
+    def get_data_parallel_world_size(self) -> int:
+        """1."""
+        return 1
+
+    def get_sequence_parallel_world_size(self) -> int:
+        """1."""
+        return 1
+
+    def get_data_parallel_group(self) -> None:
+        """None: no process group is made."""
+
+    def get_sequence_parallel_group(self) -> None:
+        """None: no process group is made."""
+
+    # --- values ----------------------------------------------------------------------------------
+
+    def module_state_dict(
+        self,
+        destination: dict[str, Tensor] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Tensor]:
+        """All values of the module at once, on the CPU, in the dtype it computes in.
+
+        For one at a time: `state_dict()`. `keep_vars` is not looked at: values are copies.
+        """
+        state = self._state(exclude_frozen=exclude_frozen_parameters)
+        target = {} if destination is None else destination
+        target.update({prefix + name: state[name] for name in state})
+        return target
+
+    def load_module_state_dict(
+        self,
+        state_dict: Mapping[str, Tensor],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """`load_state_dict`; `custom_load_fn(src=, dst=)` gets the module, its values at hand."""
+        if custom_load_fn is None:
+            self.load_state_dict(state_dict, strict=strict)
+            return
+        with self.materialized(self.module):
+            custom_load_fn(src=state_dict, dst=self.module)
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor]:
+        """`module_state_dict()`, by the name under which accelerate asks for it."""
+        return self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str | None = None,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save the weights as they compute, as `save_weights` does: safetensors, shard by shard.
+
+        With a `save_filename` that ends in .bin, .pt or .pth one file for `torch.load`, which
+        takes RAM for all weights at once. Raises `ConfigError` for other names.
+        """
+        state = self._state(exclude_frozen=exclude_frozen_parameters)
+        directory = Path(save_dir).expanduser()
+        if save_filename is None:
+            state.save(directory, None, "5GiB")
+        elif save_filename.endswith(_PICKLED):
+            directory.mkdir(parents=True, exist_ok=True)
+            torch.save({name: state[name] for name in state}, directory / save_filename)
+        else:
+            raise ConfigError(
+                f"save_filename is {save_filename!r}",
+                remedy="leave it out for model.safetensors, in shards of 5 GiB; or a name that "
+                f"ends in {', '.join(_PICKLED)}",
+            )
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def _state(self, *, exclude_frozen: bool) -> StateDict:
+        state = self.state_dict()
+        if not exclude_frozen:
+            return state
+        required = {i for i, p in enumerate(self._parts.cut.parameters) if p.requires_grad}
+        kept = {name: i for name, i in state.parameters.items() if i in required}
+        return StateDict(self._values, kept, state.buffers, master=False)
+
+    # --- memory ----------------------------------------------------------------------------------
+
+    def compile(
+        self,
+        backend: str = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile every block's forward, when it is first called in training mode.
+
+        `compile_kwargs` go to `torch.compile`. The rest of the model runs as it is; weights go on
+        being moved. `schedule` and compiled autograd are not used, and a warning says so.
+
+        Raises `ConfigError` where there is no block to compile, or for CUDA graphs.
+        """
+        self._check_usable()
+        if schedule is not None or compiled_autograd_enabled:
+            warnings.warn(
+                "engine.compile() does not use schedule and compiled_autograd_enabled",
+                InfinityWarning,
+                stacklevel=2,
+            )
+        self._parts.forwards.compile_units(backend=backend, **(compile_kwargs or {}))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether blocks are, or will be, compiled."""
+        return self._parts.forwards.num_compiled > 0
+
+    def empty_partition_cache(self) -> None:
+        """Nothing to do: device memory is what the plan reserved, and nothing is cached beside."""
+
+    def offload_states(
+        self,
+        include: Any = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Ends with all states in `include` (default: all) off the compute device, or raises.
+
+        Where the plan keeps them in RAM or on disk anyway, or the CPU computes, that is so when
+        everything owed is written; then this waits for it. What the plan reserved on a GPU stays
+        there as long as the engine lives: `ConfigError` says how much and how to plan otherwise.
+        """
+        self._check_usable()
+        refuse_to_move(self.plan, include, device)
+        self.settle()
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Nothing to do: `offload_states` took nothing from where it is needed."""
+        self._check_usable()
+
+    def get_state_devices(self, state: OffloadStateTypeEnum) -> set[Any]:
+        """Where a kind of state rests: torch devices, and "disk"."""
+        return places_of(self.plan, self.device, state)
+
+    def _check_trains(self, what: str) -> None:
+        if not any(self._parts.cut.trained):
+            raise TrainingError(
+                f"{what} of an engine for inference",
+                because="no parameter has optimizer state: the model was frozen, or initialize() "
+                "got neither an optimizer section nor an optimizer",
+                remedy="give one, and requires_grad_(True) before initialize()",
+            )

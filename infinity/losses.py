@@ -1,0 +1,177 @@
+"""Losses that never hold all logits of a large vocabulary.
+
+`chunked_cross_entropy(hidden, weight, labels)` is
+`F.cross_entropy(F.linear(hidden, weight).float(), labels)` over chunks of tokens. Each chunk's
+logits are made, reduced to a loss and turned into gradients at once, in the forward; so there is
+no recomputation, and of all logits one chunk exists at a time.
+
+Memory beside the inputs: one chunk of logits (chunk_size * vocabulary, in the compute dtype and
+twice in fp32), and what is kept for backward: the gradient of `hidden`, in its dtype, and that of
+`weight`, in fp32 (each chunk's product is rounded to the compute dtype, their sum is not). FLOPs
+are those of the plain loss: 2 products forward and 4 backward per token, hidden and vocabulary;
+all of them in the forward.
+
+In a model whose weights are moved by an engine, call it inside a module's forward, with the
+weight reached for there: `chunked_cross_entropy(x, self.head.weight, labels)`. The gradients are
+made while the weight is there; backward only scales them, and needs no weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from infinity.errors import TrainingError
+
+CHUNK_TOKENS = 1024
+
+Reduction = Literal["mean", "sum"]
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    chunk_size: int = CHUNK_TOKENS,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """The cross entropy of `softcap * tanh((hidden @ weight.T + bias) / softcap)`; fp32 scalar.
+
+    `hidden` is (..., width), `labels` (...) of integers below the vocabulary or `ignore_index`;
+    `weight` is (vocabulary, width), `bias` (vocabulary,). Without `softcap` logits are as they
+    are. Products are in the dtype of `hidden`, all else in fp32. "mean" is over labels that count,
+    and NaN where none does, as in torch; for gradient accumulation over micro-batches of different
+    lengths take "sum" and divide.
+
+    Raises `TrainingError` for shapes that do not fit, before anything is computed.
+    """
+    _check(hidden, weight, labels, bias, chunk_size, reduction)
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    elif hidden.dtype is not weight.dtype:
+        raise TrainingError(
+            f"hidden is {hidden.dtype}, weight {weight.dtype}", remedy="cast one of them"
+        )
+    options = (chunk_size, ignore_index, label_smoothing, softcap, reduction)
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    apply: Any = _ChunkedCrossEntropy.apply
+    loss: Tensor = apply(flat, weight, bias, labels.reshape(-1), options)
+    return loss
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    chunk_size: int,
+    reduction: str,
+) -> None:
+    wrong = None
+    if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
+        wrong = f"hidden {tuple(hidden.shape)} does not fit weight {tuple(weight.shape)}"
+    elif hidden.shape[:-1] != labels.shape:
+        wrong = f"hidden {tuple(hidden.shape)} does not fit labels {tuple(labels.shape)}"
+    elif bias is not None and bias.shape != weight.shape[:1]:
+        wrong = f"bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}"
+    elif labels.is_floating_point() or labels.dtype is torch.bool:
+        wrong = f"labels are {labels.dtype}, not indices"
+    elif chunk_size < 1:
+        wrong = f"chunk_size is {chunk_size}"
+    elif reduction not in ("mean", "sum"):
+        wrong = f"reduction is {reduction!r}"
+    if wrong is not None:
+        raise TrainingError(
+            f"chunked_cross_entropy: {wrong}",
+            remedy="give hidden (..., width), weight (vocabulary, width), labels (...)",
+        )
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Makes gradients in its forward; its backward scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        options: tuple[int, int, float, float | None, Reduction],
+    ) -> Tensor:
+        size, ignore_index, smoothing, softcap, reduction = options
+        wants = [t is not None and t.requires_grad for t in (hidden, weight, bias)]
+        grad_hidden = torch.empty_like(hidden) if wants[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants[1] else None
+        grad_bias = torch.zeros(weight.shape[0], device=weight.device) if wants[2] else None
+        total = torch.zeros((), device=hidden.device)
+        valid = labels != ignore_index
+        # The count stays a tensor: the host must not wait for the device.
+        share = 1.0 / valid.sum().float() if reduction == "mean" else torch.ones_like(total)
+        for start in range(0, len(hidden), size):
+            rows = slice(start, start + size)
+            part, here = hidden[rows], valid[rows]
+            target = labels[rows].clamp_min(0).where(here, torch.zeros_like(labels[rows]))
+            logits = torch.nn.functional.linear(part, weight, bias).float()
+            slope = None
+            if softcap is not None:
+                ratio = torch.tanh_(logits.div_(softcap))
+                slope = 1 - ratio * ratio
+                logits = ratio.mul_(softcap)
+            loss, gradient = _loss_and_gradient(logits, target, smoothing)
+            total += (loss * here).sum()
+            if not any(wants):
+                continue
+            gradient.mul_(here.unsqueeze(1))  # divided by the count last: fp16 ends at 6e-8
+            if slope is not None:
+                gradient.mul_(slope)
+            if grad_bias is not None:
+                grad_bias += gradient.sum(0)
+            factor = gradient.to(weight.dtype)
+            if grad_hidden is not None:
+                torch.mm(factor, weight, out=grad_hidden[rows])
+            if grad_weight is not None:
+                grad_weight += factor.t() @ part
+        ctx.dtypes = weight.dtype, bias.dtype if bias is not None else None
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias, share)
+        return total * share
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        grad_hidden, grad_weight, grad_bias, share = ctx.saved_tensors
+        for_weight, for_bias = ctx.dtypes
+        scale = grads[0] * share
+        return (
+            None if grad_hidden is None else (grad_hidden.float() * scale).to(grad_hidden.dtype),
+            None if grad_weight is None else (grad_weight * scale).to(for_weight),
+            None if grad_bias is None else (grad_bias * scale).to(for_bias),
+            None,
+            None,
+        )
+
+
+def _loss_and_gradient(logits: Tensor, target: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+    """Losses of rows, and their gradients in the memory of the logits, which are used up.
+
+    With smoothing s the loss is (1 - s) * nll + s * mean over the vocabulary, as in torch.
+    """
+    peak = logits.logsumexp(1)
+    picked = logits.gather(1, target.unsqueeze(1)).squeeze(1)
+    loss = peak - picked
+    if smoothing:
+        loss = (1 - smoothing) * loss + smoothing * (peak - logits.mean(1))
+    gradient = logits.sub_(peak.unsqueeze(1)).exp_()
+    if smoothing:
+        gradient.sub_(smoothing / logits.shape[1])
+    ones = torch.full_like(picked, smoothing - 1).unsqueeze(1)
+    return loss, gradient.scatter_add_(1, target.unsqueeze(1), ones)

@@ -1,0 +1,263 @@
+"""Saved tensors that wait for backward away from the device: in a pinned pool, or on disk.
+
+[Note: what a graph holds]
+Autograd is handed an `Away`, which is no more than a number: it keeps nothing of the engine's
+memory alive. A graph may be dropped anywhere, by any thread; that its numbers are dead is seen,
+and their places are taken back, when the next tensor is saved or restored. (No finaliser: Python
+loses an interruption that strikes inside one.)
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from infinity.errors import EngineClosedError, TrainingError, TransferError
+from infinity.memory.activation_places import LABEL, ActivationPlaces, Away, Record
+from infinity.memory.device import HAPPENED, after_all
+from infinity.memory.disk import Priority
+from infinity.memory.host import HostArena
+from infinity.model.torch_private import TensorIdentity
+from infinity.plan.layout import PAGE, Tier, round_up
+from infinity.plan.saved import TRANSIT, homes_of
+
+AHEAD = 2  # tensors that are on their way back before backward asks for them
+
+
+class ActivationStore(ActivationPlaces):
+    """Takes saved tensors and gives them back; used by one thread at a time."""
+
+    # --- forward: a tensor is saved --------------------------------------------------------------
+
+    def save(self, tensor: Tensor) -> Away | None:
+        """Take a tensor that autograd saves; None where that is not for us.
+
+        Small ones, scattered ones, and what needs no gradient (masks, tables of positions) stay:
+        the latter are given to every block.
+        """
+        nbytes = tensor.numel() * tensor.element_size()
+        dense = tensor.is_contiguous() and tensor.device == self.lanes.device.torch_device
+        dense = dense and tensor.requires_grad
+        if self._arena is None or not dense or nbytes < max(self.plan.min_bytes, 1):
+            return None
+        self.tend()
+        self._drain()
+        identity = TensorIdentity(tensor)
+        number, self._next = self._next, self._next + 1
+        known = self._known.get(identity)
+        away = known() if known is not None else None
+        if away is not None:  # several blocks were given it: needed first by the last of them
+            record = self._records[away.number]
+            record.uses, record.order = record.uses + 1, number
+            return away
+        away = Away(number)
+        record = Record(
+            weakref.ref(away), number, nbytes, tensor.dtype, tensor.shape, tensor._version, identity
+        )
+        self._records[number] = record
+        home = self._home_of(nbytes)
+        self._seen.append(nbytes)
+        if not self._send(record, tensor.detach(), home):
+            away.tensor = tensor.detach()
+        self._known[identity] = weakref.ref(away)
+        self.counts.num_saved += 1
+        self.counts.bytes_in[record.home] += nbytes
+        return away
+
+    def _home_of(self, nbytes: int) -> Tier:
+        """Where the next tensor waits: as expected, else wherever there is room."""
+        index, plan = len(self._seen), self.plan
+        if index < len(self.sizes) and self.sizes[index] == nbytes:
+            return homes_of(self.sizes, plan)[index]
+        rounded = round_up(nbytes, PAGE)
+        if rounded > plan.host_bytes:
+            return Tier.DEVICE
+        if plan.offload is Tier.HOST:
+            return Tier.HOST
+        free = self._pool.free_bytes
+        return Tier.HOST if free >= (1 + TRANSIT) * rounded else Tier.DISK
+
+    def _send(self, record: Record, source: Tensor, home: Tier) -> bool:
+        """Start the way out; False where there is no room."""
+        if home is Tier.DEVICE:
+            return False
+        if home is Tier.DISK:
+            record.extent = self._disk.take(record.nbytes)
+            if record.extent is None:
+                return False
+        record.span = self._take(record.nbytes)
+        if record.span is None:
+            if record.extent is not None:
+                self._disk.give(record.extent, record.nbytes)
+                record.extent = None
+            return False
+        record.source, record.home = source, home
+        target = self._buffer(record)[: record.nbytes]
+        record.left = self.lanes.copy_out(target, _bytes(source), label=LABEL)
+        self._going.append(record)
+        self._advance(record)
+        return True
+
+    def _advance(self, record: Record, *, wait: bool = False) -> bool:
+        """Push on with the way out; whether it is over."""
+        if record.source is not None:
+            assert record.left is not None
+            if not record.left.done():
+                if not wait:
+                    return False
+                with self.lanes.stall("copy"):
+                    record.left.wait()
+            record.modified = record.source._version != record.version
+            record.source = None
+        if record.home is Tier.DISK and not record.written:
+            if record.writing is None:
+                piece = self._part(record), self._buffer(record)
+                record.writing = self.lanes.write([piece], label=LABEL)
+            if not record.writing.done() and not wait:
+                return False
+            try:
+                with self.lanes.stall("disk_write"):
+                    record.writing.wait()
+            except TransferError:
+                record.home, record.writing = Tier.HOST, None  # there it still is
+                raise
+            record.written, record.writing = True, None
+            self._retire(record)
+        if record in self._going:
+            self._going.remove(record)
+        return True
+
+    # --- backward: it is wanted ------------------------------------------------------------------
+
+    def restore(self, away: Away) -> Tensor:
+        """The saved tensor: the one that stayed, or a new one with its values.
+
+        Raises `EngineClosedError`, `TrainingError` after an interruption, or `TransferError`.
+        """
+        self.tend()
+        self._drain()
+        record = self._records.get(away.number)
+        if self._arena is None or record is None:
+            raise graph_of_closed_engine()
+        if away.tensor is not None:
+            _check_version(away.tensor._version != record.version, record.shape)
+            return away.tensor
+        if record.is_void:
+            raise TrainingError(
+                "backward through a graph whose forward was interrupted", remedy="run it again"
+            )
+        self._start(record, wait=True)
+        self._look_ahead(record)
+        self._land(record)
+        _check_version(record.modified, record.shape)
+        if not record.ready.done():
+            with self.lanes.stall("copy"):
+                self.lanes.device.compute_wait(record.ready)
+        tensor = record.fetched
+        assert tensor is not None
+        record.given = True
+        if record.uses == 1:
+            record.fetched = None
+        return tensor
+
+    def _look_ahead(self, record: Record) -> None:
+        """Start the way back of what was saved before this one."""
+        records = self._records.values()
+        before = [r for r in records if r.order < record.order and r.left and not r.given]
+        for other in sorted(before, key=lambda r: r.order)[-AHEAD:]:
+            self._start(other, wait=False)
+
+    def _start(self, record: Record, *, wait: bool) -> None:
+        """Start the way back, unless it is under way; without `wait` only where nothing waits."""
+        if record.fetched is not None or record.reading is not None:
+            return
+        if record.home is Tier.HOST:
+            self._copy_in(record)
+            return
+        if not self._advance(record, wait=wait):
+            return
+        record.span = self._take(record.nbytes, wait=wait)
+        if record.span is None:
+            if not wait:
+                return
+            rounded = round_up(record.nbytes, PAGE)
+            record.buffer = HostArena(rounded).view(0, rounded)
+        piece = self._part(record), self._buffer(record)
+        priority = Priority.URGENT if wait else Priority.NORMAL
+        record.reading = self.lanes.read([piece], priority, LABEL)
+        self._coming.append(record)
+
+    def _land(self, record: Record) -> None:
+        """Second half of disk -> device."""
+        if record.reading is None:
+            return
+        with self.lanes.stall("disk_read"):
+            record.reading.wait()
+        self._copy_in(record)
+        record.reading = None
+        self._retire(record)
+        if record in self._coming:
+            self._coming.remove(record)
+
+    def _copy_in(self, record: Record) -> None:
+        device = self.lanes.device
+        target = torch.empty(record.shape, dtype=record.dtype, device=device.torch_device)
+        # What was in the target's memory may still be computed with, and the way out under way.
+        after = after_all(device.compute_event(), record.left or HAPPENED)
+        source = self._buffer(record)[: record.nbytes]
+        record.ready = self.lanes.copy_in(_bytes(target), source, after, LABEL)
+        record.fetched = target
+
+    def tend(self) -> None:
+        """Push on what can be pushed on without waiting; called often from hooks."""
+        for record in list(self._going):
+            self._advance(record)
+        for record in list(self._coming):
+            if record.reading is not None and record.reading.done():
+                self._land(record)
+
+    def _take(self, nbytes: int, *, wait: bool = True) -> int | None:
+        """A span of the pool; with `wait` after whatever will make room for it."""
+        while True:
+            self._drain()
+            self._reap()
+            span = self._pool.take(nbytes)
+            if span is not None or not wait:
+                return span
+            to_disk = next((r for r in self._going if r.home is Tier.DISK), None)
+            if self._retired:
+                with self.lanes.stall("copy"):
+                    self._retired[0][0].wait()
+            elif to_disk is not None:
+                self._advance(to_disk, wait=True)
+            elif self._coming:
+                self._land(self._coming[0])
+            else:
+                return None
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _check_version(modified: bool, shape: torch.Size) -> None:
+    if modified:
+        raise modified_in_place(f"a saved tensor of shape {tuple(shape)}")
+
+
+def modified_in_place(what: str) -> RuntimeError:
+    """The error of a backward whose saved tensor has changed since, in torch's own words."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: {what}"
+    )
+
+
+def graph_of_closed_engine() -> EngineClosedError:
+    """The error of a backward that comes too late."""
+    return EngineClosedError(
+        "backward through a graph of an engine that is closed",
+        remedy="call engine.backward(loss) before engine.close()",
+    )

@@ -1,0 +1,265 @@
+"""A CUDA GPU behind the `Device` interface. Not yet run on one.
+
+[Note: whose stream]
+Compute goes to the stream that the computing thread is on, which may be a side stream of the
+user's. `torch.cuda.current_stream()` belongs to the calling thread, so threads of the engine that
+only move and update (`follow_compute`) use the stream that was last seen on a thread that computes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinity.errors import ConfigError, DoesNotFitError, MachineError
+from infinity.memory.cuda_events import CudaClock, CudaEvent, CudaSpan, CudaStamp
+from infinity.memory.device import HAPPENED, Device, Event, SquareSums
+from infinity.memory.host import HostArena
+from infinity.memory.numa import node_of_pci, prefer_node
+from infinity.optim.cpu import Piece
+from infinity.optim.cuda import CudaKernels
+from infinity.plan.layout import PAGE, round_up
+from infinity.sizes import format_size
+from infinity.trace.recorder import Stamp
+
+
+@dataclass(frozen=True)
+class _CudaSquareSums:
+    """Numbers on their way to pinned memory."""
+
+    numbers: Tensor
+    event: CudaEvent
+
+    def result(self) -> list[float]:
+        if not self.event.done():
+            self.event.wait()
+        return [float(total) for total in self.numbers.tolist()]
+
+
+def _order(stream: torch.cuda.Stream, after: Event) -> None:
+    """What is put on the stream from now on comes after `after`; for CUDA's events nobody waits."""
+    parts: Sequence[Event] = getattr(after, "events", (after,))
+    for part in parts:
+        if isinstance(part, CudaEvent):
+            stream.wait_event(part.raw)
+        else:
+            part.wait()
+
+
+def _not_pinned(nbytes: int, code: int) -> str:
+    return (
+        f"{format_size(nbytes)} of RAM could not be pinned (CUDA error {code}): copies to and from "
+        "the GPU go through a buffer of the driver's, slower, and make the host wait; the likely "
+        "cause is a limit of the container or too little free memory: try --ulimit memlock=-1, or "
+        "a lower budget.host"
+    )
+
+
+class _CudaArena:
+    """One allocation; views get a storage of their own through the array interface."""
+
+    def __init__(self, raw: Tensor) -> None:
+        self.raw = raw
+        self.nbytes = raw.numel()
+
+    def view(self, offset: int, nbytes: int) -> Tensor:
+        part = _ArrayInterface(self.raw, offset, nbytes)
+        return torch.as_tensor(part, device=self.raw.device)
+
+
+class _ArrayInterface:
+    """Describes device bytes to torch, and keeps the allocation alive."""
+
+    def __init__(self, raw: Tensor, offset: int, nbytes: int) -> None:
+        self.raw = raw
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (raw.data_ptr() + offset, False),
+            "version": 3,
+            "stream": None,
+        }
+
+
+def _node_of(device: torch.device) -> int | None:
+    """The NUMA node next to a GPU; None where torch does not tell where it is, or there is one."""
+    facts: Any = torch.cuda.get_device_properties(device)  # torch does not declare these
+    try:
+        return node_of_pci(facts.pci_domain_id, facts.pci_bus_id, facts.pci_device_id)
+    except AttributeError:  # an older torch
+        return None
+
+
+class CudaDevice(Device):
+    """A CUDA GPU: one copy stream a direction, registered host memory. Not yet run on a GPU."""
+
+    unified = False
+    host_clock = False
+    _PIN_SLICE = 1 << 30
+
+    def __init__(self, torch_device: torch.device) -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                "device 'cuda' was asked for, but torch sees no CUDA device",
+                remedy="use device='cpu', or install a CUDA build of torch",
+            )
+        self.torch_device = torch.device("cuda", torch_device.index or 0)
+        self._in = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._out = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._update = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._kernels: CudaKernels | None = None
+        self._compute = torch.cuda.current_stream(self.torch_device)
+        self._follower = threading.local()
+        self._pinned: list[tuple[int, int]] = []  # first and end address
+        self.warnings: list[str] = []
+        self._clock: CudaClock | None = None  # while a trace is recorded
+        self._node = _node_of(self.torch_device)
+
+    def reserve(self, nbytes: int) -> _CudaArena:
+        """One plain allocation."""
+        size = round_up(max(nbytes, PAGE), PAGE)
+        try:
+            raw = torch.empty(size, dtype=torch.uint8, device=self.torch_device)
+        except torch.cuda.OutOfMemoryError as error:
+            free = self.memory_bytes() or 0
+            raise DoesNotFitError(
+                f"the device refused {format_size(size)}; {format_size(free)} are free",
+                remedy="lower budget.device, or close what else uses the GPU",
+            ) from error
+        return _CudaArena(raw)
+
+    def memory_bytes(self) -> int | None:
+        """Free device memory now."""
+        return int(torch.cuda.mem_get_info(self.torch_device)[0])
+
+    def copy_in(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+        """On the copy-in stream."""
+        return self._copy(self._in, target, source, after)
+
+    def copy_out(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+        """On the copy-out stream, after the compute issued so far."""
+        self._out.wait_stream(self._compute_stream())
+        return self._copy(self._out, target, source, after)
+
+    def copy_back(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+        """On the copy-out stream; what the compute stream still has to do does not hold it up."""
+        return self._copy(self._out, target, source, after)
+
+    def _copy(
+        self, stream: torch.cuda.Stream, target: Tensor, source: Tensor, after: Event
+    ) -> Event:
+        _order(stream, after)
+        begin = self._begin(stream)
+        with torch.cuda.stream(stream):
+            host = target if target.device.type == "cpu" else source
+            for first, end in self._registered_parts(host.data_ptr(), host.numel()):
+                target[first:end].copy_(source[first:end], non_blocking=True)
+        return self._end(stream, begin)
+
+    def _registered_parts(self, address: int, nbytes: int) -> Iterator[tuple[int, int]]:
+        """Cuts a host range where one registration ends and the next begins: no copy may cross."""
+        cuts = [end - address for start, end in self._pinned if address < end < address + nbytes]
+        cuts += [start - address for start, _ in self._pinned if 0 < start - address < nbytes]
+        return pairwise([0, *sorted(set(cuts)), nbytes])
+
+    def _begin(self, stream: torch.cuda.Stream) -> CudaStamp | None:
+        """Where work on a stream begins, if that is asked for."""
+        return CudaStamp(self._clock, stream) if self._clock is not None else None
+
+    def _end(self, stream: torch.cuda.Stream, begin: CudaStamp | None) -> CudaEvent:
+        clock = self._clock
+        if begin is None or clock is None:
+            return CudaEvent(stream)
+        return CudaSpan(begin, clock, stream)
+
+    def compute_event(self) -> Event:
+        """Recorded on the compute stream."""
+        return CudaEvent(self._compute_stream())
+
+    def compute_wait(self, event: Event) -> None:
+        """The compute stream waits; the host does not."""
+        _order(self._compute_stream(), event)
+
+    def why_no_kernels(self) -> str | None:
+        """Compiles or loads the first kernels, when first asked."""
+        if self._kernels is None:
+            try:
+                self._kernels = CudaKernels(self.torch_device)
+            except MachineError as error:
+                return error.because or error.what
+        return None
+
+    def update(self, pieces: Sequence[Piece], after: Event = HAPPENED) -> Event:
+        """On the update stream; launches only, so that copies and compute go on beside it."""
+        assert self._kernels is not None
+        _order(self._update, after)
+        begin = self._begin(self._update)
+        self._kernels.update_all(pieces, self._update)
+        return self._end(self._update, begin)
+
+    def begin_square_sums(self, tensors: Sequence[Tensor]) -> SquareSums:
+        """On the compute stream; the numbers follow the kernel to pinned memory."""
+        assert self._kernels is not None
+        stream = self._compute_stream()
+        with torch.cuda.stream(stream):
+            sums = torch.empty(len(tensors), dtype=torch.float64, device=self.torch_device)
+            self._kernels.square_sums(tensors, sums, stream)
+            numbers = torch.empty(len(tensors), dtype=torch.float64, pin_memory=True)
+            numbers.copy_(sums, non_blocking=True)
+        return _CudaSquareSums(numbers, CudaEvent(stream))
+
+    def follow_compute(self) -> None:
+        """Streams belong to threads; this one has none of its own."""
+        self._follower.yes = True
+
+    def _compute_stream(self) -> torch.cuda.Stream:
+        """The stream that the thread that computes is on; remembered for those that follow it."""
+        if not getattr(self._follower, "yes", False):
+            self._compute = torch.cuda.current_stream(self.torch_device)
+        return self._compute
+
+    def time_events(self, wanted: bool) -> None:
+        """Events record times, from one wait for the compute issued so far on."""
+        stream = self._compute_stream() if wanted else None
+        self._clock = CudaClock(stream) if stream is not None else None
+
+    def stamp(self) -> int | Stamp:
+        """An event on the compute stream, while events are timed."""
+        if self._clock is None:
+            return time.perf_counter_ns()
+        return CudaStamp(self._clock, self._compute_stream())
+
+    def synchronize(self) -> None:
+        """Everything on the device."""
+        torch.cuda.synchronize(self.torch_device)
+
+    def pin(self, arena: HostArena) -> None:
+        """Take it from the GPU's NUMA node, and register it in slices of at most 1 GiB.
+
+        A pool that is not registered still works, slower.
+        """
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        base = arena.view(0, arena.nbytes).data_ptr()
+        if self._node is not None:
+            prefer_node(base, arena.nbytes, self._node)
+        for start in range(0, arena.nbytes, self._PIN_SLICE):
+            size = min(self._PIN_SLICE, arena.nbytes - start)
+            code = int(cudart.cudaHostRegister(base + start, size, 0))
+            if code:
+                self.warnings.append(_not_pinned(arena.nbytes - start, code))
+                return
+            self._pinned.append((base + start, base + start + size))
+
+    def close(self) -> None:
+        """Unregister host memory."""
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        for start, _ in self._pinned:
+            cudart.cudaHostUnregister(start)
+        self._pinned.clear()

@@ -1,0 +1,223 @@
+"""The directory of a run: what is in it, whether it may be used, and what was decided in it.
+
+run.json      what the run is: version, what decides its numbers, whether it is complete
+config.yaml   every value of the configuration, and where it came from
+plan.txt      where everything rests, and what a step moves; plan.json: the same as data
+metrics.jsonl a line a step, a line an evaluation
+data/         tokens
+checkpoints/  to go on from
+tensorboard/  if asked for
+model/        the result, once the run is complete
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from infinity import __version__
+from infinity.errors import CheckpointError, ConfigError, MachineError, listed
+from infinity.stable import sync_directory
+
+_RUN = "run.json"
+_LOCK = ".lock"
+_MADE_BEFORE = {"data", _LOCK, "config.yaml", "plan.txt", "plan.json"}
+_FORMAT = 1
+
+
+class RunDirectory:
+    """One run's directory, locked while this is open. Close it."""
+
+    def __init__(self, path: Path, *, resume: bool) -> None:
+        """Make or open it.
+
+        Raises `ConfigError` if it holds a run and `resume` is false, or anything that is no run's,
+        and `MachineError` if it cannot be written or another process trains in it.
+        """
+        self.path = path.absolute()
+        self._lock = -1
+        self.record: dict[str, Any] = {}
+        with self._explained():
+            self.path.mkdir(parents=True, exist_ok=True)
+        self._check_contents(resume)
+        with self._explained():
+            self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.close()
+            raise MachineError(
+                f"another process is training in {self.path}",
+                remedy="wait until it is over, or run_dir=... another directory",
+            ) from error
+
+    def _check_contents(self, resume: bool) -> None:
+        if (self.path / _RUN).exists():
+            self.record = self._read_record()
+            if not resume:
+                done = "a run that is complete" if self.is_complete else "a run"
+                raise ConfigError(
+                    f"{self.path} holds {done} already",
+                    remedy="--resume auto goes on with it; run_dir=... starts another one",
+                )
+            return
+        with self._explained():
+            others = sorted(set(os.listdir(self.path)) - _MADE_BEFORE)
+        if others:
+            raise ConfigError(
+                f"{self.path} is not empty, and holds no run: {listed(others, 4)}",
+                remedy="run_dir=... a new directory",
+            )
+
+    def close(self) -> None:
+        """Let go of it; idempotent."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    # --- places ----------------------------------------------------------------------------------
+
+    @property
+    def data(self) -> Path:
+        """Where tokens are, unless they have a cache elsewhere."""
+        return self.path / "data"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The root of the checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """A line a step, JSON."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def model(self) -> Path:
+        """The result."""
+        return self.path / "model"
+
+    # --- the record ------------------------------------------------------------------------------
+
+    @property
+    def has_run(self) -> bool:
+        """Whether training has begun here before."""
+        return bool(self.record)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all steps were done, and the model was written."""
+        return bool(self.record.get("complete"))
+
+    @property
+    def decided(self) -> Mapping[str, Any]:
+        """What the numbers of the run here depend on, by name; empty where there is none."""
+        found: dict[str, Any] = self.record.get("decides", {})
+        return found
+
+    def check(self, decides: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` naming those values that are not what they were in the run here.
+
+        `decides` are values by name that a run's numbers depend on.
+        """
+        if not self.record:
+            return
+        before, here = self.record["decides"], _as_kept(decides)
+        changed = [
+            f"{name} was {before.get(name)!r:.60}, and is {here.get(name)!r:.60}"
+            for name in sorted({*before, *here})
+            if before.get(name) != here.get(name)
+        ]
+        if changed:
+            raise ConfigError(
+                f"the run in {self.path} cannot go on with other settings: "
+                + listed(changed, 6, "; "),
+                because="it goes on as if it had never stopped, or not at all",
+                remedy="put them back; or start a new run, run_dir=..., with model.path=... "
+                "this one's model/ directory",
+            )
+
+    @contextmanager
+    def beginning(self, decides: Mapping[str, Any]) -> Iterator[None]:
+        """From now on this directory holds a run, unless what is done inside fails."""
+        if self.record:
+            yield
+            return
+        self.record = {
+            "format": _FORMAT,
+            "infinity": __version__,
+            "id": uuid.uuid4().hex[:12],
+            "complete": False,
+            "decides": _as_kept(decides),
+        }
+        self._write_record()
+        try:
+            yield
+        except BaseException:
+            self.record = {}
+            (self.path / _RUN).unlink(missing_ok=True)
+            raise
+
+    def complete(self, steps: int) -> None:
+        """All is done."""
+        self.record |= {"complete": True, "steps": steps}
+        self._write_record()
+
+    def reopen(self) -> None:
+        """More steps were asked for than were done."""
+        if self.record.get("complete"):
+            self.record["complete"] = False
+            self._write_record()
+
+    def _read_record(self) -> dict[str, Any]:
+        path = self.path / _RUN
+        try:
+            record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            if record["format"] != _FORMAT or not isinstance(record["decides"], dict):
+                raise ValueError(f"its format is {record['format']!r}")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{path} is damaged", because=str(error), remedy="run_dir=... starts another run"
+            ) from error
+        return record
+
+    def _write_record(self) -> None:
+        self.write(_RUN, json.dumps(self.record, indent=1))
+
+    def write(self, name: str, text: str) -> None:
+        """Write a small file of the directory, whole or not at all."""
+        partial = self.path / f"{name}.partial"
+        with self._explained():
+            with open(partial, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(self.path / name)
+            sync_directory(self.path)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise MachineError(
+                f"the run directory {self.path} cannot be used: {error.strerror}: {error.filename}",
+                remedy="run_dir=... a directory that can be written",
+            ) from error
+
+
+def _as_kept(decides: Mapping[str, Any]) -> dict[str, Any]:
+    """As a file gives it back: tuples are lists there."""
+    found: dict[str, Any] = json.loads(json.dumps(dict(decides), default=str))
+    return found

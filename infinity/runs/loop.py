@@ -1,0 +1,209 @@
+"""The training loop: steps, evaluations, checkpoints, and a way to stop between steps."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinity.engine import Engine
+from infinity.errors import TrainingError
+from infinity.runs.metrics import Metrics
+from infinity.runs.preparation import Prepared
+from infinity.runs.watcher import StepFacts, Watcher
+from infinity.runs.windows import Reel
+
+_RECENT = 50  # steps that a forecast of the time left is made of
+
+
+class Loop:
+    """Trains one engine from where its reel stands."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        engine: Engine,
+        reel: Reel,
+        loss_of: Callable[[Any, Tensor], Tensor],
+        metrics: Metrics,
+        checkpoints: Path,
+        watcher: Watcher,
+    ) -> None:
+        self.prepared = prepared
+        self.engine = engine
+        self.loss: float | None = None
+        """Of the last step."""
+        self.evaluation_before: float | None = None
+        self.evaluation: float | None = None
+        self.saved: Path | None = None
+        """The last checkpoint."""
+        self._reel = reel
+        self._loss_of = loss_of
+        self._metrics = metrics
+        self._checkpoints = checkpoints
+        self._watcher = watcher
+        self._times_s: deque[float] = deque(maxlen=_RECENT)
+        self._saved_step = -1
+
+    @property
+    def step(self) -> int:
+        """Steps that are behind us, skipped ones among them."""
+        return self._reel.taken // self.prepared.windows_per_step
+
+    def run(self) -> None:
+        """Train until the last step, or until the watcher wants to stop."""
+        prepared, watcher = self.prepared, self._watcher
+        self._saved_step = self.step  # that is where this came from
+        watcher.begin(self.step, prepared.steps)
+        self._evaluate_if_due()
+        self.evaluation_before = self.evaluation
+        while self.step < prepared.steps and not watcher.stopping:
+            self._one_step()
+            self._evaluate_if_due()
+            every = self._checkpoint_every
+            if every and self.step % every == 0 and self.step < prepared.steps:
+                self.save(wait=False)
+
+    @property
+    def _checkpoint_every(self) -> int:
+        training = self.prepared.config.training
+        if self.prepared.engine.durable and "checkpoint_every" not in training.model_fields_set:
+            return 0  # its state on disk is one
+        return training.checkpoint_every
+
+    def save(self, *, wait: bool) -> None:
+        """Save a checkpoint of this step, unless there is one; with `wait` it is whole then."""
+        engine, training = self.engine, self.prepared.config.training
+        if self._saved_step != self.step:
+            self.saved = engine.save_checkpoint(
+                self._checkpoints,
+                f"step{self.step}",
+                {"step": self.step},
+                keep_last=training.keep_last,
+                wait=wait,
+            )
+            self._saved_step = self.step
+            self._watcher.saved(self.saved, "checkpoint")
+        elif wait:
+            engine.finish_saving()
+
+    def _one_step(self) -> None:
+        engine, prepared = self.engine, self.prepared
+        count = prepared.engine.gradient_accumulation_steps
+        started_s = time.perf_counter()
+        lr = float(engine.optimizer.param_groups[0]["lr"])
+        total: Tensor | None = None
+        for _ in range(count):
+            tokens = self._reel.next().to(engine.device)
+            part = self._loss_of(engine, tokens)
+            value = part.detach().double()
+            total = value if total is None else total + value
+            engine.backward(part)
+            del part
+            engine.step()
+        assert total is not None
+        loss = total.item() / count
+        took_s = time.perf_counter() - started_s
+        self.loss = loss
+        self._tell(loss, lr, took_s)
+        if not math.isfinite(loss) and prepared.engine.precision != "fp16":
+            raise self._diverged(loss, lr)
+
+    def _tell(self, loss: float, lr: float, took_s: float) -> None:
+        prepared, report, step = self.prepared, self.engine.last_report, self.step
+        assert report is not None
+        self._times_s.append(took_s)
+        rate = prepared.tokens_per_step / took_s
+        record: dict[str, Any] = {
+            "event": "step",
+            "step": step,
+            "epoch": round(self._reel.epoch, 6),
+            "tokens": self._reel.taken * prepared.length,
+            "loss": loss,
+            "lr": lr,
+            "grad_norm": report.grad_norm,
+            "clip_factor": report.clip_factor,
+            "skipped": report.skipped,
+            "step_s": took_s,
+            "tokens_per_s": rate,
+            "stall_s": report.stall_s,
+            "moved": report.moved,
+            "memory": report.memory,
+        }
+        if prepared.engine.precision == "fp16":
+            record["loss_scale"] = report.loss_scale
+        self._metrics.write(record)
+        self._watcher.step(
+            StepFacts(
+                step=step,
+                num_steps=prepared.steps,
+                epoch=self._reel.epoch,
+                loss=loss,
+                lr=lr,
+                grad_norm=report.grad_norm,
+                skipped=report.skipped,
+                tokens_per_s=rate,
+                step_s=took_s,
+                left_s=median(self._times_s) * (prepared.steps - step),
+                stall_s=report.stall_s,
+            )
+        )
+
+    def _diverged(self, loss: float, lr: float) -> TrainingError:
+        if self.step == 1:
+            return TrainingError(
+                f"the loss of the first step is {loss}",
+                because="the model or its data is broken: no update has happened yet",
+            )
+        return TrainingError(
+            f"the loss of step {self.step} is {loss}",
+            because=f"training diverged at a learning rate of {lr:g}",
+            remedy=f"a new run with engine.optimizer.lr={lr / 10:g}, or with a warm-up; "
+            "checkpoints before this step stay",
+        )
+
+    # --- evaluation ------------------------------------------------------------------------------
+
+    def _evaluate_if_due(self) -> None:
+        every = self.prepared.config.training.evaluate_every
+        last = self.step == self.prepared.steps
+        due = last or (every and self.step % every == 0)
+        if self.prepared.evaluate is None or not due or self.step in self._metrics.evaluated:
+            return
+        loss, count = self.evaluate()
+        self.evaluation = loss
+        self._metrics.write(
+            {
+                "event": "evaluation",
+                "step": self.step,
+                "loss": loss,
+                "perplexity": math.exp(min(loss, 700.0)),
+                "windows": count,
+            }
+        )
+        self._watcher.evaluated(self.step, loss)
+
+    def evaluate(self) -> tuple[float, int]:
+        """The mean loss over the first held-out windows, and how many those were."""
+        prepared, windows = self.prepared, self.prepared.evaluate
+        assert windows is not None
+        count = min(len(windows), prepared.config.training.evaluate_windows)
+        total = 0.0
+        self.engine.eval()
+        try:
+            with torch.no_grad():
+                for first in range(0, count, prepared.micro_batch):
+                    last = min(first + prepared.micro_batch, count)
+                    tokens = torch.stack([windows.window(i) for i in range(first, last)])
+                    loss = self._loss_of(self.engine, tokens.to(self.engine.device))
+                    total += loss.item() * (last - first)
+        finally:
+            self.engine.train()
+        return total / count, count

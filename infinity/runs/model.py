@@ -1,0 +1,170 @@
+"""The model of a run: its transformers config, what that says of it, and building it."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from infinity.config import Config
+from infinity.errors import ConfigError
+from infinity.huggingface.library import transformers
+from infinity.huggingface.models import build_model, load_model
+from infinity.huggingface.sources import find_directory
+from infinity.model.foreign import explained
+from infinity.runs.settings import ModelSection
+
+CAUSAL = "AutoModelForCausalLM"
+_REFUSED = "{} is no config that transformers takes"
+_VARIES = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache")
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a config says of a model; `name` is shown to people.
+
+    `vocabulary` is how many tokens it knows, `context` how many it can see (None: no limit is
+    known), `end` the token that ends a text.
+    """
+
+    name: str
+    config: Any
+    vocabulary: int
+    context: int | None
+    end: int | None
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the computation, JSON-able."""
+        found: dict[str, Any] = self.config.to_dict()
+        return {key: value for key, value in found.items() if key not in _VARIES}
+
+
+def read_facts(section: ModelSection, tokenizer_size: int | None, end: int | None) -> ModelFacts:
+    """Read the config of a model; `tokenizer_size` and `end` fill what keys do not say.
+
+    Raises `ConfigError` for what is no config of transformers', or of no causal language model.
+    """
+    source = section.config if section.config is not None else section.path
+    if isinstance(source, dict):
+        config = _from_keys(source, tokenizer_size, end)
+        name = str(source.get("model_type"))
+    else:
+        assert source is not None
+        config = _from_directory(source)
+        name = source
+    if type(config) not in transformers().MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"{name} is a {config.model_type} model, which transformers has no causal language "
+            "model for",
+            remedy="model_type: llama, gpt2, mistral, qwen2, ... is one",
+        )
+    with explained(_REFUSED.format(name)):
+        text = config.get_text_config()
+        context = getattr(text, "max_position_embeddings", None)
+        found = getattr(text, "eos_token_id", None)
+        return ModelFacts(
+            name=name,
+            config=config,
+            vocabulary=int(text.vocab_size),
+            context=context if isinstance(context, int) and context > 0 else None,
+            end=found if isinstance(found, int) else None,
+        )
+
+
+def _from_directory(source: str) -> Any:
+    path = Path(source).expanduser()
+    if path.is_file():
+        path = path.parent if path.name == "config.json" else path
+        if not path.is_dir():
+            raise ConfigError(f"model.config: {path} is a file, but not a config.json")
+    directory = path if path.is_dir() else find_directory(source)
+    if not (directory / "config.json").is_file():
+        raise ConfigError(
+            f"{directory} has no config.json",
+            remedy="give the directory of a model that transformers has saved",
+        )
+    with explained(_REFUSED.format(directory / "config.json")):
+        return transformers().AutoConfig.from_pretrained(directory, trust_remote_code=False)
+
+
+def _from_keys(keys: Mapping[str, Any], tokenizer_size: int | None, end: int | None) -> Any:
+    library = transformers()
+    kind = keys.get("model_type")
+    if not isinstance(kind, str) or kind not in library.CONFIG_MAPPING:
+        near = difflib.get_close_matches(str(kind), list(library.CONFIG_MAPPING), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        what = "must be given" if kind is None else f"transformers knows no {kind!r}{hint}"
+        raise ConfigError(f"model.config.model_type: {what}", remedy="model_type: gpt2, llama, ...")
+    with explained(_REFUSED.format("model.config")):
+        plain = library.CONFIG_MAPPING[kind]()
+        known = {*plain.to_dict(), *plain.attribute_map, *dir(plain)}
+        unknown = [key for key in keys if key not in known]
+        if unknown:
+            raise ConfigError(_unknown(str(kind), unknown, known))
+        filled = dict(keys)
+        if tokenizer_size is not None:
+            filled.setdefault("vocab_size", tokenizer_size)
+        size = filled.get("vocab_size", plain.vocab_size)
+        if end is not None and isinstance(size, int) and end < size:
+            filled.setdefault("eos_token_id", end)
+            filled.setdefault("bos_token_id", end)
+        return library.AutoConfig.for_model(**filled)
+
+
+def _unknown(kind: str, unknown: list[str], known: set[str]) -> str:
+    problems = []
+    names = sorted(name for name in known if not name.startswith("_"))
+    for key in unknown:
+        near = difflib.get_close_matches(key, names, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        problems.append(f"model.config.{key}: {kind} has no such key{hint}")
+    return "; ".join(problems)
+
+
+def build(section: ModelSection, facts: ModelFacts, engine: Config) -> nn.Module:
+    """The model without its memory, for `initialize`; in train mode."""
+    more = {} if section.attention is None else {"attn_implementation": section.attention}
+    if section.path is not None:
+        model = load_model(
+            os.path.expanduser(section.path),
+            engine,
+            model_class=CAUSAL,
+            model_config=facts.config,
+            model_kwargs=more,
+        )
+    else:
+        model = build_model(facts.config, engine, model_class=CAUSAL, model_kwargs=more)
+    model.train()
+    if section.gradient_checkpointing:
+        enable = getattr(model, "activation_checkpointing_enable", None)  # its name since 5.23
+        again: Any = model
+        try:
+            (enable or again.gradient_checkpointing_enable)({"use_reentrant": False})
+        except ValueError as error:
+            raise ConfigError(
+                f"model.gradient_checkpointing: {facts.name} cannot do that",
+                because=str(error),
+                remedy="model.gradient_checkpointing=false, and a smaller training.micro_batch",
+            ) from error
+    return model
+
+
+def loss_of(model: nn.Module) -> Callable[[Any, Tensor], Tensor]:
+    """How to get the mean loss of a batch of tokens out of an engine, or out of the model itself.
+
+    The model shifts labels by itself: the loss of a window of n tokens is over n - 1 of them.
+    """
+    takes = inspect.signature(model.forward).parameters
+    more = {"use_cache": False} if "use_cache" in takes else {}
+
+    def loss(engine: Any, tokens: Tensor) -> Tensor:
+        found: Tensor = engine(input_ids=tokens, labels=tokens, **more).loss
+        return found
+
+    return loss

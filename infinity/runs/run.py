@@ -1,0 +1,247 @@
+"""A run of `infinity train`, from its directory to its model.
+
+>>> with Run(load_run_config("run.yaml"), resume="auto") as run:
+...     run.prepare()
+...     result = run.train(watcher)
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Self
+
+from infinity.checkpoint.root import find_tag
+from infinity.config import Config
+from infinity.engine import Engine
+from infinity.errors import CheckpointError, ConfigError, MachineError
+from infinity.huggingface.library import transformers
+from infinity.huggingface.saving import save_pretrained
+from infinity.runs.corpus import Progress
+from infinity.runs.directory import RunDirectory
+from infinity.runs.loop import Loop
+from infinity.runs.metrics import Metrics
+from infinity.runs.model import build, loss_of
+from infinity.runs.preparation import Prepared, prepare_run
+from infinity.runs.schedule import check_schedule, check_schedule_of_checkpoint
+from infinity.runs.settings import RunConfig
+from infinity.runs.settings_text import as_yaml, resolved
+from infinity.runs.watcher import Result, Watcher
+from infinity.runs.windows import Reel
+from infinity.startup import initialize
+
+NEVER, AUTO = "never", "auto"
+
+
+class Run:
+    """One run; used in this order: `prepare`, `train`. A context manager: leaving closes.
+
+    `resume` is "never", "auto" (go on with what the directory holds, else begin) or the path of a
+    checkpoint. Raises `ConfigError` or `MachineError` for a directory that cannot be used.
+    """
+
+    def __init__(self, config: RunConfig, resume: str = NEVER) -> None:
+        self.config = config
+        self.resume = resume
+        transformers()  # told before anything is done
+        self.checkpoint = None if resume in (NEVER, AUTO) else _find_checkpoint(Path(resume))
+        self.directory = RunDirectory(config.run_dir, resume=resume != NEVER)
+        self.prepared: Prepared | None = None
+
+    def prepare(self, progress: Progress | None = None) -> Prepared:
+        """Check everything, and make the corpus.
+
+        `progress(done_bytes, total_bytes, what)` follows the corpus. Raises what `prepare_run`
+        does; nothing was trained or allocated then.
+        """
+        prepared = self.prepared = prepare_run(self.config, self.directory, progress)
+        self._check_schedule(prepared)
+        self.directory.check(prepared.decides())
+        self.directory.write("config.yaml", self._config_text(prepared))
+        return prepared
+
+    def _check_schedule(self, prepared: Prepared) -> None:
+        engine, steps = self.config.engine, prepared.steps
+        saved = self.directory.decided.get("engine.scheduler.params")
+        check_schedule(engine, steps, saved, f"the run in {self.directory.path}")
+        if self.checkpoint is not None:
+            check_schedule_of_checkpoint(engine, steps, self.checkpoint)
+
+    @property
+    def continues_state(self) -> bool:
+        """Whether its state is on disk already, so that where it rests is settled."""
+        durable = self.config.engine.durable
+        return durable and self.resume == AUTO and self.directory.has_run
+
+    def _config_text(self, prepared: Prepared) -> str:
+        heading = (
+            "What this run was told (given), what was left to defaults, and what was derived.\n"
+            "Comments mean what they say; this file can be given to `infinity train` again.\n"
+            f"Relative paths are from {Path.cwd()}"
+        )
+        return as_yaml(resolved(self.config, prepared.derived()), heading)
+
+    def train(self, watcher: Watcher, progress: Progress | None = None) -> Result:
+        """Train to the end, or until the watcher wants to stop, and write what came of it.
+
+        `progress` follows the first write of the state. Raises whatever training can raise;
+        checkpoints that were saved before stay.
+        """
+        prepared, directory = self.prepared, self.directory
+        assert prepared is not None
+        with directory.beginning(prepared.decides()):
+            model = build(self.config.model, prepared.facts, prepared.engine)
+            compute = loss_of(model)
+            config = self._own_state(prepared.engine)
+            engine, _, _, _ = initialize(model, config, progress=progress)
+        try:
+            engine.train()
+            reel = Reel(
+                prepared.train,
+                prepared.micro_batch,
+                prepared.config.training.seed,
+                prepared.config.data.shuffle,
+            )
+            engine.register_state("windows", reel)
+            source = self._go_on(engine, reel, prepared)
+            if source:
+                watcher.note(f"going on from {source}")
+            done = reel.taken // prepared.windows_per_step
+            if done < prepared.steps:
+                directory.reopen()
+            board = directory.tensorboard if prepared.config.training.tensorboard else None
+            metrics = Metrics(directory.metrics, after=done, tensorboard=board)
+            try:
+                for note in metrics.notes:
+                    watcher.note(note)
+                loop = Loop(
+                    prepared, engine, reel, compute, metrics, directory.checkpoints, watcher
+                )
+                loop.run()
+                return self._finish(loop, watcher)
+            finally:
+                metrics.close()
+        finally:
+            engine.close()
+
+    def _finish(self, loop: Loop, watcher: Watcher) -> Result:
+        """Save, and at the last step export."""
+        prepared, directory = loop.prepared, self.directory
+        stopped = loop.step < prepared.steps
+        if not prepared.engine.durable:
+            loop.save(wait=True)
+        loop.engine.finish_saving()
+        model = None
+        if not stopped and prepared.config.training.export != "none":
+            model = directory.model
+            if not directory.is_complete or not model.exists():
+                watcher.note("writing the model")
+                self._export(loop.engine, prepared, model)
+            watcher.saved(model, "model")
+        if not stopped:
+            directory.complete(loop.step)
+        return Result(
+            steps=loop.step,
+            num_steps=prepared.steps,
+            stopped=stopped,
+            loss=loop.loss,
+            evaluation_before=loop.evaluation_before,
+            evaluation=loop.evaluation,
+            tokens=loop.step * prepared.tokens_per_step,
+            checkpoint=loop.saved or self._last_checkpoint(),
+            model=model,
+        )
+
+    def _export(self, engine: Engine, prepared: Prepared, target: Path) -> None:
+        """Write the model beside, then put it in its place."""
+        partial, old = target.with_name("model.partial"), target.with_name("model.old")
+        try:
+            for left in (partial, old):
+                shutil.rmtree(left, ignore_errors=True)
+            wanted = prepared.config.training.export
+            dtype = None if wanted == "auto" else wanted
+            save_pretrained(engine, partial, tokenizer=prepared.tokenizer, dtype=dtype)
+            if target.exists():
+                target.rename(old)
+            partial.rename(target)
+            shutil.rmtree(old, ignore_errors=True)
+        except OSError as error:
+            raise MachineError(
+                f"the model could not be written to {target}: {error.strerror}",
+                remedy="make room, then --resume auto: training is done, and only this is left",
+            ) from error
+
+    # --- going on --------------------------------------------------------------------------------
+
+    def _own_state(self, config: Config) -> Config:
+        """A durable run has directories of its own, so that it cannot go on from another's."""
+        if not config.durable:
+            return config
+        name = f"{self.directory.path.name}-{self.directory.record['id']}"
+        paths = tuple(path / name for path in config.nvme_path)
+        for path in paths:
+            try:
+                path.mkdir(exist_ok=True)
+            except OSError as error:
+                raise MachineError(
+                    f"{path} cannot be made: {error.strerror}",
+                    remedy="engine.nvme_path=... an existing directory that can be written",
+                ) from error
+        resume = AUTO if self.resume == AUTO else NEVER
+        return config.model_copy(update={"nvme_path": paths, "resume": resume})
+
+    def _go_on(self, engine: Engine, reel: Reel, prepared: Prepared) -> str:
+        """Take up what was saved; returns where it was, empty where there is nothing."""
+        if self.checkpoint is not None:
+            engine.load_checkpoint(self.checkpoint.parent, self.checkpoint.name)
+            return f"{self.checkpoint}; its optimizer and schedule go on as they were"
+        if self.resume != AUTO:
+            return ""
+        found = self._last_checkpoint()
+        done = reel.taken // prepared.windows_per_step
+        if found is not None and _step_of(found.name) > done:
+            engine.load_checkpoint(found.parent, found.name)
+            return str(found)
+        return f"the committed step {done}" if engine.resumed else ""
+
+    def _last_checkpoint(self) -> Path | None:
+        root = self.directory.checkpoints
+        tag = find_tag(root, None) if root.is_dir() else None
+        return None if tag is None else root / tag
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close files and let go of the directory; idempotent."""
+        if self.prepared is not None:
+            self.prepared.close()
+        self.directory.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _step_of(tag: str) -> int:
+    number = tag.removeprefix("step")
+    return int(number) if number.isdigit() else 0
+
+
+def _find_checkpoint(path: Path) -> Path:
+    """A checkpoint, given itself, its root, or the directory of its run."""
+    path = path.expanduser().absolute()
+    if not path.is_dir():
+        raise ConfigError(
+            f"--resume {path}: there is no such directory",
+            remedy="--resume auto, or a directory below checkpoints/ of a run",
+        )
+    for root in (path, path / "checkpoints"):
+        tag = find_tag(root, None)
+        if tag is not None:
+            return root / tag
+    if not any(name.endswith(".json") for name in os.listdir(path)):
+        raise CheckpointError(f"--resume {path}: there is no checkpoint")
+    return path

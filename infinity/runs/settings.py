@@ -1,0 +1,198 @@
+"""The configuration of a run: which model, on what data, for how long; `engine` is `Config`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeAlias
+
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+
+from infinity.config import Config
+from infinity.config_problems import DEEPSPEED_NAMES, explain
+from infinity.config_source import apply_overrides, read_config_file
+from infinity.config_values import Number, OnePath, Section, as_path
+from infinity.errors import ConfigError
+
+BYTES = "bytes"  # the tokenizer that needs no files
+_SECTIONS = ("model", "data", "training", "engine")
+
+
+def _patterns(value: Any) -> tuple[str, ...]:
+    parts = value if isinstance(value, list | tuple) else [value]
+    paths = tuple(str(as_path(part)) for part in parts)
+    if not paths:
+        raise ValueError("is an empty list; give files, directories or patterns")
+    return paths
+
+
+def _model_source(value: Any) -> Any:
+    return value if isinstance(value, Mapping) else str(as_path(value))
+
+
+Patterns: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(_patterns)]
+Text: TypeAlias = Annotated[str, Field(min_length=1)]
+
+
+class ModelSection(Section):
+    """The model: pretrained weights (`path`), or a new one (`config`)."""
+
+    # A directory with config.json and safetensors, or the id of a model on the Hub.
+    path: Text | None = None
+    # A directory with a config.json, that file, or its keys: random weights.
+    config: Annotated[dict[str, Any] | str | None, BeforeValidator(_model_source)] = None
+    gradient_checkpointing: bool = False  # blocks are computed again in backward: less memory
+    attention: Text | None = None  # "sdpa", "eager", ...: what transformers offers
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.config is None):
+            both = "path and config are both given" if self.path else "neither path nor config"
+            raise ValueError(
+                f"{both}; path is a pretrained model to go on with, config a new one to make"
+            )
+        return self
+
+
+class DataSection(Section):
+    """What is trained on, and how it becomes windows of tokens."""
+
+    train: Patterns  # files, directories, patterns
+    evaluate: Patterns = ()
+    held_out: Number = Field(default=0.0, ge=0, lt=1)  # the last part of `train`, for evaluation
+    # "auto" goes by a file's ending: .jsonl, .ndjson; .npy, .bin (tokens); all else is text.
+    format: Literal["auto", "text", "jsonl", "tokens"] = "auto"
+    text_field: Text = "text"  # of a line of JSONL
+    token_dtype: Literal["uint16", "uint32"] | None = None  # of .bin files
+    sequence_length: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"  # tokens of a window
+    # The token put after each document: "auto" is the tokenizer's.
+    end_of_document: Annotated[int, Field(ge=0)] | Literal["auto", "none"] = "auto"
+    undecodable: Literal["refuse", "replace"] = "refuse"  # bytes that are not UTF-8
+    shuffle: bool = True
+    cache: OnePath | None = None  # where tokens are kept; the run's directory by default
+
+    @field_validator("held_out")
+    @classmethod
+    def _one_kind_of_evaluation(cls, value: float, info: Any) -> float:
+        if value and info.data.get("evaluate"):
+            raise ValueError("evaluate names files already; leave one of them out")
+        return value
+
+    @field_validator("sequence_length", "end_of_document", mode="before")
+    @classmethod
+    def _number_or_word(cls, value: Any, info: Any) -> Any:
+        least, words = (2, ("auto",)) if info.field_name == "sequence_length" else (
+            0, ("auto", "none")
+        )  # fmt: skip
+        if value not in words and not (type(value) is int and value >= least):
+            names = " or ".join(map(repr, words))
+            raise ValueError(f"should be {names}, or a number of {least} or more, got {value!r}")
+        return value
+
+
+class TrainingSection(Section):
+    """How long, in which steps, and what is kept."""
+
+    steps: int | None = Field(default=None, ge=1)
+    epochs: Number | None = Field(default=None, gt=0)  # 1 where neither is given
+    micro_batch: int = Field(default=1, ge=1)  # windows computed at once
+    # Sets engine.gradient_accumulation_steps.
+    tokens_per_step: int | None = Field(default=None, ge=1)
+    seed: int = Field(default=0, ge=0)  # of the order of windows; engine.seed where that is None
+    evaluate_every: int = Field(default=100, ge=0)  # steps; 0 = at the end only
+    evaluate_windows: int = Field(default=64, ge=1)  # at most
+    checkpoint_every: int = Field(default=500, ge=0)  # steps; 0 = at the end only
+    keep_last: int = Field(default=2, ge=1)  # checkpoints
+    tensorboard: bool = False
+    # Of the model that is written at the end: "auto" is the precision that was trained in.
+    export: Literal["auto", "bf16", "fp16", "fp32", "none"] = "auto"
+
+    @field_validator("epochs")
+    @classmethod
+    def _one_length(cls, value: float | None, info: Any) -> float | None:
+        if value is not None and info.data.get("steps") is not None:
+            raise ValueError("steps are given as well; leave one of them out")
+        return value
+
+
+class RunConfig(Section):
+    """Everything `infinity train` can be told. Read it with `load_run_config`."""
+
+    run_dir: OnePath
+    model: ModelSection
+    # "auto" is the model's own; a directory or Hub id; "bytes": a token is a byte.
+    tokenizer: Text = "auto"
+    data: DataSection
+    training: TrainingSection = TrainingSection()
+    engine: Config = Config()
+
+    @field_validator("training")
+    @classmethod
+    def _steps_come_out_even(cls, value: TrainingSection, info: Any) -> TrainingSection:
+        data, wanted = info.data.get("data"), value.tokens_per_step
+        if wanted is not None and data is not None and data.sequence_length != "auto":
+            micro_batches(wanted, value.micro_batch, data.sequence_length)
+        return value
+
+    @field_validator("engine")
+    @classmethod
+    def _leaves_ours_alone(cls, value: Config, info: Any) -> Config:
+        if "resume" in value.model_fields_set:
+            raise ValueError("resume is not for a run; type infinity train ... --resume auto")
+        training = info.data.get("training")
+        wanted = None if training is None else training.tokens_per_step
+        if wanted is not None and "gradient_accumulation_steps" in value.model_fields_set:
+            raise ValueError(
+                "gradient_accumulation_steps is given, and training.tokens_per_step as well; "
+                "leave one of them out"
+            )
+        return value
+
+
+def micro_batches(tokens_per_step: int, micro_batch: int, sequence_length: int) -> int:
+    """How many micro-batches make a step; raises `ValueError` where they do not come out even."""
+    count, rest = divmod(tokens_per_step, micro_batch * sequence_length)
+    if rest or not count:
+        raise ValueError(
+            f"tokens_per_step is {tokens_per_step}, which is no multiple of micro_batch x "
+            f"data.sequence_length = {micro_batch} x {sequence_length} = "
+            f"{micro_batch * sequence_length}"
+        )
+    return count
+
+
+def is_run_config(raw: Mapping[str, Any]) -> bool:
+    """Whether a mapping is meant for `infinity train` rather than for an engine."""
+    return "model" in raw and ("data" in raw or "run_dir" in raw)
+
+
+def load_run_config(
+    source: Mapping[str, Any] | str | os.PathLike[str], overrides: Iterable[str] = ()
+) -> RunConfig:
+    """Return the configuration in a dict, or in a YAML or JSON file.
+
+    `overrides` are "section.key=value" texts and win. Raises one `ConfigError` that lists
+    everything that is wrong, each with its dotted name.
+    """
+    where = "the configuration"
+    if isinstance(source, Mapping):
+        raw: Mapping[str, Any] = source
+    else:
+        path = Path(source).expanduser()
+        if not path.exists():
+            remedy = "`infinity init` writes one to start from"
+            raise ConfigError(f"{path} does not exist", remedy=remedy)
+        where, raw = str(path), read_config_file(path)
+    merged = apply_overrides(raw, overrides)
+    if merged and not is_run_config(merged) and any(name in Config.model_fields for name in merged):
+        raise ConfigError(
+            f"{where} is the configuration of an engine, not of a run",
+            because="it has no model and no data",
+            remedy="`infinity init` writes one to start from; yours goes into its section engine",
+        )
+    try:
+        return RunConfig.model_validate(merged)
+    except ValidationError as error:
+        ours = {name: value for name, value in merged.items() if name not in DEEPSPEED_NAMES}
+        raise ConfigError(explain(RunConfig, where, ours, error)) from None

@@ -1,0 +1,1 @@
+"""Timelines of training: recorded by an engine, read back, measured, judged and drawn."""

@@ -1,0 +1,171 @@
+"""Reads a trace file back, also one that a killed process left torn."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from infinity.errors import InfinityError, MachineError
+from infinity.trace.recorder import FROM_SUBMISSION
+
+_BETWEEN = re.compile(r"[\s,]*")
+
+
+class TraceError(InfinityError):
+    """A file that is no trace of ours."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What one event says; times are seconds since the trace began.
+
+    It was asked for at `submitted`, went on from `begin` to `end`; `what` is a phase or a kind of
+    state, `unit` a name or "", `args` all that the file says.
+    """
+
+    lane: str
+    what: str
+    unit: str
+    submitted: float
+    begin: float
+    end: float
+    nbytes: int
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """How long it went on."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A whole trace: slices by lane in the order they began, and what is said of it.
+
+    `complete` tells whether the trace was closed; `num_dropped` counts events that are missing.
+    """
+
+    path: str
+    facts: Mapping[str, Any]
+    lanes: Mapping[str, tuple[Slice, ...]]
+    num_dropped: int
+    complete: bool
+
+    def of(self, *lanes: str) -> tuple[Slice, ...]:
+        """The slices of one or several lanes."""
+        return tuple(s for lane in lanes for s in self.lanes.get(lane, ()))
+
+
+def read_timeline(path: str | os.PathLike[str]) -> Timeline:
+    """Read a trace that `trace: path` made; a missing end is no error.
+
+    Raises `MachineError` where the file cannot be read, `TraceError` where it is something else.
+    """
+    where = Path(path)
+    try:
+        text = where.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise MachineError(
+            f"the trace {where} cannot be read",
+            because=error.strerror,
+            remedy="give the file that trace: of a configuration named",
+        ) from error
+    lanes: dict[str, list[Slice]] = {}
+    facts: Mapping[str, Any] | None = None
+    dropped, complete = 0, False
+    for number, event in enumerate(parse_events(text), start=1):
+        try:
+            name, args = event.get("name"), _arguments(event)
+            if name == "trace begins":
+                facts = args
+            elif name == "trace ends":
+                dropped, complete = int(_number(args, "dropped", 0)), True
+            elif event.get("ph") == "X":
+                found = _slice(event)
+                lanes.setdefault(found.lane, []).append(found)
+                dropped = max(dropped, int(_number(args, "dropped", 0)))
+        except ValueError as error:
+            raise TraceError(
+                f"event {number} of {where} is none of infinity's",
+                because=str(error),
+                remedy="give the file as `trace:` wrote it",
+            ) from error
+    if facts is None:
+        raise TraceError(
+            f"{where} is no trace of infinity",
+            because="no event in it says where the trace begins",
+            remedy="train with trace: path.json in the config, and give that path",
+        )
+    ordered = {lane: tuple(sorted(s, key=lambda x: (x.begin, -x.end))) for lane, s in lanes.items()}
+    return Timeline(str(where), facts, ordered, dropped, complete)
+
+
+def parse_events(text: str) -> Iterator[dict[str, Any]]:
+    """The events of a Chrome trace in its array form, as far as the text is whole.
+
+    A closing bracket is not needed, nor is the last event; an object with `traceEvents` is taken
+    too, and its other keys left out.
+    """
+    decoder = json.JSONDecoder()
+    start = text.find("[")
+    if start < 0:
+        return
+    position = start + 1
+    while True:
+        position = _BETWEEN.match(text, position).end()  # type: ignore[union-attr]
+        try:
+            event, position = decoder.raw_decode(text, position)
+        except (ValueError, RecursionError):
+            return
+        if isinstance(event, dict):
+            yield event
+
+
+def _arguments(event: Mapping[str, Any]) -> Mapping[str, Any]:
+    args = event.get("args", {})
+    if not isinstance(args, Mapping):
+        raise ValueError(f"its 'args' are {args!r}, not keys and values")
+    return args
+
+
+def _number(values: Mapping[str, Any], name: str, default: int | None = None) -> float:
+    value = values.get(name, default)
+    try:
+        if isinstance(value, int | float) and math.isfinite(value):
+            return float(value)
+    except OverflowError:
+        pass
+    raise ValueError(f"its {name!r} is {value!r}, not a finite number")
+
+
+def _slice(event: Mapping[str, Any]) -> Slice:
+    """A slice; raises `ValueError` for what cannot be one."""
+    args = _arguments(event)
+    shown = _number(event, "ts")
+    end = shown + _number(event, "dur")
+    queued = _number(args, "queued_us", 0)
+    lane = str(event.get("cat", ""))
+    # Disk requests are shown from their submission on, all else from its beginning.
+    from_submission = lane in FROM_SUBMISSION
+    submitted = shown if from_submission else shown - queued
+    begin = shown + queued if from_submission else shown
+    if not all(map(math.isfinite, (submitted, begin, end))):
+        raise ValueError(f"its 'ts' is {shown}, too far from now")
+    return Slice(
+        lane=lane,
+        what=str(args.get("what", event.get("name", ""))),
+        unit=str(args.get("unit", "")),
+        submitted=submitted / 1e6,
+        begin=begin / 1e6,
+        end=max(end, begin) / 1e6,
+        nbytes=int(_number(args, "bytes", 0)),
+        args=args,
+    )

@@ -1,0 +1,246 @@
+"""How blocks run: recomputed in backward, in slices of their batch, or compiled.
+
+[Note: what stands around a block]
+From outside in: the module's hooks (ours fetch the weights), slices, the checkpoint, the compiled
+forward. All stand in the block's own `forward`, so users' hooks run once a call, and a block that
+is called through its module, whoever calls it, is run like this. A recomputation does not pass
+the module's hooks: it takes ours along, and so finds its weights. Skipped are calls without
+gradients, and what is recomputed anyway: inside a backward, under a checkpoint of the model's own
+around the block, or inside another block.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from infinity.errors import ConfigError, InfinityWarning, TrainingError
+from infinity.model.cut import UnitCut
+from infinity.model.torch_private import inside_backward
+from infinity.plan.saved import SavedPlan
+from infinity.training.arguments import put_together, take_apart
+from infinity.training.compiled import CompiledForward, check_options
+from infinity.training.hooks import Hooks
+from infinity.training.slices import Slicer
+
+# What Hugging Face's blocks call a cache of keys and values; a block that runs twice, or in
+# parts, would write to it twice.
+_CACHES = ("past_key_value", "past_key_values", "layer_past", "cache_params")
+_CACHE_FLAGS = ("use_cache",)
+
+
+class UnitForwards:
+    """Replaces the `forward` of every block where there is a reason; `remove` gives them back.
+
+    `recomputed` counts runs of blocks in backward since the start, slices each by themselves.
+    """
+
+    def __init__(
+        self,
+        hooks: Hooks,
+        cuts: Sequence[UnitCut],
+        parameters: Sequence[nn.Parameter],
+        plan: SavedPlan,
+    ) -> None:
+        self.recomputed = 0
+        self.warned = False  # of a cache that was left out
+        self.tried: set[object] = set()  # see `Slicer`
+        self._hooks = hooks
+        self._cuts = cuts
+        self._parameters = parameters
+        self._plan = plan
+        self._blocks: list[_Block] = []
+        if plan.checkpoint or plan.slices > 1:
+            self._replace()
+
+    def _replace(self) -> None:
+        for unit, cut in enumerate(self._cuts):
+            own = {id(self._parameters[index]) for index in cut.parameters}
+            for module in blocks_of(cut):
+                alone = own.issuperset(id(p) for p in module.parameters())
+                self._blocks.append(
+                    _Block(self, self._hooks, self._plan, module, unit, cut.name, alone)
+                )
+
+    def compile_units(self, **options: Any) -> None:
+        """Compile every block's forward, when it is first called in training mode.
+
+        `options` are those of `torch.compile`; a block is one graph unless `fullgraph` is false.
+        Raises `ConfigError` where there is nothing to compile, or for CUDA graphs.
+        """
+        chosen = check_options(options)
+        if not self._blocks:
+            self._replace()
+        alone = [block for block in self._blocks if block.alone]
+        if not alone:
+            raise ConfigError(
+                "there is no block that can be compiled",
+                because="they hold experts, which are units of their own, or weights of others"
+                if self._blocks
+                else "the model has no blocks that repeat",
+                remedy="leave compile out, or cut it yourself: initialize(units=[...])",
+            )
+        self._hooks.saved.hide_from_compiler()
+        for block in alone:
+            block.compile(chosen)
+
+    @property
+    def num_compiled(self) -> int:
+        """Blocks that are, or will be, compiled."""
+        return sum(block.compiled is not None for block in self._blocks)
+
+    def recover(self) -> None:
+        """After an interruption: parameters are fetched on access."""
+        for block in self._blocks:
+            if block.compiled is not None:
+                block.compiled.restore()
+
+    def remove(self) -> None:
+        """Every block has its own forward again."""
+        self.recover()
+        while self._blocks:
+            self._blocks[-1].remove()
+            self._blocks.pop()
+
+
+class _Block:
+    """One block, and how it runs now."""
+
+    def __init__(
+        self,
+        owner: UnitForwards,
+        hooks: Hooks,
+        plan: SavedPlan,
+        module: nn.Module,
+        unit: int,
+        name: str,
+        alone: bool,
+    ) -> None:
+        self.alone = alone  # no other unit has parameters inside
+        self.compiled: CompiledForward | None = None
+        self._owner = owner
+        self._saved = hooks.saved
+        self._recomputes = plan.checkpoint
+        self._name = name
+        self._module = module
+        self._before, self._after = hooks.around(unit)
+        self._own: Callable[..., Any] = module.forward
+        self._slicer = None
+        if plan.slices > 1:
+            self._slicer = Slicer(module, self._own, name, plan.slices, owner.tried)
+        self._replaced = module.__dict__.get("forward")
+
+        @functools.wraps(self._own)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._forward(args, kwargs)
+
+        module.__dict__["forward"] = forward
+
+    def compile(self, options: Mapping[str, Any]) -> None:
+        """From the next call on."""
+        self.compiled = CompiledForward(self._module, self._name, self._own, options)
+
+    def remove(self) -> None:
+        """The module's own forward again."""
+        self._module.__dict__.pop("forward", None)
+        if self._replaced is not None:
+            self._module.__dict__["forward"] = self._replaced
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled() or inside_backward() or self._saved.under_checkpoint:
+            return self._plain(*args, **kwargs)
+        if self._recomputes or self._slicer is not None:
+            kwargs = self._without_caches(kwargs)
+        if self._slicer is not None:
+            return self._slicer(self._run, args, kwargs)
+        return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self._recomputes:
+            return checkpointed(self._recomputable, args, kwargs)
+        return self._plain(*args, **kwargs)
+
+    def _recomputable(self, *args: Any, **kwargs: Any) -> Any:
+        if not inside_backward():  # the module's hooks have run
+            pushed = self._saved.push()
+            try:
+                return self._plain(*args, **kwargs)
+            finally:
+                if pushed:
+                    self._saved.pop()
+        self._owner.recomputed += 1
+        self._before(self._module, args, kwargs)
+        try:
+            return self._plain(*args, **kwargs)
+        finally:
+            self._after(self._module, args, None)
+
+    def _plain(self, *args: Any, **kwargs: Any) -> Any:
+        if self.compiled is not None and self._module.training:
+            return self.compiled(*args, **kwargs)
+        return self._own(*args, **kwargs)
+
+    def _without_caches(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Without what a second run would write to again; raises `TrainingError` if it matters."""
+        kept = dict(kwargs)
+        for key in _CACHES:
+            cache = kept.get(key)
+            if cache is None:
+                continue
+            length = getattr(cache, "get_seq_length", None)
+            if not callable(length) or length() > 0:
+                raise TrainingError(
+                    f"block {self._name!r} was given {key} that is not empty, to train with",
+                    because="a block that is recomputed, or runs in slices, cannot have a cache",
+                    remedy="train without a cache (use_cache=False), or without "
+                    "activations.checkpoint and activations.slices",
+                )
+            kept[key] = None
+            if not self._owner.warned:
+                self._owner.warned = True
+                warnings.warn(
+                    "blocks that are recomputed or sliced are not given a cache of keys and "
+                    "values while they train; pass use_cache=False to silence this",
+                    InfinityWarning,
+                    stacklevel=2,
+                )
+        for key in _CACHE_FLAGS:
+            if kept.get(key) is True:
+                kept[key] = False
+        return kept
+
+
+def blocks_of(cut: UnitCut) -> list[nn.Module]:
+    """The modules of a unit that are worth running apart: not single layers of torch's."""
+    if not cut.is_block:
+        return []
+    return [
+        module
+        for module in cut.modules
+        if any(True for _ in module.children())
+        or not type(module).__module__.startswith("torch.nn.modules.")
+    ]
+
+
+def checkpointed(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """`function(*args, **kwargs)`, run again in backward; all its tensors are inputs.
+
+    torch's checkpoint saves positional tensors only; here those in kwargs, tuples, lists and
+    dicts are saved like them.
+    """
+    tensors: list[Tensor] = []
+    shape = take_apart((args, dict(kwargs)), tensors)
+
+    def run(*given: Tensor) -> Any:
+        args, kwargs = put_together(shape, given)
+        return function(*args, **kwargs)
+
+    return checkpoint(run, *tensors, use_reentrant=False)

@@ -1,0 +1,211 @@
+"""A run on several paths that dies while its directories are marked durable leaves none behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.durable import HOMES, durable_engine, gated, step
+
+import infinity
+from infinity.errors import InfinityWarning, MachineError
+from infinity.memory import scratch
+from infinity.memory.scratch import Scratch, remove_dead_runs
+
+IO = {"weights": [2, 1, 1], "block_size": 4096}
+MAIN = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from faults.test_durable_marking import die_at_each_call
+die_at_each_call(Path({root!r}))
+"""
+
+
+def paths_of(root: Path) -> list[Path]:
+    return [root / f"d{number}" for number in range(3)]
+
+
+def die_at_each_call(root: Path) -> None:
+    """In `root/0`, `root/1`, ... a start that is killed at the next system call of the marking."""
+    torch.set_num_threads(1)
+    for number in range(100):
+        for path in paths_of(root / str(number)):
+            path.mkdir(parents=True)
+        child = os.fork()
+        if child == 0:
+            start_and_die(paths_of(root / str(number)), number)
+        _, status = os.waitpid(child, 0)
+        if not os.WIFSIGNALED(status):
+            (root / "count").write_text(f"{number} {status}")
+            return
+
+
+def start_and_die(paths: list[Path], after: int) -> None:
+    left = after
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def killed(*arguments: Any, **more: Any) -> Any:
+            nonlocal left
+            if left == 0:
+                os.kill(os.getpid(), 9)
+            left -= 1
+            return call(*arguments, **more)
+
+        return killed
+
+    announce = Scratch.announce
+
+    def begin(first: Scratch, *rest: Any) -> None:
+        for name in ("write_record", "sync_directory"):
+            setattr(scratch, name, counted(getattr(scratch, name)))
+        Path.rename = counted(Path.rename)  # type: ignore[method-assign]
+        announce(first, *rest)
+
+    Scratch.announce = begin  # type: ignore[method-assign]
+    try:
+        with durable_engine(paths, gated(), homes=HOMES["all on disk"], io=IO):
+            os._exit(0)
+    except BaseException:
+        os._exit(1)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """Where the starts were killed, and how many."""
+    root = tmp_path_factory.mktemp("marking")
+    script = MAIN.format(tests=str(Path(__file__).parents[1]), root=str(root))
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=250)
+    count, status = map(int, (root / "count").read_text().split())
+    assert status == 0  # the last one was not killed, and started
+    assert count == 4 * 5  # four records: written, two names synced, renamed, synced
+    return root, count
+
+
+def is_kept(directory: Path) -> bool:
+    return bool(json.loads((directory / "run.json").read_text())["durable"])
+
+
+@pytest.mark.parametrize("seen", [[0, 1, 2], [0], [1], [2, 1]], ids=str)
+def test_a_start_that_dies_is_cleaned_up_or_whole(
+    tmp_path: Path, killed: tuple[Path, int], seen: list[int]
+) -> None:
+    """Whichever of the paths the next run uses; others are cleaned by who uses them."""
+    root, count = killed
+    outcomes = set()
+    for number in range(count + 1):
+        place = root / f"{number}"
+        copy = tmp_path / "copy"
+        place.rename(copy)  # records hold absolute paths: they must be in their places
+        shutil.copytree(copy, place)
+        try:
+            outcomes.add(survive(paths_of(place), seen))
+        finally:
+            shutil.rmtree(place)
+            copy.rename(place)
+    assert outcomes == {"gone", "whole"}
+
+
+def survive(paths: list[Path], seen: list[int]) -> str:
+    (first,) = paths[0].iterdir()
+    assert all(len(list(path.iterdir())) == 1 for path in paths)
+    if is_kept(first):
+        for path in paths:
+            assert remove_dead_runs(path) == []
+        with durable_engine(paths, gated(), resume="auto", io=IO) as engine:
+            assert engine.resumed is False or engine.global_steps == 0
+            assert engine._parts.resumed is not None
+            step(engine)
+        return "whole"
+    announced = "members" in json.loads((first / "run.json").read_text())
+    for index in seen:
+        remove_dead_runs(paths[index])
+    left = [index for index, path in enumerate(paths) if list(path.iterdir())]
+    # One that was marked takes all with it; one that was not is a dead run like any.
+    assert not set(left) & set(seen)
+    if announced and 0 in seen:
+        assert left == []
+    for path in paths:
+        remove_dead_runs(path)
+        assert list(path.iterdir()) == []
+    return "gone"
+
+
+def test_a_marking_that_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = Scratch.keep
+
+    def fail(self: Scratch, facts: Any) -> None:
+        if facts["index"] == 0:
+            raise MachineError("the drive is gone")
+        keep(self, facts)
+
+    for path in paths_of(tmp_path):
+        path.mkdir()
+    monkeypatch.setattr(Scratch, "keep", fail)
+    with (
+        pytest.raises(MachineError, match="the drive is gone"),
+        durable_engine(paths_of(tmp_path), gated(), io=IO),
+    ):
+        pass
+    assert [list(path.iterdir()) for path in paths_of(tmp_path)] == [[], [], []]
+
+
+def test_one_that_is_being_marked_is_left_alone(tmp_path: Path) -> None:
+    for path in paths_of(tmp_path):
+        path.mkdir()
+    first, second, third = (Scratch.create(path) for path in paths_of(tmp_path))
+    first.announce("r", [second.directory, third.directory])
+    second.keep({"run": "r", "primary": str(first.directory), "index": 1})
+    for path in paths_of(tmp_path):
+        assert remove_dead_runs(path) == []
+    second.durable = False
+    for one in (first, second, third):
+        one.remove()
+
+
+def test_members_are_removed_only_if_they_are_of_that_run(tmp_path: Path) -> None:
+    """A record is a file that anybody may have written."""
+    for path in paths_of(tmp_path):
+        path.mkdir()
+    first, second, third = (Scratch.create(path) for path in paths_of(tmp_path))
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "lock").touch()
+    first.announce("r", [second.directory, third.directory, precious])
+    second.keep({"run": "other", "primary": str(first.directory), "index": 1})
+    third.keep({"run": "r", "primary": str(first.directory), "index": 2})
+    for one in (first, second, third):
+        one._release()
+    remove_dead_runs(paths_of(tmp_path)[0])
+    assert not first.directory.exists()
+    assert not third.directory.exists()
+    assert second.directory.exists()
+    assert precious.exists()
+
+
+def test_a_part_without_its_first_directory_is_told(tmp_path: Path) -> None:
+    paths = paths_of(tmp_path)
+    for path in paths:
+        path.mkdir()
+    with durable_engine(paths, gated(), io=IO):
+        pass
+    (first,) = paths[0].iterdir()
+    shutil.rmtree(first)
+    given = {"nvme_path": [str(path) for path in paths], "precision": "fp32", "io": IO}
+    given["homes"] = HOMES["all on disk"]
+    with pytest.warns(InfinityWarning, match=f"a part of one whose first directory, {first}"):
+        infinity.initialize(gated(), given)[0].close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert sum(len(list(path.iterdir())) for path in paths) == 2

@@ -1,0 +1,122 @@
+"""Families of transformers: trained from disk with the same bits as from RAM, and close to torch.
+
+Nothing in `infinity/` knows a name of theirs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.families import FAMILIES, Family
+from support.small import ON_DEVICE, ON_DISK, settings
+from torch import Tensor, nn
+
+import infinity
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+STEPS = 5
+CHECKPOINTED = ("llama", "bert", "t5", "whisper", "mixtral", "vit")
+# A gradient that is only rounding noise (a bias of keys under a softmax) is far below `eps`: it
+# must not become a step, which would differ between any two ways to compute.
+OPTIMIZER = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.01}
+
+
+@dataclass
+class Trained:
+    losses: list[float]
+    state: dict[str, Tensor]
+
+
+def train(
+    family: Family, path: Path, homes: dict[str, str], model: nn.Module | None = None, **more: Any
+) -> Trained:
+    config = settings(path, homes, look_ahead=1, optimizer=OPTIMIZER, **more)
+    engine, *_ = infinity.initialize(model or family.build(), config)
+    with engine:
+        losses = []
+        dtype = torch.bfloat16 if config["precision"] == "bf16" else torch.float32
+        for batch in family.batches(STEPS, dtype):
+            loss = family.loss(engine(**batch))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return Trained(losses, dict(engine.state_dict(master=True)))
+
+
+def train_plain(family: Family) -> Trained:
+    model = family.build()
+    optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
+    losses = []
+    for batch in family.batches(STEPS):
+        loss = family.loss(model(**batch))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return Trained(losses, model.state_dict())
+
+
+def assert_same_bits(one: Trained, other: Trained) -> None:
+    assert one.losses == other.losses
+    assert list(one.state) == list(other.state)
+    assert [n for n in one.state if not torch.equal(one.state[n], other.state[n])] == []
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_from_disk_as_from_ram_and_close_to_torch(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    on_disk = train(family, tmp_path, ON_DISK)
+    assert_same_bits(on_disk, train(family, tmp_path, ON_DEVICE))
+    plain = train_plain(family)
+    assert on_disk.losses == pytest.approx(plain.losses, rel=1e-5)
+    for key, value in plain.state.items():
+        torch.testing.assert_close(on_disk.state[key], value, rtol=1e-4, atol=1e-5, msg=key)
+    start = dict(family.build().named_parameters())
+    moved = [key for key, p in start.items() if not torch.equal(on_disk.state[key], p)]
+    assert len(moved) >= 0.9 * len(start)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_build_without_memory_has_the_values_of_an_ordinary_one(name: str) -> None:
+    family = FAMILIES[name]
+    with infinity.Init(threshold_bytes=128):
+        model: nn.Module = family.build()
+    assert sum(p.is_meta for p in model.parameters()) > 5
+    engine, *_ = infinity.initialize(model, {"precision": "fp32", "homes": ON_DEVICE})
+    with engine:
+        found, expected = engine.state_dict(), family.build().state_dict()
+        assert sorted(found) == sorted(expected)
+        assert [n for n in expected if not torch.equal(found[n], expected[n])] == []
+
+
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_gradient_checkpointing_recomputes_and_changes_nothing(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    model: Any = family.build()
+    model.gradient_checkpointing_enable()
+    forwards: list[str] = []
+    linear = next(n for n, m in model.named_modules() if isinstance(m, nn.Linear) and ".0." in n)
+    model.get_submodule(linear).register_forward_hook(lambda *args: forwards.append(linear))
+    on_disk = train(family, tmp_path, ON_DISK, model)
+    assert len(forwards) == 2 * STEPS
+    model = family.build()
+    model.gradient_checkpointing_enable()
+    assert_same_bits(on_disk, train(family, tmp_path, ON_DEVICE, model))
+    # Recomputing adds up the gradients of what blocks share (T5's biases) in another order.
+    assert on_disk.losses == pytest.approx(train_plain(family).losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_in_bf16_too(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    plain, one, other = (family.build(torch.bfloat16) for _ in range(3))
+    on_disk = train(family, tmp_path, ON_DISK, one, precision="bf16")
+    (batch,) = family.batches(1, torch.bfloat16)
+    assert on_disk.losses[0] == pytest.approx(family.loss(plain(**batch)).item(), rel=1e-3)
+    assert_same_bits(on_disk, train(family, tmp_path, ON_DEVICE, other, precision="bf16"))

@@ -1,0 +1,330 @@
+"""Models of transformers loaded to their homes, built there, and saved as transformers saves."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
+from support.families import DECODER, FAMILIES, VOCABULARY, Family
+from support.small import ON_DISK, settings
+from torch import Tensor
+
+import infinity
+from infinity.errors import ConfigError, MachineError
+from infinity.huggingface.models import load_model
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def saved(family: Family, path: Path, **more: Any) -> Path:
+    family.build().save_pretrained(path, max_shard_size="20KB", **more)
+    return path
+
+
+def config(path: Path, **more: Any) -> dict[str, Any]:
+    return settings(path, ON_DISK, look_ahead=1, **more)
+
+
+def tensors_in(directory: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for file in directory.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert sorted(found) == sorted(expected)
+    assert [n for n in expected if not torch.equal(found[n], expected[n])] == []
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_transformers_saves_is_loaded_as_transformers_loads_it(
+    name: str, tmp_path: Path
+) -> None:
+    family = FAMILIES[name]
+    source = saved(family, tmp_path / "model")
+    plain = getattr(hf, family.model).from_pretrained(source, dtype=torch.float32)
+    engine, *_ = infinity.from_pretrained(source, config(tmp_path))
+    with engine:
+        assert type(engine.module) is type(plain)
+        assert not engine.module.training
+        assert_same(engine.module.state_dict(), plain.state_dict())
+        assert_same(dict(engine.module.named_buffers()), dict(plain.named_buffers()))
+        assert len(engine.module.state_dict()) - len(list(engine.module.parameters())) == len(
+            plain.state_dict()
+        ) - len(list(plain.parameters()))
+        batch = family.batches(1)[0]
+        with torch.no_grad():
+            assert torch.equal(family.loss(engine(**batch)), family.loss(plain(**batch)))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_we_save_is_what_transformers_saves(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    plain = family.build()
+    plain.save_pretrained(tmp_path / "theirs")
+    engine, *_ = infinity.initialize(family.build(), config(tmp_path))
+    with engine:
+        files = infinity.save_pretrained(engine, tmp_path / "ours", max_shard="20KiB")
+    assert len(files) == 1 or files[-1].name == "model.safetensors.index.json"
+    assert_same(tensors_in(tmp_path / "ours"), tensors_in(tmp_path / "theirs"))
+    again, told = type(plain).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(told.values())
+    assert_same(again.state_dict(), plain.state_dict())
+    ours, theirs = (
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("ours", "theirs")
+    )
+    assert ours == theirs
+    assert (tmp_path / "ours" / "generation_config.json").exists() == plain.can_generate()
+
+
+def test_a_base_model_gets_a_new_head_and_a_head_is_left_off(tmp_path: Path) -> None:
+    source = saved(FAMILIES["bert"], tmp_path / "model")
+    engine, *_ = infinity.from_pretrained(
+        source, config(tmp_path, seed=3), model_class=hf.AutoModelForSequenceClassification
+    )
+    plain = hf.BertForMaskedLM.from_pretrained(source).state_dict()
+    with engine:
+        found = engine.module.state_dict()
+        assert found["classifier.weight"].std() > 0.01
+        same = [name for name in found if name in plain]
+        assert len(same) > 20
+        assert [n for n in same if not torch.equal(found[n], plain[n])] == []
+    engine, *_ = infinity.from_pretrained(source, config(tmp_path), model_class="BertModel")
+    with engine:
+        assert type(engine.module) is hf.BertModel
+        for name, value in engine.module.state_dict().items():
+            if f"bert.{name}" in plain:
+                assert torch.equal(value, plain[f"bert.{name}"])
+
+
+def test_names_of_older_files_and_tied_weights_given_twice(tmp_path: Path) -> None:
+    """As of GPT-2's first files: no prefix, a buffer nobody wants; and the head beside it."""
+    source = saved(FAMILIES["gpt2"], tmp_path / "model", save_original_format=False)
+    state = tensors_in(source)
+    for file in source.glob("*.safetensors*"):
+        file.unlink()
+    old = {name.removeprefix("transformer."): value for name, value in state.items()}
+    old["h.0.attn.bias"] = torch.ones(1, 1, 4, 4)
+    old["lm_head.weight"] = old["wte.weight"].clone()
+    save_file(old, source / "model.safetensors", metadata={"format": "pt"})
+    plain = hf.GPT2LMHeadModel.from_pretrained(source)
+    engine, *_ = infinity.from_pretrained(source, config(tmp_path))
+    with engine:
+        assert engine.module.lm_head.weight is engine.module.transformer.wte.weight
+        assert_same(engine.module.state_dict(), plain.state_dict())
+
+
+def test_values_are_those_of_the_files_whatever_it_computes_in(tmp_path: Path) -> None:
+    source = saved(FAMILIES["llama"], tmp_path / "model")
+    engine, *_ = infinity.from_pretrained(source, config(tmp_path, precision="bf16"))
+    with engine:
+        masters = dict(engine.state_dict(master=True))
+        assert engine.module.dtype is torch.bfloat16
+        infinity.save_pretrained(engine, tmp_path / "fp32", dtype="fp32")
+        infinity.save_pretrained(engine, tmp_path / "bf16", tokenizer=_Tokenizer())
+    plain = FAMILIES["llama"].build().state_dict()
+    assert_same(masters, plain)
+    assert_same(tensors_in(tmp_path / "fp32"), plain)
+    assert hf.AutoConfig.from_pretrained(tmp_path / "bf16").dtype is torch.bfloat16
+    assert (tmp_path / "bf16" / "words.txt").exists()
+
+
+class _Tokenizer:
+    def save_pretrained(self, directory: str) -> None:
+        (Path(directory) / "words.txt").write_text("a\n")
+
+
+def test_training_goes_on_from_what_was_saved(tmp_path: Path) -> None:
+    family = FAMILIES["mixtral"]
+    engine, *_ = infinity.from_config(family.config(), config(tmp_path, seed=1))
+    with engine:
+        for batch in family.batches(2):
+            engine.backward(engine(**batch).loss)
+            engine.step()
+        infinity.save_pretrained(engine, tmp_path / "saved")
+        expected = dict(engine.state_dict())
+        names = set(tensors_in(tmp_path / "saved"))
+    assert (
+        "model.layers.0.block_sparse_moe.experts.3.w2.weight" in names
+    )  # not fused, as on the Hub
+    engine, *_ = infinity.from_pretrained(tmp_path / "saved", config(tmp_path))
+    with engine:
+        assert_same(dict(engine.state_dict()), expected)
+
+
+@pytest.mark.parametrize("given", ["object", "dict", "directory"])
+def test_from_config_is_an_ordinary_build(given: str, tmp_path: Path) -> None:
+    facts = hf.LlamaConfig(**DECODER)
+    facts.save_pretrained(tmp_path / "facts")
+    sources = {"object": facts, "dict": {"model_type": "llama", **DECODER},
+               "directory": tmp_path / "facts"}  # fmt: skip
+    seen: list[Any] = []
+    engine, *_ = infinity.from_config(
+        sources[given], config(tmp_path, seed=5), prepare=seen.append,
+        model_class=hf.AutoModelForCausalLM,
+    )  # fmt: skip
+    with engine:
+        assert seen == [engine.module]
+        torch.manual_seed(5)
+        assert_same(engine.module.state_dict(), hf.LlamaForCausalLM(facts).state_dict())
+
+
+@pytest.mark.parametrize("way", ["config", "config_params", "args"])
+def test_the_configuration_may_come_any_way_of_initialize(way: str, tmp_path: Path) -> None:
+    told = {
+        "train_micro_batch_size_per_gpu": 3,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "infinity": {"seed": 5},
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(told))
+    given: Any = told
+    if way == "args":
+        given = SimpleNamespace(deepspeed_config=str(tmp_path / "ds.json"))
+    facts = hf.LlamaConfig(**DECODER)
+    engine, *_ = infinity.from_config(facts, **{way: given})
+    with engine:
+        assert engine.module.lm_head.weight.dtype is torch.float32
+        assert engine.train_micro_batch_size_per_gpu() == 3
+        torch.manual_seed(5)
+        plain = hf.LlamaForCausalLM(facts).state_dict()
+        assert_same(dict(engine.state_dict(master=True)), plain)
+    seen: list[Any] = []
+    source = saved(FAMILIES["llama"], tmp_path / "model")
+    engine, *_ = infinity.from_pretrained(
+        source, prepare=lambda model: seen.append(model.dtype), **{way: given}
+    )
+    with engine:
+        assert seen == [torch.float32]
+        assert engine.translation is not None
+    with pytest.raises(ConfigError, match="got no configuration"):
+        infinity.from_pretrained(source)
+
+
+class _OwnConfig(hf.LlamaConfig):
+    model_type = "own"
+
+
+class _OwnModel(hf.LlamaForCausalLM):
+    config_class = _OwnConfig
+
+
+def test_code_in_a_repository_is_neither_run_nor_asked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = saved(FAMILIES["llama"], tmp_path / "model")
+    facts = json.loads((source / "config.json").read_text())
+    names = {"AutoConfig": "code.OwnConfig", "AutoModelForCausalLM": "code.OwnModel"}
+    facts |= {"model_type": "own", "architectures": ["OwnModel"], "auto_map": names}
+    (source / "config.json").write_text(json.dumps(facts))
+    (source / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    for make in (infinity.from_pretrained, infinity.from_config):
+        with pytest.raises(ConfigError, match="pass model_class=it"):
+            make(source, config(tmp_path))
+        with pytest.raises(ConfigError, match="contains custom code"):
+            make(
+                source, config(tmp_path), model_class="AutoModelForCausalLM",
+                **({} if make is infinity.from_config else {"model_config": _OwnConfig(**facts)}),
+            )  # fmt: skip
+    engine, *_ = infinity.from_pretrained(source, config(tmp_path), model_class=_OwnModel)
+    with engine:
+        assert type(engine.module) is _OwnModel
+        assert type(engine.module.config) is _OwnConfig
+        assert_same(engine.module.state_dict(), FAMILIES["llama"].build().state_dict())
+    assert not (tmp_path / "ran").exists()
+
+
+def test_refusals_name_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = saved(FAMILIES["llama"], tmp_path / "model")
+    with pytest.raises(ConfigError, match="no directory"):
+        load_model("/missing/folder")
+    with pytest.raises(ConfigError, match="is a file"):
+        load_model(source / "config.json")
+    other = hf.LlamaConfig(**{**DECODER, "vocab_size": VOCABULARY + 1})
+    with pytest.raises(ConfigError, match=r"does not fit LlamaForCausalLM(.|\n)*mismatch"):
+        load_model(source, model_config=other)
+    with pytest.raises(ConfigError, match=r"holds no weight of ViTModel"):
+        load_model(source, model_class="ViTModel", model_config=FAMILIES["vit"].config())
+    with pytest.raises(ConfigError, match="no class 'LlamaForEverything'"):
+        load_model(source, model_class="LlamaForEverything")
+    facts = json.loads((source / "config.json").read_text())
+    del facts["architectures"], facts["model_type"]
+    (source / "config.json").write_text(json.dumps(facts))
+    with pytest.raises(ConfigError, match="has no config that transformers takes"):
+        load_model(source)
+    (source / "config.json").unlink()
+    (source / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds an adapter"):
+        load_model(source)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match="pip install transformers"):
+        load_model(source)
+
+
+def test_a_hub_id_is_found_in_the_cache_or_refused(tmp_path: Path) -> None:
+    cache = tmp_path / "hub" / "models--some--llama"
+    saved(FAMILIES["llama"], cache / "snapshots" / "abc")
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("abc")
+    code = (
+        "from infinity.huggingface.models import load_model\n"
+        "print(type(load_model('some/llama')).__name__)\n"
+        "load_model('some/other')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"},
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.stdout.split() == ["LlamaForCausalLM"], done.stderr
+    assert MachineError.__name__ in done.stderr
+    assert "hf download some/other" in done.stderr
+
+
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.big), "mixtral"])
+def test_memory_does_not_grow_with_the_model(kind: str, tmp_path: Path) -> None:
+    """Loaded and saved in a process of its own, whose peak is looked at; experts are fused."""
+    done = subprocess.run(
+        [sys.executable, "-m", "support.pretrained_alone", str(tmp_path), kind],
+        cwd=Path(__file__).resolve().parent.parent,
+        capture_output=True, text=True, check=False, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(re.findall(r"^\[.*\]$", done.stdout, re.M)[-1])
+    assert [one["different"] for one in told] == [[], [], []]
+    _, small, large = told
+    assert large["slot_bytes"] == small["slot_bytes"]
+    more = large["model_bytes"] - small["model_bytes"]
+    assert more > 100 << 20
+    # A kept copy would make it grow by `more`; malloc's own moods are 40 MiB on a busy machine.
+    assert large["grown_bytes"] - small["grown_bytes"] < 0.5 * more, told
+
+
+@pytest.mark.parametrize("source", [5, None, ["a"]], ids=str)
+def test_what_names_no_model_is_refused(source: Any) -> None:
+    with pytest.raises(ConfigError, match="names no model"):
+        infinity.from_pretrained(source, {})
+
+
+def test_prepare_that_cannot_be_called_is_refused_before_anything_is_built() -> None:
+    prepare: Any = 5
+    for make in (infinity.from_pretrained, infinity.from_config):
+        with pytest.raises(ConfigError, match="prepare is 5"):
+            make("nosuch", {}, prepare=prepare)
+
+
+def test_a_config_that_transformers_divides_by() -> None:
+    config = {"model_type": "llama", "num_attention_heads": 0}
+    with pytest.raises(ConfigError, match="ZeroDivisionError"):
+        infinity.from_config(config, {})

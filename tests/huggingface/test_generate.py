@@ -1,0 +1,122 @@
+"""`generate()` on an offloaded model: the plain model's tokens, the bytes that the plan says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.families import FAMILIES
+from support.small import ON_DISK, settings
+
+import infinity
+from infinity.plan.forecast import forecast_call
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TOKENS = 5
+GENERATORS = ("llama", "qwen3", "gpt2", "mixtral", "t5", "bart", "whisper", "mamba", "rwkv")
+
+
+def config(path: Path, look_ahead: int = 1, **more: Any) -> dict[str, Any]:
+    return settings(path, ON_DISK, look_ahead=look_ahead, **more)
+
+
+def prompt(name: str) -> dict[str, Any]:
+    batch = FAMILIES[name].batches(1)[0]
+    batch.pop("labels")
+    return batch
+
+
+def generate(model: Any, name: str, tokens: int = TOKENS, **more: Any) -> torch.Tensor:
+    given = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, **more}
+    found: torch.Tensor = model.generate(**prompt(name), pad_token_id=0, **given)
+    return found
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_greedy_tokens_are_the_plain_models(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    expected = generate(family.build().eval(), name)
+    engine, *_ = infinity.initialize(family.build(), config(tmp_path, look_ahead=0))
+    with engine:
+        engine.eval()
+        assert torch.equal(generate(engine.module, name), expected)
+        with torch.inference_mode():
+            assert torch.equal(generate(engine.module, name), expected)
+
+
+def test_beams_and_sampling_too(tmp_path: Path) -> None:
+    family = FAMILIES["llama"]
+    plain = family.build().eval()
+    engine, *_ = infinity.initialize(family.build(), config(tmp_path))
+    with engine:
+        engine.eval()
+        for more in ({"num_beams": 3}, {"do_sample": True, "top_k": 8}):
+            found = []
+            for model in (plain, engine.module):
+                torch.manual_seed(4)
+                found.append(generate(model, "llama", **more))
+            assert torch.equal(*found)
+
+
+def deep(blocks: int = 8) -> Any:
+    family = FAMILIES["llama"]
+    facts = family.config()
+    facts.num_hidden_layers = blocks
+    torch.manual_seed(0)
+    return type(family.build())(facts).eval()
+
+
+@pytest.mark.parametrize("look_ahead", [0, 1, 2, 3])
+def test_bytes_per_token_are_those_of_the_plan(look_ahead: int, tmp_path: Path) -> None:
+    engine, *_ = infinity.initialize(deep(), config(tmp_path, look_ahead))
+    with engine:
+        generate(engine.module, "llama", 3)
+        before, tokens = engine.counters(), 14  # whole periods of what stays and what goes
+        generate(engine.module, "llama", tokens)
+        moved = engine.counters()["disk_read"] - before["disk_read"]
+        predicted = forecast_call(engine.plan)["disk_read"]
+        unit = max(u.slot_bytes for u in engine.plan.units)
+        assert abs(moved - tokens * predicted) <= unit
+        # Least recently used would bring every block again for every token. What look-ahead holds
+        # ready is no resident.
+        (blocks,) = (c for c in engine.plan.slot_classes if len(c.members) == 8)
+        assert blocks.count == 2 + look_ahead
+        everything = 8 * blocks.slot_bytes
+        assert predicted <= everything - (blocks.count - 1 - look_ahead) * blocks.slot_bytes
+        assert predicted < everything
+        assert engine.counters()["disk_write"] == before["disk_write"]
+
+
+def test_what_fits_is_brought_once(tmp_path: Path) -> None:
+    engine, *_ = infinity.initialize(deep(), config(tmp_path, look_ahead=8))
+    with engine:
+        before = engine.counters()["disk_read"]
+        generate(engine.module, "llama", 20)
+        once = sum(unit.slot_bytes for unit in engine.plan.units)
+        assert engine.counters()["disk_read"] - before == once
+        assert forecast_call(engine.plan)["disk_read"] == 0
+
+
+@pytest.mark.parametrize("moment", ["between steps", "between forward and backward"])
+def test_training_goes_on_with_the_same_bits(moment: str, tmp_path: Path) -> None:
+    family = FAMILIES["llama"]
+    states, surprises = [], []
+    for interrupted in (False, True):
+        engine, *_ = infinity.initialize(family.build(), config(tmp_path, look_ahead=0))
+        with engine:
+            for batch in family.batches(4):
+                loss = engine(**batch).loss
+                if interrupted and moment != "between steps":
+                    generate(engine.module, "llama")
+                engine.backward(loss)
+                engine.step()
+                if interrupted and moment == "between steps":
+                    generate(engine.module, "llama")
+            assert engine.last_report is not None
+            surprises.append(engine._cycles.training.surprises)
+            states.append(dict(engine.state_dict(master=True)))
+    assert [n for n in states[0] if not torch.equal(states[0][n], states[1][n])] == []
+    assert surprises[1] == surprises[0]  # the training cycle is not mistaken for a shorter one

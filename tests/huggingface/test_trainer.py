@@ -1,0 +1,404 @@
+"""InfinityTrainer against `transformers.Trainer`: same data, same seed, fp32.
+
+Tolerance: 2e-6 of each logged number (or absolutely below 1). AdamW in fp32 differs from torch's
+in the last bits only.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from support.hf_runs import (
+    FP32,
+    Texts,
+    assert_close_history,
+    assert_same_bits,
+    gpt2,
+    history,
+    llama,
+    masters,
+    trainer_for,
+)
+
+import infinity
+from infinity.errors import ConfigError, EngineClosedError
+from infinity.huggingface.trainer import InfinityTrainer
+
+TOLERANCE = 2e-6
+
+
+def both(tmp_path: Path, make: Any = llama, options: Any = None, **changed: Any) -> tuple[Any, Any]:
+    """Trained by Trainer and by InfinityTrainer."""
+    theirs = trainer_for(hf.Trainer, tmp_path / "theirs", make(), options, **changed)
+    theirs.train()
+    ours = trainer_for(InfinityTrainer, tmp_path / "ours", make(), options, **changed)
+    ours.train()
+    return ours, theirs
+
+
+def assert_same_model(ours: Any, theirs: Any, tolerance: float = 1e-5) -> None:
+    for name, value in theirs.model.state_dict().items():
+        torch.testing.assert_close(
+            ours.engine.state_dict()[name], value, rtol=0, atol=tolerance, msg=name
+        )
+
+
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_a_run_with_accumulation_dropout_and_evaluation_is_that_of_trainer(
+    tmp_path: Path, make: Any
+) -> None:
+    ours, theirs = both(tmp_path, make, eval_strategy="steps", eval_steps=3)
+    assert len(history(theirs)) == 11  # 7 steps, 3 evaluations, the end
+    assert_close_history(ours, theirs, TOLERANCE)
+    assert_same_model(ours, theirs)
+    ours.close()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"gradient_accumulation_steps": 1, "max_grad_norm": 0.05},
+        {"max_grad_norm": 0.0},
+        {"label_smoothing_factor": 0.1},
+        {"lr_scheduler_type": "cosine", "warmup_steps": 2},
+        {"optim": "adamw_torch", "adam_beta2": 0.95, "adam_epsilon": 1e-6},
+        {"optim": "sgd", "learning_rate": 0.5},
+        {"optim": "adagrad"},
+        {"neftune_noise_alpha": 5.0},
+        {"per_device_train_batch_size": 3, "max_steps": -1, "num_train_epochs": 1},
+    ],
+    ids=lambda changed: "-".join(changed),
+)
+def test_arguments_mean_what_they_mean_there(tmp_path: Path, changed: dict[str, Any]) -> None:
+    ours, theirs = both(tmp_path, **{"max_steps": 4, **changed})
+    assert_close_history(ours, theirs, TOLERANCE)
+    ours.close()
+
+
+def test_clipping_is_in_force(tmp_path: Path) -> None:
+    clipped = trainer_for(InfinityTrainer, tmp_path, max_steps=2, max_grad_norm=0.05)
+    free = trainer_for(InfinityTrainer, tmp_path, max_steps=2, max_grad_norm=0.0)
+    clipped.train()
+    free.train()
+    assert clipped.engine.last_report.clip_factor < 0.2
+    assert free.engine.last_report.clip_factor == 1.0
+    clipped.close()
+    free.close()
+
+
+def test_predictions_and_metrics_are_those_of_trainer(tmp_path: Path) -> None:
+    def accuracy(prediction: Any) -> dict[str, float]:
+        guessed, labels = prediction.predictions[:, :-1].argmax(-1), prediction.label_ids[:, 1:]
+        return {"accuracy": float((guessed == labels)[labels != -100].mean())}
+
+    options = {"compute_metrics": accuracy}
+    ours, theirs = both(tmp_path, options=options, max_steps=3)
+    mine, yours = ours.predict(Texts(5, seed=4)), theirs.predict(Texts(5, seed=4))
+    np.testing.assert_allclose(mine.predictions, yours.predictions, rtol=0, atol=2e-5)
+    assert mine.metrics["test_accuracy"] == yours.metrics["test_accuracy"]
+    assert abs(mine.metrics["test_loss"] - yours.metrics["test_loss"]) < 1e-5
+    ours.close()
+
+
+def test_evaluation_before_training_and_training_after_it(tmp_path: Path) -> None:
+    trainers = []
+    for kind in (hf.Trainer, InfinityTrainer):
+        trainer = trainer_for(kind, tmp_path / kind.__name__, max_steps=2)
+        trainer.evaluate()
+        trainer.train()
+        trainer.evaluate()
+        trainers.append(trainer)
+    assert_close_history(trainers[1], trainers[0], TOLERANCE)
+    trainers[1].close()
+
+
+def test_a_loss_of_the_users_own(tmp_path: Path) -> None:
+    def weighted(self: Any, model: Any, inputs: Any, return_outputs: bool = False,
+                 num_items_in_batch: Any = None) -> Any:  # fmt: skip
+        outputs = model(**inputs)
+        loss = outputs.loss + 0.01 * outputs.logits.pow(2).mean()
+        return (loss, outputs) if return_outputs else loss
+
+    names = {"compute_loss": weighted, "loss_is_scaled_for_ga": False}
+    theirs = trainer_for(type("Theirs", (hf.Trainer,), names), tmp_path / "a", max_steps=4)
+    theirs.train()
+    ours = trainer_for(type("Ours", (InfinityTrainer,), names), tmp_path / "b", max_steps=4)
+    ours.train()
+    assert_close_history(ours, theirs, TOLERANCE)
+    ours.close()
+
+
+def test_several_forwards_and_backwards_in_a_micro_batch(tmp_path: Path) -> None:
+    def twice(self: Any, model: Any, inputs: Any, return_outputs: bool = False,
+              num_items_in_batch: Any = None) -> Any:  # fmt: skip
+        first = model(**inputs).loss
+        return first + model(input_ids=inputs["input_ids"].flip(1), labels=inputs["labels"]).loss
+
+    def step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        model.train()
+        loss = self.compute_loss(model, inputs)
+        self.accelerator.backward(loss / 3)
+        self.accelerator.backward(model(**inputs).loss / 3)
+        return loss.detach()
+
+    names = {"compute_loss": twice, "training_step": step}
+    theirs = trainer_for(type("Theirs", (hf.Trainer,), names), tmp_path / "a", max_steps=4)
+    theirs.train()
+    ours = trainer_for(type("Ours", (InfinityTrainer,), names), tmp_path / "b", max_steps=4)
+    ours.train()
+    assert_close_history(ours, theirs, TOLERANCE)
+    ours.close()
+
+
+def test_training_goes_on_after_an_exception_within_a_window(tmp_path: Path) -> None:
+    class Once(hf.TrainerCallback):
+        def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 1 and not failed:
+                failed.append(1)
+                raise KeyboardInterrupt
+
+    failed: list[int] = []
+    options = {"callbacks": [Once()]}
+    with trainer_for(InfinityTrainer, tmp_path, None, options, max_steps=3) as trainer:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        assert trainer.evaluate()["eval_loss"] > 0
+        trainer.train()
+        assert trainer.engine.global_steps == 4
+        assert trainer.engine.micro_step == 0
+
+
+def test_fp16_scales_its_loss_and_skips_what_overflows(tmp_path: Path) -> None:
+    options = {"infinity_config": None}
+    told = {"fp16": True, "max_steps": 4, "gradient_accumulation_steps": 1}
+    with trainer_for(InfinityTrainer, tmp_path, llama(dropout=0.0), options, **told) as trainer:
+        assert trainer._settings.config.precision == "fp16"
+        trainer.train()
+        assert trainer.engine.global_steps == 4
+        assert trainer.engine.loss_scale > 1
+        losses = [entry["loss"] for entry in history(trainer)[:-1]]
+        assert all(3.5 < loss < 4.2 for loss in losses)
+
+
+def test_a_loss_function_and_a_training_step_of_the_users_own(tmp_path: Path) -> None:
+    def loss_of(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        logits = outputs.logits[:, :-1].flatten(0, 1)
+        total = torch.nn.functional.cross_entropy(
+            logits, labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+        )
+        return total / num_items_in_batch
+
+    def step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        model.train()
+        loss = self.compute_loss(model, self._prepare_inputs(inputs),
+                                 num_items_in_batch=num_items_in_batch)  # fmt: skip
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+    options, names = {"compute_loss_func": loss_of}, {"training_step": step}
+    theirs = trainer_for(
+        type("Theirs", (hf.Trainer,), names), tmp_path / "a", None, options, max_steps=6
+    )
+    theirs.train()
+    ours = trainer_for(
+        type("Ours", (InfinityTrainer,), names), tmp_path / "b", None, options, max_steps=6
+    )
+    ours.train()
+    assert_close_history(ours, theirs, TOLERANCE)
+    ours.close()
+
+
+class Listener(hf.TrainerCallback):
+    """Writes down every event, and what it was shown."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("on_"):
+            return super().__getattribute__(name)
+
+        def hear(args: Any, state: Any, control: Any, **shown: Any) -> None:
+            there = sorted(k for k, v in shown.items() if v is not None)
+            self.heard.append((name, state.global_step, there))
+
+        return hear
+
+
+def test_callbacks_come_in_the_same_order_and_see_the_same(tmp_path: Path) -> None:
+    heard = []
+    for kind in (hf.Trainer, InfinityTrainer):
+        listener = Listener()
+        options = {"callbacks": [listener]}
+        trainer = trainer_for(
+            kind, tmp_path / kind.__name__, None, options, max_steps=6, eval_strategy="steps",
+            eval_steps=2, save_strategy="steps", save_steps=3,
+        )  # fmt: skip
+        trainer.train()
+        heard.append(listener.heard)
+    assert len(heard[0]) > 40
+    assert heard[0] == heard[1]
+    trainer.close()
+
+
+def test_early_stopping_and_the_best_model(tmp_path: Path) -> None:
+    found = []
+    for kind in (hf.Trainer, InfinityTrainer):
+        trainer = trainer_for(
+            kind, tmp_path / kind.__name__, None,
+            {"callbacks": [hf.EarlyStoppingCallback(early_stopping_patience=2)]},
+            max_steps=12, learning_rate=0.1, eval_strategy="steps", eval_steps=1,
+            save_strategy="steps", save_steps=1, load_best_model_at_end=True, save_total_limit=1,
+            metric_for_best_model="eval_loss",
+        )  # fmt: skip
+        trainer.train()
+        left = sorted(p.name for p in (tmp_path / kind.__name__).glob("checkpoint-*"))
+        found.append((trainer.state.best_global_step, trainer.state.global_step, left))
+        found[-1] += (
+            round(trainer.evaluate()["eval_loss"], 5),
+            round(trainer.state.best_metric, 5),
+        )
+    assert found[0] == found[1]
+    assert found[0][0] < found[0][1] < 12
+    assert found[0][3] == found[0][4]
+    trainer.close()
+
+
+def test_checkpointed_activations_are_recomputed(tmp_path: Path) -> None:
+    counts = []
+    for on in (False, True):
+        model = llama()
+        calls = []
+        # Not a forward hook: a recomputation stops at the last tensor that it needs.
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))  # noqa: B023
+        trainer = trainer_for(
+            InfinityTrainer, tmp_path, model, max_steps=2, activation_checkpointing=on
+        )
+        trainer.train()
+        counts.append((len(calls), history(trainer)[0]["loss"]))
+        trainer.close()
+    assert counts[0][0] == 6  # 2 windows of 3 micro-batches
+    assert counts[1][0] == 12
+    assert counts[0][1] == counts[1][1]
+
+
+def test_state_on_disk_gives_the_bits_of_state_in_ram(tmp_path: Path) -> None:
+    disk = {
+        **FP32,
+        "nvme_path": str(tmp_path / "disk"),
+        "homes": {"weights": "disk", "moments": "disk", "gradients": "disk"},
+    }
+    ram = {**FP32, "homes": {"weights": "host", "moments": "host", "gradients": "host"}}
+    (tmp_path / "disk").mkdir()
+    runs = []
+    for config in (disk, ram):
+        trainer = trainer_for(
+            InfinityTrainer, tmp_path / "out", None, {"infinity_config": config}, max_steps=3
+        )
+        trainer.train()
+        runs.append((history(trainer), masters(trainer)))
+        if config is disk:
+            assert trainer.engine.counters()["disk_write"] > 0
+        trainer.close()
+    assert runs[0][0] == runs[1][0]
+    assert_same_bits(runs[0][1], runs[1][1])
+
+
+def test_bf16_and_the_dtype_of_the_model_choose_the_precision(tmp_path: Path) -> None:
+    flagged = trainer_for(InfinityTrainer, tmp_path, None, {"infinity_config": None}, bf16=True)
+    half = trainer_for(
+        InfinityTrainer, tmp_path, llama().bfloat16(), {"infinity_config": None}, max_steps=1
+    )
+    plain = trainer_for(InfinityTrainer, tmp_path, None, {"infinity_config": None})
+    assert [t._settings.config.precision for t in (flagged, half, plain)] == [
+        "bf16",
+        "bf16",
+        "fp32",
+    ]
+    half.train()
+    half.save_model(str(tmp_path / "saved"))
+    saved = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert saved.dtype is torch.bfloat16
+    half.close()
+
+
+def test_a_model_on_meta_and_a_model_init(tmp_path: Path) -> None:
+    def unborn() -> Any:
+        with infinity.Init(threshold_bytes=256):
+            model = llama(dropout=0.0)
+        assert next(model.parameters()).is_meta
+        return model
+
+    def born() -> Any:
+        return llama(dropout=0.0)
+
+    trainers = []
+    for kind, model, init in (
+        (hf.Trainer, born(), None), (InfinityTrainer, unborn(), None),
+        (hf.Trainer, None, born), (InfinityTrainer, None, unborn),
+    ):  # fmt: skip
+        options = {"model_init": init} if init else {}
+        trainers.append(trainer_for(kind, tmp_path, model, options, max_steps=3))
+        trainers[-1].train()
+    theirs, ours, theirs_made, made = trainers
+    assert_close_history(ours, theirs, TOLERANCE)
+    assert_close_history(made, theirs_made, TOLERANCE)
+    assert_same_model(ours, theirs)
+    first = made.engine
+    made.train()  # a new model, a new engine
+    assert made.engine is not first
+    assert_close_history(made, theirs_made, TOLERANCE)
+    ours.close()
+    made.close()
+
+
+def test_a_second_train_goes_on_with_a_new_schedule(tmp_path: Path) -> None:
+    trainers = []
+    for kind in (hf.Trainer, InfinityTrainer):
+        trainer = trainer_for(kind, tmp_path / kind.__name__, max_steps=3)
+        trainer.train()
+        trainer.train()
+        trainers.append(trainer)
+    assert_close_history(trainers[1], trainers[0], TOLERANCE)
+    trainers[1].close()
+
+
+def test_closing_gives_back_and_refuses_what_comes_after(tmp_path: Path) -> None:
+    with trainer_for(InfinityTrainer, tmp_path, max_steps=1) as trainer:
+        trainer.train()
+        kept = dict(trainer.engine.state_dict())
+        trainer.close(restore=True)
+        trainer.close()
+    assert_same_bits({k: v.detach() for k, v in trainer.model.state_dict().items()}, kept)
+    with pytest.raises(EngineClosedError):
+        trainer.evaluate()
+
+
+def test_an_engine_is_refused_as_a_model(tmp_path: Path) -> None:
+    with trainer_for(InfinityTrainer, tmp_path, max_steps=1) as trainer:
+        trainer.train()
+        with pytest.raises(ConfigError, match="got an engine"):
+            trainer_for(InfinityTrainer, tmp_path, trainer.engine)
+
+
+def test_a_skipped_step_leaves_the_schedule_where_it_is(tmp_path: Path) -> None:
+    """The second window has an infinite loss."""
+    calls = 0
+
+    def broken(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        loss = InfinityTrainer.compute_loss(self, *args, **kwargs)
+        return loss * float("inf") if calls == 2 else loss
+
+    kind = type("Broken", (InfinityTrainer,), {"compute_loss": broken})
+    with trainer_for(kind, tmp_path, max_steps=3, gradient_accumulation_steps=1) as trainer:
+        trainer.train()
+        assert trainer.engine.skipped_steps == 1
+        rates = [entry["learning_rate"] for entry in history(trainer)[:3]]
+        assert rates[1] == rates[2] < rates[0]

@@ -1,0 +1,123 @@
+"""Which optimizers a Trainer may ask for, and that they do what they do there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from support.hf_runs import assert_close_history, llama, trainer_for
+
+from infinity.errors import ConfigError
+from infinity.huggingface.trainer import InfinityTrainer
+
+TOLERANCE = 2e-6
+
+
+def pair(
+    tmp_path: Path, make_options: Any = lambda model: {}, tolerance: float = TOLERANCE,
+    **changed: Any,
+) -> Any:  # fmt: skip
+    trainers = []
+    for kind in (hf.Trainer, InfinityTrainer):
+        model = llama()
+        options = make_options(model)
+        trainers.append(
+            trainer_for(kind, tmp_path / kind.__name__, model, options, max_steps=4, **changed)
+        )
+        trainers[-1].train()
+    assert_close_history(trainers[1], trainers[0], tolerance)
+    trainers[1].close()
+    return trainers[1]
+
+
+def test_groups_with_and_without_decay(tmp_path: Path) -> None:
+    ours = pair(tmp_path)
+    decayed, bare = ours.optimizer.param_groups
+    assert (decayed["weight_decay"], bare["weight_decay"]) == (0.1, 0.0)
+    assert {p.dim() for p in bare["params"]} == {1}
+    assert ours.optimizer.rule.name == "AdamW"
+
+
+@pytest.mark.parametrize("optim", ["rmsprop", "adafactor"])
+def test_others_are_guests(tmp_path: Path, optim: str) -> None:
+    assert pair(tmp_path, optim=optim).optimizer.rule.name not in ("AdamW", "SGD")
+
+
+def test_a_class_and_its_arguments(tmp_path: Path) -> None:
+    given = (torch.optim.NAdam, {"lr": 1e-2, "betas": (0.8, 0.99)})
+    pair(tmp_path, lambda _: {"optimizer_cls_and_kwargs": given})
+    given = (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True})
+    pair(tmp_path, lambda _: {"optimizer_cls_and_kwargs": given}, tolerance=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "rule"),
+    [
+        (lambda ps: torch.optim.AdamW(ps, lr=1e-2, weight_decay=0.2), "AdamW"),
+        (lambda ps: torch.optim.Adam(ps, lr=1e-2), "Adam"),
+        (lambda ps: torch.optim.SGD(ps, lr=1e-1, momentum=0.9, nesterov=True), "SGD"),
+        (lambda ps: torch.optim.Adamax(ps, lr=1e-2), "Adamax"),
+    ],
+)
+def test_an_object_with_a_schedule_over_it(tmp_path: Path, make: Any, rule: str) -> None:
+    def options(model: Any) -> Any:
+        first, *rest = model.parameters()
+        optimizer = make([{"params": [first], "lr": 3e-3}, {"params": rest}])
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+        return {"optimizers": (optimizer, schedule)}
+
+    ours = pair(tmp_path, options)
+    assert rule in ours.optimizer.rule.name
+    assert len(ours.optimizer.param_groups) == 2
+
+
+def test_create_optimizer_of_the_users_own(tmp_path: Path) -> None:
+    def create(self: Any, model: Any = None) -> Any:
+        if self.optimizer is None:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=5e-3, betas=(0.7, 0.9))
+        return self.optimizer
+
+    trainers = []
+    for base in (hf.Trainer, InfinityTrainer):
+        kind = type("Own", (base,), {"create_optimizer": create})
+        trainer = trainer_for(kind, tmp_path / base.__name__, max_steps=3)
+        trainer.evaluate()
+        trainer.train()
+        trainers.append(trainer)
+    assert_close_history(trainers[1], trainers[0], TOLERANCE)
+    assert len(trainers[1].optimizer.param_groups) == 1
+    trainers[1].close()
+
+
+def test_refusals(tmp_path: Path) -> None:
+    class Factory:
+        def __call__(self, model: Any, **_: Any) -> Any:
+            raise AssertionError
+
+    def trained_with(options: Any) -> None:
+        trainer_for(InfinityTrainer, tmp_path, None, options).train()
+
+    with pytest.raises(ConfigError, match="chooses its parameters by the model"):
+        trained_with({"optimizer_cls_and_kwargs": (Factory, {})})
+    model = llama()
+    stepped = torch.optim.AdamW(model.parameters())
+    model(input_ids=torch.ones(1, 4, dtype=torch.int64)).logits.sum().backward()
+    stepped.step()
+    with pytest.raises(ConfigError, match="it has stepped"):
+        trainer_for(InfinityTrainer, tmp_path, model, {"optimizers": (stepped, None)}).train()
+    model = llama()
+    options = {
+        "optimizers": (torch.optim.AdamW(model.parameters()), None),
+        "infinity_config": {"optimizer": {"type": "Lion"}},
+    }
+    with pytest.raises(ConfigError, match="two optimizers"):
+        trainer_for(InfinityTrainer, tmp_path, model, options).train()
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    other = torch.optim.AdamW(llama().parameters())
+    schedule = torch.optim.lr_scheduler.ConstantLR(other)
+    with pytest.raises(ConfigError, match="over another optimizer"):
+        trainer_for(InfinityTrainer, tmp_path, model, {"optimizers": (optimizer, schedule)}).train()

@@ -1,0 +1,99 @@
+"""What InfinityTrainer touches of transformers and accelerate is still as it was found.
+
+A release that changes one of these fails here, by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import transformers as hf
+from accelerate import Accelerator
+
+from infinity.huggingface.trainer import InfinityTrainer
+from infinity.huggingface.trainer_model import OffloadAccelerator
+from infinity.huggingface.trainer_private import REPLACED, SET, SET_OF_ARGUMENTS
+
+
+def parameters(function: Any) -> tuple[str, ...]:
+    return tuple(name for name in inspect.signature(function).parameters if name != "self")
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_replaced_method_has_its_parameters_and_callers(name: str) -> None:
+    touch = REPLACED[name]
+    there = getattr(hf.Trainer, name, None)
+    assert there is not None, f"transformers.Trainer has no {name} any more"
+    assert parameters(there) == touch.parameters
+    assert parameters(getattr(InfinityTrainer, name)) == touch.parameters
+    for caller in touch.called_by:
+        assert f"self.{name}(" in inspect.getsource(getattr(hf.Trainer, caller)), caller
+
+
+@pytest.mark.parametrize("name", SET)
+def test_an_attribute_that_is_set_is_read_there(name: str) -> None:
+    for reader in SET[name].called_by:
+        assert f"self.{name}" in inspect.getsource(getattr(hf.Trainer, reader)), reader
+
+
+def test_the_number_of_gpus_is_set_as_trainer_does() -> None:
+    assert list(SET_OF_ARGUMENTS) == ["_n_gpu"]
+    assert "self.args._n_gpu = 1" in inspect.getsource(hf.Trainer.__init__)
+    assert "return self._n_gpu" in inspect.getsource(hf.TrainingArguments.n_gpu.fget)
+
+
+def test_nothing_else_that_is_private_is_replaced() -> None:
+    own = {n for n, v in vars(InfinityTrainer).items() if n.startswith("_") and callable(v)}
+    shared = {n for n in own if hasattr(hf.Trainer, n) and not n.startswith("__")}
+    assert shared == set(REPLACED)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("backward", ("loss", "kwargs")),
+        ("clip_grad_norm_", ("parameters", "max_norm", "norm_type")),
+        ("unwrap_model", ("model", "keep_fp32_wrapper", "keep_torch_compile")),
+    ],
+)
+def test_the_accelerators_methods(name: str, expected: tuple[str, ...]) -> None:
+    assert parameters(getattr(Accelerator, name)) == expected
+    assert name in vars(OffloadAccelerator)
+
+
+def test_the_accelerators_properties() -> None:
+    assert isinstance(Accelerator.sync_gradients, property)
+    assert isinstance(Accelerator.optimizer_step_was_skipped, property)
+    # Its class is changed: nothing may be laid out differently.
+    assert not hasattr(Accelerator, "__slots__")
+
+
+def test_where_trainer_asks_the_accelerator() -> None:
+    """The calls that `OffloadAccelerator` answers."""
+    epoch = inspect.getsource(hf.Trainer._run_epoch)
+    assert "gradient_state._set_sync_gradients(do_sync_step)" in epoch
+    assert "self.accelerator.optimizer_step_was_skipped" in epoch
+    assert "grad_norm = self._clip_grad_norm(model)" in epoch
+    assert "self.accelerator.backward(loss" in inspect.getsource(hf.Trainer.training_step)
+    for name in ("_clip_grad_norm", "_get_grad_norm"):
+        assert "self.accelerator.clip_grad_norm_(" in inspect.getsource(getattr(hf.Trainer, name))
+    log = inspect.getsource(hf.Trainer._maybe_log_save_evaluate)
+    assert "grad_norm.item() if isinstance(grad_norm, torch.Tensor)" in log
+
+
+def test_the_parts_of_training_that_never_run_here() -> None:
+    """`_prepare_for_training` is replaced whole: what it does there is what we know of."""
+    source = inspect.getsource(hf.Trainer._prepare_for_training)
+    for line in (
+        "self.create_optimizer()",
+        "self._wrap_model(self.model_wrapped)",
+        "self.create_scheduler(num_training_steps=max_steps)",
+        "self._load_optimizer_and_scheduler(resume_from_checkpoint)",
+        'for attr in ("model", "optimizer", "lr_scheduler"):',
+        "return model, train_dataloader",
+    ):
+        assert line in source
+    assert len(source.splitlines()) < 110
+    assert "self.deepspeed" in inspect.getsource(hf.TrainingArguments.__post_init__)

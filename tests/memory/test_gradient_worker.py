@@ -1,0 +1,295 @@
+"""Gradients of a device of its own memory are summed beside training: in order, and nobody waits
+but for room.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from support.fake_accelerator import FakeAccelerator
+from support.ordered_accelerator import ordered_device
+from support.small import MIXED, ON_DEVICE, ON_DISK, batch, masters, same, small_engine, small_model
+from torch import Tensor
+
+from infinity.errors import TransferError
+from infinity.memory.device import HAPPENED, CpuDevice, Event
+from infinity.memory.gradient_worker import GradientWorker
+from infinity.memory.lanes import Lanes
+from infinity.trace.reader import read_timeline
+
+THREAD = "infinity-gradients"
+SUMMED = {"weights": "device", "moments": "host", "gradients": "host"}
+
+
+class Signal:
+    """An event that a test decides on."""
+
+    def __init__(self) -> None:
+        self._set = threading.Event()
+
+    def done(self) -> bool:
+        return self._set.is_set()
+
+    def wait(self) -> None:
+        assert self._set.wait(60)
+
+    def set(self) -> None:
+        self._set.set()
+
+
+@contextmanager
+def working(nbytes: int = 1000) -> Iterator[GradientWorker]:
+    worker = GradientWorker(Lanes(CpuDevice(), None), torch.zeros(nbytes, dtype=torch.uint8))
+    worker.open()
+    try:
+        yield worker
+    finally:
+        worker.close()
+        assert THREAD not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_tasks_keep_their_order_and_their_bytes(seed: int) -> None:
+    """Copies end in any order; no byte is given away before its task has run."""
+    chosen = random.Random(seed)
+    count, size = 400, 1000
+    events = [Signal() for _ in range(count)]
+    seen: list[int] = []
+    wrong: list[int] = []
+
+    def release() -> None:
+        """At most 20 copies are under way, in any order."""
+        waiting = list(range(20))
+        for following in range(20, count + 20):
+            events[waiting.pop(chosen.randrange(len(waiting)))].set()
+            waiting += [following] if following < count else []
+            time.sleep(chosen.random() * 1e-4)
+
+    def look(number: int, landed: Tensor) -> None:
+        seen.append(number)
+        if not bool((landed == number % 251).all()):
+            wrong.append(number)
+
+    with working(size) as worker:
+        releaser = threading.Thread(target=release)
+        releaser.start()
+        for number, event in enumerate(events):
+            place = worker.place(chosen.choice([1, 63, 64, 65, 200, 500]))
+            assert place[0] % 64 == 0
+            assert place[0] + place[1].numel() <= size
+            place[1].fill_(number % 251)
+            worker.put(lambda n=number, p=place[1]: look(n, p), [HAPPENED, event], None, place)
+        worker.drain()
+        releaser.join()
+        assert worker._lanes.stalled_s()["gradient"] > 0  # there was no room at times
+    assert seen == list(range(count))
+    assert wrong == []
+
+
+def test_room_is_used_to_the_last_byte() -> None:
+    with working(256) as worker:
+        gate = Signal()
+        for expected in (0, 64, 128, 192):
+            place = worker.place(64)
+            assert place[0] == expected
+            worker.put(lambda: None, [gate], None, place)
+        assert worker._room(1) is None
+        gate.set()
+        worker.drain()
+        assert worker.place(256)[0] == 0
+
+
+def test_what_a_task_raises_is_raised_until_reset() -> None:
+    ran: list[str] = []
+
+    def fail() -> None:
+        raise TransferError("lost", path="p", offset=0, length=1, errno=errno.EIO)
+
+    with working() as worker:
+        worker.put(lambda: ran.append("before"))
+        worker.put(fail)
+        worker.put(lambda: ran.append("behind"))
+        for call in (worker.drain, worker.check, worker.drain):
+            with pytest.raises(TransferError, match="lost") as raised:
+                call()
+            frames = [entry.name for entry in raised.traceback]
+            assert "fail" not in frames  # what is remembered keeps no frame alive
+        worker.reset()
+        worker.put(lambda: ran.append("after"))
+        worker.drain()
+    assert ran == ["before", "after"]
+
+
+@pytest.mark.parametrize("end", ["reset", "close"])
+def test_what_is_queued_is_dropped_once_its_copies_have_ended(end: str) -> None:
+    ran: list[int] = []
+    begun, gate, last = Signal(), Signal(), Signal()
+
+    class Begun:
+        """The thread is at the first task."""
+
+        def done(self) -> bool:
+            return False
+
+        def wait(self) -> None:
+            begun.set()
+            gate.wait()
+
+    with working() as worker:
+        waited: list[Event] = [Begun(), gate, last]
+        for number, event in enumerate(waited):
+            worker.put(lambda n=number: ran.append(n), [event], None, worker.place(300))
+        begun.wait()
+        ending = threading.Thread(target=getattr(worker, end))
+        ending.start()
+        gate.set()
+        ending.join(0.05)
+        assert ending.is_alive()  # a copy into the buffer is still under way
+        last.set()
+        ending.join(60)
+        assert not ending.is_alive()
+        if end == "reset":
+            worker.put(lambda: ran.append(9))
+            worker.drain()
+    assert ran == ([9] if end == "reset" else [])
+
+
+def test_closing_twice_or_before_it_began_is_no_error() -> None:
+    worker = GradientWorker(Lanes(CpuDevice(), None), torch.zeros(0, dtype=torch.uint8))
+    worker.close()
+    worker.close()
+    with working() as other:
+        other.close()
+
+
+# --- engines -----------------------------------------------------------------------------------
+
+
+class Gated(FakeAccelerator):
+    """Copies to the host end when the gate is opened, but a set number of them at once."""
+
+    def __init__(self) -> None:
+        super().__init__(3, max_delay_s=0.0)
+        self.gate = Signal()
+        self.sent = 0
+
+    def copy_out(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+        self.sent += 1
+        return super().copy_out(target, source, self.gate if after.done() else after)
+
+
+def trained(path: Path, device: FakeAccelerator | None, **more: object) -> dict[str, Tensor]:
+    arguments = {} if device is None else {"device": device}
+    with small_engine(path, model=small_model(num_blocks=1), arguments=arguments, **more) as engine:
+        for index in range(4):
+            loss = engine(batch(index))
+            engine.backward(loss)
+            if isinstance(device, Gated) and index == 0:
+                assert device.sent == 9  # all gradients are on their way, and none has landed
+                assert not device.gate.done()
+                engine(batch(9)).item()  # not even the next forward waits
+                assert engine._parts.lanes.stalled_s()["gradient"] == 0
+                device.gate.set()
+            engine.step()
+        return masters(engine)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_backward_ends_before_its_first_copy_has(tmp_path: Path, precision: str) -> None:
+    more = {"precision": precision, "gradient_accumulation_steps": 2}
+    expected = trained(tmp_path, None, homes=ON_DEVICE, **more)
+    assert same(trained(tmp_path, Gated(), homes=SUMMED, **more), expected)
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["no_kernels", "kernels"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_training_thread_waits_for_no_gradient(
+    tmp_path: Path, kernels: bool, micro_batches: int
+) -> None:
+    """Not for a copy; for compute at most once a step, where the device sums squares."""
+    steps = 5
+    with ordered_device(seed=1, kernels=kernels, memory=1 << 24) as device:
+        with small_engine(
+            tmp_path,
+            SUMMED,
+            arguments={"device": device},
+            precision="bf16",
+            gradient_accumulation_steps=micro_batches,
+        ) as engine:
+            device.host_waits.clear()  # of the birth
+            for index in range(steps * micro_batches):
+                engine.backward(engine(batch(index)))
+                engine.step()
+            assert device.host_waits["copy"] == device.host_waits["synchronize"] == 0
+            assert device.host_waits["compute"] <= steps
+        assert device.violations == []
+
+
+def threads_of(path: Path, device: FakeAccelerator | str, homes: dict[str, str]) -> int:
+    with small_engine(path, homes, arguments={"device": device}) as engine:
+        engine.backward(engine(batch(0)))
+        engine.step()
+        return [thread.name for thread in threading.enumerate()].count(THREAD)
+
+
+def test_there_is_a_thread_where_there_is_work_for_it(tmp_path: Path) -> None:
+    for homes in (ON_DISK, MIXED, ON_DEVICE):
+        assert threads_of(tmp_path, "cpu", homes) == 0
+    assert threads_of(tmp_path, FakeAccelerator(1), ON_DEVICE) == 0
+    for homes in (ON_DISK, MIXED):
+        assert threads_of(tmp_path, FakeAccelerator(1), homes) == 1
+
+
+def test_an_error_of_the_thread_starts_the_window_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it is; and then the same bits."""
+    more = {"gradient_accumulation_steps": 2, "homes": SUMMED}
+    expected = trained(tmp_path, None, **more)
+    with small_engine(
+        tmp_path, model=small_model(num_blocks=1), arguments={"device": FakeAccelerator(2)}, **more
+    ) as engine:
+        sums = engine._parts.gradients._sums
+        accumulate, calls = sums._kernels.accumulate, []
+
+        def fail_once(target: Tensor, source: Tensor) -> None:
+            calls.append(target)
+            if len(calls) == 3:
+                raise RuntimeError("made by the test")
+            accumulate(target, source)
+
+        monkeypatch.setattr(sums._kernels, "accumulate", fail_once)
+        errors = []
+        while engine.global_steps < 2:
+            try:
+                engine.backward(engine(batch(2 * engine.global_steps + engine.micro_step)))
+                engine.step()
+            except RuntimeError as error:
+                errors.append((str(error), engine.micro_step))
+        assert errors == [("made by the test", 0)]
+        assert same(masters(engine), expected)
+
+
+def test_sums_are_a_lane_of_a_trace(tmp_path: Path) -> None:
+    (tmp_path / "nvme").mkdir()
+    found = {}
+    for name, device in (("cpu", "cpu"), ("fake", FakeAccelerator(2))):
+        trace = tmp_path / f"{name}.json"
+        more = {"gradient_accumulation_steps": 2, "trace": str(trace)}
+        with small_engine(tmp_path / "nvme", MIXED, arguments={"device": device}, **more) as engine:
+            for index in range(4):
+                engine.backward(engine(batch(index)))
+                engine.step()
+            trained_bytes = 4 * sum(p.numel() for p in engine.module.parameters())
+        found[name] = read_timeline(trace).of("sums")
+    assert found["cpu"] == ()  # a part of compute there
+    # In fp32 the first gradient of two goes straight home; the second is added, in two steps.
+    assert sum(one.nbytes for one in found["fake"]) == 2 * trained_bytes

@@ -1,0 +1,42 @@
+"""Host memory is asked for from the node next to a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from infinity.memory.host import HostArena
+from infinity.memory.numa import node_of_pci, prefer_node, preferred_node
+
+HAS_NODES = Path("/sys/devices/system/node/node0").is_dir()
+
+
+@pytest.mark.skipif(not HAS_NODES, reason="the kernel knows no NUMA nodes")
+def test_a_range_is_taken_from_a_node_and_its_bytes_stay() -> None:
+    arena = HostArena(1 << 20)
+    bytes_of = arena.view(0, arena.nbytes)
+    bytes_of.fill_(7)
+    assert preferred_node(bytes_of.data_ptr()) is None
+    if not prefer_node(bytes_of.data_ptr(), arena.nbytes, 0):
+        pytest.skip("mbind is not allowed here (a container without CAP_SYS_NICE)")
+    assert preferred_node(bytes_of.data_ptr()) == 0
+    assert preferred_node(bytes_of.data_ptr() + arena.nbytes - 1) == 0
+    assert bool((bytes_of == 7).all())
+
+
+@pytest.mark.parametrize("node", [-1, 1023, 5000])
+def test_a_node_that_is_not_there_changes_nothing(node: int) -> None:
+    arena = HostArena(4096)
+    address = arena.view(0, 4096).data_ptr()
+    assert not prefer_node(address, 4096, node)
+    assert preferred_node(address) is None
+
+
+@pytest.mark.parametrize(("told", "node"), [("1\n", 1), ("0\n", 0), ("-1\n", None), ("?", None)])
+def test_the_node_of_a_card(tmp_path: Path, told: str, node: int | None) -> None:
+    folder = tmp_path / "sys/bus/pci/devices/0000:1b:00.0"
+    folder.mkdir(parents=True)
+    (folder / "numa_node").write_text(told)
+    assert node_of_pci(0, 0x1B, 0, tmp_path) == node
+    assert node_of_pci(0, 0x1C, 0, tmp_path) is None

@@ -1,0 +1,52 @@
+"""When a ticket was submitted, begun and over."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from support.native_io import BLOCK, Buffer, make_file, slow_engine
+
+from infinity._aio import READ, Engine
+
+
+def test_times_are_those_of_the_clock_of_python(engine: Engine, tmp_path: Path) -> None:
+    file = make_file(tmp_path / "f", bytes(4 * BLOCK))
+    target = Buffer(4 * BLOCK)
+    before = time.perf_counter_ns()
+    ticket = engine.submit(READ, [(file, 0, 4 * BLOCK, target.address)])
+    after = time.perf_counter_ns()
+    assert ticket.wait(30.0)
+    assert ticket.times_ns is not None
+    submitted, begun, over = ticket.times_ns
+    assert before <= submitted <= after
+    assert submitted <= begun <= over <= time.perf_counter_ns()
+    assert over - submitted == ticket.latency_ns
+
+
+def test_what_waits_in_a_queue_has_not_begun(backend: str, tmp_path: Path) -> None:
+    engine = slow_engine(backend, 20 * BLOCK, queue_depth=1)
+    file = make_file(tmp_path / "f", bytes(4 * BLOCK))
+    target = Buffer(4 * BLOCK)
+    first, second = (engine.submit(READ, [(file, 0, 2 * BLOCK, target.address)]) for _ in range(2))
+    assert second.times_ns is None
+    assert first.wait(30.0)
+    assert second.wait(30.0)
+    assert first.times_ns is not None
+    assert second.times_ns is not None
+    assert second.times_ns[0] < first.times_ns[2] <= second.times_ns[1]
+    assert second.times_ns[1] - second.times_ns[0] > 0.05e9  # two blocks of 0.05 s are before it
+    engine.close()
+
+
+def test_what_was_never_begun_has_no_length(backend: str, tmp_path: Path) -> None:
+    engine = slow_engine(backend, 4 * BLOCK, queue_depth=1)
+    file = make_file(tmp_path / "f", bytes(4 * BLOCK))
+    target = Buffer(4 * BLOCK)
+    first = engine.submit(READ, [(file, 0, BLOCK, target.address)])
+    second = engine.submit(READ, [(file, 0, BLOCK, target.address)])
+    assert second.cancel()
+    assert second.times_ns is not None
+    assert second.times_ns[1] == second.times_ns[2] >= second.times_ns[0] > 0
+    assert first.wait(30.0)
+    engine.close()

@@ -1,0 +1,106 @@
+"""What an engine holds of a device, and until when: nothing moves in memory that is given back."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fake_accelerator import FakeAccelerator
+from support.small import ON_DEVICE, ON_DISK, batch, small_engine
+from torch import Tensor
+
+from infinity.memory.device import HAPPENED, Event
+
+IN_RAM = {"weights": "host", "moments": "host", "gradients": "host"}
+
+
+class Watched(FakeAccelerator):
+    """Counts what is under way when it is closed, and who copies out as if it computed."""
+
+    def __init__(self, **more: Any) -> None:
+        self.moving = -1
+        self.followers: set[int] = set()
+        self.computing: set[str] = set()
+        super().__init__(1, kernels=True, **more)
+
+    def follow_compute(self) -> None:
+        self.followers.add(threading.get_ident())
+
+    def copy_out(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+        if threading.get_ident() not in self.followers:
+            self.computing.add(threading.current_thread().name)
+        return super().copy_out(target, source, after)
+
+    def close(self) -> None:
+        self.moving = sum(not event.done() for event in set(self._writing.values()))
+        super().close()
+
+
+@pytest.mark.parametrize("update", ["cpu", "device"])
+@pytest.mark.parametrize("homes", [IN_RAM, ON_DEVICE, ON_DISK], ids=["ram", "device", "disk"])
+@pytest.mark.parametrize("until", ["backward", "step"])
+def test_nothing_moves_when_memory_is_given_back(
+    tmp_path: Path, homes: dict[str, str], update: str, until: str
+) -> None:
+    device = Watched(max_delay_s=0.05)
+    with small_engine(tmp_path, homes, arguments={"device": device}, update=update) as engine:
+        engine.backward(engine(batch(0)))
+        if until == "step":
+            engine.step()
+    assert device.moving == 0
+
+
+@pytest.mark.parametrize("homes", [ON_DEVICE, ON_DISK], ids=["device", "disk"])
+def test_only_training_computes(tmp_path: Path, homes: dict[str, str]) -> None:
+    """A thread that copies waits for the training thread's stream, not for one of its own."""
+    device, scratch = Watched(max_delay_s=0.001), tmp_path / "nvme"
+    scratch.mkdir()
+    with small_engine(scratch, homes, arguments={"device": device}) as engine:
+        for index in range(3):
+            engine.backward(engine(batch(index)))
+            engine.step()
+            engine.save_checkpoint(tmp_path / "saved", f"s{index}", wait=False)
+    assert device.computing <= {threading.main_thread().name}
+    assert len(device.followers) >= 2  # the sweep and a copier at least
+
+
+def test_gradients_go_when_their_copies_have_ended(tmp_path: Path) -> None:
+    """Only the first micro-batch of a window sends gradients straight home."""
+    device = FakeAccelerator(1, max_delay_s=0.001)
+    more: dict[str, Any] = {"precision": "fp32", "gradient_accumulation_steps": 2}
+    with small_engine(tmp_path, IN_RAM, arguments={"device": device}, **more) as engine:
+        homeward = engine._parts.gradients._homeward
+        engine.backward(engine(batch(0)))
+        engine.step()
+        assert homeward._sent
+        device.synchronize()
+        engine.backward(engine(batch(1)))
+        assert not homeward._under_way
+        assert homeward._nbytes == 0
+
+
+def test_a_lock_taken_as_a_signal_struck_is_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within `Condition.__enter__` it is taken and nobody releases it; the step has happened."""
+    with small_engine(tmp_path, ON_DISK) as engine:
+        engine.backward(engine(batch(0)))
+        lock, stepper = engine._parts.mover.changed, engine._stepper
+        before, await_commit = stepper.progress, engine._parts.sweep.await_commit
+        struck: list[bool] = []
+
+        def strike() -> None:
+            await_commit()
+            if stepper.progress is not before and not struck:
+                struck.append(lock.acquire())
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(engine._parts.sweep, "await_commit", strike)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        assert struck == [True]
+        engine.backward(engine(batch(1)))
+        assert engine.global_steps == 1
+        assert not lock._is_owned()  # type: ignore[attr-defined]

@@ -1,0 +1,167 @@
+"""Compiled blocks: one graph a kind, none for new addresses, the bits of any placement.
+
+The compiler's eager backends trace and guard as the real one does, and compute as torch does: so
+they must give torch's bits. Inductor fuses, and rounds differently; it is compared with itself.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import Batch, Case
+from support.trainer import Run, make_config, make_device, train, train_exactly
+from torch import Tensor, nn
+
+from infinity.errors import ConfigError, TrainingError
+
+dynamo = pytest.importorskip("torch._dynamo")
+WIDTH = 16
+ON_DISK = ("disk", "disk", "disk")
+
+
+class Mixer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.silu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self, kind: Any = Mixer, count: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(kind() for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def batch(index: int) -> Batch:
+    return Batch((torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(index)),))
+
+
+CASE = Case("stack", lambda _: Stack(), batch)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before(monkeypatch: pytest.MonkeyPatch) -> Any:
+    bar = pytest.importorskip("tqdm").tqdm  # the compiler has one, which starts a thread
+    monkeypatch.setattr(bar, "monitor_interval", 0)
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    yield
+    dynamo.reset()
+
+
+def compiled(
+    device: str, backend: str, activations: dict[str, Any], placement: tuple[str, str, str]
+) -> tuple[Any, list[int]]:
+    """A run of four steps, and how many graphs there were after each."""
+    config = make_config(placement, activations=activations, look_ahead=0)
+    graphs = []
+    with Run(CASE.build(), config, device=make_device(device)) as run:
+        engine = run.engine
+        assert not engine._parts.forwards.num_compiled
+        engine._parts.forwards.compile_units(backend=backend)
+        assert engine._parts.forwards.num_compiled == 4
+        losses = []
+        for index in range(4):
+            loss = CASE.batch(index).call(engine)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            graphs.append(dynamo.utils.counters["stats"]["unique_graphs"])
+        assert engine.last_report is not None
+        assert engine.last_report.moved == engine.forecast()
+        assert engine.last_report.surprises == 0
+        return (losses, run.masters()), graphs
+
+
+OFFLOAD = {"checkpoint": "units", "offload": "disk", "tokens": 4, "min_bytes": 1}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("activations", [{}, OFFLOAD, {"slices": 2}], ids=["plain", "ck", "cut"])
+def test_the_bits_of_torch_with_one_graph_and_no_more(
+    activations: dict[str, Any], backend: str
+) -> None:
+    uncompiled = {"activations": activations}
+    expected = train(CASE.build(), CASE.batches(4), make_config(**uncompiled), device="cpu")
+    for device in ("cpu", "fake"):
+        (losses, masters), graphs = compiled(device, backend, activations, ON_DISK)
+        assert losses == expected.losses
+        assert all(torch.equal(masters[name], v) for name, v in expected.masters.items())
+        assert graphs == [1, 1, 1, 1], "of all blocks, all steps, and both devices"
+    assert not dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.big  # a minute where nothing is cached
+def test_inductor_gives_the_same_bits_wherever_weights_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inductor = pytest.importorskip("torch._inductor.config")
+    monkeypatch.setattr(inductor, "compile_threads", 1)  # a pool of them would stay
+    try:
+        torch.compile(lambda t: t + 1, backend="inductor")(torch.ones(2))
+    except Exception as error:  # a machine without a C++ compiler
+        pytest.skip(f"inductor does not work here: {str(error).splitlines()[0]}")
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    plain = train_exactly(CASE.build(), CASE.batches(4), make_config())
+    at_home, _ = compiled("cpu", "inductor", {}, ("device", "device", "device"))
+    moved, graphs = compiled("fake", "inductor", {}, ON_DISK)
+    assert moved[0] == at_home[0]
+    assert all(torch.equal(moved[1][name], v) for name, v in at_home[1].items())
+    assert graphs == [1, 1, 1, 1]
+    assert moved[0] == pytest.approx(plain.losses, rel=1e-5)
+
+
+def test_the_configuration_asks_for_it_and_eval_does_without(tmp_path: Path) -> None:
+    with Run(CASE.build(), make_config(compile=True), device="cpu") as run:
+        assert run.engine._parts.forwards.num_compiled == 4
+        run.engine.eval()
+        with torch.no_grad():
+            CASE.batch(0).call(run.engine)
+        assert dynamo.utils.counters["stats"]["unique_graphs"] == 0
+        own = type(run.model.blocks[0]).forward
+    assert run.model.blocks[0].forward.__func__ is own
+
+
+class Talkative(Mixer):
+    def forward(self, x: Tensor) -> Tensor:
+        if float(x.sum()) > 1e9:  # a number of the data: the graph must break here
+            return x
+        return super().forward(x)
+
+
+class Crowd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Mixer() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts[0](x) + self.experts[1](x)
+
+
+def test_what_cannot_be_compiled_is_said_by_name() -> None:
+    x = torch.randn(4, WIDTH)
+    with Run(Stack(Talkative), make_config(ON_DISK), device="cpu") as run:
+        run.engine._parts.forwards.compile_units(backend="eager")
+        with pytest.raises(TrainingError, match=r"'blocks.0' cannot be compiled"):
+            run.engine(x)
+        assert torch.isfinite(run.model.blocks[0].up.weight).all(), "fetched on access again"
+    with Run(Stack(Crowd), make_config(ON_DISK), device="cpu") as run:
+        with pytest.raises(ConfigError, match="no block that can be compiled"):
+            run.engine._parts.forwards.compile_units(backend="eager")
+        with pytest.raises(ConfigError, match="CUDA graphs"):
+            run.engine._parts.forwards.compile_units(mode="reduce-overhead")

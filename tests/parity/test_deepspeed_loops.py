@@ -1,0 +1,190 @@
+"""Loops written for DeepSpeed, with only the import changed, against plain torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from support.fake_accelerator import FakeAccelerator
+from support.models import CASES
+from support.trainer import same_bits, train_exactly, train_torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import infinity as deepspeed
+from infinity.config import load_config
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def tutorial() -> ModuleType:
+    """examples/deepspeed_style.py."""
+    path = REPOSITORY / "examples" / "deepspeed_style.py"
+    spec = importlib.util.spec_from_file_location("deepspeed_style", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def plain_torch(tutorial: ModuleType, config: dict[str, Any]) -> tuple[list[float], Any]:
+    """The same loop without any engine: what the configuration says, written out."""
+    torch.manual_seed(0)
+    model = tutorial.Mlp()
+    given = config["optimizer"]["params"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=given["weight_decay"])
+    warmup = config["scheduler"]["params"]
+    losses: list[float] = []
+    steps, window = 0, config["gradient_accumulation_steps"]
+    for inputs, labels in DataLoader(
+        tutorial.make_data(), config["train_micro_batch_size_per_gpu"]
+    ):
+        loss = nn.CrossEntropyLoss()(model(inputs), labels)
+        (loss / window).backward()
+        losses.append(loss.item())
+        if len(losses) % window == 0:
+            nn.utils.clip_grad_norm_(model.parameters(), config["gradient_clipping"])
+            # DeepSpeed makes its first two steps at the smallest rate
+            done = max(steps - 1, 0) / warmup["warmup_num_steps"]
+            optimizer.param_groups[0]["lr"] = warmup["warmup_max_lr"] * min(1.0, done)
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize("loop", ["none", "stage1", "stage3"])
+def test_the_three_loops_are_plain_torchs(
+    tutorial: ModuleType, loop: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses, weights = tutorial.train(None, tutorial.CONFIGS[loop])
+    expected, values = plain_torch(tutorial, tutorial.CONFIGS[loop])
+    assert len(losses) == 64
+    assert losses[-1] < 0.6 * losses[0]
+    assert losses == pytest.approx(expected, rel=2e-5)
+    for name, value in values.items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
+    assert "step  32" in capsys.readouterr().out
+
+
+# --- accumulation x offload x precision --------------------------------------------------------
+
+OFFLOADS: dict[str, dict[str, Any]] = {
+    "none": {"stage": 0},
+    "stage2_cpu": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "stage3_nvme": {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme"},
+        "offload_param": {"device": "nvme"},
+    },
+}
+
+
+def by_engine(engine: deepspeed.Engine, loss: Tensor, steps: int) -> None:
+    engine.backward(loss)
+    engine.step()
+
+
+def by_user(engine: deepspeed.Engine, loss: Tensor, steps: int) -> None:
+    loss.backward()
+    engine.step()
+
+
+def by_accelerate(engine: deepspeed.Engine, loss: Tensor, steps: int) -> None:
+    """As its wrapper does: the boundary at every micro-batch, `step` at the last only."""
+    count = vars(engine).setdefault("_test_count", 0) + 1
+    vars(engine)["_test_count"] = count
+    engine.set_gradient_accumulation_boundary(is_boundary=count % steps == 0)
+    engine.backward(loss / steps, scale_wrt_gas=False)
+    if count % steps == 0:
+        engine.step()
+
+
+@pytest.mark.parametrize("loop", [by_engine, by_user, by_accelerate])
+@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_accumulation_offload_precision(
+    tmp_path: Path, offload: str, precision: str, steps: int, loop: Callable[..., None]
+) -> None:
+    """Bit for bit the update rule written out over plain torch's gradients."""
+    case = CASES["gpt"]
+    zero = {key: dict(v) if isinstance(v, dict) else v for key, v in OFFLOADS[offload].items()}
+    for section in zero.values():
+        if isinstance(section, dict) and section["device"] == "nvme":
+            section["nvme_path"] = str(tmp_path)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": steps,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
+        "bf16": {"enabled": precision == "bf16"},
+        "zero_optimization": zero,
+        "infinity": {"cpu": {"num_threads": 1}, "chunk_size": 2048},
+    }
+    batches = case.batches(3 * steps)
+    expected = train_exactly(
+        case.build(),
+        batches,
+        load_config(deepspeed.translate_deepspeed(config).config).model_dump(exclude_unset=True),
+    )
+    engine, *_ = deepspeed.initialize(
+        model=case.build(), config=config, device=FakeAccelerator(1, max_delay_s=0.001)
+    )
+    losses = []
+    with engine:
+        for batch in batches:
+            loss = batch.call(engine)
+            loop(engine, loss, steps)
+            losses.append(loss.item())
+        assert engine.global_steps == 3
+        assert losses == expected.losses
+        found = dict(engine.state_dict(master=True).items())
+    for name, value in expected.masters.items():
+        assert same_bits(found[name], value), name
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_fp16_is_close_to_fp32(tmp_path: Path, offload: str, steps: int) -> None:
+    case = CASES["gpt"]
+    zero = {key: dict(v) if isinstance(v, dict) else v for key, v in OFFLOADS[offload].items()}
+    for section in zero.values():
+        if isinstance(section, dict) and section["device"] == "nvme":
+            section["nvme_path"] = str(tmp_path)
+    config = {
+        "train_batch_size": 2 * steps,
+        "gradient_accumulation_steps": steps,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-4}},
+        "fp16": {"enabled": True, "initial_scale_power": 8},
+        "zero_optimization": zero,
+        "infinity": {"cpu": {"num_threads": 1}, "chunk_size": 2048},
+    }
+    batches = case.batches(3 * steps)
+    plain = {
+        "precision": "fp32",
+        "gradient_accumulation_steps": steps,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "lr": 1e-3, "eps": 1e-4, "weight_decay": 0.0},
+    }
+    expected = train_torch(case.build(), batches, plain)
+    engine, *_ = deepspeed.initialize(model=case.build(), config=config)
+    losses = []
+    with engine:
+        for batch in batches:
+            loss = batch.call(engine)
+            engine.scale(loss).backward()
+            engine.step()
+            losses.append(loss.item())
+        assert (engine.global_steps, engine.skipped_steps) == (3, 0)
+    assert losses == pytest.approx(expected.losses, rel=5e-3)

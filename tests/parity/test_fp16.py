@@ -1,0 +1,337 @@
+"""fp16 weights beside fp32 masters: equal to plain torch by hand, the same bits in every home.
+
+And `torch.autocast` around an engine in fp32, or inside its model: equal to plain torch under it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.fake_accelerator import FakeAccelerator
+from support.half import ScaleWords, train_half
+from support.models import CASES, CHECKPOINTINGS, Batch, Case
+from support.trainer import (
+    SIMPLEST,
+    Result,
+    Run,
+    make_config,
+    make_device,
+    same_bits,
+    train,
+    train_exactly,
+)
+from torch import Tensor, nn
+
+import infinity
+from infinity.errors import CheckpointError
+from infinity.plan.layout import PRECISIONS, Kind
+
+STEPS = 6
+NAMES = ("gpt", "encoder_decoder", "frozen", "routed")
+# Some of everything: each tier for each kind, all on disk, weights apart from their masters.
+PLACEMENTS = (
+    ("disk", "disk", "disk"),
+    ("host", "disk", "host"),
+    ("disk", "device", "host"),
+    ("device", "host", "disk"),
+)
+# The first steps overflow by themselves.
+WORDS = ScaleWords(initial=2.0**16, window=2, hysteresis=2)
+SECTION = {"initial_power": 16, "window": 2, "hysteresis": 2}
+
+
+def fp16(placement: tuple[str, str, str] = SIMPLEST, **changes: Any) -> dict[str, Any]:
+    return make_config(placement, precision="fp16", loss_scale=SECTION, **changes)
+
+
+def run(case: Case, config: dict[str, Any], device: Any = "cpu") -> Result:
+    count = STEPS * config.get("gradient_accumulation_steps", 1)
+    return train(case.build(), case.batches(count), config, device=device, groups=case.groups)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_to_plain_torch_with_the_rule_written_out(name: str, micro_batches: int) -> None:
+    case = CASES[name]
+    config = fp16(gradient_accumulation_steps=micro_batches)
+    batches = case.batches(STEPS * micro_batches)
+    expected = train_half(case.build(), batches, config, WORDS, groups=case.groups)
+    if micro_batches == 1:
+        assert True in expected.overflows
+    assert False in expected.overflows
+    found = run(case, config)
+    assert found.differences(expected) == []
+    assert found.report is not None
+    assert found.report.loss_scale == expected.scales[-1]
+
+
+@pytest.mark.parametrize("name", ["gpt", "frozen"])
+def test_close_to_a_loop_that_unscales_clips_and_steps(name: str) -> None:
+    """Torch's own AdamW and `clip_grad_norm_` on fp32 masters: our one factor is no other order."""
+    case = CASES[name]
+    config = fp16(("disk",) * 3, optimizer={"eps": 1e-4})
+    batches = case.batches(STEPS)
+    theirs = train_half(case.build(), batches, config, WORDS, groups=case.groups, by_torch=True)
+    ours = run(case, config, make_device("fake"))
+    good = [norm for norm, over in zip(theirs.norms, theirs.overflows, strict=True) if not over]
+    assert max(good) > 0.5  # clipping acts
+    assert len(good) >= 2
+    assert ours.losses[0] == theirs.losses[0]
+    assert ours.losses == pytest.approx(theirs.losses, rel=2e-3)
+    for value, expected in zip(ours.norms, theirs.norms, strict=True):
+        assert value == pytest.approx(expected, rel=1e-2)
+    for key, value in theirs.masters.items():
+        if value.is_floating_point():
+            torch.testing.assert_close(ours.masters[key].float(), value.float(), rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("device", ["cpu", "fake"])
+@pytest.mark.parametrize("name", NAMES)
+def test_placements(name: str, device: str) -> None:
+    """And moved bytes are those of the forecast."""
+    case = CASES[name]
+    expected, problems = run(case, fp16()), {}
+    for number, placement in enumerate(PLACEMENTS):
+        found = run(case, fp16(placement), make_device(device, number))
+        wrong = found.differences(expected)
+        assert found.report is not None
+        if case.regular and not found.report.skipped and found.report.moved != found.forecast:
+            wrong.append(f"moved {found.report.moved}, forecast {found.forecast}")
+        if wrong:
+            problems[placement] = wrong
+    assert problems == {}
+
+
+def test_a_device_with_kernels_of_its_own() -> None:
+    case, fake = CASES["gpt"], FakeAccelerator(0, max_delay_s=0.002, kernels=True)
+    config = fp16(gradient_accumulation_steps=2)
+    assert run(case, config, fake).differences(run(case, config)) == []
+    assert fake.num_updates > 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"chunk_size": 4096, "look_ahead": 0, "io": {"verify": True}},
+        {"optimizer": {"moments": "8bit"}},
+        {"optimizer": {"moments": "bf16_stochastic"}, "gradient_accumulation_steps": 2},
+        {"optimizer": {"type": "Lion", "lr": 1e-3, "weight_decay": 0.1}},
+        {"optimizer": {"type": "SGD", "momentum": 0.9}},
+        {"optimizer": {"type": "Adagrad"}},
+    ],
+    ids=str,
+)
+def test_axes(changes: dict[str, Any]) -> None:
+    """Chunks, formats and rules: as written out, and on disk as in RAM."""
+    case = CASES["gpt"]
+    batches = case.batches(STEPS * changes.get("gradient_accumulation_steps", 1))
+    config = fp16(**changes)
+    expected = train_half(case.build(), batches, config, WORDS, groups=case.groups)
+    assert run(case, config).differences(expected) == []
+    on_disk = run(case, fp16(("disk",) * 3, **changes), make_device("fake"))
+    assert on_disk.differences(expected) == []
+
+
+def test_an_optimizer_of_torch() -> None:
+    """A guest steps on the masters; the weights are those masters, rounded."""
+    case = CASES["gpt"]
+
+    def trained(placement: tuple[str, str, str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        config = fp16(placement)
+        del config["optimizer"]
+        with Run(
+            case.build(), config, optimizer=lambda g: torch.optim.RMSprop(g, lr=1e-3, momentum=0.5)
+        ) as made:
+            for batch in case.batches(STEPS):
+                made.engine.backward(batch.call(made.engine))
+                made.engine.step()
+            assert made.engine.global_steps >= 2
+            return made.masters(), {n: v.clone() for n, v in made.engine.state_dict().items()}
+
+    masters, weights = trained(SIMPLEST)
+    for name, value in weights.items():
+        assert same_bits(value, masters[name].to(value.dtype)), name
+    others, _ = trained(("disk",) * 3)
+    assert all(same_bits(masters[name], others[name]) for name in masters)
+
+
+# --- at rest -------------------------------------------------------------------------------------
+
+
+def test_fourteen_bytes_a_parameter() -> None:
+    precision = PRECISIONS["fp16"]
+    assert precision.bytes_per_parameter == 14
+    assert precision.kinds == (Kind.WEIGHT, Kind.MASTER, Kind.MOMENT1, Kind.MOMENT2)
+    found = run(CASES["gpt"], fp16(("disk",) * 3))
+    assert found.plan is not None
+    text = found.plan.describe()
+    assert "master fp16 weight + fp32, 1 micro-batch" in text
+    assert "14 bytes a parameter at rest" in text
+    assert "moments and master" in text
+    assert "note: fp16 is for GPUs" in text
+
+
+@pytest.mark.parametrize("placement", [SIMPLEST, ("disk",) * 3])
+def test_values_are_read_and_edited(placement: tuple[str, str, str]) -> None:
+    case = CASES["gpt"]
+    with Run(case.build(), fp16(placement)) as made:
+        engine = made.engine
+        for batch in case.batches(4):
+            engine.backward(batch.call(engine))
+            engine.step()
+        before = made.masters()
+        weights = {name: value.clone() for name, value in engine.state_dict().items()}
+        engine.load_state_dict(weights)  # nothing new: masters keep what fp16 cannot hold
+        assert all(same_bits(value, before[name]) for name, value in made.masters().items())
+        name = next(n for n, v in weights.items() if v.dim() == 2)
+        parameter = dict(engine.module.named_parameters())[name]
+        with engine.materialized(parameter):
+            assert parameter.dtype is torch.float16
+            with torch.no_grad():
+                parameter[0] = 0.1
+        after = made.masters()[name]
+        assert same_bits(after[0], torch.full_like(after[0], 0.1).half().float())
+        assert same_bits(after[1:], before[name][1:])
+        with engine.materialized(parameter, master=True), torch.no_grad():
+            parameter[0] = 0.1
+        assert same_bits(made.masters()[name][0], torch.full_like(after[0], 0.1))
+        assert (engine.state_dict()[name][0] == torch.tensor(0.1).half()).all()
+
+
+def steps(engine: Any, batches: Sequence[Batch]) -> None:
+    for batch in batches:
+        engine.backward(batch.call(engine))
+        engine.step()
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    """Saved on disk homes, gone on with in RAM; read alone; weights taken by another precision."""
+    case = CASES["frozen"]
+    batches = case.batches(8)
+    with Run(case.build(), fp16(("disk",) * 3)) as made:
+        steps(made.engine, batches[:4])
+        made.engine.save_checkpoint(tmp_path, "four", wait=True)
+        made.engine.save_weights(tmp_path / "masters", "fp32")
+        saved = made.masters()
+        steps(made.engine, batches[4:])
+        expected = made.masters()
+    with Run(case.build(), fp16(("host", "device", "host"))) as made:
+        made.engine.load_checkpoint(tmp_path, "four")
+        steps(made.engine, batches[4:])
+        assert all(same_bits(value, expected[name]) for name, value in made.masters().items())
+    with Run(case.build(), make_config(precision="bf16")) as made:
+        with pytest.raises(CheckpointError, match="precision 'fp16' there, 'bf16' here"):
+            made.engine.load_checkpoint(tmp_path, "four")
+        made.engine.load_checkpoint(tmp_path, "four", load_optimizer_states=False)
+        found = made.masters()
+        assert all(same_bits(found[n], v) for n, v in saved.items() if v.dtype is torch.float32)
+    with Run(case.build(), fp16()) as made:
+        infinity.load_weights(made.engine, tmp_path / "masters")
+        found = made.masters()
+        assert all(same_bits(found[n], v) for n, v in saved.items() if v.dtype is torch.float32)
+
+
+def test_a_durable_run(tmp_path: Path) -> None:
+    case, batches = CASES["gpt"], CASES["gpt"].batches(6)
+    config = fp16(("disk",) * 3, durable=True, nvme_path=str(tmp_path))
+    engine = infinity.initialize(case.build(), config)[0]
+    with engine:
+        steps(engine, batches[:4])
+        engine.settle()
+        expected_at_four = {n: v.clone() for n, v in engine.state_dict(master=True).items()}
+    engine = infinity.initialize(case.build(), {**config, "resume": "auto"})[0]
+    with engine:
+        assert engine.resumed
+        found = dict(engine.state_dict(master=True).items())
+        assert all(same_bits(found[n], v) for n, v in expected_at_four.items())
+        steps(engine, batches[4:])
+        found = {n: v.clone() for n, v in engine.state_dict(master=True).items()}
+    with Run(case.build(), fp16()) as made:
+        steps(made.engine, batches)
+        assert all(same_bits(found[n], v) for n, v in made.masters().items())
+
+
+# --- autocast ------------------------------------------------------------------------------------
+
+
+class Around:
+    """Calls a model, or an engine, under autocast."""
+
+    def __init__(self, inner: Callable[..., Any]) -> None:
+        self.inner = inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.inner(*args, **kwargs)
+
+
+class Inside(nn.Module):
+    """A model that opens autocast itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.model(*args, **kwargs)
+
+
+def around(batch: Batch) -> Batch:
+    return _AroundBatch(batch.args, batch.kwargs)
+
+
+class _AroundBatch(Batch):
+    """A batch whose every call is under autocast."""
+
+    def call(self, model: Callable[..., Any]) -> Tensor:
+        return super().call(Around(model))
+
+
+@contextmanager
+def without_cache() -> Iterator[None]:
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpointing", "inside"),
+    [
+        *((name, how, False) for name in ("gpt", "reused") for how in CHECKPOINTINGS),
+        ("gpt", CHECKPOINTINGS[2], True),
+        ("reused", CHECKPOINTINGS[0], True),
+    ],
+    ids=str,
+)
+def test_autocast_equals_plain_torch(name: str, checkpointing: Any, inside: bool) -> None:
+    """Weights in fp32, products in bf16: the same bits as without an engine, in several homes.
+
+    Without autocast's cache, as in an engine: with it a weight that is used twice is cast once,
+    and the gradients of both uses are summed in bf16.
+    """
+    case = CASES[name]
+    batches = case.batches(4)
+
+    def model() -> nn.Module:
+        made = case.build(checkpointing=checkpointing)
+        return Inside(made) if inside else made
+
+    used = batches if inside else [around(batch) for batch in batches]
+    with without_cache():
+        expected = train_exactly(model(), used, make_config())
+    plain = train_exactly(case.build(checkpointing=checkpointing), batches, make_config())
+    assert expected.losses != plain.losses  # autocast acts
+    for number, (placement, device) in enumerate(
+        [(SIMPLEST, "cpu"), (("disk",) * 3, "cpu"), (("disk", "host", "disk"), "fake")]
+    ):
+        found = train(model(), used, make_config(placement), device=make_device(device, number))
+        assert found.differences(expected) == [], (placement, device)

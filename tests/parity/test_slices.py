@@ -1,0 +1,310 @@
+"""`activations.slices`: what is equal to what, bytes fetched once, and what is refused.
+
+Equal, bit for bit: an engine whose blocks run in slices, and plain torch whose blocks run the same
+slices (`Sliced`, written out below), with and without recomputation, wherever things rest. Close,
+not equal: the same batch at once, or its parts as micro-batches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.models import VOCAB, WIDTH, Batch, Case, Gpt
+from support.trainer import Result, Run, make_config, make_device, train, train_exactly
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from infinity.errors import TrainingError
+
+ON_DISK = ("disk", "disk", "disk")
+ROWS, LENGTH = 6, 8
+
+
+def ids(index: int, rows: int = ROWS) -> Tensor:
+    generator = torch.Generator().manual_seed(index)
+    return torch.randint(0, VOCAB, (rows, LENGTH), generator=generator)
+
+
+def batches(count: int = 3) -> list[Batch]:
+    return [Batch((ids(index),)) for index in range(count)]
+
+
+class Sliced(nn.Module):
+    """A block that runs a batch slice by slice, in plain torch."""
+
+    def __init__(self, block: Any, size: int, *, recompute: bool) -> None:
+        super().__init__()
+        self.block = block
+        self.size = size
+        self.recompute = recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x)
+
+    def run(self, x: Tensor) -> Tensor:
+        results = []
+        for part in x.split(self.size):
+            if self.recompute:
+                results.append(checkpoint(self.block, part, use_reentrant=False))
+            else:
+                results.append(self.block(part))
+        return torch.cat(results)
+
+
+def build(slices: int = 0, *, recompute: bool = False) -> nn.Module:
+    """The small GPT; with slices in plain torch if so asked."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Gpt()
+    if slices:
+        size = -(-ROWS // slices)
+        model.blocks = nn.ModuleList(Sliced(b, size, recompute=recompute) for b in model.blocks)
+    return model
+
+
+def expected_of(slices: int, *, recompute: bool, **changes: Any) -> Result:
+    found = train_exactly(build(slices, recompute=recompute), batches(), make_config(**changes))
+    found.masters = {name.replace(".block.", "."): v for name, v in found.masters.items()}
+    return found
+
+
+OFFLOAD = {"checkpoint": "units", "offload": "disk", "tokens": ROWS * LENGTH, "min_bytes": 1}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("slices", [2, 3, 4])
+def test_the_bits_of_plain_torch_with_the_same_slices(slices: int, precision: str) -> None:
+    for recompute, activations in (
+        (False, {}),
+        (True, {"checkpoint": "units"}),
+        (True, OFFLOAD),
+    ):
+        expected = expected_of(slices, recompute=recompute, precision=precision)
+        for device in ("cpu", "fake"):
+            config = make_config(
+                ON_DISK, precision=precision, activations={**activations, "slices": slices}
+            )
+            found = train(build(), batches(), config, device=make_device(device))
+            assert found.differences(expected) == [], (device, activations)
+            assert found.report is not None
+            assert found.report.moved == found.forecast, (device, activations)
+            assert found.plan is not None
+            if ROWS % slices == 0:
+                assert found.forecast == found.plan.predicted_bytes, (device, activations)
+
+
+def test_near_the_same_batch_at_once() -> None:
+    """In fp32 as near as rounding allows; so nothing is lost or counted twice."""
+    at_once = train(build(), batches(), make_config(), device="cpu")
+    sliced = train(build(), batches(), make_config(activations={"slices": 3}), device="cpu")
+    assert sliced.losses == pytest.approx(at_once.losses, rel=1e-5)
+    assert sliced.norms == pytest.approx(at_once.norms, rel=1e-4)
+    parts = [Batch((part,)) for b in batches() for part in b.args[0].split(2)]
+    config = make_config(gradient_accumulation_steps=3)
+    micro = train(build(), parts, config, device="cpu")
+    assert sliced.norms == pytest.approx(micro.norms, rel=1e-4)
+
+
+def moved_by(activations: dict[str, Any], micro_batches: int, rows: int) -> dict[str, int]:
+    parts = [Batch((part,)) for b in batches(4) for part in b.args[0].split(rows)]
+    config = make_config(
+        ("disk", "host", "host"), activations=activations, look_ahead=0,
+        gradient_accumulation_steps=micro_batches,
+    )  # fmt: skip
+    found = train(build(), parts, config, device=make_device("fake"))
+    assert found.report is not None
+    assert found.report.moved == found.forecast
+    return found.report.moved
+
+
+def test_weights_are_fetched_once_for_all_slices() -> None:
+    once = moved_by({}, 1, ROWS)
+    sliced = moved_by({"slices": 3}, 1, ROWS)
+    micro = moved_by({}, 3, 2)
+    assert sliced == once
+    assert micro["disk_read"] > 2 * sliced["disk_read"]
+    assert micro["to_device"] > 2 * sliced["to_device"]
+    assert micro["from_device"] == 3 * sliced["from_device"]
+
+
+def test_each_slice_is_recomputed_by_itself() -> None:
+    config = make_config(ON_DISK, activations={"checkpoint": "units", "slices": 3})
+    with Run(build(), config, device="cpu") as run:
+        sizes: list[int] = []
+        run.model.blocks[0].norm1.register_forward_hook(
+            lambda module, args, output: sizes.append(len(args[0]))
+        )
+        loss = batches()[0].call(run.engine)
+        assert sizes[-3:] == [2, 2, 2]
+        del sizes[:]
+        run.engine.backward(loss)
+        assert sizes == [2, 2, 2]
+        assert run.engine._parts.forwards.recomputed == 4 * 3
+
+
+def test_a_batch_smaller_than_the_slices_runs_at_once() -> None:
+    config = make_config(activations={"slices": 4})
+    found = train(build(), [Batch((ids(0, rows=1),))], config, device="cpu")
+    plain = train(build(), [Batch((ids(0, rows=1),))], make_config(), device="cpu")
+    assert found.differences(plain) == []
+
+
+class Rich(nn.Module):
+    """A block with a mask, a shared table, a number, and several results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH)
+        self.b = nn.Linear(WIDTH, WIDTH)
+
+    def forward(
+        self, x: Tensor, mask: Tensor, *, table: Tensor, scale: Tensor, name: str
+    ) -> tuple[Tensor, dict[str, Any]]:
+        y = self.b(torch.tanh(self.a(x) + table)) * mask.unsqueeze(-1) * scale
+        return y, {"gate": y.sigmoid(), "name": name}
+
+
+class Riches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Rich() for _ in range(2))
+        self.table = nn.Parameter(torch.randn(LENGTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = (x[:, :, 0] > 0).float()
+        for block in self.blocks:
+            x, more = block(x, mask, table=self.table[None], scale=torch.tensor(0.5), name="n")
+            x = x + more["gate"]
+        return x.square().mean()
+
+
+def test_masks_are_cut_and_what_all_samples_share_is_not() -> None:
+    torch.manual_seed(1)
+    data = [Batch((torch.randn(ROWS, LENGTH, WIDTH),)) for _ in range(3)]
+    case = Case("rich", lambda _: Riches(), lambda index: data[index])
+    plain = train(case.build(), data, make_config(), device="cpu")
+    for activations in ({"slices": 3}, {"slices": 4, "checkpoint": "units"}):
+        for device in ("cpu", "fake"):
+            found = train(
+                case.build(), data, make_config(ON_DISK, activations=activations),
+                device=make_device(device),
+            )  # fmt: skip
+            assert found.losses == pytest.approx(plain.losses, rel=1e-5)
+            assert found.norms == pytest.approx(plain.norms, rel=1e-4)
+
+
+class Base(nn.Module):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(kind() for _ in range(2))
+
+    def forward(self, x: Tensor, **more: Any) -> Tensor:
+        for block in self.blocks:
+            x = block(x, **more)
+            x = x[0] if isinstance(x, tuple) else x
+        return x.square().mean()
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(LENGTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x))
+
+
+class Centred(nn.Module):
+    """Its samples see one another, and nothing in its parts says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.act = nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.linear(x - x.mean(0)))
+
+
+class WithLoss(Centred):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.act(self.linear(x))
+        return y, y.square().mean()
+
+
+class Masked(Centred):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        assert mask is not None
+        return self.act(mask @ self.linear(x))
+
+
+def sequence_first() -> nn.Module:
+    return nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "said"),
+    [
+        (Normed, {}, "BatchNorm1d in training"),
+        (Centred, {}, "other results when more are beside"),
+        (WithLoss, {}, r"a tensor of shape \(\) for 2 samples"),
+        (sequence_first, {}, "batch_first=False"),
+        (Masked, {"mask": torch.eye(LENGTH)}, "each sample or for each position"),
+    ],
+)
+def test_what_cannot_be_sliced_is_refused_by_name(kind: Any, more: Any, said: str) -> None:
+    x = torch.randn(LENGTH if more else ROWS, LENGTH, WIDTH)
+    with (
+        pytest.raises(TrainingError, match=said) as caught,
+        Run(Base(kind), make_config(activations={"slices": 3}), device="cpu") as run,
+    ):
+        run.engine(x, **more)
+    assert "'blocks.0'" in str(caught.value)
+
+
+def test_batch_norm_that_is_not_trained_is_no_obstacle() -> None:
+    model = Base(Normed)
+    model.blocks[0].norm.eval()
+    model.blocks[1].norm.eval()
+    with Run(model, make_config(activations={"slices": 3}), device="cpu") as run:
+        run.engine.backward(run.engine(torch.randn(ROWS, LENGTH, WIDTH)))
+
+
+class Experts(nn.Module):
+    """All experts see all tokens; each is a unit inside the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.gate(x).softmax(-1)
+        parts = [shares[..., i : i + 1] * e(x) for i, e in enumerate(self.experts)]
+        return x + torch.stack(parts).sum(0)
+
+
+def test_experts_inside_a_block_run_in_its_slices() -> None:
+    data = [Batch((torch.randn(ROWS, LENGTH, WIDTH),)) for _ in range(3)]
+    case = Case("experts", lambda _: Base(Experts), lambda index: data[index])
+    plain = case.build()
+    plain.blocks = nn.ModuleList(Sliced(b, 2, recompute=True) for b in plain.blocks)
+    expected = train_exactly(plain, data, make_config())
+    expected.masters = {n.replace(".block.", "."): v for n, v in expected.masters.items()}
+    config = make_config(ON_DISK, activations={"checkpoint": "units", "slices": 3}, look_ahead=0)
+    with Run(case.build(), config, device=make_device("fake")) as run:
+        assert len(run.engine.plan.units) == 2 * (1 + 3)
+        losses = []
+        for part in data:
+            loss = part.call(run.engine)
+            run.engine.backward(loss)
+            run.engine.step()
+            losses.append(loss.item())
+        # every slice goes through all experts: with so few slots they are fetched again
+        found = Result(losses, run.masters(), expected.norms)
+    assert found.differences(expected) == []

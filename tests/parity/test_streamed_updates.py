@@ -1,0 +1,198 @@
+"""Updates streamed through a device give the CPU's bits, and move exactly what the plan says.
+
+The fake accelerator's copies and kernels are late, and poison what they will write until then, so
+a missing wait shows as NaN, and a slot or buffer that is reused too early as wrong bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.fake_accelerator import FakeAccelerator
+from support.models import CASES
+from support.trainer import Result, make_config, train, train_exactly
+
+import infinity
+from infinity.plan.plan import Plan, UpdatePlace, update_place
+
+IN_RAM = ("host", "host", "host")
+# One of each way that a kind can come and go: RAM, disk, and what stays on the device.
+PLACEMENTS = [
+    IN_RAM,
+    ("disk", "disk", "disk"),
+    ("device", "host", "host"),
+    ("device", "disk", "device"),
+    ("host", "device", "device"),
+    ("device", "device", "host"),
+    ("disk", "host", "disk"),
+]
+MODELS = ("gpt", "encoder_decoder", "frozen", "routed")
+STEPS = 4
+
+
+def run(
+    device: Any, placement: tuple[str, str, str] = IN_RAM, name: str = "gpt", **changes: Any
+) -> Result:
+    case = CASES[name]
+    batches = case.batches(STEPS * changes.get("gradient_accumulation_steps", 1))
+    config = make_config(placement, **changes)
+    return train(case.build(), batches, config, device=device, groups=case.groups)
+
+
+def with_kernels(seed: int = 0) -> FakeAccelerator:
+    return FakeAccelerator(seed, max_delay_s=0.0005, kernels=True)
+
+
+def num_chunks(plan: Plan) -> int:
+    """Of all units that are streamed."""
+    return sum(
+        unit.num_chunks(plan.chunk_elements)
+        for unit in plan.units
+        if update_place(plan, unit.index) is UpdatePlace.STREAMED
+    )
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+def test_the_same_bits_and_the_forecast_bytes_wherever_state_rests(
+    placement: tuple[str, str, str], precision: str
+) -> None:
+    changes: dict[str, Any] = {"precision": precision, "gradient_accumulation_steps": 2}
+    if precision == "fp16":
+        changes["loss_scale"] = {"value": 4}  # no step is skipped
+    expected = run("cpu", ("device",) * 3, **changes)
+    fake = with_kernels()
+    got = run(fake, placement, update="device", **changes)
+    assert got.differences(expected) == []
+    assert got.plan is not None
+    assert got.report is not None
+    assert fake.num_updates == STEPS * num_chunks(got.plan) > 0
+    assert got.report.moved == got.forecast
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_plain_torch_with_the_rule_written_out_gives_the_same_bits(precision: str) -> None:
+    case = CASES["gpt"]
+    config = make_config(IN_RAM, precision=precision, update="device")
+    expected = train_exactly(case.build(), case.batches(STEPS), config, groups=case.groups)
+    assert run(with_kernels(), precision=precision, update="device").differences(expected) == []
+
+
+@pytest.mark.parametrize("name", MODELS[1:])
+def test_models_that_freeze_share_and_skip_parameters(name: str) -> None:
+    """A unit with frozen bytes goes home only; one without a gradient is not swept."""
+    changes: dict[str, Any] = {"precision": "bf16", "name": name, "look_ahead": 0}
+    for placement in (IN_RAM, ("disk", "host", "disk")):
+        fake = with_kernels(1)
+        got = run(fake, placement, update="device", **changes)
+        assert got.differences(run("cpu", placement, **changes)) == []
+        assert fake.num_updates > 0
+        assert got.report is not None
+        assert not CASES[name].regular or got.report.moved == got.forecast
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "bf16_stochastic", "8bit"])
+@pytest.mark.parametrize("rule", ["AdamW", "Lion", "SGD", "Adagrad"])
+def test_every_rule_and_format(rule: str, moments: str) -> None:
+    settings: dict[str, Any] = {"type": rule, "lr": 1e-3, "moments": moments}
+    if rule == "SGD":
+        settings["momentum"] = 0.9
+    if moments != "fp32" and rule == "Adagrad":
+        settings["initial_accumulator_value"] = 0.1
+    results = []
+    for update in ("cpu", "device"):
+        device = "cpu" if update == "cpu" else with_kernels(2)
+        config = make_config(IN_RAM, precision="bf16", update=update, chunk_size=6144)
+        config["optimizer"] = settings
+        case = CASES["gpt"]
+        results.append(
+            train(case.build(), case.batches(STEPS), config, device=device, groups=case.groups)
+        )
+    assert results[1].differences(results[0]) == []
+    assert results[1].report is not None
+    assert results[1].report.moved == results[1].forecast
+
+
+@pytest.mark.parametrize("chunk_size", [2048, 4096, 10240, "auto"])
+def test_chunks_of_any_size_and_any_number_of_slots(chunk_size: int | str) -> None:
+    for look_ahead in (0, 3):
+        changes: dict[str, Any] = {"chunk_size": chunk_size, "look_ahead": look_ahead}
+        got = run(with_kernels(3), update="device", precision="bf16", **changes)
+        assert got.differences(run("cpu", precision="bf16")) == []
+        assert got.report is not None
+        assert got.report.moved == got.forecast
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_bytes_by_hand(micro_batches: int) -> None:
+    """AdamW in bf16: 12 bytes of state and the gradient in, 12 out; nothing is published twice."""
+    changes: dict[str, Any] = {"precision": "bf16", "gradient_accumulation_steps": micro_batches}
+    streamed = run(with_kernels(), update="device", **changes)
+    by_cpu = run(with_kernels(), update="cpu", **changes)
+    assert streamed.plan is not None
+    assert streamed.report is not None
+    assert by_cpu.report is not None
+    elements = sum(unit.numel for unit in streamed.plan.units)
+    gradient = 2 if micro_batches == 1 else 4
+    more = {
+        lane: streamed.report.moved[lane] - by_cpu.report.moved[lane]
+        for lane in ("to_device", "from_device")
+    }
+    # The CPU's new weights, 2 bytes, are copied to slots; streamed ones are updated there.
+    assert more == {"to_device": (12 + gradient - 2) * elements, "from_device": 12 * elements}
+    assert streamed.plan.memory["device"]["streaming"] == 3 * 2048 * (12 + gradient)
+
+
+def test_what_is_reserved_on_the_device_is_what_the_plan_says() -> None:
+    fake = with_kernels()
+    before = fake.memory_bytes()
+    got = run(fake, ("disk", "host", "disk"), precision="bf16", update="device")
+    assert before is not None
+    assert got.plan is not None
+    assert before - (fake.memory_bytes() or 0) == got.plan.tier_bytes["device"]
+
+
+def test_left_to_the_plan_it_streams_where_the_links_beat_the_cpu() -> None:
+    """As they do on the common machine that is planned with where nothing was measured."""
+    weights = {}
+    for update in ("auto", "cpu"):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(220, 220) for _ in range(3)))
+        fake, config = with_kernels(), make_config(IN_RAM, update=update, chunk_size="auto")
+        engine, *_ = infinity.initialize(model, config, device=fake)
+        with engine:
+            for _ in range(STEPS):
+                engine.backward(engine(torch.ones(2, 220)).square().mean())
+                engine.step()
+            weights[update] = engine.state_dict(master=True)["1.weight"].clone()
+            plan = engine.plan
+        streams = "updates               streamed through the device" in plan.describe()
+        assert streams == (update == "auto")
+        assert fake.num_updates == STEPS * num_chunks(plan)
+        assert bool(fake.num_updates) == streams
+    assert torch.equal(weights["auto"], weights["cpu"])
+
+
+def test_what_cannot_be_streamed_is_updated_by_the_cpu_and_the_plan_says_why() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(40, 40) for _ in range(3)))
+    config = make_config(IN_RAM, update="device")
+    without = run(FakeAccelerator(max_delay_s=0.0005), update="device")
+    del config["optimizer"]
+    fake = with_kernels()
+    engine, *_ = infinity.initialize(
+        model, config, optimizer=lambda g: torch.optim.RMSprop(g, lr=1e-3), device=fake
+    )
+    with engine:
+        engine.backward(engine(torch.ones(2, 40)).square().mean())
+        engine.step()
+        engine.settle()
+        assert fake.num_updates == 0
+        text = engine.plan.describe()
+    assert "by the CPU: torch.optim.RMSprop is not one of our kernels" in text
+    assert "note: update: device is not used" in text
+    assert without.plan is not None
+    assert "by the CPU: the device has no kernels" in without.plan.describe()
+    assert without.differences(run("cpu")) == []

@@ -1,0 +1,388 @@
+"""`activations.checkpoint: units`: the bits, the work and the bytes of a model's own checkpoints.
+
+Recomputation belongs to the computation, so the reference is plain torch with
+`torch.utils.checkpoint` around the same blocks. Where saved inputs wait for backward does not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.models import (
+    CASES,
+    CHECKPOINTINGS,
+    LENGTH,
+    WIDTH,
+    Batch,
+    Case,
+    Checkpointing,
+    Gpt,
+    block_calls,
+)
+from support.trainer import LiveBytes, Result, Run, make_config, make_device, train, train_exactly
+from torch import Tensor, nn
+
+from infinity.errors import InfinityWarning, TrainingError
+
+OWN = Checkpointing("non_reentrant", "block")
+UNITS: dict[str, Any] = {"checkpoint": "units"}
+BOUNDARY = 2 * LENGTH * WIDTH * 4  # bytes of a block's input
+TO_HOST = {**UNITS, "offload": "host", "tokens": 2 * LENGTH, "min_bytes": 1}
+TO_DISK = {**UNITS, "offload": "disk", "tokens": 2 * LENGTH, "min_bytes": 1}
+# Less room than there are inputs: some rest in the pool, some on disk, some stay.
+TO_ALL = {**UNITS, "offload": "disk", "host": 4 * 4096, "disk": 4096, "min_bytes": 1}
+OFFLOADS = {"none": UNITS, "host": TO_HOST, "disk": TO_DISK, "all": TO_ALL}
+ON_DISK = ("disk", "disk", "disk")
+
+
+def run(case: Case, device: str, activations: dict[str, Any], **changes: Any) -> Result:
+    """Four micro-batches with everything on disk."""
+    config = make_config(ON_DISK, activations=activations, **changes)
+    batches = case.batches(4)
+    return train(case.build(), batches, config, device=make_device(device), groups=case.groups)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_the_bits_of_plain_torch_with_checkpoints(name: str, micro_batches: int) -> None:
+    case = CASES[name]
+    computation = {
+        "precision": "bf16" if name == "gpt" else "fp32",
+        "gradient_accumulation_steps": micro_batches,
+    }
+    expected = train_exactly(
+        case.build(OWN), case.batches(4), make_config(**computation), groups=case.groups
+    )
+    for device in ("cpu", "fake"):
+        offloads = OFFLOADS if micro_batches == 1 else {"disk": TO_DISK}
+        for activations in offloads.values():
+            found = run(case, device, activations, **computation)
+            assert found.differences(expected) == [], (device, activations)
+            if case.regular:
+                assert found.report is not None
+                assert found.report.moved == found.forecast, (device, activations)
+
+
+@pytest.mark.parametrize("device", ["cpu", "fake"])
+def test_the_plan_says_the_bytes_before_the_first_forward(device: str) -> None:
+    case = CASES["gpt"]
+    plain = run(case, device, UNITS)
+    for activations, offload in ((TO_HOST, "host"), (TO_DISK, "disk")):
+        found = run(case, device, activations)
+        assert found.plan is not None
+        assert plain.plan is not None
+        assert found.report is not None
+        assert found.report.moved == found.plan.predicted_bytes == found.forecast
+        before = plain.plan.predicted_bytes
+        more = {lane: n - before[lane] for lane, n in found.forecast.items() if n != before[lane]}
+        blocks, moved = 4, {}
+        if device == "fake":
+            moved = {"to_device": blocks * BOUNDARY, "from_device": blocks * BOUNDARY}
+        if offload == "disk":
+            moved |= {"disk_read": blocks * 4096, "disk_write": blocks * 4096}
+        assert more == moved
+        reserved = found.plan.memory
+        if moved:
+            assert reserved["host"]["activations"] >= 4096
+            assert reserved["disk"]["activations"] == (16384 if offload == "disk" else 0)
+        else:
+            assert any("moves nothing" in note for note in found.plan.notes)
+
+
+def measure(case: Case, own: Checkpointing, activations: dict[str, Any]) -> tuple[Any, ...]:
+    """Calls of blocks in forward and in backward, and bytes alive between them and at most."""
+    model = case.build(own)
+    config = make_config(ON_DISK, activations=activations, look_ahead=1)
+    with Run(model, config, device="cpu", groups=case.groups) as run:
+        engine = run.engine
+        engine.backward(case.batch(1).call(engine))
+        engine.step()
+        engine.backward(case.batch(2).call(engine))
+        engine._parts.gradients.reset()
+        start, recomputed = block_calls(model), engine._parts.forwards.recomputed
+        with LiveBytes() as live:
+            loss = case.batch(0).call(engine)
+            kept, middle = live.now(), block_calls(model)
+            engine.backward(loss)
+        end, recomputed = block_calls(model), engine._parts.forwards.recomputed - recomputed
+    return (middle[0] - start[0], end[0] - middle[0]), kept, live.peak, recomputed
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_recomputes_and_keeps_what_a_models_own_checkpoints_do(name: str) -> None:
+    case = CASES[name]
+    calls, kept, peak, _ = measure(case, OWN, {})
+    found, ours_kept, ours_peak, recomputed = measure(case, CHECKPOINTINGS[0], UNITS)
+    assert found == calls
+    assert calls[1] == recomputed > 0
+    assert ours_kept <= kept
+    assert ours_peak <= peak
+
+
+@pytest.mark.parametrize("own", [c for c in CHECKPOINTINGS if c.mode != "none"], ids=str)
+def test_a_model_that_checkpoints_itself_is_not_wrapped_twice(own: Checkpointing) -> None:
+    case = CASES["gpt"]
+    calls, _, _, recomputed = measure(case, own, UNITS)
+    if own.place == "block":
+        assert (calls, recomputed) == ((4, 4), 0)
+    else:
+        assert (calls, recomputed) == ((4, 4), 4)
+    batches = case.batches(4)
+    expected = train_exactly(case.build(own), batches, make_config(), groups=case.groups)
+    for device in ("cpu", "fake"):
+        config = make_config(ON_DISK, activations=TO_DISK)
+        found = train(
+            case.build(own), batches, config, device=make_device(device), groups=case.groups
+        )
+        assert found.differences(expected) == []
+        assert found.report is not None
+        assert found.report.moved == found.forecast
+        saved = found.forecast["disk_write"] - run(case, device, UNITS).forecast["disk_write"]
+        assert saved == 4 * 4096, "its own inputs wait on disk as well"
+
+
+class Deep(nn.Module):
+    """Many narrow blocks, whose inputs are most of what is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+ROWS = 1024
+WIDE = ROWS * 64 * 4
+
+
+def deep_case() -> Case:
+    def batch(index: int) -> Batch:
+        generator = torch.Generator().manual_seed(index)
+        return Batch((torch.randn(ROWS, 64, generator=generator),))
+
+    return Case("deep", lambda _: Deep(), batch)
+
+
+@pytest.mark.parametrize("device", ["cpu", "fake"])
+def test_offloaded_inputs_are_not_in_the_devices_memory(device: str) -> None:
+    case = deep_case()
+    kept, peaks = {}, {}
+    for name, activations in {
+        "plain": {},
+        "units": UNITS,
+        "disk": {**UNITS, "offload": "disk", "host": "1MiB", "disk": "8MiB", "min_bytes": 1},
+    }.items():
+        config = make_config(ON_DISK, activations=activations)
+        with Run(case.build(), config, device=make_device(device)) as run:
+            engine = run.engine
+            for index in range(2):
+                engine.backward(case.batch(index).call(engine))
+                engine.step()
+            batch = case.batch(3)
+            with LiveBytes() as live:
+                loss = batch.call(engine)
+                store = engine._parts.activations
+                if store is not None:
+                    store._take(0)  # what is under way has left
+                    while store._going:
+                        store.tend()
+                kept[name] = live.now() / WIDE
+                engine.backward(loss)
+            peaks[name] = live.peak / WIDE
+    assert kept["plain"] > 16
+    assert 15 < kept["units"] < 18, "the input of every block"
+    assert kept["disk"] < 1.5
+    assert peaks["units"] > 17
+    assert peaks["disk"] < 8, "the block that computes, and those on their way"
+
+
+class Noisy(Gpt):
+    """Dropout in every block: what is recomputed must draw the same numbers."""
+
+    def __init__(self, own: Checkpointing) -> None:
+        super().__init__(own)
+        for block in self.blocks:
+            block.down = nn.Sequential(block.down, nn.Dropout(0.3))
+
+
+def test_random_numbers_are_drawn_again() -> None:
+    case = Case("noisy", Noisy, CASES["gpt"].batch)
+    torch.manual_seed(5)
+    expected = train_exactly(case.build(OWN), case.batches(4), make_config())
+    for device, activations in (("cpu", UNITS), ("fake", TO_DISK)):
+        torch.manual_seed(5)
+        found = run(case, device, activations)
+        assert found.differences(expected) == []
+
+
+def test_autocast_is_the_same_again() -> None:
+    case = CASES["gpt"]
+    results = []
+    for own, activations in ((OWN, {}), (CHECKPOINTINGS[0], TO_DISK)):
+        config = make_config(ON_DISK, activations=activations)
+        with Run(case.build(own), config, device="cpu", groups=case.groups) as run:
+            losses = []
+            for index in range(3):
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = case.batch(index).call(run.engine)
+                run.engine.backward(loss)
+                run.engine.step()
+                losses.append(loss.item())
+            results.append(Result(losses, run.masters(), []))
+    assert results[1].differences(results[0]) == []
+
+
+class Attending(nn.Module):
+    """A block with torch's fused attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+        self.out = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, 16)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Attending() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("activations", [{}, UNITS, TO_DISK], ids=["plain", "units", "disk"])
+def test_fused_attention_keeps_its_kernels(activations: dict[str, Any]) -> None:
+    """What the fused kernels save passes our hooks unchanged: the bits of plain torch."""
+
+    def batch(index: int) -> Batch:
+        return Batch((torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(index)),))
+
+    case = Case("attention", lambda _: Attention(), batch)
+    expected = train_exactly(case.build(), case.batches(3), make_config())
+    calls: list[str] = []
+    for device in ("cpu", "fake"):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            config = make_config(ON_DISK, activations=activations)
+            found = train(case.build(), case.batches(3), config, device=make_device(device))
+        assert found.differences(expected) == []
+        calls = [event.key for event in profile.key_averages()]
+        assert any("flash_attention" in call and "backward" in call for call in calls)
+
+
+def test_without_gradients_nothing_is_recomputed() -> None:
+    case = CASES["gpt"]
+    with Run(case.build(), make_config(activations=TO_DISK), device="cpu") as run:
+        before = block_calls(run.model)[0]
+        with torch.no_grad():
+            case.batch(0).call(run.engine)
+        with torch.inference_mode():
+            case.batch(0).call(run.engine)
+        assert block_calls(run.model)[0] == before + 8
+        assert run.engine._parts.forwards.recomputed == 0
+        assert run.engine._parts.activations is not None
+        assert run.engine._parts.activations.counts.num_saved == 0
+
+
+class Keyed(nn.Module):
+    """Takes tensors in every way, and writes to a cache as Hugging Face's blocks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH)
+        self.b = nn.Linear(WIDTH, WIDTH)
+
+    def forward(
+        self,
+        *,
+        hidden: Tensor,
+        pair: tuple[Tensor, list[Tensor]],
+        options: dict[str, Any],
+        past_key_values: Any = None,
+        use_cache: bool = False,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        x = torch.tanh(self.a(hidden)) * pair[0] + pair[1][0]
+        if past_key_values is not None:
+            past_key_values.keys.append(x)
+        if use_cache:
+            options["made"] = True
+        return self.b(x) * options["scale"], {"x": x}
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+
+    def get_seq_length(self) -> int:
+        return len(self.keys)
+
+
+class Caching(nn.Module):
+    def __init__(self, use_cache: bool = False) -> None:
+        super().__init__()
+        self.use_cache = use_cache
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Keyed() for _ in range(3))
+
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        x, total = self.first(x), torch.zeros(())
+        shared = x.cos()
+        for block in self.blocks:
+            x, more = block(
+                hidden=x,
+                pair=(shared, [shared]),
+                options={"scale": x.sigmoid(), "name": "block"},
+                past_key_values=cache,
+                use_cache=self.use_cache,
+            )
+            total = total + more["x"].square().mean()
+        return total + x.square().mean()
+
+
+def test_tensors_in_kwargs_tuples_and_dicts_are_inputs_and_caches_are_left_out() -> None:
+    x = torch.randn(4, WIDTH)
+    expected = train_exactly(
+        Case("keyed", lambda _: Caching(), lambda _: Batch((x,))).build(),
+        [Batch((x,))] * 3,
+        make_config(),
+    )
+    for device in ("cpu", "fake"):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = Caching(use_cache=True)
+        config = make_config(ON_DISK, activations=TO_ALL)
+        with Run(model, config, device=make_device(device)) as run:
+            losses = []
+            for _ in range(3):
+                cache = Cache()
+                if not losses:
+                    with pytest.warns(InfinityWarning, match="not given a cache"):
+                        loss = run.engine(x, cache)
+                else:
+                    loss = run.engine(x, cache)
+                assert not cache.keys
+                run.engine.backward(loss)
+                run.engine.step()
+                losses.append(loss.item())
+            store = run.engine._parts.activations
+            assert store is not None
+            # of each block its input and its scale; what all are given, once
+            assert store.counts.num_saved == 3 * (3 * 2 + 1)
+            assert Result(losses, run.masters(), expected.norms).differences(expected) == []
+            cache.keys.append(x)
+            with pytest.raises(TrainingError, match="past_key_values that is not empty"):
+                run.engine(x, cache)
+            with torch.no_grad():
+                run.engine(x, cache)
+            assert len(cache.keys) == 4

@@ -1,0 +1,145 @@
+"""What `plan.activations` says of a model against the storages that live while it is trained.
+
+`python -m support.activation_peak`, in tests/, prints the table of docs/benchmarks: each case in
+plain torch, counted, and as a process that trains two steps with everything in RAM, where the
+engine's own watch measures what a step held beside all that rests.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import infinity
+from infinity.config import load_config
+from infinity.cutting import Cut, cut_model, groups_of
+from infinity.model.target import target_of
+from infinity.plan.activations import Activations, estimate_activations
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+import gpt
+import llama
+from support.live_bytes import LiveBytes
+
+MIB = 1 << 20
+IN_RAM = {"weights": "device", "moments": "host", "gradients": "host"}
+_GPT = gpt.GPTConfig(vocab_size=512, context=1024, num_layers=6, num_heads=8, width=512)
+_WORDS = gpt.GPTConfig(vocab_size=32_000, context=1024, num_layers=3, num_heads=4, width=256)
+_LLAMA = llama.LlamaConfig(512, 1024, 6, 8, 2, 512, 1408)
+# name -> shape, precision, whether blocks are recomputed, tokens, rows
+CASES = {
+    "gpt, 256 tokens": (_GPT, "fp32", False, 256, 1),
+    "gpt, 1024 tokens": (_GPT, "fp32", False, 1024, 1),
+    "gpt, 4096 tokens": (_GPT, "fp32", False, 4096, 4),
+    "gpt, 1024 tokens, recomputed": (_GPT, "fp32", True, 1024, 1),
+    "gpt, 4096 tokens, recomputed": (_GPT, "fp32", True, 4096, 4),
+    "gpt, 1024 tokens, bf16": (_GPT, "bf16", False, 1024, 1),
+    "32,000 words": (_WORDS, "fp32", False, 1024, 1),
+    "32,000 words, recomputed, bf16": (_WORDS, "bf16", True, 1024, 1),
+    "gated, grouped queries": (_LLAMA, "fp32", False, 1024, 1),
+    "gated, grouped queries, recomputed": (_LLAMA, "fp32", True, 1024, 1),
+    "gated, grouped queries, bf16": (_LLAMA, "bf16", False, 1024, 1),
+}
+
+
+def build(name: str) -> nn.Module:
+    """The model of a case."""
+    shape, precision, recompute, _, _ = CASES[name]
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    if isinstance(shape, gpt.GPTConfig):
+        return gpt.build_gpt(gpt.replace(shape, checkpointing=recompute), dtype, seed=1)
+    return llama.build_llama(llama.replace(shape, checkpointing=recompute), dtype, seed=1)
+
+
+def batch(name: str) -> torch.Tensor:
+    """The tokens of a case."""
+    shape, _, _, tokens, rows = CASES[name]
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, shape.vocab_size, (rows, tokens // rows), generator=generator)
+
+
+def cut(name: str, model: nn.Module) -> Cut:
+    """The units of a case."""
+    config = load_config({"precision": CASES[name][1]})
+    return cut_model(model, config, groups_of(model, config), None)
+
+
+def estimated(name: str, model: nn.Module) -> Activations:
+    """What the plan says."""
+    _, _, recompute, tokens, _ = CASES[name]
+    target = target_of("", model, {})
+    return estimate_activations(
+        cut(name, model).layouts,
+        tokens,
+        lookups=target.lookups,
+        heads=target.heads,
+        recompute=recompute,
+    )
+
+
+def counted(name: str, model: nn.Module) -> int:
+    """Bytes that live at most in a forward and backward; gradients leave unit by unit."""
+    units = cut(name, model)
+    for unit in units.units:
+        _leave_together([units.parameters[i] for i in unit.parameters])
+    tokens = batch(name)
+    with LiveBytes([tokens, *model.parameters(), *model.buffers()]) as live:
+        model(tokens, tokens).backward()
+    return live.peak
+
+
+def _leave_together(members: list[nn.Parameter]) -> None:
+    missing = {id(p) for p in members}
+
+    def arrived(parameter: torch.Tensor) -> None:
+        missing.discard(id(parameter))
+        if not missing:
+            for p in members:
+                p.grad = None
+
+    for p in members:
+        p.register_post_accumulate_grad_hook(arrived)
+
+
+def trained(name: str) -> int:
+    """Bytes that the engine's watch saw a step hold beside all that rests, on this CPU."""
+    config = {"precision": CASES[name][1], "homes": IN_RAM}
+    tokens = batch(name)
+    with infinity.initialize(build(name), config, device="cpu")[0] as engine:
+        for _ in range(2):
+            engine.backward(engine(tokens, tokens))
+            engine.step()
+        report = engine.last_report
+        assert report is not None
+        return report.memory["activations"]
+
+
+def main() -> None:
+    """One case, as JSON, or the table of all."""
+    if sys.argv[1:]:
+        name = sys.argv[1]
+        measured = trained(name)
+        model = build(name)
+        print(json.dumps([estimated(name, model).total, counted(name, model), measured]))
+        return
+    print("| case | estimated MiB | counted MiB | error | a process, MiB | error |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name in CASES:
+        command = [sys.executable, "-m", "support.activation_peak", name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        found, exact, process = json.loads(done.stdout.splitlines()[-1])
+        print(
+            f"| {name} | {found / MIB:.0f} | {exact / MIB:.0f} | {found / exact - 1:+.0%} "
+            f"| {process / MIB:.0f} | {found / process - 1:+.0%} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""Training in fp16 by hand: plain torch, fp32 masters beside fp16 weights, a scaled loss.
+
+Nothing of the engine's. `closed_form_scale` is the loss scale as a formula of all that happened,
+rather than a state that goes from step to step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+from support.models import Batch
+from support.trainer import (
+    Result,
+    _hyper,
+    _settings,
+    cast_frozen,
+    square_sum,
+    torch_groups,
+)
+from torch import Tensor, nn
+
+from infinity.config import Config
+from infinity.formats import MomentFormat
+from infinity.optim.built_in import rounding_key
+from infinity.optim.moments import Moment
+from infinity.optim.reference import reference_update
+from infinity.optim.rules import Hyper
+
+
+@dataclass(frozen=True)
+class ScaleWords:
+    """What a user says of a loss scale, by DeepSpeed's meaning."""
+
+    initial: float = 2.0**16
+    window: int = 1000
+    hysteresis: int = 2
+    consecutive: bool = False
+    minimum: float = 1.0
+    static: float = 0.0
+
+
+def closed_form_scale(words: ScaleWords, overflows: Sequence[bool]) -> float:
+    """The loss scale after steps of which some overflowed.
+
+    A run of n good steps has (n - 1) // window doublings, because the first of it does not count.
+    An overflow halves the scale if it is at least the hysteresis-th since patience was full:
+    since the last doubling, or with `consecutive` since the last good step.
+    """
+    if words.static:
+        return words.static
+    scale, impatience = words.initial, 0
+    for overflow, run in groupby(overflows):
+        count = len(list(run))
+        if not overflow:
+            doublings = (count - 1) // words.window
+            scale *= 2.0**doublings
+            if doublings or words.consecutive:
+                impatience = 0
+            continue
+        for _ in range(count):
+            impatience += 1
+            if impatience >= words.hysteresis:
+                scale = max(scale / 2, words.minimum)
+    return scale
+
+
+@dataclass
+class _Half:
+    """One trained parameter: what the loop keeps of it beside the fp16 weight that computes."""
+
+    parameter: nn.Parameter
+    name: str
+    hyper: Hyper
+    master: Tensor
+    moments: list[Moment]
+    gradient: Tensor | None = None
+    step: int = 0
+
+
+@dataclass
+class HalfResult(Result):
+    """And the scale of each step's gradients, and which steps were skipped."""
+
+    scales: list[float] = field(default_factory=list)
+    overflows: list[bool] = field(default_factory=list)
+
+
+def train_half(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    config: Mapping[str, Any],
+    words: ScaleWords,
+    *,
+    groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
+    by_torch: bool = False,
+) -> HalfResult:
+    """fp16 forward and backward, fp32 masters; the update rule written out, bit for bit ours.
+
+    With `by_torch` gradients are unscaled, clipped by `clip_grad_norm_` and applied by torch's own
+    AdamW, one after the other.
+    """
+    settings = _settings(config)
+    micro_batches = settings.gradient_accumulation_steps
+    dtype = torch.float16 if micro_batches == 1 else torch.float32
+    cast_frozen(model, torch.float16)
+    halves = _halves(model, settings, groups)
+    for half in halves:
+        half.parameter.data = half.master.to(torch.float16).view(half.parameter.shape)
+        _collect(half, dtype)
+    update = _ByTorch(halves, settings) if by_torch else _Exactly(settings)
+    result = HalfResult([], {}, [])
+    for index, batch in enumerate(batches):
+        scale = closed_form_scale(words, result.overflows)
+        loss = batch.call(model)
+        (loss.float() * scale / micro_batches).backward()
+        result.losses.append(loss.item())
+        if (index + 1) % micro_batches:
+            continue
+        active = [half for half in halves if half.gradient is not None]
+        norm = math.sqrt(sum(square_sum(half.gradient) for half in active)) / scale
+        result.norms.append(norm)
+        result.scales.append(scale)
+        result.overflows.append(not math.isfinite(norm))
+        if math.isfinite(norm):
+            update(active, norm, scale)
+        for half in halves:
+            half.gradient = None
+    result.masters = {name: v.detach().clone() for name, v in model.state_dict().items()}
+    by_id = {id(half.parameter): half for half in halves}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in by_id:
+            result.masters[name] = by_id[id(parameter)].master.clone().view(parameter.shape)
+    return result
+
+
+class _Exactly:
+    """The engine's order: one factor for clipping and the scale, in the update itself."""
+
+    def __init__(self, settings: Config) -> None:
+        self.settings = settings
+
+    def __call__(self, active: Sequence[_Half], norm: float, scale: float) -> None:
+        clipping = self.settings.gradient_clipping
+        factor = min(1.0, clipping / (norm + 1e-6)) if clipping else 1.0
+        for half in active:
+            assert half.gradient is not None
+            half.step += 1
+            key = rounding_key(self.settings.seed or 0, half.name, half.step)
+            weight = half.parameter.data.view(-1)
+            reference_update(weight, half.master, half.moments, half.gradient, half.hyper,
+                             half.step, factor / scale, key)  # fmt: skip
+
+
+class _ByTorch:
+    """What users of torch write: unscale, clip, step, copy down."""
+
+    def __init__(self, halves: Sequence[_Half], settings: Config) -> None:
+        self.bound = settings.gradient_clipping or math.inf
+        self.masters = {id(half): nn.Parameter(half.master) for half in halves}
+        options = settings.optimizer.parameters()
+        groups = [
+            {
+                "params": [self.masters[id(half)]],
+                "lr": half.hyper.lr,
+                "weight_decay": half.hyper.weight_decay,
+            }
+            for half in halves
+        ]
+        self.optimizer = torch.optim.AdamW(groups, **options, foreach=False, fused=False)
+
+    def __call__(self, active: Sequence[_Half], norm: float, scale: float) -> None:
+        masters = [self.masters[id(half)] for half in active]
+        for half, master in zip(active, masters, strict=True):
+            assert half.gradient is not None
+            master.grad = half.gradient.float() / scale
+        found = nn.utils.clip_grad_norm_(masters, self.bound, foreach=False)
+        torch.testing.assert_close(found.item(), norm, rtol=1e-5, atol=0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for half in active:
+            half.parameter.data.view(-1).copy_(half.master)
+
+
+def _halves(
+    model: nn.Module,
+    settings: Config,
+    groups: Callable[[nn.Module], list[dict[str, Any]]] | None,
+) -> list[_Half]:
+    """In the model's order."""
+    hypers: dict[int, Hyper] = {}
+    for group in torch_groups(model, groups):
+        hypers |= {id(p): _hyper(settings, group) for p in group["params"]}
+    kind = MomentFormat(settings.optimizer.moments)
+    found = []
+    for name, parameter in model.named_parameters():
+        if id(parameter) in hypers:
+            master = parameter.detach().float().reshape(-1).clone()
+            hyper = hypers[id(parameter)]
+            moments = [Moment.zeros(master.numel(), kind) for _ in range(hyper.num_moments)]
+            found.append(_Half(parameter, name, hyper, master, moments))
+    return found
+
+
+def _collect(half: _Half, dtype: torch.dtype) -> None:
+    """Sum arriving gradients in `dtype`."""
+
+    def arrived(parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        flat = gradient.reshape(-1).to(dtype)
+        half.gradient = flat.clone() if half.gradient is None else half.gradient + flat
+
+    half.parameter.register_post_accumulate_grad_hook(arrived)

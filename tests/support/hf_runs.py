@@ -1,0 +1,110 @@
+"""The same tiny model on the same data by `Trainer` and by `InfinityTrainer`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from infinity.huggingface.trainer import InfinityTrainer
+
+VOCABULARY = 48
+LENGTH = 10
+FP32 = {"precision": "fp32"}
+# What differs from run to run, and from machine to machine.
+_TIMES = ("runtime", "per_second", "preparation_time")
+
+
+class Texts(Dataset[dict[str, Tensor]]):
+    """Random tokens; labels end at another place in each, so that counts of items differ."""
+
+    def __init__(self, count: int, seed: int = 1) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.tokens = torch.randint(1, VOCABULARY, (count, LENGTH), generator=generator)
+        self.ends = torch.randint(4, LENGTH + 1, (count,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        labels = self.tokens[index].clone()
+        labels[self.ends[index] :] = -100
+        return {"input_ids": self.tokens[index], "labels": labels}
+
+
+def llama(*, tied: bool = False, dropout: float = 0.1) -> nn.Module:
+    torch.manual_seed(0)
+    return hf.LlamaForCausalLM(
+        hf.LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32,
+            attention_dropout=dropout, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2,
+        )
+    )  # fmt: skip
+
+
+def gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    return hf.GPT2LMHeadModel(
+        hf.GPT2Config(
+            vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=32, bos_token_id=1,
+            eos_token_id=2,
+        )
+    )  # fmt: skip
+
+
+def arguments(out: Path, **changed: Any) -> Any:
+    """26 samples by 2: 13 batches an epoch; with windows of 3 the last of each has one batch."""
+    told: dict[str, Any] = {
+        "output_dir": str(out), "per_device_train_batch_size": 2, "max_steps": 7,
+        "logging_steps": 1, "learning_rate": 1e-2, "weight_decay": 0.1,
+        "gradient_accumulation_steps": 3, "seed": 3, "use_cpu": True, "report_to": "none",
+        "disable_tqdm": True, "save_strategy": "no",
+    }  # fmt: skip
+    kind = changed.pop("arguments", hf.TrainingArguments)
+    return kind(**{**told, **changed})
+
+
+def trainer_for(
+    kind: Any, out: Path, model: Any = None, options: Any = None, **changed: Any
+) -> Any:
+    """A trainer of that class; `options` are its own arguments, `changed` TrainingArguments."""
+    given: dict[str, Any] = {"train_dataset": Texts(26), "eval_dataset": Texts(7, seed=2)}
+    if issubclass(kind, InfinityTrainer):
+        given["infinity_config"] = FP32
+    given.update(options or {})
+    if "model_init" not in given:
+        given["model"] = llama() if model is None else model
+    return kind(args=arguments(out, **changed), **given)
+
+
+def history(trainer: Any) -> list[dict[str, float]]:
+    """What was logged, without times."""
+    return [
+        {k: v for k, v in entry.items() if not any(word in k for word in _TIMES)}
+        for entry in trainer.state.log_history
+    ]
+
+
+def assert_close_history(one: Any, other: Any, tolerance: float) -> None:
+    """The same keys in the same order, and values within a relative tolerance."""
+    ours, theirs = history(one), history(other)
+    assert [list(entry) for entry in ours] == [list(entry) for entry in theirs]
+    for mine, yours in zip(ours, theirs, strict=True):
+        for key, value in mine.items():
+            assert abs(value - yours[key]) <= tolerance * max(1.0, abs(yours[key])), (key, mine)
+
+
+def masters(trainer: InfinityTrainer) -> dict[str, Tensor]:
+    assert trainer.engine is not None
+    return dict(trainer.engine.state_dict(master=True))
+
+
+def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name

@@ -1,0 +1,53 @@
+"""How many bytes of tensors live at most: counted, storage by storage, not sampled.
+
+What torch's operations allocate inside themselves and give back before they return is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts storages that operations make while it is active; those of `known` are not new.
+
+    `peak` is the most that lived at once, `now` what lives, both in bytes.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen = {t.untyped_storage().data_ptr() for t in known}
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor):
+                self._add(tensor)
+        return found
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        address, nbytes = storage.data_ptr(), storage.nbytes()
+        if address in self._seen or not nbytes:
+            return
+        self._seen.add(address)
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._gone, address, nbytes)
+
+    def _gone(self, address: int, nbytes: int) -> None:
+        self._seen.discard(address)
+        self.now -= nbytes

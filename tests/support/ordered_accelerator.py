@@ -1,0 +1,363 @@
+"""A fake accelerator that knows what a GPU would not have ordered.
+
+On a GPU compute runs long after it was asked for, and copies run beside it; only events order them.
+Here compute runs at once, so a missing wait shows only where a copy is late. So this device keeps
+the books of a GPU: every operation of torch that touches device memory is a point on the compute
+stream, every copy and every update has a stream of its own, and an event knows all that comes
+before it. Two accesses to one range, one of which writes, must be ordered by events, or by the host
+having seen the first one's end; otherwise it is a violation, whatever the bytes were.
+
+    with ordered_device() as device: ...train with device...
+    assert device.violations == []
+
+`host_waits` counts what the training thread waited for, by kind: on a GPU those are the moments
+that keep it from launching more work.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from support.fake_accelerator import FakeAccelerator, FakeEvent, alias, bytes_of, written_by
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from infinity.memory.device import HAPPENED, Event, SquareSums
+from infinity.memory.host import HostArena
+from infinity.optim.cpu import Piece
+
+
+@dataclass(eq=False)
+class Past:
+    """All that comes before a point: compute up to a number, and copies."""
+
+    compute: int = 0
+    copies: set[OrderedEvent] = field(default_factory=set)
+
+    def join(self, other: Past) -> None:
+        self.compute = max(self.compute, other.compute)
+        self.copies |= other.copies
+
+
+class OrderedEvent:
+    """The end of a copy or an update, or of the compute so far (`inner` is None then)."""
+
+    def __init__(self, device: OrderedAccelerator, past: Past, inner: FakeEvent | None) -> None:
+        self._device = device
+        self.past = past
+        self._inner = inner
+        self.seen = False  # by the host: what the host does from then on comes after
+        if inner is not None:
+            past.copies = {*past.copies, self}
+
+    def done(self) -> bool:
+        """Compute is never seen to be over without waiting: a GPU is far behind its host."""
+        if self._inner is None:
+            return self.seen or self._device.has_seen(self.past)
+        if self._inner.done():
+            self._see()
+        return self._inner.done()
+
+    def wait(self) -> None:
+        if not self.done():
+            self._device.count_wait("compute" if self._inner is None else "copy")
+        if self._inner is not None:
+            self._inner.wait()
+        self._see()
+
+    def begin(self) -> None:
+        if self._inner is not None:
+            self._inner.begin()
+
+    def _see(self) -> None:
+        self.seen = True
+        self._device.host_saw(self.past)
+
+
+@dataclass(eq=False)
+class _Access:
+    """Who touched a range last: a number of compute, or copies."""
+
+    first: int
+    end: int
+    write: bool
+    compute: int = 0
+    copy: OrderedEvent | None = None
+    what: str = ""
+
+
+class OrderedAccelerator(FakeAccelerator):
+    """See the module's docstring. Only the thread that made it computes."""
+
+    def __init__(self, seed: int = 0, **options: Any) -> None:
+        super().__init__(seed, **options)
+        self.host_waits: Counter[str] = Counter()
+        self._thread = threading.get_ident()
+        self._books = threading.RLock()
+        self._arenas: list[tuple[int, int]] = []
+        self._pinned: list[tuple[int, int]] = []  # what the host does to it is not seen
+        self._silent = threading.local()
+        self._number = 0  # of the last operation of compute
+        self._computed = Past()  # what compute has waited for
+        self._host = Past()  # what the host has seen the end of
+        self._accesses: list[_Access] = []
+
+    def reserve(self, nbytes: int) -> HostArena:
+        arena = super().reserve(nbytes)
+        start = arena.view(0, arena.nbytes).data_ptr()
+        self._arenas.append((start, start + arena.nbytes))
+        return arena
+
+    def pin(self, arena: HostArena) -> None:
+        super().pin(arena)
+        start = arena.view(0, arena.nbytes).data_ptr()
+        self._pinned.append((start, start + arena.nbytes))
+
+    # --- the books -----------------------------------------------------------------------------
+
+    def count_wait(self, kind: str) -> None:
+        """The calling thread blocks; the training thread's are counted."""
+        if threading.get_ident() == self._thread:
+            self.host_waits[kind] += 1
+
+    def host_saw(self, past: Past) -> None:
+        """From now on everything the host asks for comes after `past`."""
+        with self._books:
+            self._host.join(past)
+
+    def has_seen(self, past: Past) -> bool:
+        """Whether the host knows that all this is over."""
+        with self._books:
+            return past.compute <= self._host.compute and past.copies <= self._host.copies
+
+    def computes(self, name: str, touched: Iterable[tuple[int, int, bool]]) -> None:
+        """One operation of compute; (first, end, writes) of the memory it touches."""
+        if getattr(self._silent, "on", False):
+            return
+        with self._books:
+            spans = [span for span in touched if self._on_device(span[0])]
+            if not spans:
+                return
+            self._number += 1
+            past = Past(self._number, {*self._computed.copies, *self._host.copies})
+            for first, end, write in spans:
+                self._check(first, end, write, past, f"compute {name}")
+                self._note(_Access(first, end, write, compute=self._number, what=name))
+
+    @contextmanager
+    def _not_compute(self) -> Iterator[None]:
+        """What the fake does to seem late (it poisons targets) is no operation of the user's."""
+        self._silent.on = True
+        try:
+            yield
+        finally:
+            self._silent.on = False
+
+    def _on_device(self, address: int) -> bool:
+        return any(first <= address < end for first, end in self._arenas)
+
+    def _is_pinned(self, address: int) -> bool:
+        return any(first <= address < end for first, end in self._pinned)
+
+    def _check(self, first: int, end: int, write: bool, past: Past, who: str) -> None:
+        for other in self._accesses:
+            if other.first >= end or first >= other.end or not (write or other.write):
+                continue
+            if other.copy is not None:
+                ordered = other.copy in past.copies
+            else:
+                ordered = other.compute <= past.compute
+            if not ordered:
+                self.violations.append(f"{who} is not ordered after {other.what}")
+
+    def _note(self, access: _Access) -> None:
+        """Remember it; a write hides what it covers, and what the host saw end orders all."""
+        self._accesses = [a for a in self._accesses if a.copy is None or not a.copy.seen]
+        if access.write:
+            self._accesses = [
+                a for a in self._accesses if not (access.first <= a.first and a.end <= access.end)
+            ]
+        else:  # one read of compute is as good as many, the last
+            self._accesses = [
+                a
+                for a in self._accesses
+                if a.write or a.copy is not None or (a.first, a.end) != (access.first, access.end)
+            ]
+        self._accesses.append(access)
+
+    def _past_of(self, event: Event) -> Past:
+        past = Past()
+        parts: Sequence[Event] = getattr(event, "events", (event,))
+        for part in parts:
+            if isinstance(part, OrderedEvent):
+                past.join(part.past)
+        with self._books:
+            past.join(self._host)
+        return past
+
+    # --- the interface -------------------------------------------------------------------------
+
+    def compute_event(self) -> Event:
+        with self._books:
+            return OrderedEvent(self, Past(self._number, set(self._computed.copies)), None)
+
+    def compute_wait(self, event: Event) -> None:
+        with self._books:
+            self._computed.join(self._past_of(event))
+        for part in getattr(event, "events", (event,)):
+            if isinstance(part, OrderedEvent) and part._inner is not None:
+                part._inner.wait()  # compute is now: here it must wait, a GPU's host would not
+
+    def copy_in(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+        return self._ordered_copy("copy in", target, source, after, self._past_of(after))
+
+    def copy_out(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+        past = self._past_of(after)
+        with self._books:  # and all compute so far
+            past.join(Past(self._number, set(self._computed.copies)))
+        return self._ordered_copy("copy out", target, source, after, past)
+
+    def copy_back(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+        past = self._past_of(after)  # and nothing of compute
+        return self._ordered_copy("copy back", target, alias(source), after, past)
+
+    def _ordered_copy(
+        self, name: str, target: Tensor, source: Tensor, after: Event, past: Past
+    ) -> Event:
+        with self._books:
+            event = OrderedEvent(self, past, None)
+            for tensor, write in ((target, True), (source, False)):
+                first = tensor.data_ptr()
+                span = first, first + tensor.numel()
+                if tensor.numel() and (self._on_device(first) or self._is_pinned(first)):
+                    self._check(*span, write, past, name)
+                    self._note(_Access(*span, write, copy=event, what=name))
+        with self._not_compute():
+            inner = super()._copy(target, source, _Inner(after))
+        assert isinstance(inner, FakeEvent)
+        event._inner = inner
+        past.copies = {*past.copies, event}
+        return event
+
+    def update(self, pieces: Sequence[Piece], after: Event = HAPPENED) -> Event:
+        past = self._past_of(after)
+        with self._books:
+            event = OrderedEvent(self, past, None)
+            for piece in pieces:
+                written = {t.data_ptr() for t in written_by(piece)}
+                stored = [t for moment in piece.moments for t in (moment.values, moment.scales)]
+                for tensor in (piece.weight, piece.rest, piece.gradient, *stored):
+                    if tensor is None or not tensor.numel():
+                        continue
+                    first = tensor.data_ptr()
+                    span = first, first + bytes_of(tensor).numel()
+                    self._check(*span, first in written, past, "update")
+                    self._note(_Access(*span, first in written, copy=event, what="update"))
+        with self._not_compute():
+            inner = super().update(pieces, _Inner(after))
+        assert isinstance(inner, FakeEvent)
+        event._inner = inner
+        past.copies = {*past.copies, event}
+        return event
+
+    def begin_square_sums(self, tensors: Sequence[Tensor]) -> SquareSums:
+        self.computes("square sums", [(*span_of(t), False) for t in tensors])
+        return OrderedSums(super().begin_square_sums(tensors), self.compute_event())
+
+    def synchronize(self) -> None:
+        self.count_wait("synchronize")
+        super().synchronize()
+
+
+class OrderedSums:
+    """Numbers that the host must wait for."""
+
+    def __init__(self, inner: SquareSums, event: Event) -> None:
+        self._inner = inner
+        self._event = event
+
+    def result(self) -> list[float]:
+        if not self._event.done():
+            self._event.wait()
+        return self._inner.result()
+
+
+class _Inner:
+    """What a fake copy waits for: copies really, compute not at all, since it is over."""
+
+    def __init__(self, after: Event) -> None:
+        parts: Sequence[Event] = getattr(after, "events", (after,))
+        self._parts = [p._inner if isinstance(p, OrderedEvent) else p for p in parts]
+        self.events = [part for part in self._parts if part is not None]
+
+    def done(self) -> bool:
+        return all(part.done() for part in self.events)
+
+    def wait(self) -> None:
+        for part in self.events:
+            part.wait()
+
+
+def span_of(tensor: Tensor) -> tuple[int, int]:
+    """The memory of a tensor's storage: a parameter's is its unit's slot."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+class _Watch(TorchDispatchMode):
+    """Tells the device of every operation on its memory."""
+
+    def __init__(self, device: OrderedAccelerator) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if _moves_data(func):
+            tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            written = _written(func, args)
+            self._device.computes(
+                str(func),
+                [
+                    (*span_of(t), any(t is w for w in written))
+                    for t in tensors
+                    if t.layout is torch.strided and not t.is_meta
+                ],
+            )
+        return result
+
+
+def _moves_data(func: Any) -> bool:
+    """Whether an operation reads or writes elements; views and questions do not."""
+    if func.is_view or func.namespace != "aten":
+        return func.namespace != "aten"
+    return func._schema.name not in _QUESTIONS
+
+
+_QUESTIONS = {"aten::detach", "aten::set_", "aten::empty_like", "aten::new_empty", "aten::sym_size"}
+
+
+def _written(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
+    """Arguments that an operation changes."""
+    found = []
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+    return found
+
+
+@contextmanager
+def ordered_device(seed: int = 0, **options: Any) -> Iterator[OrderedAccelerator]:
+    """A device, and the books kept of all that this thread computes meanwhile."""
+    device = OrderedAccelerator(seed, **options)
+    with _Watch(device):
+        yield device

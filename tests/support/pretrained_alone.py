@@ -1,0 +1,81 @@
+"""Builds, saves, loads and saves again models that are larger than what rests in RAM.
+
+`python -m support.pretrained_alone PATH KIND`, KIND one of llama, mixtral. Prints a JSON list, for
+2, 4 and 14 layers: bytes of the model (fp32) and of the plan's slots, by how much the process grew
+while it was loaded and saved, and the tensors in which both saves differ.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import transformers as hf
+
+import infinity
+from infinity.heap import return_freed_memory
+from infinity.model.weight_files import WeightFiles
+
+
+def facts(kind: str, num_layers: int) -> Any:
+    shape = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2,
+             "vocab_size": 512, "num_hidden_layers": num_layers}  # fmt: skip
+    if kind == "llama":
+        return hf.LlamaConfig(**shape, intermediate_size=2560)
+    return hf.MixtralConfig(**shape, intermediate_size=512, num_local_experts=4)
+
+
+def config(path: Path) -> dict[str, Any]:
+    return {
+        "nvme_path": str(path),
+        "precision": "fp32",
+        "homes": {"weights": "disk", "moments": "disk", "gradients": "disk"},
+        "optimizer": {"type": "SGD", "lr": 1e-3, "momentum": 0.0},  # little to write
+        "chunk_size": 1 << 18,
+        "look_ahead": 0,
+        "seed": 1,
+        "cpu": {"num_threads": 1},
+    }
+
+
+def _status(name: str) -> int:
+    found = re.search(rf"^{name}:\s*([0-9]+) kB$", Path("/proc/self/status").read_text(), re.M)
+    assert found is not None
+    return int(found[1]) << 10
+
+
+def load_and_save(path: Path, kind: str, num_layers: int) -> dict[str, Any]:
+    """A model is built and saved; then the peak is looked at while it is loaded and saved again."""
+    engine, *_ = infinity.from_config(facts(kind, num_layers), config(path))
+    infinity.save_pretrained(engine, path / "first", max_shard="50MiB")
+    model_bytes = sum(4 * p.numel() for p in engine.module.parameters())
+    engine.close()
+    return_freed_memory()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
+    before = _status("VmRSS")
+    engine, *_ = infinity.from_pretrained(path / "first", config(path))
+    infinity.save_pretrained(engine, path / "second", max_shard="50MiB")
+    slots = sum(c.count * c.slot_bytes for c in engine.plan.slot_classes)
+    engine.close()
+    grown = _status("VmHWM") - before
+    first, second = WeightFiles(path / "first"), WeightFiles(path / "second")
+    different = set(first.facts) ^ set(second.facts)
+    different |= {name for name in first.facts if not first.read(name).equal(second.read(name))}
+    return {
+        "model_bytes": model_bytes,
+        "slot_bytes": slots,
+        "grown_bytes": grown,
+        "different": sorted(different),
+    }
+
+
+def main(path: Path, kind: str) -> list[dict[str, Any]]:
+    """A small one first: what is imported and kept once is there then."""
+    return [load_and_save(path, kind, num_layers) for num_layers in (2, 4, 14)]
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]), sys.argv[2])))

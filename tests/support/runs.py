@@ -1,0 +1,118 @@
+"""Tiny runs of `infinity train`: configurations, a watcher that remembers, corpora of noise."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from infinity.runs.run import Run
+from infinity.runs.settings import load_run_config
+from infinity.runs.watcher import Result, StepFacts
+
+TINY = {
+    "model_type": "gpt2",
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": 64,
+}
+LENGTH = 16
+
+
+def write_text(path: Path, num_words: int = 600, seed: int = 0) -> Path:
+    generator = random.Random(seed)
+    words = [generator.choice(["ab", "ba", "cab", "dä", "eee"]) for _ in range(num_words)]
+    path.write_text(" ".join(words) + "\n", encoding="utf-8")
+    return path
+
+
+def settings(folder: Path, **changes: Any) -> dict[str, Any]:
+    """A run of six steps on a text of its own; `changes` are dotted names with __ for dots."""
+    text = folder / "text.txt"
+    if not text.exists():
+        write_text(text)
+    raw: dict[str, Any] = {
+        "run_dir": str(folder / "run"),
+        "model": {"config": dict(TINY)},
+        "tokenizer": "bytes",
+        "data": {"train": str(text), "sequence_length": LENGTH, "held_out": 0.1},
+        "training": {
+            "steps": 6,
+            "micro_batch": 2,
+            "evaluate_every": 3,
+            "evaluate_windows": 3,
+            "checkpoint_every": 2,
+        },
+        "engine": {
+            "precision": "fp32",
+            "gradient_accumulation_steps": 2,
+            "budget": {"host": "6GiB"},  # a worker of pytest may hold 2 GiB itself
+            "optimizer": {"lr": 1e-2},
+            "scheduler": {
+                "type": "WarmupCosineLR",
+                "params": {"total_num_steps": "auto", "warmup_num_steps": 2},
+            },
+        },
+    }
+    for name, value in changes.items():
+        *parents, key = name.split("__")
+        place = raw
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        if value is None:
+            place.pop(key, None)
+        else:
+            place[key] = value
+    return raw
+
+
+class Remembers:
+    """A watcher; asks to stop after `stop_after` steps, or raises after `die_after` of them."""
+
+    def __init__(self, stop_after: int = 0, die_after: int = 0) -> None:
+        self.steps: list[StepFacts] = []
+        self.evaluations: dict[int, float] = {}
+        self.files: list[Path] = []
+        self.notes: list[str] = []
+        self._stop_after = stop_after
+        self._die_after = die_after
+
+    def begin(self, done: int, num_steps: int) -> None:
+        self.done = done
+
+    def step(self, facts: StepFacts) -> None:
+        self.steps.append(facts)
+        if self._die_after and facts.step >= self._die_after:
+            raise KeyboardInterrupt
+
+    def evaluated(self, step: int, loss: float) -> None:
+        self.evaluations[step] = loss
+
+    def saved(self, path: Path, what: str) -> None:
+        self.files.append(path)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    @property
+    def stopping(self) -> bool:
+        return bool(self._stop_after) and len(self.steps) >= self._stop_after
+
+
+def train(raw: dict[str, Any], resume: str = "never", **watch: int) -> tuple[Result, Remembers]:
+    watcher = Remembers(**watch)
+    with Run(load_run_config(raw), resume) as run:
+        run.prepare()
+        return run.train(watcher), watcher
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def losses_of(folder: Path) -> list[tuple[str, int, float]]:
+    """What must not depend on when a run was stopped."""
+    return [(line["event"], line["step"], line["loss"]) for line in metrics_of(folder)]

@@ -1,0 +1,32 @@
+"""The estimate of activations is near the most that lives at once, counted in plain PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.activation_peak import CASES, MIB, build, counted, estimated
+from support.live_bytes import LiveBytes
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "4096" not in name])
+def test_the_estimate_is_near_what_lives(name: str) -> None:
+    model = build(name)
+    found, measured = estimated(name, model).total, counted(name, model)
+    assert 0.92 * measured < found < 1.10 * measured, (
+        f"estimated {found / MIB:.0f} MiB, counted {measured / MIB:.0f} MiB"
+    )
+
+
+def test_what_lives_is_counted_storage_by_storage() -> None:
+    x, weight = torch.randn(100, 100), torch.randn(100, 100, requires_grad=True)
+    with LiveBytes([x, weight]) as live:
+        y = x @ weight
+        assert live.now == y.nbytes
+        z = y.sin()  # backward needs y
+        del y
+        assert (live.now, live.peak) == (2 * z.nbytes, 2 * z.nbytes)
+        assert live.now == 2 * z.view(-1)[:10].untyped_storage().nbytes(), "a view is not new"
+        z.sum().backward()
+        del z
+        assert live.now == weight.nbytes, "its gradient"
+    assert live.peak >= 3 * weight.nbytes

@@ -1,0 +1,124 @@
+"""What the plan, `infinity plan` and its costs make of the `activations` section."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from test_activations import one_unit
+
+from infinity.config import load_config
+from infinity.errors import DoesNotFitError
+from infinity.plan.activations import block_widths
+from infinity.plan.case import Case, price
+from infinity.plan.cost import Work
+from infinity.plan.layout import Tier
+from infinity.plan.machine_file import PlanMachine
+from infinity.plan.plan import RuleFacts
+from infinity.plan.planner import make_plan
+from infinity.plan.rates import nominal
+from infinity.plan.reserve import Limits
+from infinity.plan.saved import away_bytes
+
+H, TOKENS, BLOCKS = 64, 1000, 6
+SHAPES = [(3 * H, H), (H, H), (4 * H, H), (H, 4 * H), (H,)]
+_UNITS = [
+    one_unit("embed", (500, H)),
+    *(one_unit(f"blocks.{i}", *SHAPES, first=1 + 10 * i) for i in range(BLOCKS)),
+    one_unit("head", (500, H), first=100),
+]
+UNITS = tuple(replace(unit, index=i) for i, unit in enumerate(_UNITS))
+INPUT = TOKENS * H * 2
+PAGED = -(-INPUT // 4096) * 4096
+
+
+def plan_of(activations: dict[str, Any], *, unified: bool = False, **limits: Any) -> Any:
+    config = load_config({"nvme_path": "/tmp", "activations": activations})
+    room = Limits(device=None, host=None, disk=None)
+    return make_plan(UNITS, config, replace(room, **limits), unified=unified)
+
+
+def test_only_repeated_blocks_have_inputs_that_are_saved() -> None:
+    assert block_widths(UNITS) == [H] * BLOCKS
+    experts = [one_unit(f"blocks.0.experts.{i}", (H, H), (H, H), first=200 + i) for i in range(3)]
+    assert block_widths([*UNITS, *experts]) == [H] * BLOCKS
+
+
+def test_pools_follow_from_tokens() -> None:
+    told = {"checkpoint": "units", "tokens": TOKENS}
+    assert plan_of(told).saved.sizes == (INPUT,) * BLOCKS
+    host = plan_of({**told, "offload": "host", "min_bytes": 1})
+    assert host.memory["host"]["activations"] == BLOCKS * PAGED
+    assert host.memory["disk"]["activations"] == 0
+    assert host.predicted_bytes["from_device"] > plan_of(told).predicted_bytes["from_device"]
+    assert "their inputs wait in" in host.describe()
+    disk = plan_of({**told, "offload": "disk", "min_bytes": 1})
+    assert disk.memory["host"]["activations"] == 3 * PAGED
+    assert disk.memory["disk"]["activations"] == BLOCKS * PAGED
+    more = disk.predicted_bytes["disk_write"] - host.predicted_bytes["disk_write"]
+    assert more == BLOCKS * PAGED
+    cut = plan_of({**told, "slices": 4})
+    assert cut.saved.sizes == (INPUT // 4,) * 4 * BLOCKS
+    small = plan_of({**told, "offload": "disk"})  # below a MiB each
+    assert small.predicted_bytes == plan_of(told).predicted_bytes
+
+
+def test_what_is_reserved_counts_against_the_budget() -> None:
+    told = {"checkpoint": "units", "offload": "host", "host": "1GiB"}
+    plan = plan_of(told)
+    needed = sum(plan.memory["host"].values())
+    with pytest.raises(DoesNotFitError, match=r"activations 1\.00 GiB"):
+        plan_of(told, host=needed - 4096)
+    assert plan_of(told, host=needed).saved.host_bytes == 1 << 30
+
+
+def test_on_one_memory_ram_is_no_other_place() -> None:
+    told = {"checkpoint": "units", "offload": "host", "tokens": TOKENS, "min_bytes": 1}
+    plan = plan_of(told, unified=True)
+    assert plan.saved.offload is None
+    assert any("moves nothing" in note for note in plan.notes)
+    disk = plan_of({**told, "offload": "disk"}, unified=True)
+    assert disk.saved.offload is Tier.DISK
+    assert not disk.predicted_bytes["from_device"]
+
+
+def case_of(activations: dict[str, Any], device: int | None = 1 << 30, **config: Any) -> Case:
+    told = load_config({"nvme_path": "/tmp", "activations": activations, **config})
+    machine = PlanMachine(
+        "m", 8 << 30, device, 64 << 30, device is None, 8, nominal(device is None)
+    )
+    return Case(UNITS, told, machine, Work(TOKENS), RuleFacts())
+
+
+UNITS_AGAIN = {"checkpoint": "units"}
+
+
+def test_infinity_plan_counts_recomputation_and_what_is_away() -> None:
+    plain, units = price(case_of({})), price(case_of(UNITS_AGAIN))
+    assert units.case.work.recompute
+    assert units.activations.boundaries >= BLOCKS * INPUT
+    assert units.activations.saved < plain.activations.saved / 2
+    assert units.cost.seconds >= plain.cost.seconds
+    # tokens are known to the case: the configuration need not say them
+    away = price(case_of({**UNITS_AGAIN, "offload": "host", "min_bytes": 1}))
+    expected = (BLOCKS - 3) * INPUT  # three may be on their way
+    assert away_bytes(away.plan.saved) == expected
+    assert units.activations.boundaries - away.activations.boundaries == expected
+    smaller = away.case.with_step(TOKENS // 2, 2).plan()
+    assert smaller.saved.sizes == (INPUT // 2,) * BLOCKS
+
+
+def test_the_forecast_has_inputs_in_every_micro_batch() -> None:
+    told = {**UNITS_AGAIN, "offload": "disk", "min_bytes": 1}
+    for count in (1, 3):
+        config = {"gradient_accumulation_steps": count}
+        with_it = case_of(told, **config).plan().predicted_bytes
+        without = case_of(UNITS_AGAIN, **config).plan().predicted_bytes
+        difference = {lane: with_it[lane] - without[lane] for lane in with_it}
+        assert difference == {
+            "disk_read": count * BLOCKS * PAGED,
+            "disk_write": count * BLOCKS * PAGED,
+            "to_device": count * BLOCKS * INPUT,
+            "from_device": count * BLOCKS * INPUT,
+        }

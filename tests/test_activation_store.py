@@ -1,0 +1,506 @@
+"""Saved inputs away from the device: places, graphs of every fate, interruptions, errors."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.fake_accelerator import FakeAccelerator
+from support.small import SmallModel, batch, masters, same, small_engine, small_model
+from test_interrupt import LineStrikes, explained, interrupt_once, train_through
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from infinity.config import load_config
+from infinity.engine import Engine
+from infinity.errors import ConfigError, EngineClosedError, TransferError
+from infinity.memory.activations import ActivationStore
+from infinity.model.torch_private import (
+    TensorIdentity,
+    checkpoint_packs,
+    inside_backward,
+    saved_by_checkpoint,
+    top_saved_tensors_hooks,
+)
+from infinity.plan.layout import PAGE, Tier, round_up
+from infinity.plan.saved import TRANSIT, Ranges, SavedPlan, homes_of, saved_moves
+
+DISK: dict[str, Any] = {"checkpoint": "units", "offload": "disk", "tokens": 18, "min_bytes": 1}
+HOST: dict[str, Any] = {**DISK, "offload": "host"}
+TIGHT = {"checkpoint": "units", "offload": "disk", "host": 3 * PAGE, "disk": PAGE, "min_bytes": 1}
+KINDS = {"disk": DISK, "host": HOST, "tight": TIGHT}
+
+
+def deep_model() -> SmallModel:
+    """More inputs than a pool of three pages holds."""
+    return small_model(num_blocks=6)
+
+
+def store_of(engine: Engine) -> ActivationStore:
+    store = engine._parts.activations
+    assert store is not None
+    return store
+
+
+def assert_all_free(engine: Engine) -> None:
+    """No graph holds anything, and every place has come back."""
+    gc.collect()
+    store = store_of(engine)
+    assert not any(store.held.values())
+    deadline = time.monotonic() + 5
+    while store._retired and time.monotonic() < deadline:
+        store._reap()
+    assert store._pool.free_bytes == store.plan.host_bytes
+    assert store._disk.free_bytes == store.plan.disk_bytes
+    assert not store._going
+    assert not store._coming
+    assert not store._known
+
+
+# --- the rule, and ranges ------------------------------------------------------------------------
+
+
+def slow_homes(sizes: tuple[int, ...], plan: SavedPlan) -> list[Tier]:
+    """The rule in words, tried out: as many as possible move, the last of them to RAM."""
+    fits = [s >= plan.min_bytes and round_up(s, PAGE) <= plan.host_bytes for s in sizes]
+    pages = [round_up(s, PAGE) for s in sizes]
+    all_pages = sum(p for p, f in zip(pages, fits, strict=True) if f)
+    room = plan.host_bytes
+    if plan.offload is Tier.DISK and all_pages > room:
+        room = max(room - TRANSIT * max(p for p, f in zip(pages, fits, strict=True) if f), 0)
+    movable = [i for i, f in enumerate(fits) if f]
+    for count in range(len(movable), -1, -1):
+        for on_disk in range(count + 1):
+            disk, host = movable[:on_disk], movable[on_disk:count]
+            if sum(pages[i] for i in host) > room:
+                continue
+            if sum(pages[i] for i in disk) <= plan.disk_bytes:
+                found = [Tier.DEVICE] * len(sizes)
+                for i in disk:
+                    found[i] = Tier.DISK
+                for i in host:
+                    found[i] = Tier.HOST
+                return found
+            break
+    return [Tier.DEVICE] * len(sizes)
+
+
+def test_homes_are_those_of_the_rule_in_words() -> None:
+    chosen = random.Random(1)
+    for _ in range(400):
+        sizes = tuple(chosen.choice((100, 4096, 5000, 9000)) for _ in range(chosen.randint(0, 9)))
+        plan = SavedPlan(
+            offload=chosen.choice((Tier.HOST, Tier.DISK)),
+            host_bytes=PAGE * chosen.randint(1, 14),
+            min_bytes=chosen.choice((1, 4096)),
+            disk_bytes=0,
+        )
+        if plan.offload is Tier.DISK:
+            plan = SavedPlan(
+                offload=Tier.DISK,
+                host_bytes=plan.host_bytes,
+                disk_bytes=PAGE * chosen.randint(0, 12),
+                min_bytes=plan.min_bytes,
+            )
+        assert list(homes_of(sizes, plan)) == slow_homes(sizes, plan), (sizes, plan)
+        forward, backward = saved_moves(sizes, plan, unified=False)
+        assert forward.get("from_device", 0) == backward.get("to_device", 0)
+        assert forward.get("disk_write", 0) == backward.get("disk_read", 0) <= plan.disk_bytes
+
+
+def test_ranges_against_a_list_of_pages() -> None:
+    chosen = random.Random(2)
+    for _ in range(50):
+        pages = [False] * 24
+        ranges = Ranges(len(pages) * PAGE)
+        taken: dict[int, int] = {}
+        for _ in range(60):
+            if taken and chosen.random() < 0.45:
+                start = chosen.choice(list(taken))
+                nbytes = taken.pop(start)
+                ranges.give(start, nbytes)
+                for page in range(start // PAGE, (start + round_up(nbytes, PAGE)) // PAGE):
+                    pages[page] = False
+            else:
+                nbytes = chosen.randint(1, 5 * PAGE)
+                count = round_up(nbytes, PAGE) // PAGE
+                fits = [i for i in range(len(pages) - count + 1) if not any(pages[i : i + count])]
+                start_of = ranges.take(nbytes)
+                assert start_of == (fits[0] * PAGE if fits else None)
+                if start_of is not None:
+                    taken[start_of] = nbytes
+                    pages[start_of // PAGE : start_of // PAGE + count] = [True] * count
+            assert ranges.free_bytes == pages.count(False) * PAGE
+        again = Ranges(len(pages) * PAGE)
+        again.rebuild(taken.items())
+        assert again._free == ranges._free
+
+
+# --- what torch tells us -------------------------------------------------------------------------
+
+
+def test_inputs_of_checkpoints_are_known_by_who_saves_them() -> None:
+    seen: list[tuple[bool, tuple[int, ...]]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append((saved_by_checkpoint(), tuple(tensor.shape)))
+        return tensor
+
+    weight = torch.randn(3, 3, requires_grad=True)
+    for reentrant in (False, True):
+        seen.clear()
+        x = torch.randn(2, 3, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = checkpoint(lambda t: torch.tanh(t @ weight), x.exp(), use_reentrant=reentrant)
+            y.square().sum()
+        assert [shape for ours, shape in seen if ours] == [(2, 3)], seen
+        assert len(seen) >= 3
+
+
+def test_a_checkpoints_pair_is_told_from_others() -> None:
+    seen: list[bool] = []
+
+    def run(x: Tensor) -> Tensor:
+        seen.append(checkpoint_packs(top_saved_tensors_hooks()))
+        return x.exp()
+
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        run(x)
+        y = checkpoint(run, x, use_reentrant=False)
+    y.sum().backward()
+    assert seen == [False, True, True], "around, in forward, and again in backward"
+    assert not checkpoint_packs(None)
+
+
+def test_a_backward_is_known_from_inside() -> None:
+    assert not inside_backward()
+    seen: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda _: seen.append(inside_backward()))
+    x.sum().backward()
+    assert seen == [True]
+    assert not inside_backward()
+
+
+def test_an_identity_is_of_values_and_keeps_nothing_alive() -> None:
+    x = torch.randn(4, 4)
+    one = TensorIdentity(x)
+    assert one == TensorIdentity(x.detach())
+    assert hash(one) == hash(TensorIdentity(x.view(4, 4)))
+    assert one != TensorIdentity(x[:2])
+    assert one != TensorIdentity(x.view(16))
+    x.add_(1)
+    assert one != TensorIdentity(x), "it shows other values now"
+    del x
+    others = [torch.randn(4, 4) for _ in range(64)]  # one may lie where x lay
+    assert all(one != TensorIdentity(other) for other in others)
+
+
+# --- graphs --------------------------------------------------------------------------------------
+
+
+def device_for(kind: str) -> dict[str, Any]:
+    return {"device": FakeAccelerator(3)} if kind == "fake" else {"device": "cpu"}
+
+
+def reference(count: int) -> list[Tensor]:
+    """Gradients of the first batches, each by itself, of plain torch."""
+    found = []
+    for index in range(count):
+        model = deep_model()
+        model(batch(index)).backward()
+        found.append(model.blocks[0].up.weight.grad)
+    return found
+
+
+@pytest.mark.parametrize("device", ["cpu", "fake"])
+@pytest.mark.parametrize("kind", ["disk", "tight", "host"])
+def test_graphs_of_every_fate(tmp_path: Path, kind: str, device: str) -> None:
+    if (kind, device) == ("host", "cpu"):
+        pytest.skip("nothing moves there")
+    expected = reference(3)
+    with small_engine(
+        tmp_path, model=deep_model(), activations=KINDS[kind], arguments=device_for(device)
+    ) as engine:
+        weight = engine.module.blocks[0].up.weight
+
+        def gradient() -> Tensor:
+            return engine.gradient(weight)
+
+        # dropped without a backward
+        for _ in range(3):
+            loss = engine(batch(0))
+        assert store_of(engine).counts.num_saved
+        del loss
+        assert_all_free(engine)
+        # several alive, last one first
+        losses = [engine(batch(index)) for index in range(3)]
+        for index in (2, 0, 1):
+            engine.backward(losses[index])
+            assert torch.equal(gradient(), expected[index])
+            engine.zero_grad()
+        assert_all_free(engine)  # though the losses are still there
+        # kept for a second backward
+        loss = engine(batch(1))
+        engine.backward(loss, retain_graph=True)
+        engine.backward(loss)
+        assert torch.equal(gradient(), expected[1] + expected[1])
+        engine.zero_grad()
+        # inputs of a part of the graph only
+        loss = engine(batch(2))
+        (only,) = torch.autograd.grad(loss, engine.module.norm.bias)
+        assert only.shape == (16,)
+        del loss
+        engine.zero_grad()
+        assert_all_free(engine)
+        loss = engine(batch(2))  # and all is as before
+        engine.backward(loss)
+        assert torch.equal(gradient(), expected[2])
+
+
+@pytest.mark.parametrize("device", ["cpu", "fake"])
+def test_an_exception_in_forward_or_backward_loses_no_place(tmp_path: Path, device: str) -> None:
+    (expected,) = reference(1)
+    with small_engine(
+        tmp_path, model=deep_model(), activations=DISK, arguments=device_for(device)
+    ) as engine:
+        block = engine.module.blocks[1]
+        for at in ("forward", "backward", "recompute"):
+            calls = 0
+
+            def fail(*_: Any, at: str = at) -> None:
+                nonlocal calls
+                calls += 1
+                if calls == (2 if at == "recompute" else 1):
+                    raise ValueError(at)
+
+            if at == "backward":
+                handle = block.norm.bias.register_hook(fail)
+            else:
+                handle = block.up.register_forward_hook(fail)
+            with pytest.raises(ValueError, match=at):
+                engine.backward(engine(batch(0)))
+            handle.remove()
+        # After an exception in a backward torch keeps what was left until the next one.
+        engine.backward(engine(batch(0)))
+        assert_all_free(engine)
+        assert torch.equal(engine.gradient(engine.module.blocks[0].up.weight), expected)
+
+
+def test_what_finds_no_room_stays_and_is_counted(tmp_path: Path) -> None:
+    with small_engine(tmp_path, model=deep_model(), activations=TIGHT) as engine:
+        for index in range(2):
+            engine.backward(engine(batch(index)))
+            engine.step()
+        loss = engine(batch(2))
+        size = 2 * 9 * 16 * 4
+        told = engine.saved_activations()
+        assert (told["recomputed"], told["saved"]) == (2 * 6, 3 * 6)
+        # The first micro-batch was not expected; of the others 5 inputs stay and 1 is on disk.
+        assert told["device"] + told["host"] + told["disk"] == 18 * size
+        assert told["device"] >= 10 * size
+        # 3 pages are transit, so none rests in RAM; 1 page is on disk
+        assert store_of(engine).held == {Tier.DEVICE: 5 * size, Tier.HOST: 0, Tier.DISK: size}
+        engine.backward(loss)
+        engine.step()
+        assert engine.last_report is not None
+        assert engine.last_report.moved == engine.forecast()
+
+
+def test_small_and_scattered_tensors_stay(tmp_path: Path) -> None:
+    with small_engine(tmp_path, activations={**DISK, "min_bytes": "1MiB"}) as engine:
+        engine.backward(engine(batch(0)))
+        assert store_of(engine).counts.num_saved == 0
+        x = torch.zeros(512, 1024, requires_grad=True)
+        assert store_of(engine).save(x.t()) is None
+        assert store_of(engine).save(x[:1, :1].expand(512, 1024)) is None
+        assert store_of(engine).save(x.detach()) is None
+        assert store_of(engine).save(x * 1) is not None
+
+
+class Spoiler(SmallModel):
+    """Changes a block's input after it was saved."""
+
+    def features(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        y = self.blocks[0](x)
+        with torch.no_grad():
+            x.mul_(2)
+        return self.norm(y)
+
+
+def test_a_late_copy_of_a_tensor_that_was_changed_is_an_error(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    slow = FakeAccelerator(0, max_delay_s=0.0)
+    slow._max_delay_s = 0.2
+    arguments = {"device": slow}
+    with small_engine(tmp_path, model=Spoiler(), activations=HOST, arguments=arguments) as engine:
+        loss = engine(batch(0))
+        with pytest.raises(RuntimeError, match="inplace operation"):
+            engine.backward(loss)
+
+
+def test_close_with_graphs_alive(tmp_path: Path) -> None:
+    for kind in ("cpu", "fake"):
+        with small_engine(
+            tmp_path, model=deep_model(), activations=DISK, arguments=device_for(kind)
+        ) as engine:
+            loss = engine(batch(0))
+        with pytest.raises(EngineClosedError):
+            loss.backward()
+
+
+def test_a_drive_that_fails_is_an_error_and_no_place_is_lost(tmp_path: Path) -> None:
+    on_device = {"weights": "device", "moments": "device", "gradients": "device"}
+    with small_engine(tmp_path, on_device, model=deep_model(), activations=DISK) as engine:
+        store = store_of(engine)
+        write = store.lanes.write
+
+        class Failed:
+            def __init__(self, ticket: Any) -> None:
+                self.ticket = ticket
+
+            def done(self) -> bool:
+                return bool(self.ticket.done())
+
+            def wait(self) -> None:
+                self.ticket.wait()
+                raise TransferError("it broke", path="x", offset=0, length=PAGE, errno=5)
+
+        store.lanes.write = lambda *a, **k: Failed(write(*a, **k))  # type: ignore[method-assign]
+        with pytest.raises(TransferError):
+            engine.backward(engine(batch(0)))
+        store.lanes.write = write  # type: ignore[method-assign]
+        engine.backward(engine(batch(0)))
+        assert_all_free(engine)
+        (expected,) = reference(1)
+        assert torch.equal(engine.gradient(engine.module.blocks[0].up.weight), expected)
+
+
+# --- interruptions -------------------------------------------------------------------------------
+
+
+_expected: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize("seed", range(60, 72))
+@pytest.mark.parametrize("device", ["cpu", "fake"])
+def test_any_line_may_be_struck(tmp_path: Path, device: str, seed: int) -> None:
+    """Forward, copies, disk, backward, recomputation: and then the same bits."""
+    if not _expected:
+        with small_engine(
+            tmp_path, model=deep_model(), activations={"checkpoint": "units"}
+        ) as engine:
+            _expected["losses"] = train_through(engine, 5)
+            _expected["masters"] = masters(engine)
+    chosen = random.Random(seed)
+    strikes = LineStrikes(lambda: chosen.randint(1, 40_000))  # a window is about 20 000 lines
+    activations = (DISK, TIGHT)[seed % 2]
+    arguments = {"device": FakeAccelerator(seed)} if device == "fake" else {}
+    with (
+        explained(strikes),
+        small_engine(
+            tmp_path, model=deep_model(), activations=activations, arguments=arguments
+        ) as engine,
+    ):
+        with strikes:
+            seen = train_through(engine, 5, strikes)
+        assert seen == _expected["losses"]
+        assert same(masters(engine), _expected["masters"])
+        assert_all_free(engine)
+    assert len(strikes.struck) >= 2
+
+
+def test_each_place_survives_a_strike_where_it_is_taken(tmp_path: Path) -> None:
+    """An interruption after a call has done its work, before its result is kept."""
+    (expected,) = reference(1)
+    for kind in ("cpu", "fake"):
+        with small_engine(
+            tmp_path, model=deep_model(), activations=DISK, arguments=device_for(kind)
+        ) as engine:
+            store = store_of(engine)
+            points: list[tuple[Any, str]] = [
+                (store._pool, "take"),
+                (store._disk, "take"),
+                (store.lanes, "copy_out"),
+                (store.lanes, "write"),
+                (store, "_advance"),
+                (store, "_reap"),
+            ]
+            for owner, name in points:
+                plain = getattr(owner, name)
+                setattr(owner, name, interrupt_once(plain))
+                with pytest.raises(KeyboardInterrupt):
+                    engine.backward(engine(batch(0)))
+                setattr(owner, name, plain)
+                assert_all_free(engine)
+            for name in ("_copy_in", "_land", "_start"):
+                loss = engine(batch(0))
+                plain = getattr(store, name)
+                setattr(store, name, interrupt_once(plain))
+                with pytest.raises(KeyboardInterrupt):
+                    engine.backward(loss)
+                setattr(store, name, plain)
+                del loss
+            engine.backward(engine(batch(0)))
+            assert torch.equal(engine.gradient(engine.module.blocks[0].up.weight), expected)
+            assert_all_free(engine)
+
+
+def test_places_are_not_used_again_while_late_copies_read_them(tmp_path: Path) -> None:
+    expected = reference(2)
+    late = FakeAccelerator(1, max_delay_s=0.06, workers=1)
+    on_device = {"weights": "device", "moments": "device", "gradients": "device"}
+    with small_engine(
+        tmp_path, on_device, deep_model(), activations=DISK, arguments={"device": late}
+    ) as engine:
+        for index in range(2):
+            engine.backward(engine(batch(index)))
+            gradient = engine.gradient(engine.module.blocks[0].up.weight)
+            assert torch.equal(gradient, expected[index])
+            engine.zero_grad()
+    assert not late.violations
+
+
+# --- configuration -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("activations", "more", "said"),
+    [
+        ({"offload": "disk", "tokens": 8}, {}, "nvme_path"),
+        ({"offload": "host", "disk": "1GiB"}, {}, "offload: disk"),
+        ({"host": "1GiB"}, {}, "offload: host or disk"),
+        ({"slices": 0}, {}, "slices"),
+        (
+            {"offload": "disk", "tokens": 8},
+            {"nvme_path": "/x", "durable": True},
+            "durable",
+        ),
+    ],
+)
+def test_what_the_configuration_refuses(
+    activations: dict[str, Any], more: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config({"activations": activations, **more})
+
+
+def test_sizes_must_follow_from_something(tmp_path: Path) -> None:
+    disk = {"offload": "disk", "host": "1MiB"}
+    with (
+        pytest.raises(ConfigError, match=r"activations\.tokens"),
+        small_engine(tmp_path, activations=disk),
+    ):
+        pass
+    with (
+        pytest.raises(ConfigError, match="no blocks that repeat"),
+        small_engine(tmp_path, model=nn.Linear(4, 4), activations={**disk, "tokens": 8}),
+    ):
+        pass

@@ -1,0 +1,207 @@
+"""`infinity checkpoint` on the directory of a durable run, through the real command."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.durable import HOMES, durable_engine, gated, step
+from test_checkpoint_cli import flip, run
+
+from infinity.memory.durable_plan import committed_extents
+from infinity.memory.durable_reader import DurableReader
+from infinity.model.weight_files import WeightFiles
+
+CASES: dict[str, dict[str, Any]] = {
+    "bf16, on disk": {"homes": HOMES["all on disk"], "precision": "bf16"},
+    "fp32, in RAM": {"homes": HOMES["all in RAM"], "durable_every": 1},
+    "fp16, two drives": {
+        "homes": HOMES["moments in RAM"],
+        "precision": "fp16",
+        "loss_scale": {"value": 128},
+        "durable_every": 1,
+        "io": {"weights": [2, 1], "block_size": 4096, "verify": True},
+    },
+}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+VERIFIED: dict[str, Any] = {
+    "homes": HOMES["moments in RAM"],
+    "precision": "bf16",
+    "durable_every": 1,
+    "optimizer": {"lr": 1e-2, "moments": "8bit"},
+    "io": {"verify": True},
+}
+
+
+def paths_of(root: Path, more: dict[str, Any]) -> list[Path]:
+    paths = [root / f"d{i}" for i in range(len(more.get("io", {}).get("weights", [1])))]
+    for path in paths:
+        path.mkdir()
+    return paths
+
+
+def train(paths: list[Path], more: dict[str, Any], steps: int = 2) -> dict[str, torch.Tensor]:
+    """A run that is over; returns the fp32 masters of its state dict."""
+    with durable_engine(paths, gated(), **more) as engine:
+        for _ in range(steps):
+            step(engine)
+        return {k: v.clone() for k, v in engine.state_dict(master=True).items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_inspect_verify_and_export(tmp_path: Path, case: str) -> None:
+    more = CASES[case]
+    paths = paths_of(tmp_path, more)
+    masters = train(paths, more)
+    (directory,) = paths[0].iterdir()
+    code, out, err = run("inspect", paths[0])
+    assert (code, err) == (0, "")
+    precision = more.get("precision", "fp32")
+    for text in (
+        f"{directory}, a durable run",
+        f"step 2, {precision}, AdamW, moments: fp32, fp32",
+        "commit 2, 20",
+        "checksums of the state: " + ("kept" if "io" in more else "not kept"),
+        "moment2",
+        "frozen",
+    ):
+        assert text in out, out
+    for place in (directory, *(next(path.iterdir()) for path in paths)):
+        assert run("inspect", place) == (0, out, "")
+    report = json.loads(run("inspect", directory, "--json")[1])
+    assert report["global_steps"] == 2
+    assert len(report["directories"]) == len(paths)
+    trained = report["trained"]["elements"]
+    sizes = {"fp32": (4, None), "bf16": (2, "residual"), "fp16": (2, "master")}
+    weight, beside = sizes[precision]
+    assert report["streams"]["weight"]["nbytes"] == weight * trained
+    assert report["streams"]["moment1"]["nbytes"] == 4 * trained
+    if beside:
+        assert report["streams"][beside]["nbytes"] == {"residual": 2, "master": 4}[beside] * trained
+    code, out, err = run("verify", directory)
+    assert code == 0
+    kept = "sound, " if "io" in more else "no checksums were kept (io.verify was off)"
+    assert f"{directory}: " in out
+    assert kept in out
+    for name, dtype in (("", None), *DTYPES.items()):
+        target = tmp_path / f"out{name}"
+        option = ["--dtype", name] if name else []
+        code, out, err = run("export", paths[-1], target, *option, "--max-shard", "4KiB")
+        assert (code, err) == (0, ""), err
+        compare(target, masters, dtype or DTYPES[precision])
+
+
+def compare(target: Path, masters: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """What was exported are the masters, rounded once; tied weights once, buffers as they are."""
+    with WeightFiles(target) as files:
+        there = set(files.facts)
+        assert there == set(masters) - {"inner.head.weight"}
+        for name in there:
+            found, master = files.read(name), masters[name]
+            if name == "inner.offset":
+                assert torch.equal(found, master)
+                continue
+            assert found.dtype is dtype
+            assert torch.equal(found, master.to(dtype)), name
+
+
+def test_the_initial_state_can_be_exported(tmp_path: Path) -> None:
+    (path,) = paths_of(tmp_path, {})
+    masters = train([path], {"homes": HOMES["all on disk"]}, steps=0)
+    assert "the initial state: no step was committed" in run("inspect", path)[1]
+    assert run("export", path, tmp_path / "out")[0] == 0
+    del masters["inner.offset"]  # buffers come with the first step
+    compare(tmp_path / "out", masters, torch.float32)
+
+
+def test_any_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
+    """In each part of the committed state; bits of the other side and of padding behind it are
+    nobody's."""
+    (path,) = paths_of(tmp_path, {})
+    train([path], VERIFIED)
+    (directory,) = path.iterdir()
+    state = directory / "state.bin"
+    with DurableReader(directory) as reader:
+        wanted = []
+        for unit in reader._units:
+            for extent, _ in committed_extents(unit):
+                wanted += [(extent.offset + at, extent.owner) for at in range(extent.nbytes)]
+        extra, _ = reader._places["extra.weight"]
+        start = extra.whole[extra.turn.current][0].offset
+        whole = reader.plan.whole_record
+        count = extra.layout.chunk(0, reader.plan.chunk_elements)[1]
+        kinds = {kind.value: start + whole.offset(kind, count) for kind in whole.kinds}
+        committed = {at for at, _ in wanted}
+    assert f"{directory}: sound" in run("verify", path)[1]
+    choose = random.Random(1)
+    for at, owner in choose.sample(wanted, 12):
+        flip(state, at)
+        code, out, _ = run("verify", path)
+        assert code == 5
+        first = at // 4096 * 4096
+        assert f"{state} is damaged: bytes {first} to {first + 4095}, {owner}, which hold" in out
+        assert "1 problem(s)" in out
+        flip(state, at)
+    for kind, at in kinds.items():
+        flip(state, at)
+        out = run("verify", path)[1]
+        assert f"{kind} of 'extra." in out
+        code, _, err = run("export", path, tmp_path / "out", "--dtype", "fp32")
+        assert code == (5 if kind in ("weight", "residual") else 0)
+        assert (f"infinity checkpoint verify {directory}" in err) == (code == 5)
+        flip(state, at)
+    other = next(at for at in range(state.stat().st_size) if at not in committed)
+    flip(state, other)
+    assert f"{directory}: sound" in run("verify", path)[1]
+
+
+def test_a_damaged_plan_or_record_is_told(tmp_path: Path) -> None:
+    (path,) = paths_of(tmp_path, {})
+    train([path], {})
+    (directory,) = path.iterdir()
+    flip(directory / "plan.json", 100)
+    code, out, _ = run("verify", path)
+    assert code == 5
+    assert "plan.json" in out
+    assert f"{directory}: damaged, 1 problem(s)" in out
+
+
+def test_a_run_that_goes_on_is_refused(tmp_path: Path) -> None:
+    (path,) = paths_of(tmp_path, {})
+    with durable_engine([path], gated()) as engine:
+        step(engine)
+        for command in (("inspect",), ("verify",), ("export",)):
+            more = [tmp_path / "out"] if command == ("export",) else []
+            code, out, err = run(*command, path, *more)
+            assert code == 4, err
+            assert "is in use by another process" in err
+            assert out == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_which_directory_is_meant(tmp_path: Path) -> None:
+    (path,) = paths_of(tmp_path, {})
+    code, _, err = run("inspect", path)
+    assert code == 5
+    assert "there are no checkpoints in it, and it holds no durable run" in err
+    for _ in range(2):
+        train([path], {"homes": HOMES["all in RAM"]}, steps=0)
+    runs = sorted(path.iterdir())
+    for command in ("inspect", "verify"):
+        code, _, err = run(command, path)
+        assert code == 2
+        assert f"{path} holds 2 durable runs" in err
+    code, out, _ = run("verify", path, "--all")
+    assert code == 0
+    assert all(f"{one}: plan and commit record are sound" in out for one in runs)
+    with durable_engine(path / "..", gated(), durable=False) as engine:  # checkpoints come first
+        engine.save_checkpoint(path, "t", wait=True)
+    assert f"{path / 't'}, the latest" in run("inspect", path)[1]
+    assert f"{runs[0]}, a durable run" in run("inspect", runs[0])[1]
+    code, _, err = run("export", path, runs[0])
+    assert code == 2
+    assert "is the directory of a run" in err

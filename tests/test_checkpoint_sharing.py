@@ -1,0 +1,277 @@
+"""Files that a checkpoint shares with the one before, and all that must keep it from sharing."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoint_files import Sample, sample
+from support.durable import gated
+from support.small import MIXED, ON_DEVICE, ON_DISK, batch, masters, same, small_engine, train
+from torch import Tensor
+
+from infinity.checkpoint import sharing
+from infinity.checkpoint.reader import CheckpointReader
+from infinity.checkpoint.root import prune
+from infinity.checkpoint.sharing import Written
+from infinity.checkpoint.writer import CheckpointWriter
+from infinity.engine import Engine
+
+FROZEN = "frozen.safetensors"
+
+
+def write(
+    root: Path, tag: str, made: Sample, before: Written | None = None, **more: Any
+) -> CheckpointWriter:
+    """A checkpoint of a sample whose frozen stream is said to be as before."""
+    writer = CheckpointWriter(root, tag, made.streams, before=before, same=("frozen",), **more)
+    for (stream, _), data in made.content.items():
+        if not writer.shares(stream):
+            writer.write(stream, data)
+    writer.finish(made.manifest)
+    return writer
+
+
+def inode(path: Path) -> int:
+    return path.stat().st_ino
+
+
+def check(root: Path, tag: str, made: Sample) -> None:
+    """Whole, and every tensor is as it was given."""
+    with CheckpointReader(root, tag) as reader:
+        assert list(reader.verify()) == []
+        for (stream, name), data in made.content.items():
+            found = reader.read(stream, name).reshape(-1).view(torch.uint8)
+            assert torch.equal(found, data), (stream, name)
+
+
+def test_what_is_as_before_is_not_written_again(tmp_path: Path) -> None:
+    first, second = sample(1), sample(2)
+    second.content["frozen", "frozen.w"] = first.content["frozen", "frozen.w"]
+    one = write(tmp_path, "a", first)
+    assert one.written is not None
+    writer = write(tmp_path, "b", second, one.written)
+    nbytes = (tmp_path / "a" / FROZEN).stat().st_size
+    assert writer.nbytes == one.nbytes - nbytes
+    assert inode(tmp_path / "a" / FROZEN) == inode(tmp_path / "b" / FROZEN)
+    assert (tmp_path / "b" / FROZEN).stat().st_nlink == 2
+    for path in (tmp_path / "b").iterdir():
+        if path.name != FROZEN:
+            assert path.stat().st_nlink == 1, path
+    check(tmp_path, "a", first)
+    check(tmp_path, "b", second)
+    assert writer.written is not None
+    third = write(tmp_path, "c", second, writer.written)
+    assert third.shares("frozen")
+    assert [one.tag for one in prune(tmp_path, 1)] == ["b", "a"]
+    assert (tmp_path / "c" / FROZEN).stat().st_nlink == 1
+    check(tmp_path, "c", second)
+
+
+def test_a_checkpoint_that_is_given_up_leaves_the_one_before(tmp_path: Path) -> None:
+    first = sample(1)
+    one = write(tmp_path, "a", first)
+    writer = CheckpointWriter(tmp_path, "b", first.streams, before=one.written, same=("frozen",))
+    assert (tmp_path / "a" / FROZEN).stat().st_nlink == 2
+    writer.abort()
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "latest"}
+    assert (tmp_path / "a" / FROZEN).stat().st_nlink == 1
+    check(tmp_path, "a", first)
+
+
+def test_it_can_be_written_after_all(tmp_path: Path) -> None:
+    first, second = sample(1), sample(2)
+    one = write(tmp_path, "a", first)
+    writer = CheckpointWriter(tmp_path, "b", second.streams, before=one.written, same=("frozen",))
+    assert writer.shares("frozen")
+    writer.unshare("frozen")
+    for (stream, _), data in second.content.items():
+        writer.write(stream, data)
+    writer.finish(second.manifest)
+    check(tmp_path, "a", first)
+    check(tmp_path, "b", second)
+
+
+def touched(root: Path) -> None:
+    data = (root / "a" / FROZEN).read_bytes()
+    with open(root / "a" / FROZEN, "r+b") as file:
+        file.write(data)
+
+
+def replaced(root: Path) -> None:
+    shutil.copy2(root / "a" / FROZEN, root / "copy")
+    os.replace(root / "copy", root / "a" / FROZEN)
+
+
+def linked(root: Path) -> None:
+    (root / "a" / FROZEN).rename(root / "away")
+    (root / "a" / FROZEN).symlink_to(root / "away")
+
+
+def linked_directory(root: Path) -> None:
+    (root / "a").rename(root / "away")
+    (root / "a").symlink_to(root / "away")
+
+
+def pruned(root: Path) -> None:
+    shutil.rmtree(root / "a")
+
+
+def cut_short(root: Path) -> None:
+    os.truncate(root / "a" / FROZEN, 10)
+
+
+CHANGES = [touched, replaced, linked, linked_directory, pruned, cut_short]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_changed_is_written_again(tmp_path: Path, change: Callable[[Path], None]) -> None:
+    made = sample(1)
+    one = write(tmp_path, "a", made)
+    change(tmp_path)
+    away = inode(tmp_path / "away") if (tmp_path / "away").exists() else 0
+    writer = write(tmp_path, "b", made, one.written)
+    assert not writer.shares("frozen")
+    assert (tmp_path / "b" / FROZEN).stat().st_nlink == 1
+    assert inode(tmp_path / "b" / FROZEN) != away
+    check(tmp_path, "b", made)
+
+
+@pytest.mark.parametrize("code", [errno.EMLINK, errno.EXDEV, errno.EPERM])
+def test_a_file_system_without_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    made = sample(1)
+    one = write(tmp_path, "a", made)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert not write(tmp_path, "b", made, one.written).shares("frozen")
+    check(tmp_path, "b", made)
+
+
+def test_reflinks_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the file system has them: here one that copies."""
+    made = sample(1)
+    one = write(tmp_path, "a", made)
+
+    def clone(new: int, request: int, old: int) -> int:
+        assert request == sharing._FICLONE
+        return os.sendfile(new, old, 0, os.fstat(old).st_size)
+
+    monkeypatch.setattr(fcntl, "ioctl", clone)
+    two = write(tmp_path, "b", made, one.written)
+    assert two.shares("frozen")
+    assert (tmp_path / "b" / FROZEN).stat().st_nlink == 1
+    check(tmp_path, "b", made)
+    monkeypatch.undo()
+    assert write(tmp_path, "c", made, two.written).shares("frozen")
+    assert inode(tmp_path / "b" / FROZEN) == inode(tmp_path / "c" / FROZEN)
+
+
+def test_another_root_or_another_model(tmp_path: Path) -> None:
+    made, other = sample(1), sample(1)
+    one = write(tmp_path / "x", "a", made)
+    assert not write(tmp_path / "y", "a", made, one.written).shares("frozen")
+    spec = other.streams["frozen"][0]
+    other.streams["frozen"] = [spec._replace(shape=(3, 5))]
+    writer = CheckpointWriter(
+        tmp_path / "x", "b", other.streams, before=one.written, same=("frozen",)
+    )
+    assert not writer.shares("frozen")
+    writer.abort()
+
+
+# --- an engine -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nvme(tmp_path: Path) -> Path:
+    path = tmp_path / "nvme"
+    path.mkdir()
+    return path
+
+
+def save(engine: Engine, root: Path, tag: str, **more: Any) -> int:
+    """The inode of its frozen file."""
+    return inode(engine.save_checkpoint(root, tag, wait=True, **more) / FROZEN)
+
+
+def whole(root: Path, tag: str, engine: Engine) -> None:
+    """Frozen parameters are in the checkpoint as they are in the engine."""
+    here = engine.state_dict()
+    with CheckpointReader(root, tag) as reader:
+        assert list(reader.verify()) == []
+        assert reader.names("frozen")
+        for name in reader.names("frozen"):
+            assert torch.equal(reader.read("frozen", name), here[name]), name
+
+
+@pytest.mark.parametrize("homes", [ON_DISK, MIXED, ON_DEVICE], ids=["disk", "mixed", "device"])
+def test_frozen_parameters_are_saved_once(
+    tmp_path: Path, nvme: Path, homes: dict[str, str]
+) -> None:
+    root = tmp_path / "saved"
+    with small_engine(nvme, homes, gated()) as engine:
+        train(engine, 1)
+        first = save(engine, root, "a")
+        train(engine, 1, first=1)
+        assert save(engine, root, "b", keep_last=1) == first
+        assert {p.name for p in root.iterdir()} == {"b", "latest"}
+        whole(root, "b", engine)
+        train(engine, 2, first=2)
+        expected = masters(engine)
+    with small_engine(nvme, ON_DISK, gated()) as engine:
+        engine.load_checkpoint(root)
+        assert engine.global_steps == 2
+        train(engine, 2, first=2)
+        assert same(masters(engine), expected)
+
+
+@pytest.mark.parametrize("homes", [ON_DISK, MIXED, ON_DEVICE], ids=["disk", "mixed", "device"])
+def test_edited_frozen_parameters_are_written(
+    tmp_path: Path, nvme: Path, homes: dict[str, str]
+) -> None:
+    root = tmp_path / "saved"
+    with small_engine(nvme, homes, gated()) as engine:
+        inodes = [save(engine, root, "a"), save(engine, root, "b")]
+        assert inodes[0] == inodes[1]
+        with engine.materialized(engine.module.fixed), torch.no_grad():
+            engine.module.fixed.weight.fill_(0.25)
+        inodes.append(save(engine, root, "c"))
+        whole(root, "c", engine)
+        engine.load_checkpoint(root, "a")
+        inodes.append(save(engine, root, "d"))
+        whole(root, "d", engine)
+        engine.load_state_dict({"fixed.bias": torch.full((16,), 2.0)}, strict=False)
+        inodes.append(save(engine, root, "e"))
+        whole(root, "e", engine)
+        assert len(set(inodes)) == 4
+        assert save(engine, root, "f") == inodes[-1]
+
+
+def test_edits_that_nobody_sees_are_written(tmp_path: Path, nvme: Path) -> None:
+    """Weights that rest on the device are what modules compute with: they can be changed there."""
+    root = tmp_path / "saved"
+    with small_engine(nvme, ON_DEVICE, gated()) as engine:
+        first = save(engine, root, "a")
+        engine.backward(engine(batch(0)))
+        engine.step()
+        engine.settle()
+        bare: Tensor = engine.module.fixed.weight.data
+        assert bare.stride() == (16, 1)  # bound to its home, and no placeholder
+        bare[3, 5] += 1
+        assert save(engine, root, "b") != first
+        whole(root, "b", engine)
+        with CheckpointReader(root, "a") as one, CheckpointReader(root, "b") as other:
+            difference = other.read("frozen", "fixed.weight") - one.read("frozen", "fixed.weight")
+            assert float(difference.abs().sum()) == pytest.approx(1)

@@ -1,0 +1,194 @@
+"""Resuming a durable run: loads within an accumulation window, and who draws random numbers."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from parity.test_resume import SIMPLEST, Ending, Run, ending, micro_step, straight
+
+from infinity.engine import Engine
+from infinity.errors import CheckpointError, InfinityWarning
+from infinity.memory.commits import last_commit
+from infinity.training.committed import read_document
+
+DISK = ("disk", "disk", "disk")
+IN_RAM = ("host", "host", "host")
+
+
+def durable(run: Run, **more: Any) -> Run:
+    return Run({**run.config, "durable": True, "durable_every": 1, **more})
+
+
+@contextmanager
+def quiet() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", InfinityWarning)
+        yield
+
+
+def alike(one: Ending, other: Ending, losses: int) -> list[str]:
+    """What differs; of the losses so many last ones count."""
+    one.losses[:] = one.losses[-losses:]
+    other.losses[:] = other.losses[-losses:]
+    return one.differences(other)
+
+
+# --- loads within an accumulation window ----------------------------------------------------------
+
+WINDOW = Run({"precision": "bf16", "gradient_accumulation_steps": 3})
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A checkpoint after four micro-batches: the second window has one of three."""
+    with WINDOW.engine(tmp_path / "first", SIMPLEST, seed=1) as engine:
+        for index in range(4):
+            micro_step(engine, index)
+        engine.save_checkpoint(tmp_path / "saved", wait=True)
+    return tmp_path / "saved"
+
+
+@pytest.mark.parametrize("place", [DISK, IN_RAM], ids="-".join)
+@pytest.mark.parametrize("more", [0, 1, 2])
+def test_a_load_within_a_window_is_committed_at_once(
+    tmp_path: Path, saved: Path, place: Any, more: int
+) -> None:
+    """A crash afterwards goes on from there, not from what the run held before the load."""
+    expected = straight(tmp_path, WINDOW, 8)
+    path = tmp_path / "second"
+    with quiet(), durable(WINDOW).engine(path, place, seed=2) as engine:
+        micro_step(engine, 70)
+        engine.load_checkpoint(saved)
+        for index in range(4, 4 + more):  # a window that is not over is no step
+            micro_step(engine, index)
+        engine.settle()
+        (directory,) = path.glob("infinity-run-*")
+        shutil.copytree(directory, tmp_path / "copy")
+    shutil.rmtree(directory)  # what closing does is not what a crash does
+    shutil.move(tmp_path / "copy", directory)
+    record = last_commit(directory)
+    window = read_document(record.document).window
+    first = 6 if more == 2 else 4
+    assert record.step == (2 if more == 2 else 1)
+    assert (window is None) == (more == 2)
+    with quiet(), durable(WINDOW, resume="auto").engine(path, place, seed=3) as engine:
+        assert engine.resumed
+        assert engine.micro_step == (0 if more == 2 else 1)
+        found = ending(engine, [micro_step(engine, index) for index in range(first, 8)])
+    assert alike(found, expected, 8 - first) == []
+
+
+@pytest.mark.parametrize("what", ["gone", "another", "damaged"])
+def test_the_checkpoint_of_the_window_must_be_there(tmp_path: Path, saved: Path, what: str) -> None:
+    path = tmp_path / "second"
+    with quiet(), durable(WINDOW).engine(path, DISK, seed=2) as engine:
+        engine.load_checkpoint(saved, "global_step1")
+    tag = saved / "global_step1"
+    if what == "gone":
+        shutil.rmtree(tag)
+    elif what == "another":
+        shutil.rmtree(tag)
+        with WINDOW.engine(tmp_path / "first", SIMPLEST, seed=5) as engine:
+            micro_step(engine, 0)
+            engine.save_checkpoint(saved, tag.name, wait=True)
+    else:
+        file = tag / "gradient.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    why = {"gone": "there is no checkpoint", "another": "another checkpoint has that name now"}
+    match = why.get(what, r"gradient\.safetensors is damaged")
+    with quiet(), pytest.raises(CheckpointError, match=match):
+        durable(WINDOW, resume="auto").engine(path, DISK, seed=3)
+    assert len(list(path.glob("infinity-run-*"))) == 1  # never removed
+    with quiet(), durable(WINDOW).engine(path, DISK, seed=3) as engine:
+        assert not engine.resumed
+
+
+# --- random numbers -------------------------------------------------------------------------------
+
+DROPOUT = Run({"precision": "bf16"})
+
+
+def draw() -> None:
+    torch.rand(3)
+    np.random.rand()
+    random.random()
+
+
+def nothing() -> None:
+    """A loop that draws nothing of its own."""
+
+
+def run_and_resume(
+    root: Path, between: Callable[[Engine], None], inside: Callable[[], None]
+) -> tuple[Ending, Ending]:
+    """Six steps straight, and three and three; `inside` is what the loop does before each step."""
+    ends = []
+    for name, cuts in (("straight", (6,)), ("resumed", (3, 6))):
+        at = 0
+        for number, cut in enumerate(cuts):
+            run = durable(DROPOUT, resume="auto")
+            with run.engine(root / name, DISK, seed=1 + 10 * number) as engine:
+                assert engine.global_steps == at
+                if number:
+                    between(engine)
+                losses = []
+                for at in range(at, cut):  # noqa: B020
+                    inside()
+                    losses.append(micro_step(engine, at))
+                at = cut
+                if cut == 6:
+                    ends.append(ending(engine, losses))
+    return ends[0], ends[1]
+
+
+@pytest.mark.parametrize("inside", [nothing, draw])
+@pytest.mark.filterwarnings("ignore::infinity.errors.InfinityWarning")
+def test_what_the_loop_draws_is_drawn_again(tmp_path: Path, inside: Callable[[], None]) -> None:
+    """Generators are where the committed step left them when `initialize` returns."""
+    one, other = run_and_resume(tmp_path, lambda engine: None, inside)
+    assert alike(one, other, 3) == []
+
+
+def test_what_is_drawn_before_the_loop_shifts_it_and_is_told(tmp_path: Path) -> None:
+    expected = r"random numbers were drawn \(torch, numpy, python\) between initialize"
+    with pytest.warns(InfinityWarning, match=expected):
+        one, other = run_and_resume(tmp_path, lambda engine: draw(), nothing)
+    assert alike(one, other, 3) != []
+
+
+@pytest.mark.parametrize("inside", [nothing, draw])
+def test_generators_can_be_put_back_before_the_loop(
+    tmp_path: Path, inside: Callable[[], None], recwarn: pytest.WarningsRecorder
+) -> None:
+    def between(engine: Engine) -> None:
+        draw()
+        assert engine.restore_random_state()
+
+    one, other = run_and_resume(tmp_path, between, inside)
+    assert alike(one, other, 3) == []
+    assert not [w for w in recwarn if "random numbers" in str(w.message)]
+
+
+def test_there_may_be_nothing_to_put_back(tmp_path: Path) -> None:
+    with DROPOUT.engine(tmp_path, SIMPLEST, seed=1) as engine:
+        before = torch.get_rng_state()
+        assert not engine.restore_random_state()
+        assert torch.equal(before, torch.get_rng_state())
+        micro_step(engine, 0)
+        engine.save_checkpoint(tmp_path / "saved", wait=True)
+        torch.rand(1)
+        engine.load_checkpoint(tmp_path / "saved")
+        first = torch.rand(2)
+        assert engine.restore_random_state()
+        assert torch.equal(first, torch.rand(2))

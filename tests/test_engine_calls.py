@@ -1,0 +1,670 @@
+"""DeepSpeed's calls on an engine: each does what it says, or says why not."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.fake_accelerator import FakeAccelerator
+from support.small import (
+    MIXED,
+    ON_DEVICE,
+    ON_DISK,
+    batch,
+    masters,
+    poison,
+    same,
+    settings,
+    small_engine,
+    small_model,
+)
+from torch import Tensor, nn
+
+import infinity
+from infinity.engine import Engine
+from infinity.errors import ConfigError, InfinityWarning, PresenceError, TrainingError
+from infinity.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+
+HOMES = {"disk": ON_DISK, "device": ON_DEVICE, "mixed": MIXED}
+
+
+def deepspeed_config(**more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "infinity": {"cpu": {"num_threads": 1}, "chunk_size": 2048},
+        **more,
+    }
+
+
+# --- the arguments of initialize ---------------------------------------------------------------
+
+
+def test_deepspeeds_order_of_arguments() -> None:
+    model, data = small_model(), [batch(0)]
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    args = argparse.Namespace()
+    made = infinity.initialize(
+        args, model, None, parameters, data, None, 29500, None, False, None, deepspeed_config()
+    )
+    engine, optimizer, loader, scheduler = made
+    with engine:
+        assert engine.module is model
+        assert loader is data is engine.training_dataloader
+        assert scheduler is None
+        assert optimizer.param_groups[0]["lr"] == 1e-2
+        assert engine.config == deepspeed_config()
+
+
+@pytest.mark.parametrize("by_place", [False, True])
+def test_the_configuration_comes_by_args(tmp_path: Path, by_place: bool) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text('{"train_batch_size": 2, "optimizer": {"type": "Adam", "params": {}}}')
+    parser = infinity.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(path)])
+    if by_place:
+        engine, *_ = infinity.initialize(args, small_model())
+    else:
+        engine, *_ = infinity.initialize(args=args, model=small_model())
+    engine.close()
+    assert engine.train_batch_size() == 2
+
+
+def test_what_became_of_each_key_is_logged_once_and_printed_nowhere(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.INFO, "infinity")
+    engine, *_ = infinity.initialize(small_model(), deepspeed_config(steps_per_print=10))
+    engine.close()
+    told = [record for record in caplog.records if record.name == "infinity"]
+    assert [record.levelno for record in told] == [logging.INFO]
+    heading, *lines = told[0].getMessage().splitlines()
+    assert heading == "what became of the DeepSpeed configuration:"
+    rows = engine.translation.rows
+    assert [line.split()[0] for line in lines] == [row.key for row in rows]
+    for line, row in zip(lines, rows, strict=True):
+        assert f"  {row.verdict} " in line
+        assert line.endswith(row.note)
+    caplog.clear()
+    engine, *_ = infinity.initialize(small_model(), settings(Path(), ON_DEVICE))
+    engine.close()
+    assert not caplog.records
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("positional", "named", "text"),
+    [
+        ((), {"model": nn.Linear(1, 1), "mpu": object()}, "mpu.*not supported"),
+        ((), {"model": nn.Linear(1, 1), "mesh_param": (1, 1)}, "mesh_param.*not supported"),
+        ((nn.Linear(1, 1), {}), {"config": {}}, "config twice"),
+        ((nn.Linear(1, 1), {}, None), {}, "3 arguments without a name"),
+        ((None, None), {"config": {}}, "no model"),
+        ((), {"config": {}}, "no model"),
+        ((nn.Linear(1, 1),), {}, "no configuration"),
+    ],
+)
+def test_arguments_that_make_no_sense(
+    positional: tuple[Any, ...], named: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        infinity.initialize(*positional, **named)
+
+
+def test_an_optimizer_and_the_same_parameters() -> None:
+    model = small_model()
+    model.norm.requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    config = deepspeed_config()
+    del config["optimizer"]
+    for given in (iter(trained), model.parameters(), [{"params": trained}]):
+        optimizer = torch.optim.SGD(trained, lr=0.5)
+        made = infinity.initialize(
+            model=model, optimizer=optimizer, model_parameters=given, config=config
+        )
+        with made[0] as engine:
+            assert engine.optimizer.param_groups[0]["lr"] == 0.5
+            assert engine.get_lr() == [0.5]
+        for parameter, fresh in zip(model.parameters(), small_model().parameters(), strict=True):
+            parameter.data = fresh.data
+    with pytest.raises(ConfigError, match="1 that require grad are not in the optimizer"):
+        infinity.initialize(
+            model=model,
+            optimizer=torch.optim.SGD(trained[1:], lr=0.5),
+            model_parameters=trained,
+            config=config,
+        )
+    with pytest.raises(ConfigError, match="1 of the optimizer not in model_parameters"):
+        infinity.initialize(
+            model=model,
+            optimizer=torch.optim.SGD(trained, lr=0.5),
+            model_parameters=trained[1:],
+            config=config,
+        )
+
+
+def test_a_schedule_object_over_the_optimizer_that_is_passed() -> None:
+    model, plain = small_model(), small_model()
+    rates: list[list[float]] = []
+    for training in (model, plain):
+        optimizer = torch.optim.SGD(training.parameters(), lr=0.5)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        rates.append([])
+        if training is plain:
+            for _ in range(3):
+                rates[-1].append(optimizer.param_groups[0]["lr"])
+                optimizer.step()
+                schedule.step()
+            continue
+        config = deepspeed_config()
+        del config["optimizer"]
+        engine, _, _, same_schedule = infinity.initialize(
+            model=model, optimizer=optimizer, lr_scheduler=schedule, config=config
+        )
+        with engine:
+            assert same_schedule is schedule
+            for index in range(3):
+                rates[-1] += engine.get_lr()
+                engine.backward(engine(batch(index)))
+                engine.step()
+    assert rates[0] == rates[1] == [0.5, 0.25, pytest.approx(1 / 6)]
+
+
+def test_arguments_of_the_schedules_step(tmp_path: Path) -> None:
+    def plateau(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+
+    with small_engine(tmp_path, arguments={"lr_scheduler": plateau}) as engine:
+        rates = []
+        for index, metric in enumerate((1.0, 2.0, 3.0)):
+            engine.backward(engine(batch(index)))
+            engine.step(lr_kwargs={"metrics": metric})
+            rates += engine.get_lr()
+    assert rates == [1e-2, 5e-3, 2.5e-3]
+
+
+# --- engines for inference ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("homes", HOMES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_frozen_model_beside_a_trained_one(tmp_path: Path, homes: str, precision: str) -> None:
+    """A reference model and a policy in one process, as in preference training."""
+    plain, reference_plain = small_model(1), small_model(2).requires_grad_(False)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    expected = reference_plain.to(dtype)(batch(0))
+    frozen = small_model(2).requires_grad_(False)
+    place = tmp_path / "trained"
+    place.mkdir()
+    other = tmp_path / "frozen"
+    other.mkdir()
+    given = settings(other, HOMES[homes], precision=precision)
+    with (
+        small_engine(place, HOMES[homes], plain, precision=precision) as policy,
+        infinity.initialize(frozen, given, poison=poison)[0] as reference,
+    ):
+        reference.eval()
+        assert not any(p.requires_grad for p in reference.module.parameters())
+        for index in range(2):
+            with torch.no_grad():
+                target = reference(batch(0))
+            assert torch.equal(target, expected)
+            loss = (policy(batch(index)) - reference(batch(0)).detach()) ** 2
+            policy.backward(loss)
+            policy.step()
+        assert policy.global_steps == 2
+        assert reference.plan.memory["host"].get("gradients", 0) == 0
+        with pytest.raises(TrainingError, match="engine for inference"):
+            reference.backward(torch.ones((), requires_grad=True))
+        with pytest.raises(TrainingError, match="engine for inference"):
+            reference.step()
+        state = reference.state_dict()
+        assert torch.equal(
+            state["blocks.0.up.weight"], small_model(2).blocks[0].up.weight.to(dtype)
+        )
+
+
+def test_one_budget_for_both(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(16)))  # 16 MiB of fp32
+    frozen = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(16)))
+    frozen.requires_grad_(False)
+    config = settings(tmp_path, {}, budget={"host": "6GiB"})
+    with infinity.initialize(model, config)[0] as policy:
+        base = 6 << 30
+        assert policy.plan.budget["host"] == base
+        with infinity.initialize(frozen, config)[0] as reference:
+            taken = sum(policy.plan.tier_bytes[tier] for tier in ("host", "device"))
+            assert reference.plan.budget["host"] == base - taken
+            sizes = [engine.plan.tier_bytes for engine in (policy, reference)]
+            assert sizes[0]["host"] + sizes[0]["device"] > 64 << 20
+            assert sizes[1]["host"] + sizes[1]["device"] < 24 << 20
+            ones = torch.ones(1, 512)
+            policy.backward((policy(ones) - reference(ones)).square().mean())
+            policy.step()
+
+
+def test_a_deepspeed_configuration_without_an_optimizer() -> None:
+    config = deepspeed_config()
+    del config["optimizer"]
+    model = small_model()
+    engine, optimizer, _, _ = infinity.initialize(model=model, config=config)
+    with engine:
+        assert optimizer.param_groups[0]["params"] == []
+        assert engine(batch(0)).requires_grad is False
+        with pytest.raises(TrainingError, match="engine for inference"):
+            engine.backward(torch.ones((), requires_grad=True))
+    assert all(p.requires_grad for p in model.parameters())
+    with pytest.raises(ConfigError, match=r"optimizer\.type: must be given"):
+        infinity.initialize(
+            model=small_model(), config=config, model_parameters=small_model().parameters()
+        )
+
+
+# --- windows -----------------------------------------------------------------------------------
+
+
+def gradients_of(engine: Engine) -> dict[str, Tensor]:
+    return {name: engine.gradient(p) for name, p in engine.module.named_parameters()}
+
+
+def backward_by_engine(engine: Engine, loss: Tensor) -> None:
+    engine.backward(loss)
+
+
+def backward_by_user(engine: Engine, loss: Tensor) -> None:
+    loss.backward()
+
+
+@pytest.mark.parametrize("homes", HOMES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_backward_of_the_users_own_is_the_engines(
+    tmp_path: Path, homes: str, precision: str, steps: int
+) -> None:
+    found = []
+    for backward in (backward_by_engine, backward_by_user):
+        with small_engine(
+            tmp_path, HOMES[homes], precision=precision, gradient_accumulation_steps=steps
+        ) as engine:
+            norms = []
+            for index in range(2 * steps):
+                backward(engine, engine(batch(index)))
+                engine.step()
+                norms.append(engine.grad_norm)
+            assert engine.global_steps == 2
+            assert engine.micro_steps == 2 * steps
+            found.append((norms, masters(engine)))
+    assert found[0][0] == found[1][0]
+    assert same(found[0][1], found[1][1])
+
+
+def test_a_loss_of_several_calls_and_a_gradient_of_the_users_own(tmp_path: Path) -> None:
+    found = []
+    for by_user in (False, True):
+        with small_engine(tmp_path, gradient_accumulation_steps=2) as engine:
+            for index in (0, 2):
+                loss = engine(batch(index)) + engine(batch(index + 1))
+                if by_user:
+                    loss.backward(torch.tensor(3.0))
+                else:
+                    engine.backward(3.0 * loss)
+                engine.step()
+            found.append(masters(engine))
+    assert same(found[0], found[1])
+
+
+def test_in_fp16_a_loss_must_be_scaled(tmp_path: Path) -> None:
+    found = []
+    for way in ("engine", "scale", "none"):
+        with small_engine(tmp_path, precision="fp16", gradient_accumulation_steps=2) as engine:
+            for index in range(4):
+                loss = engine(batch(index))
+                if way == "engine":
+                    engine.backward(loss)
+                elif way == "scale":
+                    engine.scale(loss).backward()
+                else:
+                    loss.backward()
+                    with pytest.raises(TrainingError, match=r"engine\.scale\(loss\)\.backward"):
+                        engine.step()
+                    assert engine.micro_step == 0
+                    break
+                engine.step()
+            found.append((engine.skipped_steps, masters(engine)))
+    assert found[0][0] == found[1][0]
+    assert same(found[0][1], found[1][1])
+
+
+def test_several_backwards_add_up(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine, engine.coalesce_grad_reduction():
+        engine.backward(engine(batch(0)))
+        engine.backward(engine(batch(1)))
+        both = gradients_of(engine)
+        engine.zero_grad()
+        engine.backward(engine(batch(0)) + engine(batch(1)))
+        for name, value in gradients_of(engine).items():
+            torch.testing.assert_close(value, both[name])
+        engine.step()
+        assert engine.global_steps == 1
+
+
+@pytest.mark.parametrize("homes", HOMES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("style", ["accelerate", "every_step", "no_sync"])
+def test_windows_set_by_hand(
+    tmp_path: Path, homes: str, precision: str, count: int, style: str
+) -> None:
+    """More and fewer micro-batches than configured, against as many as configured."""
+    with small_engine(
+        tmp_path, HOMES[homes], precision=precision, gradient_accumulation_steps=count + 1
+    ) as engine:
+        engine.set_gradient_accumulation_steps(max(count, 1))
+        for index in range(2 * count):
+            engine.backward(engine(batch(index)))
+            engine.step()
+        assert engine.global_steps == 2
+        expected = masters(engine)
+    with small_engine(
+        tmp_path, HOMES[homes], precision=precision, gradient_accumulation_steps=3
+    ) as engine:
+        for index in range(2 * count):
+            last = index % count == count - 1
+            if style != "no_sync":
+                engine.set_gradient_accumulation_boundary(last)
+                assert engine.is_gradient_accumulation_boundary() is last
+            else:
+                engine.set_gradient_accumulation_boundary(True)
+            with nullcontext() if last or style != "no_sync" else engine.no_sync():
+                engine.backward(engine(batch(index)) / count, scale_wrt_gas=False)
+            if last or style == "every_step":
+                engine.step()
+                assert engine.was_step_applied() is last
+        assert engine.global_steps == 2
+        assert same(masters(engine), expected)
+        assert engine.micro_steps == (2 * count if style == "every_step" else 2)
+        assert engine.global_samples == 2 * engine.train_batch_size() == 6
+        engine.set_gradient_accumulation_boundary(None)
+        assert engine.is_gradient_accumulation_boundary() is False
+
+
+def test_a_window_by_hand_is_refused_where_sums_would_lose_bits(tmp_path: Path) -> None:
+    with small_engine(tmp_path, precision="bf16") as engine:
+        engine.set_gradient_accumulation_boundary(False)
+        loss = engine(batch(0))
+        with pytest.raises(TrainingError, match=r"gradient_accumulation_steps is 1.*bfloat16"):
+            engine.backward(loss)
+        loss.backward()
+        with pytest.raises(TrainingError, match="2 bytes each"):
+            engine.step()
+        engine.zero_grad()
+        with engine.no_sync(), pytest.raises(TrainingError, match="set by hand"):
+            engine.backward(engine(batch(0)))
+        with pytest.raises(ConfigError, match="a window of 2 micro-batches"):
+            engine.set_train_batch_size(2)
+        engine.set_gradient_accumulation_boundary(True)
+        engine.backward(engine(batch(0)))
+        engine.step()
+        assert engine.global_steps == 1
+
+
+def test_step_within_no_sync(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        with engine.no_sync():
+            engine.backward(engine(batch(0)))
+            assert not engine.is_gradient_accumulation_boundary()
+            with pytest.raises(TrainingError, match="no_sync"):
+                engine.step()
+        engine.backward(engine(batch(1)))
+        engine.step()
+        assert engine.global_steps == 1
+
+
+def test_the_size_of_a_batch_may_change_between_updates(tmp_path: Path) -> None:
+    arguments = {"batch_size": 2}
+    with small_engine(tmp_path, gradient_accumulation_steps=3, arguments=arguments) as engine:
+        assert engine.get_batch_info() == (6, 2, 3)
+        engine.set_train_batch_size(4)
+        assert engine.get_batch_info() == (4, 2, 2)
+        assert engine.gradient_accumulation_steps() == 2
+        for index in range(2):
+            assert torch.equal(engine.backward(loss := engine(batch(index))), loss.detach() / 2)
+            engine.step()
+        assert (engine.global_steps, engine.global_samples) == (1, 4)
+        engine.set_train_micro_batch_size(5)
+        assert engine.train_batch_size() == 10
+        assert engine.train_micro_batch_size_per_gpu() == 5
+        with pytest.raises(ConfigError, match="no multiple of the micro-batch of 5 samples"):
+            engine.set_train_batch_size(12)
+        engine.backward(engine(batch(0)))
+        engine.step()
+        with pytest.raises(TrainingError, match="the window of 2 micro-batches has begun"):
+            engine.set_train_batch_size(5)
+        with pytest.raises(ConfigError, match="0 samples"):
+            engine.set_train_micro_batch_size(0)
+
+
+def test_counters_go_on_after_a_checkpoint(tmp_path: Path) -> None:
+    place = tmp_path / "nvme"
+    place.mkdir()
+    found = []
+    for _ in range(2):
+        with small_engine(
+            place, gradient_accumulation_steps=2, arguments={"batch_size": 3}
+        ) as engine:
+            engine.load_checkpoint(tmp_path / "saved") if found else None
+            for index in range(4 - 2 * len(found)):
+                engine.backward(engine(batch(index)))
+                engine.step()
+            if not found:
+                engine.save_checkpoint(tmp_path / "saved", wait=True)
+            found.append((engine.micro_steps, engine.global_samples))
+    assert found == [(4, 12), (6, 18)]
+
+
+# --- looking at it -----------------------------------------------------------------------------
+
+
+def test_what_was_chosen() -> None:
+    config = deepspeed_config(
+        bf16={"enabled": True},
+        gradient_accumulation_steps=4,
+        zero_optimization={
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu"},
+            "offload_param": {"device": "none"},
+        },
+    )
+    device = FakeAccelerator(1)
+    with infinity.initialize(model=small_model(), config=config, device=device)[0] as engine:
+        assert engine.zero_optimization_stage() == 3
+        assert engine.zero_optimization() is True
+        assert engine.zero_optimization_partition_gradients() is True
+        assert engine.zero_optimization_partition_weights() is True
+        assert engine.bfloat16_enabled() is True
+        assert engine.fp16_enabled() is engine.amp_enabled() is False
+        assert engine.zero_cpu_offload() is True
+        assert engine.zero_has_nvme_offload() is False
+        assert engine.zero_offload_param() is None
+        assert engine.zero_offload_optimizer().device == "cpu" == OffloadDeviceEnum.cpu
+        assert engine.get_batch_info() == (8, 2, 4)
+        assert engine.get_mom() == [(0.9, 0.999)]
+        assert engine.zero_gather_16bit_weights_on_model_save() is True
+        assert (engine.global_rank, engine.local_rank, engine.world_size) == (0, 0, 1)
+        assert (engine.get_data_parallel_rank(), engine.get_data_parallel_world_size()) == (0, 1)
+        assert (engine.get_model_parallel_rank(), engine.get_sequence_parallel_world_size()) == (
+            0,
+            1,
+        )
+        assert engine.get_data_parallel_group() is engine.get_sequence_parallel_group() is None
+        engine.allreduce_gradients()
+        engine.empty_partition_cache()
+        assert engine.get_global_grad_norm() is None
+
+
+def test_stages_of_our_own_configuration(tmp_path: Path) -> None:
+    with small_engine(tmp_path, ON_DISK) as engine:
+        assert engine.zero_optimization_stage() == 0
+        assert engine.zero_has_nvme_offload() is True
+        assert engine.zero_offload_param().device == OffloadDeviceEnum.nvme
+        assert engine.zero_cpu_offload() is engine.zero_optimization() is False
+
+
+def test_a_skipped_step_was_not_applied(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        engine.backward(engine(batch(0)))
+        engine.step()
+        assert engine.was_step_applied() is True
+        assert engine.get_global_grad_norm() == engine.grad_norm > 0
+        engine.backward(engine(batch(0)) * float("nan"))
+        engine.step()
+        assert engine.was_step_applied() is False
+        assert (engine.global_steps, engine.skipped_steps, engine.global_samples) == (2, 1, 2)
+
+
+def test_what_the_engine_has_not_is_the_modules(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        assert isinstance(engine, infinity.DeepSpeedEngine)
+        assert engine.embedding is engine.module.embedding
+        assert engine.training is True
+        engine.eval()
+        assert engine.training is False
+        assert list(engine.parameters()) == list(engine.module.parameters())
+        assert torch.equal(engine.forward(batch(0)), engine(batch(0)))
+        with pytest.raises(AttributeError, match="neither Engine nor its module, a SmallModel"):
+            _ = engine.nothing
+        assert not hasattr(engine, "__len__")
+    engine.destroy()
+    assert engine.module.embedding is engine.embedding
+
+
+def test_blocks_are_compiled_when_asked(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        before = engine(batch(0))
+        assert engine.is_compiled is False
+        with pytest.warns(InfinityWarning, match="does not use schedule"):
+            engine.compile(backend="eager", schedule=[(0, "pass")])
+        assert engine.is_compiled is True
+        assert torch.equal(engine(batch(0)), before)
+
+
+# --- values ------------------------------------------------------------------------------------
+
+
+def test_state_dicts_by_deepspeeds_names(tmp_path: Path) -> None:
+    model = small_model()
+    model.norm.requires_grad_(False)
+    with small_engine(tmp_path, model=model, precision="bf16") as engine:
+        whole = engine.module_state_dict()
+        expected = small_model().bfloat16().state_dict()
+        assert whole.keys() == expected.keys()
+        assert all(
+            torch.equal(whole[name], expected[name]) for name in ("norm.bias", "head.weight")
+        )
+        assert engine._zero3_consolidated_16bit_state_dict().keys() == whole.keys()
+        trained = engine.module_state_dict(exclude_frozen_parameters=True)
+        assert whole.keys() - trained.keys() == {"norm.weight", "norm.bias"}
+        target: dict[str, Tensor] = {}
+        assert engine.module_state_dict(destination=target, prefix="model.") is target
+        assert "model.norm.bias" in target
+
+        engine.load_module_state_dict({**whole, "norm.bias": whole["norm.bias"] + 1})
+        assert torch.equal(engine.state_dict()["norm.bias"], whole["norm.bias"] + 1)
+        with pytest.raises(ConfigError, match="missing"):
+            engine.load_module_state_dict({"norm.bias": whole["norm.bias"]})
+        engine.load_module_state_dict({"norm.bias": whole["norm.bias"]}, strict=False)
+
+        def load(src: dict[str, Tensor], dst: nn.Module) -> None:
+            with torch.no_grad():
+                dst.get_parameter("norm.bias").copy_(src["bias"])
+
+        engine.load_module_state_dict({"bias": torch.full((16,), 7.0)}, custom_load_fn=load)
+        assert bool((engine.state_dict()["norm.bias"] == 7).all())
+
+
+def test_weights_are_saved_in_16_bits(tmp_path: Path) -> None:
+    place = tmp_path / "nvme"
+    place.mkdir()
+    model = small_model()
+    model.norm.requires_grad_(False)
+    with small_engine(place, model=model, precision="bf16") as engine:
+        expected = engine.module_state_dict()
+        assert engine.save_16bit_model(tmp_path / "a") is True
+        assert engine.save_fp16_model(str(tmp_path / "b"), "pytorch_model.bin") is True
+        assert engine.save_16bit_model(tmp_path / "c", exclude_frozen_parameters=True) is True
+        with pytest.raises(ConfigError, match="save_filename"):
+            engine.save_16bit_model(tmp_path, "model.gguf")
+    fresh = small_model(5).bfloat16()
+    infinity.load_weights(fresh, tmp_path / "a")
+    assert torch.equal(fresh.blocks[1].up.weight, expected["blocks.1.up.weight"])
+    loaded = torch.load(tmp_path / "b" / "pytorch_model.bin", weights_only=True)
+    assert all(torch.equal(loaded[name], value) for name, value in expected.items())
+    missing = infinity.load_weights(fresh, tmp_path / "c", strict=False).missing
+    assert set(missing) == {"norm.weight", "norm.bias"}
+
+
+# --- moving states -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("homes", HOMES)
+def test_states_are_off_the_device_where_the_cpu_computes(tmp_path: Path, homes: str) -> None:
+    with small_engine(tmp_path, HOMES[homes]) as engine:
+        engine.backward(engine(batch(0)))
+        engine.step()
+        engine.offload_states()
+        expected = {"disk": {"disk"}, "device": {torch.device("cpu")}, "mixed": {"disk"}}
+        assert engine.get_state_devices(OffloadStateTypeEnum.lp_params) == expected[homes]
+        engine.offload_states(include=[OffloadStateTypeEnum.optim_states], device="cpu")
+        engine.reload_states()
+        engine.backward(engine(batch(1)))
+        engine.step()
+        with pytest.raises(ConfigError, match="nvme"):
+            engine.offload_states(device="nvme")
+        with pytest.raises(ConfigError, match="nothing"):
+            engine.offload_states(include=["nothing"])
+
+
+def test_states_of_a_gpu_stay_and_it_is_said(tmp_path: Path) -> None:
+    device = FakeAccelerator(1)
+    with small_engine(tmp_path, ON_DEVICE, arguments={"device": device}) as engine:
+        assert engine.get_state_devices(OffloadStateTypeEnum.optim_states) == {engine.device}
+        with pytest.raises(ConfigError, match=r"on the GPU cannot be given back.*\n.*placement"):
+            engine.offload_states()
+
+
+# --- owned parameters --------------------------------------------------------------------------
+
+
+def test_an_owned_parameter_is_pickled_and_copied_like_any_other(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        weight = engine.module.norm.weight
+        with engine.materialized(weight):
+            torch.save(weight, tmp_path / "weight.pt")
+        loaded = torch.load(tmp_path / "weight.pt", weights_only=True)
+        assert torch.equal(loaded, torch.ones(16))
+        (tmp_path / "weight.pt").unlink()
+        with pytest.raises(PresenceError):
+            engine.module.norm.weight = loaded
+
+
+def test_checkpoints_by_deepspeeds_arguments(tmp_path: Path) -> None:
+    place = tmp_path / "nvme"
+    place.mkdir()
+    with small_engine(place) as engine:
+        engine.backward(engine(batch(0)))
+        engine.step()
+        engine.save_checkpoint(tmp_path / "out", "one", {"epoch": 1}, True)
+        engine.save_checkpoint(tmp_path / "out", "two", {}, False, exclude_frozen_parameters=True)
+        engine.finish_saving()
+        assert (tmp_path / "out" / "latest").read_text().strip() == "one"
+        path, state = engine.load_checkpoint(tmp_path / "out", None, True, True, True, False)
+        assert path is not None
+        assert path.endswith("one")
+        assert state == {"epoch": 1}
+        with pytest.raises(ConfigError, match="custom_load_fn"):
+            engine.load_checkpoint(tmp_path / "out", custom_load_fn=print)

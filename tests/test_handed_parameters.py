@@ -1,0 +1,93 @@
+"""A parameter that one module reaches for and hands to others, whose own weights need its slot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.small import ON_DEVICE, ON_DISK, settings
+from torch import Tensor, nn
+
+import infinity
+from infinity.engine import Engine
+
+WIDTH = 32
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *, table: Tensor) -> Tensor:
+        return x + self.linear(x) @ table
+
+
+class Reader(nn.Module):
+    """Holds the table and reads it by attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+
+    def forward(self) -> Tensor:
+        return self.table
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reader = Reader()
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.reader.table
+        for block in self.blocks:
+            x = block(x, table=table)
+        return x.square().mean()
+
+
+def build() -> Model:
+    torch.manual_seed(3)
+    return Model()
+
+
+def train(path: Path, homes: dict[str, str]) -> tuple[list[float], dict[str, Tensor], int]:
+    engine: Engine
+    engine, *_ = infinity.initialize(
+        build(), settings(path, homes, look_ahead=0), poison=lambda slot: slot.fill_(255)
+    )
+    with engine:
+        losses = []
+        for step in range(4):
+            x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(step))
+            loss = engine(x)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        with torch.no_grad():
+            losses.append(engine.module(x).item())
+        stuck = sum(entry.entered for entry in engine._parts.mover.entries)
+        return losses, dict(engine.state_dict(master=True)), stuck
+
+
+def test_it_is_there_when_it_is_computed_with(tmp_path: Path) -> None:
+    losses, state, stuck = train(tmp_path, ON_DISK)
+    same_losses, same, _ = train(tmp_path, ON_DEVICE)
+    assert losses == same_losses
+    assert [n for n in same if not torch.equal(state[n], same[n])] == []
+    assert stuck == 0
+    plain = build()
+    x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(0))
+    assert losses[0] == pytest.approx(plain(x).item(), rel=1e-6)
+
+
+def test_an_exception_inside_gives_it_back(tmp_path: Path) -> None:
+    model = build()
+    engine, *_ = infinity.initialize(model, settings(tmp_path, ON_DISK, look_ahead=0))
+    with engine:
+        with pytest.raises(RuntimeError):
+            engine(torch.ones(5, WIDTH + 1))
+        assert sum(entry.entered for entry in engine._parts.mover.entries) == 0
+        assert engine(torch.ones(5, WIDTH)).isfinite()

@@ -1,0 +1,468 @@
+"""Loss scaling: traces against a closed form, skipped steps, the end of the scale, resuming."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.half import ScaleWords, closed_form_scale
+from support.trainer import make_config, same_bits
+from torch import Tensor, nn
+
+import infinity
+from infinity.config import load_config
+from infinity.engine import Engine
+from infinity.errors import CheckpointError, ConfigError, TrainingError
+from infinity.training.loss_scale import ScaleRules
+
+DISK = ("disk", "disk", "disk")
+INF, NAN = math.inf, math.nan
+
+
+def rules_of(words: ScaleWords) -> ScaleRules:
+    return ScaleRules.of(load_config(config_of(words)).loss_scale)
+
+
+def config_of(words: ScaleWords) -> dict[str, Any]:
+    """Our configuration of these words."""
+    if words.static:
+        return {"precision": "fp16", "loss_scale": {"value": words.static}}
+    section = {
+        "initial_power": int(math.log2(words.initial)),
+        "window": words.window,
+        "hysteresis": words.hysteresis,
+        "consecutive_hysteresis": words.consecutive,
+        "min": words.minimum,
+    }
+    return {"precision": "fp16", "loss_scale": section}
+
+
+# --- the rules -----------------------------------------------------------------------------------
+
+words_of_users = st.builds(
+    ScaleWords,
+    initial=st.integers(0, 20).map(lambda power: 2.0**power),
+    window=st.integers(1, 6),
+    hysteresis=st.integers(1, 4),
+    consecutive=st.booleans(),
+    minimum=st.sampled_from([0.25, 0.3, 1.0]),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(words_of_users, st.lists(st.sampled_from([False, False, False, True]), max_size=60))
+def test_any_trace_is_that_of_the_closed_form(words: ScaleWords, overflows: list[bool]) -> None:
+    rules = rules_of(words)
+    state = rules.start()
+    for number, overflow in enumerate(overflows):
+        state = rules.after(state, overflow)
+        assert state.scale == closed_form_scale(words, overflows[: number + 1])
+
+
+def trace(words: ScaleWords, overflows: str) -> list[float]:
+    """The scale of every step; "x" overflows, "." does not."""
+    rules = rules_of(words)
+    state, scales = rules.start(), []
+    for step in overflows:
+        scales.append(state.scale)
+        state = rules.after(state, step == "x")
+    return scales
+
+
+def test_traces_by_hand() -> None:
+    three = ScaleWords(initial=16.0, window=3, hysteresis=1)
+    # At the start, and after an overflow, the first good step does not count.
+    assert trace(three, "........") == [16, 16, 16, 16, 32, 32, 32, 64]
+    assert trace(three, "..x.....x.") == [16, 16, 16, 8, 8, 8, 8, 16, 16, 8]
+    patient = ScaleWords(initial=16.0, window=3, hysteresis=3)
+    # Two overflows are borne; from then on every one halves, until the scale doubles.
+    assert trace(patient, "xx.x.x....x.") == [16, 16, 16, 16, 8, 8, 4, 4, 4, 4, 8, 8]
+    every = ScaleWords(initial=16.0, window=3, hysteresis=2, consecutive=True)
+    assert trace(every, "x.x.xx.xx") == [16, 16, 16, 16, 16, 16, 8, 8, 8]
+    low = ScaleWords(initial=2.0, hysteresis=1, minimum=0.75)
+    assert trace(low, "xxxx") == [2, 1, 0.75, 0.75]
+
+
+def test_a_static_scale_never_changes() -> None:
+    assert set(trace(ScaleWords(static=100.0), "." * 2000 + "x" * 50)) == {100.0}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"loss_scale": {"window": 5}}, "loss_scale: is for precision: fp16; nothing is scaled"),
+        ({"precision": "fp32", "loss_scale": {"value": 8}}, "nothing is scaled in fp32"),
+        ({"precision": "fp16", "loss_scale": {"value": -1}}, "loss_scale.value"),
+        ({"precision": "fp16", "loss_scale": {"value": 8, "window": 5}},
+         "loss_scale.window: a loss_scale.value of 8 never changes"),
+        ({"precision": "fp16", "loss_scale": {"initial_power": 2, "min": 5}},
+         "loss_scale.min: 5 is above the first scale, 2 ** 2 = 4"),
+        ({"precision": "fp16", "loss_scale": {"hysteresis": 0}}, "loss_scale.hysteresis"),
+        ({"precision": "fp16", "loss_scale": {"initial_scale_power": 8}}, "did you mean"),
+        ({"precision": "half"}, "precision"),
+    ],
+)  # fmt: skip
+def test_refusals(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(given)
+    assert message in str(caught.value)
+
+
+# --- an engine -----------------------------------------------------------------------------------
+
+
+class Exploding(nn.Module):
+    """Two layers, and a buffer that the output is multiplied with: inf makes gradients inf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 4)
+        self.register_buffer("blow", torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x.to(self.first.weight.dtype)).tanh()
+        return (self.second(hidden).float() * self.blow).square().mean()
+
+
+def make_engine(path: Path, placement: tuple[str, str, str] = DISK, **changes: Any) -> Engine:
+    torch.manual_seed(0)
+    path.mkdir(exist_ok=True)
+    config = make_config(placement, nvme_path=str(path), **{"precision": "fp16", **changes})
+    return infinity.initialize(Exploding(), config)[0]
+
+
+def batch(number: int) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
+
+
+def one_step(engine: Engine, number: int, blow: float = 1.0) -> None:
+    engine.module.blow.fill_(blow)
+    engine.backward(engine(batch(number)))
+    engine.step()
+
+
+def masters(engine: Engine) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in engine.state_dict(master=True).items()}
+
+
+def unchanged(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(same_bits(one[name], other[name]) for name in one if name != "blow")
+
+
+@pytest.mark.parametrize("bad", [INF, NAN])
+def test_an_engine_follows_the_closed_form(tmp_path: Path, bad: float) -> None:
+    """Scale, counters, learning rate, weights, report and journal, at every step."""
+    words = ScaleWords(initial=64.0, window=3, hysteresis=2)
+    overflows = [step == "x" for step in ".x.xx....x.....x...."]
+    journal = tmp_path / "journal.jsonl"
+    schedule = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.9}}
+    engine = make_engine(
+        tmp_path / "run", journal=str(journal), scheduler=schedule, **config_of(words)
+    )
+    with engine:
+        assert engine.loss_scale == engine.cur_scale == 64.0
+        for number, overflow in enumerate(overflows):
+            before, used = masters(engine), engine.loss_scale
+            one_step(engine, number, bad if overflow else 1.0)
+            report = engine.last_report
+            assert report is not None
+            assert engine.loss_scale == closed_form_scale(words, overflows[: number + 1])
+            assert report.loss_scale == used
+            assert report.skipped == overflow
+            assert report.non_finite == ("first.weight" if overflow else "")
+            assert engine.skipped_steps == sum(overflows[: number + 1])
+            assert engine.global_steps == report.step == number + 1
+            lr = engine.optimizer.param_groups[0]["lr"]
+            assert lr == pytest.approx(1e-2 * 0.9 ** (number + 1 - engine.skipped_steps), rel=1e-12)
+            assert unchanged(before, masters(engine)) == overflow
+    entries = [json.loads(line) for line in journal.read_text().splitlines()]
+    told = [entry["loss_scale"] for entry in entries if entry["event"] == "step"]
+    assert told == [closed_form_scale(words, overflows[:n]) for n in range(len(overflows))]
+
+
+def test_the_scale_finds_its_level_by_itself(tmp_path: Path) -> None:
+    """Finite losses whose fp16 gradients overflow: halved until they do not."""
+    with make_engine(tmp_path, loss_scale={"initial_power": 30, "hysteresis": 1}) as engine:
+        seen = []
+        for number in range(24):
+            one_step(engine, number)
+            assert engine.last_report is not None
+            seen.append(engine.last_report.skipped)
+        first_good = seen.index(False)
+        assert 3 <= first_good <= 20
+        assert all(seen[:first_good])
+        assert engine.global_steps >= 3
+        norm = engine.grad_norm
+        assert norm is not None
+        assert 1e-4 < norm < 10  # without the scale
+
+
+def test_a_static_scale_skips_and_stays(tmp_path: Path) -> None:
+    with make_engine(tmp_path, loss_scale={"value": 100}) as engine:
+        for number, blow in enumerate((1.0, INF, 1.0)):
+            one_step(engine, number, blow)
+            assert engine.loss_scale == 100.0
+        assert (engine.global_steps, engine.skipped_steps) == (3, 1)
+        for number in range(19):
+            one_step(engine, number, INF)
+        with pytest.raises(TrainingError, match="or the loss scale 100 is too large") as caught:
+            one_step(engine, 19, INF)
+        assert "leave loss_scale.value out" in str(caught.value)
+
+
+def test_other_precisions_scale_nothing(tmp_path: Path) -> None:
+    with make_engine(tmp_path, precision="fp32") as engine:
+        loss = engine(batch(0))
+        assert engine.loss_scale == engine.cur_scale == 1.0
+        assert engine.scale(loss) is loss
+        engine.backward(loss)
+        engine.step()
+        assert engine.last_report is not None
+        assert engine.last_report.loss_scale == 1.0
+
+
+def test_the_end_of_the_scale_names_parameter_history_and_remedy(tmp_path: Path) -> None:
+    words = {"initial_power": 2, "hysteresis": 2}
+    with make_engine(tmp_path, loss_scale=words) as engine:
+        for number in range(3):
+            one_step(engine, number, INF)
+        assert engine.loss_scale == 1.0
+        with pytest.raises(TrainingError) as caught:
+            one_step(engine, 3, INF)
+        text = str(caught.value)
+        for part in (
+            "not finite at the smallest loss scale, 1: first in 'first.weight' of the module "
+            "'first', and in 3 more up to 'second.bias'",
+            "4, 2 after step 2, 1 after step 3",
+            "precision: bf16",
+            "loss_scale.min below 1",
+        ):
+            assert part in text
+        assert engine.skipped_steps == 4
+        one_step(engine, 5)  # the engine goes on
+        assert (engine.global_steps, engine.loss_scale) == (5, 1.0)
+
+
+def test_only_part_of_the_gradients_is_not_finite(tmp_path: Path) -> None:
+    with make_engine(tmp_path, loss_scale={"initial_power": 0, "hysteresis": 1}) as engine:
+        handle = engine.module.first.register_full_backward_hook(
+            lambda module, given, out: tuple(g * INF if g is not None else g for g in given)
+        )
+        engine.backward(engine(batch(0).requires_grad_()))
+        handle.remove()
+        engine.step()  # what was made infinite is a gradient of the input only
+        assert engine.skipped_steps == 0
+
+
+@pytest.mark.parametrize("placement", [("device",) * 3, DISK])
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_an_overflow_in_one_of_three_micro_batches(
+    tmp_path: Path, placement: tuple[str, str, str], where: int
+) -> None:
+    changes = {"gradient_accumulation_steps": 3, "loss_scale": {"hysteresis": 1}}
+    with make_engine(tmp_path, placement, **changes) as engine:
+        before = masters(engine)
+        for number in range(3):
+            one_step(engine, number, INF if number == where else 1.0)
+            scale = 2.0**16 if number < 2 else 2.0**15  # not before the end of the window
+            assert engine.loss_scale == scale
+        assert (engine.skipped_steps, engine.global_steps) == (1, 1)
+        assert unchanged(before, masters(engine))
+        for number in range(3):
+            one_step(engine, number)
+        assert engine.global_steps == 2
+        assert not unchanged(before, masters(engine))
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.05])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_unscaled_and_clipped_as_torch_does_it(
+    tmp_path: Path, clipping: float, micro_batches: int
+) -> None:
+    """Unscale, clip, step, one after the other: here it is one factor in the update."""
+    torch.manual_seed(0)
+    plain = Exploding()
+    halves = Exploding().half()
+    halves.blow = halves.blow.float()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    changes = {
+        "gradient_accumulation_steps": micro_batches, "gradient_clipping": clipping,
+        "optimizer": {"type": "SGD", "lr": 0.5, "weight_decay": 0.0},
+        "loss_scale": {"initial_power": 12},
+    }  # fmt: skip
+    with make_engine(tmp_path, **changes) as engine:
+        for step in range(3):
+            for half, master in zip(halves.parameters(), plain.parameters(), strict=True):
+                half.data = master.detach().half()
+                master.grad = torch.zeros_like(master)
+            for number in range(micro_batches * step, micro_batches * (step + 1)):
+                halves.zero_grad()
+                (halves(batch(number)) / micro_batches * 4096).backward()
+                for half, master in zip(halves.parameters(), plain.parameters(), strict=True):
+                    assert half.grad is not None
+                    assert master.grad is not None
+                    master.grad += half.grad.float() / 4096
+                one_step(engine, number)
+            bound = clipping or INF
+            norm = nn.utils.clip_grad_norm_(plain.parameters(), bound, foreach=False)
+            assert engine.grad_norm == pytest.approx(norm.item(), rel=1e-6)
+            assert norm > clipping
+            optimizer.step()
+        found = masters(engine)
+    for name, value in plain.named_parameters():
+        torch.testing.assert_close(found[name], value.detach(), rtol=0, atol=1e-6)
+
+
+def test_scale_and_gradient(tmp_path: Path) -> None:
+    """What users need who call backward themselves, or look at gradients."""
+    with make_engine(tmp_path, loss_scale={"value": 1024}) as engine:
+        loss = engine(batch(0))
+        scaled = engine.scale(loss)
+        assert scaled.dtype is torch.float32
+        assert scaled.item() == loss.item() * 1024
+        scaled.backward()
+        weight = engine.module.first.weight
+        mine = engine.gradient(weight)
+        engine.zero_grad()
+        assert engine.backward(engine(batch(0))).item() == loss.item()
+        assert same_bits(engine.gradient(weight), mine)
+        torch.manual_seed(0)
+        plain = Exploding().half()
+        plain.blow = plain.blow.float()
+        (plain(batch(0)) * 1024).backward()
+        assert plain.first.weight.grad is not None
+        assert same_bits(mine, plain.first.weight.grad.float() / 1024)
+        with pytest.raises(TrainingError, match="scalar loss"):
+            engine.scale(torch.zeros(3))
+
+
+def test_a_backward_of_your_own_needs_scale(tmp_path: Path) -> None:
+    """Twice two micro-batches, once by `engine.backward`, once by torch's own."""
+    changes = {"gradient_accumulation_steps": 2, "loss_scale": {"initial_power": 12}}
+    results = []
+    for own in (False, True):
+        with make_engine(tmp_path / str(own), **changes) as engine:
+            for number in range(4):
+                loss = engine(batch(number))
+                if own:
+                    engine.scale(loss).backward()
+                else:
+                    engine.backward(loss)
+                engine.step()
+            assert engine.global_steps == 2
+            results.append((engine.grad_norm, masters(engine)))
+            engine(batch(5)).backward()
+            with pytest.raises(TrainingError, match="the loss was not scaled"):
+                engine.step()
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-3)
+    for name, value in results[0][1].items():
+        torch.testing.assert_close(value, results[1][1][name], rtol=0, atol=1e-4)
+
+
+def test_a_loss_in_fp16_is_scaled_in_fp32(tmp_path: Path) -> None:
+    """100 x 1024 is infinite in fp16: the scaled loss is not."""
+    with make_engine(tmp_path, loss_scale={"initial_power": 10}) as engine:
+        loss = engine(batch(0)).half() + 100
+        assert 65504 < engine.scale(loss).item() < INF
+        result = engine.backward(loss)
+        engine.step()
+        assert result.dtype is torch.float16
+        assert (engine.global_steps, engine.skipped_steps) == (1, 0)
+
+
+# --- saved and resumed ---------------------------------------------------------------------------
+
+HYSTERESIS = {"initial_power": 10, "window": 3, "hysteresis": 3}
+PLAN = ".xx.x.....x....xx..."  # of steps; saved after any of them
+
+
+def finish(engine: Engine, first: int) -> tuple[list[float], dict[str, Tensor]]:
+    scales = []
+    for number in range(first, len(PLAN)):
+        one_step(engine, number, INF if PLAN[number] == "x" else 1.0)
+        scales.append(engine.loss_scale)
+    return scales, masters(engine)
+
+
+@pytest.mark.parametrize("stop", [2, 3, 5, 9])
+def test_resuming_within_a_count_of_overflows(tmp_path: Path, stop: int) -> None:
+    with make_engine(tmp_path / "one", loss_scale=HYSTERESIS) as engine:
+        for number in range(stop):
+            one_step(engine, number, INF if PLAN[number] == "x" else 1.0)
+        engine.save_checkpoint(tmp_path / "saved", wait=True)
+        counted = engine.global_steps, engine.skipped_steps
+        assert counted == (stop, PLAN[:stop].count("x"))
+        assert (tmp_path / "saved" / f"global_step{stop}").is_dir()
+        expected = finish(engine, stop)
+    placement = ("host", "device", "host")
+    with make_engine(tmp_path / "two", placement, loss_scale=HYSTERESIS) as engine:
+        for number in range(30, 33):
+            one_step(engine, number)  # something else: all of it is replaced
+        engine.load_checkpoint(tmp_path / "saved")
+        assert (engine.global_steps, engine.skipped_steps) == counted
+        scales, found = finish(engine, stop)
+    assert scales == expected[0]
+    assert unchanged(found, expected[1])
+    words = ScaleWords(initial=1024.0, window=3, hysteresis=3)
+    assert scales[-1] == closed_form_scale(words, [step == "x" for step in PLAN])
+
+
+def test_a_durable_run_goes_on_within_a_count(tmp_path: Path) -> None:
+    changes = {"loss_scale": HYSTERESIS, "durable": True}
+    with make_engine(tmp_path, **changes) as engine:
+        for number in range(3):  # patience is 1 now
+            one_step(engine, number, INF if PLAN[number] == "x" else 1.0)
+        one_step(engine, 3)
+        engine.settle()
+        patience = engine._stepper.progress.loss_scale
+    with make_engine(tmp_path, **changes, resume="auto") as engine:
+        assert engine.resumed
+        assert engine._stepper.progress.loss_scale == patience
+        one_step(engine, 4, INF)
+        assert engine.loss_scale == 512.0
+
+
+def test_what_a_checkpoint_brings(tmp_path: Path) -> None:
+    """A dynamic scale goes on from any; a static one is what the configuration says."""
+    dynamic, static = {"initial_power": 10, "hysteresis": 1}, {"value": 64}
+    with make_engine(tmp_path / "a", loss_scale=dynamic) as engine:
+        one_step(engine, 0, INF)
+        engine.save_checkpoint(tmp_path / "dynamic", wait=True)
+    with make_engine(tmp_path / "b", loss_scale=static) as engine:
+        one_step(engine, 0)
+        engine.save_checkpoint(tmp_path / "static", wait=True)
+        engine.load_checkpoint(tmp_path / "dynamic")
+        assert engine.loss_scale == 64.0
+    with make_engine(tmp_path / "c", loss_scale=dynamic) as engine:
+        engine.load_checkpoint(tmp_path / "dynamic", load_optimizer_states=False)
+        assert engine.loss_scale == 1024.0
+        engine.load_checkpoint(tmp_path / "dynamic")
+        assert engine.loss_scale == 512.0
+        engine.load_checkpoint(tmp_path / "static")
+        assert engine.loss_scale == 64.0
+
+
+def test_an_open_window_keeps_the_scale_of_its_gradients(tmp_path: Path) -> None:
+    two = {"gradient_accumulation_steps": 2}
+    with make_engine(tmp_path / "a", loss_scale={"value": 64}, **two) as engine:
+        one_step(engine, 0)
+        engine.save_checkpoint(tmp_path / "within", wait=True)
+        one_step(engine, 1)
+        expected = masters(engine)
+    with make_engine(tmp_path / "b", loss_scale={"value": 128}, **two) as engine:
+        with pytest.raises(CheckpointError, match="have the loss scale 64; this engine has 128"):
+            engine.load_checkpoint(tmp_path / "within")
+        one_step(engine, 0)
+        assert engine.micro_step == 1
+    with make_engine(tmp_path / "c", loss_scale={"initial_power": 3}, **two) as engine:
+        engine.load_checkpoint(tmp_path / "within")
+        assert engine.loss_scale == 64.0
+        one_step(engine, 1)
+        assert unchanged(expected, masters(engine))

@@ -1,0 +1,257 @@
+"""The chunked cross entropy: torch's numbers, a chunk's memory, and weights that are offloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.fake_accelerator import FakeAccelerator
+from support.small import ON_DEVICE, SmallModel, batch, masters, small_engine
+from support.trainer import LiveBytes
+from torch import Tensor
+
+from infinity.errors import TrainingError
+from infinity.losses import chunked_cross_entropy
+
+VOCABULARY, WIDTH, TOKENS = 97, 24, 41
+
+
+def plain(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    **options: Any,
+) -> Tensor:
+    """All logits at once."""
+    logits = F.linear(hidden, weight, bias).float()
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), **options)
+
+
+def values(dtype: torch.dtype, *, bias: bool = False) -> tuple[list[Tensor], Tensor]:
+    torch.manual_seed(0)
+    tensors = [torch.randn(TOKENS, WIDTH), torch.randn(VOCABULARY, WIDTH) * 0.3]
+    if bias:
+        tensors.append(torch.randn(VOCABULARY))
+    labels = torch.randint(0, VOCABULARY, (TOKENS,))
+    labels[3] = labels[17] = labels[40] = -100
+    return [t.to(dtype).requires_grad_() for t in tensors], labels
+
+
+def both(
+    dtype: torch.dtype, size: int, *, bias: bool = False, **options: Any
+) -> list[tuple[Tensor, Tensor]]:
+    """(ours, torch's) of the loss and every gradient; torch's in fp64 of the same values."""
+    tensors, labels = values(dtype, bias=bias)
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    more = {"bias": tensors[2]} if bias else {}
+    ours = chunked_cross_entropy(tensors[0], tensors[1], labels, chunk_size=size, **more, **options)
+    logits = F.linear(exact[0], exact[1], exact[2] if bias else None)
+    cap = options.pop("softcap", None)
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    theirs = F.cross_entropy(logits, labels, **options)
+    (ours * 3).backward()
+    (theirs * 3).backward()
+    pairs = [(t.grad, e.grad) for t, e in zip(tensors, exact, strict=True)]
+    return [(ours, theirs), *((a, b) for a, b in pairs if a is not None and b is not None)]
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"reduction": "sum"},
+    {"label_smoothing": 0.1},
+    {"softcap": 5.0},
+    {"bias": True},
+    {"softcap": 3.0, "label_smoothing": 0.2, "bias": True, "ignore_index": 5},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("size", [1, 7, 41, 1000])
+def test_fp32_is_torchs(size: int, options: dict[str, Any]) -> None:
+    pairs = both_checked(torch.float32, size, options)
+    for ours, theirs in pairs:
+        allowed = 2e-6 * float(theirs.detach().abs().max())
+        assert float((ours.detach().double() - theirs.detach()).abs().max()) <= allowed
+
+
+def both_checked(
+    dtype: torch.dtype, size: int, options: dict[str, Any]
+) -> list[tuple[Tensor, Tensor]]:
+    """As `both`; labels that are ignored under another index are real ones there."""
+    if "ignore_index" not in options:
+        return both(dtype, size, **options)
+    tensors, labels = values(dtype, bias=True)
+    labels[labels < 0] = 5
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    rest = {k: v for k, v in options.items() if k not in ("bias", "softcap")}
+    ours = chunked_cross_entropy(
+        tensors[0], tensors[1], labels, bias=tensors[2], chunk_size=size,
+        softcap=options["softcap"], **rest,
+    )  # fmt: skip
+    cap = options["softcap"]
+    logits = cap * torch.tanh(F.linear(exact[0], exact[1], exact[2]) / cap)
+    theirs = F.cross_entropy(logits, labels, **rest)
+    ours.backward()
+    theirs.backward()
+    found = [(ours, theirs)]
+    for tensor, other in zip(tensors, exact, strict=True):
+        assert tensor.grad is not None
+        assert other.grad is not None
+        found.append((tensor.grad, other.grad))
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.bfloat16, 0.012), (torch.float16, 0.002)])
+@pytest.mark.parametrize("size", [16, 64])
+def test_narrow_dtypes_are_as_near_as_all_logits_at_once(
+    size: int, dtype: torch.dtype, allowed: float
+) -> None:
+    """Against fp64 of the same values; plain torch in this dtype is no nearer."""
+    tensors, labels = values(dtype)
+    torchs = [t.detach().clone().requires_grad_() for t in tensors]
+    plain(torchs[0], torchs[1], labels).mul(3).backward()
+    pairs = both(dtype, size)
+    assert abs(float(pairs[0][0]) - float(pairs[0][1])) < allowed
+    for (ours, exact), other in zip(pairs[1:], torchs, strict=True):
+        assert ours.dtype is dtype
+        scale = float(exact.abs().max())
+        error = float((ours.double() - exact).abs().max()) / scale
+        assert other.grad is not None
+        assert error < allowed
+        assert error < 2 * float((other.grad.double() - exact).abs().max()) / scale + 1e-4
+
+
+def test_small_gradients_do_not_vanish_in_fp16() -> None:
+    """The count divides last, after the loss scale."""
+    torch.manual_seed(0)
+    hidden = torch.randn(4096, 8, dtype=torch.float16, requires_grad=True)
+    weight = (torch.randn(4096, 8) * 0.01).half().requires_grad_()
+    labels = torch.randint(0, 4096, (4096,))
+    loss = chunked_cross_entropy(hidden, weight, labels, chunk_size=512)
+    (loss * 65536).backward()
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    (plain(exact[0], exact[1], labels) * 65536).backward()
+    for ours, theirs in zip((hidden, weight), exact, strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        error = (ours.grad.double() - theirs.grad).norm() / theirs.grad.norm()
+        assert float(error) < 5e-3
+
+
+def test_only_what_is_asked_for_is_made() -> None:
+    tensors, labels = values(torch.float32)
+    hidden, weight = tensors
+    loss = chunked_cross_entropy(hidden.detach(), weight, labels, chunk_size=8)
+    (gradient,) = torch.autograd.grad(loss, weight)
+    (expected,) = torch.autograd.grad(plain(hidden.detach(), weight, labels), weight)
+    assert torch.allclose(gradient, expected, atol=1e-6)
+    loss = chunked_cross_entropy(hidden, weight.detach(), labels, chunk_size=8)
+    loss.backward()
+    assert hidden.grad is not None
+    with torch.no_grad():
+        assert not chunked_cross_entropy(hidden, weight, labels).requires_grad
+    none = torch.full_like(labels, -100)
+    assert torch.isnan(chunked_cross_entropy(hidden, weight, none))
+    assert float(chunked_cross_entropy(hidden, weight, none, reduction="sum")) == 0.0
+
+
+def test_batches_keep_their_shape_and_autocast_its_dtype() -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(2, 9, WIDTH, requires_grad=True)
+    weight = torch.randn(VOCABULARY, WIDTH, requires_grad=True)
+    labels = torch.randint(0, VOCABULARY, (2, 9))
+    loss = chunked_cross_entropy(hidden, weight, labels, chunk_size=4)
+    loss.backward()
+    assert hidden.grad is not None
+    assert hidden.grad.shape == hidden.shape
+    assert torch.allclose(loss, plain(hidden, weight, labels))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = chunked_cross_entropy(hidden, weight, labels, chunk_size=4)
+        expected = plain(hidden, weight, labels)
+    assert cast.dtype is torch.float32
+    assert torch.allclose(cast, expected, rtol=1e-2)
+
+
+def test_no_more_than_a_chunk_of_logits_exists() -> None:
+    tokens, vocabulary, width, size = 512, 2000, 16, 32
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, width, requires_grad=True)
+    weight = torch.randn(vocabulary, width, requires_grad=True)
+    labels = torch.randint(0, vocabulary, (tokens,))
+    peaks = {}
+    for name in ("plain", "chunked"):
+        with LiveBytes() as live:
+            if name == "plain":
+                loss = plain(hidden, weight, labels)
+            else:
+                loss = chunked_cross_entropy(hidden, weight, labels, chunk_size=size)
+            loss.backward()
+        peaks[name] = live.peak
+        hidden.grad = weight.grad = None
+    logits, kept = tokens * vocabulary * 4, (tokens + vocabulary) * width * 4
+    chunk = size * vocabulary * 4
+    assert peaks["plain"] > 2 * logits
+    assert peaks["chunked"] < 4 * chunk + 4 * kept
+    assert peaks["chunked"] < peaks["plain"] / 5
+
+
+class Chunked(SmallModel):
+    """The head's weight, which is the embedding's, is reached for inside the forward."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.features(tokens)[:, :-1]
+        return chunked_cross_entropy(hidden, self.head.weight, tokens[:, 1:], chunk_size=5)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "fake"])
+def test_with_an_engine_and_an_offloaded_weight(tmp_path: Path, kind: str) -> None:
+    results: list[tuple[list[float], dict[str, Tensor]]] = []
+    for model, homes in ((SmallModel, ON_DEVICE), (Chunked, ON_DEVICE), (Chunked, None)):
+        torch.manual_seed(0)
+        fake = homes is None and kind == "fake"
+        arguments = {"device": FakeAccelerator(1)} if fake else {"device": "cpu"}
+        with small_engine(tmp_path, homes, model(), arguments=arguments) as engine:
+            losses = []
+            for index in range(4):
+                loss = engine(batch(index))
+                engine.backward(loss)
+                engine.step()
+                losses.append(float(loss.detach()))
+            results.append((losses, masters(engine)))
+            if homes is None:
+                assert engine.last_report is not None
+                assert engine.last_report.moved == engine.forecast()
+    plain_run, chunked, offloaded = results
+    assert chunked[0] == offloaded[0]
+    assert all(torch.equal(chunked[1][n], offloaded[1][n]) for n in chunked[1])
+    assert chunked[0] == pytest.approx(plain_run[0], rel=1e-5)
+    assert chunked[0][-1] < chunked[0][0]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"weight": torch.zeros(5, 7)}, "does not fit weight"),
+        ({"labels": torch.zeros(3, dtype=torch.long)}, "does not fit labels"),
+        ({"labels": torch.zeros(4)}, "not indices"),
+        ({"bias": torch.zeros(3)}, "bias"),
+        ({"chunk_size": 0}, "chunk_size"),
+        ({"reduction": "none"}, "reduction"),
+        ({"weight": torch.zeros(5, 6).bfloat16()}, "cast"),
+    ],
+)
+def test_what_does_not_fit_is_said(change: dict[str, Any], said: str) -> None:
+    given: dict[str, Any] = {
+        "hidden": torch.zeros(4, 6),
+        "weight": torch.zeros(5, 6),
+        "labels": torch.zeros(4, dtype=torch.long),
+    }
+    with pytest.raises(TrainingError, match=said):
+        chunked_cross_entropy(**{**given, **change})

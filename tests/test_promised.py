@@ -1,0 +1,102 @@
+"""Promises: shapes without memory, values when asked, and an engine that reads them home."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import infinity
+from infinity.errors import ConfigError
+from infinity.model.promised import Promised
+from infinity.model.torch_private import tensor_without_memory
+
+
+class Source:
+    """Values that count how often they are read."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype = torch.float32) -> None:
+        self.values = torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+        self.values = self.values.to(dtype)
+        self.reads = 0
+
+    def read(self) -> Tensor:
+        self.reads += 1
+        return self.values.clone()
+
+    def promise(self) -> Promised:
+        return Promised(tuple(self.values.shape), self.values.dtype, self.read)
+
+
+def test_a_tensor_without_memory_says_what_it_would_be() -> None:
+    made = tensor_without_memory(Promised, (1 << 20, 1 << 20), torch.bfloat16)
+    assert type(made) is Promised
+    assert (made.shape, made.dtype) == ((1 << 20, 1 << 20), torch.bfloat16)
+    assert made.device == torch.device("cpu")
+    assert not made.is_meta
+
+
+def test_operations_promise_and_read_nothing() -> None:
+    sources = [Source(4, 6) for _ in range(3)]
+    stacked = torch.stack([s.promise() for s in sources]).transpose(1, 2).contiguous()
+    both = torch.cat([stacked, stacked], dim=1)
+    parts = both.chunk(3, dim=0)
+    weight = nn.Parameter(parts[1][0, 2:5])
+    assert isinstance(weight, Promised)
+    assert isinstance(weight, nn.Parameter)
+    assert [s.reads for s in sources] == [0, 0, 0]
+    real = torch.stack([s.values for s in sources]).transpose(1, 2)
+    expected = torch.cat([real, real], dim=1).chunk(3, dim=0)[1][0, 2:5]
+    assert torch.equal(weight.value(), expected)
+    assert weight.value().untyped_storage().nbytes() == expected.numel() * 4
+
+
+def test_casts_between_floats_keep_the_values_and_others_do_not() -> None:
+    source = Source(8)
+    half = source.promise().to(torch.bfloat16)
+    assert half.dtype is torch.bfloat16
+    assert torch.equal(half.value(), source.values)
+    whole = (source.promise() * 10).to(torch.int32)
+    assert torch.equal(whole.value(), (source.values * 10).to(torch.int32))
+
+
+def test_questions_about_values_are_answered() -> None:
+    source, other = Source(5), Source(5)
+    assert torch.equal(source.promise(), other.promise())
+    assert not torch.equal(source.promise(), other.promise() + 1)
+    assert source.promise().sum().item() == source.values.sum().item()
+    into = torch.zeros(7)
+    into[:5] = source.promise()
+    assert torch.equal(into[:5], source.values)
+
+
+def test_changes_in_place_are_kept_on_temporaries_and_refused_on_weights() -> None:
+    source = Source(3)
+    temporary = source.promise() * 2
+    assert temporary.add_(1) is temporary
+    assert torch.equal(temporary.value(), source.values * 2 + 1)
+    weight = nn.Parameter(source.promise())
+    with pytest.raises(ConfigError, match="in place"):
+        weight.data.zero_()
+    with pytest.raises(ConfigError, match="in place"):
+        source.promise().mul_(2)
+    weight.data = weight.data * 3
+    assert torch.equal(weight.value(), source.values * 3)
+
+
+def test_an_engine_reads_each_promise_once_and_parameters_stay_the_same_objects() -> None:
+    sources = {"weight": Source(4, 4), "bias": Source(4)}
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for name, source in sources.items():
+        setattr(model[0], name, nn.Parameter(source.promise()))
+    model[1].weight = model[0].weight
+    weight = model[0].weight
+    groups = [{"params": [weight], "lr": 0.1}, {"params": [model[0].bias, model[1].bias]}]
+    engine, *_ = infinity.initialize(model, {"precision": "fp32"}, model_parameters=groups)
+    with engine:
+        assert model[0].weight is weight is model[1].weight
+        assert type(weight) is nn.Parameter
+        assert [s.reads for s in sources.values()] == [1, 1]
+        state = engine.state_dict()
+        for name, source in sources.items():
+            assert torch.equal(state[f"0.{name}"], source.values)

@@ -1,0 +1,333 @@
+"""Corpora of runs: files to tokens, tokens to windows, and what can be wrong with them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from infinity.errors import CheckpointError, ConfigError, DoesNotFitError
+from infinity.runs import corpus as corpora
+from infinity.runs import documents, segments
+from infinity.runs.corpus import Corpus, Recipe, prepare
+from infinity.runs.model import read_facts
+from infinity.runs.settings import ModelSection
+from infinity.runs.sources import find_sources
+from infinity.runs.tokenizers import ByteTokenizer, byte_level, find_tokenizer
+from infinity.runs.windows import Reel, Windows, order_key, shuffled, split
+
+END = 256
+
+
+def recipe(*paths: Path, form: str = "auto", **changes: Any) -> Recipe:
+    made = Recipe(
+        sources=find_sources("data.train", [str(path) for path in paths], form),
+        tokenizer=ByteTokenizer(),
+        size=257,
+        end=END,
+        text_field="text",
+        undecodable="refuse",
+        token_dtype=None,
+    )
+    return replace(made, **changes)
+
+
+def tokens_of(made: Recipe, cache: Path) -> list[int]:
+    corpus = prepare(made, cache)
+    try:
+        return [int(token) for token in corpus.read(0, corpus.num_tokens)]
+    finally:
+        corpus.close()
+
+
+def packed(*documents: str) -> list[int]:
+    return [token for text in documents for token in [*text.encode(), END]]
+
+
+def test_documents_of_all_kinds_end_with_the_end(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("ein Wört\nzwei", encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('{"text": "x"}\n\n{"text": "", "n": 1}\n{"text": "yz"}')
+    with gzip.open(tmp_path / "c.txt.gz", "wt") as file:
+        file.write("in gzip")
+    np.save(tmp_path / "d.npy", np.asarray([1, 2, 3], dtype=np.int64))
+    (tmp_path / "e.txt").write_text("")
+    (tmp_path / "ignored.log").write_text("no known ending")
+    found = tokens_of(recipe(tmp_path), tmp_path / "cache")
+    assert found == [*packed("ein Wört\nzwei", "x", "yz", "in gzip"), 1, 2, 3]
+    assert tokens_of(recipe(tmp_path / "a.txt", end=None), tmp_path / "cache") == list(
+        "ein Wört\nzwei".encode()
+    )
+
+
+def test_pieces_shards_and_blocks_do_not_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small pieces, shards and blocks, so that every boundary is crossed."""
+    monkeypatch.setattr(documents, "PIECE_BYTES", 50)
+    monkeypatch.setattr(documents, "_READ_BYTES", 17)
+    monkeypatch.setattr(segments, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(segments.ShardWriter.__init__, "__defaults__", (90,))
+    texts = ["wörter " * 30, "o" * 333, "kurz\n" * 7, "ü" * 60]
+    for index, text in enumerate(texts):
+        (tmp_path / f"{index}.txt").write_text(text, encoding="utf-8")
+    expected = packed(*texts)
+    made = recipe(tmp_path)
+    assert tokens_of(made, tmp_path / "cache") == expected
+    corpus = prepare(made, tmp_path / "cache")
+    generator = random.Random(0)
+    for _ in range(200):
+        start = generator.randrange(len(expected))
+        count = generator.randrange(len(expected) - start + 1)
+        assert corpus.read(start, count).tolist() == expected[start : start + count]
+    assert len(list(corpus.directory.glob("tokens-*"))) == -(-len(expected) // 90)
+    corpus.close()
+
+
+def test_tokens_are_used_again_until_a_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, cache = tmp_path / "a.txt", tmp_path / "cache"
+    text.write_text("eins")
+    first = prepare(recipe(text), cache)
+    made = []
+    monkeypatch.setattr(corpora, "_make", lambda *a, make=corpora._make: made.append(make(*a)))
+    assert prepare(recipe(text), cache).identity == first.identity
+    assert not made
+    os.utime(text, ns=(1, 1))
+    assert prepare(recipe(text), cache).identity == first.identity  # the same words
+    text.write_text("zwei")
+    assert prepare(recipe(text), cache).identity != first.identity
+    assert prepare(recipe(text, end=None), cache).identity != first.identity
+    assert len(made) == 3
+
+
+def test_nothing_is_left_of_what_failed(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n{"text": 3}\n')
+    cache = tmp_path / "cache"
+    gone = cache / "0123.partial-999999999-ab"
+    gone.mkdir(parents=True)
+    with pytest.raises(ConfigError, match="line 2: the field 'text' is 3, no text"):
+        prepare(recipe(tmp_path / "a.jsonl"), cache)
+    assert list(cache.iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "index", "gone", "checksums"])
+def test_damage_is_found(tmp_path: Path, damage: str) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("wort " * 50_000)
+    first = prepare(recipe(text), tmp_path / "cache")
+    shard, directory = first.directory / "tokens-00000.bin", first.directory
+    first.close()
+    if damage == "flip":
+        data = bytearray(shard.read_bytes())
+        data[300_000] ^= 1
+        shard.write_bytes(data)
+    elif damage == "cut":
+        os.truncate(shard, 1000)
+    elif damage == "gone":
+        shard.unlink()
+    elif damage == "checksums":
+        os.truncate(directory / "checksums-00000.bin", 4)
+    else:
+        index = directory / "index.json"
+        index.write_text(index.read_text().replace('"documents": 1', '"documents": 2'))
+    with pytest.raises(CheckpointError, match="rm -r"):
+        tokens_of(recipe(text), tmp_path / "cache")
+    if damage == "flip":  # what lies before is read all the same
+        corpus = Corpus(directory)
+        assert corpus.read(0, 5).tolist() == list(b"wort ")
+        with pytest.raises(CheckpointError, match="bytes from 262144 on"):
+            corpus.read(150_000, 1)
+        corpus.close()
+
+
+def test_files_of_tokens(tmp_path: Path) -> None:
+    raw = tmp_path / "a.bin"
+    np.asarray([5, 6, 7, 8], dtype="<u2").tofile(raw)
+    cache = tmp_path / "cache"
+    assert tokens_of(recipe(raw, token_dtype="uint16"), cache) == [5, 6, 7, 8]
+    assert raw.stat().st_size == 8
+    for made, message in (
+        (recipe(raw), "data.token_dtype"),
+        (recipe(raw, token_dtype="uint32"), "393221 at 0, and the model knows 257"),
+        (recipe(raw, token_dtype="uint16", size=7), "holds the token 7 at 2"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            prepare(made, cache)
+    raw.write_bytes(b"abc")
+    with pytest.raises(ConfigError, match="3 bytes, no multiple of 2"):
+        prepare(recipe(raw, token_dtype="uint16"), cache)
+    for name, array, message in (
+        ("f", np.zeros(3), "float64 of shape"),
+        ("two", np.zeros((2, 2), dtype=np.int32), r"shape \(2, 2\)"),
+        ("minus", np.asarray([1, -1]), "holds the token -1 at 1"),
+    ):
+        path = tmp_path / f"{name}.npy"
+        np.save(path, array)
+        with pytest.raises(ConfigError, match=message):
+            prepare(recipe(path), cache)
+    (tmp_path / "text.npy").write_text("no array")
+    with pytest.raises(ConfigError, match=r"is no \.npy file"):
+        prepare(recipe(tmp_path / "text.npy"), cache)
+
+
+def test_a_file_of_tokens_that_changes_under_us_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.npy"
+    np.save(path, np.arange(200, dtype=np.uint16))
+    corpus = prepare(recipe(path), tmp_path / "cache")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="put the file back"):
+        corpus.read(0, 1)
+    corpus.close()
+
+
+def test_text_that_is_none(tmp_path: Path) -> None:
+    path, cache = tmp_path / "a.txt", tmp_path / "cache"
+    path.write_bytes(b"gut \xff schlecht")
+    with pytest.raises(ConfigError, match=r"a\.txt is not UTF-8 near byte 4"):
+        prepare(recipe(path), cache)
+    assert tokens_of(recipe(path, undecodable="replace"), cache) == packed("gut � schlecht")
+    lines = tmp_path / "b.jsonl"
+    for text, message in (
+        (b'{"text": "a"}\nnot json\n', "line 2 is not JSON"),
+        (b'{"txt": "a"}\n', "line 1 has no field 'text': it has 'txt'"),
+        (b"[1]\n", "no object"),
+        (b'{"text": "\xff"}\n', "is not UTF-8 in line 1"),
+        (b'{"text": "\\ud800"}\n', "is not UTF-8 in line 1"),
+    ):
+        lines.write_bytes(text)
+        with pytest.raises(ConfigError, match=message):
+            prepare(recipe(lines), cache)
+    half = tmp_path / "c.txt.gz"
+    half.write_bytes(gzip.compress(b"wort " * 1000)[:30])
+    with pytest.raises(ConfigError, match="no whole gzip file"):
+        prepare(recipe(half), cache)
+
+
+def test_patterns_that_give_nothing_are_told_together(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    patterns = [str(tmp_path / name) for name in ("missing.txt", "*.none", "empty")]
+    with pytest.raises(ConfigError) as caught:
+        find_sources("data.train", patterns, "auto")
+    text = str(caught.value)
+    for part in ("missing.txt: does not exist", "no file has such a name", "no file in this dir"):
+        assert part in text
+    (tmp_path / "a.txt").write_text("a")
+    both = [str(tmp_path / "a.txt"), str(tmp_path / "*.txt")]
+    assert len(find_sources("data.train", both, "auto")) == 1
+
+
+def test_a_full_disk_is_said_with_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("a")
+
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(segments, "write_checksums", full)
+    with pytest.raises(DoesNotFitError, match=r"are free\n.*data\.cache"):
+        prepare(recipe(tmp_path / "a.txt"), tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+# --- windows -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 10, 64, 1000, 4097])
+def test_an_order_is_a_permutation(count: int) -> None:
+    orders = [[shuffled(i, count, order_key(seed, 0)) for i in range(count)] for seed in (0, 1)]
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    if count >= 10:
+        assert orders[0] != orders[1]
+        assert orders[0] != list(range(count))
+
+
+def test_an_order_is_random() -> None:
+    """Over many keys every place gets every thing about equally often."""
+    count, keys = 12, 6000
+    table = np.zeros((count, count))
+    for key in range(keys):
+        for index in range(count):
+            table[index, shuffled(index, count, order_key(key, 3))] += 1
+    expected = keys / count
+    chi_squared = ((table - expected) ** 2 / expected).sum()
+    assert abs(chi_squared - (count - 1) ** 2) < 80  # 121 degrees of freedom, sigma 16
+    neighbours = [shuffled(i + 1, 10**6, 9) - shuffled(i, 10**6, 9) for i in range(3000)]
+    assert abs(np.mean(np.asarray(neighbours) == 1)) < 0.01
+
+
+def test_a_reel_shows_every_window_once_an_epoch_and_goes_on(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(103, dtype=np.uint16))
+    corpus = prepare(recipe(tmp_path / "a.npy"), tmp_path / "cache")
+    train, held = split(corpus, 4, 0.2)
+    assert (len(train), len(held)) == (20, 5)
+    assert held.window(0).tolist() == [80, 81, 82, 83]
+    reel = Reel(train, 3, seed=7, shuffle=True)
+    seen = [int(row[0]) // 4 for _ in range(20) for row in reel.next()]
+    assert all(sorted(seen[e * 20 : e * 20 + 20]) == list(range(20)) for e in range(3))
+    assert seen[:20] != seen[20:40]
+    assert reel.epoch == 3.0
+    first = Reel(train, 3, seed=7, shuffle=True)
+    for _ in range(5):
+        first.next()
+    second = Reel(train, 3, seed=7, shuffle=True)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert [second.next().tolist() for _ in range(5)] == [first.next().tolist() for _ in range(5)]
+    with pytest.raises(CheckpointError, match="seed was 7, and is 8"):
+        Reel(train, 3, seed=8, shuffle=True).load_state_dict(first.state_dict())
+    plain = Reel(Windows(corpus, 4, 0, 3), 2, seed=7, shuffle=False)
+    assert [int(row[0]) for _ in range(3) for row in plain.next()] == [0, 4, 8, 0, 4, 8]
+    corpus.close()
+
+
+# --- tokenizers ----------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_that_cuts_and_fills_up_gives_all_tokens(tmp_path: Path) -> None:
+    plain = byte_level()
+    plain.save_pretrained(tmp_path / "plain")
+    texts = ["a", "dä cab " * 5]
+    plain(texts, padding=True, truncation=True, max_length=6)  # its backend remembers
+    plain.save_pretrained(tmp_path / "cutting")
+    kept = json.loads((tmp_path / "cutting" / "tokenizer.json").read_text())
+    assert kept["truncation"]["max_length"] == 6
+    assert kept["padding"] is not None
+    found = find_tokenizer(str(tmp_path / "cutting"))
+    assert [one.tolist() for one in found.encode(texts)] == [list(t.encode()) for t in texts]
+    assert found.identity == find_tokenizer(str(tmp_path / "plain")).identity
+    found.save_pretrained(tmp_path / "exported")
+    exported = json.loads((tmp_path / "exported" / "tokenizer.json").read_text())
+    assert exported["truncation"] == kept["truncation"]
+    assert exported["padding"] == kept["padding"]
+
+
+def test_code_that_comes_with_a_model_is_refused_without_a_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    questions: list[Any] = []
+
+    def asked(*question: Any) -> str:
+        questions.append(question)
+        return "n"
+
+    monkeypatch.setattr("builtins.input", asked)
+    own = {"AutoConfig": "own.Own", "AutoTokenizer": ["own.Own", None]}
+    keys = {"model_type": "own", "auto_map": own}
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Own", "auto_map": own})
+    )
+    (tmp_path / "own.py").write_text("raise AssertionError('it was run')\n")
+    with pytest.raises(ConfigError, match="no tokenizer that transformers can load"):
+        find_tokenizer(str(tmp_path))
+    with pytest.raises(ConfigError, match="is no config that transformers takes"):
+        read_facts(ModelSection(path=str(tmp_path)), None, None)
+    assert questions == []

@@ -1,0 +1,388 @@
+"""Runs of `infinity train`, in this process: the loop, going on, homes, the export."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.runs import LENGTH, TINY, losses_of, metrics_of, settings, train, write_text
+
+from infinity.errors import CheckpointError, ConfigError, TrainingError
+from infinity.runs.corpus import Corpus
+from infinity.runs.run import Run
+from infinity.runs.settings import load_run_config
+from infinity.runs.windows import Reel, split
+from infinity.schedules import WarmupCosineLR
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """An ordinary run that nobody stopped, and its losses."""
+    folder = tmp_path_factory.mktemp("plain")
+    result, watcher = train(settings(folder))
+    assert result.steps == 6
+    assert not result.stopped
+    assert sorted(watcher.evaluations) == [0, 3, 6]
+    return folder, losses_of(folder)
+
+
+def reference_losses(raw: dict[str, Any], data: Path) -> tuple[list[float], Any]:
+    """The same windows, plain torch, written anew."""
+    (directory,) = [path for path in data.iterdir() if path.is_dir()]
+    corpus = Corpus(directory)
+    windows, _ = split(corpus, LENGTH, 0.1)
+    reel = Reel(windows, 2, 0, True)
+    order = [reel.place(i) for i in range(6 * 4)]
+    tokens = corpus.read(0, corpus.num_tokens)
+    corpus.close()
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(**TINY, vocab_size=257, bos_token_id=256, eos_token_id=256)
+    model = transformers.AutoModelForCausalLM.from_config(config).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = WarmupCosineLR(optimizer, total_num_steps=6, warmup_num_steps=2)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    losses = []
+    for step in range(6):
+        total = 0.0
+        for micro in range(2):
+            picked = order[step * 4 + micro * 2 : step * 4 + micro * 2 + 2]
+            batch = torch.stack(
+                [torch.from_numpy(tokens[i * LENGTH : (i + 1) * LENGTH]) for i in picked]
+            )
+            loss = model(input_ids=batch, labels=batch).loss
+            total += loss.item() / 2
+            (loss / 2).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses, model
+
+
+NO_DROPOUT = {f"model__config__{name}_pdrop": 0.0 for name in ("embd", "attn", "resid")}
+
+
+def test_equals_a_plain_loop_and_its_export_is_that_model(tmp_path: Path) -> None:
+    raw = settings(tmp_path, **NO_DROPOUT)
+    result, watcher = train(raw)
+    losses, model = reference_losses(raw, tmp_path / "run" / "data")
+    ours = [facts.loss for facts in watcher.steps]
+    assert ours == pytest.approx(losses, rel=1e-4)
+    assert losses[-1] < losses[0]
+    assert result.model == tmp_path / "run" / "model"
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(result.model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(result.model)
+    ids = tokenizer("dä cab", return_tensors="pt").input_ids
+    assert ids[0].tolist() == list("dä cab".encode())
+    assert tokenizer.decode(ids[0]) == "dä cab"
+    with torch.no_grad():
+        torch.testing.assert_close(
+            loaded.eval()(ids).logits, model.eval()(ids).logits, rtol=2e-3, atol=2e-3
+        )
+    assert loaded.generation_config.eos_token_id == 256
+
+
+def test_evaluation_is_the_loss_of_the_held_out_windows(tmp_path: Path) -> None:
+    result, watcher = train(settings(tmp_path))  # with dropout, which evaluation must not have
+    (directory,) = (tmp_path / "run" / "data").iterdir()
+    corpus = Corpus(directory)
+    _, held = split(corpus, LENGTH, 0.1)
+    batch = torch.stack([held.window(i) for i in range(3)])
+    corpus.close()
+    model = transformers.AutoModelForCausalLM.from_pretrained(result.model).eval()
+    with torch.no_grad():
+        expected = model(input_ids=batch, labels=batch).loss.item()
+    assert result.evaluation == pytest.approx(expected, rel=1e-5)
+    assert watcher.evaluations[6] == result.evaluation
+    assert result.evaluation_before == watcher.evaluations[0]
+
+
+def test_the_directory_tells_everything(plain: tuple[Path, list[Any]]) -> None:
+    folder, _ = plain
+    run = folder / "run"
+    lines = metrics_of(folder)
+    assert [line["step"] for line in lines if line["event"] == "step"] == [1, 2, 3, 4, 5, 6]
+    step = next(line for line in lines if line["event"] == "step")
+    assert {"loss", "lr", "grad_norm", "tokens_per_s", "step_s", "stall_s", "moved", "memory"} <= (
+        step.keys()
+    )
+    assert step["tokens"] == 2 * 2 * LENGTH
+    assert sorted(path.name for path in (run / "checkpoints").iterdir() if path.is_dir()) == [
+        "step4",
+        "step6",
+    ]
+    text = (run / "config.yaml").read_text()
+    assert "  micro_batch: 2\n" in text
+    assert "  # shuffle: true  # default" in text
+    assert "# tokens_per_step: 64  # derived" in text
+    again, given = load_run_config(run / "config.yaml"), load_run_config(settings(folder))
+    assert again.model_dump(exclude_unset=True) == given.model_dump(exclude_unset=True)
+
+
+def test_goes_on_exactly_after_it_was_asked_to_stop(
+    plain: tuple[Path, list[Any]], tmp_path: Path
+) -> None:
+    raw = settings(tmp_path)
+    result, _ = train(raw, stop_after=3)
+    assert result.stopped
+    assert (result.steps, result.num_steps, result.model) == (3, 6, None)
+    with pytest.raises(ConfigError, match=r"holds a run already\n.*--resume auto"):
+        Run(load_run_config(raw))
+    result, watcher = train(raw, "auto")
+    assert watcher.done == 3
+    assert result.steps == 6
+    assert losses_of(tmp_path) == plain[1]
+    again, watcher = train(raw, "auto")  # complete: nothing is left to do
+    assert not watcher.steps
+    assert again.model is not None
+    assert losses_of(tmp_path) == plain[1]
+    raw["training"]["steps"] = 8
+    raw["engine"]["scheduler"]["params"]["total_num_steps"] = 6
+    longer, watcher = train(raw, "auto")
+    assert [facts.step for facts in watcher.steps] == [7, 8]
+    assert longer.steps == 8
+
+
+def test_a_schedule_of_other_steps_is_refused(
+    plain: tuple[Path, list[Any]], tmp_path: Path
+) -> None:
+    folder, _ = plain
+    total = "engine.scheduler.params.total_num_steps"
+    elsewhere = settings(tmp_path, training__steps=8)
+    checkpoint = folder / "run" / "checkpoints" / "step4"
+    for raw, resume in (
+        (settings(folder, training__steps=8), "auto"),
+        (elsewhere, str(folder / "run")),
+        (elsewhere, str(checkpoint)),
+    ):
+        with (
+            Run(load_run_config(raw), resume) as run,
+            pytest.raises(ConfigError, match="is for 6 steps, and this run has 8") as caught,
+        ):
+            run.prepare()
+        assert f"keep training.steps=6; or {total}=6" in str(caught.value)
+    assert not (tmp_path / "run" / "run.json").exists()
+    with Run(load_run_config(settings(folder), [f"{total}=6"]), "auto") as run:
+        run.prepare()  # the same numbers, said another way
+    with (
+        Run(load_run_config(settings(folder), [f"{total}=7"]), "auto") as run,
+        pytest.raises(ConfigError, match=r"engine\.scheduler\.params was"),
+    ):
+        run.prepare()
+    same = settings(tmp_path, run_dir=str(tmp_path / "same"))
+    with Run(load_run_config(same), str(checkpoint)) as run:
+        run.prepare()
+
+
+def test_goes_on_exactly_after_it_died(plain: tuple[Path, list[Any]], tmp_path: Path) -> None:
+    raw = settings(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        train(raw, die_after=5)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with open(metrics, "a") as file:
+        file.write('{"event": "step", "step": 6, "lo')
+    assert len(losses_of_whole(metrics)) == 7  # steps 1 to 5, evaluations 0 and 3
+    _, watcher = train(raw, "auto")
+    assert watcher.done == 4
+    assert losses_of(tmp_path) == plain[1]
+
+
+def losses_of_whole(path: Path) -> list[str]:
+    return [line for line in path.read_text().splitlines() if line.endswith("}")]
+
+
+def test_goes_on_from_a_checkpoint_that_is_named(
+    plain: tuple[Path, list[Any]], tmp_path: Path
+) -> None:
+    folder, losses = plain
+    raw = settings(tmp_path)
+    _, watcher = train(raw, str(folder / "run" / "checkpoints" / "step4"))
+    assert [facts.step for facts in watcher.steps] == [5, 6]
+    assert [loss for event, _, loss in losses_of(tmp_path) if event == "step"] == [
+        loss for event, step, loss in losses if event == "step" and step > 4
+    ]
+    with pytest.raises(ConfigError, match="there is no such directory"):
+        Run(load_run_config(settings(tmp_path)), str(tmp_path / "nowhere"))
+
+
+def test_state_on_disk_gives_the_same_bits(plain: tuple[Path, list[Any]], tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    homes = {"weights": "disk", "moments": "disk", "gradients": "disk"}
+    raw = settings(tmp_path, engine__homes=homes, engine__nvme_path=str(state))
+    train(raw)
+    assert losses_of(tmp_path) == plain[1]
+    moved = [line["moved"]["disk_read"] for line in metrics_of(tmp_path) if "moved" in line]
+    assert all(moved[1:])
+    assert list(state.iterdir()) == []
+
+
+def test_a_durable_run_goes_on_without_checkpoints(
+    plain: tuple[Path, list[Any]], tmp_path: Path
+) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    homes = {"weights": "disk", "moments": "disk", "gradients": "host"}
+    raw = settings(
+        tmp_path,
+        engine__homes=homes,
+        engine__nvme_path=str(state),
+        engine__durable=True,
+        training__checkpoint_every=None,
+    )
+    result, _ = train(raw, stop_after=3)
+    assert result.checkpoint is None
+    _, watcher = train(raw, "auto")
+    assert watcher.done == 3
+    assert losses_of(tmp_path) == plain[1]
+
+
+def test_what_would_change_the_numbers_is_refused(plain: tuple[Path, list[Any]]) -> None:
+    folder, _ = plain
+    for changes, name in (
+        ({"engine__optimizer__lr": 1e-3}, "engine.optimizer.lr was 0.01, and is 0.001"),
+        ({"training__seed": 1}, "training.seed was 0, and is 1"),
+        ({"model__config__n_head": 4}, "model.n_head was 2, and is 4"),
+        ({"data__held_out": 0.2}, "data: windows to train on"),
+    ):
+        with Run(load_run_config(settings(folder, **changes)), "auto") as run:
+            with pytest.raises(ConfigError) as caught:
+                run.prepare()
+            assert name in str(caught.value)
+
+
+def test_other_data_is_refused(tmp_path: Path) -> None:
+    raw = settings(tmp_path)
+    train(raw, stop_after=2)
+    os.utime(tmp_path / "text.txt")  # the same words again: tokenised anew, and equal
+    train(raw, "auto", stop_after=1)
+    write_text(tmp_path / "text.txt", seed=1)
+    with (
+        Run(load_run_config(raw), "auto") as run,
+        pytest.raises(ConfigError, match=r"data\.tokens was"),
+    ):
+        run.prepare()
+    other = settings(tmp_path, run_dir=str(tmp_path / "other"))
+    with pytest.raises(CheckpointError, match="other data: corpus was"):
+        train(other, str(tmp_path / "run"))
+
+
+def test_fine_tuning_begins_with_the_weights_of_the_directory(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, vocab_size=300, max_position_embeddings=64,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "base")
+    raw = settings(
+        tmp_path,
+        model={"path": str(tmp_path / "base"), "gradient_checkpointing": True},
+        training__steps=1,
+        data__shuffle=False,
+        engine__optimizer__lr=0.0,
+        training__export="bf16",
+    )
+    _, watcher = train(raw)
+    (directory,) = (tmp_path / "run" / "data").iterdir()
+    corpus = Corpus(directory)
+    batch = torch.from_numpy(corpus.read(0, 4 * LENGTH)).view(4, LENGTH)
+    corpus.close()
+    expected = model(input_ids=batch, labels=batch).loss.item()
+    assert watcher.steps[0].loss == pytest.approx(expected, rel=1e-5)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "run" / "model", dtype="auto"
+    )
+    assert saved.dtype == torch.bfloat16
+    for name, value in model.state_dict().items():
+        assert torch.equal(saved.state_dict()[name], value.bfloat16()), name
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
+    raw = settings(tmp_path, engine__optimizer__lr=1e30, engine__scheduler=None)
+    with pytest.raises(TrainingError, match=r"the loss of step \d is .*\n.*1e\+30") as caught:
+        train(raw)
+    assert "engine.optimizer.lr=1e+29" in str(caught.value)
+
+
+def test_tensorboard_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    _, watcher = train(settings(tmp_path, training__tensorboard=True, training__steps=1))
+    assert [note for note in watcher.notes if "pip install tensorboard" in note] != []
+
+
+# --- the process ---------------------------------------------------------------------------------
+
+
+def start(folder: Path, raw: dict[str, Any], *options: str) -> subprocess.Popen[str]:
+    path = folder / "run.json"
+    path.write_text(json.dumps(raw))
+    command = [sys.executable, "-m", "infinity.cli", "train", str(path), *options]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def await_steps(folder: Path, process: subprocess.Popen[str], count: int) -> None:
+    path = folder / "run" / "metrics.jsonl"
+    until = time.monotonic() + 200
+    while time.monotonic() < until and process.poll() is None:
+        if path.exists() and path.read_text().count('"event": "step"') >= count:
+            return
+        time.sleep(0.02)
+    output, _ = process.communicate(timeout=10)
+    raise AssertionError(output)
+
+
+def test_killed_and_interrupted_runs_go_on_exactly(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"training__steps": 4000, "training__checkpoint_every": 3}
+    raw = settings(tmp_path, **changes)
+    raw["engine"]["scheduler"] = None
+    process = start(tmp_path, raw)
+    await_steps(tmp_path, process, 5)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert (tmp_path / "run" / "checkpoints" / "latest").exists()
+    process = start(tmp_path, raw, "--resume", "auto")
+    await_steps(tmp_path, process, 9)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
+    last = output.strip().splitlines()[-1]
+    assert last.startswith("stopped after step")
+    assert last.endswith("--resume auto")
+    done = metrics_of(tmp_path)[-1]["step"]
+    raw["training"]["steps"] = done + 2
+    train(raw, "auto")
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    again = settings(whole, **changes)
+    again["engine"]["scheduler"] = None
+    again["training"]["steps"] = done + 2
+    train(again)
+    ours, theirs = (
+        {(event, step): loss for event, step, loss in losses_of(folder)}
+        for folder in (tmp_path, whole)
+    )
+    assert len(ours) >= done
+    assert {key: theirs[key] for key in ours if key in theirs} == {
+        key: ours[key] for key in ours if key in theirs
+    }
+    assert {step for event, step in ours if event == "step"} == set(range(1, done + 3))

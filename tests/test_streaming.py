@@ -1,0 +1,175 @@
+"""Streamed updates under interruption, saving, durable steps and an early close.
+
+What they compute and move is in `parity/test_streamed_updates.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.durable import HOMES, connect, equal, gated, state_of
+from support.fake_accelerator import FakeAccelerator
+from support.ordered_accelerator import ordered_device
+from support.small import (
+    MIXED,
+    ON_DEVICE,
+    ON_DISK,
+    batch,
+    masters,
+    same,
+    settings,
+    small_engine,
+    small_model,
+    train,
+)
+from test_durable import expected
+from test_interrupt import (
+    LineStrikes,
+    TimerStrikes,
+    any_line,
+    may_be_lost,
+    no_recompute,
+    run_struck,
+)
+from test_saving import SlowWriter, saved_masters
+
+import infinity
+from infinity.trace.reader import read_timeline
+
+IN_RAM = dict.fromkeys(("weights", "moments", "gradients"), "host")
+PLACES = {"ram": IN_RAM, "mixed": MIXED, "disk": ON_DISK}
+
+
+def with_kernels(seed: int = 0, max_delay_s: float = 0.002) -> FakeAccelerator:
+    return FakeAccelerator(seed, max_delay_s=max_delay_s, kernels=True)
+
+
+# --- interruption ---------------------------------------------------------------------------------
+
+
+def struck(path: Path, place: str, seed: int, strikes: TimerStrikes | LineStrikes) -> None:
+    fake = with_kernels(seed)
+    more: dict[str, Any] = {"homes": PLACES[place], "gradient_accumulation_steps": 1 + seed % 2}
+    run_struck(path, no_recompute, strikes, fake=fake, update="device", **more)
+    assert fake.num_updates > 0
+
+
+@may_be_lost
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("place", PLACES)
+def test_a_timer_strikes_and_the_bits_stay(tmp_path: Path, place: str, seed: int) -> None:
+    struck(tmp_path, place, seed, TimerStrikes(seed, longest_s=0.06))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("place", ["ram", "mixed"])
+def test_any_line_may_be_struck(tmp_path: Path, place: str, seed: int) -> None:
+    struck(tmp_path, place, seed, any_line(seed))
+
+
+# --- saving ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_save_is_of_the_moment_of_the_call(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of a unit comes home before the copier has what was there."""
+    nvme, saved = tmp_path / "nvme", tmp_path / "saved"
+    nvme.mkdir()
+    slow = SlowWriter(monkeypatch)
+    slow.go.set()
+    arguments = {"device": with_kernels()}
+    more: dict[str, Any] = {"precision": "bf16", "update": "device", "arguments": arguments}
+    with small_engine(nvme, PLACES[place], **more) as engine:
+        train(engine, 2)
+        before = masters(engine)
+        slow.go.clear()
+        engine.save_checkpoint(saved)
+        threading.Timer(0.3, slow.go.set).start()
+        train(engine, 3, first=6)
+        engine.finish_saving()
+        found = saved_masters(saved, "global_step2")
+        assert same({name: before[name] for name in found}, found)
+        assert not same(before, masters(engine))
+
+
+# --- durable steps --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("homes", HOMES)
+def test_a_durable_run_goes_on_where_it_was_closed(tmp_path: Path, homes: str) -> None:
+    more = {"nvme_path": str(tmp_path), "durable": True, "durable_every": 2, "resume": "auto"}
+    for at in (0, 2):
+        fake = with_kernels(at)
+        given = settings(tmp_path, HOMES[homes], update="device", **more)
+        engine, *_ = infinity.initialize(gated(), given, device=fake)
+        with engine:
+            connect(engine)
+            assert equal(state_of(engine), expected(at))
+            train(engine, 2, first=at)
+            assert equal(state_of(engine), expected(at + 2))
+        assert fake.num_updates > 0
+        assert not fake.violations
+
+
+@pytest.mark.parametrize("update", ["cpu", "device"])
+@pytest.mark.parametrize(
+    "homes",
+    [ON_DEVICE, {**ON_DEVICE, "weights": "disk"}, {**IN_RAM, "weights": "device"}, IN_RAM],
+    ids=["device", "weights_on_disk", "weights_on_device", "ram"],
+)
+def test_a_commit_reads_homes_after_what_is_queued_for_them(
+    tmp_path: Path, homes: dict[str, str], update: str
+) -> None:
+    """Updates, and copies into homes, that are asked for but not over on the device."""
+    with ordered_device(seed=1, kernels=True) as device:
+        given = settings(tmp_path, homes, durable=True, durable_every=1, update=update)
+        engine, *_ = infinity.initialize(small_model(), given, device=device)
+        with engine:
+            connect(engine)
+            train(engine, 3)
+            engine.settle()
+        assert device.violations == []
+
+
+# --- an early close -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_close_waits_for_chunks_under_way(tmp_path: Path, place: str) -> None:
+    """They move into and out of memory that is given back."""
+    fake = with_kernels(max_delay_s=0.2)
+    more: dict[str, Any] = {"update": "device", "arguments": {"device": fake}}
+    with small_engine(tmp_path, PLACES[place], **more) as engine:
+        engine.backward(engine(batch(0)))
+        engine.step()
+        streams = engine._parts.sweep.updates._streams
+        while not len(streams):
+            time.sleep(0.0005)
+    assert len(streams) == 0
+    assert not fake.violations
+
+
+# --- a trace --------------------------------------------------------------------------------------
+
+
+def test_a_trace_shows_every_chunk_on_its_way(tmp_path: Path) -> None:
+    fake, nvme = with_kernels(), tmp_path / "nvme"
+    nvme.mkdir()
+    config = settings(nvme, IN_RAM, update="device", trace=str(tmp_path / "t.json"))
+    with infinity.initialize(small_model(), config, device=fake)[0] as engine:
+        train(engine, 3)
+        engine.settle()
+        moved = engine.counters()
+    timeline = read_timeline(tmp_path / "t.json")
+    assert timeline.complete
+    assert len(timeline.of("update")) == fake.num_updates > 0
+    for lane in ("to_device", "from_device"):
+        slices = timeline.of(lane)
+        assert {"weight", "moment1", "moment2", "gradient"} == {one.what for one in slices}
+        assert sum(one.nbytes for one in slices) == moved[lane]

@@ -1,0 +1,105 @@
+"""CUDA's event times on the host's clock, with events that are played by numbers."""
+
+from __future__ import annotations
+
+import struct
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.memory.cuda_events import FAR_MS, CudaClock, CudaEvent, CudaSpan, CudaStamp
+
+
+class Gpu:
+    """A device whose clock and progress the test sets; counts what makes the host wait."""
+
+    def __init__(self) -> None:
+        self.now_ms = 7_000_000.0  # of the device: it began long before us
+        self.done_ms = self.now_ms  # everything before it has happened
+        self.waits = 0
+
+
+class PlayedEvent:
+    """`torch.cuda.Event` by its contract: times are 32-bit floats of milliseconds."""
+
+    gpu: Gpu
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+        self.timing, self.blocking = enable_timing, blocking
+        self.at_ms = float("nan")
+
+    def record(self, stream: Any) -> None:
+        self.at_ms = self.gpu.now_ms
+
+    def query(self) -> bool:
+        return self.at_ms <= self.gpu.done_ms
+
+    def synchronize(self) -> None:
+        self.gpu.waits += 1
+        self.gpu.done_ms = max(self.gpu.done_ms, self.at_ms)
+
+    def elapsed_time(self, end: PlayedEvent) -> float:
+        assert self.timing and end.timing  # noqa: PT018
+        assert self.query() and end.query()  # noqa: PT018
+        (rounded,) = struct.unpack("f", struct.pack("f", end.at_ms - self.at_ms))
+        return float(rounded)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    gpu = Gpu()
+    monkeypatch.setattr(PlayedEvent, "gpu", gpu, raising=False)
+    monkeypatch.setattr(torch.cuda, "Event", PlayedEvent)
+    return gpu
+
+
+def test_times_are_the_hosts_and_nobody_waits(gpu: Gpu) -> None:
+    stream: Any = None
+    before = time.perf_counter_ns()
+    clock = CudaClock(stream)
+    after = time.perf_counter_ns()
+    assert gpu.waits == 1  # the one that ties both clocks
+    gpu.now_ms += 5
+    begin = CudaStamp(clock, stream)
+    gpu.now_ms += 2
+    span = CudaSpan(begin, clock, stream)
+    assert begin.time_ns() is None
+    assert span.elapsed_ns() is None
+    gpu.done_ms = gpu.now_ms - 1
+    assert begin.time_ns() is not None
+    assert span.elapsed_ns() is None
+    gpu.done_ms = gpu.now_ms
+    times = span.elapsed_ns()
+    assert times is not None
+    assert before + 5_000_000 <= times[0] <= after + 5_000_000
+    assert times[1] - times[0] == 2_000_000
+    assert times[0] == begin.time_ns()
+    assert gpu.waits == 1
+
+
+def test_hours_later_times_are_still_exact(gpu: Gpu) -> None:
+    stream: Any = None
+    clock = CudaClock(stream)
+    start_ms, start_ns = gpu.now_ms, clock._anchor_ns
+    worst = 0.0
+    for _ in range(5000):  # ten hours
+        gpu.now_ms += FAR_MS * 0.73 + 0.123
+        gpu.done_ms = gpu.now_ms
+        stamp = CudaStamp(clock, stream)
+        found = stamp.time_ns()
+        assert found is not None
+        worst = max(worst, abs(found - start_ns - (gpu.now_ms - start_ms) * 1e6))
+    far_ms = gpu.now_ms - start_ms
+    one_float = struct.unpack("f", struct.pack("f", far_ms))[0]
+    assert far_ms > 3.6e7
+    assert worst < 1e6  # a millisecond in ten hours; slices of a step are exact to a microsecond
+    assert abs(one_float - far_ms) < 4  # what a single anchor would give
+
+
+def test_an_event_that_is_not_timed_is_as_it_was(gpu: Gpu) -> None:
+    event = CudaEvent(None)  # type: ignore[arg-type]
+    assert not event.raw.timing
+    assert event.done()
+    assert not hasattr(event, "elapsed_ns")

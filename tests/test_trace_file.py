@@ -1,0 +1,289 @@
+"""The file of a trace: whole at any moment, bounded in memory, read back also where it is torn."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import threading
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity.errors import MachineError
+from infinity.trace import recorder
+from infinity.trace.reader import TraceError, parse_events, read_timeline
+from infinity.trace.recorder import NO_UNIT, SPREAD, Trace
+
+
+def wait_until(condition: Any, timeout_s: float = 10.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+class Later:
+    """A stamp, and an interval, that are known once `times` is set."""
+
+    def __init__(self) -> None:
+        self.times: tuple[int, int] | None = None
+
+    def time_ns(self) -> int | None:
+        return None if self.times is None else self.times[0]
+
+    def elapsed_ns(self) -> tuple[int, int] | None:
+        return self.times
+
+
+def filled(path: Path, count: int = 50) -> Trace:
+    trace = Trace(path, ["first", 'with "quotes"'], {"device": "cpu"})
+    for i in range(count):
+        begin = trace.start_ns + 1000 * i
+        trace.add("disk_read", "weight", i % 2, begin + 300, begin + 900, i, submitted=begin)
+    return trace
+
+
+def test_what_is_recorded_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "here.json"
+    trace = filled(path)
+    trace.add("stall", "norm", NO_UNIT, trace.start_ns, trace.start_ns + 5, args={"more": 1})
+    trace.close()
+    trace.close()
+    assert trace.num_dropped == 0
+    timeline = read_timeline(path)
+    assert timeline.complete
+    assert timeline.facts["device"] == "cpu"
+    reads = timeline.of("disk_read")
+    assert [s.nbytes for s in reads] == list(range(50))
+    assert {s.unit for s in reads} == {"first", 'with "quotes"'}
+    for i, s in enumerate(reads):
+        expected = [1e-6 * i, 1e-6 * i + 3e-7, 1e-6 * i + 9e-7]
+        assert [s.submitted, s.begin, s.end] == pytest.approx(expected, abs=2e-9)
+    (stall,) = timeline.of("stall")
+    assert (stall.what, stall.unit, stall.args["more"]) == ("norm", "", 1)
+
+
+def test_the_file_is_json_at_any_moment(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    trace = filled(path, 1)
+    seen = set()
+    for i in range(200):
+        trace.add("update", "update", 0, trace.start_ns + i, trace.start_ns + i + 1, 7)
+        seen.add(len(json.loads(path.read_text())))
+        time.sleep(0.002)
+    trace.close()
+    assert len(seen) > 2  # it grew meanwhile
+    assert sum(e.get("cat") == "update" for e in json.loads(path.read_text())) == 200
+
+
+def test_a_torn_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    filled(tmp_path / "t.json", 20).close()
+    text = (tmp_path / "t.json").read_text()
+    whole = list(parse_events(text))
+    assert len(whole) == len(json.loads(text))
+    sizes = set()
+    for end in range(0, len(text), 7):
+        part = list(parse_events(text[:end]))
+        assert part == whole[: len(part)]
+        sizes.add(len(part))
+    assert max(sizes) >= len(whole) - 1
+    torn = tmp_path / "torn.json"
+    torn.write_text(text[: len(text) * 3 // 4])
+    timeline = read_timeline(torn)
+    assert not timeline.complete
+    assert 0 < len(timeline.of("disk_read")) < 20
+    named = list(parse_events('{"other": 1, "traceEvents": [{"ph": "X"}, {"ph": "i"}]}'))
+    assert named == [{"ph": "X"}, {"ph": "i"}]
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    for text in ("", "[]", '[{"ph": "X", "ts": 1, "dur": 1}]', "no json", "\0"):
+        other.write_text(text)
+        with pytest.raises(TraceError, match="no trace"):
+            read_timeline(other)
+    with pytest.raises(MachineError, match="cannot be read"):
+        read_timeline(tmp_path / "none.json")
+    with pytest.raises(MachineError, match="cannot be opened"):
+        Trace(other / "below" / "a file.json")
+
+
+def test_a_full_queue_drops_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "FLUSH_S", 60.0)
+    trace = Trace(tmp_path / "t.json", capacity=100)
+    for i in range(1000):
+        trace.add("stall", "norm", NO_UNIT, i, i + 1)
+    assert len(trace._queue) == 100
+    assert trace.num_dropped == 900
+    trace.close()
+    timeline = read_timeline(trace.path)
+    assert timeline.num_dropped == 900
+    assert len(timeline.of("stall")) == 100
+
+
+def test_a_long_run_takes_no_more_memory(tmp_path: Path) -> None:
+    trace = Trace(tmp_path / "t.json", ["unit"], capacity=2000)
+    never = Later()
+
+    def record(rounds: int) -> None:
+        for _ in range(rounds):
+            for i in range(500):
+                now = trace.start_ns + i
+                trace.add("disk_write", "state", 0, now, now + 900, 4096, submitted=now)
+                trace.add_later("to_device", "weight", 0, never, 64, now)  # a lane that hangs
+            wait_until(lambda: not trace._queue)
+
+    record(10)
+    tracemalloc.start()
+    record(5)
+    time.sleep(2 * recorder.FLUSH_S)
+    before, _ = tracemalloc.get_traced_memory()
+    record(30)
+    after, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert after - before < 200_000
+    assert peak - before < 2_000_000
+    wait_until(lambda: len(trace._later["to_device"]) <= 2000)
+    trace.close()
+    # Everything is in the file, or counted.
+    timeline = read_timeline(trace.path)
+    assert len(timeline.of("disk_write")) + timeline.num_dropped == 45 * 1000
+
+
+def test_what_is_known_later_is_written_in_the_order_of_its_lane(tmp_path: Path) -> None:
+    trace = Trace(tmp_path / "t.json", ["unit"])
+    at = trace.start_ns
+    first, second = Later(), Later()
+    trace.add_later("to_device", "weight", 0, first, 10, at)
+    trace.add_later("to_device", "weight", 0, second, 20, at)
+    trace.add("compute", "forward", 0, first, second)
+    trace.add("compute", "backward", 0, at + 1, at + 2)
+    second.times = at + 500, at + 600
+    time.sleep(3 * recorder.FLUSH_S)
+    assert not read_timeline(trace.path).of("to_device", "compute")
+    first.times = at + 100, at + 300
+    wait_until(lambda: len(read_timeline(trace.path).of("to_device", "compute")) == 4)
+    trace.add_later("to_device", "weight", 0, Later(), 30, at)
+    trace.close()
+    timeline = read_timeline(trace.path)
+    copies = [
+        (s.nbytes, round(s.begin * 1e9), round(s.end * 1e9)) for s in timeline.of("to_device")
+    ]
+    assert copies == [(10, 100, 300), (20, 500, 600)]
+    compute = {s.what: (round(s.begin * 1e9), round(s.end * 1e9)) for s in timeline.of("compute")}
+    assert compute == {"forward": (100, 500), "backward": (1, 2)}
+    assert timeline.num_dropped == 1  # the one that was never over
+
+
+def test_a_device_that_fails_ends_no_thread(tmp_path: Path) -> None:
+    class Broken:
+        def elapsed_ns(self) -> tuple[int, int] | None:
+            raise RuntimeError("device lost")
+
+    trace = Trace(tmp_path / "t.json", ["unit"])
+    trace.add_later("to_device", "weight", 0, Broken(), 1, trace.start_ns)
+    trace.add("to_device", "weight", 0, trace.start_ns, trace.start_ns + 5, 2)
+    trace.close()
+    timeline = read_timeline(trace.path)
+    assert [s.nbytes for s in timeline.of("to_device")] == [2]
+    assert timeline.num_dropped == 1
+    assert "device lost" in str(trace.failure)
+
+
+def test_on_one_track_nothing_overlaps_that_does_not_nest(tmp_path: Path) -> None:
+    trace = Trace(tmp_path / "t.json", ["unit"])
+    for i in range(40):
+        begin = trace.start_ns + 100 * i
+        for lane in SPREAD:
+            trace.add(lane, "what", 0, begin, begin + 100 * (1 + i % 4), 1, submitted=begin)
+    trace.close()
+    events = [e for e in json.loads(trace.path.read_text()) if e["ph"] == "X"]
+    assert len(events) == 40 * len(SPREAD)
+    tracks: dict[int, list[tuple[float, float]]] = {}
+    for event in events:
+        tracks.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
+    assert len(SPREAD) < len(tracks) <= 4 * len(SPREAD)
+    for spans in tracks.values():
+        spans.sort()
+        assert all(a[1] <= b[0] + 1e-6 for a, b in itertools.pairwise(spans))
+    named = {e["tid"] for e in json.loads(trace.path.read_text()) if e["name"] == "thread_name"}
+    assert set(tracks) <= named
+
+
+def test_a_disk_that_refuses_is_no_error(tmp_path: Path) -> None:
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full")
+    trace = filled(Path("/dev/full"))
+    trace.close()
+    assert trace.failure is not None
+    assert trace.num_dropped == 50
+
+
+def test_threads_and_a_forked_child(tmp_path: Path) -> None:
+    files = len(os.listdir("/proc/self/fd"))
+    trace = filled(tmp_path / "t.json", 0)
+    workers = [
+        threading.Thread(
+            target=lambda: [trace.add("stall", "norm", NO_UNIT, i, i + 1) for i in range(3000)]
+        )
+        for _ in range(4)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    child = os.fork()
+    if child == 0:
+        trace.add("stall", "child", NO_UNIT, 0, 1)
+        trace.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    trace.close()
+    assert {s.what for s in read_timeline(trace.path).of("stall")} == {"norm"}
+    assert len(read_timeline(trace.path).of("stall")) == 12000
+    assert not [t for t in threading.enumerate() if t.name == "infinity-trace"]
+    assert len(os.listdir("/proc/self/fd")) == files
+    trace.add("stall", "late", NO_UNIT, 0, 1)  # nothing happens
+
+
+WHOLE = {"name": "a", "ph": "X", "ts": 1, "dur": 1, "args": {}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"ts": "a"}, "its 'ts' is 'a', not a finite number"),
+        ({"ts": None}, "its 'ts' is None"),
+        ({"ts": float("nan")}, "its 'ts' is nan"),
+        ({"ts": 10**400}, "not a finite number"),
+        ({"ts": 1.7e308, "dur": 1.7e308}, "too far"),
+        ({"dur": None}, "its 'dur' is None"),
+        ({"args": 5}, "its 'args' are 5"),
+        ({"args": {"bytes": float("inf")}}, "its 'bytes' is inf"),
+        ({"args": {"dropped": "x"}}, "its 'dropped' is 'x'"),
+        ({"name": "trace begins", "args": None}, "its 'args' are None"),
+        ({"name": "trace ends", "args": {"dropped": []}}, "its 'dropped' is []"),
+    ],
+    ids=str,
+)
+def test_an_event_of_another_making_is_named(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    events = [{"name": "trace begins", "ph": "i", "ts": 0, "args": {}}, WHOLE, WHOLE | changes]
+    (tmp_path / "t.json").write_text(json.dumps(events))
+    with pytest.raises(TraceError) as caught:
+        read_timeline(tmp_path / "t.json")
+    assert "event 3 of" in str(caught.value)
+    assert words in str(caught.value)
+
+
+def test_a_trace_that_cannot_be_read_says_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(MachineError, match=r"(?s)nosuch\.json cannot be read.*try: give the file"):
+        read_timeline(tmp_path / "nosuch.json")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(TraceError, match="no trace of infinity"):
+        read_timeline(tmp_path / "deep.json")

@@ -1,0 +1,312 @@
+"""Shares, overlaps and verdicts against a slow obvious computation on traces made by hand."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import subprocess
+import sys
+import xml.etree.ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from infinity.cli.main import app
+from infinity.trace.chart import draw_html, draw_svg
+from infinity.trace.intervals import Interval, clip, length, overlap, union, without
+from infinity.trace.reader import Timeline, read_timeline
+from infinity.trace.recorder import NO_UNIT, Trace
+from infinity.trace.report import report_lines
+from infinity.trace.shares import MOVERS, Shares, binds, verdict
+
+TICK_S = 0.001
+SPAN = 4000  # ticks
+
+
+def ticks(intervals: list[Interval]) -> set[int]:
+    """The slow and obvious set: every whole number inside."""
+    return {t for begin, end in intervals for t in range(int(begin), int(end))}
+
+
+def test_sets_of_times() -> None:
+    draw = random.Random(1)
+
+    def some(count: int) -> list[Interval]:
+        begins = [draw.randrange(200) for _ in range(count)]
+        return [(float(b), float(b + draw.randrange(12))) for b in begins]
+
+    for _ in range(300):
+        one, other = some(draw.randrange(12)), some(draw.randrange(12))
+        a, b = union(one), union(other)
+        window = (float(draw.randrange(100)), float(100 + draw.randrange(100)))
+        for times, expected in (
+            (a, ticks(one)),
+            (overlap(a, b), ticks(one) & ticks(other)),
+            (without(a, b), ticks(one) - ticks(other)),
+            (clip(a, window), ticks(one) & ticks([window])),
+        ):
+            assert ticks(times) == expected
+            assert length(times) == len(expected)
+            assert all(begin < end for begin, end in times)
+            assert all(x[1] <= y[0] for x, y in itertools.pairwise(times))
+
+
+Spans = dict[str, list[tuple[int, int]]]  # lane (or "stall:cause") -> spans in ticks
+
+
+def written(path: Path, spans: Spans, steps: list[tuple[int, int]], **facts: Any) -> Timeline:
+    """A trace file with these slices, read back."""
+    trace = Trace(path, ["unit"], facts)
+
+    def at(tick: float) -> int:
+        return trace.start_ns + round(tick * TICK_S * 1e9)
+
+    for number, (begin, end) in enumerate(steps, start=1):
+        trace.add("step", f"step {number}", NO_UNIT, at(begin), at(end))
+    for name, ranges in spans.items():
+        lane, _, cause = name.partition(":")
+        for begin, end in ranges:
+            submitted = at(begin - 5) if lane.startswith("disk") else None  # 5 in the queue
+            trace.add(lane, cause or "what", 0, at(begin), at(end), 1, submitted=submitted)
+    trace.close()
+    return read_timeline(path)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_shares_are_those_of_counting_ticks(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+
+    def busy(count: int, longest: int) -> list[tuple[int, int]]:
+        begins = [draw.randrange(10, SPAN) for _ in range(count)]
+        return [(b, b + draw.randrange(1, longest)) for b in begins]
+
+    cuts = sorted(draw.sample(range(100, SPAN, 10), 30))  # stalls do not overlap each other
+    stalls = list(zip(cuts[::2], cuts[1::2], strict=True))
+    spans: Spans = {lane: busy(40, 120) for lane in ("disk_read", "disk_write", "to_device")}
+    spans |= {"update": busy(10, 200), "compute": busy(25, 150)}
+    spans |= {"stall:update": stalls[::2], "stall:norm": stalls[1::2]}
+    steps = [(10, 1200), (1200, 2222), (2222, SPAN)]
+    timeline = written(tmp_path / "t.json", spans, steps)
+    assert len(timeline.of("step")) == 3
+
+    sets = {name: ticks([(float(b), float(e)) for b, e in r]) for name, r in spans.items()}
+    sets["disk"] = sets["disk_read"] | sets["disk_write"]
+    waits = sets["stall:update"] | sets["stall:norm"]
+    sets["compute"] -= waits
+    shares = Shares(timeline)
+    for step, (begin, end) in zip(shares.steps, steps, strict=True):
+        window = set(range(begin, end))
+        for lane in ("disk", "disk_read", "disk_write", "to_device", "update", "compute"):
+            assert step.busy[lane] == pytest.approx(len(sets[lane] & window) * TICK_S, abs=1e-6)
+        for (one, other), together in step.overlaps.items():
+            both = sets.get(one, set()) & sets.get(other, set()) & window
+            assert together == pytest.approx(len(both) * TICK_S, abs=1e-6)
+        assert step.waits == pytest.approx(len(waits & window) * TICK_S, abs=1e-6)
+        rest = window - waits - sets["compute"]
+        assert step.other == pytest.approx(len(rest) * TICK_S, abs=1e-6)
+        for lane in ("disk", "to_device", "update"):
+            inside = sets[lane] & waits & window
+            assert step.covered[lane] == pytest.approx(len(inside) * TICK_S, abs=1e-6)
+        for cause in ("update", "norm"):
+            inside = sets[f"stall:{cause}"] & window
+            assert step.causes[cause] == pytest.approx(len(inside) * TICK_S, abs=1e-6)
+    total = shares.whole
+    assert total is not None
+    for lane in ("disk", "compute", "update"):
+        parts = sum(step.busy[lane] for step in shares.steps)
+        assert total.busy[lane] == pytest.approx(parts, abs=1e-6)
+
+    longest = sorted((e - b for b, e in stalls), reverse=True)[:5]
+    found = shares.largest_stalls(5)
+    assert [s.seconds for s in found] == pytest.approx([n * TICK_S for n in longest], abs=1e-6)
+    for stall in found:
+        span = set(
+            range(round(stall.begin / TICK_S), round((stall.begin + stall.seconds) / TICK_S))
+        )
+        most = max(len(sets.get(lane, set()) & span) for lane in MOVERS)
+        assert stall.lane_seconds == pytest.approx(most * TICK_S, abs=1e-6)
+
+
+# (what is going on in a step of 1000 ticks, what binds, words of the verdict)
+BY_HAND: dict[str, tuple[Spans, str, str]] = {
+    "a disk that reads": (
+        {"compute": [(0, 1000)], "stall:update": [(100, 700)], "disk_read": [(20, 950)]},
+        "disk_read",
+        "disk read binds (busy 93 %); compute waits 0.60 s of 1.00 s for it",
+    ),
+    "a disk that writes": (
+        {"compute": [(0, 1000)], "stall:gradient": [(0, 600)], "disk_write": [(0, 800)]},
+        "disk_write",
+        "disk write binds (busy 80 %); compute waits 0.60 s of 1.00 s for it",
+    ),
+    "a disk that does both": (
+        {
+            "compute": [(0, 1000)],
+            "stall:update": [(0, 600)],
+            "disk_write": [(0, 500)],
+            "disk_read": [(100, 600)],
+            "update": [(0, 100)],
+        },
+        "disk",
+        "the disk binds (busy 60 %: read 50 %, write 50 %); compute waits 0.60 s of 1.00 s",
+    ),
+    "the update": (
+        {
+            "compute": [(0, 1000)],
+            "stall:update": [(0, 900)],
+            "update": [(10, 890)],
+            "disk_read": [(10, 100), (500, 600)],
+        },
+        "update",
+        "the optimizer update binds (busy 88 %); compute waits 0.88 s",
+    ),
+    "copies": (
+        {"compute": [(0, 1000)], "stall:copy": [(200, 600)], "to_device": [(0, 700)]},
+        "to_device",
+        "copying to the device binds (busy 70 %)",
+    ),
+    "one request after the other": (
+        {"compute": [(0, 1000)], "stall:disk_read": [(0, 300)], "disk_read": [(0, 300)]},
+        "disk_read",
+        "disk read is waited for, but does not bind (busy 30 %)",
+    ),
+    "compute": (
+        {"compute": [(0, 990)], "stall:norm": [(500, 520)], "disk_read": [(0, 1000)]},
+        "compute",
+        "compute binds (busy 97 %); it waits 20 ms of 1.00 s",
+    ),
+    "the loop": (
+        {"compute": [(0, 300)], "stall:norm": [(200, 220)]},
+        "other",
+        "the training loop's own code binds: 0.70 s of 1.00 s",
+    ),
+    "nobody knows": (
+        {"compute": [(0, 1000)], "stall:slot": [(0, 500)], "disk_read": [(0, 50)]},
+        "unknown",
+        "compute waits 0.50 s of 1.00 s, most of it for 'slot'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(BY_HAND))
+def test_verdicts(tmp_path: Path, name: str) -> None:
+    spans, lane, words = BY_HAND[name]
+    (step,) = Shares(written(tmp_path / "t.json", spans, [(0, 1000)])).steps
+    assert binds(step) == lane
+    assert verdict(step).startswith(f"step 1: {words}")
+
+
+def test_on_a_clock_of_its_own_compute_waits_between_its_slices(tmp_path: Path) -> None:
+    spans: Spans = {
+        "compute": [(0, 300), (700, 1000)],
+        "stall:update": [(100, 200)],  # the host waits while the device computes: no matter
+        "to_device": [(250, 680)],
+    }
+    (step,) = Shares(written(tmp_path / "t.json", spans, [(0, 1000)], host_clock=False)).steps
+    assert step.busy["compute"] == pytest.approx(0.6)
+    assert step.waits == pytest.approx(0.38)
+    assert step.other == pytest.approx(0.02)
+    assert binds(step) == "to_device"
+
+
+def test_charts_are_whole_and_small(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    spans: Spans = {
+        lane: [(t, t + draw.randrange(1, 3)) for t in range(0, 20000, 2)]
+        for lane in ("disk_read", "compute", "stall:<update>", "update")
+    }
+    timeline = written(tmp_path / "<t>.json", spans, [(0, 9000), (9000, 20000)])
+    text = draw_svg(timeline)
+    assert len(text) < 1_000_000  # 40,000 slices
+    xml.etree.ElementTree.fromstring(text)
+    narrow = xml.etree.ElementTree.fromstring(draw_svg(timeline, (9.0, 9.1)))
+    assert len(list(narrow.iter("{http://www.w3.org/2000/svg}rect"))) > 100
+    assert any("<update>" in (element.text or "") for element in narrow.iter())
+    page = draw_html(Shares(timeline))
+    for words in ("<svg", "Busy shares", "Largest stalls", "Step by step", "step 2: ", "&lt;t&gt;"):
+        assert words in page
+    assert "<t>" not in page
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["trace", *arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_the_command(tmp_path: Path) -> None:
+    spans = BY_HAND["a disk that reads"][0]
+    written(tmp_path / "t.json", spans, [(0, 1000)])
+    trace, html, svg = (str(tmp_path / name) for name in ("t.json", "t.html", "t.svg"))
+    code, said, error = run(trace, "--html", html, "--svg", svg, "--step", "1")
+    assert (code, error) == (0, "")
+    assert "step 1: disk read binds (busy 93 %)" in said
+    assert "600.00 ms  update     unit" in said
+    assert "compute and disk read: 0.330 s" in said
+    assert Path(html).read_text().startswith("<!doctype html>")
+    xml.etree.ElementTree.parse(svg)
+    for arguments, expected, part in (
+        ([trace, "--step", "9"], 1, "it has step 1 to step 1"),
+        ([str(tmp_path / "none.json")], 4, "cannot be read"),
+        ([html], 2, "is no trace of infinity"),
+        ([trace, "--html", str(tmp_path / "no" / "t.html")], 4, "cannot be written"),
+    ):
+        code, said, error = run(*arguments)
+        assert (code, said) == (expected, "")
+        assert part in error
+    torn = tmp_path / "torn.json"
+    events = json.loads(Path(trace).read_text())
+    kept = [e for e in events if e.get("cat") != "step"]
+    torn.write_text(json.dumps(kept)[:-3])
+    code, said, _ = run(str(torn), "--html", html)
+    assert code == 0
+    assert "no step was completed" in said
+    data = json.loads(run(str(torn), "--json")[1])
+    assert (data["steps"], data["whole"]) == ([], None)
+    assert data["notes"] == ["the trace was not closed: the run was killed, or goes on"]
+    assert sys.modules.get("matplotlib") is None
+
+
+def test_the_command_as_data(tmp_path: Path) -> None:
+    """One object, of which every number is that of the text."""
+    steps = [(0, 400), (400, 1000)]
+    spans: Spans = {"compute": [(0, 300), (500, 900)], "stall:slot": [(500, 600)]}
+    spans["disk_read"] = [(480, 640)]
+    written(tmp_path / "t.json", spans, steps, device="cuda:0")
+    code, said, error = run(str(tmp_path / "t.json"), "--json", "--stalls", "1")
+    assert (code, error) == (0, "")
+    data = json.loads(said)
+    assert data["device"] == "cuda:0"
+    first, second = data["steps"]
+    assert first["busy_share"]["compute"] == pytest.approx(0.75)
+    assert first["idle_share"] == pytest.approx(0.25)
+    assert second["busy_share"]["compute"] == pytest.approx(300 / 600)
+    assert data["whole"]["idle_share"] == pytest.approx(0.4)
+    assert data["whole"]["busy_share"]["disk"] == pytest.approx(0.16)
+    (stall,) = data["largest_stalls"]
+    assert (stall["cause"], stall["lane"]) == ("slot", "disk")
+    text = run(str(tmp_path / "t.json"))[1]
+    for step in (first, second, data["whole"]):
+        assert step["verdict"] in text
+    (only,) = json.loads(run(str(tmp_path / "t.json"), "--json", "--step", "2")[1])["steps"]
+    assert only == second
+
+
+def test_the_tool_is_the_command(tmp_path: Path) -> None:
+    written(tmp_path / "t.json", BY_HAND["the update"][0], [(0, 1000)])
+    tool = Path(__file__).parent.parent / "tools" / "trace_report.py"
+    command = [sys.executable, str(tool), str(tmp_path / "t.json")]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout == run(str(tmp_path / "t.json"))[1]
+
+
+def test_nothing_is_announced_where_nothing_overlaps(tmp_path: Path) -> None:
+    apart: Spans = {"compute": [(0, 10)], "update": [(20, 30)]}
+    lines = list(report_lines(Shares(written(tmp_path / "a.json", apart, [(0, 40)]))))
+    assert not any("at the same time" in line for line in lines)
+    both: Spans = {"compute": [(0, 10)], "update": [(5, 30)]}
+    lines = list(report_lines(Shares(written(tmp_path / "b.json", both, [(0, 40)]))))
+    assert lines[lines.index("at the same time, in step 1:") + 1] == "  compute and update: 0.005 s"

@@ -1,0 +1,159 @@
+"""Which updates are streamed through the device: what they cost, and when the plan chooses them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from test_planner import UNLIMITED, units
+
+from infinity.config import load_config
+from infinity.errors import DoesNotFitError
+from infinity.plan.cost import step_cost, stream_s, update_s
+from infinity.plan.forecast import forecast_phases
+from infinity.plan.layout import Tier
+from infinity.plan.plan import Plan, RuleFacts, UnitHomes, UpdatePlace, update_place
+from infinity.plan.planner import make_plan
+from infinity.plan.rates import NOMINAL, Rates
+from infinity.plan.reserve import AUTO_SHARE, Limits, with_memory
+
+IN_RAM = dict.fromkeys(("weights", "moments", "gradients"), "host")
+ON_DISK = dict.fromkeys(("weights", "moments", "gradients"), "disk")
+ON_DEVICE = dict.fromkeys(("weights", "moments", "gradients"), "device")
+NUMEL = 1 << 20
+SIZES = [NUMEL] * 8
+CHUNK = 1 << 16
+RATES = Rates(disk_read=1e12, disk_write=1e12, disk_mixed=1e12, update={"fp32": 1e9},
+              to_device=28e9, from_device=24e9, device_update=1e11)  # fmt: skip
+
+
+def plan_of(
+    homes: dict[str, str] | None = None,
+    update: str = "auto",
+    limits: Limits = UNLIMITED,
+    *,
+    rates: Rates = RATES,
+    kernels: bool = True,
+    rule: RuleFacts | None = None,
+    unified: bool = False,
+    **more: Any,
+) -> Plan:
+    given = {"nvme_path": "/nvme", "homes": homes or {}, "update": update, "chunk_size": CHUNK}
+    config = load_config(given | more)
+    return make_plan(units(SIZES, config.precision), config, limits, unified=unified, rule=rule,
+                     device_kernels=kernels, rates=rates)  # fmt: skip
+
+
+def places(plan: Plan) -> set[UpdatePlace]:
+    return {update_place(plan, unit.index) for unit in plan.units}
+
+
+@pytest.mark.parametrize(("micro_batches", "gradient"), [(1, 2), (2, 4)])
+def test_bytes_and_seconds_by_hand(micro_batches: int, gradient: int) -> None:
+    """28 GB/s bring 12 bytes of state and the gradient, 24 GB/s take 12 back; beside compute."""
+    more = {"gradient_accumulation_steps": micro_batches}
+    plan = plan_of(IN_RAM, "device", **more)
+    sweep, numel = forecast_phases(plan)[0].moved, sum(SIZES)
+    assert (sweep["to_device"], sweep["from_device"]) == ((12 + gradient) * numel, 12 * numel)
+    assert stream_s(plan, RATES) == pytest.approx(numel * max((12 + gradient) / 28e9, 12 / 24e9))
+    assert update_s(plan, RATES) == (0.0, pytest.approx(numel / 1e11))
+    assert plan.memory["device"]["streaming"] == 3 * CHUNK * (12 + gradient)
+    phase = step_cost(plan, RATES).phases[0]
+    assert phase.seconds == pytest.approx(stream_s(plan, RATES))
+    assert phase.lanes["update"] == 0
+    by_cpu = step_cost(plan_of(IN_RAM, "cpu", **more), RATES).phases[0]
+    assert by_cpu.seconds == by_cpu.lanes["update"] == pytest.approx(numel / 1e9)
+
+
+def test_the_cpu_and_the_links_take_turns_where_both_have_units() -> None:
+    plan = plan_of(IN_RAM, "cpu")
+    half = [UnitHomes(Tier.HOST, Tier.HOST, Tier.DISK)] * 4
+    mixed = replace(plan, homes=(*plan.homes[:4], *half), streamed=frozenset(plan.homes[:1]))
+    mixed = with_memory(mixed, UNLIMITED)
+    assert places(mixed) == {UpdatePlace.STREAMED, UpdatePlace.CPU}
+    assert mixed.updates_line == "streamed through the device (4 units), by the CPU (4 units)"
+    lanes = step_cost(mixed, RATES).phases[0].lanes
+    assert lanes["update"] == pytest.approx(4 * NUMEL / 1e9 + stream_s(mixed, RATES))
+
+
+@pytest.mark.parametrize(
+    ("cpu", "link", "streamed"),
+    [(1e9, 28e9, True), (3e9, 28e9, False), (1e9, 10e9, False), (1.95e9, 28e9, False)],
+    ids=["slow_cpu", "fast_cpu", "slow_links", "a_close_call"],
+)
+def test_the_faster_way_is_chosen(cpu: float, link: float, streamed: bool) -> None:
+    """14 bytes in: 28 GB/s are 2e9 parameters a second, which must be 5 % better at least."""
+    rates = replace(RATES, update={"fp32": cpu}, to_device=link, from_device=link)
+    plan = plan_of(IN_RAM, rates=rates)
+    assert places(plan) == {UpdatePlace.STREAMED if streamed else UpdatePlace.CPU}
+    forced = {
+        update: step_cost(plan_of(IN_RAM, update, rates=rates), rates).seconds
+        for update in ("cpu", "device")
+    }
+    assert step_cost(plan, rates).seconds == pytest.approx(min(forced.values()), rel=0.05)
+
+
+def test_where_the_disk_binds_nothing_is_streamed_unless_asked() -> None:
+    assert places(plan_of(ON_DISK, rates=NOMINAL)) == {UpdatePlace.CPU}
+    assert places(plan_of(ON_DISK, "device", rates=NOMINAL)) == {UpdatePlace.STREAMED}
+
+
+def test_what_rests_on_the_device_stays_there_whatever_is_asked() -> None:
+    for update in ("auto", "cpu", "device"):
+        plan = plan_of(ON_DEVICE, update)
+        assert places(plan) == {UpdatePlace.DEVICE}
+        assert plan.memory["device"]["streaming"] == 0
+        assert plan.updates_line == "on the device"
+
+
+def test_buffers_count_against_the_device_budget() -> None:
+    """With no room for them the CPU updates; asked for, they are refused with the numbers."""
+    slots = 4 * NUMEL * 2
+    need = 3 * CHUNK * 14
+    assert places(plan_of(IN_RAM, limits=Limits(slots + need, None, None))) == {
+        UpdatePlace.STREAMED
+    }
+    tight = Limits(slots + need - 1, None, None)
+    assert places(plan_of(IN_RAM, limits=tight)) == {UpdatePlace.CPU}
+    tighter = Limits(2 * NUMEL * 2 + need - 1, None, None)
+    with pytest.raises(DoesNotFitError, match="streaming") as caught:
+        plan_of(IN_RAM, "device", tighter)
+    assert "leave update: device out" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"kernels": False}, "the device has no kernels"),
+        ({"rule": RuleFacts("NAdam", tile_elements=4096)}, "NAdam is not one of our kernels"),
+        ({"unified": True, "kernels": False}, "the device is the CPU"),
+    ],
+    ids=["no_kernels", "guest", "cpu"],
+)
+def test_what_only_the_cpu_can_do_is_said(more: dict[str, Any], why: str) -> None:
+    plan = plan_of(IN_RAM, "device", **more)
+    assert places(plan) == {UpdatePlace.CPU}
+    assert plan.notes[-1] == f"update: device is not used: {why}"
+    text = plan.describe()
+    assert plan.unified or f"updates               by the CPU: {why}" in text
+    assert not any("update" in note for note in plan_of(IN_RAM, **more).notes)
+
+
+def test_homes_left_to_the_plan_are_streamed_too() -> None:
+    """A device too small for the model: the rest is in RAM, and passes through."""
+    limits = Limits(28 << 20, 1 << 30, None)
+    plan = plan_of(limits=limits)
+    assert UpdatePlace.STREAMED in places(plan)
+    assert plan.tier_bytes["device"] <= 28 << 20
+    by_cpu = plan_of(update="cpu", limits=limits)
+    assert step_cost(plan, RATES).seconds < 0.95 * step_cost(by_cpu, RATES).seconds
+
+
+def test_streaming_takes_no_room_from_activations() -> None:
+    """Homes that the plan chooses leave a share of the device to them, and its buffers too."""
+    for megabytes in (24, 28, 40, 64):
+        limits = Limits(megabytes << 20, 1 << 30, None)
+        plan = plan_of(limits=limits)
+        assert plan.tier_bytes["device"] <= AUTO_SHARE * (megabytes << 20)
+    assert UpdatePlace.STREAMED in places(plan)

@@ -1,0 +1,289 @@
+"""What `gpu_check.sh` runs: looks what is there, builds, runs checks, and writes a report."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+LIMIT_S = 560.0  # of everything; a lent machine ends a command after 600
+SHOWN_LINES = 60  # of a check's output in the report
+GRACE_S = 10.0  # to clean up in
+MISSING, NO_GPU, STOPPED = 3, 4, 124
+# What building and testing need beside what pyproject.toml says.
+TOOLS = ("packaging", "pip", "cmake", "ninja", "pytest", "pytest-timeout")
+FACTS = """
+import os, torch
+from infinity.optim import cuda, nvrtc
+device = torch.device("cuda", 0)
+free, total = torch.cuda.mem_get_info(device)
+print(torch.cuda.get_device_name(device), f"{total / 2**30:.0f} GiB,", os.cpu_count(), "CPU cores")
+print("torch", torch.__version__, "CUDA", torch.version.cuda)
+print("kernels:", cuda.why_not(device) or f"NVRTC {nvrtc.version()}, source in {nvrtc.folder()}")
+"""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A command, how long it may take, and whether its stdout is JSON to be kept."""
+
+    name: str
+    limit_s: float
+    command: Sequence[str]
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a check went; `code` is None where there was no time for it."""
+
+    check: Check
+    code: int | None
+    seconds: float
+    output: str
+
+
+def step(name: str, limit_s: float, *options: str) -> Check:
+    """A run of `bench_step.py` on the GPU; contenders one after the other, for lack of memory."""
+    command = [sys.executable, "tools/bench_step.py", "--device", "cuda", "--json", *options]
+    return Check(name, limit_s, command, json=True)
+
+
+def llama(size: str, tokens: int, micro_batches: int, *options: str) -> list[str]:
+    """Options of a Llama shape with blocks recomputed in backward."""
+    return [
+        *("--model", f"llama-{size}", "--tokens", str(tokens), "--context", "4096"),
+        *("--micro-batches", str(micro_batches), "--checkpointing"),
+        *("--rounds", "2", "--warmup", "1", *options),
+    ]
+
+
+def checks_of(stages: Sequence[str], out: Path) -> list[Check]:
+    """What the stages run, in order."""
+    # -P: the source tree in the working directory has no native modules, the installed package has.
+    tests = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    capped, kept = ("--device-budget", "24GiB"), ("--traces", str(out))
+    both = (*capped, "--only", "torch_ram,infinity_ram", "--alone")
+    ours, plain = ("--only", "infinity_ram", *kept), ("--only", "torch_ram")
+    stage = {
+        "quick": [
+            Check("gpu tests", 120, [*tests, "-m", "gpu", "tests/gpu"]),
+            Check(
+                "kernels without a GPU",
+                40,
+                [*tests, "-m", "not big", "tests/test_nvrtc.py", "tests/test_cuda_adam.py"],
+            ),
+            Check("adam", 40, [sys.executable, "tools/bench_adam_cuda.py"]),
+            step("step-gpt-124m", 45, "--model", "gpt-124m", "--rounds", "3"),
+            step("step-llama-1.5b-32k", 100, *llama("1.5b", 32768, 2, *both, *kept)),
+            step("step-llama-1.5b-8k", 70, *llama("1.5b", 8192, 1, *both)),
+        ],
+        "8b": [
+            # Apart: plain torch may not fit.
+            step("step-llama-8b-32k", 220, *llama("8b", 32768, 4, *capped, *ours)),
+            step("step-llama-8b-32k-torch", 190, *llama("8b", 32768, 4, *plain)),
+        ],
+        "14b": [step("step-llama-14b-32k", 410, *llama("14b", 32768, 4, *ours))],
+    }
+    return [check for name in stages for check in stage[name]]
+
+
+STAGES = ("quick", "8b", "14b")
+
+
+def missing(pyproject: Path) -> list[str]:
+    """Requirements that are not met here: to build, to import, to compute on CUDA and to test."""
+    from packaging.requirements import Requirement
+
+    with pyproject.open("rb") as file:
+        told = tomllib.load(file)
+    project = told["project"]
+    wanted = [*told["build-system"]["requires"], *project["dependencies"]]
+    wanted += [*project["optional-dependencies"]["cuda"], *TOOLS]
+    found = []
+    for requirement in map(Requirement, wanted):
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"{requirement}: not there")
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            found.append(f"{requirement}: {version} is there")
+    return found
+
+
+def why_no_gpu() -> str | None:
+    """Why nothing can be checked here; None if torch sees a GPU."""
+    try:
+        import torch
+    except ImportError as error:
+        return f"torch cannot be imported: {error}"
+    if torch.cuda.is_available():
+        return None
+    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build for CPUs"
+    return f"torch {torch.__version__} ({built}) sees no CUDA device"
+
+
+def build(site: Path) -> list[Check]:
+    """Install carried wheels, and this repository, into a folder."""
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps"]
+    pip += ["--no-compile", "--no-cache-dir", "--upgrade", "--target", str(site)]
+    wheels = sorted(str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob(".whl/*.whl"))
+    found = [Check("wheels", 15, [*pip, *wheels])] if wheels else []
+    return [*found, Check("build", 130, [*pip, "--no-build-isolation", "."])]
+
+
+def run(check: Check, limit_s: float, out: Path) -> Result:
+    """Run one check for at most `limit_s` seconds; its output goes to the log, and is shown."""
+    began = time.monotonic()
+    print(f"== {check.name}: {' '.join(check.command)}", flush=True)
+    with tempfile.TemporaryFile("w+", errors="replace") as told:
+        kept = (out / f"{check.name}.json").open("w") if check.json else told
+        process = subprocess.Popen(check.command, cwd=REPOSITORY, stdout=kept, stderr=told)
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = STOPPED
+            process.terminate()  # a benchmark takes its children along
+            try:
+                process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if kept is not told:
+            kept.close()
+        told.seek(0)
+        output = told.read()
+    seconds = time.monotonic() - began
+    with (out / "log.txt").open("a", encoding="utf-8") as log:
+        log.write(f"== {check.name}: exit code {code} after {seconds:.0f} s\n{output}\n")
+    print(output + f"== {check.name}: exit code {code} after {seconds:.0f} s", flush=True)
+    return Result(check, code, seconds, output)
+
+
+def run_all(checks: Sequence[Check], out: Path, until: float) -> list[Result]:
+    """One after the other; one that fails does not hide what comes after it."""
+    results = []
+    for check in checks:
+        left = until - time.monotonic()
+        if left < 5:
+            results.append(Result(check, None, 0.0, ""))
+        else:
+            results.append(run(check, min(check.limit_s, left), out))
+    return results
+
+
+def write_report(results: Sequence[Result], facts: str, stages: Sequence[str], out: Path) -> Path:
+    """A page for docs/benchmarks: the machine, a table, and what each check said last."""
+    today = datetime.now(UTC)
+    machine = facts.partition("\n")[0].strip() or "unknown machine"
+    slug = re.sub(r"[^a-z0-9]+", "-", machine.partition(" GiB")[0].lower()).strip("-")
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        check=False,
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    lines = [
+        f"# GPU check ({', '.join(stages)}): {machine}, {today:%Y-%m-%d}",
+        "",
+        f"    tools/gpu_check.sh {' '.join(stages)}",
+        "",
+        f"Commit {commit or 'unknown'}, Python {platform.python_version()}, {today:%H:%M} UTC.",
+        "",
+        *(f"- {line}" for line in facts.splitlines()),
+        "",
+        "| check | result | seconds |",
+        "| --- | --- | --- |",
+        *(f"| {r.check.name} | {_outcome(r)} | {r.seconds:.0f} |" for r in results),
+    ]
+    for result in results:
+        shown = result.output.rstrip().splitlines()[-SHOWN_LINES:]
+        command = " ".join(result.check.command).replace(sys.executable, "python")
+        lines += ["", f"## {result.check.name}", "", f"    {command}", "", "```", *shown, "```"]
+    path = out / f"gpu_{'-'.join(stages)}_{slug}_{today:%Y-%m-%d}.md"
+    path.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    return path
+
+
+def _outcome(result: Result) -> str:
+    if result.code is None:
+        return "not run: no time was left"
+    if result.code == STOPPED:
+        return f"stopped after {result.seconds:.0f} s"
+    return "passed" if result.code == 0 else f"FAILED, exit code {result.code}"
+
+
+def describe(checks: Sequence[Check]) -> None:
+    """Print what would run."""
+    for check in checks:
+        command = " ".join(check.command).replace(sys.executable, "python")
+        print(f"{check.name} (at most {check.limit_s:.0f} s): {command}")
+    total = sum(check.limit_s for check in checks)
+    print(f"in all at most {total:.0f} s")
+    if total > LIMIT_S:
+        print(f"after {LIMIT_S:.0f} s what is left is not run: better one stage at a time")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="gpu_check.sh", description=__doc__)
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=", ".join(STAGES))
+    parser.add_argument("--dry-run", action="store_true", help="run nothing")
+    options = parser.parse_args(arguments)
+    stages = options.stages or ["quick"]
+    if unknown := [name for name in stages if name not in STAGES]:
+        parser.error(f"{unknown[0]!r} is not one of {', '.join(STAGES)}")
+    until = time.monotonic() + LIMIT_S
+    out = Path(os.environ.get("OUT") or REPOSITORY / "build" / "gpu_check").resolve()
+    if no_gpu := why_no_gpu():
+        print(f"gpu_check: {no_gpu}", file=sys.stderr)
+        if not options.dry_run:
+            print("gpu_check: nothing was built, run or reported", file=sys.stderr)
+            return NO_GPU
+    with tempfile.TemporaryDirectory() as folder:
+        site = Path(folder)
+        building, checks = build(site), checks_of(stages, out)
+        if options.dry_run:
+            for line in missing(REPOSITORY / "pyproject.toml"):
+                print(f"missing, unless it lies in .whl/: {line}")
+            describe([*building, *checks])
+            return 0
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "log.txt").write_text("")
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [folder, os.environ.get("PYTHONPATH")])
+        )
+        results = run_all(building[:-1], out, until)
+        sys.path.insert(0, folder)
+        if lacking := missing(REPOSITORY / "pyproject.toml"):
+            for line in lacking:
+                print(f"gpu_check: missing: {line}", file=sys.stderr)
+            print("gpu_check: bring it with tools/gpu_check.sh --fetch", file=sys.stderr)
+            return MISSING
+        results += run_all(building[-1:], out, until)
+        facts = ""
+        if results[-1].code == 0:
+            found = run(Check("facts", 30, [sys.executable, "-P", "-c", FACTS]), 30, out)
+            facts = found.output if found.code == 0 else ""
+            results += [found, *run_all(checks, out, until)]
+        report = write_report(results, facts, stages, out)
+    print(f"report: {report}")
+    return 0 if all(result.code == 0 for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -12,6 +12,8 @@ library, which reaches narrow places that a timer hardly ever meets and names th
 
 from __future__ import annotations
 
+import _weakrefset
+import gc
 import inspect
 import linecache
 import os
@@ -19,6 +21,7 @@ import random
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,6 +54,7 @@ from infinity.errors import PresenceError
 from infinity.training.recovery import Recovery
 
 LIBRARY = str(Path(infinity.__file__).parent)
+WEAKREFS = {weakref.__file__, _weakrefset.__file__}
 CALLS = {Engine.__call__.__code__, Engine.backward.__code__, Engine.step.__code__}
 
 
@@ -82,6 +86,19 @@ def leaves_a_block(frame: FrameType) -> bool:
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
 
 
+def swallows(frame: FrameType | None) -> bool:
+    """Whether Python itself drops what is raised here: in a finalizer, or as garbage is collected.
+
+    Hypothesis, too, has a function (`gc_callback`) called at every collection.
+    """
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in ("__del__", "gc_callback") or code.co_filename in WEAKREFS:
+            return True
+        frame = frame.f_back
+    return False
+
+
 class TimerStrikes:
     """Raises from a signal handler, a random time after `arm`, once the engine is in a call.
 
@@ -109,7 +126,7 @@ class TimerStrikes:
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if not self.armed:
             return
-        if not inside_a_call(frame):
+        if not inside_a_call(frame) or swallows(frame):
             self._after(1e-4)
             return
         self.armed = False
@@ -119,6 +136,7 @@ class TimerStrikes:
 
     def __enter__(self) -> TimerStrikes:
         self._before = signal.signal(signal.SIGUSR1, self._handle)
+        gc.disable()  # an exception in what the collector calls goes nowhere
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -126,6 +144,7 @@ class TimerStrikes:
         if self._timer is not None:
             self._timer.join()
         signal.signal(signal.SIGUSR1, self._before)
+        gc.enable()
 
 
 class LineStrikes:
@@ -151,7 +170,11 @@ class LineStrikes:
         if event != "line":
             return self._trace
         self.lines += 1
-        if self.lines >= self._at and inside_a_call(frame) and not leaves_a_block(frame):
+        if (
+            self.lines >= self._at
+            and inside_a_call(frame)
+            and not (leaves_a_block(frame) or swallows(frame))
+        ):
             self._at = sys.maxsize
             name = os.path.relpath(frame.f_code.co_filename, LIBRARY)
             self.struck.append(f"{name}:{frame.f_lineno} ({frame.f_code.co_name})")

@@ -16,6 +16,7 @@ import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
 from support.models import CASES, CHECKPOINTINGS, Checkpointing
+from support.patience import wait_for
 from support.small import MIXED, ON_DEVICE, ON_DISK, batch, settings, small_engine, small_model
 from support.trainer import Run, make_config, make_device
 
@@ -296,7 +297,6 @@ engine = infinity.initialize(small_model(), config)[0]
 for index in range(100_000):
     engine.backward(engine(batch(index)))
     engine.step()
-    print(index, flush=True)
 """
 
 
@@ -306,15 +306,15 @@ def test_a_killed_run_leaves_a_whole_file(tmp_path: Path) -> None:
     script = KILLED.format(
         tests=str(Path(__file__).parent), nvme=str(tmp_path / "nvme"), trace=str(trace)
     )
-    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    for line in child.stdout:
-        if int(line) >= 12:
-            break
-    child.send_signal(signal.SIGKILL)
-    child.wait(30)
-    child.stdout.close()
-    assert json.loads(trace.read_text())
+    child = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        wait_for(lambda: trace.exists() and trace.read_text().count('"cat":"step"') >= 2)
+        child.send_signal(signal.SIGSTOP)  # lets a write that is under way end, as SIGKILL may not
+        os.waitpid(child.pid, os.WUNTRACED)
+        assert json.loads(trace.read_text())
+    finally:
+        child.kill()
+        child.wait()
     timeline = read_timeline(trace)
     assert not timeline.complete
     assert timeline.num_dropped == 0

@@ -63,20 +63,22 @@ def test_many_threads_and_close_in_between() -> None:
     values = Source(6).floats(300_000, torch.float32, wild=False)
     want = reference_square_sum(values)
     pool = CpuKernels(4)
+    under_way = [threading.Event() for _ in range(4)]
 
-    def work() -> int:
-        for count in range(2000):
-            try:
+    def work(begun: threading.Event) -> None:
+        with pytest.raises((EngineClosedError, RuntimeError)):
+            while True:
                 assert pool.square_sum(values) == want
-            except (EngineClosedError, RuntimeError):
-                return count
-        return 2000
+                begun.set()
 
     with ThreadPoolExecutor(4) as executor:
-        futures = [executor.submit(work) for _ in range(4)]
-        threading.Event().wait(0.1)
-        pool.close()
-        assert all(0 < future.result(timeout=60) < 2000 for future in futures)
+        futures = [executor.submit(work, begun) for begun in under_way]
+        try:
+            assert all(begun.wait(60) for begun in under_way)
+        finally:
+            pool.close()
+        for future in futures:
+            future.result(timeout=60)
 
 
 def test_flush_denormal_does_not_change_the_bits() -> None:

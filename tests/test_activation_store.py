@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import random
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
+from support.patience import wait_until
 from support.small import SmallModel, batch, masters, same, small_engine, small_model
 from test_interrupt import LineStrikes, explained, interrupt_once, train_through
 from torch import Tensor, nn
@@ -52,9 +52,7 @@ def assert_all_free(engine: Engine) -> None:
     gc.collect()
     store = store_of(engine)
     assert not any(store.held.values())
-    deadline = time.monotonic() + 5
-    while store._retired and time.monotonic() < deadline:
-        store._reap()
+    assert wait_until(lambda: store._reap() or not store._retired)
     assert store._pool.free_bytes == store.plan.host_bytes
     assert store._disk.free_bytes == store.plan.disk_bytes
     assert not store._going

@@ -538,7 +538,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         env=os.environ | {"PATH": "/nonexistent"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
     assert found.returncode == 0, found.stderr

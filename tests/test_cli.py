@@ -35,7 +35,7 @@ def run(*arguments: str) -> tuple[int, str, str]:
 
 def run_process(*command: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=120, **options
+        [sys.executable, *command], capture_output=True, text=True, timeout=600, **options
     )
 
 
@@ -202,7 +202,7 @@ def test_a_signal_ends_it_and_leaves_nothing(
         time.sleep(0.1)
         process.send_signal(signum)
         process.send_signal(signum)  # an impatient one must not leave files behind
-        out, error = process.communicate(timeout=60)
+        out, error = process.communicate(timeout=600)
     finally:
         process.kill()
         process.wait()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.patience import wait_until
 
 import infinity
 from infinity.errors import ConfigError
@@ -345,7 +346,7 @@ def demo(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     try:
-        output, errors = process.communicate(timeout=120)
+        output, errors = process.communicate(timeout=600)
     finally:
         process.kill()
         process.wait()
@@ -391,7 +392,8 @@ def test_signals_end_the_demo_cleanly(tmp_path: Path, signum: int, moment: str) 
     process = demo(tmp_path, "--steps", "10000")
     assert process.stdout is not None
     if moment == "at once":
-        time.sleep(1.0)  # Python runs; torch is being imported
+        maps = Path(f"/proc/{process.pid}/maps")
+        assert wait_until(lambda: "libtorch" in maps.read_text())  # torch is being imported
     else:
         wanted = "predicted per step" if moment == "while starting" else "step"
         for line in process.stdout:
@@ -475,7 +477,7 @@ def test_short_examples_run_and_learn(arguments: list[str]) -> None:
         [sys.executable, str(path), *rest],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert process.returncode == 0, process.stderr

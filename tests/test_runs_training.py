@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from support.patience import wait_until
 from support.runs import LENGTH, TINY, losses_of, metrics_of, settings, train, write_text
 
 from infinity.errors import CheckpointError, ConfigError, TrainingError
@@ -341,13 +341,15 @@ def start(folder: Path, raw: dict[str, Any], *options: str) -> subprocess.Popen[
 
 def await_steps(folder: Path, process: subprocess.Popen[str], count: int) -> None:
     path = folder / "run" / "metrics.jsonl"
-    until = time.monotonic() + 200
-    while time.monotonic() < until and process.poll() is None:
-        if path.exists() and path.read_text().count('"event": "step"') >= count:
-            return
-        time.sleep(0.02)
-    output, _ = process.communicate(timeout=10)
-    raise AssertionError(output)
+
+    def enough() -> bool:
+        return path.exists() and path.read_text().count('"event": "step"') >= count
+
+    wait_until(lambda: enough() or process.poll() is not None, 600)
+    if not enough():
+        process.kill()
+        output, _ = process.communicate()
+        raise AssertionError(output)
 
 
 def test_killed_and_interrupted_runs_go_on_exactly(tmp_path: Path) -> None:
@@ -357,12 +359,12 @@ def test_killed_and_interrupted_runs_go_on_exactly(tmp_path: Path) -> None:
     process = start(tmp_path, raw)
     await_steps(tmp_path, process, 5)
     process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
+    process.communicate(timeout=600)
     assert (tmp_path / "run" / "checkpoints" / "latest").exists()
     process = start(tmp_path, raw, "--resume", "auto")
     await_steps(tmp_path, process, 9)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 130, output
     assert "Traceback" not in output
     last = output.strip().splitlines()[-1]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.patience import wait_until
 from support.small import (
     MIXED,
     ON_DEVICE,
@@ -166,10 +167,7 @@ def test_a_dropped_engine_gives_up_what_it_was_saving(
     threading.Timer(0.2, slow.go.set).start()
     del engine
     gc.collect()
-    deadline = time.monotonic() + 10
-    while any(t.name == "infinity-save" for t in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert wait_until(lambda: "infinity-save" not in {t.name for t in threading.enumerate()})
 
 
 @pytest.mark.parametrize("how", ["save", "finish", "close"])

@@ -91,7 +91,7 @@ except MachineError as error: print(error)
     with tempfile.TemporaryDirectory() as root:
         os.chmod(root, 0o755)
         done = subprocess.run(
-            [sys.executable, "-c", script, root], capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", script, root], capture_output=True, text=True, timeout=600
         )
     assert "is not writable" in done.stdout, done.stderr
     assert "user id 65534" in done.stdout

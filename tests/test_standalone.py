@@ -7,7 +7,6 @@ import gc
 import os
 import pickle
 import signal
-import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.patience import wait_until
 from support.trainer import native_threads, same_bits
 from torch import Tensor, nn
 
@@ -456,10 +456,7 @@ def test_threads_are_given_back() -> None:
 
 
 def _await_threads(count: int) -> None:
-    deadline = time.monotonic() + 5
-    while native_threads() > count and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert native_threads() <= count
+    assert wait_until(lambda: native_threads() <= count)
 
 
 def test_the_pool_is_as_large_as_the_process_may_use() -> None:

@@ -14,7 +14,7 @@ EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "trainer.py"
 def run(*arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, str(EXAMPLE), *arguments],
-        capture_output=True, text=True, timeout=200, check=False,
+        capture_output=True, text=True, timeout=600, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

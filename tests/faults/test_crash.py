@@ -39,7 +39,7 @@ def undisturbed(server: ForkServerContext, folder: Path, job: Job) -> tuple[str,
     for name in ("first", "second"):  # the server itself starts with the first
         start = time.monotonic()
         child = process(server, folder / name, job)
-        child.join(120)
+        child.join(600)
         assert child.exitcode == 0
     return (folder / "second" / "done").read_text(), time.monotonic() - start
 
@@ -108,7 +108,7 @@ JOBS: dict[str, Job] = {
 }
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", JOBS)
 def test_killed_at_random_moments(server: ForkServerContext, tmp_path: Path, name: str) -> None:
     struck = survive(server, tmp_path, JOBS[name], 35)

@@ -16,7 +16,6 @@ import errno
 import gc
 import os
 import random
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from typing import Any
 
 import pytest
 from support.fake_accelerator import FakeAccelerator
+from support.patience import wait_until
 from support.small import batch, masters, poison, same, settings, small_model
 from support.trainer import make_device, native_threads
 from torch import Tensor
@@ -264,9 +264,7 @@ def soak(seeds: range, root: Path) -> Counter[str]:
             seen.update(errno.errorcode[error.errno] for error in outcome.errors)
             del outcome  # the tracebacks of its errors refer to the engine
             gc.collect()
-            deadline = time.monotonic() + 5
-            while native_threads() > before[0] and time.monotonic() < deadline:
-                time.sleep(0.001)
+            assert wait_until(lambda most=before[0]: native_threads() <= most)
             assert (native_threads(), num_descriptors()) <= before
             assert PROCESS.total("host") == 0
         except BaseException as error:

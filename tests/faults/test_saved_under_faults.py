@@ -169,7 +169,6 @@ def soak(seeds: range, root: Path, set_faults: Callable[[str], None]) -> Counter
     return seen
 
 
-@pytest.mark.timeout(300)
 def test_saves_and_commits(tmp_path: Path, faulty_files: Callable[[str], None]) -> None:
     seen = soak(range(40), tmp_path, faulty_files)
     for what in ("finished", "failed", "loaded", "resumed"):

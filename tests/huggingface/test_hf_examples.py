@@ -17,7 +17,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 def run(name: str, *arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / name), *arguments],
-        capture_output=True, text=True, check=False, timeout=250,
+        capture_output=True, text=True, check=False, timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -53,7 +53,7 @@ def test_lora_saves_what_plain_peft_loads(tmp_path: Path) -> None:
 def test_trainer_refuses_to_resume_from_a_directory_that_is_temporary() -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "trainer.py"), "--resume"],
-        capture_output=True, text=True, check=False, timeout=100,
+        capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
     assert done.returncode == 2
     assert "--resume needs --out DIR" in done.stderr.splitlines()[-1]

@@ -19,7 +19,7 @@ SLACK = 16 << 20
 def grown(path: Path, way: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "support.born_alone", str(path), way]
     run = subprocess.run(
-        command, cwd=TESTS, capture_output=True, text=True, timeout=240, check=False
+        command, cwd=TESTS, capture_output=True, text=True, timeout=600, check=False
     )
     assert run.returncode == 0, run.stderr
     assert not list(path.iterdir())

@@ -53,7 +53,7 @@ def trainer(path: Path, steps: int, group: Path | None = None, **more: Any) -> I
 
 
 def finished(process: Any) -> list[str]:
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     return out.splitlines()
 

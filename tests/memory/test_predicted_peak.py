@@ -40,7 +40,7 @@ def run(path: Path, **job: Any) -> dict[str, Any]:
     given = MODEL | {"micro_batches": 1, "steps": 2, "fake": False, "path": str(path)} | job
     command = [sys.executable, "-m", "support.measured_run", json.dumps(given)]
     done = subprocess.run(
-        command, cwd=TESTS, capture_output=True, text=True, timeout=240, check=False
+        command, cwd=TESTS, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout)
@@ -57,7 +57,6 @@ def assert_near(predicted: int, measured: int) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-@pytest.mark.timeout(300)
 def test_the_peak_is_the_one_that_was_planned(tmp_path: Path, name: str) -> None:
     found = run(tmp_path, **RUNS[name])
     planned, host = found["planned"], found["memory"]["host"]
@@ -76,7 +75,6 @@ def test_the_peak_is_the_one_that_was_planned(tmp_path: Path, name: str) -> None
         assert len(found["homes"]["state"]) > 1, found["homes"]
 
 
-@pytest.mark.timeout(300)
 def test_birth_takes_one_large_value_more(tmp_path: Path) -> None:
     """An embedding of 256 MiB whose weights are in slots, which birth has not touched yet."""
     found = run(tmp_path, **RUNS["all in RAM"], width=512, num_layers=1, vocab_size=131_072)

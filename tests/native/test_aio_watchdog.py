@@ -12,12 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.native_io import BLOCK, Buffer, make_file, slow_engine, wait_until
+from support.native_io import BLOCK, Buffer, make_file, slow_engine
+from support.patience import wait_until
 
 from infinity._aio import READ, WRITE, AioError, Engine, File, wait_all, wait_any
 
 STUCK = "seed=1,kinds=stuck,rate=1"
 PATIENCE_S = 0.2
+LONG_S = 60.0  # on a busy machine
 
 
 def stuck_engine(backend: str, **settings: object) -> Engine:
@@ -35,7 +37,7 @@ def raises_in_time(call: Callable[[], object]) -> AioError:
     start = time.monotonic()
     with pytest.raises(AioError) as caught:
         call()
-    assert time.monotonic() - start < 20 * PATIENCE_S
+    assert time.monotonic() - start < LONG_S
     assert caught.value.errno == errno.ETIMEDOUT
     return caught.value
 
@@ -105,7 +107,7 @@ def test_a_slow_disk_is_not_a_stuck_one(backend: str, tmp_path: Path) -> None:
     file = make_file(tmp_path / "f", bytes(4 * BLOCK))
     target = Buffer(4 * BLOCK)
     engine = Engine(
-        backend=backend, block_size=BLOCK, slow_bytes_per_s=4 * BLOCK, stuck_after_s=PATIENCE_S
+        backend=backend, block_size=BLOCK, slow_bytes_per_s=2 * BLOCK, stuck_after_s=1.0
     )
     assert engine.submit(READ, [(file, 0, 4 * BLOCK, target.address)]).wait()
     engine.close()
@@ -130,7 +132,7 @@ def test_a_dropped_stuck_ticket_leaks_its_memory_and_says_so(backend: str, tmp_p
     start = time.monotonic()
     del ticket
     gc.collect()
-    assert PATIENCE_S / 2 < time.monotonic() - start < 20 * PATIENCE_S
+    assert PATIENCE_S / 2 < time.monotonic() - start < LONG_S
     assert alive() is not None
     counters = engine.counters()
     assert (counters["leaked_tickets"], counters["leaked_bytes"]) == (1, BLOCK)

@@ -8,8 +8,6 @@ import random
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from infinity import _aio
@@ -34,15 +32,6 @@ class Buffer:
 
 def noise(nbytes: int, seed: int = 1) -> bytes:
     return random.Random(seed).randbytes(nbytes)
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.01)
-    return condition()
 
 
 def slow_engine(backend: str, bytes_per_s: int, queue_depth: int = 4) -> Engine:
@@ -70,7 +59,7 @@ def in_subprocess(script: str, *arguments: str) -> str:
         [sys.executable, "-c", LOAD + textwrap.dedent(script), *arguments],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=600,
         check=False,
     )
     assert run.returncode == 0, run.stderr

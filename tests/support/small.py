@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from support.patience import wait_until
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -108,10 +108,7 @@ def small_engine(
 def assert_nothing_left(path: Path, threads: set[threading.Thread]) -> None:
     """No scratch directory and no thread that was not there before."""
     assert not list(path.iterdir())
-    deadline = time.monotonic() + 5
-    while extra := set(threading.enumerate()) - threads:
-        assert time.monotonic() < deadline, extra
-        time.sleep(0.01)
+    assert wait_until(lambda: set(threading.enumerate()) <= threads), threading.enumerate()
 
 
 def train(engine: Engine, steps: int, first: int = 0) -> list[float]:

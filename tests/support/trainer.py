@@ -12,7 +12,6 @@ import math
 import os
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 from support.fake_accelerator import FakeAccelerator
 from support.models import Batch
+from support.patience import wait_until
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -178,10 +178,7 @@ class Run:
         assert not left, f"left in nvme_path: {left}"
         extra = set(threading.enumerate()) - self._threads
         assert not extra, f"threads left: {extra}"
-        deadline = time.monotonic() + 5
-        while native_threads() > self._native and time.monotonic() < deadline:
-            time.sleep(0.001)
-        assert native_threads() <= self._native, "native threads left"
+        assert wait_until(lambda: native_threads() <= self._native), "native threads left"
         if isinstance(self.device, FakeAccelerator):
             assert not self.device.violations, self.device.violations[:3]
 

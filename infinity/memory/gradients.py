@@ -23,7 +23,7 @@ from infinity.memory.device import DeviceArena
 from infinity.memory.gradient_sums import GradientSums, part
 from infinity.memory.gradient_windows import GradientWindows, untimed
 from infinity.memory.gradient_worker import GradientWorker
-from infinity.memory.homeward import Homeward, SquaresOnDevice
+from infinity.memory.homeward import Copy, Homeward, SquaresOnDevice
 from infinity.memory.host import HostArena, arena_for
 from infinity.memory.lanes import Lanes
 from infinity.optim.cpu import CpuKernels
@@ -35,8 +35,8 @@ from infinity.plan.reserve import NUM_BOUNCES, largest_trained
 class GradientStore:
     """Ranges and square sums of all units; used by the training thread.
 
-    While that waits for a commit the sweep's thread calls `reset`; it reads ranges through `ram`,
-    `on_device` and `extents` after `settle`.
+    While that waits for a commit the sweep's thread calls `hand_over`; after `settle` it reads
+    ranges through `ram`, `on_device` and `extents`.
     """
 
     def __init__(self, plan: Plan, lanes: Lanes, kernels: CpuKernels) -> None:
@@ -288,6 +288,15 @@ class GradientStore:
         self.lanes.read([(extent, buffer)]).wait()
         numel = self.plan.units[unit].numel
         return part(buffer[: numel * self.plan.gradient_itemsize].view(self.dtype), segment)
+
+    def hand_over(self) -> dict[int, list[Copy]]:
+        """Start a new accumulation window, and leave copies that are still under way to the sweep.
+
+        By unit: it waits for them before it reads the unit's gradients.
+        """
+        handed = self._homeward.hand_over()
+        self.reset()
+        return handed
 
     def reset(self) -> None:
         """Start a new accumulation window; also after an interruption."""

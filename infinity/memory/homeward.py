@@ -1,8 +1,9 @@
 """Gradients that go straight from a device to where they rest in RAM, and their square sums.
 
 No byte of them passes through the CPU: the copy lands in the home itself, and where the device has
-kernels it takes the sum of squares before the gradient is gone. Backward waits for neither: the
-norm waits for the sums, and the commit of the step, on the sweep's thread, for the last copies.
+kernels it takes the sum of squares before the gradient is gone. Neither backward nor `step()` waits
+for a copy: the norm waits for the sums, and the sweep, which is handed the copies that are still
+under way, for those of a unit before it updates that.
 """
 
 from __future__ import annotations
@@ -17,11 +18,20 @@ from infinity.memory.lanes import Lanes
 
 
 @dataclass(eq=False, slots=True)
-class _Copy:
+class Copy:
     """A copy under way; `source` must stay alive until it ends: nobody else may get its memory."""
 
+    unit: int
     event: Event
     source: Tensor
+
+    def done(self) -> bool:
+        """Whether the copy has ended."""
+        return self.event.done()
+
+    def wait(self) -> None:
+        """Block until it has."""
+        self.event.wait()
 
 
 class Homeward:
@@ -30,7 +40,7 @@ class Homeward:
     def __init__(self, lanes: Lanes, limit: int) -> None:
         self._lanes = lanes
         self._limit = limit
-        self._under_way: deque[_Copy] = deque()
+        self._under_way: deque[Copy] = deque()
         self._nbytes = 0
         self._sent: dict[int, Event] = {}  # by parameter
 
@@ -38,7 +48,7 @@ class Homeward:
         """Start copying `source` (uint8, on the device) to its place in RAM."""
         event = self._lanes.copy_out(target, source, label=(unit, "gradient"))
         self._sent[parameter] = event
-        self._under_way.append(_Copy(event, source))
+        self._under_way.append(Copy(unit, event, source))
         self._nbytes += source.numel()
         while self._nbytes > self._limit:  # copies are slower than the backward: memory is bounded
             with self._lanes.stall("gradient"):
@@ -63,10 +73,25 @@ class Homeward:
             with self._lanes.stall("gradient"):
                 event.wait()
 
+    def hand_over(self) -> dict[int, list[Copy]]:
+        """Copies under way by unit, and forget them: whoever reads a unit's range waits for its.
+
+        Until then nothing may be sent there. Each copy must be kept until it has ended.
+        """
+        self.let_go()
+        handed: dict[int, list[Copy]] = {}
+        for copy in self._under_way:
+            handed.setdefault(copy.unit, []).append(copy)
+        self._forget()
+        return handed
+
     def reset(self) -> None:
         """Wait for all copies, and forget them: the next window writes the same ranges."""
         for copy in self._under_way:
-            copy.event.wait()
+            copy.wait()
+        self._forget()
+
+    def _forget(self) -> None:
         self._under_way.clear()
         self._nbytes = 0
         self._sent.clear()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from infinity.memory.device import Event
+from infinity.memory.homeward import Copy
 from infinity.optim.tiles import Tile, master_in, moment_in
 from infinity.plan.layout import Kind, UnitLayout
 from infinity.plan.plan import Plan
@@ -21,7 +22,8 @@ class SweepJob:
 
     `hypers` and `steps` are by parameter index and name exactly the parameters to update;
     `steps` counts this update, from 1. `computed` is the end of the compute that made the
-    gradients, and read the weights that are about to change.
+    gradients, and read the weights that are about to change. `landing` has the gradients' copies
+    that are still on their way to RAM, by unit; the sweep takes them out as it waits for them.
     """
 
     units: tuple[int, ...]
@@ -29,6 +31,7 @@ class SweepJob:
     steps: Mapping[int, int]
     grad_scale: float
     computed: Event
+    landing: dict[int, list[Copy]] = field(default_factory=dict)
     document: bytes | None = None  # of a durable run: what a commit of this step holds besides
 
 

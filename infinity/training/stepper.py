@@ -207,7 +207,10 @@ class Stepper:
         except PresenceError as error:
             self._after_commit = error
         try:
-            self._gradients.reset()
+            if job is None:
+                self._gradients.reset()
+            else:
+                job = replace(job, landing=self._gradients.hand_over())
             self._report(norm, factor, culprits, scale)
             self._optimizer.mark_stepped()
             if not skipped and self.lr_scheduler is not None:

@@ -101,7 +101,7 @@ class Updates:
                 while self._streams.hold(stage):
                     self._land()
                 stage.reuse()
-                queue.append(self._issue(*pending, stage))
+                queue.append(self._issue(job, *pending, stage))
                 if laps is not None:
                     laps.lap("sweep", "wait for a stage, request")
                 pending = next(order, None)
@@ -152,13 +152,14 @@ class Updates:
 
     # --- a chunk of a unit that does not rest there --------------------------------------------
 
-    def _issue(self, unit: int, chunk: int, stage: Stage) -> Work:
+    def _issue(self, job: SweepJob, unit: int, chunk: int, stage: Stage) -> Work:
         """Start bringing a chunk's kinds and gradient where they can be updated from."""
         streamed = self._places[unit] is UpdatePlace.STREAMED
         if chunk == 0:
             self.store.settle_writes(unit)
         staged = self.store.stage(unit, chunk, stage.buffer, leave_on_device=streamed)
         work = Work(unit, chunk, stage, staged.views, staged.waits)
+        work.waits += job.landing.pop(unit, ())
         self._issue_gradient(work, stage.buffer[staged.used :], streamed=streamed)
         return work
 

@@ -5,27 +5,41 @@ but for room.
 from __future__ import annotations
 
 import errno
+import gc
 import random
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
 from support.ordered_accelerator import ordered_device
-from support.small import MIXED, ON_DEVICE, ON_DISK, batch, masters, same, small_engine, small_model
+from support.small import (
+    MIXED,
+    ON_DEVICE,
+    ON_DISK,
+    batch,
+    masters,
+    same,
+    small_engine,
+    small_model,
+    train,
+)
 from torch import Tensor
 
 from infinity.errors import TransferError
 from infinity.memory.device import HAPPENED, CpuDevice, Event
 from infinity.memory.gradient_worker import GradientWorker
+from infinity.memory.homeward import Copy
 from infinity.memory.lanes import Lanes
 from infinity.trace.reader import read_timeline
 
 THREAD = "infinity-gradients"
+IN_RAM = {"weights": "host", "moments": "host", "gradients": "host"}
 SUMMED = {"weights": "device", "moments": "host", "gradients": "host"}
 
 
@@ -176,14 +190,17 @@ def test_closing_twice_or_before_it_began_is_no_error() -> None:
 class Gated(FakeAccelerator):
     """Copies to the host end when the gate is opened, but a set number of them at once."""
 
-    def __init__(self) -> None:
-        super().__init__(3, max_delay_s=0.0)
+    def __init__(self, num_free: int = 0, *, kernels: bool = False) -> None:
+        super().__init__(3, max_delay_s=0.0, kernels=kernels)
+        self.num_free = num_free
         self.gate = Signal()
         self.sent = 0
 
     def copy_out(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         self.sent += 1
-        return super().copy_out(target, source, self.gate if after.done() else after)
+        if after.done() and self.sent > self.num_free:
+            after = self.gate
+        return super().copy_out(target, source, after)
 
 
 def trained(path: Path, device: FakeAccelerator | None, **more: object) -> dict[str, Tensor]:
@@ -207,6 +224,28 @@ def test_a_backward_ends_before_its_first_copy_has(tmp_path: Path, precision: st
     more = {"precision": precision, "gradient_accumulation_steps": 2}
     expected = trained(tmp_path, None, homes=ON_DEVICE, **more)
     assert same(trained(tmp_path, Gated(), homes=SUMMED, **more), expected)
+
+
+@pytest.mark.parametrize("update", ["cpu", "device"])
+def test_a_step_ends_before_its_copies_have(tmp_path: Path, update: str) -> None:
+    """The sweep waits for them, a unit at a time, and then lets the gradients go."""
+    num_parameters = sum(1 for _ in small_model().parameters())
+    device = Gated(num_parameters - 1, kernels=True)
+    more: dict[str, Any] = {"update": update, "arguments": {"device": device}}
+    with small_engine(tmp_path, ON_DEVICE) as engine:
+        train(engine, 3)
+        expected = masters(engine)
+    with small_engine(tmp_path, IN_RAM, **more) as engine:
+        engine.backward(engine(batch(0)))
+        engine.step()
+        sent, stalled_s = device.sent, engine._parts.lanes.stalled_s()["gradient"]
+        device.gate.set()  # the last had not landed
+        assert (sent, stalled_s) == (num_parameters, 0)
+        train(engine, 2, first=1)
+        engine.settle()
+        assert same(masters(engine), expected)
+        assert not [held for held in gc.get_objects() if type(held) is Copy]
+    assert not device.violations
 
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["no_kernels", "kernels"])

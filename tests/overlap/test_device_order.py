@@ -21,6 +21,7 @@ from infinity.errors import InfinityWarning
 from infinity.memory import slots as slots_module
 from infinity.memory.cuda_device import CudaDevice
 from infinity.memory.device import HAPPENED
+from infinity.memory.gradients import GradientStore
 from infinity.memory.host import HostArena
 from infinity.memory.lanes import Lanes
 from infinity.training import streams as streams_module
@@ -100,12 +101,26 @@ def reuse_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Streams, "begin", too_early)
 
 
+def forget_what_is_landing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sweep takes gradients that are still on their way to RAM."""
+    hand_over = GradientStore.hand_over
+
+    def nothing(self: GradientStore) -> dict[int, Any]:
+        hand_over(self)
+        return {}
+
+    monkeypatch.setattr(GradientStore, "hand_over", nothing)
+
+
 def land_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units are lent out while their state is on its way home."""
     monkeypatch.setattr(Streams, "land", lambda self: self._under_way.popleft().work)
 
 
-@pytest.mark.parametrize("mistake", [update_at_once, go_home_at_once, reuse_at_once, land_at_once])
+@pytest.mark.parametrize(
+    "mistake",
+    [update_at_once, go_home_at_once, reuse_at_once, forget_what_is_landing, land_at_once],
+)
 def test_a_missing_wait_of_a_streamed_update_is_seen(
     mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

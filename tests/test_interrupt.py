@@ -30,6 +30,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import fake_accelerator
 from support.fake_accelerator import FakeAccelerator
 from support.small import (
     MIXED,
@@ -54,7 +55,7 @@ from infinity.errors import PresenceError
 from infinity.training.recovery import Recovery
 
 LIBRARY = str(Path(infinity.__file__).parent)
-WEAKREFS = {weakref.__file__, _weakrefset.__file__}
+DEAF = {weakref.__file__, _weakrefset.__file__, fake_accelerator.__file__}
 CALLS = {Engine.__call__.__code__, Engine.backward.__code__, Engine.step.__code__}
 
 
@@ -86,14 +87,15 @@ def leaves_a_block(frame: FrameType) -> bool:
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
 
 
-def swallows(frame: FrameType | None) -> bool:
-    """Whether Python itself drops what is raised here: in a finalizer, or as garbage is collected.
+def is_deaf(frame: FrameType | None) -> bool:
+    """Whether no signal is raised here, or to no effect.
 
-    Hypothesis, too, has a function (`gc_callback`) called at every collection.
+    Python drops what is raised in a finalizer, or as garbage is collected (hypothesis, too, has a
+    function called then, `gc_callback`). What a fake device does in Python a driver does in C.
     """
     while frame is not None:
         code = frame.f_code
-        if code.co_name in ("__del__", "gc_callback") or code.co_filename in WEAKREFS:
+        if code.co_name in ("__del__", "gc_callback") or code.co_filename in DEAF:
             return True
         frame = frame.f_back
     return False
@@ -126,7 +128,7 @@ class TimerStrikes:
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if not self.armed:
             return
-        if not inside_a_call(frame) or swallows(frame):
+        if not inside_a_call(frame) or is_deaf(frame):
             self._after(1e-4)
             return
         self.armed = False
@@ -173,7 +175,7 @@ class LineStrikes:
         if (
             self.lines >= self._at
             and inside_a_call(frame)
-            and not (leaves_a_block(frame) or swallows(frame))
+            and not (leaves_a_block(frame) or is_deaf(frame))
         ):
             self._at = sys.maxsize
             name = os.path.relpath(frame.f_code.co_filename, LIBRARY)

@@ -26,6 +26,7 @@ from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.moments import Moment
 
 _AGAIN_S = 1e-4  # until something that was not ready is looked at again
+_LOST_S = 120.0  # so that a mistake of the fake hangs one test, and not all that follow
 
 
 class FakeEvent:
@@ -45,8 +46,9 @@ class FakeEvent:
         return self._set.is_set()
 
     def wait(self) -> None:
+        end = time.monotonic() + _LOST_S
         while not self._set.wait(0.1):
-            pass
+            assert time.monotonic() < end, "a copy of the fake device never ends"
 
     def set(self) -> None:
         self._end_ns = time.perf_counter_ns()

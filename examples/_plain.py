@@ -119,12 +119,12 @@ def _add_to(master: nn.Parameter) -> Any:
 def run_job(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Train as `job` says and yield the losses and the time of every step."""
     import corpus
-    import gpt
+    import presets
 
     config = load_config(job["config"])
     text = corpus.one_file(Path(job["text"])) if job["text"] else corpus.standard_library()
-    shape = gpt.shape_of(job["model"], job["context"])
-    model = gpt.build_gpt(shape, DTYPES[config.precision], job["seed"])
+    shape = presets.shape_of(job["model"], job["context"])
+    model = presets.build(shape, DTYPES[config.precision], job["seed"])
     device = compute_device()
     plain = PlainTorch(model.to(device), config)
     source = corpus.batches(text.train, job["seed"], job["micro_batch"], job["context"])

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import corpus
-import gpt
+import presets
 import torch
 from _plain import DTYPES, compute_device
 from _process import Phase, Signals, peak_rss_bytes
@@ -69,13 +69,13 @@ class Run:
 
     def _train(self) -> dict[str, Any]:
         screen, arguments = self.screen, self.arguments
-        num_parameters = gpt.count_parameters(self.shape)
+        num_parameters = presets.count_parameters(self.shape)
         screen.say(
             f"{arguments.model}: {num_parameters / 1e6:.1f}M parameters in "
             f"{self.config.precision}, {self.shape}"
         )
         screen.say(self.text.describe())
-        model = gpt.build_gpt(self.shape, DTYPES[self.config.precision], self.seed)
+        model = presets.build(self.shape, DTYPES[self.config.precision], self.seed)
         engine = None
         try:
             engine, _, _, _ = infinity.initialize(
@@ -304,11 +304,12 @@ def _make_default_folder(config: Config) -> Path | None:
     return folder
 
 
-def _shape(arguments: Namespace) -> gpt.GPTConfig:
-    if arguments.model not in gpt.PRESETS:
-        near = difflib.get_close_matches(arguments.model, gpt.PRESETS, n=1)
+def _shape(arguments: Namespace) -> presets.Shape:
+    if arguments.model not in presets.PRESETS:
+        near = difflib.get_close_matches(arguments.model, presets.PRESETS, n=1)
         hint = f"--model {near[0]}" if near else None
         raise ConfigError(
-            f"there is no model {arguments.model!r}; known: {', '.join(gpt.PRESETS)}", remedy=hint
+            f"there is no model {arguments.model!r}; known: {', '.join(presets.PRESETS)}",
+            remedy=hint,
         )
-    return gpt.shape_of(arguments.model, arguments.context, arguments.checkpointing)
+    return presets.shape_of(arguments.model, arguments.context, arguments.checkpointing)

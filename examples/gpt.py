@@ -6,7 +6,7 @@ returns the mean cross entropy, computed in fp32 whatever the dtype of the weigh
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -105,27 +105,3 @@ class GPT(nn.Module):
                 x = block(x)
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-
-def shape_of(name: str, context: int | None = None, checkpointing: bool = False) -> GPTConfig:
-    """Return the preset `name`, with another context length if one is given."""
-    preset = PRESETS[name]
-    return replace(preset, context=context or preset.context, checkpointing=checkpointing)
-
-
-def build_gpt(config: GPTConfig, dtype: torch.dtype, seed: int) -> GPT:
-    """Build a GPT directly in `dtype`, so that no larger copy ever exists in memory."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        model = GPT(config)
-    finally:
-        torch.set_default_dtype(before)
-    model.init_weights(seed)
-    return model
-
-
-def count_parameters(config: GPTConfig) -> int:
-    """Return the number of parameters, a tied one counted once, without building them."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in GPT(config).parameters())

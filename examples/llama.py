@@ -7,7 +7,7 @@ whole. Written for timing: the sizes are those of well-known models, the weights
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -142,21 +142,3 @@ def _rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = turn
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-right, left), dim=-1) * sin
-
-
-def shape_of(name: str, context: int | None = None, checkpointing: bool = False) -> LlamaConfig:
-    """Return the preset `name`, with another context length if one is given."""
-    preset = PRESETS[name]
-    return replace(preset, context=context or preset.context, checkpointing=checkpointing)
-
-
-def build_llama(config: LlamaConfig, dtype: torch.dtype, seed: int) -> Llama:
-    """Build a model directly in `dtype`, so that no larger copy ever exists in memory."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        model = Llama(config)
-    finally:
-        torch.set_default_dtype(before)
-    model.init_weights(seed)
-    return model

@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import gpt
 import llama
 import torch
 from torch import nn
 
 Shape = gpt.GPTConfig | llama.LlamaConfig
-NAMES = (*gpt.PRESETS, *llama.PRESETS)
+PRESETS: dict[str, Shape] = {**gpt.PRESETS, **llama.PRESETS}
 
 
 def shape_of(name: str, context: int | None = None, checkpointing: bool = False) -> Shape:
     """The preset `name`, with another context length if one is given."""
-    family = gpt if name in gpt.PRESETS else llama
-    return family.shape_of(name, context, checkpointing)
+    preset = PRESETS[name]
+    return replace(preset, context=context or preset.context, checkpointing=checkpointing)
+
+
+def empty(shape: Shape) -> gpt.GPT | llama.Llama:
+    """The model in the default dtype, on the default device, its weights not drawn yet."""
+    return gpt.GPT(shape) if isinstance(shape, gpt.GPTConfig) else llama.Llama(shape)
 
 
 def build(shape: Shape, dtype: torch.dtype, seed: int) -> nn.Module:
-    """The model in `dtype`, its weights drawn from `seed`."""
-    if isinstance(shape, gpt.GPTConfig):
-        return gpt.build_gpt(shape, dtype, seed)
-    return llama.build_llama(shape, dtype, seed)
+    """The model, its weights drawn from `seed`; in `dtype` from the start, so that no larger copy
+    ever exists.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        model = empty(shape)
+    finally:
+        torch.set_default_dtype(before)
+    model.init_weights(seed)
+    return model
 
 
 def count_parameters(shape: Shape) -> int:
     """The number of parameters, a tied one counted once, without building them."""
-    kind = gpt.GPT if isinstance(shape, gpt.GPTConfig) else llama.Llama
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in kind(shape).parameters())
+        return sum(parameter.numel() for parameter in empty(shape).parameters())

@@ -25,7 +25,8 @@ from infinity.plan.layout import (
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-from gpt import PRESETS, GPTConfig, build_gpt
+from gpt import PRESETS, GPTConfig
+from presets import build
 
 
 def estimate(model: nn.Module, tokens: int, precision: str, recompute: bool = False) -> Activations:
@@ -69,7 +70,7 @@ def test_the_estimate_is_near_what_autograd_saves(
 ) -> None:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     config = replace(config, tied=tied)
-    model = build_gpt(config, dtype, seed=0)
+    model = build(config, dtype, seed=0)
     rows = 3
     tokens = torch.randint(config.vocab_size, (rows, config.context))
     measured = saved_bytes(model, lambda: model(tokens, tokens))

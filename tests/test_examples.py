@@ -28,6 +28,7 @@ import _training
 import _ui
 import corpus
 import gpt
+import presets
 from _bench_bound import Phases, Rates, Traffic, ideal_bound_s, schedule_bound_s
 from _plain import PlainTorch
 
@@ -129,12 +130,12 @@ def test_a_text_shorter_than_a_sequence_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_presets_have_the_size_of_their_name(name: str, least: float, most: float) -> None:
-    assert least <= gpt.count_parameters(gpt.PRESETS[name]) <= most
+    assert least <= presets.count_parameters(gpt.PRESETS[name]) <= most
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_new_model_knows_nothing(dtype: torch.dtype) -> None:
-    model = gpt.build_gpt(gpt.shape_of("gpt-tiny"), dtype, seed=0)
+    model = presets.build(presets.shape_of("gpt-tiny"), dtype, seed=0)
     assert {p.dtype for p in model.parameters()} == {dtype}
     tokens = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
     loss = model(tokens, tokens)
@@ -147,8 +148,8 @@ def test_the_model_is_causal_and_checkpointing_changes_nothing() -> None:
     tokens = torch.randint(0, 256, (1, 32), generator=torch.Generator().manual_seed(0))
     gradients = []
     for checkpointing in (False, True):
-        shape = gpt.shape_of("gpt-tiny", checkpointing=checkpointing)
-        model = gpt.build_gpt(shape, torch.float32, seed=0)
+        shape = presets.shape_of("gpt-tiny", checkpointing=checkpointing)
+        model = presets.build(shape, torch.float32, seed=0)
         model(tokens, tokens.roll(-1, 1)).backward()
         gradients.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
@@ -167,7 +168,7 @@ def test_the_model_is_causal_and_checkpointing_changes_nothing() -> None:
 def test_a_tied_head_is_counted_once() -> None:
     plain = gpt.PRESETS["gpt-tiny"]
     tied = gpt.GPTConfig(**(vars(plain) | {"tied": True}))
-    difference = gpt.count_parameters(plain) - gpt.count_parameters(tied)
+    difference = presets.count_parameters(plain) - presets.count_parameters(tied)
     assert difference == plain.vocab_size * plain.width
 
 
@@ -187,8 +188,8 @@ def test_the_baseline_is_adamw_with_clipping(micro_batches: int) -> None:
             "scheduler": {"type": "LinearLR", "params": {"start_factor": 0.5, "total_iters": 2}},
         }
     )
-    ours = gpt.build_gpt(shape, torch.float32, seed=0)
-    reference = gpt.build_gpt(shape, torch.float32, seed=0)
+    ours = presets.build(shape, torch.float32, seed=0)
+    reference = presets.build(shape, torch.float32, seed=0)
     plain = PlainTorch(ours, config)
     optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.5, total_iters=2)
@@ -221,7 +222,7 @@ def test_the_bf16_baseline_learns(micro_batches: int) -> None:
 
     config = load_config({"gradient_accumulation_steps": micro_batches, "optimizer": {"lr": 1e-2}})
     shape = gpt.GPTConfig(vocab_size=32, context=8, num_layers=1, num_heads=2, width=16)
-    plain = PlainTorch(gpt.build_gpt(shape, torch.bfloat16, seed=0), config)
+    plain = PlainTorch(presets.build(shape, torch.bfloat16, seed=0), config)
     text = torch.arange(200, dtype=torch.uint8) % 32
     source = corpus.batches(text, seed=0, micro_batch=2, context=8)
     losses = [plain.step([next(source) for _ in range(micro_batches)])[-1] for _ in range(40)]

@@ -44,8 +44,8 @@ def test_loss_and_gradients_are_those_of_transformers(
 ) -> None:
     transformers = pytest.importorskip("transformers")
     monkeypatch.setattr(llama, "_LOGITS", 4 * 256 * 24)  # slices of 24 positions
-    shape = llama.shape_of("llama-tiny", checkpointing=checkpointing)
-    ours = llama.build_llama(shape, torch.float32, seed=3)
+    shape = presets.shape_of("llama-tiny", checkpointing=checkpointing)
+    ours = presets.build(shape, torch.float32, seed=3)
     config = transformers.LlamaConfig(
         vocab_size=shape.vocab_size,
         hidden_size=shape.width,

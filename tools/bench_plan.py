@@ -36,6 +36,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 import gpt
+import presets
 
 import infinity
 from infinity.bench.disk_rates import measure_disk
@@ -82,7 +83,7 @@ class Plain:
     """The model in plain torch, to time what a forward and a backward cost alone."""
 
     def __init__(self, shape: gpt.GPTConfig, batch: int) -> None:
-        self._model = gpt.build_gpt(shape, torch.float32, seed=1)
+        self._model = presets.build(shape, torch.float32, seed=1)
         self._tokens = torch.randint(0, shape.vocab_size, (batch, shape.context))
         lookups = target_of("gpt", self._model, {}).lookups
         matrices = (p for i, p in enumerate(self._model.parameters()) if i not in lookups)
@@ -151,7 +152,7 @@ def start(
     name: str, changes: dict[str, Any], shape: gpt.GPTConfig, batch: int, path: str
 ) -> Contender:
     """An engine whose plan is explicit, or that of a budget that holds half of what rests."""
-    model = gpt.build_gpt(shape, torch.float32, seed=1)
+    model = presets.build(shape, torch.float32, seed=1)
     target = target_of("gpt", model, {})
     given: dict[str, Any] = {"nvme_path": path, "precision": "fp32", "gradient_clipping": 1.0}
     given |= changes
@@ -159,8 +160,8 @@ def start(
     given["optimizer"] = optimizer
     if given.get("budget") == BUDGET:
         machine = read_machine()
-        state = 16 * gpt.count_parameters(shape)
-        own = machine.own_rss_bytes - 4 * gpt.count_parameters(shape)
+        state = 16 * presets.count_parameters(shape)
+        own = machine.own_rss_bytes - 4 * presets.count_parameters(shape)
         given["budget"] = {"host": int((own + state / 2) / 0.7)}
     engine = infinity.initialize(model, given)[0]
     io = IoConfig(**given.get("io", {}))
@@ -290,8 +291,9 @@ def main() -> int:
         print(json.dumps({"results": results, "seconds": time.perf_counter() - started}))
     else:
         show(results)
-        print(f"\n{gpt.count_parameters(shape) / 1e6:.0f}M parameters, {options.tokens} tokens a "
-              f"micro-batch, {time.perf_counter() - started:.0f} s in all")  # fmt: skip
+        millions = presets.count_parameters(shape) / 1e6
+        print(f"\n{millions:.0f}M parameters, {options.tokens} tokens a micro-batch, "
+              f"{time.perf_counter() - started:.0f} s in all")  # fmt: skip
     return 0 if all(found["bytes_equal"] for found in results) else 1
 
 

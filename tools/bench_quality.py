@@ -54,15 +54,15 @@ def main(argv: list[str] | None = None) -> int:
 def train(arguments: argparse.Namespace, variant: str, say: Callable[[str], None]) -> int:
     """Train one variant to `--steps`, going on from its checkpoint if there is one."""
     import corpus
-    import gpt
+    import presets
     import torch
 
     import infinity
 
     torch.manual_seed(arguments.seed)
-    shape = gpt.shape_of(arguments.model, arguments.context)
+    shape = presets.shape_of(arguments.model, arguments.context)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[arguments.precision]
-    model = gpt.build_gpt(shape, dtype, arguments.seed)
+    model = presets.build(shape, dtype, arguments.seed)
     optimizer = infinity.CPUAdam(
         model.parameters(), lr=arguments.lr, betas=(0.9, 0.95), moments=variant, seed=arguments.seed
     )

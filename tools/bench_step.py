@@ -362,8 +362,8 @@ def main(argv: list[str] | None = None) -> int:
     import _bench_bound  # noqa: F401  torch, before a signal may raise
     import presets
 
-    if arguments.model not in presets.NAMES:
-        parser.error(f"--model {arguments.model} is not one of {', '.join(presets.NAMES)}")
+    if arguments.model not in presets.PRESETS:
+        parser.error(f"--model {arguments.model} is not one of {', '.join(presets.PRESETS)}")
     try:
         signals.enter(Phase.RUNNING)
         folder = Path(tempfile.mkdtemp(prefix="bench-step-", dir=parent))

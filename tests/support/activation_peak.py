@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 import gpt
 import llama
+import presets
 from support.live_bytes import LiveBytes
 
 MIB = 1 << 20
@@ -52,9 +54,7 @@ def build(name: str) -> nn.Module:
     """The model of a case."""
     shape, precision, recompute, _, _ = CASES[name]
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-    if isinstance(shape, gpt.GPTConfig):
-        return gpt.build_gpt(gpt.replace(shape, checkpointing=recompute), dtype, seed=1)
-    return llama.build_llama(llama.replace(shape, checkpointing=recompute), dtype, seed=1)
+    return presets.build(replace(shape, checkpointing=recompute), dtype, seed=1)
 
 
 def batch(name: str) -> torch.Tensor:

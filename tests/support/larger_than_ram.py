@@ -17,17 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import infinity
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 import gpt
+import presets
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def build(job: dict[str, Any]) -> gpt.GPT:
+def build(job: dict[str, Any]) -> nn.Module:
     """The model, its values still to be made."""
     shape = gpt.GPTConfig(
         vocab_size=job["vocab_size"],
@@ -37,7 +39,7 @@ def build(job: dict[str, Any]) -> gpt.GPT:
         width=job["width"],
     )
     with infinity.Init():
-        return gpt.build_gpt(shape, DTYPES[job["precision"]], seed=5)
+        return presets.build(shape, DTYPES[job["precision"]], seed=5)
 
 
 def start(job: dict[str, Any], weights: Path | None = None) -> infinity.Engine:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import infinity
 from infinity.model.target import target_of
@@ -22,6 +23,7 @@ from infinity.plan.activations import estimate_activations
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 import gpt
+import presets
 from support.fake_accelerator import FakeAccelerator
 
 
@@ -47,7 +49,7 @@ def on_disk(path: Path) -> int:
     return sum(p.stat().st_blocks * 512 for p in path.rglob("*") if p.is_file())
 
 
-def build(job: dict[str, Any]) -> gpt.GPT:
+def build(job: dict[str, Any]) -> nn.Module:
     """The model, with its values or without."""
     shape = gpt.GPTConfig(
         vocab_size=job["vocab_size"],
@@ -57,9 +59,9 @@ def build(job: dict[str, Any]) -> gpt.GPT:
         width=job["width"],
     )
     if not job["init"]:
-        return gpt.build_gpt(shape, torch.float32, seed=1)
+        return presets.build(shape, torch.float32, seed=1)
     with infinity.Init():
-        return gpt.build_gpt(shape, torch.float32, seed=1)
+        return presets.build(shape, torch.float32, seed=1)
 
 
 def train(engine: infinity.Engine, job: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ in the last bits only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,18 @@ from infinity.huggingface.trainer import InfinityTrainer
 TOLERANCE = 2e-6
 
 
-def both(tmp_path: Path, make: Any = llama, options: Any = None, **changed: Any) -> tuple[Any, Any]:
-    """Trained by Trainer and by InfinityTrainer."""
+def both(
+    tmp_path: Path,
+    make: Any = llama,
+    options: Any = None,
+    use: Callable[[Any], object] = lambda trainer: trainer.train(),
+    **changed: Any,
+) -> tuple[Any, Any]:
+    """An InfinityTrainer and a Trainer, each trained, or used in another way."""
     theirs = trainer_for(hf.Trainer, tmp_path / "theirs", make(), options, **changed)
-    theirs.train()
+    use(theirs)
     ours = trainer_for(InfinityTrainer, tmp_path / "ours", make(), options, **changed)
-    ours.train()
+    use(ours)
     return ours, theirs
 
 
@@ -106,15 +113,14 @@ def test_predictions_and_metrics_are_those_of_trainer(tmp_path: Path) -> None:
 
 
 def test_evaluation_before_training_and_training_after_it(tmp_path: Path) -> None:
-    trainers = []
-    for kind in (hf.Trainer, InfinityTrainer):
-        trainer = trainer_for(kind, tmp_path / kind.__name__, max_steps=2)
+    def use(trainer: hf.Trainer) -> None:
         trainer.evaluate()
         trainer.train()
         trainer.evaluate()
-        trainers.append(trainer)
-    assert_close_history(trainers[1], trainers[0], TOLERANCE)
-    trainers[1].close()
+
+    ours, theirs = both(tmp_path, use=use, max_steps=2)
+    assert_close_history(ours, theirs, TOLERANCE)
+    ours.close()
 
 
 def test_a_loss_of_the_users_own(tmp_path: Path) -> None:
@@ -358,14 +364,13 @@ def test_a_model_on_meta_and_a_model_init(tmp_path: Path) -> None:
 
 
 def test_a_second_train_goes_on_with_a_new_schedule(tmp_path: Path) -> None:
-    trainers = []
-    for kind in (hf.Trainer, InfinityTrainer):
-        trainer = trainer_for(kind, tmp_path / kind.__name__, max_steps=3)
+    def use(trainer: hf.Trainer) -> None:
         trainer.train()
         trainer.train()
-        trainers.append(trainer)
-    assert_close_history(trainers[1], trainers[0], TOLERANCE)
-    trainers[1].close()
+
+    ours, theirs = both(tmp_path, use=use, max_steps=3)
+    assert_close_history(ours, theirs, TOLERANCE)
+    ours.close()
 
 
 def test_closing_gives_back_and_refuses_what_comes_after(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -109,6 +110,15 @@ def by_accelerate(engine: deepspeed.Engine, loss: Tensor, steps: int) -> None:
         engine.step()
 
 
+def offloaded(name: str, path: Path) -> dict[str, Any]:
+    """A section of `OFFLOADS`, with the path that its disks are at."""
+    zero = copy.deepcopy(OFFLOADS[name])
+    for section in zero.values():
+        if isinstance(section, dict) and section["device"] == "nvme":
+            section["nvme_path"] = str(path)
+    return zero
+
+
 @pytest.mark.parametrize("loop", [by_engine, by_user, by_accelerate])
 @pytest.mark.parametrize("steps", [1, 2, 4])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -118,17 +128,13 @@ def test_accumulation_offload_precision(
 ) -> None:
     """Bit for bit the update rule written out over plain torch's gradients."""
     case = CASES["gpt"]
-    zero = {key: dict(v) if isinstance(v, dict) else v for key, v in OFFLOADS[offload].items()}
-    for section in zero.values():
-        if isinstance(section, dict) and section["device"] == "nvme":
-            section["nvme_path"] = str(tmp_path)
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": steps,
         "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
         "bf16": {"enabled": precision == "bf16"},
-        "zero_optimization": zero,
+        "zero_optimization": offloaded(offload, tmp_path),
         "infinity": {"cpu": {"num_threads": 1}, "chunk_size": 2048},
     }
     batches = case.batches(3 * steps)
@@ -157,17 +163,13 @@ def test_accumulation_offload_precision(
 @pytest.mark.parametrize("offload", OFFLOADS)
 def test_fp16_is_close_to_fp32(tmp_path: Path, offload: str, steps: int) -> None:
     case = CASES["gpt"]
-    zero = {key: dict(v) if isinstance(v, dict) else v for key, v in OFFLOADS[offload].items()}
-    for section in zero.values():
-        if isinstance(section, dict) and section["device"] == "nvme":
-            section["nvme_path"] = str(tmp_path)
     config = {
         "train_batch_size": 2 * steps,
         "gradient_accumulation_steps": steps,
         "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-4}},
         "fp16": {"enabled": True, "initial_scale_power": 8},
-        "zero_optimization": zero,
+        "zero_optimization": offloaded(offload, tmp_path),
         "infinity": {"cpu": {"num_threads": 1}, "chunk_size": 2048},
     }
     batches = case.batches(3 * steps)

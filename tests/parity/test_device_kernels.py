@@ -13,7 +13,7 @@ import torch
 from overlap.test_old_graphs import NUMEL, Shift
 from support.fake_accelerator import FakeAccelerator
 from support.models import CASES
-from support.trainer import Result, make_config, train
+from support.trainer import Result, make_config, train, train_case
 
 import infinity
 
@@ -23,10 +23,7 @@ NAMES = ("gpt", "encoder_decoder", "frozen", "routed")
 
 
 def run(name: str, device: Any, placement: tuple[str, str, str] = ALL, **changes: Any) -> Result:
-    case = CASES[name]
-    batches = case.batches(STEPS * changes.get("gradient_accumulation_steps", 1))
-    config = make_config(placement, **changes)
-    return train(case.build(), batches, config, device=device, groups=case.groups)
+    return train_case(name, device, placement, STEPS, **changes)
 
 
 def with_kernels(seed: int = 0) -> FakeAccelerator:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
 from support.models import CASES
-from support.trainer import Result, make_config, train, train_exactly
+from support.trainer import Result, make_config, train, train_case, train_exactly
 
 import infinity
 from infinity.plan.plan import Plan, UpdatePlace, update_place
@@ -35,10 +35,7 @@ STEPS = 4
 def run(
     device: Any, placement: tuple[str, str, str] = IN_RAM, name: str = "gpt", **changes: Any
 ) -> Result:
-    case = CASES[name]
-    batches = case.batches(STEPS * changes.get("gradient_accumulation_steps", 1))
-    config = make_config(placement, **changes)
-    return train(case.build(), batches, config, device=device, groups=case.groups)
+    return train_case(name, device, placement, STEPS, **changes)
 
 
 def with_kernels(seed: int = 0) -> FakeAccelerator:

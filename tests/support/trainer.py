@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from support.fake_accelerator import FakeAccelerator
-from support.models import Batch
+from support.models import CASES, Batch
 from support.patience import wait_until
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -207,6 +207,20 @@ def train(
                 norms.append(engine.grad_norm)
         report, forecast, counters = engine.last_report, engine.forecast(), engine.counters()
         return Result(losses, run.masters(), norms, report, forecast, counters, engine.plan)
+
+
+def train_case(
+    name: str,
+    device: Device | str | None,
+    placement: tuple[str, str, str],
+    steps: int,
+    **changes: Any,
+) -> Result:
+    """Train a model of `support.models.CASES` for some steps of as many micro-batches as set."""
+    case = CASES[name]
+    batches = case.batches(steps * changes.get("gradient_accumulation_steps", 1))
+    config = make_config(placement, **changes)
+    return train(case.build(), batches, config, device=device, groups=case.groups)
 
 
 # --- plain torch ---------------------------------------------------------------------------------

@@ -93,6 +93,7 @@ class Updates:
         turn = 0
         pending = next(order, None)
         while pending is not None or queue:
+            # Of the stages one is being updated, one is on its way home; the others read ahead.
             while pending is not None and len(queue) < self.plan.num_stages - 2:
                 stage = self._stages[turn % len(self._stages)]
                 turn += 1

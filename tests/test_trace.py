@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,19 @@ import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
 from support.models import CASES, CHECKPOINTINGS, Checkpointing
-from support.patience import wait_until
+from support.patience import in_a_quiet_moment, wait_until
 from support.small import MIXED, ON_DEVICE, ON_DISK, batch, settings, small_engine, small_model
 from support.trainer import Run, make_config, make_device
 
 import infinity
 from infinity.config import load_config
 from infinity.errors import ConfigError, MachineError
+from infinity.memory.device import Event
 from infinity.trace.reader import Slice, Timeline, read_timeline
 from infinity.trace.shares import Shares, verdict
 
 LANES = ("disk_read", "disk_write", "to_device", "from_device")
+IN_RAM = dict.fromkeys(("weights", "moments", "gradients"), "host")
 HOMES = {"disk": ON_DISK, "mixed": MIXED, "device": ON_DEVICE}
 
 
@@ -269,6 +272,45 @@ def test_after_exceptions_the_trace_goes_on(tmp_path: Path) -> None:
     last = timeline.of("step")[-1]
     inside = [s for s in timeline.of("compute") if last.begin <= s.begin < last.end]
     assert len({(s.what, s.unit) for s in inside}) == 10
+
+
+class SlowLinks(FakeAccelerator):
+    """A device whose trace has compute's own clock, as CUDA's has; each copy takes 20 ms."""
+
+    host_clock = False
+    copies_s = 0.02
+
+    def __init__(self) -> None:
+        super().__init__(1, max_delay_s=0.0)
+        self.waited_s = 0.0
+
+    def _submit(self, run: Any, event: Any, starts: Any, after: Any) -> None:
+        super()._submit(lambda: (time.sleep(self.copies_s), run()), event, starts, after)
+
+    def compute_wait(self, event: Event) -> None:
+        begin = time.perf_counter()
+        super().compute_wait(event)
+        self.waited_s += time.perf_counter() - begin
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "units"])
+def test_waiting_for_weights_is_not_computing(tmp_path: Path, checkpoint: str) -> None:
+    (tmp_path / "nvme").mkdir()
+    more = {"activations": {"checkpoint": checkpoint}, "look_ahead": 0, "precision": "bf16"}
+    config = settings(tmp_path / "nvme", IN_RAM, trace=str(tmp_path / "t.json"), **more)
+
+    def look() -> None:
+        device = SlowLinks()
+        with infinity.initialize(small_model(), config, device=device)[0] as engine:
+            for index in range(3):
+                engine.backward(engine(batch(index)))
+                engine.step()
+        total = Shares(read_timeline(tmp_path / "t.json")).whole
+        assert total is not None
+        assert device.waited_s > 10 * device.copies_s
+        assert total.busy["compute"] < 0.25 * device.waited_s
+
+    in_a_quiet_moment(look)
 
 
 def test_saving_and_commits_are_seen(tmp_path: Path) -> None:

@@ -48,9 +48,8 @@ class Hooks:
     ) -> None:
         self.mover = mover
         self.watch: MemoryWatch  # set by whoever makes hooks, before the first forward
-        self.timeline: Timeline | None = None  # while a trace is recorded
         self.gradients = gradients
-        self.saved = SavedTensors(mover, self._backward_at)
+        self.saved = SavedTensors(mover, gradients.expect)
         self.num_arrived = 0  # gradients since the start, whoever called backward
         self.divisor = 1  # of gradients that arrive; not 1 only where their loss is not divided
         self.lent: Collection[int] = ()  # parameters that have a full value of their own now
@@ -111,6 +110,8 @@ class Hooks:
     def _before(self, unit: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             self._refuse_strangers()
+            if self.timeline is not None:
+                self.timeline.recompute()
             borrowed = self._borrow(unit, (*args, *kwargs.values()))
             try:
                 if not self._is_lent(unit):
@@ -128,14 +129,18 @@ class Hooks:
 
         return hook
 
+    @property
+    def timeline(self) -> Timeline | None:
+        """Who is told of units, while a trace is recorded."""
+        return self.saved.timeline
+
+    @timeline.setter
+    def timeline(self, timeline: Timeline | None) -> None:
+        self.saved.timeline = timeline
+
     def around(self, unit: int) -> tuple[Callable[..., None], Callable[..., None]]:
         """What goes before and after a forward of the unit that is not a call of its module."""
         return self._before(unit), self._after(unit)
-
-    def _backward_at(self, unit: int) -> None:
-        self.gradients.expect(unit)
-        if self.timeline is not None:
-            self.timeline.backward(unit)
 
     def _borrow(self, unit: int, given: tuple[Any, ...]) -> list[int]:
         """Bring the units of parameters that another module reached for and hands over.

@@ -33,6 +33,7 @@ from infinity.model.torch_private import (
     saved_by_checkpoint,
     top_saved_tensors_hooks,
 )
+from infinity.training.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class SavedTensors:
                 assert slot.arena is not None
                 probe = slot.arena.view(slot.offset, slot.nbytes)
             self._addresses[probe.data_ptr()] = slot
+        self.timeline: Timeline | None = None  # while a trace is recorded
         self.activations: ActivationStore | None = None  # takes inputs of recomputed blocks
         # The context, our pair, and whether a checkpoint's pair is below it.
         self._stack: list[tuple[Any, SavedTensorHooks, bool]] = []
@@ -169,7 +171,12 @@ class SavedTensors:
         if isinstance(packed, Away):
             if self.activations is None:
                 raise graph_of_closed_engine()
-            return self.activations.restore(packed)
+            if self.timeline is None:
+                return self.activations.restore(packed)
+            self.timeline.pause()
+            restored = self.activations.restore(packed)
+            self.timeline.resume()
+            return restored
         if isinstance(packed, _Kept):
             if packed.tensor._version != packed.version:
                 raise modified_in_place(
@@ -178,10 +185,15 @@ class SavedTensors:
                 )
             return packed.tensor
         assert isinstance(packed, _InSlot)
+        timeline = None
         if packed.unit != self._expected:
-            self._expected = packed.unit
+            self._expected, timeline = packed.unit, self.timeline
             self._expect(packed.unit)
+        if timeline is not None:
+            timeline.pause()
         self.mover.use(packed.unit)
+        if timeline is not None:
+            timeline.backward(packed.unit)
         entry = self.mover.entries[packed.unit]
         if entry.updates != packed.updates:
             raise modified_in_place(

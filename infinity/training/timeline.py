@@ -43,6 +43,8 @@ class Timeline:
         self._call: When | None = None  # an engine call began, and no unit computed since
         self._open: list[tuple[int, When]] = []  # forwards that are entered
         self._backward: tuple[int, When] | None = None
+        self._paused: int | None = None  # whose backward may be waiting for bytes
+        self._before_units: tuple[When, When] | None = None  # what a backward began with
         self._heard: When = 0  # when backward was last heard of
 
     def start(self) -> None:
@@ -64,7 +66,7 @@ class Timeline:
 
     def enter(self, unit: int) -> None:
         """The unit's forward begins; its weights are there."""
-        if self._backward is not None:
+        if self._backward is not None or self._paused is not None:
             self.backward(unit)
         self._call = None
         self._open.append((unit, self._stamp()))
@@ -86,9 +88,37 @@ class Timeline:
         # What led to a gradient is its unit's, what came before weights were asked for is not.
         turn = before if arrived and self._backward is not None else self._heard
         begin = turn if self._call is None else self._call
-        self._call = None
+        if self._before_units is not None:
+            self.trace.add("compute", "backward", unit, *self._before_units)
+        self._call = self._paused = self._before_units = None
         self._end_backward(turn)
         self._backward = unit, begin
+
+    def pause(self) -> None:
+        """Backward asks for bytes that compute may have to wait for.
+
+        `resume` or `backward` follows. On a device of its own the wait stands in the order of
+        compute, so a slice that went on through it would call it compute.
+        """
+        if self._open:
+            return
+        if self._backward is not None:
+            self._paused = self._backward[0]
+            self._end_backward(self._stamp())
+        elif self._call is not None:
+            self._before_units, self._call = (self._call, self._stamp()), None
+
+    def recompute(self) -> None:
+        """A forward is about to ask for its weights: within a backward that is recomputation."""
+        if self._backward is not None:
+            self.pause()
+
+    def resume(self) -> None:
+        """The bytes are there, and compute goes on where it was."""
+        if self._paused is not None:
+            self._backward, self._paused = (self._paused, self._stamp()), None
+        elif self._before_units is not None:
+            self._call, self._before_units = self._before_units[0], None
 
     def _end_backward(self, end: When) -> None:
         if self._backward is not None:
@@ -102,7 +132,7 @@ class Timeline:
     def forget(self) -> None:
         """After an interruption: nothing computes."""
         self._open.clear()
-        self._backward = self._call = None
+        self._backward = self._call = self._paused = self._before_units = None
 
     def _stamp(self) -> When:
         return self._lanes.device.stamp()

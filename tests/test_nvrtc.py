@@ -1,7 +1,7 @@
 """Compiling the CUDA kernels: the machine code's options, the cache, and what is missing.
 
-NVRTC needs no GPU. Tests that compile skip where `cuda-core` and NVRTC are not installed; they are
-also looked for in the site-packages folder that $INFINITY_CUDA_SITE names.
+NVRTC needs no GPU. Tests that compile skip where `cuda-core` and NVRTC are not installed (`make
+setup` installs them); they are also looked for in the folder that $INFINITY_CUDA_SITE names.
 """
 
 from __future__ import annotations

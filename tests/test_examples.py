@@ -9,15 +9,18 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 import torch
 from support.patience import wait_until
+from test_planner import plan_of
 
 import infinity
 from infinity.errors import ConfigError
+from infinity.plan.cost import step_cost
+from infinity.plan.rates import Rates
 from infinity.trace.reader import read_timeline
 from infinity.trace.shares import Shares
 
@@ -29,7 +32,7 @@ import _ui
 import corpus
 import gpt
 import presets
-from _bench_bound import Phases, Rates, Traffic, ideal_bound_s, schedule_bound_s
+from _bench_bound import bounds_of
 from _plain import PlainTorch
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -311,21 +314,26 @@ def test_the_closing_table_says_what_held() -> None:
 
 
 def test_the_bounds_are_those_of_the_design() -> None:
-    rates = Rates(read=2e9, write=1e9, mixed=1.5e9)
-    phases = Phases(forward_s=1.0, backward_s=2.0, update_s=0.5)
-    one = Traffic.of({"disk_read": 14 * 10**8, "disk_write": 12 * 10**8}, num_micro_batches=1)
-    assert one == Traffic(24 * 10**8, 2 * 10**8)
-    # sweep 1.6 s hides behind forward + update only in part: 2.0 + max(1.5, 1.6)
-    assert schedule_bound_s(phases, rates, one, 1, unified=True) == pytest.approx(3.6)
-    assert ideal_bound_s(phases, rates, one, 1, unified=True) == pytest.approx(3.5)
-    assert ideal_bound_s(phases, rates, one, 1, unified=False) == pytest.approx(3.0)
-    two = Traffic.of({"disk_read": 18 * 10**8, "disk_write": 12 * 10**8}, num_micro_batches=2)
-    assert two == one
-    assert schedule_bound_s(phases, rates, two, 2, unified=True) == pytest.approx(6.6)
-    slow = Phases(0.01, 0.02, 0.01)
-    expected = 2 * 0.1 + 0.1 + 1.6  # the disk alone
-    assert schedule_bound_s(slow, rates, two, 2, unified=True) == pytest.approx(expected)
-    assert ideal_bound_s(slow, rates, two, 2, unified=True) == pytest.approx(1.6 + 3 * 0.1)
+    """State and weights on disk, gradients in RAM: 12 bytes a parameter each way, one sweep."""
+    homes = {"weights": "disk", "moments": "disk", "gradients": "host"}
+    sizes = [102_400] * 8
+    for micro_batches in (1, 2):
+        plan = plan_of(sizes, homes=homes, look_ahead=1, gradient_accumulation_steps=micro_batches)
+        sweep_s = 2 * 12 * sum(sizes) / 1.5e9
+        weights_s = (8 - 3) * 102_400 * 2 / 2e9  # three are in slots at the turn
+        rates = Rates(2e9, 1e9, 1.5e9, update={"fp32": sum(sizes) / 0.5})
+        slow = bounds_of(plan, rates, 1.0, 2.0)  # compute binds, and the update with it
+        assert slow.schedule_s == slow.ideal_s == pytest.approx(3.0 * micro_batches + 0.5)
+        assert slow.binds == "compute" if micro_batches > 1 else "compute and update"
+        fast = bounds_of(plan, rates, 0.0, 0.0)
+        assert fast.schedule_s == pytest.approx(step_cost(plan, rates).seconds)
+        if micro_batches == 1:
+            assert fast.schedule_s == pytest.approx(0.5 + weights_s)
+            rates = replace(rates, update={"fp32": 1e12})
+            quick = bounds_of(plan, rates, 0.0, 0.0)
+            assert quick.schedule_s == quick.ideal_s == pytest.approx(sweep_s + weights_s)
+            assert quick.binds == "disk"
+            assert bounds_of(plan, rates, 0.0, 1.0).schedule_s == pytest.approx(sweep_s + 1.0)
 
 
 # The demo, end to end
@@ -447,9 +455,16 @@ def test_bench_step_reports_ratios(tmp_path: Path, micro_batches: str) -> None:
     assert code == 0, errors
     report = json.loads(output)
     assert set(report["contenders"]) >= {"torch_ram", "infinity_ram", "infinity_disk"}
-    assert 0 < report["bound"]["ideal"] <= report["bound"]["schedule"]
+    for bound in report["bound"].values():
+        assert 0 < bound["ideal"] <= bound["schedule"]
+        assert bound["lanes_s"]["compute"] > 0
+    assert set(report["bound"]) == {"infinity_ram", "infinity_disk"}
     assert set(report["ratio"]) >= {"torch_ram", "schedule", "ideal"}
-    disk = report["contenders"]["infinity_disk"]
+    assert {one["target"] for one in report["targets"]} == {"at least 0.9524", "at most 1.10"}
+    disk, plain = (report["contenders"][name] for name in ("infinity_disk", "torch_ram"))
+    assert disk["loss"] == pytest.approx(
+        plain["loss"], abs=0.02
+    )  # they began with the same weights
     for lane in ("disk_read", "disk_write"):
         assert disk["moved_bytes"][lane] == disk["predicted_bytes"][lane]
     assert "gpu_idle_share" not in report["contenders"]["torch_ram"]
@@ -464,6 +479,30 @@ def test_bench_step_reports_ratios(tmp_path: Path, micro_batches: str) -> None:
         assert shares.whole is not None
         assert shares.whole.share("compute") == facts["busy_share"]["compute"]
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+@needs_engine
+def test_bench_step_runs_blocks_in_every_way(tmp_path: Path) -> None:
+    """Recomputed, in slices, their inputs on disk; FLOP that are computed twice are told."""
+    command = [
+        sys.executable, str(BENCH), "--model", "llama-tiny", "--rounds", "1", "--warmup", "1",
+        "--tokens", "256", "--context", "64", "--checkpointing", "--slices", "2", "--offload",
+        "disk", "--only", "torch_ram,infinity_ram", "--alone", "--path", str(tmp_path), "--json",
+        "--device", "cpu", "--device-budget", "1GiB",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    code, output, errors = finish(process)
+    assert code == 0, errors
+    report = json.loads(output)
+    assert (report["slices"], report["offload"]) == (2, "disk")
+    assert "8*N*tokens" in report["flop_formula"]
+    for facts in report["contenders"].values():
+        assert facts["hardware_tflops"] == pytest.approx(8 / 6 * facts["model_tflops"])
+        assert "device_budget_bytes" not in facts  # a cap is a GPU's
+    ours, plain = (report["contenders"][name] for name in ("infinity_ram", "torch_ram"))
+    assert ours["loss"] == pytest.approx(plain["loss"], abs=0.05)
+    assert "hardware" in errors
+    assert list(tmp_path.iterdir()) == []
 
 
 @needs_engine

@@ -1,4 +1,8 @@
-"""How fast a step could be: lane rates of the disk, and the two bounds of DESIGN, section 1."""
+"""How fast a step could be: the two bounds of DESIGN, section 1, from a plan and measured rates.
+
+Bytes of each lane, the update's time and what overlaps what come from `infinity.plan.cost`;
+what is added here is how long the products of a micro-batch take, as measured.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,13 @@ from pathlib import Path
 
 from infinity.bench.disk_rates import measure_disk
 from infinity.config import IoConfig
+from infinity.plan.cost import step_cost
+from infinity.plan.plan import Plan
+from infinity.plan.rates import DISK, Rates
+from infinity.trace.intervals import length, union, without
+from infinity.trace.shares import Shares
 
 MEASURE_S = 2.0
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Bytes per second of the disk; `mixed` counts both directions, moved 1:1."""
-
-    read: float
-    write: float
-    mixed: float
 
 
 @dataclass(frozen=True)
@@ -30,50 +30,65 @@ class Phases:
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """Disk bytes of one step with weights and state on disk and gradients in RAM.
+class Bounds:
+    """The shortest step that keeps today's order of work, and that any order could have.
 
-    The sweep writes as much as it reads. What else is read are weights: once for the last
-    backward (the first forward gets them from the sweep), twice for every other micro-batch.
+    `lanes` are seconds that each lane is busy in a step; `binds` names the one that decides most.
     """
 
-    sweep_bytes: int  # both directions
-    weight_pass_bytes: float  # one forward or backward
-
-    @staticmethod
-    def of(predicted: dict[str, int], num_micro_batches: int) -> Traffic:
-        """Divide a plan's predicted bytes."""
-        written, read = predicted["disk_write"], predicted["disk_read"]
-        return Traffic(2 * written, (read - written) / (2 * num_micro_batches - 1))
+    schedule_s: float
+    ideal_s: float
+    binds: str
+    lanes: dict[str, float]
 
 
-def schedule_bound_s(
-    phases: Phases, rates: Rates, traffic: Traffic, num_micro_batches: int, unified: bool
-) -> float:
-    """Return the shortest step that keeps today's order of work."""
-    weights_s = traffic.weight_pass_bytes / rates.read
-    sweep_s = traffic.sweep_bytes / rates.mixed
-    middle_s = max(phases.forward_s + phases.backward_s, 2 * weights_s)
-    if unified:
-        first_s = max(phases.forward_s + phases.update_s, sweep_s)
-    else:
-        first_s = max(phases.forward_s, phases.update_s, sweep_s)
-    return (num_micro_batches - 1) * middle_s + max(phases.backward_s, weights_s) + first_s
+def bounds_of(plan: Plan, rates: Rates, forward_s: float, backward_s: float) -> Bounds:
+    """The bounds of a steady step whose micro-batches compute for so long."""
+    schedule_s, lanes, decided = 0.0, dict[str, float](), dict[str, float]()
+    for phase in step_cost(plan, rates).phases:
+        now = dict(phase.lanes)
+        compute = "compute" if "compute" in now else "compute and update"  # on the same cores
+        now[compute] += backward_s if phase.name.startswith("backward") else forward_s
+        slowest = max(now, key=lambda lane: now[lane])
+        schedule_s += now[slowest]
+        decided[slowest] = decided.get(slowest, 0.0) + now[slowest]
+        for lane, seconds in now.items():
+            lane = "compute" if lane == compute else lane
+            lanes[lane] = lanes.get(lane, 0.0) + seconds
+    binds = max(decided, key=lambda lane: decided[lane])
+    return Bounds(schedule_s, max(lanes.values()), binds, lanes)
 
 
-def ideal_bound_s(
-    phases: Phases, rates: Rates, traffic: Traffic, num_micro_batches: int, unified: bool
-) -> float:
-    """Return the shortest step that any order of the same work could have."""
-    compute_s = num_micro_batches * (phases.forward_s + phases.backward_s)
-    num_passes = 2 * num_micro_batches - 1
-    disk_s = traffic.sweep_bytes / rates.mixed + num_passes * traffic.weight_pass_bytes / rates.read
-    if unified:
-        return max(compute_s + phases.update_s, disk_s)
-    return max(compute_s, phases.update_s, disk_s)
+def rates_for(
+    disk: dict[str, float], plan: Plan, measured: dict[str, float] | None, phases: Phases | None
+) -> Rates | None:
+    """Rates to bound with: the disk's, and the machine's if they were `measured` on their own.
+
+    Else the update's is what the engine's own phases say. None where neither is known.
+    """
+    if measured is not None:
+        return Rates.of(measured | disk)
+    if phases is None:
+        return None
+    return Rates.of(disk | {"update.fp32": plan.num_trained / max(phases.update_s, 1e-9)})
 
 
-def measure_rates(folder: Path) -> Rates:
+def compute_in(shares: Shares, num_micro_batches: int) -> tuple[float, float]:
+    """Seconds of compute in one forward and one backward, over so many traced micro-batches.
+
+    A recomputation belongs to its backward. Only where compute has a clock of its own are waits
+    left out of it.
+    """
+    compute = shares.timeline.of("compute")
+    kinds = {
+        kind: union((s.begin, s.end) for s in compute if s.what == kind)
+        for kind in ("forward", "backward")
+    }
+    forward = without(kinds["forward"], kinds["backward"])
+    return length(forward) / num_micro_batches, length(kinds["backward"]) / num_micro_batches
+
+
+def measure_disk_rates(folder: Path) -> dict[str, float]:
     """Read, write and mix chunk records in `folder` through the engine's own disk tier."""
     found = measure_disk([folder], IoConfig(), MEASURE_S)
-    return Rates(found["disk_read"], found["disk_write"], found["disk_mixed"])
+    return {name: found[name] for name in DISK}

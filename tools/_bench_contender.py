@@ -14,8 +14,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import pickle
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,21 +26,21 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-import presets
-from _plain import DTYPES, PlainTorch
+from _bench_bound import compute_in
+from _bench_config import deepspeed_config, engine_config, trace_of
+from _bench_model import filled, outline, shape_of, values_of
+from _plain import PlainTorch
 from _process import peak_rss_bytes
 
 import infinity
+from infinity.bench.rate_cache import MeasuredRates, cached_rates
 from infinity.config import load_config
+from infinity.memory.device import find_device
+from infinity.model.materialize import remember_values
+from infinity.sizes import parse_size
 from infinity.trace.reader import read_timeline
 from infinity.trace.report import step_data
 from infinity.trace.shares import Shares
-
-HYPER_PARAMETERS = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
-HOMES = {
-    "infinity_ram": {"weights": "host", "moments": "host", "gradients": "host"},
-    "infinity_disk": {"weights": "disk", "moments": "disk", "gradients": "host"},
-}
 
 
 class Contender:
@@ -46,14 +48,15 @@ class Contender:
 
     def __init__(self, job: dict[str, Any]) -> None:
         self.job = job
-        self.shape = presets.shape_of(job["model"], job["context"], job["checkpointing"])
-        self.device = torch.device(job["device"])
+        self.shape = shape_of(job)
+        index = 0 if job["device"] == "cuda" else None  # some of torch.cuda insists on one
+        self.device = torch.device(job["device"], index)
         self.generator = torch.Generator().manual_seed(1)
         self.last_loss = float("nan")
 
-    def build(self) -> nn.Module:
-        """The model; the same weights for all that build it on the same device."""
-        return presets.build(self.shape, DTYPES[self.job["precision"]], seed=0)
+    def build(self, device: torch.device) -> nn.Module:
+        """The model where it is wanted; the same weights for all contenders."""
+        return filled(outline(self.job), device)
 
     def synchronize(self) -> None:
         """Wait for the device, so that a clock tells the truth."""
@@ -79,7 +82,12 @@ class Contender:
         facts = {"peak_rss_bytes": peak_rss_bytes(), "loss": self.last_loss}
         if self.device.type == "cuda":
             facts["peak_device_bytes"] = torch.cuda.max_memory_allocated(self.device)
+            facts["peak_reserved_bytes"] = torch.cuda.max_memory_reserved(self.device)
         return facts
+
+    def plans(self) -> dict[str, Any]:
+        """What a bound follows from: the file of the plan, and rates. Empty without one."""
+        return {}
 
     def phases(self) -> dict[str, float]:
         """Return the times of one step in parts: forward, backward, update."""
@@ -109,11 +117,13 @@ class TorchInRam(Contender):
     """Plain PyTorch."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        super().__init__(job)
-        with self.device:  # built where it stays
-            model = self.build()
-        config = load_config(engine_config(job | {"device": "cpu"}, "infinity_ram"))
-        self.plain = PlainTorch(model, config)
+        super().__init__(job | {"by_engine": False})
+        model = self.build(self.device)
+        if job["compile"]:
+            for block in model.get_submodule("blocks").children():
+                block.compile()
+        alone = {"device": "cpu", "offload": "none", "slices": 1, "compile": False}
+        self.plain = PlainTorch(model, load_config(engine_config(job | alone, "infinity_ram")))
 
     def step(self) -> None:
         """Do one whole training step."""
@@ -152,8 +162,15 @@ class Infinity(Contender):
         super().__init__(job)
         self.num_steps = 0
         config = load_config(engine_config(job, job["contender"]))
-        with infinity.Init():  # it may be larger than RAM
-            model = self.build()
+        self.rates: MeasuredRates | None = None
+        if self.device.type == "cuda":
+            if job["device_budget"] is not None:
+                cap_device(parse_size(job["device_budget"]), self.device)
+            with closing(find_device(self.device)) as device:  # kept: measured once a machine
+                self.rates = cached_rates(config.nvme_path, device, io=config.io)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        model = outline(job)  # it may be larger than RAM
+        remember_values(model, values_of(model))
         self.engine, *_ = infinity.initialize(model=model, config=config, device=self.device)
 
     def step(self) -> None:
@@ -165,18 +182,27 @@ class Infinity(Contender):
             self.engine.step()
         self.num_steps += 1
 
+    def plans(self) -> dict[str, Any]:
+        """The plan goes through a file; rates where they were measured here."""
+        path = Path(self.job["path"]) / f"plan-{self.job['contender']}.pickle"
+        path.write_bytes(pickle.dumps(self.engine.plan))
+        rates = None if self.rates is None else self.rates.rates.numbers()
+        return {"plan": str(path), "rates": rates}
+
     def shares(self) -> dict[str, Any]:
         """Steps beyond the timed ones: nothing is recorded before. The trace stays for a person."""
         first, last = self.job["trace_steps"]
         while self.num_steps <= last:  # it is closed with the step after its last
             self.step()
         self.settle()
-        whole = Shares(read_timeline(trace_of(self.job))).whole
+        shares = Shares(read_timeline(trace_of(self.job)))
+        whole, num_steps = shares.whole, last + 1 - first
         assert whole is not None
-        assert whole.name == f"all {last + 1 - first} steps"
+        assert whole.name == f"all {num_steps} steps"
         found = step_data(whole)
         return {key: found[key] for key in ("busy_share", "binds", "verdict")} | {
-            "gpu_idle_share": found["idle_share"]
+            "gpu_idle_share": found["idle_share"],
+            "traced_compute_s": compute_in(shares, num_steps * self.job["micro_batches"]),
         }
 
     def settle(self) -> None:
@@ -187,7 +213,9 @@ class Infinity(Contender):
     def facts(self) -> dict[str, Any]:
         """Return what is known after a turn."""
         report = self.engine.last_report
+        assert report is not None
         return super().facts() | {
+            "rates_origin": self.engine.plan.rates_origin,
             "moved_bytes": dict(report.moved),
             "predicted_bytes": dict(self.engine.plan.predicted_bytes),
             "stall_s": dict(report.stall_s),
@@ -231,7 +259,7 @@ class DeepSpeed(Contender):
     """The peer: ZeRO-3 with parameters and optimizer on NVMe or in RAM, with settings that run."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        super().__init__(job)
+        super().__init__(job | {"by_engine": False})
         for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
             os.environ.setdefault(name, value)
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -241,7 +269,7 @@ class DeepSpeed(Contender):
         import deepspeed
 
         deepspeed.init_distributed(dist_backend="gloo" if self.device.type == "cpu" else "nccl")
-        model = self.build()
+        model = self.build(torch.device("cpu"))
         config = deepspeed_config(job, max(p.numel() for p in model.parameters()))
         self.engine, *_ = deepspeed.initialize(
             model=model, model_parameters=list(model.parameters()), config=config
@@ -269,76 +297,10 @@ CONTENDERS = {
 }
 
 
-def trace_of(job: dict[str, Any]) -> Path:
-    """The file of this contender's trace."""
-    return Path(job["traces"]) / f"trace-{job['contender']}.json"
-
-
-def engine_config(job: dict[str, Any], contender: str) -> dict[str, Any]:
-    """Return the engine's config for one contender."""
-    config: dict[str, Any] = {
-        "precision": job["precision"],
-        "optimizer": {"type": "AdamW", **HYPER_PARAMETERS},
-        "gradient_clipping": 1.0,
-        "gradient_accumulation_steps": job["micro_batches"],
-        "homes": HOMES[contender],
-        "trace": str(trace_of(job)),
-        "trace_steps": job["trace_steps"],
-    }
-    if job["device"] == "cuda":  # what its budget holds rests on the device: the plan chooses
-        config["budget"] = {"device": job["device_budget"]} if job["device_budget"] else {}
-        if contender == "infinity_ram":
-            del config["homes"]
-    if contender == "infinity_disk":
-        config["nvme_path"] = job["path"]
-        if job["host_budget"] is not None:  # what fits in it stays in RAM: the plan chooses
-            config["budget"] = config.get("budget", {}) | {"host": job["host_budget"]}
-            del config["homes"]
-    return config
-
-
-def deepspeed_config(job: dict[str, Any], largest: int) -> dict[str, Any]:
-    """Return DeepSpeed's config; `largest` is the number of elements of the largest parameter.
-
-    On a CPU its defaults crash, these values run (look-ahead off); on a GPU they are its defaults,
-    with what its users set for offloading.
-    """
-    path = str(Path(job["path"]) / "deepspeed")
-    if job["contender"] == "deepspeed_cpu":
-        optimizer: dict[str, Any] = {"device": "cpu", "pin_memory": True}
-        parameters: dict[str, Any] = {"device": "cpu", "pin_memory": True}
-    else:
-        optimizer = {"device": "nvme", "nvme_path": path, "pin_memory": True, "buffer_count": 4,
-                     "pipeline_read": False, "pipeline_write": False}  # fmt: skip
-        parameters = {"device": "nvme", "nvme_path": path, "pin_memory": True, "buffer_count": 12,
-                      "buffer_size": max(int(3e7), largest), "max_in_cpu": 0}  # fmt: skip
-    zero: dict[str, Any] = {
-        "stage": 3,
-        "contiguous_gradients": True,
-        "offload_optimizer": optimizer,
-        "offload_param": parameters,
-    }
-    if job["device"] == "cpu":
-        zero |= {
-            "overlap_comm": False,
-            "sub_group_size": int(3e7),
-            "stage3_prefetch_bucket_size": 0,
-            "stage3_max_live_parameters": 0,
-            "stage3_max_reuse_distance": 0,
-            "stage3_param_persistence_threshold": int(1e5),
-            "reduce_bucket_size": int(5e7),
-        }
-    return {
-        "train_micro_batch_size_per_gpu": job["rows"],
-        "gradient_accumulation_steps": job["micro_batches"],
-        "gradient_clipping": 1.0,
-        "steps_per_print": 10**9,
-        "bf16": {"enabled": job["precision"] == "bf16"},
-        "optimizer": {"type": "AdamW", "params": HYPER_PARAMETERS},
-        "zero_optimization": zero,
-        "aio": {"block_size": 2**20, "queue_depth": 8, "intra_op_parallelism": 1,
-                "single_submit": False, "overlap_events": True},
-    }  # fmt: skip
+def cap_device(budget_bytes: int, device: torch.device) -> None:
+    """From now on torch's allocator refuses what is beyond the budget, whoever asks."""
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(budget_bytes / total_bytes, 1.0), device)
 
 
 def serve(requests: TextIO, replies: TextIO) -> None:
@@ -355,7 +317,7 @@ def serve(requests: TextIO, replies: TextIO) -> None:
         for _ in range(job["warmup"]):
             contender.step()
         contender.settle()
-        reply({"init_s": time.perf_counter() - started, **contender.facts()})
+        reply({"init_s": time.perf_counter() - started, **contender.plans(), **contender.facts()})
         for line in requests:
             request = json.loads(line)
             if request["do"] == "turn":

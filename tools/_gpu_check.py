@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import gzip
+import hashlib
 import importlib.metadata
+import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,8 +20,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
+
+from _gpu_stages import STAGES, Check, checks_of
+from _gpu_targets import table
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+FACTS_S = 30.0
+BUILT = REPOSITORY / "build" / "gpu_site"  # git ignores it: kept on the machine between calls
+# What the built package is made of.
+SOURCES = ("infinity", "csrc", "CMakeLists.txt", "pyproject.toml", ".whl")
 LIMIT_S = 560.0  # of everything; a lent machine ends a command after 600
 SHOWN_LINES = 60  # of a check's output in the report
 GRACE_S = 10.0  # to clean up in
@@ -25,24 +37,17 @@ MISSING, NO_GPU, STOPPED = 3, 4, 124
 # What building and testing need beside what pyproject.toml says.
 TOOLS = ("packaging", "pip", "cmake", "ninja", "pytest", "pytest-timeout")
 FACTS = """
-import os, torch
+import os, shutil, torch
 from infinity.optim import cuda, nvrtc
 device = torch.device("cuda", 0)
 free, total = torch.cuda.mem_get_info(device)
 print(torch.cuda.get_device_name(device), f"{total / 2**30:.0f} GiB,", os.cpu_count(), "CPU cores")
+ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+disk = shutil.disk_usage(".").free
+print(f"{ram / 2**30:.0f} GiB of RAM, {disk / 2**30:.0f} GiB free on the disk")
 print("torch", torch.__version__, "CUDA", torch.version.cuda)
 print("kernels:", cuda.why_not(device) or f"NVRTC {nvrtc.version()}, source in {nvrtc.folder()}")
 """
-
-
-@dataclass(frozen=True)
-class Check:
-    """A command, how long it may take, and whether its stdout is JSON to be kept."""
-
-    name: str
-    limit_s: float
-    command: Sequence[str]
-    json: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,54 +58,6 @@ class Result:
     code: int | None
     seconds: float
     output: str
-
-
-def step(name: str, limit_s: float, *options: str) -> Check:
-    """A run of `bench_step.py` on the GPU; contenders one after the other, for lack of memory."""
-    command = [sys.executable, "tools/bench_step.py", "--device", "cuda", "--json", *options]
-    return Check(name, limit_s, command, json=True)
-
-
-def llama(size: str, tokens: int, micro_batches: int, *options: str) -> list[str]:
-    """Options of a Llama shape with blocks recomputed in backward."""
-    return [
-        *("--model", f"llama-{size}", "--tokens", str(tokens), "--context", "4096"),
-        *("--micro-batches", str(micro_batches), "--checkpointing"),
-        *("--rounds", "2", "--warmup", "1", *options),
-    ]
-
-
-def checks_of(stages: Sequence[str], out: Path) -> list[Check]:
-    """What the stages run, in order."""
-    # -P: the source tree in the working directory has no native modules, the installed package has.
-    tests = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    capped, kept = ("--device-budget", "24GiB"), ("--traces", str(out))
-    both = (*capped, "--only", "torch_ram,infinity_ram", "--alone")
-    ours, plain = ("--only", "infinity_ram", *kept), ("--only", "torch_ram")
-    stage = {
-        "quick": [
-            Check("gpu tests", 120, [*tests, "-m", "gpu", "tests/gpu"]),
-            Check(
-                "kernels without a GPU",
-                40,
-                [*tests, "-m", "not big", "tests/test_nvrtc.py", "tests/test_cuda_adam.py"],
-            ),
-            Check("adam", 40, [sys.executable, "tools/bench_adam_cuda.py"]),
-            step("step-gpt-124m", 45, "--model", "gpt-124m", "--rounds", "3"),
-            step("step-llama-1.5b-32k", 100, *llama("1.5b", 32768, 2, *both, *kept)),
-            step("step-llama-1.5b-8k", 70, *llama("1.5b", 8192, 1, *both)),
-        ],
-        "8b": [
-            # Apart: plain torch may not fit.
-            step("step-llama-8b-32k", 220, *llama("8b", 32768, 4, *capped, *ours)),
-            step("step-llama-8b-32k-torch", 190, *llama("8b", 32768, 4, *plain)),
-        ],
-        "14b": [step("step-llama-14b-32k", 410, *llama("14b", 32768, 4, *ours))],
-    }
-    return [check for name in stages for check in stage[name]]
-
-
-STAGES = ("quick", "8b", "14b")
 
 
 def missing(pyproject: Path) -> list[str]:
@@ -145,12 +102,52 @@ def build(site: Path) -> list[Check]:
     return [*found, Check("build", 130, [*pip, "--no-build-isolation", "."])]
 
 
-def run(check: Check, limit_s: float, out: Path) -> Result:
+def fingerprint() -> str:
+    """Changes with whatever the package is built from, and with the interpreter."""
+    found = hashlib.sha256(sys.version.encode())
+    for name in SOURCES:
+        top = REPOSITORY / name
+        files = [top] if top.is_file() else sorted(p for p in top.rglob("*") if p.is_file())
+        for path in files:
+            if "__pycache__" not in path.parts and path.suffix != ".so":
+                found.update(str(path.relative_to(REPOSITORY)).encode())
+                found.update(path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def keep_traces(work: Path, out: Path) -> None:
+    """Traces of megabytes, in less room: the drawings are there already."""
+    for path in sorted(work.glob("*/trace-*.json")):
+        with gzip.open(out / f"{path.parent.name}.trace.json.gz", "wb") as kept:
+            kept.write(path.read_bytes())
+
+
+def reports_in(work: Path, checks: Sequence[Check]) -> dict[str, dict[str, Any]]:
+    """What benchmarks said, by the name of the check; one that was stopped said nothing."""
+    found = {}
+    for check in checks:
+        path = work / f"{check.name}.json"
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        if text.strip():
+            found[check.name] = json.loads(text)
+    return found
+
+
+def show_table(paths: Sequence[str]) -> int:
+    """The table of several runs' results together."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in paths:
+        found |= json.loads(Path(path).read_text(encoding="utf-8"))
+    print("\n".join(table(found)))
+    return 0
+
+
+def run(check: Check, limit_s: float, out: Path, work: Path) -> Result:
     """Run one check for at most `limit_s` seconds; its output goes to the log, and is shown."""
     began = time.monotonic()
     print(f"== {check.name}: {' '.join(check.command)}", flush=True)
     with tempfile.TemporaryFile("w+", errors="replace") as told:
-        kept = (out / f"{check.name}.json").open("w") if check.json else told
+        kept = (work / f"{check.name}.json").open("w") if check.json else told
         process = subprocess.Popen(check.command, cwd=REPOSITORY, stdout=kept, stderr=told)
         try:
             code = process.wait(limit_s)
@@ -173,7 +170,7 @@ def run(check: Check, limit_s: float, out: Path) -> Result:
     return Result(check, code, seconds, output)
 
 
-def run_all(checks: Sequence[Check], out: Path, until: float) -> list[Result]:
+def run_all(checks: Sequence[Check], out: Path, work: Path, until: float) -> list[Result]:
     """One after the other; one that fails does not hide what comes after it."""
     results = []
     for check in checks:
@@ -181,12 +178,18 @@ def run_all(checks: Sequence[Check], out: Path, until: float) -> list[Result]:
         if left < 5:
             results.append(Result(check, None, 0.0, ""))
         else:
-            results.append(run(check, min(check.limit_s, left), out))
+            results.append(run(check, min(check.limit_s, left), out, work))
     return results
 
 
-def write_report(results: Sequence[Result], facts: str, stages: Sequence[str], out: Path) -> Path:
-    """A page for docs/benchmarks: the machine, a table, and what each check said last."""
+def write_report(
+    results: Sequence[Result],
+    facts: str,
+    stages: Sequence[str],
+    out: Path,
+    reports: dict[str, dict[str, Any]],
+) -> Path:
+    """A page for docs/benchmarks: the machine, targets, checks, and what each check said last."""
     today = datetime.now(UTC)
     machine = facts.partition("\n")[0].strip() or "unknown machine"
     slug = re.sub(r"[^a-z0-9]+", "-", machine.partition(" GiB")[0].lower()).strip("-")
@@ -205,6 +208,8 @@ def write_report(results: Sequence[Result], facts: str, stages: Sequence[str], o
         f"Commit {commit or 'unknown'}, Python {platform.python_version()}, {today:%H:%M} UTC.",
         "",
         *(f"- {line}" for line in facts.splitlines()),
+        "",
+        *table(reports),
         "",
         "| check | result | seconds |",
         "| --- | --- | --- |",
@@ -243,7 +248,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="gpu_check.sh", description=__doc__)
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=", ".join(STAGES))
     parser.add_argument("--dry-run", action="store_true", help="run nothing")
+    parser.add_argument(
+        "--table", nargs="+", metavar="FILE", help="of results.json of several runs"
+    )
     options = parser.parse_args(arguments)
+    if options.table:
+        return show_table(options.table)
     stages = options.stages or ["quick"]
     if unknown := [name for name in stages if name not in STAGES]:
         parser.error(f"{unknown[0]!r} is not one of {', '.join(STAGES)}")
@@ -255,8 +265,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("gpu_check: nothing was built, run or reported", file=sys.stderr)
             return NO_GPU
     with tempfile.TemporaryDirectory() as folder:
-        site = Path(folder)
-        building, checks = build(site), checks_of(stages, out)
+        work = Path(folder)
+        site = BUILT / fingerprint()
+        checks = checks_of(stages, out, work)
+        building = [] if (site / "done").exists() else build(site)
         if options.dry_run:
             for line in missing(REPOSITORY / "pyproject.toml"):
                 print(f"missing, unless it lies in .whl/: {line}")
@@ -265,22 +277,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         out.mkdir(parents=True, exist_ok=True)
         (out / "log.txt").write_text("")
         os.environ["PYTHONPATH"] = os.pathsep.join(
-            filter(None, [folder, os.environ.get("PYTHONPATH")])
+            filter(None, [str(site), os.environ.get("PYTHONPATH")])
         )
-        results = run_all(building[:-1], out, until)
-        sys.path.insert(0, folder)
+        if building:
+            shutil.rmtree(BUILT, ignore_errors=True)
+        results = run_all(building[:-1], out, work, until)
+        sys.path.insert(0, str(site))
         if lacking := missing(REPOSITORY / "pyproject.toml"):
             for line in lacking:
                 print(f"gpu_check: missing: {line}", file=sys.stderr)
             print("gpu_check: bring it with tools/gpu_check.sh --fetch", file=sys.stderr)
             return MISSING
-        results += run_all(building[-1:], out, until)
+        results += run_all(building[-1:], out, work, until)
         facts = ""
-        if results[-1].code == 0:
-            found = run(Check("facts", 30, [sys.executable, "-P", "-c", FACTS]), 30, out)
+        if all(result.code == 0 for result in results):
+            site.mkdir(parents=True, exist_ok=True)
+            (site / "done").touch()
+            looking = Check("facts", FACTS_S, [sys.executable, "-P", "-c", FACTS])
+            found = run(looking, FACTS_S, out, work)
             facts = found.output if found.code == 0 else ""
-            results += [found, *run_all(checks, out, until)]
-        report = write_report(results, facts, stages, out)
+            results += [found, *run_all(checks, out, work, until)]
+        reports = reports_in(work, checks)
+        (out / "results.json").write_text(json.dumps(reports, indent=1) + "\n", encoding="utf-8")
+        keep_traces(work, out)
+        report = write_report(results, facts, stages, out, reports)
+    print("\n".join(table(reports)))
     print(f"report: {report}")
     return 0 if all(result.code == 0 for result in results) else 1
 

@@ -1,0 +1,74 @@
+"""A contender of the step benchmark as its parent sees it."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+class ContenderFailedError(Exception):
+    """A child ended early; its own error is on stderr already."""
+
+
+class Child:
+    """A contender in its own process and session."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.first: dict[str, Any] = {}
+        self.turns: list[dict[str, Any]] = []
+        self.shares: dict[str, Any] = {}  # of the traced steps; what has no trace has none
+        script = Path(__file__).with_name("_bench_contender.py")
+        self._process = subprocess.Popen(
+            [sys.executable, str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def start(self, job: dict[str, Any]) -> None:
+        """Build the model and take the warm-up steps."""
+        self.first = self.ask(job | {"contender": self.name})
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Send one request and wait for its answer."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        except (BrokenPipeError, json.JSONDecodeError) as error:
+            code = self._process.wait()
+            raise ContenderFailedError(f"{self.name} ended with code {code}") from error
+        return answer
+
+    def close(self, kill: bool) -> None:
+        """End the process; without `kill` it may clean up first."""
+        if not kill and self._process.poll() is None:
+            try:
+                self._process.communicate(json.dumps({"do": "close"}) + "\n", timeout=120)
+            except (BrokenPipeError, subprocess.TimeoutExpired):
+                kill = True
+        if kill:
+            self._process.kill()
+        self._process.wait()
+
+    def summary(self) -> dict[str, Any]:
+        """Return medians and the last known facts of this contender."""
+        times = [step_s for turn in self.turns for step_s in turn["step_s"]]
+        facts = {key: value for key, value in self.turns[-1].items() if key != "step_s"}
+        return {
+            "median_step_s": statistics.median(times),
+            "min_step_s": min(times),
+            "max_step_s": max(times),
+            "num_steps": len(times),
+            "init_s": self.first["init_s"],
+            **facts,
+            **self.shares,
+        }

@@ -1,0 +1,101 @@
+"""What `bench_step.py` tells the engines: ours, and the peer's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+HYPER_PARAMETERS = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
+HOMES = {
+    "infinity_ram": {"weights": "host", "moments": "host", "gradients": "host"},
+    "infinity_disk": {"weights": "disk", "moments": "disk", "gradients": "host"},
+}
+
+
+def recomputes_by_engine(job: dict[str, Any]) -> bool:
+    """Whether ours recomputes blocks, and not the model: slices, and what compiles, ask for it."""
+    more = job["slices"] > 1 or job["offload"] != "none" or job["compile"]
+    return bool(job["checkpointing"] and more)
+
+
+def trace_of(job: dict[str, Any]) -> Path:
+    """The file of this contender's trace."""
+    return Path(job["traces"]) / f"trace-{job['contender']}.json"
+
+
+def engine_config(job: dict[str, Any], contender: str) -> dict[str, Any]:
+    """Return the engine's config for one contender."""
+    config: dict[str, Any] = {
+        "precision": job["precision"],
+        "optimizer": {"type": "AdamW", **HYPER_PARAMETERS},
+        "gradient_clipping": 1.0,
+        "gradient_accumulation_steps": job["micro_batches"],
+        "homes": HOMES[contender],
+        "trace": str(trace_of(job)),
+        "trace_steps": job["trace_steps"],
+        "compile": job["compile"],
+        "activations": {
+            "checkpoint": "units" if recomputes_by_engine(job) else "none",
+            "slices": job["slices"],
+            "offload": job["offload"],
+        },
+        "budget": {},
+    }
+    if job["offload"] != "none":
+        config["activations"]["tokens"] = job["rows"] * job["context"]
+    if contender == "infinity_disk" or job["offload"] == "disk":
+        config["nvme_path"] = job["path"]
+    if job["device"] == "cuda":  # what its budget holds rests on the device: the plan chooses
+        if job["device_budget"]:
+            config["budget"]["device"] = job["device_budget"]
+        if contender == "infinity_ram":
+            config["homes"] = {"moments": "host"} if job["state"] == "host" else {}
+    if job["host_budget"] is not None and (contender, job["device"]) != ("infinity_ram", "cpu"):
+        config["budget"]["host"] = job["host_budget"]
+        if contender == "infinity_disk":  # what fits in it stays in RAM: the plan chooses
+            del config["homes"]
+    return config
+
+
+def deepspeed_config(job: dict[str, Any], largest: int) -> dict[str, Any]:
+    """Return DeepSpeed's config; `largest` is the number of elements of the largest parameter.
+
+    On a CPU its defaults crash, these values run (look-ahead off); on a GPU they are its defaults,
+    with what its users set for offloading.
+    """
+    path = str(Path(job["path"]) / "deepspeed")
+    if job["contender"] == "deepspeed_cpu":
+        optimizer: dict[str, Any] = {"device": "cpu", "pin_memory": True}
+        parameters: dict[str, Any] = {"device": "cpu", "pin_memory": True}
+    else:
+        optimizer = {"device": "nvme", "nvme_path": path, "pin_memory": True, "buffer_count": 4,
+                     "pipeline_read": False, "pipeline_write": False}  # fmt: skip
+        parameters = {"device": "nvme", "nvme_path": path, "pin_memory": True, "buffer_count": 12,
+                      "buffer_size": max(int(3e7), largest), "max_in_cpu": 0}  # fmt: skip
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "contiguous_gradients": True,
+        "offload_optimizer": optimizer,
+        "offload_param": parameters,
+    }
+    if job["device"] == "cpu":
+        zero |= {
+            "overlap_comm": False,
+            "sub_group_size": int(3e7),
+            "stage3_prefetch_bucket_size": 0,
+            "stage3_max_live_parameters": 0,
+            "stage3_max_reuse_distance": 0,
+            "stage3_param_persistence_threshold": int(1e5),
+            "reduce_bucket_size": int(5e7),
+        }
+    return {
+        "train_micro_batch_size_per_gpu": job["rows"],
+        "gradient_accumulation_steps": job["micro_batches"],
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+        "bf16": {"enabled": job["precision"] == "bf16"},
+        "optimizer": {"type": "AdamW", "params": HYPER_PARAMETERS},
+        "zero_optimization": zero,
+        "aio": {"block_size": 2**20, "queue_depth": 8, "intra_op_parallelism": 1,
+                "single_submit": False, "overlap_events": True},
+    }  # fmt: skip

@@ -1,0 +1,70 @@
+"""Models of the step benchmark: every contender's has the same values, and none takes long to draw.
+
+Drawing 14 billion values one by one takes minutes on a CPU, so a few million are drawn once, and
+repeated. Their number is a prime, so that no two rows of a matrix are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import presets
+import torch
+from _plain import DTYPES
+from torch import Tensor, nn
+
+_NUM_VALUES = 4_194_301
+_BOUND = 0.02 * 3**0.5  # uniform with a standard deviation of 0.02
+
+
+def shape_of(job: dict[str, Any]) -> presets.Shape:
+    """The job's model; it recomputes its blocks in backward where the engine does not."""
+    recomputes = job["checkpointing"] and not job["by_engine"]
+    return presets.shape_of(job["model"], job["context"], recomputes)
+
+
+def outline(job: dict[str, Any]) -> nn.Module:
+    """The job's model, without values."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(DTYPES[job["precision"]])
+    try:
+        with torch.device("meta"):
+            return presets.empty(shape_of(job))
+    finally:
+        torch.set_default_dtype(before)
+
+
+def values_of(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
+    """What makes the values of each parameter of an outline, by name, on the CPU."""
+    return {
+        name: lambda name=name, like=parameter: _values(name, like)  # type: ignore[misc]
+        for name, parameter in model.named_parameters()
+    }
+
+
+def filled(model: nn.Module, device: torch.device) -> nn.Module:
+    """The outline itself, its parameters made on a device; tied ones stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(_values(name, parameter).to(device))
+                module._parameters[name] = made[id(parameter)]
+    return model
+
+
+def _values(name: str, like: Tensor) -> Tensor:
+    if like.dim() == 1:
+        return torch.full(like.shape, float(not name.endswith("bias")), dtype=like.dtype)
+    drawn = _drawn(like.dtype)
+    times = -(-like.numel() // drawn.numel())
+    return drawn.repeat(times)[: like.numel()].view(like.shape)
+
+
+@cache
+def _drawn(dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.empty(_NUM_VALUES).uniform_(-_BOUND, _BOUND, generator=generator).to(dtype)

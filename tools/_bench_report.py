@@ -1,0 +1,256 @@
+"""The report of a step benchmark: medians, bounds, ratios and targets, as data and as a page."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import platform
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import presets
+import torch
+from _bench_bound import Bounds, Phases, bounds_of, rates_for
+from _bench_child import Child
+from _bench_targets import judged
+from rich.console import Console
+from rich.table import Table
+
+from infinity.plan.rates import DISK
+from infinity.sizes import format_count, format_rate, format_size, parse_size
+
+# Ratio of step times -> whose, to whose.
+COMPARED = {
+    "torch_ram": ("infinity_ram", "torch_ram"),
+    "schedule": ("infinity_disk", "schedule"),
+    "ideal": ("infinity_disk", "ideal"),
+    "ram_to_schedule": ("infinity_ram", "ram_schedule"),
+    "ram_to_ideal": ("infinity_ram", "ram_ideal"),
+    "disk_to_torch_ram": ("infinity_disk", "torch_ram"),
+    "deepspeed_nvme_to_disk": ("deepspeed_nvme", "infinity_disk"),
+    "deepspeed_cpu_to_ram": ("deepspeed_cpu", "infinity_ram"),
+    "deepspeed_cpu_to_disk": ("deepspeed_cpu", "infinity_disk"),
+}
+_BOUNDED = {"infinity_disk": "", "infinity_ram": "ram_"}  # contender -> prefix of its bounds
+Rates = dict[str, float]
+
+
+def report_of(
+    arguments: argparse.Namespace,
+    job: dict[str, Any],
+    children: Sequence[Child],
+    phases: Sequence[Phases],
+    rates: Sequence[Rates],
+) -> dict[str, Any]:
+    """Put medians, bounds and ratios together; children without turns are left out."""
+    children = [child for child in children if child.turns]
+    times = {c.name: [statistics.median(t["step_s"]) for t in c.turns] for c in children}
+    disk = {name: statistics.fmean(each[name] for each in rates) for name in DISK}
+    bounds: dict[str, dict[str, Any]] = {}
+    for child in children:
+        found, source = _bounds(child, disk, phases, _on_gpu(job))
+        if found:
+            prefix = _BOUNDED[child.name]
+            times[f"{prefix}schedule"] = [bound.schedule_s for bound in found]
+            times[f"{prefix}ideal"] = [bound.ideal_s for bound in found]
+            bounds[child.name] = {
+                "schedule": statistics.median(bound.schedule_s for bound in found),
+                "ideal": statistics.median(bound.ideal_s for bound in found),
+                "binds": found[0].binds,
+                "lanes_s": found[0].lanes,
+                "compute_from": source,
+                "rates": (child.first.get("rates") or {}) | disk,
+            }
+    compared = {
+        name: pair for name, pair in COMPARED.items() if pair[0] in times and pair[1] in times
+    }
+    medians = [statistics.median(kind) for kind in zip(*map(_values, phases), strict=True)]
+    num_parameters = presets.count_parameters(presets.shape_of(arguments.model, job["context"]))
+    tokens = job["rows"] * job["context"] * arguments.micro_batches
+    recompute = arguments.checkpointing
+    report = {
+        "model": arguments.model,
+        "num_parameters": num_parameters,
+        "precision": arguments.precision,
+        "checkpointing": recompute,
+        "flop_formula": _flop_formula(recompute),
+        "slices": arguments.slices,
+        "compile": arguments.compile,
+        "offload": arguments.offload,
+        "state": arguments.state,
+        "device": arguments.device,
+        "budget": {"device": arguments.device_budget, "host": arguments.host_budget},
+        "alone": arguments.alone,
+        "tokens": tokens,
+        "micro_batches": arguments.micro_batches,
+        "rounds": arguments.rounds,
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "load_average": os.getloadavg()[0],
+        },
+        "lanes": {"before": rates[0], "after": rates[-1], "unit": "bytes per second"},
+        "phases": vars(Phases(*medians)) if medians else {},
+        "contenders": {
+            child.name: child.summary()
+            | _budget_of(child.name, job)
+            | _speed(times[child.name], num_parameters, tokens, recompute=recompute)
+            for child in children
+        },
+        "bound": bounds,
+        "ratio": {
+            name: statistics.median(a / b for a, b in zip(times[ours], times[other], strict=False))
+            for name, (ours, other) in compared.items()
+        },
+        # Beside busy neighbours medians wander; the fastest steps are those with fewest of them.
+        "ratio_of_minima": {
+            name: min(times[ours]) / min(times[other]) for name, (ours, other) in compared.items()
+        },
+    }
+    return report | {"targets": judged(report)}
+
+
+def _bounds(
+    child: Child, disk: Rates, phases: Sequence[Phases], on_gpu: bool
+) -> tuple[list[Bounds], str]:
+    """Bounds of one contender's step, round by round, and where the time of compute is from.
+
+    On a GPU that is plain torch's, which copies nothing meanwhile; where that was not run, the
+    compute in our own trace. On a CPU it is our own engine's on RAM.
+    """
+    if child.name not in _BOUNDED or "plan" not in child.first:
+        return [], ""
+    plan = pickle.loads(Path(child.first["plan"]).read_bytes())
+    traced = child.shares.get("traced_compute_s")
+    alone = [(one.forward_s, one.backward_s) for one in phases]
+    source = "plain torch" if on_gpu else "infinity_ram, phase by phase"
+    if not alone and on_gpu and traced is not None:
+        alone, source = [tuple(traced)] * len(child.turns), "the trace of these steps"
+    found = []
+    for index, seconds in enumerate(alone[: len(child.turns)]):
+        measured = child.first.get("rates")
+        rates = rates_for(disk, plan, measured, phases[index] if phases else None)
+        if rates is not None:
+            found.append(bounds_of(plan, rates, *seconds))
+    return found, source
+
+
+def _on_gpu(job: dict[str, Any]) -> bool:
+    return bool(job["device"] == "cuda")
+
+
+def _budget_of(name: str, job: dict[str, Any]) -> dict[str, int]:
+    """What the contender's device memory is held to."""
+    if not _on_gpu(job) or job["device_budget"] is None or name not in _BOUNDED:
+        return {}
+    return {"device_budget_bytes": parse_size(job["device_budget"])}
+
+
+def _flop_formula(recompute: bool) -> str:
+    """How FLOP are counted; N is the number of parameters."""
+    hardware = "8*N*tokens, blocks are computed twice" if recompute else "the same"
+    return f"model: 6*N*tokens; hardware: {hardware}; attention's own products are not counted"
+
+
+def _speed(
+    step_s: list[float], num_parameters: int, tokens: int, *, recompute: bool
+) -> dict[str, float]:
+    """Tokens and FLOP per second, of the median step; see `_flop_formula`."""
+    per_s = tokens / statistics.median(step_s)
+    once = num_parameters * per_s / 1e12
+    return {
+        "tokens_per_s": per_s,
+        "model_tflops": 6 * once,
+        "hardware_tflops": (8 if recompute else 6) * once,
+    }
+
+
+def _values(record: Any) -> list[float]:
+    return list(vars(record).values())
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the report for people, on stderr."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        console = Console(stderr=True, highlight=False, width=120)
+    console.print(_table(report))
+    for name, facts in report["contenders"].items():
+        if "busy_share" in facts:
+            busy = ", ".join(
+                f"{k} {share:.0%}" for k, share in facts["busy_share"].items() if share
+            )
+            console.print(f"{name} was busy: {busy}; {facts['verdict']}")
+        if facts.get("rates_origin"):
+            console.print(f"{name}: homes by {facts['rates_origin']}")
+    phases, lanes = report["phases"], report["lanes"]
+    if phases:
+        console.print(
+            f"forward {phases['forward_s']:.3f} s, backward {phases['backward_s']:.3f} s per"
+            f" micro-batch, update {phases['update_s']:.3f} s"
+        )
+    for when in ("before", "after"):
+        rates = ", ".join(f"{k} {format_rate(v)}" for k, v in lanes[when].items())
+        console.print(f"disk {when}: {rates}")
+    for name, bound in report["bound"].items():
+        busy = ", ".join(f"{lane} {s:.3f} s" for lane, s in bound["lanes_s"].items() if s)
+        console.print(
+            f"bound of {name}: schedule {bound['schedule']:.3f} s, ideal {bound['ideal']:.3f} s;"
+            f" {busy}; compute from {bound['compute_from']}"
+        )
+    for key, title in (("ratio", "ratio"), ("ratio_of_minima", "ratio of the fastest")):
+        if report[key]:
+            said = ", ".join(f"{name} {x:.3f}" for name, x in report[key].items())
+            console.print(f"{title}: {said}")
+    for one in report["targets"]:
+        verdict = "met" if one["met"] else "MISSED"
+        console.print(f"{verdict}: {one['name']} {one['found']:.4g} (target: {one['target']})")
+    for name, why in report.get("skipped", {}).items():
+        console.print(f"{name}: {why}")
+    machine = report["machine"]
+    if machine["load_average"] > 1.5 * machine["threads"]:
+        console.print(f"load average {machine['load_average']:.1f}: others compute here too")
+
+
+def _table(report: dict[str, Any]) -> Table:
+    table = Table(
+        title=f"{report['model']}, {format_count(report['num_parameters'])} parameters,"
+        f" {report['tokens']} tokens in {report['micro_batches']} micro-batch(es)",
+        caption=report["flop_formula"],
+    )
+    for name in ("contender", "step", "tokens/s", "TFLOP/s model", "hardware", "idle", "peak RSS",
+                 "peak device", "read / predicted", "written / predicted"):  # fmt: skip
+        first = name == "contender"
+        table.add_column(name, justify="left" if first else "right", no_wrap=first)
+    for name, facts in report["contenders"].items():
+        moved, predicted = facts.get("moved_bytes"), facts.get("predicted_bytes")
+        lanes = ["-", "-"]
+        if moved is not None and predicted is not None:
+            lanes = [
+                f"{format_size(moved[lane])} / {format_size(predicted[lane])}"
+                for lane in ("disk_read", "disk_write")
+            ]
+        idle = facts.get("gpu_idle_share")
+        table.add_row(
+            name,
+            f"{facts['median_step_s']:.3f} s",
+            f"{facts['tokens_per_s']:.4g}",
+            f"{facts['model_tflops']:.4g}",
+            f"{facts['hardware_tflops']:.4g}",
+            "-" if idle is None else f"{idle:.0%}",
+            format_size(facts["peak_rss_bytes"] or 0),
+            _device_peak(facts),
+            *lanes,
+        )
+    return table
+
+
+def _device_peak(facts: dict[str, Any]) -> str:
+    peak, budget = facts.get("peak_device_bytes"), facts.get("device_budget_bytes")
+    if peak is None:
+        return "-"
+    return format_size(peak) + (f" of {format_size(budget)}" if budget else "")

@@ -1,0 +1,65 @@
+"""What a step benchmark must reach, and whether it did: a GPU's targets are not a CPU's."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+LARGE_STEP, SMALL_STEP = 32768, 8192  # tokens
+BOUND = 1.10  # x the schedule bound, at most
+CPU_SHARE = 1 / 1.05  # of plain torch's tokens a second, in RAM
+GPU_SHARES = {LARGE_STEP: 0.90, SMALL_STEP: 0.75}
+PEER = 2.0  # x the peer's tokens a second
+SPEED = {"llama-14b": 6000.0}  # tokens a second, at large steps
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """One target, what was found (None: it could not be), and what was to be reached."""
+
+    name: str
+    target: str
+    found: float
+    met: bool
+
+
+def judged(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The targets that a report of `bench_step.py` lets us judge, JSON-able."""
+    ratio, contenders, tokens = report["ratio"], report["contenders"], report["tokens"]
+    on_gpu = report["device"] == "cuda"
+    found = []
+    share = share_for(tokens, on_gpu=on_gpu)
+    if share is not None and "torch_ram" in ratio:
+        found.append(at_least("tokens/s beside plain torch", 1 / ratio["torch_ram"], share))
+    if "schedule" in ratio:
+        found.append(at_most("disk homes: step beside the schedule bound", ratio["schedule"]))
+    if on_gpu and SMALL_STEP <= tokens < LARGE_STEP and "deepspeed_cpu_to_ram" in ratio:
+        found.append(at_least("tokens/s beside DeepSpeed", ratio["deepspeed_cpu_to_ram"], PEER))
+    ours = contenders.get("infinity_ram", {})
+    wanted = SPEED.get(report["model"])
+    if on_gpu and ours and wanted is not None and tokens >= LARGE_STEP:
+        found.append(at_least("tokens/s", ours["tokens_per_s"], wanted))
+    for name, facts in contenders.items():
+        peak, budget = facts.get("peak_reserved_bytes"), facts.get("device_budget_bytes")
+        if peak is not None and budget:
+            met = peak <= budget
+            text = f"at most {budget / 2**30:g} GiB"
+            found.append(Judgement(f"{name}: device memory, GiB", text, peak / 2**30, met))
+    return [asdict(one) for one in found]
+
+
+def share_for(tokens: int, *, on_gpu: bool) -> float | None:
+    """The share of plain torch's tokens a second that a step of so many must reach."""
+    if not on_gpu:
+        return CPU_SHARE
+    return next((share for least, share in GPU_SHARES.items() if tokens >= least), None)
+
+
+def at_least(name: str, found: float, wanted: float) -> Judgement:
+    """More is better."""
+    return Judgement(name, f"at least {wanted:.4g}", found, found >= wanted)
+
+
+def at_most(name: str, found: float, wanted: float = BOUND) -> Judgement:
+    """Less is better."""
+    return Judgement(name, f"at most {wanted:.2f}", found, found <= wanted)

@@ -1,0 +1,123 @@
+"""The stages of `gpu_check.sh`: which checks each runs, with budgets that an H200 machine has.
+
+[Note: budgets]
+The machine has 139 GiB on the GPU and 126 GiB of RAM, of which a run takes 80 % if it is told
+nothing; 8B and 14B need more, and say so. Ours has 24 GiB of the GPU, but for 14B, which has nearly
+all of it. tests/test_gpu_check.py plans every check for such a machine.
+
+[Note: plain torch at 8B]
+15 GiB of bf16 weights, 30 of fp32 masters, 60 of moments and 15 of gradients leave room for the
+activations of 8k tokens in one micro-batch: 127 GiB in all. At 32k tokens it does not fit: four
+micro-batches sum gradients in fp32 (15 GiB more), one micro-batch brings four times the
+activations. Without offload nothing overlaps, so its step at 32k is derived from its parts at
+8k: four forwards and backwards, one update.
+
+[Note: DeepSpeed at 8B]
+ZeRO-3 offload to RAM takes 16 bytes a parameter and more, 120 GiB and more: it is compared at 1.5B.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+STAGES = ("quick", "1.5b", "disk", "8b", "8b-32k", "8b-32k-m4", "14b")
+CAPPED = ("--device-budget", "24GiB")
+MOST_RAM = ("--host-budget", "116GiB")
+OURS, BOTH = ("--only", "infinity_ram"), ("--only", "torch_ram,infinity_ram", "--alone")
+SLICED = ("--slices", "4", "--offload", "host")  # one micro-batch: weights are fetched once
+
+
+@dataclass(frozen=True)
+class Check:
+    """A command, how long it may take, and whether its stdout is JSON to be kept."""
+
+    name: str
+    limit_s: float
+    command: Sequence[str]
+    json: bool = False
+
+
+def checks_of(stages: Sequence[str], out: Path, work: Path) -> list[Check]:
+    """What the stages run, in order; drawings go to `out`, traces to `work`.
+
+    Speeds are measured first, once: plans choose homes by them, and bounds are made of them.
+    """
+    # -P: the source tree in the working directory has no native modules, the installed package has.
+    package = [sys.executable, "-P", "-m"]
+    tests = [*package, "pytest", "-q", "-p", "no:cacheprovider"]
+    doctor = [*package, "infinity.cli", "doctor", "--path", "."]
+    rates = Check("rates", 30, [*doctor, "--machine-file", str(out / "machine.json")])
+
+    def traced(check: Check, contender: str = "infinity_ram") -> list[Check]:
+        """With a trace of its last steps, drawn."""
+        folder = work / check.name
+        command = [*check.command, "--traces", str(folder)]
+        draw = [sys.executable, "-P", "tools/trace_report.py"]
+        draw += [str(folder / f"trace-{contender}.json"), "--html", str(out / f"{check.name}.html")]
+        drawn = Check(f"{check.name}-trace", 15, draw)
+        return [Check(check.name, check.limit_s, command, json=True), drawn]
+
+    small = llama("1.5b", 8192, 1, 3, *CAPPED)
+    disk = ("--only", "infinity_disk", "--steps", "2")
+    stage = {
+        "quick": [
+            Check("gpu tests", 120, [*tests, "-m", "gpu", "tests/gpu"]),
+            Check(
+                "kernels without a GPU",
+                40,
+                [*tests, "-m", "not big", "tests/test_nvrtc.py", "tests/test_cuda_adam.py"],
+            ),
+            Check("adam", 40, [sys.executable, "tools/bench_adam_cuda.py"]),
+            step("step-gpt-124m", 60, "--model", "gpt-124m", "--rounds", "3"),
+        ],
+        "1.5b": [
+            *traced(step("step-1.5b-8k", 110, *small, *BOTH, "--compare", "deepspeed-cpu")),
+            step("step-1.5b-32k", 110, *llama("1.5b", 32768, 2, 3, *CAPPED, *BOTH)),
+            # The literal reading of "state in RAM": none of it where the GPU has room.
+            step("step-1.5b-8k-state-in-ram", 80, *small, *BOTH, "--state", "host"),
+        ],
+        "disk": traced(
+            step("step-1.5b-disk", 335, *llama("1.5b", 32768, 2, 1, *CAPPED, *disk)),
+            "infinity_disk",
+        ),
+        "8b": traced(step("step-8b-8k", 335, *llama("8b", 8192, 1, 2, *CAPPED, *MOST_RAM, *BOTH))),
+        "8b-32k": [
+            step("step-8b-8k-plain", 80, *llama("8b", 8192, 1, 2, "--only", "torch_ram")),
+            *traced(
+                step(
+                    "step-8b-32k",
+                    255,
+                    *llama("8b", 32768, 1, 2, *CAPPED, *MOST_RAM, *OURS, *SLICED),
+                )
+            ),
+        ],
+        "8b-32k-m4": traced(
+            step("step-8b-32k-m4", 335, *llama("8b", 32768, 4, 2, *CAPPED, *MOST_RAM, *OURS))
+        ),
+        "14b": traced(
+            step(
+                "step-14b-32k",
+                335,
+                *llama("14b", 32768, 1, 2, "--device-budget", "134GiB", *MOST_RAM, *OURS),
+            )
+        ),
+    }
+    return [rates, *(check for name in stages for check in stage[name])]
+
+
+def step(name: str, limit_s: float, *options: str) -> Check:
+    """A run of `bench_step.py` on the GPU."""
+    command = [sys.executable, "tools/bench_step.py", "--device", "cuda", "--json", *options]
+    return Check(name, limit_s, command, json=True)
+
+
+def llama(size: str, tokens: int, micro_batches: int, rounds: int, *options: str) -> list[str]:
+    """Options of a Llama shape with blocks recomputed in backward."""
+    return [
+        *("--model", f"llama-{size}", "--tokens", str(tokens), "--context", "4096"),
+        *("--micro-batches", str(micro_batches), "--checkpointing"),
+        *("--rounds", str(rounds), "--warmup", "1", *options),
+    ]

@@ -1,0 +1,159 @@
+"""The table at the end of a GPU check: what was to be reached, what was found, what was not run.
+
+`results` are the JSON reports of `bench_step.py`, by the name of the check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from _bench_targets import BOUND, GPU_SHARES, LARGE_STEP, PEER, SMALL_STEP, SPEED
+
+Results = Mapping[str, dict[str, Any]]
+CAP_BYTES = 24 << 30
+
+
+@dataclass(frozen=True)
+class Target:
+    """One target: how it is found, None if it was not run; more is better, unless `at_most`."""
+
+    what: str
+    wanted: float
+    found: Callable[[Results], float | None]
+    at_most: bool = False
+    why_not: str = ""
+
+    def row(self, results: Results) -> str:
+        """A line of a Markdown table."""
+        sign = "<=" if self.at_most else ">="
+        found = self.found(results)
+        if found is None:
+            why = self.why_not or _why_skipped(results, self.what)
+            return f"| {self.what} | {sign} {self.wanted:g} | - | not run{why} |"
+        met = found <= self.wanted if self.at_most else found >= self.wanted
+        return (
+            f"| {self.what} | {sign} {self.wanted:g} | {found:.4g} | {'met' if met else 'MISSED'} |"
+        )
+
+
+def table(results: Results) -> list[str]:
+    """All targets of the issue, as lines of Markdown."""
+    return [
+        "| target | wanted | found | |",
+        "| --- | --- | --- | --- |",
+        *(target.row(results) for target in TARGETS),
+    ]
+
+
+def _ratio(check: str, name: str, *, inverse: bool) -> Callable[[Results], float | None]:
+    def found(results: Results) -> float | None:
+        ratio = results.get(check, {}).get("ratio", {}).get(name)
+        return None if ratio is None else (1 / ratio if inverse else ratio)
+
+    return found
+
+
+def _beside_plain(check: str) -> Callable[[Results], float | None]:
+    return _ratio(check, "torch_ram", inverse=True)
+
+
+def _beside_derived(check: str) -> Callable[[Results], float | None]:
+    """Ours at 32k tokens; plain torch's step from its parts at 8k, see `_gpu_stages`."""
+
+    def found(results: Results) -> float | None:
+        parts = [results.get(name, {}).get("phases") for name in ("step-8b-8k-plain", "step-8b-8k")]
+        known = next((part for part in parts if part), None)
+        step_s = _fact(results, check, "median_step_s")
+        if known is None or step_s is None:
+            return None
+        times = LARGE_STEP // SMALL_STEP
+        return (times * (known["forward_s"] + known["backward_s"]) + known["update_s"]) / step_s
+
+    return found
+
+
+def _fact(results: Results, check: str, name: str) -> float | None:
+    found = results.get(check, {}).get("contenders", {}).get("infinity_ram", {}).get(name)
+    return None if found is None else float(found)
+
+
+def _most_memory(results: Results) -> float | None:
+    """GiB that torch reserved in any run that was held to the cap."""
+    contenders = [facts for one in results.values() for facts in one["contenders"].values()]
+    peaks = [
+        facts["peak_reserved_bytes"] / 2**30
+        for facts in contenders
+        if facts.get("device_budget_bytes") == CAP_BYTES
+    ]
+    return max(peaks, default=None)
+
+
+def _why_skipped(results: Results, what: str) -> str:
+    if "DeepSpeed" not in what:
+        return ""
+    skipped = (one.get("skipped", {}).get("deepspeed_cpu") for one in results.values())
+    return next((f": {why}" for why in skipped if why), "")
+
+
+TARGETS = (
+    Target(
+        "1.5B, 32k tokens a step: tokens/s beside plain torch",
+        GPU_SHARES[LARGE_STEP],
+        _beside_plain("step-1.5b-32k"),
+    ),
+    Target(
+        "1.5B, 8k: tokens/s beside plain torch",
+        GPU_SHARES[SMALL_STEP],
+        _beside_plain("step-1.5b-8k"),
+    ),
+    Target(
+        "1.5B, 8k, all state in RAM: tokens/s beside plain torch",
+        GPU_SHARES[SMALL_STEP],
+        _beside_plain("step-1.5b-8k-state-in-ram"),
+    ),
+    Target(
+        "8B, 32k: tokens/s beside plain torch (derived from its parts at 8k)",
+        GPU_SHARES[LARGE_STEP],
+        _beside_derived("step-8b-32k"),
+    ),
+    Target(
+        "8B, 32k in 4 micro-batches: the same",
+        GPU_SHARES[LARGE_STEP],
+        _beside_derived("step-8b-32k-m4"),
+    ),
+    Target(
+        "8B, 8k: tokens/s beside plain torch",
+        GPU_SHARES[SMALL_STEP],
+        _beside_plain("step-8b-8k"),
+    ),
+    Target(
+        "1.5B, 8k: tokens/s beside DeepSpeed ZeRO-3 offload",
+        PEER,
+        _ratio("step-1.5b-8k", "deepspeed_cpu_to_ram", inverse=False),
+    ),
+    Target(
+        "8B, 8k: tokens/s beside DeepSpeed ZeRO-3 offload",
+        PEER,
+        lambda results: None,
+        why_not=": its 16 bytes a parameter and more do not fit the RAM",
+    ),
+    Target(
+        "14B, 32k, whole card: tokens/s",
+        SPEED["llama-14b"],
+        lambda results: _fact(results, "step-14b-32k", "tokens_per_s"),
+    ),
+    Target(
+        "1.5B, disk homes: step beside the schedule bound",
+        BOUND,
+        _ratio("step-1.5b-disk", "schedule", inverse=False),
+        at_most=True,
+    ),
+    Target(
+        "the cap: GiB of device memory that torch reserved",
+        CAP_BYTES / 2**30,
+        _most_memory,
+        at_most=True,
+    ),
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gzip
 import hashlib
 import importlib.metadata
@@ -11,6 +12,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,7 +46,10 @@ free, total = torch.cuda.mem_get_info(device)
 print(torch.cuda.get_device_name(device), f"{total / 2**30:.0f} GiB,", os.cpu_count(), "CPU cores")
 ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 disk = shutil.disk_usage(".").free
-print(f"{ram / 2**30:.0f} GiB of RAM, {disk / 2**30:.0f} GiB free on the disk")
+told = dict(line.split(":") for line in open("/proc/meminfo"))
+free = int(told["MemAvailable"].split()[0]) * 1024
+ram, free, disk = (f"{nbytes / 2**30:.0f} GiB" for nbytes in (ram, free, disk))
+print(f"{ram} of RAM, {free} available, {disk} free on the disk")
 print("torch", torch.__version__, "CUDA", torch.version.cuda)
 print("kernels:", cuda.why_not(device) or f"NVRTC {nvrtc.version()}, source in {nvrtc.folder()}")
 """
@@ -153,12 +158,13 @@ def run(check: Check, limit_s: float, out: Path, work: Path) -> Result:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             code = STOPPED
-            process.terminate()  # a benchmark takes its children along
-            try:
-                process.wait(GRACE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            # Interrupted, pytest says what has failed so far; a benchmark takes its children along.
+            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+                process.send_signal(signum)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE_S / 2)
+                    break
+            process.wait()
         if kept is not told:
             kept.close()
         told.seek(0)
@@ -193,19 +199,12 @@ def write_report(
     today = datetime.now(UTC)
     machine = facts.partition("\n")[0].strip() or "unknown machine"
     slug = re.sub(r"[^a-z0-9]+", "-", machine.partition(" GiB")[0].lower()).strip("-")
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        check=False,
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
     lines = [
         f"# GPU check ({', '.join(stages)}): {machine}, {today:%Y-%m-%d}",
         "",
         f"    tools/gpu_check.sh {' '.join(stages)}",
         "",
-        f"Commit {commit or 'unknown'}, Python {platform.python_version()}, {today:%H:%M} UTC.",
+        f"Commit {_commit()}, Python {platform.python_version()}, {today:%H:%M} UTC.",
         "",
         *(f"- {line}" for line in facts.splitlines()),
         "",
@@ -222,6 +221,13 @@ def write_report(
     path = out / f"gpu_{'-'.join(stages)}_{slug}_{today:%Y-%m-%d}.md"
     path.write_text("\n".join([*lines, ""]), encoding="utf-8")
     return path
+
+
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.check_output(command, cwd=REPOSITORY, text=True).strip()
+    return "unknown"
 
 
 def _outcome(result: Result) -> str:
@@ -276,6 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         out.mkdir(parents=True, exist_ok=True)
         (out / "log.txt").write_text("")
+        os.environ["PYTHONUNBUFFERED"] = "1"
         os.environ["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(site), os.environ.get("PYTHONPATH")])
         )
@@ -284,9 +291,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = run_all(building[:-1], out, work, until)
         sys.path.insert(0, str(site))
         if lacking := missing(REPOSITORY / "pyproject.toml"):
-            for line in lacking:
-                print(f"gpu_check: missing: {line}", file=sys.stderr)
-            print("gpu_check: bring it with tools/gpu_check.sh --fetch", file=sys.stderr)
+            lacking = [f"missing: {line}" for line in lacking]
+            lacking.append("bring it with tools/gpu_check.sh --fetch")
+            print("\n".join(f"gpu_check: {line}" for line in lacking), file=sys.stderr)
+            write_report(results, "\n".join(["unknown machine", *lacking]), stages, out, {})
             return MISSING
         results += run_all(building[-1:], out, work, until)
         facts = ""
@@ -296,7 +304,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             looking = Check("facts", FACTS_S, [sys.executable, "-P", "-c", FACTS])
             found = run(looking, FACTS_S, out, work)
             facts = found.output if found.code == 0 else ""
-            results += [found, *run_all(checks, out, work, until)]
+            results.append(found)
+            for check in checks:  # whatever happens to the machine, the last report is there
+                results += run_all([check], out, work, until)
+                reports = reports_in(work, checks)
+                write_report(results, facts, stages, out, reports)
         reports = reports_in(work, checks)
         (out / "results.json").write_text(json.dumps(reports, indent=1) + "\n", encoding="utf-8")
         keep_traces(work, out)

@@ -11,9 +11,9 @@
 #   tools/gpu_check.sh --fetch              where there is a network: wheels into .whl/
 #   tools/gpu_check.sh --table FILE..       targets found by several calls (their results.json)
 #
-# What lies in .whl/ is installed first. What a machine with the image `cuda` lacks is pydantic;
-# `--fetch` brings it for Python 3.12. On a lent machine the folder travels only if git ignores it
-# (echo /.whl/ >> .git/info/exclude) and `carry` names it:
+# What lies in .whl/ is installed first. What a machine with the image `cuda` lacks is pydantic, and
+# maybe what builds and compiles kernels; `--fetch` brings both for Python 3.12. To a lent machine the
+# folder, which git ignores, travels if `carry` names it:
 #   run(command="tools/gpu_check.sh", carry=[".whl"])
 # What was built stays in build/gpu_site, and serves the next call on the same machine.
 # Results go to $OUT (default: build/gpu_check): gpu_*.md, log.txt, machine.json, results.json of the
@@ -25,8 +25,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
 
 if [ "${1:-}" = --fetch ]; then
-  exec "$python" -m pip download -d .whl -c constraints.txt --only-binary=:all: \
+  exec "$python" -m pip download -d .whl -c constraints.txt --only-binary=:all: --no-deps \
     --python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64 \
-    --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 pydantic
+    --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+    --platform manylinux_2_24_x86_64 \
+    pydantic pydantic-core annotated-types typing-extensions typing-inspection \
+    nanobind scikit-build-core pathspec cuda-core cuda-pathfinder
 fi
 exec "$python" tools/_gpu_check.py "$@"

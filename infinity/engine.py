@@ -114,9 +114,9 @@ class Engine(EngineCalls):
             if not torch.is_grad_enabled():
                 self._cycles.end_call()
             return result
-        except BaseException:
+        except BaseException as error:
             recovery.left = "forward"  # first; see [Note: interrupted twice]
-            recovery.mend()
+            recovery.mend(error)
             raise
 
     def backward(
@@ -151,7 +151,7 @@ class Engine(EngineCalls):
             return result
         except BaseException as error:
             recovery.left = "window"
-            recovery.mend()
+            recovery.mend(error)
             if _IN_PLACE in str(error) and isinstance(error, RuntimeError):
                 raise TrainingError(
                     str(error),

@@ -200,9 +200,10 @@ class Parts:
 
         A range lives on while a tensor of the user's lies in it.
         """
-        for name in ("store", "gradients", "mover", "sweep", "commits"):  # those that were made
-            if hasattr(self, name):
-                getattr(self, name).forget()
+        for name in ("store", "gradients", "mover", "sweep", "commits", "activations"):
+            room = getattr(self, name, None)  # those that were made
+            if room is not None:
+                room.forget()
         return_freed_memory()
 
     @property

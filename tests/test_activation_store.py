@@ -156,7 +156,8 @@ def test_inputs_of_checkpoints_are_known_by_who_saves_them() -> None:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             y = checkpoint(lambda t: torch.tanh(t @ weight), x.exp(), use_reentrant=reentrant)
             y.square().sum()
-        assert [shape for ours, shape in seen if ours] == [(2, 3)], seen
+        # Before torch 2.13 an empty one goes with it; it is too small for us.
+        assert [shape for ours, shape in seen if ours and shape != (0,)] == [(2, 3)], seen
         assert len(seen) >= 3
 
 

@@ -202,14 +202,14 @@ class LineStrikesTwice(LineStrikes):
         self.num_lines: list[int] = []  # of the recoveries that ran to their end
         self.inside: list[str] = []  # where a recovery was struck
 
-    def _mend_struck(self, recovery: Recovery) -> None:
+    def _mend_struck(self, recovery: Recovery, error: BaseException | None = None) -> None:
         if not recovery.left:
             return
         before, struck = self.lines, len(self.struck)
         self._at = self.lines + self._chosen.randint(1, max(self.num_lines, default=100))
         sys.settrace(self._trace)
         try:
-            self._mend(recovery)
+            self._mend(recovery, error)
             self.num_lines.append(self.lines - before)
         finally:
             self.inside += self.struck[struck:]
@@ -217,7 +217,7 @@ class LineStrikesTwice(LineStrikes):
     def __enter__(self) -> LineStrikesTwice:
         super().__enter__()
         mine = self._mend_struck
-        Recovery.mend = lambda recovery: mine(recovery)  # type: ignore[method-assign]
+        Recovery.mend = lambda *given: mine(*given)  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -226,4 +226,7 @@ class ActivationPlaces:
         self._retired.clear()
         self._going.clear()
         self._coming.clear()
+
+    def forget(self) -> None:
+        """Drop the pool; nothing pins it any more."""
         self._arena = None

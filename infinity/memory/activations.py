@@ -98,7 +98,20 @@ class ActivationStore(ActivationPlaces):
         record.left = self.lanes.copy_out(target, _bytes(source), label=LABEL)
         self._going.append(record)
         self._advance(record)
+        self._keep_few()
         return True
+
+    def _keep_few(self) -> None:
+        """Wait for the oldest copies, so that no more tensors are kept for them than is planned.
+
+        Compute is asked for long before it happens: without this they would all be kept.
+        """
+        leaving = [record for record in self._going if record.source is not None]
+        for record in leaving[:-TRANSIT]:
+            assert record.left is not None
+            with self.lanes.stall("copy"):
+                record.left.wait()
+            self._advance(record)
 
     def _advance(self, record: Record, *, wait: bool = False) -> bool:
         """Push on with the way out; whether it is over."""

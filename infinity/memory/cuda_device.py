@@ -8,8 +8,10 @@ only move and update (`follow_compute`) use the stream that was last seen on a t
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -113,17 +115,20 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", torch_device.index or 0)
         self._in = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._out = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        # Of streamed updates: behind the others they would wait for compute, and for free slots.
+        self._bring = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._back = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._update = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._kernels: CudaKernels | None = None
         self._compute = torch.cuda.current_stream(self.torch_device)
         self._follower = threading.local()
-        self._pinned: list[tuple[int, int]] = []  # first and end address
+        self._pinned: list[tuple[int, int]] = []  # first and end address, in order
         self.warnings: list[str] = []
         self._clock: CudaClock | None = None  # while a trace is recorded
         self._node = _node_of(self.torch_device)
 
     def reserve(self, nbytes: int) -> _CudaArena:
-        """One plain allocation."""
+        """One plain allocation, that no work queued before touches: not all streams follow it."""
         size = round_up(max(nbytes, PAGE), PAGE)
         try:
             raw = torch.empty(size, dtype=torch.uint8, device=self.torch_device)
@@ -133,6 +138,7 @@ class CudaDevice(Device):
                 f"the device refused {format_size(size)}; {format_size(free)} are free",
                 remedy="lower budget.device, or close what else uses the GPU",
             ) from error
+        torch.cuda.current_stream(self.torch_device).synchronize()
         return _CudaArena(raw)
 
     def memory_bytes(self) -> int | None:
@@ -149,8 +155,12 @@ class CudaDevice(Device):
         return self._copy(self._out, target, source, after)
 
     def copy_back(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
-        """On the copy-out stream; what the compute stream still has to do does not hold it up."""
-        return self._copy(self._out, target, source, after)
+        """On a stream of its own: no compute that `copy_out` waits for holds it up."""
+        return self._copy(self._back, target, source, after)
+
+    def bring(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+        """On a stream of its own: no slot that `copy_in` waits for holds it up."""
+        return self._copy(self._bring, target, source, after)
 
     def _copy(
         self, stream: torch.cuda.Stream, target: Tensor, source: Tensor, after: Event
@@ -165,9 +175,13 @@ class CudaDevice(Device):
 
     def _registered_parts(self, address: int, nbytes: int) -> Iterator[tuple[int, int]]:
         """Cuts a host range where one registration ends and the next begins: no copy may cross."""
-        cuts = [end - address for start, end in self._pinned if address < end < address + nbytes]
-        cuts += [start - address for start, _ in self._pinned if 0 < start - address < nbytes]
-        return pairwise([0, *sorted(set(cuts)), nbytes])
+        cuts = {0, nbytes}
+        for index in range(max(bisect_left(self._pinned, (address,)) - 1, 0), len(self._pinned)):
+            edges = self._pinned[index]
+            if edges[0] >= address + nbytes:
+                break
+            cuts.update(edge - address for edge in edges if 0 < edge - address < nbytes)
+        return pairwise(sorted(cuts))
 
     def _begin(self, stream: torch.cuda.Stream) -> CudaStamp | None:
         """Where work on a stream begins, if that is asked for."""
@@ -253,13 +267,23 @@ class CudaDevice(Device):
             size = min(self._PIN_SLICE, arena.nbytes - start)
             code = int(cudart.cudaHostRegister(base + start, size, 0))
             if code:
+                self._clear_error()
                 self.warnings.append(_not_pinned(arena.nbytes - start, code))
                 return
-            self._pinned.append((base + start, base + start + size))
+            insort(self._pinned, (base + start, base + start + size))
 
     def close(self) -> None:
         """Unregister host memory."""
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         for start, _ in self._pinned:
-            cudart.cudaHostUnregister(start)
+            if int(cudart.cudaHostUnregister(start)):
+                self._clear_error()
         self._pinned.clear()
+
+    def _clear_error(self) -> None:
+        """Take CUDA's last error, that has been told, from its place.
+
+        torch looks there after each kernel, and would raise it for the next one.
+        """
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self.torch_device)

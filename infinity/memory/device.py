@@ -122,6 +122,10 @@ class Device(ABC):
         """
         return self.copy_out(target, source, after)
 
+    def bring(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+        """Host to device, after `after` alone: no other copy in holds it up. May return early."""
+        return self.copy_in(target, source, after)
+
     @abstractmethod
     def compute_event(self) -> Event:
         """The end of all compute issued so far."""

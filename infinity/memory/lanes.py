@@ -77,6 +77,12 @@ class Lanes:
         """Device to host, after the compute issued so far."""
         return self._copy("from_device", self.device.copy_out, target, source, after, label)
 
+    def bring(
+        self, target: Tensor, source: Tensor, after: Event = HAPPENED, label: Label = NO_LABEL
+    ) -> Event:
+        """Host to device, held up by no other copy: see `Device.bring`."""
+        return self._copy("to_device", self.device.bring, target, source, after, label)
+
     def copy_back(
         self, target: Tensor, source: Tensor, after: Event = HAPPENED, label: Label = NO_LABEL
     ) -> Event:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -39,6 +41,19 @@ def inside_backward() -> bool:
 def checkpoint_packs(hooks: SavedTensorHooks | None) -> bool:
     """Whether a (pack, unpack) pair is that of a `torch.utils.checkpoint` without reentry."""
     return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
+
+
+def end_checkpoints(error: BaseException) -> None:
+    """End the checkpoints without reentry that an exception left: each takes its hooks back.
+
+    Before torch 2.13 they are ended when their frames are collected, which may be at any time, and
+    take what is on top of the stack then. One that has ended is left alone.
+    """
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            generator = frame.f_locals.get("gen")
+            if isinstance(generator, GeneratorType):
+                generator.close()
 
 
 def saved_by_checkpoint() -> bool:

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 from infinity.memory.gradients import GradientStore
 from infinity.memory.mover import Mover
+from infinity.model.torch_private import end_checkpoints
 from infinity.training.cycles import Cycles
 from infinity.training.hooks import HookMark, Hooks
 from infinity.training.stepper import Progress, Stepper
@@ -55,10 +56,12 @@ class Recovery:
         self.left, self.mark = "window", None
         self.mend()
 
-    def mend(self) -> None:
-        """Do what is left, if anything is."""
+    def mend(self, error: BaseException | None = None) -> None:
+        """Do what is left, if anything is; `error` is the exception that ended the call."""
         if not self.left:
             return
+        if error is not None:
+            end_checkpoints(error)
         if self.mark is not None:
             self._rooms.hooks.restore(self.mark)  # a recomputation pushes pairs of its own
         if self.left == "step":

@@ -83,7 +83,7 @@ class Streams:
         label = passage.work.unit, kind.value
         passage.views[kind] = place
         passage.brought.append(kind)
-        passage.events.append(self._lanes.copy_in(place, source, after, label))
+        passage.events.append(self._lanes.bring(place, source, after, label))
 
     def update(self, passage: Passage, pieces: Sequence[Piece], after: Event) -> None:
         """Queue the kernel behind the copies in and `after`, and the copies back behind it."""

@@ -1,0 +1,164 @@
+"""On a real GPU: what moves beside compute changes no bit, and the host waits for almost nothing.
+
+Not yet run on one. `tests/overlap` and `tests/parity` hold the same on the fake accelerators.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.small import VOCABULARY, small_model
+from torch import Tensor
+
+import infinity
+from infinity.memory.cuda_events import CudaEvent
+from infinity.plan.plan import UpdatePlace, update_place
+from infinity.trace.reader import read_timeline
+from infinity.trace.shares import Shares
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+KINDS = ("weights", "moments", "gradients")
+ON_DEVICE, IN_RAM, ON_DISK = (dict.fromkeys(KINDS, tier) for tier in ("device", "host", "disk"))
+PLACES = {"ram": IN_RAM, "disk": ON_DISK, "weights_on_device": {**IN_RAM, "weights": "device"}}
+STEPS = 8
+
+
+def make(path: Path, homes: dict[str, str], **more: Any) -> infinity.Engine:
+    config = {
+        "nvme_path": str(path),
+        "precision": "bf16",
+        "homes": homes,
+        "chunk_size": 16384,
+        "look_ahead": 1,
+    }
+    model = small_model(num_blocks=6, width=128)
+    engine, *_ = infinity.initialize(model, {**config, **more}, device="cuda")
+    return engine
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.randint(0, VOCABULARY, (4, 32), generator=generator).cuda() for _ in range(2 * STEPS)
+    ]
+
+
+def train(
+    path: Path, homes: dict[str, str], autocast: bool = False, **more: Any
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses, and masters at the end."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    losses = []
+    with make(path, homes, **more) as engine:
+        for tokens in batches()[: STEPS * engine.plan.micro_batches]:
+            with torch.autocast("cuda", torch.bfloat16) if autocast else nullcontext():
+                loss = engine(tokens)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return losses, {n: v.clone() for n, v in engine.state_dict(master=True).items()}
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert one[0] == other[0]
+    assert one[1].keys() == other[1].keys()
+    assert [name for name, value in one[1].items() if not torch.equal(value, other[1][name])] == []
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_streamed_updates(tmp_path: Path, place: str, micro_batches: int) -> None:
+    more = {"gradient_accumulation_steps": micro_batches}
+    expected = train(tmp_path, ON_DEVICE, **more)
+    for update in ("cpu", "device"):
+        assert_same(train(tmp_path, PLACES[place], update=update, **more), expected)
+    with make(tmp_path, PLACES[place], update="device") as engine:
+        places = {update_place(engine.plan, unit.index) for unit in engine.plan.units}
+    assert places == {UpdatePlace.STREAMED}
+
+
+@pytest.mark.parametrize("offload", ["none", "host", "disk"])
+def test_recomputed_units_and_their_inputs(tmp_path: Path, offload: str) -> None:
+    expected = train(tmp_path, ON_DEVICE)
+    activations = {"checkpoint": "units", "offload": offload, "tokens": 4 * 32}
+    assert_same(train(tmp_path, IN_RAM, activations=activations), expected)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"activations": {"slices": 2}}, {"compile": True}, {"precision": "fp32", "autocast": True}],
+    ids=["slices", "compiled", "autocast"],
+)
+def test_where_state_rests_changes_nothing(tmp_path: Path, more: dict[str, Any]) -> None:
+    assert_same(train(tmp_path, IN_RAM, **more), train(tmp_path, ON_DEVICE, **more))
+
+
+def test_the_host_waits_once_a_step_and_nothing_is_allocated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, state and gradients in RAM; what the engine's own threads wait for is not counted.
+
+    Autograd runs the backward of CUDA on threads of its own, so all others are counted.
+    """
+    waits: Counter[str] = Counter()
+    wait, synchronize = CudaEvent.wait, torch.cuda.synchronize
+
+    def counted(self: CudaEvent) -> None:
+        if not threading.current_thread().name.startswith("infinity"):
+            waits["event"] += 1
+        wait(self)
+
+    def counted_synchronize(*arguments: Any) -> None:
+        waits["synchronize"] += 1
+        synchronize(*arguments)
+
+    monkeypatch.setattr(CudaEvent, "wait", counted)
+    monkeypatch.setattr(torch.cuda, "synchronize", counted_synchronize)
+    given = batches()
+    with make(tmp_path, IN_RAM) as engine:
+        allocated = []
+        for index in range(STEPS):
+            if index == 3:
+                waits.clear()
+                torch.cuda.set_sync_debug_mode("error")  # of torch's operations that wait
+            try:
+                engine.backward(engine(given[index]))
+                engine.step()
+            finally:
+                if index == STEPS - 1:
+                    torch.cuda.set_sync_debug_mode("default")
+            allocated.append(torch.cuda.memory_stats()["num_device_alloc"])
+        found = dict(waits)
+    assert found.get("event", 0) <= STEPS - 3
+    assert "synchronize" not in found
+    assert allocated[3:] == allocated[3:4] * (STEPS - 3)
+
+
+def test_a_trace_has_the_times_of_the_gpu(tmp_path: Path) -> None:
+    (tmp_path / "nvme").mkdir()
+    with make(tmp_path / "nvme", IN_RAM, trace=str(tmp_path / "t.json"), update="device") as engine:
+        for tokens in batches()[:STEPS]:
+            engine.backward(engine(tokens))
+            engine.step()
+        moved = engine.counters()
+    timeline = read_timeline(tmp_path / "t.json")
+    assert timeline.complete
+    assert timeline.num_dropped == 0
+    for lane in ("to_device", "from_device"):
+        slices = timeline.of(lane)
+        assert 0 < sum(one.nbytes for one in slices) <= moved[lane]
+        assert all(0 <= one.begin <= one.end for one in slices)
+    units = {one.unit for one in timeline.of("compute")}
+    assert {one.unit for one in timeline.of("update")} == units
+    total = Shares(timeline).whole
+    assert total is not None
+    assert 0 < total.busy["compute"] < total.seconds

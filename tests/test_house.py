@@ -17,6 +17,7 @@ from house_rules import (
     layering,
     no_leftovers,
     no_print,
+    no_record_stream,
     one_file_assigns_data,
     private_torch_in_one_file,
     small,
@@ -78,6 +79,14 @@ RULES: dict[Rule, tuple[list[dict[str, str]], dict[str, str]]] = {
     no_print: (
         [{"infinity/a.py": "def f():\n    print(1)"}],
         {"infinity/cli/a.py": "print(1)", "infinity/a.py": "x.print(1)  # print()"},
+    ),
+    no_record_stream: (
+        [
+            {"infinity/a.py": "x.record_stream(stream)"},
+            {"infinity/a.py": "let = x.record_stream"},
+            {"infinity/a.py": "getattr(x, 'record_stream')(stream)"},
+        ],
+        {"infinity/a.py": "stream.record_event()  # a stream's record"},
     ),
     documented: (
         [

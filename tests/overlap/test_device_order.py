@@ -6,37 +6,68 @@ even where the bytes were right.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.fake_accelerator import UNPINNED, asker
 from support.models import CASES
 from support.ordered_accelerator import OrderedAccelerator, ordered_device
 from support.trainer import PLACEMENTS, Run, make_config, train
 from torch import Tensor
 
+import infinity
 from infinity.errors import InfinityWarning
+from infinity.memory import activations as activations_module
+from infinity.memory import gradient_worker as gradient_worker_module
+from infinity.memory import homeward as homeward_module
 from infinity.memory import slots as slots_module
+from infinity.memory.activations import ActivationStore
 from infinity.memory.cuda_device import CudaDevice
 from infinity.memory.device import HAPPENED
 from infinity.memory.gradients import GradientStore
 from infinity.memory.host import HostArena
 from infinity.memory.lanes import Lanes
+from infinity.plan.layout import PAGE
 from infinity.training import streams as streams_module
 from infinity.training.streams import Streams
 from infinity.training.updates import Updates
 
 CASE = CASES["gpt"]
 IN_RAM = ("host", "host", "host")
+ON_DEVICE = ("device", "device", "device")
+ON_DISK = ("disk", "disk", "disk")
+MIXED = ("disk", "device", "host")
+OFFLOADS: dict[str, dict[str, Any]] = {
+    "host": {"checkpoint": "units", "offload": "host", "tokens": 4, "min_bytes": 1},
+    "disk": {"checkpoint": "units", "offload": "disk", "tokens": 4, "min_bytes": 1},
+    "tight": {
+        "checkpoint": "units",
+        "offload": "disk",
+        "host": 3 * PAGE,
+        "disk": PAGE,
+        "min_bytes": 1,
+    },
+}
 
 
-def run(placement: tuple[str, str, str], *, kernels: bool, steps: int = 3, **changes: Any) -> Any:
+def run(
+    placement: tuple[str, str, str],
+    *,
+    kernels: bool,
+    steps: int = 3,
+    max_delay_s: float = 0.002,
+    **changes: Any,
+) -> Any:
     """Train with few slots; poisoning would order everything. Returns the device."""
     config = make_config(placement, look_ahead=0, **changes)
     batches = CASE.batches(steps * config.get("gradient_accumulation_steps", 1))
-    with ordered_device(seed=1, kernels=kernels) as device:
+    with ordered_device(seed=1, kernels=kernels, max_delay_s=max_delay_s) as device:
         result = train(CASE.build(), batches, config, device=device, poison=None)
     return SimpleNamespace(device=device, result=result)
 
@@ -52,6 +83,19 @@ def test_every_access_is_ordered(update: str, micro_batches: int) -> None:
     for placement in PLACEMENTS:
         done = run(placement, kernels=kernels, **changes)
         expected = expected or done.result
+        found[placement] = done.device.violations + done.result.differences(expected)
+    assert {key: value for key, value in found.items() if value} == {}
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_every_access_is_ordered_where_activations_leave(offload: str, micro_batches: int) -> None:
+    found = {}
+    changes: dict[str, Any] = {"gradient_accumulation_steps": micro_batches}
+    expected = run(IN_RAM, kernels=True, **changes).result
+    for placement in (IN_RAM, ON_DEVICE, ON_DISK, MIXED):
+        done = run(placement, kernels=True, activations=OFFLOADS[offload], **changes)
+        assert done.result.counters["from_device"] > 0
         found[placement] = done.device.violations + done.result.differences(expected)
     assert {key: value for key, value in found.items() if value} == {}
 
@@ -138,16 +182,226 @@ def test_a_missing_wait_is_seen_though_the_bytes_are_right(
         run(IN_RAM, kernels=False, gradient_accumulation_steps=2)
 
 
+# --- memory that is let go -----------------------------------------------------------------------
+
+
+def let_gradients_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody keeps a gradient that is on its way home."""
+    copy = homeward_module.Copy
+    monkeypatch.setattr(
+        homeward_module,
+        "Copy",
+        lambda unit, event, source: copy(unit, event, torch.empty_like(source)),
+    )
+
+
+def let_bounced_gradients_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody keeps a gradient that is on its way to the bounce buffer."""
+    task = gradient_worker_module._Task
+    monkeypatch.setattr(
+        gradient_worker_module,
+        "_Task",
+        lambda run, after, _, *place: task(run, after, None, *place),
+    )
+
+
+def let_saved_tensors_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody keeps a block's input while it is copied out."""
+    advance = ActivationStore._advance
+
+    def too_early(self: ActivationStore, record: Any, **more: Any) -> bool:
+        if record.source is not None:
+            record.source = torch.empty_like(record.source)
+        return advance(self, record, **more)
+
+    monkeypatch.setattr(ActivationStore, "_advance", too_early)
+
+
+def let_restored_tensors_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody keeps what comes back ahead of its use."""
+    copy_in = ActivationStore._copy_in
+
+    def too_early(self: ActivationStore, record: Any) -> None:
+        copy_in(self, record)
+        record.fetched = torch.empty_like(record.fetched)
+
+    monkeypatch.setattr(ActivationStore, "_copy_in", too_early)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "changes"),
+    [
+        (let_gradients_go, {}),
+        (let_bounced_gradients_go, {"precision": "bf16", "gradient_accumulation_steps": 2}),
+        (let_saved_tensors_go, {"activations": OFFLOADS["host"]}),
+        (let_saved_tensors_go, {"activations": OFFLOADS["disk"]}),
+        (let_restored_tensors_go, {"activations": OFFLOADS["host"]}),
+        (let_restored_tensors_go, {"activations": OFFLOADS["disk"]}),
+    ],
+)
+def test_memory_that_is_let_go_under_a_copy_is_seen(
+    mistake: Callable[[pytest.MonkeyPatch], None],
+    changes: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mistake(monkeypatch)
+    # What uses the memory next may be told of first.
+    seen = r"memory was let go|is not ordered after|overlaps an earlier one"
+    with pytest.raises(AssertionError, match=seen):
+        run(IN_RAM, kernels=True, max_delay_s=0.02, **changes)  # later than a block is over
+
+
+def test_memory_beside_what_was_reserved_is_filled_after_compute_that_may_have_used_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(activations_module, "after_all", lambda compute, left: left)
+    with pytest.raises(AssertionError, match="copy in is not ordered after compute before it"):
+        run(IN_RAM, kernels=True, activations=OFFLOADS["host"])
+
+
+def test_what_is_being_copied_may_not_be_written_by_compute() -> None:
+    with ordered_device(seed=1, max_delay_s=0.05) as device:
+        arena = HostArena(4096)
+        device.pin(arena)
+        gradient = torch.ones(1024)
+        event = device.copy_out(arena.view(0, 4096), gradient.view(torch.uint8))
+        gradient.sum()
+        assert device.violations == []
+        gradient.add_(1)
+        assert len(device.violations) == 1
+        event.wait()
+        gradient.add_(1)
+        assert len(device.violations) == 1
+        device.close()
+
+
+# --- memory that is not pinned -------------------------------------------------------------------
+
+# Who pins: the function, and a run that copies to or from what it pinned.
+PINNED: dict[tuple[str, str], tuple[tuple[str, str, str], dict[str, Any]]] = {
+    ("infinity.memory.state", "_reserve_ram"): (IN_RAM, {}),
+    ("infinity.memory.gradients", "_reserve"): (IN_RAM, {}),
+    ("infinity.memory.gradients", "_reserve_bounce"): (
+        IN_RAM,
+        {"precision": "bf16", "gradient_accumulation_steps": 2},
+    ),
+    ("infinity.memory.landing", "__init__"): (ON_DISK, {}),
+    ("infinity.training.updates", "__init__"): (ON_DISK, {}),
+    ("infinity.memory.activation_places", "__init__"): (IN_RAM, {"activations": OFFLOADS["host"]}),
+    ("infinity.memory.durability", "__init__"): (
+        ON_DEVICE,
+        {"durable": True, "durable_every": 1, "resume": "never"},
+    ),
+}
+
+
+def functions_that_call(name: str) -> set[tuple[str, str]]:
+    """(module, function) of all in `infinity` that call a method of this name."""
+    root = Path(infinity.__file__).parent
+    found = set()
+    for path in root.rglob("*.py"):
+        module = ".".join(path.relative_to(root.parent).with_suffix("").parts)
+        text = path.read_text(encoding="utf-8")
+        for function in ast.walk(ast.parse(text)) if f".{name}(" in text else ():
+            if isinstance(function, ast.FunctionDef):
+                calls = (n.func for n in ast.walk(function) if isinstance(n, ast.Call))
+                if any(isinstance(c, ast.Attribute) and c.attr == name for c in calls):
+                    found.add((module, function.name))
+    return found
+
+
+def test_all_who_pin_are_known() -> None:
+    assert functions_that_call("pin") == set(PINNED)
+    calls = [functions_that_call(name) for name in ("copy_in", "copy_out", "stage")]
+    copying = set().union(*calls)
+    assert {who for who in UNPINNED if who[1] != "<lambda>"} <= copying
+
+
+@pytest.mark.parametrize("who", PINNED, ids=".".join)
+def test_a_forgotten_pin_is_seen(who: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pin = OrderedAccelerator.pin
+
+    def forgetful(self: OrderedAccelerator, arena: HostArena) -> None:
+        if asker() != who:
+            pin(self, arena)
+
+    monkeypatch.setattr(OrderedAccelerator, "pin", forgetful)
+    placement, changes = PINNED[who]
+    with ordered_device(seed=1, kernels=True) as device:
+        config = make_config(placement, look_ahead=0, **changes)
+        with suppress(AssertionError), Run(CASE.build(), config, device=device, poison=None) as r:
+            at_birth = device.violations.copy()
+            for batch in CASE.batches(2 * r.engine.plan.micro_batches):
+                r.engine.backward(batch.call(r.engine))
+                r.engine.step()
+            r.engine.settle()
+    assert at_birth == []
+    assert {v.partition(": ")[2].partition(",")[0] for v in device.violations} == {
+        "host memory is not pinned"
+    }
+
+
+# --- what the host waits for ---------------------------------------------------------------------
+
+
+def waits_by_step(
+    placement: tuple[str, str, str], steps: int = 5, **changes: Any
+) -> tuple[OrderedAccelerator, list[dict[str, int]]]:
+    """What the training thread waited for in each step, and the device."""
+    config = make_config(placement, look_ahead=0, precision="bf16", **changes)
+    waits = []
+    with (
+        ordered_device(seed=1, kernels=True) as device,
+        Run(CASE.build(), config, device=device, poison=None) as r,
+    ):
+        batches = CASE.batches(steps * r.engine.plan.micro_batches)
+        for _ in range(steps):
+            before = device.host_waits.copy()
+            for _ in range(r.engine.plan.micro_batches):
+                r.engine.backward(batches.pop().call(r.engine))
+                r.engine.step()
+            waits.append(dict(device.host_waits - before))
+        assert (device.num_updates > 0) == (
+            placement == ON_DEVICE or changes.get("update") == "device"
+        )
+    return device, waits
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("update", ["cpu", "device"])
-def test_the_host_waits_once_a_step_for_the_norm(update: str) -> None:
-    """Weights, state and gradients in RAM: no copy is waited for, only the sums of squares."""
-    steps = 6
-    done = run(IN_RAM, kernels=True, steps=steps, precision="bf16", update=update)
-    waits = done.device.host_waits
-    assert (done.device.num_updates > 0) == (update == "device")
-    assert waits["copy"] == 0
-    assert waits["synchronize"] == 1  # of close()
-    assert waits["compute"] <= steps  # fewer where another thread saw the end first
+@pytest.mark.parametrize(
+    "placement", [IN_RAM, ON_DEVICE, ON_DISK, MIXED, ("host", "host", "device")], ids="-".join
+)
+def test_the_host_waits_once_a_step_for_the_norm(
+    placement: tuple[str, str, str], update: str, micro_batches: int
+) -> None:
+    """No copy is waited for, only sums of squares: those that the device takes."""
+    _, waits = waits_by_step(placement, update=update, gradient_accumulation_steps=micro_batches)
+    once = {"compute": 1}
+    if placement[2] == "device":
+        assert waits == [once] * len(waits)
+    elif placement[2] == "host" and micro_batches == 1:
+        assert all(step in ({}, once) for step in waits)  # another thread may see the end first
+    else:  # a thread takes them in RAM
+        assert waits == [{}] * len(waits)
+
+
+@pytest.mark.parametrize("offload", ["host", "disk"])
+@pytest.mark.parametrize("placement", [IN_RAM, ON_DISK, ON_DEVICE], ids="-".join)
+def test_the_host_does_not_wait_for_activations(
+    placement: tuple[str, str, str], offload: str
+) -> None:
+    """But where more of them leave than may be kept: four do, three may."""
+    _, waits = waits_by_step(placement, activations=OFFLOADS[offload])
+    allowed = {"device": {1}, "host": {0, 1}, "disk": {0}}[placement[2]]
+    assert {step.pop("compute", 0) for step in waits} <= allowed
+    assert {step.pop("copy", 0) for step in waits} <= {0, 1}
+    assert not any(waits)
+
+
+def test_close_synchronizes_once() -> None:
+    device, _ = waits_by_step(IN_RAM, steps=1)
+    assert device.host_waits["synchronize"] == 1
 
 
 def test_a_wait_of_the_host_is_counted() -> None:
@@ -190,6 +444,7 @@ def bare_cuda_device() -> CudaDevice:
     device = CudaDevice.__new__(CudaDevice)
     device._pinned = []
     device._node = 0
+    device.torch_device = torch.device("cpu")
     device.warnings = []
     return device
 
@@ -217,7 +472,12 @@ def test_memory_that_cannot_be_pinned_is_told_and_used_all_the_same(
         return 0 if len(calls) <= allowed else 2
 
     freed: list[int] = []
-    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=freed.append)
+
+    def unregister(address: int) -> int:
+        freed.append(address)
+        return 0
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(CudaDevice, "_PIN_SLICE", 4096)
     device = bare_cuda_device()

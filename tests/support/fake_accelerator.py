@@ -5,19 +5,30 @@ Compute runs on the calling thread, as torch CPU operations over "device" tensor
 compute is always now; what is asynchronous are the copies. Until a copy ends its target holds
 poison (0xFF bytes: NaN in every float type), and a copy reads its source only when it runs, so a
 source that is reused too early delivers the wrong bytes. `violations` collects broken rules.
+
+[Note: memory]
+On CUDA nobody holds memory for a copy under way: what is let go goes to whoever asks next. So here
+a copy holds nothing either. When it runs, what it reads and writes must still be held: an arena by
+anyone, other device memory by its own storage. Nor is a copy to or from host memory that is not
+pinned asynchronous there: none is allowed but those of `UNPINNED`, which are waited for at once.
 """
 
 from __future__ import annotations
 
 import ctypes
 import heapq
+import mmap
 import random
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from infinity.errors import DoesNotFitError
 from infinity.memory.device import HAPPENED, Device, Event, SquareSums
@@ -27,6 +38,43 @@ from infinity.optim.moments import Moment
 
 _AGAIN_S = 1e-4  # until something that was not ready is looked at again
 _LOST_S = 120.0  # so that a mistake of the fake hangs one test, and not all that follow
+
+# Who may copy to and from memory that is not pinned: before training, where a user asks for or sets
+# values, and a saver's thread, which waits for each chunk. (The last measures both kinds.)
+UNPINNED = {
+    ("infinity.training.birth", "_copy_to_memory"),
+    ("infinity.training.birth", "_write_frozen"),
+    ("infinity.memory.durability", "fill_memory"),
+    ("infinity.memory.state", "read"),
+    ("infinity.memory.state", "write"),
+    ("infinity.memory.gradients", "read"),
+    ("infinity.training.saving", "_issue"),
+    ("infinity.bench.rates", "<lambda>"),
+}
+_PASSED_ON_BY = {f"infinity.memory.{name}" for name in ("device", "lanes", "traced")}
+_STAGE = ("infinity.memory.state", "stage")  # into a buffer of whoever calls it
+
+
+@dataclass(frozen=True)
+class Range:
+    """Reserved memory; `mapping` is there for as long as a tensor over it is."""
+
+    first: int
+    end: int
+    mapping: weakref.ref[mmap.mmap]
+
+    @classmethod
+    def of(cls, arena: HostArena) -> Range:
+        first = arena.view(0, arena.nbytes).data_ptr()
+        return cls(first, first + arena.nbytes, weakref.ref(arena._map))
+
+
+def range_of(tensor: Tensor, ranges: Iterable[Range]) -> Range | None:
+    """The range that a tensor lies in, of those that are still there."""
+    first = tensor.data_ptr()
+    end = first + tensor.numel() * tensor.element_size()
+    found = (r for r in ranges if r.first <= first and end <= r.end and r.mapping() is not None)
+    return next(found, None)
 
 
 class FakeEvent:
@@ -86,7 +134,8 @@ class FakeAccelerator(Device):
         self._kernels = CpuKernels(num_threads=1) if kernels else None
         self.num_copies = 0
         self.num_updates = 0
-        self.pinned: list[HostArena] = []
+        self.reserved: list[Range] = []
+        self.pinned: list[Range] = []
         self.violations: list[str] = []
         self._queue: list[tuple[float, int, Event, Callable[[], None]]] = []
         self._changed = threading.Condition()
@@ -103,40 +152,67 @@ class FakeAccelerator(Device):
         if nbytes > self._memory:
             raise DoesNotFitError(f"the fake device has {self._memory} bytes, not {nbytes}")
         self._memory -= nbytes
-        return HostArena(nbytes)
+        arena = HostArena(nbytes)
+        self.reserved.append(Range.of(arena))
+        return arena
 
     def memory_bytes(self) -> int | None:
         return self._memory
 
     def copy_in(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
-        return self._copy(target, source, after)
+        return self._copy("copy in", target, source, after)
 
     def copy_out(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
-        return self._copy(target, source, after)
+        return self._copy("copy out", target, source, after)
 
     def copy_back(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
-        return self._copy(target, alias(source), after)  # it may be part of a slot
+        return self._copy("copy back", target, source, after)
 
-    def _copy(self, target: Tensor, source: Tensor, after: Event) -> Event:
+    def _copy(self, name: str, target: Tensor, source: Tensor, after: Event) -> Event:
         assert target.dtype is torch.uint8
         assert source.dtype is torch.uint8
         assert target.numel() == source.numel()
         event = FakeEvent()
+        there, here = (target, source) if name == "copy in" else (source, target)
+        holds = [self._of_device(there), self._of_host(here, name)] if target.numel() else []
         start = target.data_ptr()
-        target = alias(target)  # as on a GPU, a copy under way is no reference to a residency
+        target, source = alias(target), alias(source)
         previous = self._writing.get(start)
         if previous is not None and not previous.done() and not after_covers(after, previous):
             self.violations.append("a copy into a range overlaps an earlier one in flight")
 
         def run() -> None:
             event.begin()
-            target.copy_(source)
+            held = [hold() for hold in holds]
+            if any(memory is None for memory in held):
+                self.violations.append(f"{name}: memory was let go before the copy was over")
+            else:
+                target.copy_(source)
+            del held
             event.set()
 
         if after.done():
             target.fill_(0xFF)  # whoever reads before waiting gets NaN
         self._submit(run, event, [start], after)
         return event
+
+    def _of_device(self, tensor: Tensor) -> Callable[[], object | None]:
+        """Holds a tensor's memory again, for the moment in which it is copied; None: it is gone."""
+        found = range_of(tensor, self.reserved)
+        if found is not None:
+            return found.mapping
+        storage = StorageWeakRef(tensor.untyped_storage())
+        return lambda: torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
+
+    def _of_host(self, tensor: Tensor, name: str) -> Callable[[], object | None]:
+        """The same; without a pin a GPU's copy reads or writes it before the call returns."""
+        found = range_of(tensor, self.pinned)
+        if found is not None:
+            return found.mapping
+        asked = asker()
+        if asked is not None and asked not in UNPINNED:
+            self.violations.append(f"{name}: host memory is not pinned, for {'.'.join(asked)}")
+        return lambda: tensor
 
     def _submit(
         self, run: Callable[[], None], event: FakeEvent, starts: Iterable[int], after: Event
@@ -208,7 +284,7 @@ class FakeAccelerator(Device):
             event.wait()
 
     def pin(self, arena: HostArena) -> None:
-        self.pinned.append(arena)
+        self.pinned.append(Range.of(arena))
 
     def close(self) -> None:
         with self._changed:
@@ -243,6 +319,17 @@ def aliased(piece: Piece) -> Piece:
         gradient=other(piece.gradient),
         moments=[Moment(other(m.values), other(m.scales), m.format) for m in piece.moments],
     )
+
+
+def asker() -> tuple[str, str] | None:
+    """The function of the engine that wants a copy; None if it is the test itself."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        who = frame.f_globals["__name__"], frame.f_code.co_name
+        if who[0].startswith("infinity.") and who[0] not in _PASSED_ON_BY and who != _STAGE:
+            return who
+        frame = frame.f_back
+    return None
 
 
 def alias(tensor: Tensor) -> Tensor:

@@ -5,7 +5,10 @@ Here compute runs at once, so a missing wait shows only where a copy is late. So
 the books of a GPU: every operation of torch that touches device memory is a point on the compute
 stream, every copy and every update has a stream of its own, and an event knows all that comes
 before it. Two accesses to one range, one of which writes, must be ordered by events, or by the host
-having seen the first one's end; otherwise it is a violation, whatever the bytes were.
+having seen the first one's end; otherwise it is a violation, whatever the bytes were. Of device
+memory beside what was reserved (gradients, activations) it knows only what copies do: compute may
+not write what is being copied, and a copy into it comes after all compute, which may have used the
+same bytes for something else.
 
     with ordered_device() as device: ...train with device...
     assert device.violations == []
@@ -24,13 +27,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from support.fake_accelerator import FakeAccelerator, FakeEvent, alias, bytes_of, written_by
+from support.fake_accelerator import (
+    FakeAccelerator,
+    FakeEvent,
+    Range,
+    bytes_of,
+    written_by,
+)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from infinity.memory.device import HAPPENED, Event, SquareSums
-from infinity.memory.host import HostArena
 from infinity.optim.cpu import Piece
 
 
@@ -101,24 +109,12 @@ class OrderedAccelerator(FakeAccelerator):
         self.host_waits: Counter[str] = Counter()
         self._thread = threading.get_ident()
         self._books = threading.RLock()
-        self._arenas: list[tuple[int, int]] = []
-        self._pinned: list[tuple[int, int]] = []  # what the host does to it is not seen
         self._silent = threading.local()
         self._number = 0  # of the last operation of compute
         self._computed = Past()  # what compute has waited for
         self._host = Past()  # what the host has seen the end of
         self._accesses: list[_Access] = []
-
-    def reserve(self, nbytes: int) -> HostArena:
-        arena = super().reserve(nbytes)
-        start = arena.view(0, arena.nbytes).data_ptr()
-        self._arenas.append((start, start + arena.nbytes))
-        return arena
-
-    def pin(self, arena: HostArena) -> None:
-        super().pin(arena)
-        start = arena.view(0, arena.nbytes).data_ptr()
-        self._pinned.append((start, start + arena.nbytes))
+        self._beside: list[_Access] = []  # of copies, to device memory that was not reserved
 
     # --- the books -----------------------------------------------------------------------------
 
@@ -142,13 +138,17 @@ class OrderedAccelerator(FakeAccelerator):
         if getattr(self._silent, "on", False):
             return
         with self._books:
-            spans = [span for span in touched if self._on_device(span[0])]
+            spans = [span for span in touched if not _within(span[0], self.pinned)]
             if not spans:
                 return
             self._number += 1
             past = Past(self._number, {*self._computed.copies, *self._host.copies})
+            self._beside = [a for a in self._beside if a.copy is not None and not a.copy.seen]
             for first, end, write in spans:
-                self._check(first, end, write, past, f"compute {name}")
+                if not _within(first, self.reserved):
+                    self._check(first, end, write, past, f"compute {name}", self._beside)
+                    continue
+                self._check(first, end, write, past, f"compute {name}", self._accesses)
                 self._note(_Access(first, end, write, compute=self._number, what=name))
 
     @contextmanager
@@ -160,14 +160,10 @@ class OrderedAccelerator(FakeAccelerator):
         finally:
             self._silent.on = False
 
-    def _on_device(self, address: int) -> bool:
-        return any(first <= address < end for first, end in self._arenas)
-
-    def _is_pinned(self, address: int) -> bool:
-        return any(first <= address < end for first, end in self._pinned)
-
-    def _check(self, first: int, end: int, write: bool, past: Past, who: str) -> None:
-        for other in self._accesses:
+    def _check(
+        self, first: int, end: int, write: bool, past: Past, who: str, among: list[_Access]
+    ) -> None:
+        for other in among:
             if other.first >= end or first >= other.end or not (write or other.write):
                 continue
             if other.copy is not None:
@@ -226,7 +222,7 @@ class OrderedAccelerator(FakeAccelerator):
 
     def copy_back(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         past = self._past_of(after)  # and nothing of compute
-        return self._ordered_copy("copy back", target, alias(source), after, past)
+        return self._ordered_copy("copy back", target, source, after, past)
 
     def _ordered_copy(
         self, name: str, target: Tensor, source: Tensor, after: Event, past: Past
@@ -236,11 +232,18 @@ class OrderedAccelerator(FakeAccelerator):
             for tensor, write in ((target, True), (source, False)):
                 first = tensor.data_ptr()
                 span = first, first + tensor.numel()
-                if tensor.numel() and (self._on_device(first) or self._is_pinned(first)):
-                    self._check(*span, write, past, name)
+                if not tensor.numel():
+                    continue
+                if _within(first, [*self.reserved, *self.pinned]):
+                    self._check(*span, write, past, name, self._accesses)
                     self._note(_Access(*span, write, copy=event, what=name))
+                elif write == (name == "copy in"):
+                    self._check(*span, write, past, name, self._beside)
+                    if write and past.compute < self._number:
+                        self.violations.append(f"{name} is not ordered after compute before it")
+                    self._beside.append(_Access(*span, write, copy=event, what=name))
         with self._not_compute():
-            inner = super()._copy(target, source, _Inner(after))
+            inner = super()._copy(name, target, source, _Inner(after))
         assert isinstance(inner, FakeEvent)
         event._inner = inner
         past.copies = {*past.copies, event}
@@ -258,7 +261,7 @@ class OrderedAccelerator(FakeAccelerator):
                         continue
                     first = tensor.data_ptr()
                     span = first, first + bytes_of(tensor).numel()
-                    self._check(*span, first in written, past, "update")
+                    self._check(*span, first in written, past, "update", self._accesses)
                     self._note(_Access(*span, first in written, copy=event, what="update"))
         with self._not_compute():
             inner = super().update(pieces, _Inner(after))
@@ -274,6 +277,10 @@ class OrderedAccelerator(FakeAccelerator):
     def synchronize(self) -> None:
         self.count_wait("synchronize")
         super().synchronize()
+        with self._books:
+            self._host.compute = self._number
+            self._accesses.clear()
+            self._beside.clear()
 
 
 class OrderedSums:
@@ -334,6 +341,10 @@ class _Watch(TorchDispatchMode):
                 ],
             )
         return result
+
+
+def _within(address: int, ranges: Iterable[Range]) -> bool:
+    return any(r.first <= address < r.end and r.mapping() is not None for r in ranges)
 
 
 def _moves_data(func: Any) -> bool:

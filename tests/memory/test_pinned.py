@@ -1,0 +1,141 @@
+"""What is reserved of RAM is exactly as large as asked, in huge pages, and pinned in slices."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from infinity.memory import host as host_module
+from infinity.memory.cuda_device import CudaDevice
+from infinity.memory.host import HostArena, arena_for
+from infinity.plan.layout import PAGE
+
+MIB, GIB = 1 << 20, 1 << 30
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def address_of(arena: HostArena) -> int:
+    return int(arena.view(0, arena.nbytes).data_ptr())
+
+
+def mapping_at(address: int) -> tuple[int, int, list[str]]:
+    """First and end address and VmFlags of the mapping that an address lies in."""
+    first = end = 0
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            first, end = int(found[1], 16), int(found[2], 16)
+        elif line.startswith("VmFlags:") and first <= address < end:
+            return first, end, line.split()[1:]
+    raise AssertionError(f"nothing is mapped at {address:#x}")
+
+
+@pytest.mark.parametrize("nbytes", [1, PAGE, 3 * MIB + 1, 5 * MIB, 65 * MIB + PAGE])
+def test_an_arena_is_as_large_as_asked_and_no_larger(
+    nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own pinned memory would be rounded up to a power of two."""
+    asked: list[int] = []
+    make = mmap.mmap
+
+    def counted(descriptor: int, length: int, **more: int) -> mmap.mmap:
+        asked.append(length)
+        return make(descriptor, length, **more)
+
+    monkeypatch.setattr(host_module.mmap, "mmap", counted)
+    arena = HostArena(nbytes)
+    assert asked == [-(-nbytes // PAGE) * PAGE] == [arena.nbytes]
+    assert address_of(arena) % PAGE == 0
+    first, end, _ = mapping_at(address_of(arena))
+    assert first <= address_of(arena) <= end - arena.nbytes
+
+
+def test_an_arena_for_ranges_holds_them_and_no_more() -> None:
+    arena = arena_for([1, PAGE, PAGE + 1])
+    assert arena.nbytes == 4 * PAGE
+    parts = [arena.carve(size) for size in (1, PAGE, PAGE + 1)]
+    assert [part.data_ptr() - address_of(arena) for part in parts] == [0, PAGE, 2 * PAGE]
+
+
+def test_reserving_takes_no_memory_until_it_is_used() -> None:
+    before = psutil.Process().memory_info().rss
+    arena = HostArena(4 * GIB)
+    assert psutil.Process().memory_info().rss - before < 64 * MIB
+    assert arena.nbytes == 4 * GIB
+
+
+def test_an_arena_may_have_huge_pages() -> None:
+    if not THP.exists():
+        pytest.skip("the kernel has no transparent huge pages")
+    arena = HostArena(8 * MIB)
+    _, _, flags = mapping_at(address_of(arena))
+    assert "hg" in flags
+
+
+def test_a_forked_child_does_not_inherit_an_arena() -> None:
+    arena = HostArena(8 * MIB)
+    address = address_of(arena)
+    first, end, flags = mapping_at(address)
+    assert "dc" in flags
+    assert end - first >= arena.nbytes
+    child = os.fork()
+    if child == 0:  # nothing but whether the page is there
+        libc = ctypes.CDLL(None, use_errno=True)
+        missing = libc.mincore(
+            ctypes.c_void_p(address), ctypes.c_size_t(PAGE), (ctypes.c_ubyte * 1)()
+        )
+        os._exit(0 if missing == -1 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def bare_cuda_device(
+    monkeypatch: pytest.MonkeyPatch, calls: list[tuple[int, int, int]]
+) -> CudaDevice:
+    """One without a GPU; `calls` are what the driver would be asked to register."""
+
+    def register(address: int, size: int, flags: int) -> int:
+        calls.append((address, size, flags))
+        return 0
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda address: 0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    device = CudaDevice.__new__(CudaDevice)
+    device._pinned = []
+    device._node = None
+    device.torch_device = torch.device("cpu")
+    device.warnings = []
+    return device
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "sizes"),
+    [
+        (PAGE, [PAGE]),
+        (GIB, [GIB]),
+        (GIB + PAGE, [GIB, PAGE]),
+        (2 * GIB + GIB // 2, [GIB, GIB, GIB // 2]),
+    ],
+)
+def test_an_arena_is_pinned_in_slices_of_at_most_one_gib(
+    nbytes: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[int, int, int]] = []
+    device = bare_cuda_device(monkeypatch, calls)
+    arena = HostArena(nbytes)
+    before = psutil.Process().memory_info().rss
+    device.pin(arena)
+    base = address_of(arena)
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    assert calls == [(base + start, size, 0) for start, size in zip(starts, sizes, strict=True)]
+    assert device.warnings == []
+    assert psutil.Process().memory_info().rss - before < 64 * MIB  # pinning touches nothing itself
+    # A copy over a whole arena is cut where slices meet, and nowhere else.
+    ends = [start + size for start, size in zip(starts, sizes, strict=True)]
+    assert list(device._registered_parts(base, nbytes)) == list(zip(starts, ends, strict=True))

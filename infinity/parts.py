@@ -200,7 +200,8 @@ class Parts:
 
         A range lives on while a tensor of the user's lies in it.
         """
-        for name in ("store", "gradients", "mover", "sweep", "commits", "activations"):
+        names = ("store", "gradients", "mover", "sweep", "commits", "activations", "saver")
+        for name in names:
             room = getattr(self, name, None)  # those that were made
             if room is not None:
                 room.forget()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -176,8 +176,8 @@ class CudaDevice(Device):
     def _registered_parts(self, address: int, nbytes: int) -> Iterator[tuple[int, int]]:
         """Cuts a host range where one registration ends and the next begins: no copy may cross."""
         cuts = {0, nbytes}
-        for index in range(max(bisect_left(self._pinned, (address,)) - 1, 0), len(self._pinned)):
-            edges = self._pinned[index]
+        pinned = self._pinned  # another thread may put a longer list there
+        for edges in pinned[max(bisect_left(pinned, (address,)) - 1, 0) :]:
             if edges[0] >= address + nbytes:
                 break
             cuts.update(edge - address for edge in edges if 0 < edge - address < nbytes)
@@ -270,7 +270,7 @@ class CudaDevice(Device):
                 self._clear_error()
                 self.warnings.append(_not_pinned(arena.nbytes - start, code))
                 return
-            insort(self._pinned, (base + start, base + start + size))
+            self._pinned = sorted([*self._pinned, (base + start, base + start + size)])
 
     def close(self) -> None:
         """Unregister host memory."""

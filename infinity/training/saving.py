@@ -101,6 +101,7 @@ class Saver:
         self.frozen = FrozenBytes(plan, store)
         self._plan = plan
         self._store = store
+        self._pinned: list[Tensor] = []  # buffers that are kept, where pinning is worth it
         self._changed = threading.Condition()
         self._left: set[int] = set()  # units that are not copied yet
         self._thread: threading.Thread | None = None
@@ -224,10 +225,21 @@ class Saver:
         for item in read.staged.waits if read is not None else ():
             item.wait()
 
+    def forget(self) -> None:
+        """Drop the buffers that are kept."""
+        self._pinned = []
+
     def _buffers(self) -> list[Tensor]:
-        nbytes = copy_buffer_bytes(self._plan)
+        if self._pinned:
+            return self._pinned
+        nbytes, device = copy_buffer_bytes(self._plan), self._store.lanes.device
         arena = arena_for([nbytes] * NUM_COPY_BUFFERS)
-        return [arena.carve(nbytes) for _ in range(NUM_COPY_BUFFERS)]
+        buffers = [arena.carve(nbytes) for _ in range(NUM_COPY_BUFFERS)]
+        if nbytes and not device.unified:
+            # Else a copy from the device would hold up the stream that gradients leave by.
+            device.pin(arena)
+            self._pinned = buffers
+        return buffers
 
     def _issue(self, layout: UnitLayout, chunk: int | None, buffer: Tensor) -> _Read:
         """Start bringing a chunk's kinds where the host can read them."""

@@ -292,6 +292,7 @@ PINNED: dict[tuple[str, str], tuple[tuple[str, str, str], dict[str, Any]]] = {
         ON_DEVICE,
         {"durable": True, "durable_every": 1, "resume": "never"},
     ),
+    ("infinity.training.saving", "_buffers"): (ON_DEVICE, {}),
 }
 
 
@@ -318,7 +319,9 @@ def test_all_who_pin_are_known() -> None:
 
 
 @pytest.mark.parametrize("who", PINNED, ids=".".join)
-def test_a_forgotten_pin_is_seen(who: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forgotten_pin_is_seen(
+    tmp_path: Path, who: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pin = OrderedAccelerator.pin
 
     def forgetful(self: OrderedAccelerator, arena: HostArena) -> None:
@@ -334,7 +337,7 @@ def test_a_forgotten_pin_is_seen(who: tuple[str, str], monkeypatch: pytest.Monke
             for batch in CASE.batches(2 * r.engine.plan.micro_batches):
                 r.engine.backward(batch.call(r.engine))
                 r.engine.step()
-            r.engine.settle()
+            r.engine.save_checkpoint(tmp_path, wait=True)
     assert at_birth == []
     assert {v.partition(": ")[2].partition(",")[0] for v in device.violations} == {
         "host memory is not pinned"

@@ -39,8 +39,8 @@ from infinity.optim.moments import Moment
 _AGAIN_S = 1e-4  # until something that was not ready is looked at again
 _LOST_S = 120.0  # so that a mistake of the fake hangs one test, and not all that follow
 
-# Who may copy to and from memory that is not pinned: before training, where a user asks for or sets
-# values, and a saver's thread, which waits for each chunk. (The last measures both kinds.)
+# Who may copy to and from memory that is not pinned: before training, and where a user asks for or
+# sets values. (The last measures both kinds.)
 UNPINNED = {
     ("infinity.training.birth", "_copy_to_memory"),
     ("infinity.training.birth", "_write_frozen"),
@@ -48,7 +48,6 @@ UNPINNED = {
     ("infinity.memory.state", "read"),
     ("infinity.memory.state", "write"),
     ("infinity.memory.gradients", "read"),
-    ("infinity.training.saving", "_issue"),
     ("infinity.bench.rates", "<lambda>"),
 }
 _PASSED_ON_BY = {f"infinity.memory.{name}" for name in ("device", "lanes", "traced")}

@@ -17,10 +17,12 @@ import gc
 import inspect
 import linecache
 import os
+import queue
 import random
 import signal
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -73,11 +75,9 @@ def inside_a_call(frame: FrameType | None) -> bool:
     On the doorstep of step() the interruption is still the loop's own: the gradients are there,
     and it may call step() again.
     """
-    if frame is not None and frame.f_code is Engine.step.__code__:
-        return frame.f_lineno > STEP_BEGINS
     while frame is not None:
         if frame.f_code in CALLS:
-            return True
+            return frame.f_code is not Engine.step.__code__ or frame.f_lineno > STEP_BEGINS
         frame = frame.f_back
     return False
 
@@ -90,12 +90,19 @@ def leaves_a_block(frame: FrameType) -> bool:
 def is_deaf(frame: FrameType | None) -> bool:
     """Whether no signal is raised here, or to no effect.
 
-    Python drops what is raised in a finalizer, or as garbage is collected (hypothesis, too, has a
-    function called then, `gc_callback`). What a fake device does in Python a driver does in C.
+    A handler that put a strike off may be interrupted itself; what was struck is below it. Python
+    drops what is raised in a finalizer, or as garbage is collected (hypothesis, too, has a function
+    called then, `gc_callback`), and makes a RuntimeError of it where a condition has let go of its
+    lock and not begun to wait, or waited and not taken it again. What a fake device does in Python
+    a driver does in C.
     """
+    if frame is not None and frame.f_code is threading.Condition.wait.__code__:
+        line = linecache.getline(threading.__file__, frame.f_lineno)
+        if "waiter.acquire(" not in line:
+            return True
     while frame is not None:
         code = frame.f_code
-        if code.co_name in ("__del__", "gc_callback") or code.co_filename in DEAF:
+        if code.co_name in ("__del__", "gc_callback", "_handle") or code.co_filename in DEAF:
             return True
         frame = frame.f_back
     return False
@@ -104,7 +111,8 @@ def is_deaf(frame: FrameType | None) -> bool:
 class TimerStrikes:
     """Raises from a signal handler, a random time after `arm`, once the engine is in a call.
 
-    The signal is sent by a thread: pytest-timeout owns SIGALRM.
+    The signal is sent by a thread: pytest-timeout owns SIGALRM. The handler asks it to try again by
+    a queue in C: anything in Python could be struck itself, and then raise where none may.
     """
 
     def __init__(self, seed: int, longest_s: float) -> None:
@@ -112,24 +120,25 @@ class TimerStrikes:
         self.longest_s = longest_s
         self.struck: list[str] = []
         self.armed = False
-        self._timer: threading.Timer | None = None
+        self._delays: queue.SimpleQueue[float] = queue.SimpleQueue()  # seconds; negative: the end
+        self._sender = threading.Thread(target=self._send, daemon=True)
 
     def arm(self) -> None:
         self.armed = True
-        self._after(self.random.uniform(1e-5, self.longest_s))
+        self._delays.put(self.random.uniform(1e-5, self.longest_s))
 
-    def _after(self, delay_s: float) -> None:
+    def _send(self) -> None:
         main = threading.main_thread().ident
         assert main is not None
-        self._timer = threading.Timer(delay_s, signal.pthread_kill, (main, signal.SIGUSR1))
-        self._timer.daemon = True
-        self._timer.start()
+        while (delay_s := self._delays.get()) >= 0:
+            time.sleep(delay_s)
+            signal.pthread_kill(main, signal.SIGUSR1)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if not self.armed:
             return
         if not inside_a_call(frame) or is_deaf(frame):
-            self._after(1e-4)
+            self._delays.put(1e-4)
             return
         self.armed = False
         assert frame is not None
@@ -138,13 +147,14 @@ class TimerStrikes:
 
     def __enter__(self) -> TimerStrikes:
         self._before = signal.signal(signal.SIGUSR1, self._handle)
+        self._sender.start()
         gc.disable()  # an exception in what the collector calls goes nowhere
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.armed = False
-        if self._timer is not None:
-            self._timer.join()
+        self._delays.put(-1.0)
+        self._sender.join()
         signal.signal(signal.SIGUSR1, self._before)
         gc.enable()
 

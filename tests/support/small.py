@@ -103,6 +103,8 @@ def small_engine(
     finally:
         engine.close()
     assert_nothing_left(path, threads)
+    device = (arguments or {}).get("device")
+    assert not getattr(device, "violations", []), device
 
 
 def assert_nothing_left(path: Path, threads: set[threading.Thread]) -> None:

@@ -19,26 +19,31 @@ def shape_of(name: str, context: int | None = None, checkpointing: bool = False)
     return replace(preset, context=context or preset.context, checkpointing=checkpointing)
 
 
-def empty(shape: Shape) -> gpt.GPT | llama.Llama:
-    """The model in the default dtype, on the default device, its weights not drawn yet."""
-    return gpt.GPT(shape) if isinstance(shape, gpt.GPTConfig) else llama.Llama(shape)
-
-
-def build(shape: Shape, dtype: torch.dtype, seed: int) -> nn.Module:
-    """The model, its weights drawn from `seed`; in `dtype` from the start, so that no larger copy
-    ever exists.
+def empty(shape: Shape, dtype: torch.dtype) -> gpt.GPT | llama.Llama:
+    """The model, its weights not drawn yet; in `dtype` from the start, so that no larger copy ever
+    exists.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        model = empty(shape)
+        return gpt.GPT(shape) if isinstance(shape, gpt.GPTConfig) else llama.Llama(shape)
     finally:
         torch.set_default_dtype(before)
+
+
+def outline(shape: Shape, dtype: torch.dtype) -> nn.Module:
+    """The model without values: all of it is meta."""
+    with torch.device("meta"):
+        return empty(shape, dtype)
+
+
+def build(shape: Shape, dtype: torch.dtype, seed: int) -> nn.Module:
+    """The model, its weights drawn from `seed`."""
+    model = empty(shape, dtype)
     model.init_weights(seed)
     return model
 
 
 def count_parameters(shape: Shape) -> int:
     """The number of parameters, a tied one counted once, without building them."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in empty(shape).parameters())
+    return sum(parameter.numel() for parameter in outline(shape, torch.float32).parameters())

@@ -27,13 +27,7 @@ def shape_of(job: dict[str, Any]) -> presets.Shape:
 
 def outline(job: dict[str, Any]) -> nn.Module:
     """The job's model, without values."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(DTYPES[job["precision"]])
-    try:
-        with torch.device("meta"):
-            return presets.empty(shape_of(job))
-    finally:
-        torch.set_default_dtype(before)
+    return presets.outline(shape_of(job), DTYPES[job["precision"]])
 
 
 def values_of(model: nn.Module) -> dict[str, Callable[[], Tensor]]:

@@ -4,7 +4,13 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.setup-stamp
+RUN_STAMP := $(VENV)/.run-stamp
+DEV_STAMP := $(VENV)/.dev-stamp
+# Where pip's settings offer builds of torch for CPUs (+cpu, of an index or of a folder of wheels), the newest
+# of those; otherwise the newest that `make test-matrix` ran with. TORCH=2.11.0 names another.
+TORCH = $(or $(OFFERED),2.15.0)
+OFFERED = $(shell $(BIN)/python -m pip index versions torch 2>/dev/null | grep -oE '2\.1[0-5]\.[0-9]+\+cpu' | head -n 1)
+PIP_INSTALL = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q -c constraints.txt
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 STYLED_SOURCES := $(filter %.h %.hpp %.c %.cc %.cpp %.inl %.cu %.cuh,$(NATIVE_SOURCES)) \
   $(wildcard tests/native/cpp/*.h tests/native/cpp/*.cpp)
@@ -18,17 +24,18 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-native test-big test-crash lint bench bench-swap clean
+.PHONY: help setup demo test test-native test-big test-crash test-matrix lint bench bench-swap
+.PHONY: wheel-check clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
-	@echo "  PYTHON=python3.12 chooses the interpreter (3.11 or newer);"
+	@echo "  PYTHON=python3.12 chooses the interpreter (3.11 or newer), TORCH=2.11.0 a torch;"
 	@echo "  ARGS='...' is handed to what demo, test, test-big and bench start."
 
-setup: $(STAMP)  ## make .venv and build the native parts in it (first time: some minutes)
+setup: $(DEV_STAMP)  ## make .venv with all that the other commands need (first time: some minutes)
 
-demo: setup  ## train a GPT whose weights and optimizer state live on disk
+demo: $(RUN_STAMP)  ## train a GPT whose weights and optimizer state live on disk
 	$(BIN)/python examples/pretrain_gpt.py --config examples/configs/demo.yaml $(ARGS)
 
 test: setup  ## run the tests, but not the long or large ones
@@ -64,6 +71,12 @@ lint: setup  ## check style, types and the format of the native sources
 	$(BIN)/mypy
 	$(if $(STYLED_SOURCES),$(BIN)/clang-format --dry-run -Werror $(STYLED_SOURCES))
 
+wheel-check: $(RUN_STAMP)  ## build sdist and wheel, and use the wheel in a venv of its own, elsewhere
+	$(BIN)/python tools/wheel_check.py --torch $(TORCH) $(ARGS)
+
+test-matrix:  ## run the tests with other Pythons and torches (long): ARGS='python3.12:2.11.0 ...'
+	$(PYTHON) tools/test_matrix.py $(ARGS)
+
 bench: setup  ## time a step against plain torch and against the bounds
 	$(BIN)/python tools/bench_step.py --json $(ARGS)
 
@@ -85,14 +98,17 @@ $(BIN)/python:
 	  echo "setup: '$(PYTHON)' has no venv; try: apt-get install python3-venv" >&2; exit 1; }
 	"$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
-# torch first and exactly: left to a resolver, torch means gigabytes of CUDA libraries.
-$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(NATIVE_SOURCES) | $(BIN)/python
+# What it takes to run, in the order of what is most likely to fail; the demo needs no more.
+$(RUN_STAMP): pyproject.toml constraints.txt CMakeLists.txt $(NATIVE_SOURCES) | $(BIN)/python
 	@command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || \
 	  test -n "$$CXX" || { \
 	  echo "setup: no C++ compiler was found; try: apt-get install g++, or set CXX" >&2; exit 1; }
 	@echo "setup: installing into $(VENV); the first time takes some minutes"
-	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install -q -c constraints.txt nanobind scikit-build-core ninja cmake
-	PATH="$(CURDIR)/$(BIN):$$PATH" \
-	  $(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(PIP_INSTALL) nanobind scikit-build-core ninja cmake
+	$(PIP_INSTALL) --no-build-isolation torch==$(TORCH) -e '.[cuda]'
+	@touch $@
+
+# Tests, style and types. The package is there already: only what its extras name is added.
+$(DEV_STAMP): $(RUN_STAMP)
+	$(PIP_INSTALL) 'torch-infinity[dev]'
 	@touch $@

@@ -24,7 +24,7 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-native test-big test-crash test-matrix lint bench bench-swap
+.PHONY: help setup demo test test-native test-big test-clock test-crash test-matrix lint bench bench-swap
 .PHONY: wheel-check clean
 
 help:  ## say what there is
@@ -39,7 +39,10 @@ demo: $(RUN_STAMP)  ## train a GPT whose weights and optimizer state live on dis
 	$(BIN)/python examples/pretrain_gpt.py --config examples/configs/demo.yaml $(ARGS)
 
 test: setup  ## run the tests, but not the long or large ones
-	$(BIN)/python -m pytest -q -n 2 -m "not big" $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 -m "not big and not clock" $(ARGS)
+
+test-clock: setup  ## run the tests that judge by a clock, one at a time, on a quiet machine
+	$(BIN)/python -m pytest -q -m clock $(ARGS)
 
 test-native: setup  ## run the native tests under ASan+UBSan and under TSan
 	$(call native-tests,asan,address$(COMMA)undefined)
@@ -59,8 +62,8 @@ define native-tests
 	cd build/native-$(1) && $(QUIET_ADDRESSES) tests/native/cpp/adam_tests
 endef
 
-test-big: setup  ## run all tests
-	$(BIN)/python -m pytest -q -n 2 $(ARGS)
+test-big: setup  ## run all tests that are not judged by a clock
+	$(BIN)/python -m pytest -q -n 2 -m "not clock" $(ARGS)
 
 test-crash: setup  ## kill training at a thousand random moments, and look what is left (long)
 	$(BIN)/python -m pytest -q tests/faults -m big -k "killed or at_length" $(ARGS)

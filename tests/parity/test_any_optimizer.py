@@ -91,7 +91,7 @@ def test_fp32_equals_plain_torch(name: str) -> None:
         CASE.build(), batches, config_of(), groups=CASE.groups, make_optimizer=maker
     )
     number = list(ELEMENTWISE | WHOLE).index(name)
-    for placement in (DISK, PLACEMENTS[(number * 5) % 27]):
+    for placement in (DISK, PLACEMENTS[(number * 5) % 27])[number % 2 :]:
         ours = train(
             CASE.build(),
             batches,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
+from support.grids import diagonal
 from support.models import CASES
 from support.trainer import same_bits, train_exactly, train_torch
 from torch import Tensor, nn
@@ -119,10 +120,13 @@ def offloaded(name: str, path: Path) -> dict[str, Any]:
     return zero
 
 
-@pytest.mark.parametrize("loop", [by_engine, by_user, by_accelerate])
-@pytest.mark.parametrize("steps", [1, 2, 4])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize(
+    ("loop", "steps", "precision", "offload"),
+    [
+        *diagonal([by_engine, by_user, by_accelerate], [2, 4, 1], ["fp32", "bf16"], [*OFFLOADS]),
+        (by_accelerate, 4, "bf16", "stage3_nvme"),
+    ],
+)
 def test_accumulation_offload_precision(
     tmp_path: Path, offload: str, precision: str, steps: int, loop: Callable[..., None]
 ) -> None:
@@ -159,8 +163,7 @@ def test_accumulation_offload_precision(
         assert same_bits(found[name], value), name
 
 
-@pytest.mark.parametrize("steps", [1, 2, 4])
-@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize(("offload", "steps"), diagonal([*OFFLOADS], [1, 2, 4]))
 def test_fp16_is_close_to_fp32(tmp_path: Path, offload: str, steps: int) -> None:
     case = CASES["gpt"]
     config = {

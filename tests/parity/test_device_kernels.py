@@ -12,8 +12,9 @@ import pytest
 import torch
 from overlap.test_old_graphs import NUMEL, Shift
 from support.fake_accelerator import FakeAccelerator
+from support.grids import diagonal
 from support.models import CASES
-from support.trainer import Result, make_config, train, train_case
+from support.trainer import Result, make_config, train_case
 
 import infinity
 
@@ -30,8 +31,7 @@ def with_kernels(seed: int = 0) -> FakeAccelerator:
     return FakeAccelerator(seed, max_delay_s=0.002, kernels=True)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "precision"), diagonal(NAMES, ["bf16", "fp16", "fp32"]))
 def test_updates_on_the_device_give_the_same_bits_and_move_nothing(
     name: str, precision: str
 ) -> None:
@@ -56,18 +56,6 @@ def test_lossy_moments(moments: str) -> None:
     assert run("gpt", with_kernels(), **changes).differences(expected) == []
     other = run("gpt", with_kernels(), **{**changes, "optimizer": {"lr": 1e-2}})
     assert other.differences(expected) != []  # lossy
-
-
-@pytest.mark.parametrize("rule", ["Lion", "SGD", "Adagrad"])
-def test_other_rules(rule: str) -> None:
-    settings = {"type": rule, "lr": 1e-3} | ({"momentum": 0.9} if rule == "SGD" else {})
-    config = make_config(ALL)
-    config["optimizer"] = settings
-    case = CASES["encoder_decoder"]
-    batches = case.batches(STEPS)
-    expected = train(case.build(), batches, config, device="cpu", groups=case.groups)
-    got = train(case.build(), batches, config, device=with_kernels(), groups=case.groups)
-    assert got.differences(expected) == []
 
 
 @pytest.mark.parametrize("placement", [("device", "device", "host"), ("host", "device", "device")])
@@ -134,7 +122,7 @@ def masters_after_an_old_backward(device: Any) -> torch.Tensor:
 
 def test_an_old_graph_waits_for_an_update_that_is_only_queued() -> None:
     expected = masters_after_an_old_backward("cpu")
-    late = FakeAccelerator(max_delay_s=0.2, kernels=True)
+    late = FakeAccelerator(max_delay_s=0.02, kernels=True)
     assert torch.equal(masters_after_an_old_backward(late), expected)
 
 

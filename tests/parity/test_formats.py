@@ -34,7 +34,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Adagrad": {"type": "Adagrad", "lr_decay": 0.1, "initial_accumulator_value": 0.3},
 }
 PLAIN = {"type": "SGD", "weight_decay": 0.1}  # keeps no moment: there is nothing to format
-COMBINATIONS = [(name, f.value) for name in OPTIMIZERS for f in MomentFormat]
 NUM_SAMPLED = 2
 
 
@@ -76,48 +75,10 @@ def plain_loop(optimizer: dict[str, Any], moments: str, **more: Any) -> Result:
     return train_exactly(CASE.build(), CASE.batches(STEPS), config, groups=CASE.groups)
 
 
-@pytest.mark.parametrize(("name", "moments"), COMBINATIONS)
-def test_placements_and_the_plain_loop_give_the_same_bits(name: str, moments: str) -> None:
-    optimizer, number = OPTIMIZERS[name], COMBINATIONS.index((name, moments))
-    expected = plain_loop(optimizer, moments)
-    problems = {
-        placement: found
-        for i, placement in enumerate(sampled(number))
-        if (found := check(expected, optimizer, moments, placement, number + i))
-    }
-    assert problems == {}
-
-
-def test_all_placements_of_8_bit_moments() -> None:
-    """The format with the most parts: values, scales, padding."""
-    expected = plain_loop(OPTIMIZERS["AdamW"], "8bit")
-    problems = {
-        placement: found
-        for number, placement in enumerate(PLACEMENTS)
-        if (found := check(expected, OPTIMIZERS["AdamW"], "8bit", placement, number + 1))
-    }
-    assert problems == {}
-
-
 def test_a_rule_without_moments() -> None:
     expected = plain_loop(PLAIN, "fp32")
     for number, placement in enumerate(sampled(3)):
         assert check(expected, PLAIN, "fp32", placement, number) == []
-
-
-@pytest.mark.parametrize("moments", [f.value for f in MomentFormat])
-def test_neither_chunks_nor_threads_nor_precision_change_a_bit(moments: str) -> None:
-    """Blocks and random bits belong to the parameter, not to the chunk it is cut into."""
-    for precision in ("bf16", "fp32"):
-        base = {"precision": precision}
-        config = config_of(OPTIMIZERS["AdamW"], moments, PLACEMENTS[0]) | base
-        expected = train_exactly(CASE.build(), CASE.batches(STEPS), config, groups=CASE.groups)
-        for chunk in (2048, 4096, "auto"):
-            changed = {**config, "chunk_size": chunk, "cpu": {"num_threads": 2}}
-            run = train(
-                CASE.build(), CASE.batches(STEPS), changed, device="cpu", groups=CASE.groups
-            )
-            assert run.differences(expected) == [], (precision, chunk)
 
 
 def test_lossy_formats_differ_from_fp32_and_from_each_other() -> None:

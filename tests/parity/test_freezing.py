@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.grids import diagonal
 from support.models import CASES, Batch
 from support.trainer import Run, make_config, make_device, same_bits, train_torch
 from torch import nn
@@ -53,10 +54,10 @@ def all_parameters(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": list(model.parameters())}]
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
-@pytest.mark.parametrize(
-    "change", [unfreeze_later, freeze_later, part_of_a_unit_comes_and_goes, first_unit_later]
-)
+CHANGES = [unfreeze_later, freeze_later, part_of_a_unit_comes_and_goes, first_unit_later]
+
+
+@pytest.mark.parametrize(("change", "place"), diagonal(CHANGES, PLACES[::-1]))
 def test_as_in_torch(change: Change, place: tuple[str, tuple[str, str, str]]) -> None:
     device, placement = place
     case = CASES["gpt"]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
+from support.grids import diagonal
 from support.models import CASES, LENGTH, VOCAB, Batch, Block, Checkpointing
 from support.trainer import (
     Run,
@@ -105,22 +106,21 @@ def forward_without_gradients_between(
     backward(first)
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
-@pytest.mark.parametrize(
-    "use",
-    [retain_graph, two_forwards, two_forwards_two_backwards, forward_without_gradients_between],
-)
+USES = [retain_graph, two_forwards, two_forwards_two_backwards, forward_without_gradients_between]
+
+
+@pytest.mark.parametrize(("use", "place"), diagonal(USES, PLACES[::-1]))
 def test_gradients_equal_plain_torch(use: Any, place: Any) -> None:
     build = CASES["gpt"].build
     assert_same(engine_gradients(build, use, place), plain_gradients(build, use))
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("place", diagonal(PLACES), ids=str)
 def test_unequal_micro_batches(place: tuple[str, tuple[str, str, str]]) -> None:
     device, placement = place
     case = CASES["gpt"]
     config = make_config(placement, precision="bf16", gradient_accumulation_steps=3)
-    batches = [Batch((ids(i, size=1 + i % 4),)) for i in range(30)]
+    batches = [Batch((ids(i, size=1 + i % 4),)) for i in range(15)]
     expected = train_exactly(case.build(), batches, config)
     run = train(case.build(), batches, config, device=make_device(device))
     assert run.differences(expected) == []
@@ -143,8 +143,7 @@ class PartlyUsed(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize(("place", "micro_batches"), diagonal(PLACES, [1, 2]))
 def test_what_gets_no_gradient_is_untouched(place: Any, micro_batches: int) -> None:
     """No weight decay and no step counted, as in torch, where `grad` is None."""
     device, placement = place
@@ -154,7 +153,7 @@ def test_what_gets_no_gradient_is_untouched(place: Any, micro_batches: int) -> N
         optimizer={"weight_decay": 0.5},
     )
     uses = [[0], [1], [0, 1], [], [2, 0], [1]]
-    batches = [Batch((ids(i), uses[i % len(uses)])) for i in range(12 * micro_batches)]
+    batches = [Batch((ids(i), uses[i % len(uses)])) for i in range(7 * micro_batches)]
     build = seeded(PartlyUsed)
     initial = {name: p.detach().clone() for name, p in build().named_parameters()}
     expected = train_exactly(build(), batches, config)
@@ -201,8 +200,10 @@ def test_eval_between_steps_changes_nothing(place: tuple[str, tuple[str, str, st
     assert len(held_out) > 5
 
 
-@pytest.mark.parametrize("place", [("cpu", DISK), ("fake", DISK), ("fake", ("host",) * 3)], ids=str)
-@pytest.mark.parametrize("mode", ["none", "non_reentrant"])
+@pytest.mark.parametrize(
+    ("place", "mode"),
+    diagonal([("fake", DISK), ("fake", ("host",) * 3), ("cpu", DISK)], ["none", "non_reentrant"]),
+)
 def test_a_wrong_look_ahead_costs_a_wait_and_never_an_error(
     mode: str, place: tuple[str, tuple[str, str, str]]
 ) -> None:
@@ -217,8 +218,7 @@ def test_a_wrong_look_ahead_costs_a_wait_and_never_an_error(
     assert run.differences(expected) == []
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("weights", ["host", "disk"])
+@pytest.mark.parametrize(("weights", "seed"), diagonal(["host", "disk"], range(2)))
 def test_a_slot_given_up_while_it_is_filled(weights: str, seed: int) -> None:
     """Not poisoned: to poison a slot is to wait for the copy that fills it."""
     case = CASES["routed"]
@@ -262,8 +262,7 @@ class NestedBlock(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("device", ["cpu", "fake"])
-@pytest.mark.parametrize("look_ahead", [0, 1])
+@pytest.mark.parametrize(("device", "look_ahead"), diagonal(["cpu", "fake"], [0, 1]))
 def test_a_unit_is_wanted_while_the_sweep_fills_the_only_other_slot(
     look_ahead: int, device: str
 ) -> None:
@@ -297,12 +296,11 @@ class Odd(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), tokens.flatten())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize(("place", "precision"), diagonal(PLACES, ["fp32", "bf16"]))
 def test_odd_parameters_and_dropout(place: Any, precision: str) -> None:
     device, placement = place
     config = make_config(placement, precision=precision, gradient_accumulation_steps=2)
-    batches = [Batch((ids(i),)) for i in range(20)]
+    batches = [Batch((ids(i),)) for i in range(8)]
     torch.manual_seed(5)
     expected = train_exactly(seeded(Odd)(), batches, config)
     torch.manual_seed(5)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.grids import diagonal
 from support.small import Block, batch
 from support.trainer import SIMPLEST, make_config, make_device, same_bits
 from torch import Tensor, nn
@@ -165,38 +166,38 @@ PLACED = [SIMPLEST, ALL_HOST, ("disk", "disk", "disk"), ("disk", "host", "disk")
           ("host", "disk", "host"), ("device", "disk", "disk")]  # fmt: skip
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("first", PLACED, ids="-".join)
-def test_every_pair_of_placements(tmp_path: Path, first: Any, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "precision"), diagonal(PLACED, PLACED[2:] + PLACED[:2], ["fp32", "bf16"])
+)
+def test_every_pair_of_placements(tmp_path: Path, first: Any, second: Any, precision: str) -> None:
     run = Run({"precision": precision, "gradient_clipping": 0.5})
     expected = straight(tmp_path, run, 5)
-    problems = {}
-    for second in PLACED:
-        found = resumed(tmp_path, run, 5, 3, first, second).differences(expected)
-        if found:
-            problems[second] = found
-    assert problems == {}
+    assert resumed(tmp_path, run, 5, 3, first, second).differences(expected) == []
 
 
-@pytest.mark.parametrize("place", PLACED, ids="-".join)
-def test_from_and_to_a_device_with_memory_of_its_own(tmp_path: Path, place: Any) -> None:
+@pytest.mark.parametrize(("place", "leaves"), diagonal(PLACED, [False, True]))
+def test_from_and_to_a_device_with_memory_of_its_own(
+    tmp_path: Path, place: Any, leaves: bool
+) -> None:
     run = Run({"precision": "bf16"}, device="fake")
     expected = straight(tmp_path, Run({"precision": "bf16"}), 4)
-    for first, second in ((place, SIMPLEST), (SIMPLEST, place)):
-        assert resumed(tmp_path, run, 4, 2, first, second).differences(expected) == []
+    first, second = (SIMPLEST, place) if leaves else (place, SIMPLEST)
+    assert resumed(tmp_path, run, 4, 2, first, second).differences(expected) == []
 
 
 DISK = ("disk", "disk", "disk")
+WAYS = [(DISK, ALL_HOST), (ALL_HOST, DISK)]
 
 
-@pytest.mark.parametrize("cut", range(6))
-def test_anywhere_in_an_accumulation_window(tmp_path: Path, cut: int) -> None:
+@pytest.mark.parametrize(
+    ("cut", "between", "homes"), diagonal(range(6), [True, False], WAYS + WAYS[::-1])
+)
+def test_anywhere_in_an_accumulation_window(
+    tmp_path: Path, cut: int, between: bool, homes: Any
+) -> None:
     run = Run({"precision": "bf16", "gradient_accumulation_steps": 3})
     expected = straight(tmp_path, run, 7)
-    for between in (False, True):
-        for first, second in ((DISK, ALL_HOST), (ALL_HOST, DISK)):
-            found = resumed(tmp_path, run, 7, cut, first, second, between=between)
-            assert found.differences(expected) == []
+    assert resumed(tmp_path, run, 7, cut, *homes, between=between).differences(expected) == []
 
 
 def two_groups(model: nn.Module) -> dict[str, Any]:
@@ -233,12 +234,11 @@ RUNS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_whatever_else_a_run_depends_on(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "homes"), diagonal([*RUNS], WAYS))
+def test_whatever_else_a_run_depends_on(tmp_path: Path, name: str, homes: Any) -> None:
     run = RUNS[name]
     expected = straight(tmp_path, run, 5)
-    for first, second in ((DISK, ALL_HOST), (ALL_HOST, DISK)):
-        assert resumed(tmp_path, run, 5, 3, first, second).differences(expected) == []
+    assert resumed(tmp_path, run, 5, 3, *homes).differences(expected) == []
 
 
 GUESTS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -249,8 +249,8 @@ GUESTS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("name", GUESTS)
-def test_guests(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "homes"), diagonal([*GUESTS], WAYS))
+def test_guests(tmp_path: Path, name: str, homes: Any) -> None:
     run = Run({"precision": "bf16"}, guest(GUESTS[name]))
 
     class GuestRun(Run):
@@ -267,8 +267,7 @@ def test_guests(tmp_path: Path, name: str) -> None:
             return infinity.initialize(model, config, model_parameters=trained, **arguments)[0]
 
     expected = straight(tmp_path, GuestRun(), 5)
-    for first, second in ((DISK, ALL_HOST), (ALL_HOST, DISK)):
-        assert resumed(tmp_path, GuestRun(), 5, 3, first, second).differences(expected) == []
+    assert resumed(tmp_path, GuestRun(), 5, 3, *homes).differences(expected) == []
 
 
 def test_another_precision_is_refused_and_its_weights_are_taken(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.grids import diagonal
 from support.models import VOCAB, WIDTH, Batch, Case, Gpt
 from support.trainer import Result, Run, make_config, make_device, train, train_exactly
 from torch import Tensor, nn
@@ -73,26 +74,24 @@ def expected_of(slices: int, *, recompute: bool, **changes: Any) -> Result:
 OFFLOAD = {"checkpoint": "units", "offload": "disk", "tokens": ROWS * LENGTH, "min_bytes": 1}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("slices", [2, 3, 4])
-def test_the_bits_of_plain_torch_with_the_same_slices(slices: int, precision: str) -> None:
-    for recompute, activations in (
-        (False, {}),
-        (True, {"checkpoint": "units"}),
-        (True, OFFLOAD),
-    ):
-        expected = expected_of(slices, recompute=recompute, precision=precision)
-        for device in ("cpu", "fake"):
-            config = make_config(
-                ON_DISK, precision=precision, activations={**activations, "slices": slices}
-            )
-            found = train(build(), batches(), config, device=make_device(device))
-            assert found.differences(expected) == [], (device, activations)
-            assert found.report is not None
-            assert found.report.moved == found.forecast, (device, activations)
-            assert found.plan is not None
-            if ROWS % slices == 0:
-                assert found.forecast == found.plan.predicted_bytes, (device, activations)
+@pytest.mark.parametrize(
+    ("slices", "activations", "device", "precision"),
+    diagonal([2, 3, 4], [OFFLOAD, {}, {"checkpoint": "units"}], ["fake", "cpu"], ["fp32", "bf16"]),
+)
+def test_the_bits_of_plain_torch_with_the_same_slices(
+    slices: int, activations: dict[str, Any], device: str, precision: str
+) -> None:
+    expected = expected_of(slices, recompute=bool(activations), precision=precision)
+    config = make_config(
+        ON_DISK, precision=precision, activations={**activations, "slices": slices}
+    )
+    found = train(build(), batches(), config, device=make_device(device))
+    assert found.differences(expected) == []
+    assert found.report is not None
+    assert found.report.moved == found.forecast
+    assert found.plan is not None
+    if ROWS % slices == 0:
+        assert found.forecast == found.plan.predicted_bytes
 
 
 def test_near_the_same_batch_at_once() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
-from support.models import CASES
-from support.trainer import Result, make_config, train, train_case, train_exactly
+from support.grids import diagonal
+from support.trainer import Result, make_config, train_case
 
 import infinity
 from infinity.plan.plan import Plan, UpdatePlace, update_place
@@ -51,8 +51,7 @@ def num_chunks(plan: Plan) -> int:
     )
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+@pytest.mark.parametrize(("placement", "precision"), diagonal(PLACEMENTS, ["bf16", "fp16", "fp32"]))
 def test_the_same_bits_and_the_forecast_bytes_wherever_state_rests(
     placement: tuple[str, str, str], precision: str
 ) -> None:
@@ -67,59 +66,6 @@ def test_the_same_bits_and_the_forecast_bytes_wherever_state_rests(
     assert got.report is not None
     assert fake.num_updates == STEPS * num_chunks(got.plan) > 0
     assert got.report.moved == got.forecast
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_plain_torch_with_the_rule_written_out_gives_the_same_bits(precision: str) -> None:
-    case = CASES["gpt"]
-    config = make_config(IN_RAM, precision=precision, update="device")
-    expected = train_exactly(case.build(), case.batches(STEPS), config, groups=case.groups)
-    assert run(with_kernels(), precision=precision, update="device").differences(expected) == []
-
-
-@pytest.mark.parametrize("name", MODELS[1:])
-def test_models_that_freeze_share_and_skip_parameters(name: str) -> None:
-    """A unit with frozen bytes goes home only; one without a gradient is not swept."""
-    changes: dict[str, Any] = {"precision": "bf16", "name": name, "look_ahead": 0}
-    for placement in (IN_RAM, ("disk", "host", "disk")):
-        fake = with_kernels(1)
-        got = run(fake, placement, update="device", **changes)
-        assert got.differences(run("cpu", placement, **changes)) == []
-        assert fake.num_updates > 0
-        assert got.report is not None
-        assert not CASES[name].regular or got.report.moved == got.forecast
-
-
-@pytest.mark.parametrize("moments", ["fp32", "bf16", "bf16_stochastic", "8bit"])
-@pytest.mark.parametrize("rule", ["AdamW", "Lion", "SGD", "Adagrad"])
-def test_every_rule_and_format(rule: str, moments: str) -> None:
-    settings: dict[str, Any] = {"type": rule, "lr": 1e-3, "moments": moments}
-    if rule == "SGD":
-        settings["momentum"] = 0.9
-    if moments != "fp32" and rule == "Adagrad":
-        settings["initial_accumulator_value"] = 0.1
-    results = []
-    for update in ("cpu", "device"):
-        device = "cpu" if update == "cpu" else with_kernels(2)
-        config = make_config(IN_RAM, precision="bf16", update=update, chunk_size=6144)
-        config["optimizer"] = settings
-        case = CASES["gpt"]
-        results.append(
-            train(case.build(), case.batches(STEPS), config, device=device, groups=case.groups)
-        )
-    assert results[1].differences(results[0]) == []
-    assert results[1].report is not None
-    assert results[1].report.moved == results[1].forecast
-
-
-@pytest.mark.parametrize("chunk_size", [2048, 4096, 10240, "auto"])
-def test_chunks_of_any_size_and_any_number_of_slots(chunk_size: int | str) -> None:
-    for look_ahead in (0, 3):
-        changes: dict[str, Any] = {"chunk_size": chunk_size, "look_ahead": look_ahead}
-        got = run(with_kernels(3), update="device", precision="bf16", **changes)
-        assert got.differences(run("cpu", precision="bf16")) == []
-        assert got.report is not None
-        assert got.report.moved == got.forecast
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.grids import diagonal
 from support.models import CASES
 from support.trainer import (
     Run,
@@ -40,8 +41,9 @@ BF16_LOSS = 2e-3
 BF16_WEIGHT = 2e-2
 
 
-@pytest.mark.parametrize(("kind", "micro_batches"), [("AdamW", 1), ("AdamW", 3), ("Adam", 1)])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "micro_batches", "kind"), diagonal([*CASES], [3, 1], ["AdamW", "AdamW", "Adam"])
+)
 def test_fp32(name: str, micro_batches: int, kind: str) -> None:
     case = CASES[name]
     config = make_config(

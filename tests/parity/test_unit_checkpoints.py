@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.grids import diagonal
 from support.models import (
     CASES,
     CHECKPOINTINGS,
@@ -44,9 +45,13 @@ def run(case: Case, device: str, activations: dict[str, Any], **changes: Any) ->
     return train(case.build(), batches, config, device=make_device(device), groups=case.groups)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("name", CASES)
-def test_the_bits_of_plain_torch_with_checkpoints(name: str, micro_batches: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "offload", "device", "micro_batches"),
+    diagonal([*CASES], [*OFFLOADS][::-1], ["fake", "cpu"], [1, 1, 2]),
+)
+def test_the_bits_of_plain_torch_with_checkpoints(
+    name: str, offload: str, device: str, micro_batches: int
+) -> None:
     case = CASES[name]
     computation = {
         "precision": "bf16" if name == "gpt" else "fp32",
@@ -55,14 +60,11 @@ def test_the_bits_of_plain_torch_with_checkpoints(name: str, micro_batches: int)
     expected = train_exactly(
         case.build(OWN), case.batches(4), make_config(**computation), groups=case.groups
     )
-    for device in ("cpu", "fake"):
-        offloads = OFFLOADS if micro_batches == 1 else {"disk": TO_DISK}
-        for activations in offloads.values():
-            found = run(case, device, activations, **computation)
-            assert found.differences(expected) == [], (device, activations)
-            if case.regular:
-                assert found.report is not None
-                assert found.report.moved == found.forecast, (device, activations)
+    found = run(case, device, OFFLOADS[offload], **computation)
+    assert found.differences(expected) == []
+    if case.regular:
+        assert found.report is not None
+        assert found.report.moved == found.forecast
 
 
 @pytest.mark.parametrize("device", ["cpu", "fake"])

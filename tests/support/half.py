@@ -19,13 +19,13 @@ from support.trainer import (
     _hyper,
     _settings,
     cast_frozen,
+    fresh_moments,
     square_sum,
     torch_groups,
 )
 from torch import Tensor, nn
 
 from infinity.config import Config
-from infinity.formats import MomentFormat
 from infinity.optim.built_in import rounding_key
 from infinity.optim.moments import Moment
 from infinity.optim.reference import reference_update
@@ -195,13 +195,12 @@ def _halves(
     hypers: dict[int, Hyper] = {}
     for group in torch_groups(model, groups):
         hypers |= {id(p): _hyper(settings, group) for p in group["params"]}
-    kind = MomentFormat(settings.optimizer.moments)
     found = []
     for name, parameter in model.named_parameters():
         if id(parameter) in hypers:
             master = parameter.detach().float().reshape(-1).clone()
             hyper = hypers[id(parameter)]
-            moments = [Moment.zeros(master.numel(), kind) for _ in range(hyper.num_moments)]
+            moments = fresh_moments(hyper, master.numel(), settings)
             found.append(_Half(parameter, name, hyper, master, moments))
     return found
 

@@ -9,7 +9,7 @@ both, recomputed ones included.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,16 +25,25 @@ HEADS = 2
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """`mode`: none, reentrant or non_reentrant; `place`: block (around a unit) or inside."""
+    """`mode`: none, reentrant or non_reentrant; `place`: block (around a unit) or inside.
+
+    `slices`: a block runs so many parts of its batch one after the other, in plain torch, each
+    checkpointed by itself.
+    """
 
     mode: str = "none"
     place: str = "block"
+    slices: int = 1
 
     def __str__(self) -> str:
         return self.mode if self.mode == "none" else f"{self.mode}-{self.place}"
 
     def call(self, place: str, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
         """`function(*args)`, checkpointed if this is the place."""
+        if place == "block" and self.slices > 1:
+            one = replace(self, slices=1)
+            parts = zip(*(tensor.chunk(self.slices) for tensor in args), strict=True)
+            return torch.cat([one.call(place, function, *part) for part in parts])
         if self.mode == "none" or place != self.place or not torch.is_grad_enabled():
             return function(*args)
         result: Tensor = checkpoint(function, *args, use_reentrant=self.mode == "reentrant")

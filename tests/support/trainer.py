@@ -398,7 +398,6 @@ def _masters(
     for group in torch_groups(model, groups):
         hyper = _hyper(settings, group)
         hypers.update({id(p): hyper for p in group["params"]})
-    kind = MomentFormat(settings.optimizer.moments)
     masters: dict[int, _Master] = {}
     for name, parameter in model.named_parameters():
         if id(parameter) not in hypers:
@@ -406,12 +405,19 @@ def _masters(
         hyper = hypers[id(parameter)]
         flat = parameter.detach().float().reshape(-1).clone()
         weight, residual = split_master(flat) if split else (flat, None)
-        moments = [Moment.zeros(flat.numel(), kind) for _ in range(hyper.num_moments)]
-        for moment, initial in zip(moments, hyper.initial, strict=False):
-            if initial:
-                write_moment(moment, np.full(flat.numel(), initial, np.float32), signed=False)
+        moments = fresh_moments(hyper, flat.numel(), settings)
         masters[id(parameter)] = _Master(parameter, name, hyper, weight, residual, moments)
     return masters
+
+
+def fresh_moments(hyper: Hyper, size: int, settings: Config) -> list[Moment]:
+    """A rule's moments before its first step."""
+    kind = MomentFormat(settings.optimizer.moments)
+    moments = [Moment.zeros(size, kind) for _ in range(hyper.num_moments)]
+    for moment, initial in zip(moments, hyper.initial, strict=False):
+        if initial:
+            write_moment(moment, np.full(size, initial, np.float32), signed=False)
+    return moments
 
 
 def _hyper(settings: Config, group: Mapping[str, Any]) -> Hyper:

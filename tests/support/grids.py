@@ -1,0 +1,20 @@
+"""Grids of which the quick tests run a diagonal, and `make test-big` the whole."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+
+def diagonal(*axes: Sequence[Any]) -> list[Any]:
+    """The product of `axes` for `parametrize`: each value is in a quick row; the rest is big."""
+    length = max(map(len, axes))
+    quick = {tuple(index % len(axis) for axis in axes) for index in range(length)}
+    rows = []
+    for indices in itertools.product(*(range(len(axis)) for axis in axes)):
+        values = [axis[index] for axis, index in zip(axes, indices, strict=True)]
+        rows.append(pytest.param(*values, marks=() if indices in quick else pytest.mark.big))
+    return rows

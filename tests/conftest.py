@@ -1,4 +1,7 @@
-"""One torch thread for every test, since xdist fills the cores; a Ctrl-C that works; own caches."""
+"""One torch thread for every test, since xdist fills the cores; a Ctrl-C that works; own caches.
+
+Every test begins clean: engines that one left open are closed, and what stays behind is its error.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from support.leaks import Watch
 
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started by a shell in the background
@@ -24,3 +28,15 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         del os.environ["XDG_CACHE_HOME"]
     else:
         os.environ["XDG_CACHE_HOME"] = before
+
+
+@pytest.fixture(scope="session")
+def watch() -> Watch:
+    """Knows the engines of this process."""
+    return Watch()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(watch: Watch) -> Iterator[None]:
+    """Each test's leaks are its own."""
+    yield from watch.one_test()

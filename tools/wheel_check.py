@@ -1,8 +1,8 @@
 """Build the sdist, from it the wheel, and use the wheel as a stranger would: outside the checkout.
 
-`python -m build` with build isolation; `auditwheel` renames the wheel to the oldest manylinux it runs
-on, where it can; a second venv gets the wheel and what it declares, nothing else; the commands run
-there in an empty folder.
+`python -m build` with build isolation; `auditwheel` names the oldest manylinux that the wheel runs
+on; a second venv gets the wheel and what it declares, nothing else; the commands run there in an
+empty folder.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from support.fake_accelerator import FakeAccelerator
+from support.leaks import tasks
 from support.models import CASES, Batch
 from support.patience import wait_until
 from torch import Tensor, nn
@@ -120,8 +121,8 @@ def poison(tensor: Tensor) -> None:
 
 
 def native_threads() -> int:
-    """Threads of this process, those unknown to Python included."""
-    return len(os.listdir("/proc/self/task"))
+    """How many threads this process has, those unknown to Python included."""
+    return len(tasks())
 
 
 class Run:
@@ -142,9 +143,7 @@ class Run:
         self.model = model
         self.device = device
         self._directory = tempfile.TemporaryDirectory(prefix="parity-")
-        threads = threading.enumerate()
-        self._threads = {t for t in threads if not t.name.startswith("fake-copy-")}
-        self._native = native_threads() - (len(threads) - len(self._threads))
+        self._threads, self._tasks = set(threading.enumerate()), tasks()
         self.config: Config = load_config({"nvme_path": self._directory.name, **config})
         if groups is not None:
             options["model_parameters"] = groups(model)
@@ -178,7 +177,7 @@ class Run:
         assert not left, f"left in nvme_path: {left}"
         extra = set(threading.enumerate()) - self._threads
         assert not extra, f"threads left: {extra}"
-        assert wait_until(lambda: native_threads() <= self._native), "native threads left"
+        assert wait_until(lambda: tasks() <= self._tasks), "native threads left"
         if isinstance(self.device, FakeAccelerator):
             assert not self.device.violations, self.device.violations[:3]
 

@@ -1,0 +1,120 @@
+"""The tests under other Pythons and other torches: which were run, and how each went.
+
+    make test-matrix ARGS='python3.12:2.11.0 python3.13:2.15.0 --markdown matrix.md -- tests/parity'
+
+A cell is an interpreter and a torch version, from wherever pip takes it. Each gets a clone of what
+is committed and a venv of its own in build/matrix (5 GB with a CUDA build; removed afterwards), and
+`make test` runs there with what stands after `--`. Without cells: every interpreter found with the
+newest torch, and the first of them with each torch. Not for CI: hours, and 5 GB a cell to load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PYTHONS = ("python3.12", "python3.11", "python3.13", "python3.14")
+TORCHES = ("2.15.0", "2.14.1", "2.13.0", "2.12.1", "2.11.0", "2.10.0")
+SUMMARY = re.compile(r"^(?=.*\d+ (?:passed|failed|error)).* in [\d.]+s.*$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """An interpreter, by name or path, and a version of torch."""
+
+    python: str
+    torch: str
+
+    @property
+    def folder(self) -> Path:
+        """Where it is built and run."""
+        return REPOSITORY / "build" / "matrix" / f"{Path(self.python).name}-torch{self.torch}"
+
+
+def default_cells() -> list[Cell]:
+    """All interpreters that start here with the newest torch, one of them with all torches."""
+    found = [name for name in PYTHONS if starts(name)]
+    cells = [Cell(name, TORCHES[0]) for name in found]
+    return cells + [Cell(found[0], version) for version in TORCHES[1:]] if found else []
+
+
+def starts(python: str) -> bool:
+    """Whether the interpreter is there; a shim of pyenv may be there without one."""
+    try:
+        return subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+def run(cell: Cell, tests: list[str], log: Path) -> str:
+    """Clone, set up, test; the last line that pytest said, or what failed."""
+    shutil.rmtree(cell.folder, ignore_errors=True)
+    made = [f"PYTHON={cell.python}", f"TORCH={cell.torch}"]
+    steps = (
+        (REPOSITORY, ["git", "clone", "-q", str(REPOSITORY), str(cell.folder)]),
+        (cell.folder, ["make", "setup", *made]),
+        (cell.folder, ["make", "test", *made, f"ARGS={' '.join(tests)}"]),
+    )
+    with log.open("w") as file:
+        for folder, command in steps:
+            done = subprocess.run(command, cwd=folder, stdout=file, stderr=file, check=False)
+            if done.returncode and command[1] != "test":
+                return f"not set up, see {log}"
+    found = SUMMARY.findall(log.read_text(errors="replace"))
+    return found[-1].strip("= ") if found else f"no test ran, see {log}"
+
+
+def versions(cell: Cell) -> str:
+    """What really ran."""
+    code = "import platform, torch; print(platform.python_version(), torch.__version__)"
+    python = cell.folder / ".venv" / "bin" / "python"
+    try:
+        return subprocess.run(
+            [python, "-c", code], capture_output=True, text=True, check=False
+        ).stdout.strip()
+    except OSError:
+        return ""
+
+
+def main() -> int:
+    """Run the cells, print a line each, write the table."""
+    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("cells", nargs="*", metavar="PYTHON:TORCH")
+    parser.add_argument("--markdown", type=Path, help="write the table there")
+    parser.add_argument("--keep", action="store_true", help="leave the venvs where they are")
+    arguments = parser.parse_args(sys.argv[1:split])
+    tests = sys.argv[split + 1 :]
+    cells = [Cell(*cell.rsplit(":", 1)) for cell in arguments.cells] or default_cells()
+    rows = ["| Python, torch | asked for | tests | minutes |", "| --- | --- | --- | --- |"]
+    (REPOSITORY / "build").mkdir(exist_ok=True)
+    good = bool(cells)
+    for cell in cells:
+        begun = time.monotonic()
+        log = REPOSITORY / "build" / f"matrix-{cell.folder.name}.log"
+        said = run(cell, tests, log)
+        good &= "failed" not in said and "error" not in said and " passed" in said
+        minutes = (time.monotonic() - begun) / 60
+        asked = f"{cell.python}, torch {cell.torch}"
+        rows.append(f"| {versions(cell)} | {asked} | {said} | {minutes:.0f} |")
+        print(rows[-1], flush=True)
+        if not arguments.keep:
+            shutil.rmtree(cell.folder, ignore_errors=True)
+    if arguments.markdown:
+        arguments.markdown.write_text("\n".join(rows) + "\n")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    os.environ.pop("MAKEFLAGS", None)  # the inner make is one of its own
+    sys.exit(main())

@@ -9,11 +9,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.patience import wait_until
 from typer.testing import CliRunner
 
 import infinity
@@ -178,8 +178,8 @@ def children_named(name: str, parent: int) -> list[int]:
 def test_a_signal_ends_it_and_leaves_nothing(
     tmp_path: Path, phase: str, signum: signal.Signals
 ) -> None:
-    arguments = ["--path", str(tmp_path), "--gib", "0.125", "--rounds", "400"]
-    arguments += ["--sample-s", "0.05", "--chunk", "1MiB", "--json"]
+    arguments = ["--path", str(tmp_path), "--gib", "0.0625", "--rounds", "4000"]
+    arguments += ["--sample-s", "0.01", "--chunk", "1MiB", "--json"]
     with_fio = shutil.which("fio") is not None and phase == "choosing the reference"
     process = subprocess.Popen(
         [sys.executable, "-m", "infinity.cli", "bench", "disk", *arguments],
@@ -190,16 +190,10 @@ def test_a_signal_ends_it_and_leaves_nothing(
     )
     try:
         assert process.stderr is not None
-        for line in process.stderr:
-            if phase in line:
-                break
+        assert any(phase in line for line in process.stderr)
         fios: list[int] = []
-        for _ in range(200 if with_fio else 0):
-            fios = children_named("fio", process.pid)
-            if fios:
-                break
-            time.sleep(0.05)
-        time.sleep(0.1)
+        if with_fio:
+            assert wait_until(lambda: fios.extend(children_named("fio", process.pid)) or fios)
         process.send_signal(signum)
         process.send_signal(signum)  # an impatient one must not leave files behind
         out, error = process.communicate(timeout=600)
@@ -212,7 +206,6 @@ def test_a_signal_ends_it_and_leaves_nothing(
     assert "Traceback" not in error
     assert list(tmp_path.iterdir()) == []
     if with_fio:
-        assert fios
         assert not any(Path(f"/proc/{pid}").exists() for pid in fios)
 
 
@@ -308,6 +301,8 @@ def test_the_recommended_block_is_a_configuration(tmp_path: Path) -> None:
 
 def test_faults_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infinity.bench.faults.usable_backends", lambda answers: ["threads"])
+    monkeypatch.setattr("infinity.bench.faults._STUCK_AFTER_S", 0.1)  # it is waited for
+    monkeypatch.setattr("infinity.bench.faults._NUM_CHUNKS", 16)
     code, out, _ = run("bench", "disk", "--path", str(tmp_path), "--faults", "3", "--json")
     report = json.loads(out)
     assert (code, report["ok"]) == (0, True)

@@ -1,23 +1,33 @@
-"""The examples: what they read, what they show, and the demo end to end in a process of its own."""
+"""The examples: what they read, what they show, and the demo and the benchmark end to end.
+
+They run in this process, but for what only a process of its own can show: importing torch takes
+longer than training a tiny model.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import runpy
 import signal
 import subprocess
 import sys
-import time
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TextIO
 
 import pytest
 import torch
 from support.patience import wait_until
+from support.small import assert_nothing_left
 from test_planner import plan_of
 
 import infinity
+from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.plan.cost import step_cost
 from infinity.plan.rates import Rates
@@ -27,21 +37,23 @@ from infinity.trace.shares import Shares
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
+import _bench_bound
+import _bench_child
+import _bench_contender
 import _training
 import _ui
+import bench_step
 import corpus
 import gpt
 import presets
+import pretrain_gpt
 from _bench_bound import bounds_of
 from _plain import PlainTorch
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-DEMO = REPOSITORY / "examples" / "pretrain_gpt.py"
-BENCH = REPOSITORY / "tools" / "bench_step.py"
-
-needs_engine = pytest.mark.skipif(
-    not hasattr(infinity, "initialize"), reason="the engine is not there yet"
-)
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+TOOLS = Path(__file__).resolve().parent.parent / "tools"
+DEMO = EXAMPLES / "pretrain_gpt.py"
+BENCH = TOOLS / "bench_step.py"
 
 
 @dataclass
@@ -269,17 +281,26 @@ def test_the_live_line_names_the_lanes_that_stall() -> None:
     assert _ui.format_stalls({"update": 1.0}, 0.0) == "stall none"
 
 
-def test_plain_lines_are_few(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_lines_are_few(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first, the last, and between them one every few seconds, by a clock that is ours."""
+    now = [100.0]
+    monkeypatch.setattr(_ui, "time", SimpleNamespace(monotonic=lambda: now[0]))
     screen = _ui.Screen()
     for step in range(1, 11):
         screen.step(_ui.StepLine(step, 10, 8.0, 1.0, 1.0, {}, 0.0))
+        now[0] += 1
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines] == ["1/10", "10/10"]
+    assert [line.split()[1] for line in lines] == ["1/10", "6/10", "10/10"]
+    now[0] += _ui.PLAIN_INTERVAL_S
     for done in range(0, 11):
         screen.progress(done * 2**20, 10 * 2**20, "writing the initial state")
+        now[0] += 0.3
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1].startswith("writing the initial state: 10.00 MiB of 10.00 MiB (100%) in")
-    assert len(lines) <= 2
+    assert len(lines) == 2
+    assert lines[0] == "writing the initial state: 0 B of 10.00 MiB (0%)"
+    assert lines[1] == "writing the initial state: 10.00 MiB of 10.00 MiB (100%) in 3.0 s"
 
 
 def test_the_closing_table_says_what_held() -> None:
@@ -339,13 +360,16 @@ def test_the_bounds_are_those_of_the_design() -> None:
 # The demo, end to end
 
 
-def demo(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [
-        sys.executable, str(DEMO), "--model", "gpt-tiny", "--nvme-path", str(folder),
-        "--eval-batches", "2", "--no-compare", "--set", "budget.host=2GiB", *arguments,
+def told(folder: Path, *arguments: str) -> list[str]:
+    return [
+        "--model", "gpt-tiny", "--nvme-path", str(folder), "--eval-batches", "2", "--no-compare",
+        "--set", "budget.host=2GiB", *arguments,
     ]  # fmt: skip
+
+
+def in_a_process(script: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command,
+        [sys.executable, str(script), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -362,9 +386,33 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, output, errors
 
 
-@needs_engine
-def test_the_demo_tells_everything_it_promises(tmp_path: Path) -> None:
-    code, output, errors = finish(demo(tmp_path, "--steps", "4", "--json"))
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], library: corpus.Corpus
+) -> Iterator[Call]:
+    """Calls a `main` as a process would, and gives back both signals, which it keeps."""
+    monkeypatch.setattr(corpus, "standard_library", lambda: library)
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+
+    def call(main: Callable[[list[str]], int], arguments: list[str]) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(arguments)
+        return code, *capsys.readouterr()
+
+    yield call
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+def test_the_demo_tells_everything_it_promises_and_learns_as_plain_torch_does(
+    tmp_path: Path,
+) -> None:
+    """In a process: its peak memory is its own, and plain torch's is a child's."""
+    steps = ["--steps", "4", "--compare-steps", "3", "--compare", "--json"]
+    code, output, errors = finish(in_a_process(DEMO, *told(tmp_path, *steps)))
     assert code == 0, errors
     result = json.loads(output)
     assert result["steps"] == 4
@@ -376,48 +424,77 @@ def test_the_demo_tells_everything_it_promises(tmp_path: Path) -> None:
         assert result["moved_bytes"][lane] == result["predicted_bytes"][lane]
     assert result["predicted_bytes"]["disk_write"] >= result["state_bytes"]
     assert result["skipped_steps"] == 0
-    assert result["plain_torch"] is None
     assert result["config"]["gradient_accumulation_steps"] == 2
     assert "predicted per step" in errors
-    assert list(tmp_path.iterdir()) == []
-
-
-@needs_engine
-def test_the_demo_learns_as_plain_torch_does(tmp_path: Path) -> None:
-    code, output, errors = finish(
-        demo(tmp_path, "--steps", "3", "--compare-steps", "3", "--compare", "--json")
-    )
-    assert code == 0, errors
-    plain = json.loads(output)["plain_torch"]
+    plain = result["plain_torch"]
     assert plain["num_steps"] == 3
     assert plain["step_s"] > 0
     assert plain["largest_loss_difference"] < 0.02
+    assert list(tmp_path.iterdir()) == []
 
 
-@needs_engine
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("moment", ["at once", "while starting", "in a step"])
+def test_the_demo_may_compare_with_nothing(tmp_path: Path, here: Call) -> None:
+    code, output, errors = here(pretrain_gpt.main, told(tmp_path, "--steps", "1", "--json"))
+    assert code == 0, errors
+    assert json.loads(output)["plain_torch"] is None
+
+
+@pytest.mark.parametrize(
+    ("signum", "moment"), [(signal.SIGTERM, "at once"), (signal.SIGINT, "in a step")]
+)
 def test_signals_end_the_demo_cleanly(tmp_path: Path, signum: int, moment: str) -> None:
-    process = demo(tmp_path, "--steps", "10000")
+    process = in_a_process(DEMO, *told(tmp_path, "--steps", "10000"))
     assert process.stdout is not None
     if moment == "at once":
         maps = Path(f"/proc/{process.pid}/maps")
         assert wait_until(lambda: "libtorch" in maps.read_text())  # torch is being imported
     else:
-        wanted = "predicted per step" if moment == "while starting" else "step"
-        for line in process.stdout:
-            if line.strip().startswith(wanted):
-                break
-        time.sleep(0.2)
+        assert any(line.strip().startswith("step") for line in process.stdout)
     process.send_signal(signum)
     code, _, errors = finish(process)
-    assert code == 128 + signum, errors
-    assert "Traceback" not in errors
-    assert errors.strip().splitlines()[-1].startswith("stopped by")
+    assert_stopped(code, errors, signum)
     assert list(tmp_path.iterdir()) == []
 
 
-@needs_engine
+def assert_stopped(code: int, errors: str, signum: int) -> None:
+    assert code == 128 + signum, errors
+    assert "Traceback" not in errors
+    assert errors.strip().splitlines()[-1].startswith("stopped by")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("moment", ["writing", "starting", "in a step", "closing"])
+def test_a_signal_at_any_moment_leaves_nothing(
+    tmp_path: Path, here: Call, monkeypatch: pytest.MonkeyPatch, signum: int, moment: str
+) -> None:
+    """While the first state is written, at the plan, after a forward, and while all is closed."""
+    sent: list[str] = []
+
+    def send(when: str) -> None:
+        if when == moment and not sent:
+            sent.append(when)
+            signal.raise_signal(signum)
+
+    def before(owner: Any, name: str, when: Callable[..., str]) -> None:
+        original = getattr(owner, name)
+
+        def hooked(*arguments: Any, **more: Any) -> Any:
+            send(when(*arguments))
+            return original(*arguments, **more)
+
+        monkeypatch.setattr(owner, name, hooked)
+
+    before(_ui.Screen, "progress", lambda *_: "writing")
+    before(_ui.Screen, "say", lambda _, text: "starting" if "predicted per step" in text else "")
+    before(_training, "_finite", lambda _, step, *__: "in a step" if step == 2 else "")
+    before(Engine, "close", lambda *_: "closing")
+    threads = set(threading.enumerate())
+    code, _, errors = here(pretrain_gpt.main, told(tmp_path, "--steps", "3"))
+    assert sent
+    assert_stopped(code, errors, signum)
+    assert_nothing_left(tmp_path, threads)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -431,27 +508,74 @@ def test_signals_end_the_demo_cleanly(tmp_path: Path, signum: int, moment: str) 
         (["--set", "nonsense"], "key=value"),
     ],
 )
-def test_bad_input_is_one_clear_error(tmp_path: Path, arguments: list[str], message: str) -> None:
-    code, output, errors = finish(demo(tmp_path, "--json", *arguments))
+def test_bad_input_is_one_clear_error(
+    tmp_path: Path, here: Call, arguments: list[str], message: str
+) -> None:
+    threads = set(threading.enumerate())
+    code, output, errors = here(pretrain_gpt.main, told(tmp_path, "--json", *arguments))
     assert code not in (0, None), errors
     assert "Traceback" not in errors
     assert output == ""
     last = errors[errors.rindex("error: ") :]
     assert message in last
     assert len(last.splitlines()) <= 6
-    assert list(tmp_path.iterdir()) == []
+    assert_nothing_left(tmp_path, threads)
 
 
-@needs_engine
+# The benchmark of steps
+
+
+def pipe() -> tuple[TextIO, TextIO]:
+    read, write = os.pipe()
+    return open(read), open(write, "w")
+
+
+class Served:
+    """What `subprocess.Popen` of a contender is to its parent, but a thread of this process."""
+
+    def __init__(self, command: list[str], **_: Any) -> None:
+        assert Path(command[-1]) == TOOLS / "_bench_contender.py"
+        requests, self.stdin = pipe()
+        self.stdout, replies = pipe()
+
+        def work() -> None:
+            with requests, replies:
+                _bench_contender.serve(requests, replies)
+
+        self._thread = threading.Thread(target=work)
+        self._thread.start()
+
+    def poll(self) -> None:
+        assert self._thread.is_alive()
+
+    def communicate(self, text: str, timeout: float) -> None:
+        self.stdin.write(text)
+        self.stdin.flush()
+        assert self.stdout.read() == ""
+
+    def kill(self) -> None:
+        """`wait` ends it: it serves until its input ends."""
+
+    def wait(self) -> None:
+        self.stdin.close()
+        self._thread.join()
+        self.stdout.close()
+
+
 @pytest.mark.parametrize("micro_batches", ["1", "2"])
-def test_bench_step_reports_ratios(tmp_path: Path, micro_batches: str) -> None:
-    command = [
-        sys.executable, str(BENCH), "--model", "gpt-tiny", "--rounds", "2", "--warmup", "1",
+def test_bench_step_reports_ratios(
+    tmp_path: Path, here: Call, monkeypatch: pytest.MonkeyPatch, micro_batches: str
+) -> None:
+    known = {"PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired}
+    monkeypatch.setattr(_bench_child, "subprocess", SimpleNamespace(Popen=Served, **known))
+    monkeypatch.setattr(_bench_bound, "MEASURE_S", 0.01)  # the rates are not asked for here
+    threads = set(threading.enumerate())
+    arguments = [
+        "--model", "gpt-tiny", "--rounds", "2", "--warmup", "1",
         "--tokens", "128", "--micro-batches", micro_batches, "--path", str(tmp_path), "--json",
         "--compare", "deepspeed", "--traces", str(tmp_path / "kept"),
     ]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    code, output, errors = finish(process)
+    code, output, errors = here(bench_step.main, arguments)
     assert code == 0, errors
     report = json.loads(output)
     assert set(report["contenders"]) >= {"torch_ram", "infinity_ram", "infinity_disk"}
@@ -479,19 +603,21 @@ def test_bench_step_reports_ratios(tmp_path: Path, micro_batches: str) -> None:
         assert shares.whole is not None
         assert shares.whole.share("compute") == facts["busy_share"]["compute"]
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    assert set(threading.enumerate()) <= threads
 
 
-@needs_engine
 def test_bench_step_runs_blocks_in_every_way(tmp_path: Path) -> None:
-    """Recomputed, in slices, their inputs on disk; FLOP that are computed twice are told."""
-    command = [
-        sys.executable, str(BENCH), "--model", "llama-tiny", "--rounds", "1", "--warmup", "1",
+    """Recomputed, in slices, their inputs on disk; FLOP that are computed twice are told.
+
+    In processes of their own, parent and contenders, as the others are for a person.
+    """
+    arguments = [
+        "--model", "llama-tiny", "--rounds", "1", "--warmup", "1",
         "--tokens", "256", "--context", "64", "--checkpointing", "--slices", "2", "--offload",
         "disk", "--only", "torch_ram,infinity_ram", "--alone", "--path", str(tmp_path), "--json",
         "--device", "cpu", "--device-budget", "1GiB",
     ]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    code, output, errors = finish(process)
+    code, output, errors = finish(in_a_process(BENCH, *arguments))
     assert code == 0, errors
     report = json.loads(output)
     assert (report["slices"], report["offload"]) == (2, "disk")
@@ -505,27 +631,26 @@ def test_bench_step_runs_blocks_in_every_way(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@needs_engine
-@pytest.mark.parametrize(
-    "arguments",
-    [["quickstart.py"], ["deepspeed_style.py"], ["deepspeed_style.py", "stage3"]],
-)
-def test_short_examples_run_and_learn(arguments: list[str]) -> None:
-    name, *rest = arguments
-    path = REPOSITORY / "examples" / name
-    process = subprocess.run(
-        [sys.executable, str(path), *rest],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert process.returncode == 0, process.stderr
-    words = [line.split() for line in process.stdout.splitlines() if line.startswith("step")]
+def assert_learns(name: str, output: str) -> None:
+    words = [line.split() for line in output.splitlines() if line.startswith("step")]
     losses = [float(line[line.index("loss") + 1]) for line in words]
     assert losses[-1] < 0.75 * losses[0]
-    assert "Meant for" in path.read_text()
+    assert "Meant for" in (EXAMPLES / name).read_text()
 
 
-def test_the_quickstart_is_short() -> None:
-    assert len((REPOSITORY / "examples" / "quickstart.py").read_text().splitlines()) <= 40
+def test_the_quickstart_runs_is_short_and_learns() -> None:
+    """In a process: it is what everybody runs first."""
+    code, output, errors = finish(in_a_process(EXAMPLES / "quickstart.py"))
+    assert code == 0, errors
+    assert_learns("quickstart.py", output)
+    assert len((EXAMPLES / "quickstart.py").read_text().splitlines()) <= 40
+
+
+@pytest.mark.parametrize("loop", [[], ["stage3"]])
+def test_a_loop_in_the_style_of_deepspeed_learns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], loop: list[str]
+) -> None:
+    path = str(EXAMPLES / "deepspeed_style.py")
+    monkeypatch.setattr(sys, "argv", [path, *loop])
+    runpy.run_path(path, run_name="__main__")
+    assert_learns("deepspeed_style.py", capsys.readouterr().out)

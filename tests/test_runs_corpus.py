@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,16 +96,21 @@ def test_tokens_are_used_again_until_a_file_changes(
 ) -> None:
     text, cache = tmp_path / "a.txt", tmp_path / "cache"
     text.write_text("eins")
-    first = prepare(recipe(text), cache)
+
+    def identity(**changes: Any) -> Any:
+        with closing(prepare(recipe(text, **changes), cache)) as corpus:
+            return corpus.identity
+
+    first = identity()
     made = []
     monkeypatch.setattr(corpora, "_make", lambda *a, make=corpora._make: made.append(make(*a)))
-    assert prepare(recipe(text), cache).identity == first.identity
+    assert identity() == first
     assert not made
     os.utime(text, ns=(1, 1))
-    assert prepare(recipe(text), cache).identity == first.identity  # the same words
+    assert identity() == first  # the same words
     text.write_text("zwei")
-    assert prepare(recipe(text), cache).identity != first.identity
-    assert prepare(recipe(text, end=None), cache).identity != first.identity
+    assert identity() != first
+    assert identity(end=None) != first
     assert len(made) == 3
 
 

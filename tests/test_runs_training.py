@@ -15,7 +15,10 @@ import torch
 import transformers
 from support.patience import wait_until
 from support.runs import LENGTH, TINY, losses_of, metrics_of, settings, train, write_text
+from typer.testing import CliRunner
 
+from infinity.cli.main import app
+from infinity.cli.train_page import TrainPage
 from infinity.errors import CheckpointError, ConfigError, TrainingError
 from infinity.runs.corpus import Corpus
 from infinity.runs.run import Run
@@ -323,52 +326,59 @@ def test_tensorboard_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert [note for note in watcher.notes if "pip install tensorboard" in note] != []
 
 
-# --- the process ---------------------------------------------------------------------------------
+# --- the command ---------------------------------------------------------------------------------
 
 
-def start(folder: Path, raw: dict[str, Any], *options: str) -> subprocess.Popen[str]:
+def configuration(folder: Path, raw: dict[str, Any]) -> str:
     path = folder / "run.json"
     path.write_text(json.dumps(raw))
-    command = [sys.executable, "-m", "infinity.cli", "train", str(path), *options]
-    return subprocess.Popen(
-        command,
+    return str(path)
+
+
+def kill_after(folder: Path, raw: dict[str, Any], count: int) -> None:
+    """Train in a process of its own, and kill it after some steps and a first checkpoint."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "infinity.cli", "train", configuration(folder, raw)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-
-
-def await_steps(folder: Path, process: subprocess.Popen[str], count: int) -> None:
-    path = folder / "run" / "metrics.jsonl"
+    metrics, latest = folder / "run" / "metrics.jsonl", folder / "run" / "checkpoints" / "latest"
 
     def enough() -> bool:
-        return path.exists() and path.read_text().count('"event": "step"') >= count
+        return latest.exists() and metrics.read_text().count('"event": "step"') >= count
 
     wait_until(lambda: enough() or process.poll() is not None, 600)
-    if not enough():
-        process.kill()
-        output, _ = process.communicate()
-        raise AssertionError(output)
+    process.kill()
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == -signal.SIGKILL, output
 
 
-def test_killed_and_interrupted_runs_go_on_exactly(tmp_path: Path) -> None:
+def test_killed_and_interrupted_runs_go_on_exactly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     changes: dict[str, Any] = {"training__steps": 4000, "training__checkpoint_every": 3}
     raw = settings(tmp_path, **changes)
     raw["engine"]["scheduler"] = None
-    process = start(tmp_path, raw)
-    await_steps(tmp_path, process, 5)
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=600)
-    assert (tmp_path / "run" / "checkpoints" / "latest").exists()
-    process = start(tmp_path, raw, "--resume", "auto")
-    await_steps(tmp_path, process, 9)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=600)
-    assert process.returncode == 130, output
-    assert "Traceback" not in output
-    last = output.strip().splitlines()[-1]
-    assert last.startswith("stopped after step")
+    kill_after(tmp_path, raw, 5)
+    steps: list[int] = []
+    shown = TrainPage.step
+
+    def step(self: TrainPage, facts: Any) -> None:
+        shown(self, facts)
+        steps.append(facts.step)
+        if len(steps) == 4:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(TrainPage, "step", step)
+    arguments = ["train", configuration(tmp_path, raw), "--resume", "auto"]
+    told = CliRunner().invoke(app, arguments)
+    assert told.exit_code == 130, told.output
+    assert len(steps) == 4
+    assert "Traceback" not in told.output
+    last = told.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"stopped after step {steps[-1]} ")
     assert last.endswith("--resume auto")
     done = metrics_of(tmp_path)[-1]["step"]
     raw["training"]["steps"] = done + 2

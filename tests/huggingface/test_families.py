@@ -6,6 +6,7 @@ Nothing in `infinity/` knows a name of theirs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import infinity
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-STEPS = 5
+STEPS = 3
 CHECKPOINTED = ("llama", "bert", "t5", "whisper", "mixtral", "vit")
 # A gradient that is only rounding noise (a bias of keys under a softmax) is far below `eps`: it
 # must not become a step, which would differ between any two ways to compute.
@@ -48,7 +49,9 @@ def train(
         return Trained(losses, dict(engine.state_dict(master=True)))
 
 
-def train_plain(family: Family) -> Trained:
+@cache
+def train_plain(name: str) -> Trained:
+    family = FAMILIES[name]
     model = family.build()
     optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
     losses = []
@@ -73,7 +76,7 @@ def test_from_disk_as_from_ram_and_close_to_torch(name: str, tmp_path: Path) -> 
     family = FAMILIES[name]
     on_disk = train(family, tmp_path, ON_DISK)
     assert_same_bits(on_disk, train(family, tmp_path, ON_DEVICE))
-    plain = train_plain(family)
+    plain = train_plain(name)
     assert on_disk.losses == pytest.approx(plain.losses, rel=1e-5)
     for key, value in plain.state.items():
         torch.testing.assert_close(on_disk.state[key], value, rtol=1e-4, atol=1e-5, msg=key)
@@ -109,7 +112,7 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing(name: str, tmp_pa
     model.gradient_checkpointing_enable()
     assert_same_bits(on_disk, train(family, tmp_path, ON_DEVICE, model))
     # Recomputing adds up the gradients of what blocks share (T5's biases) in another order.
-    assert on_disk.losses == pytest.approx(train_plain(family).losses, rel=1e-5)
+    assert on_disk.losses == pytest.approx(train_plain(name).losses, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -19,19 +19,18 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 VENV = ROOT / ".venv"
 LIMIT_S, CLEAN_LIMIT_S, WHOLE_LIMIT_S = 300.0, 3600.0, 7200.0
-SUITE = ["-n", "2", "tests"]  # what `make test` runs, beside -m "not big"
+MARKS, SUITE = "not big and not clock", ["-n", "2", "tests"]  # what `make test` runs
 RUNNING: set[subprocess.Popen[bytes]] = set()
 
 
@@ -59,6 +58,7 @@ class Answer:
 
     caught_by: str
     seconds: float
+    failed: list[str] = field(default_factory=list)
 
 
 class SenselessError(Exception):
@@ -73,12 +73,10 @@ def read_mutants() -> list[Mutant]:
     for mutant in mutants:
         path = ROOT / mutant.file
         count = path.read_text().count(mutant.was) if path.is_file() else 0
-        if count != 1 or mutant.was == mutant.becomes or names.count(mutant.name) != 1:
-            raise SenselessError(
-                f"{mutant.name}: {mutant.was!r} occurs {count} times in {mutant.file}, not once"
-                if count != 1
-                else f"{mutant.name}: it changes nothing, or its name is taken"
-            )
+        if count != 1:
+            raise SenselessError(f"{mutant.name}: {mutant.was!r} is {count} times in {mutant.file}")
+        if mutant.was == mutant.becomes or names.count(mutant.name) != 1:
+            raise SenselessError(f"{mutant.name}: it changes nothing, or its name is taken")
     return mutants
 
 
@@ -135,8 +133,8 @@ class Copy:
             with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
                 wanted |= {m.name: tar.extractfile(m).read() for m in tar if m.isfile()}  # type: ignore[union-attr]
         for path in [p for p in self.root.rglob("*") if p.is_file()]:
-            name = path.relative_to(self.root)
-            if name.parts[0] not in (".venv", "build") and name.as_posix() not in wanted:
+            inside = path.relative_to(self.root)
+            if inside.parts[0] not in (".venv", "build") and inside.as_posix() not in wanted:
                 path.unlink()
         for name, data in wanted.items():  # what is the same keeps its time: less is built
             path = self.root / name
@@ -151,11 +149,11 @@ class Copy:
         So the checkout's packages are seen, and its own editable install is not.
         """
         if not self.python.exists():
-            venv = [sys.executable, "-m", "venv", "--without-pip", str(self.root / ".venv")]
-            subprocess.run(venv, check=True)
-            inside = sysconfig.get_path("purelib", vars={"base": str(self.root / ".venv")})
-            checkout = sysconfig.get_path("purelib", vars={"base": str(VENV)})
-            Path(inside, "checkout.pth").write_text(f"{checkout}\n")
+            venv = [str(VENV / "bin/python"), "-m", "venv", "--without-pip"]
+            subprocess.run([*venv, str(self.root / ".venv")], check=True)
+            (checkout,) = VENV.glob("lib/python*/site-packages")
+            (inside,) = (self.root / ".venv").glob("lib/python*/site-packages")
+            (inside / "checkout.pth").write_text(f"{checkout}\n")
 
     def _install(self) -> None:
         if self._stale:
@@ -175,7 +173,7 @@ class Copy:
         """Run tests on the copy as it is."""
         self._install()
         started = time.monotonic()
-        pytest = [str(self.python), "-m", "pytest", "-q", "-m", "not big", "-p", "no:cacheprovider"]
+        pytest = [str(self.python), "-m", "pytest", "-q", "-m", MARKS, "-p", "no:cacheprovider"]
         tmp = self.root / "build/tmp"
         status = run([*pytest, f"--basetemp={tmp}", *options, *tests], self.root, self.log, limit_s)
         shutil.rmtree(tmp, ignore_errors=True)
@@ -184,26 +182,23 @@ class Copy:
             return Answer("", seconds)
         if status in (4, 5):
             raise SenselessError(f"pytest found no such tests: {' '.join(tests)}\n{said[-2000:]}")
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
-        by = failed[1] if failed else f"{tests[0]} (status {status})"
+        failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", said, re.MULTILINE)
+        by = failed[0] if failed else f"{tests[0]} (status {status})"
         hangs = status is None or "Failed: Timeout" in said or "+ Timeout +" in said
-        return Answer(f"{by} (hangs)" if hangs else by, seconds)
+        return Answer(f"{by} (hangs)" if hangs else by, seconds, failed)
 
     def try_out(self, mutant: Mutant, *, whole: bool) -> Answer:
         """Apply, ask, restore."""
         text = (self.root / mutant.file).read_text()
         self._write(mutant, text.replace(mutant.was, mutant.becomes))
         try:
-            tests, seconds = self.known(mutant.tests), 0.0
-            if tests:
+            answer = Answer("", 0.0)
+            if tests := self.known(mutant.tests):
                 answer = self.ask(tests, LIMIT_S, "-x", f"--timeout={LIMIT_S / 2:g}")
-                if answer.caught_by or not whole:
-                    return answer
-                seconds = answer.seconds
-            elif not whole:
-                return Answer("", 0.0)
-            answer = self.ask(SUITE, WHOLE_LIMIT_S, "-x", f"--timeout={LIMIT_S:g}")
-            return Answer(answer.caught_by, seconds + answer.seconds)
+            if whole and not answer.caught_by:
+                all_of_it = self.ask(SUITE, WHOLE_LIMIT_S, "-x", f"--timeout={LIMIT_S:g}")
+                answer = replace(all_of_it, seconds=answer.seconds + all_of_it.seconds)
+            return answer
         finally:
             self._write(mutant, text)
 
@@ -230,8 +225,11 @@ def ask_all(mutants: list[Mutant], options: argparse.Namespace) -> dict[str, Ans
         raise SenselessError(f"tests that are not there: {', '.join(missing)}")
     if tests:
         clean = first.ask(tests, CLEAN_LIMIT_S)
-        if clean.caught_by:
-            raise SenselessError(f"without any bug {clean.caught_by} fails, see {first.log}")
+        if clean.caught_by:  # as .ci/run: what passes by itself met a busy machine, and is told
+            print(f"without a bug, asked once more: {', '.join(clean.failed)}", flush=True)
+            again = first.ask(clean.failed, CLEAN_LIMIT_S) if clean.failed else clean
+            if again.caught_by:
+                raise SenselessError(f"without any bug {again.caught_by} fails, see {first.log}")
         print(f"without a bug {len(tests)} of {asked} selections pass ({clean.seconds:.0f} s)")
     copies.put(first)
     for job in range(1, min(options.jobs, len(mutants))):

@@ -178,8 +178,10 @@ class Trained:
     ) -> Result:
         own, _ = RECOMPUTE[choice["recompute"]]
         model = self.case.build(own, seed=0 if load is None else 1)
-        device = device_of(choice, self.seed)
-        with Run(model, config_of(choice), device=device, groups=self.case.groups) as run:
+        device, config = device_of(choice, self.seed), config_of(choice)
+        if load is not None:
+            config["seed"] = 99  # what random bits depend on is in the checkpoint
+        with Run(model, config, device=device, groups=self.case.groups) as run:
             engine = run.engine
             if load is not None:
                 assert engine.load_checkpoint(load)[0] is not None

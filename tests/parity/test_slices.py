@@ -143,6 +143,18 @@ def test_each_slice_is_recomputed_by_itself() -> None:
         assert run.engine._parts.forwards.recomputed == 4 * 3
 
 
+@pytest.mark.parametrize("rows", [5, 7])
+def test_a_last_slice_that_is_shorter(rows: int) -> None:
+    batch = [Batch((ids(0, rows=rows),))]
+    found = train(build(), batch, make_config(activations={"slices": 2}), device="cpu")
+    plain = build(2)
+    for block in plain.blocks:
+        block.size = -(-rows // 2)
+    expected = train_exactly(plain, batch, make_config())
+    assert found.losses == expected.losses
+    assert found.norms == expected.norms
+
+
 def test_a_batch_smaller_than_the_slices_runs_at_once() -> None:
     config = make_config(activations={"slices": 4})
     found = train(build(), [Batch((ids(0, rows=1),))], config, device="cpu")

@@ -487,7 +487,10 @@ def test_harmless_faults_end_well(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "name"), [("eio", "EIO"), ("enospc", "ENOSPC"), ("stuck", "ETIMEDOUT")]
 )
-def test_a_failure_raises_its_error(tmp_path: Path, kind: str, name: str) -> None:
+def test_a_failure_raises_its_error(
+    tmp_path: Path, kind: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "_STUCK_AFTER_S", 0.02)
     outcome = trial(tmp_path, kind)
     assert outcome.ok, outcome.notes
     assert set(outcome.raised) == {name}

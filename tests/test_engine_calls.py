@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 from contextlib import nullcontext
 from pathlib import Path
@@ -31,6 +32,12 @@ from infinity.errors import ConfigError, InfinityWarning, PresenceError, Trainin
 from infinity.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 
 HOMES = {"disk": ON_DISK, "device": ON_DEVICE, "mixed": MIXED}
+
+
+def few_of(every: list[Any], few: list[Any]) -> list[Any]:
+    """All rows; those not among the few are for `make test-big`."""
+    assert set(few) <= set(every)
+    return [pytest.param(*row, marks=[] if row in few else [pytest.mark.big]) for row in every]
 
 
 def deepspeed_config(**more: Any) -> dict[str, Any]:
@@ -280,9 +287,18 @@ def backward_by_user(engine: Engine, loss: Tensor) -> None:
     loss.backward()
 
 
-@pytest.mark.parametrize("homes", HOMES)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("steps", [1, 4])
+ALL_OWN = list(itertools.product(HOMES, ("fp32", "bf16"), (1, 4)))
+FEW_OWN = [
+    ("disk", "fp32", 1),
+    ("disk", "bf16", 4),
+    ("device", "fp32", 4),
+    ("device", "bf16", 1),
+    ("mixed", "fp32", 4),
+    ("mixed", "bf16", 1),
+]
+
+
+@pytest.mark.parametrize(("homes", "precision", "steps"), few_of(ALL_OWN, FEW_OWN))
 def test_a_backward_of_the_users_own_is_the_engines(
     tmp_path: Path, homes: str, precision: str, steps: int
 ) -> None:
@@ -353,10 +369,28 @@ def test_several_backwards_add_up(tmp_path: Path) -> None:
         assert engine.global_steps == 1
 
 
-@pytest.mark.parametrize("homes", HOMES)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
-@pytest.mark.parametrize("style", ["accelerate", "every_step", "no_sync"])
+ALL_WINDOWS = list(
+    itertools.product(
+        HOMES, ("fp32", "bf16"), (1, 2, 3, 5), ("accelerate", "every_step", "no_sync")
+    )
+)
+FEW_WINDOWS = [  # all pairs
+    ("disk", "fp32", 1, "accelerate"),
+    ("device", "bf16", 1, "every_step"),
+    ("mixed", "fp32", 1, "no_sync"),
+    ("disk", "bf16", 2, "every_step"),
+    ("device", "fp32", 2, "no_sync"),
+    ("mixed", "bf16", 2, "accelerate"),
+    ("disk", "bf16", 3, "no_sync"),
+    ("device", "fp32", 3, "accelerate"),
+    ("mixed", "fp32", 3, "every_step"),
+    ("disk", "fp32", 5, "every_step"),
+    ("device", "bf16", 5, "accelerate"),
+    ("mixed", "bf16", 5, "no_sync"),
+]
+
+
+@pytest.mark.parametrize(("homes", "precision", "count", "style"), few_of(ALL_WINDOWS, FEW_WINDOWS))
 def test_windows_set_by_hand(
     tmp_path: Path, homes: str, precision: str, count: int, style: str
 ) -> None:

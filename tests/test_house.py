@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,6 +29,14 @@ from house_rules import (
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _each_file_is_parsed_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ast, "parse", cache(ast.parse))
+        yield
+
+
+@cache
 def sources_below(*folders: str) -> dict[str, str]:
     paths = (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))
     return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.leaks import tasks
 from support.patience import wait_until
-from support.trainer import native_threads, same_bits
+from support.trainer import same_bits
 from torch import Tensor, nn
 
 import infinity
@@ -432,7 +433,7 @@ def test_gradients_need_not_be_contiguous() -> None:
 
 
 def test_threads_are_given_back() -> None:
-    before = native_threads()
+    before = tasks()
 
     def used() -> infinity.CPUAdam:
         mine = [nn.Parameter(torch.ones(300_000))]
@@ -442,21 +443,21 @@ def test_threads_are_given_back() -> None:
         return ours
 
     ours = used()
-    assert native_threads() > before
+    assert tasks() - before
     ours.close()
     ours.close()
     _await_threads(before)
     with pytest.raises(EngineClosedError):
         ours.step()
     ours = used()
-    assert native_threads() > before
+    assert tasks() - before
     del ours
     gc.collect()
     _await_threads(before)
 
 
-def _await_threads(count: int) -> None:
-    assert wait_until(lambda: native_threads() <= count)
+def _await_threads(before: set[str]) -> None:
+    assert wait_until(lambda: not tasks() - before)
 
 
 def test_the_pool_is_as_large_as_the_process_may_use() -> None:

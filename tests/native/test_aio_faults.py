@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 import pytest
+from support.held import LONG_S
 from support.native_io import BLOCK, Buffer, make_file, noise
 
 from infinity._aio import READ, WRITE, AioError, Engine, File, Ticket, wait_all, wait_any
@@ -16,12 +17,12 @@ NUM_BLOCKS = 64
 DATA = noise(NUM_BLOCKS * BLOCK, seed=7)
 
 
-def faulty(backend: str, faults: str, queue_depth: int = 4) -> Engine:
+def faulty(backend: str, faults: str, queue_depth: int = 4, stuck_after_s: float = 600.0) -> Engine:
     return Engine(
         backend=backend,
         block_size=BLOCK,
         queue_depth=queue_depth,
-        stuck_after_s=0.3,
+        stuck_after_s=stuck_after_s,
         faults=faults,
     )
 
@@ -41,7 +42,7 @@ def outcomes(engine: Engine, op: int, file: File, buffer: Buffer) -> list[int]:
         engine.submit(op, [(file, i * BLOCK, BLOCK, buffer.address + i * BLOCK)], keep=buffer)
         for i in range(NUM_BLOCKS)
     ]
-    assert wait_all(tickets, 30.0)
+    assert wait_all(tickets, LONG_S)
     return [outcome(ticket) for ticket in tickets]
 
 
@@ -68,9 +69,19 @@ def test_errors(backend: str, tmp_path: Path, kind: str, number: int) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("direct", ["off", "auto"])
-@pytest.mark.parametrize("kind", ["short", "delay", "reorder", "short+delay+reorder"])
-@pytest.mark.parametrize("rate", [0.3, 1.0])
+@pytest.mark.parametrize(
+    ("direct", "kind", "rate"),
+    [
+        ("off", "short", 1.0),
+        ("auto", "short", 0.3),
+        ("auto", "delay", 1.0),
+        ("off", "delay", 0.3),
+        ("off", "reorder", 0.3),
+        ("auto", "reorder", 1.0),
+        ("auto", "short+delay+reorder", 0.3),
+        ("off", "short+delay+reorder", 1.0),
+    ],
+)
 def test_harmless_kinds(backend: str, tmp_path: Path, kind: str, direct: str, rate: float) -> None:
     file = make_file(tmp_path / "f", bytes(len(DATA)), direct=direct)
     engine = faulty(backend, f"seed=2,kinds={kind},rate={rate}")
@@ -125,13 +136,18 @@ def test_the_seed_decides(backend: str, tmp_path: Path) -> None:
     assert pattern(5) != pattern(6)
 
 
-@pytest.mark.parametrize("seed", range(12))
+SEEDS = [
+    pytest.param(seed, marks=[] if seed in (0, 7) else [pytest.mark.big]) for seed in range(24)
+]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_seeds_of_all_kinds_end_well(backend: str, tmp_path: Path, seed: int) -> None:
     """Right bytes or an error of the right kind, and the engine closes; flips excepted."""
     rng = random.Random(seed)
     file = make_file(tmp_path / "f", DATA)
     kinds = "eio+enospc+short+delay+reorder+stuck"
-    engine = faulty(backend, f"seed={seed},kinds={kinds},rate=0.05")
+    engine = faulty(backend, f"seed={seed},kinds={kinds},rate=0.05", stuck_after_s=0.2)
     targets, tickets, ranges = [], [], []
     for _ in range(12):
         first = rng.randrange(NUM_BLOCKS - 4)
@@ -142,7 +158,7 @@ def test_seeds_of_all_kinds_end_well(backend: str, tmp_path: Path, seed: int) ->
         targets.append(target)
         ranges.append((first * BLOCK, length))
     with contextlib.suppress(AioError):
-        wait_all(tickets, 20.0)
+        wait_all(tickets, LONG_S)
     with contextlib.suppress(AioError):
         engine.close()
     for ticket, target, (offset, length) in zip(tickets, targets, ranges, strict=True):

@@ -9,6 +9,7 @@ import random
 from pathlib import Path
 
 import pytest
+from support.leaks import descriptors
 from support.native_io import BLOCK, Buffer, make_file, noise
 from support.patience import wait_until
 
@@ -119,10 +120,10 @@ def test_buffered_bytes_leave_the_page_cache(backend: str, tmp_path: Path) -> No
 
 
 def test_files_are_closed_when_their_last_request_is(engine: Engine, tmp_path: Path) -> None:
-    before = set(os.listdir("/proc/self/fd"))
+    before = descriptors()
     file = make_file(tmp_path / "f", noise(EXTENT))
     target = Buffer(EXTENT)
     ticket = engine.submit(READ, [(file, 0, EXTENT, target.address)])
     file.close()
     assert ticket.wait()
-    assert wait_until(lambda: set(os.listdir("/proc/self/fd")) <= before)
+    assert wait_until(lambda: descriptors() <= before)

@@ -6,12 +6,13 @@ import errno
 import os
 import signal
 import threading
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.native_io import BLOCK, Buffer, make_file, noise, slow_engine
-from support.patience import in_a_quiet_moment
+from support.held import LONG_S, held_engine, while_this_thread_waits
+from support.native_io import BLOCK, Buffer, make_file, noise
+from support.patience import wait_until
 
 from infinity._aio import READ, AioError, Engine, Ticket, wait_all, wait_any
 
@@ -26,29 +27,36 @@ def some(engine: Engine, path: Path, lengths: list[int]) -> list[Ticket]:
     return tickets
 
 
+def two_held(backend: str, path: Path) -> tuple[Engine, list[Ticket]]:
+    """Tickets that end well, when their engine is closed."""
+    engine = held_engine(backend)
+    tickets = some(engine, path, [2, 2])
+    assert wait_until(lambda: engine.counters()["in_flight_blocks"] == 4)
+    return engine, tickets
+
+
 def test_any_returns_the_first_to_finish(backend: str, tmp_path: Path) -> None:
-    engine = slow_engine(backend, 100 * BLOCK, queue_depth=1)
-    tickets = some(engine, tmp_path / "f", [4, 2, 3])
-    tickets[1].promote()
-    assert wait_any(tickets) == 1
-    assert tickets[1].done()
-    assert not tickets[2].done()
+    """Of two engines."""
+    slow, late = two_held(backend, tmp_path / "f")
+    fast = Engine(backend=backend)
+    tickets = [late[0], *some(fast, tmp_path / "g", [4]), late[1]]
+    assert wait_any(tickets, LONG_S) == 1
+    assert [ticket.done() for ticket in tickets] == [False, True, False]
     assert wait_any([tickets[2], tickets[1]]) == 1  # at once
-    assert wait_all(tickets)
+    slow.close()
+    assert wait_all(tickets, LONG_S)
     assert wait_any(tickets) == 0
-    engine.close()
+    fast.close()
 
 
 def test_timeouts(backend: str, tmp_path: Path) -> None:
-    engine = slow_engine(backend, BLOCK)
-    tickets = some(engine, tmp_path / "f", [2, 2])
-    start = time.monotonic()
-    assert wait_any(tickets, 0.1) is None
-    assert wait_all(tickets, timeout_s=0.1) is False
+    engine, tickets = two_held(backend, tmp_path / "f")
+    assert wait_any(tickets, 0.02) is None
+    assert wait_all(tickets, timeout_s=0.02) is False
     assert wait_any(tickets, 0.0) is None
-    assert time.monotonic() - start >= 0.2
     assert not any(ticket.done() for ticket in tickets)
-    assert wait_all(tickets, 60.0) is True
+    engine.close()
+    assert wait_all(tickets, LONG_S) is True
     assert wait_all([]) is True
     with pytest.raises(ValueError, match="at least one"):
         wait_any([])
@@ -56,7 +64,6 @@ def test_timeouts(backend: str, tmp_path: Path) -> None:
         wait_all([1])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="number"):
         wait_any(tickets, float("nan"))
-    engine.close()
 
 
 def test_errors_are_left_to_the_tickets(engine: Engine, tmp_path: Path) -> None:
@@ -72,64 +79,38 @@ def test_errors_are_left_to_the_tickets(engine: Engine, tmp_path: Path) -> None:
     assert good.wait()
 
 
-def test_tickets_of_two_engines(backend: str, tmp_path: Path) -> None:
-    slow, fast = slow_engine(backend, BLOCK), Engine(backend=backend)
-    late = some(slow, tmp_path / "f", [4])
-    early = some(fast, tmp_path / "g", [4])
-    assert wait_any([*late, *early], 20.0) == 1
-    slow.close()
-    assert wait_all([*late, *early], 60.0)
-    fast.close()
+@pytest.mark.parametrize(("wait", "result"), [(wait_any, 0), (wait_all, True)])
+def test_the_interpreter_is_free_meanwhile(
+    backend: str, tmp_path: Path, wait: Callable[..., object], result: object
+) -> None:
+    """What they wait for happens because another Python thread runs."""
+    engine, tickets = two_held(backend, tmp_path / "f")
+    with while_this_thread_waits(engine.close):
+        assert wait([tickets[0]], LONG_S) == result
+    assert wait_all(tickets, LONG_S)
 
 
 @pytest.mark.parametrize("wait", [wait_any, wait_all])
-def test_the_interpreter_is_free_meanwhile(backend: str, tmp_path: Path, wait: object) -> None:
-    """Python threads compute while others wait: more than half of what they do alone."""
-    assert callable(wait)
-    engine = slow_engine(backend, BLOCK)
-    tickets = some(engine, tmp_path / "f", [2, 2])
-    counts = [0, 0]
-    stop = threading.Event()
+def test_interrupting(backend: str, tmp_path: Path, wait: Callable[[list[Ticket]], object]) -> None:
+    engine, tickets = two_held(backend, tmp_path / "f")
+    interrupted = threading.Event()
+    in_time: list[bool] = []
 
-    def count(index: int) -> None:
-        while not stop.is_set():
-            counts[index] += 1
-            time.sleep(0)
-
-    def look() -> None:
-        before = list(counts)
-        wait(tickets, 0.3)
-        during = [now - then for now, then in zip(counts, before, strict=True)]
-        assert all(number > 100 for number in during), during
-
-    threads = [threading.Thread(target=count, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        in_a_quiet_moment(look)
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
+    def interrupt() -> None:
+        signal.raise_signal(signal.SIGINT)
+        in_time.append(interrupted.wait(LONG_S / 10))
         engine.close()
 
-
-def test_interrupting(backend: str, tmp_path: Path) -> None:
-    engine = slow_engine(backend, BLOCK)
-    tickets = some(engine, tmp_path / "f", [4, 4])
-    for wait in (wait_any, wait_all):
-        timer = threading.Timer(0.15, lambda: signal.raise_signal(signal.SIGINT))
-        timer.start()
+    with while_this_thread_waits(interrupt):
         with pytest.raises(KeyboardInterrupt):
             wait(tickets)
-        timer.join()
-    assert not any(ticket.done() for ticket in tickets)
-    engine.close()
+        assert not any(ticket.done() for ticket in tickets)
+        interrupted.set()
+    assert in_time == [True]
 
 
 def test_in_a_forked_child(backend: str, tmp_path: Path) -> None:
-    engine = slow_engine(backend, 4 * BLOCK)
-    tickets = some(engine, tmp_path / "f", [2])
+    engine, tickets = two_held(backend, tmp_path / "f")
     calls = [
         lambda: wait_any(tickets),
         lambda: wait_all(tickets),
@@ -148,5 +129,5 @@ def test_in_a_forked_child(backend: str, tmp_path: Path) -> None:
                 refused += "process" in str(error)
         os._exit(refused)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == len(calls)
-    assert wait_all(tickets)
     engine.close()
+    assert wait_all(tickets, LONG_S)

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import errno
 import gc
-import os
 import re
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.native_io import BLOCK, Buffer, make_file, slow_engine
+from support.held import native_threads
+from support.leaks import descriptors
+from support.native_io import BLOCK, Buffer, make_file
 from support.patience import wait_until
 
 from infinity._aio import READ, WRITE, AioError, Engine, File, wait_all, wait_any
 
 STUCK = "seed=1,kinds=stuck,rate=1"
-PATIENCE_S = 0.2
-LONG_S = 60.0  # on a busy machine
+PATIENCE_S = 0.05
 
 
 def stuck_engine(backend: str, **settings: object) -> Engine:
@@ -33,11 +32,9 @@ def stuck_engine(backend: str, **settings: object) -> Engine:
     )
 
 
-def raises_in_time(call: Callable[[], object]) -> AioError:
-    start = time.monotonic()
+def times_out(call: Callable[[], object]) -> AioError:
     with pytest.raises(AioError) as caught:
         call()
-    assert time.monotonic() - start < LONG_S
     assert caught.value.errno == errno.ETIMEDOUT
     return caught.value
 
@@ -47,11 +44,12 @@ def test_the_text_says_what_is_outstanding(backend: str, tmp_path: Path) -> None
     target = Buffer(8 * BLOCK)
     engine = stuck_engine(backend)
     ticket = engine.submit(WRITE, [(file, BLOCK, 6 * BLOCK, target.address)])
-    error = raises_in_time(ticket.wait)
+    error = times_out(ticket.wait)
     assert (error.op, error.filename) == ("write", file.path)
     assert (error.offset, error.length) == (BLOCK, BLOCK)
     assert "no answer from the device" in str(error)
-    assert f"write of {BLOCK} bytes at offset {BLOCK} of '{file.path}' for 0." in str(error)
+    what = f"write of {BLOCK} bytes at offset {BLOCK} of '{file.path}' for "
+    assert re.search(re.escape(what) + r"\d+\.\d", str(error))
     assert re.search(r"and \d+ others", str(error))
     assert not ticket.done()
     blocks = engine.outstanding()
@@ -62,22 +60,19 @@ def test_the_text_says_what_is_outstanding(backend: str, tmp_path: Path) -> None
     ages = [block["age_s"] for block in blocks]
     assert ages == sorted(ages, reverse=True)  # type: ignore[type-var]
     assert ages[0] > PATIENCE_S  # type: ignore[operator]
-    raises_in_time(engine.close)
+    times_out(engine.close)
 
 
 def test_closing_names_them_and_gives_back_threads_and_files(backend: str, tmp_path: Path) -> None:
-    def usage() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
     (tmp_path / "f").write_bytes(bytes(8 * BLOCK))
     target = Buffer(8 * BLOCK)
-    before = usage()
-    for _ in range(5):
+    files, threads = descriptors(), native_threads()
+    for _ in range(2):
         file = File(str(tmp_path / "f"), direct="off")
         engine = stuck_engine(backend)
         tickets = [engine.submit(READ, [(file, 0, 2 * BLOCK, target.address)]) for _ in range(5)]
         wait_until(lambda engine=engine: len(engine.outstanding()) == 4)  # type: ignore[misc]
-        error = raises_in_time(engine.close)
+        error = times_out(engine.close)
         assert (error.op, error.filename) == ("close", file.path)
         assert all(ticket.done() and ticket.error for ticket in tickets)
         engine.close()  # said once
@@ -85,7 +80,8 @@ def test_closing_names_them_and_gives_back_threads_and_files(backend: str, tmp_p
             engine.submit(READ, [])
         del engine, tickets, file, error  # the traceback of the error holds the engine
     gc.collect()
-    assert wait_until(lambda: usage() <= before), (before, usage())
+    assert wait_until(lambda: native_threads() <= threads), native_threads() - threads
+    assert wait_until(lambda: descriptors() <= files), descriptors() - files
 
 
 def test_a_full_device_holds_up_those_in_the_queue(backend: str, tmp_path: Path) -> None:
@@ -95,25 +91,22 @@ def test_a_full_device_holds_up_those_in_the_queue(backend: str, tmp_path: Path)
     first = engine.submit(READ, [(file, 0, 4 * BLOCK, target.address)])
     assert wait_until(lambda: len(engine.outstanding()) == 4)
     behind = engine.submit(READ, [(file, 4 * BLOCK, BLOCK, target.address)])
-    raises_in_time(behind.wait)
-    raises_in_time(lambda: wait_all([first, behind]))
-    raises_in_time(lambda: wait_any([first, behind]))
+    times_out(behind.wait)
+    times_out(lambda: wait_all([first, behind]))
+    times_out(lambda: wait_any([first, behind]))
     assert behind.cancel() is True
     assert wait_any([first, behind]) == 1
-    raises_in_time(engine.close)
+    times_out(engine.close)
 
 
 def test_a_slow_disk_is_not_a_stuck_one(backend: str, tmp_path: Path) -> None:
     file = make_file(tmp_path / "f", bytes(4 * BLOCK))
     target = Buffer(4 * BLOCK)
-    engine = Engine(
-        backend=backend, block_size=BLOCK, slow_bytes_per_s=2 * BLOCK, stuck_after_s=1.0
-    )
-    assert engine.submit(READ, [(file, 0, 4 * BLOCK, target.address)]).wait()
+    engine = Engine(backend=backend, block_size=BLOCK, slow_bytes_per_s=1, stuck_after_s=0.3)
+    slow = engine.submit(READ, [(file, 0, 4 * BLOCK, target.address)])
+    assert slow.wait(0.7) is False  # and no error
     engine.close()
-    quiet = slow_engine(backend, 8 * BLOCK)  # no watchdog: as patient as it takes
-    assert quiet.submit(READ, [(file, 0, 4 * BLOCK, target.address)]).wait()
-    quiet.close()
+    assert slow.wait()
 
 
 class Kept:
@@ -129,14 +122,12 @@ def test_a_dropped_stuck_ticket_leaks_its_memory_and_says_so(backend: str, tmp_p
     ticket = engine.submit(READ, [(file, 0, BLOCK, target.address)], keep=(kept, target))
     assert wait_until(lambda: bool(engine.outstanding()))
     del kept
-    start = time.monotonic()
     del ticket
     gc.collect()
-    assert PATIENCE_S / 2 < time.monotonic() - start < LONG_S
     assert alive() is not None
     counters = engine.counters()
     assert (counters["leaked_tickets"], counters["leaked_bytes"]) == (1, BLOCK)
-    raises_in_time(engine.close)
+    times_out(engine.close)
 
 
 def test_a_finished_ticket_lets_go_of_what_it_kept(engine: Engine, tmp_path: Path) -> None:

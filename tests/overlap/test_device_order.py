@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from support.fake_accelerator import UNPINNED, asker
 from support.models import CASES
 from support.ordered_accelerator import OrderedAccelerator, ordered_device
-from support.trainer import PLACEMENTS, Run, make_config, train
+from support.trainer import PLACEMENTS, TIERS, Result, Run, make_config, train
 from torch import Tensor
 
 import infinity
@@ -56,12 +57,15 @@ OFFLOADS: dict[str, dict[str, Any]] = {
 }
 
 
+AT_LAST = 60.0  # a copy begins when somebody waits for it, or at the end
+
+
 def run(
     placement: tuple[str, str, str],
     *,
     kernels: bool,
     steps: int = 3,
-    max_delay_s: float = 0.002,
+    max_delay_s: float = AT_LAST,
     **changes: Any,
 ) -> Any:
     """Train with few slots; poisoning would order everything. Returns the device."""
@@ -72,32 +76,57 @@ def run(
     return SimpleNamespace(device=device, result=result)
 
 
+@cache
+def expected(micro_batches: int) -> Result:
+    """What all of them compute."""
+    batches, case = CASE.batches(3 * micro_batches), CASE.build()
+    return train(case, batches, make_config(gradient_accumulation_steps=micro_batches))
+
+
+def in_order(placement: tuple[str, str, str], micro_batches: int, **more: Any) -> Result:
+    """Train with everything ordered, and the numbers of all others."""
+    done = run(placement, gradient_accumulation_steps=micro_batches, **more)
+    assert done.device.violations + done.result.differences(expected(micro_batches)) == []
+    return done.result
+
+
+UPDATES = ("no_kernels", "cpu", "device")
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+def test_every_access_is_ordered(placement: tuple[str, str, str]) -> None:
+    """Each three of where weights, moments and gradients are and who updates meet in a row."""
+    weights, moments, gradients = map(TIERS.index, placement)
+    update = UPDATES[(weights + moments + gradients) % 3]
+    micro_batches, soon = 1 + (moments + gradients) % 2, bool((weights + gradients) % 2)
+    ordered(placement, update, micro_batches, soon)
+
+
+@pytest.mark.big
+@pytest.mark.parametrize("soon", [True, False], ids=["soon", "late"])
 @pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("update", ["no_kernels", "cpu", "device"])
-def test_every_access_is_ordered(update: str, micro_batches: int) -> None:
-    found = {}
-    expected = None
-    kernels = update != "no_kernels"
-    changes: dict[str, Any] = {"update": update} if kernels else {}
-    changes["gradient_accumulation_steps"] = micro_batches
-    for placement in PLACEMENTS:
-        done = run(placement, kernels=kernels, **changes)
-        expected = expected or done.result
-        found[placement] = done.device.violations + done.result.differences(expected)
-    assert {key: value for key, value in found.items() if value} == {}
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+def test_every_access_is_ordered_in_all_of_them(
+    placement: tuple[str, str, str], update: str, micro_batches: int, soon: bool
+) -> None:
+    ordered(placement, update, micro_batches, soon)
+
+
+def ordered(placement: tuple[str, str, str], update: str, micro_batches: int, soon: bool) -> None:
+    more: dict[str, Any] = {} if update == "no_kernels" else {"update": update}
+    delay_s = 0.002 if soon else AT_LAST
+    in_order(placement, micro_batches, kernels=bool(more), max_delay_s=delay_s, **more)
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_every_access_is_ordered_where_activations_leave(offload: str, micro_batches: int) -> None:
-    found = {}
-    changes: dict[str, Any] = {"gradient_accumulation_steps": micro_batches}
-    expected = run(IN_RAM, kernels=True, **changes).result
-    for placement in (IN_RAM, ON_DEVICE, ON_DISK, MIXED):
-        done = run(placement, kernels=True, activations=OFFLOADS[offload], **changes)
-        assert done.result.counters["from_device"] > 0
-        found[placement] = done.device.violations + done.result.differences(expected)
-    assert {key: value for key, value in found.items() if value} == {}
+@pytest.mark.parametrize("place", range(4), ids=["ram", "device", "disk", "mixed"])
+def test_every_access_is_ordered_where_activations_leave(place: int, offload: str) -> None:
+    number = place + list(OFFLOADS).index(offload)
+    placement = (IN_RAM, ON_DEVICE, ON_DISK, MIXED)[place]
+    delay_s, more = (AT_LAST, 0.002)[number // 2 % 2], {"activations": OFFLOADS[offload]}
+    result = in_order(placement, 1 + number % 2, kernels=True, max_delay_s=delay_s, **more)
+    assert result.counters["from_device"] > 0
 
 
 def forget_the_readers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +277,7 @@ def test_memory_that_is_let_go_under_a_copy_is_seen(
     # What uses the memory next may be told of first.
     seen = r"memory was let go|is not ordered after|overlaps an earlier one"
     with pytest.raises(AssertionError, match=seen):
-        run(IN_RAM, kernels=True, max_delay_s=0.02, **changes)  # later than a block is over
+        run(IN_RAM, kernels=True, **changes)
 
 
 def test_memory_beside_what_was_reserved_is_filled_after_compute_that_may_have_used_it(
@@ -260,7 +289,7 @@ def test_memory_beside_what_was_reserved_is_filled_after_compute_that_may_have_u
 
 
 def test_what_is_being_copied_may_not_be_written_by_compute() -> None:
-    with ordered_device(seed=1, max_delay_s=0.05) as device:
+    with ordered_device(seed=1, max_delay_s=AT_LAST) as device:
         arena = HostArena(4096)
         device.pin(arena)
         gradient = torch.ones(1024)
@@ -348,7 +377,7 @@ def test_a_forgotten_pin_is_seen(
 
 
 def waits_by_step(
-    placement: tuple[str, str, str], steps: int = 5, **changes: Any
+    placement: tuple[str, str, str], steps: int = 3, **changes: Any
 ) -> tuple[OrderedAccelerator, list[dict[str, int]]]:
     """What the training thread waited for in each step, and the device."""
     config = make_config(placement, look_ahead=0, precision="bf16", **changes)
@@ -370,10 +399,17 @@ def waits_by_step(
     return device, waits
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("update", ["cpu", "device"])
 @pytest.mark.parametrize(
-    "placement", [IN_RAM, ON_DEVICE, ON_DISK, MIXED, ("host", "host", "device")], ids="-".join
+    ("placement", "micro_batches"),
+    [
+        (IN_RAM, 1),
+        (IN_RAM, 2),
+        (ON_DEVICE, 1),
+        (ON_DISK, 2),
+        (MIXED, 1),
+        (("host", "host", "device"), 2),
+    ],
 )
 def test_the_host_waits_once_a_step_for_the_norm(
     placement: tuple[str, str, str], update: str, micro_batches: int
@@ -409,13 +445,13 @@ def test_close_synchronizes_once() -> None:
 
 def test_a_wait_of_the_host_is_counted() -> None:
     with (
-        ordered_device(seed=1, kernels=True, max_delay_s=0.05) as device,
+        ordered_device(seed=1, kernels=True, max_delay_s=AT_LAST) as device,
         Run(CASE.build(), make_config(IN_RAM), device=device, poison=None) as r,
     ):
         (one,) = CASE.batches(1)
         r.engine.backward(one.call(r.engine))
         before = device.host_waits["copy"]
-        for parameter in r.engine.module.parameters():  # their copies begin up to 50 ms late
+        for parameter in r.engine.module.parameters():  # their copies begin when asked for
             r.engine.gradient(parameter)
         assert device.host_waits["copy"] > before
 

@@ -1,21 +1,24 @@
-"""Movement hides behind compute: measured with a slow disk and slow compute, both artificial.
+"""Movement hides behind compute: shown by gates, and measured on a quiet machine.
 
-Timed tests lie on busy machines, so these assert only what sleeping dominates: the disk is
-throttled by a clock in the native engine, compute is `time.sleep`, the margins are wide, and a
-quiet moment is waited for.
+The measured assert only what sleeping dominates: the disk is throttled by a clock in the native
+engine, compute is `time.sleep`, the margins are wide.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from support.patience import in_a_quiet_moment
+from support.held import LONG_S
 from torch import Tensor, nn
 
 import infinity
+from infinity.training.jobs import SweepJob
+from infinity.training.updates import Updates
 
 BLOCKS, DIM, SLEEP_S = 8, 64, 0.01
 BLOCK_BYTES = 12 * (DIM * DIM + 2048)  # about what one block costs a sweep, each way
@@ -87,38 +90,56 @@ def steps(engine: infinity.Engine, count: int, *, serial: bool) -> tuple[float, 
     return min(seconds[1:]), losses
 
 
+def test_the_next_forward_runs_while_the_sweep_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sweep waits at its last unit for a block that the next step computes."""
+    process = Updates._process
+    is_forward, in_time = threading.Event(), []
+
+    def gated(self: Updates, job: SweepJob, work: Any) -> None:
+        if work.unit == job.units[-1] and not in_time:
+            in_time.append(is_forward.wait(LONG_S))
+        process(self, job, work)
+
+    monkeypatch.setattr(Updates, "_process", gated)
+    with make_engine(tmp_path, look_ahead=2, slow_bytes_per_s=0) as engine:
+        x = torch.randn(2, DIM, dtype=torch.bfloat16)
+        engine.backward(engine(x))
+        engine.step()  # returns before the sweep is over
+        assert not is_forward.is_set()
+        blocks = engine.module.blocks
+        blocks[0].register_forward_hook(lambda *_: is_forward.set())
+        engine.backward(engine(x))
+    assert in_time == [True]
+
+
+@pytest.mark.clock
 def test_a_pipelined_step_beats_the_serial_sum(tmp_path: Path) -> None:
     """A sweep takes about as long as a forward; hidden behind it, it costs next to nothing."""
     # Both directions of all blocks in one forward's time: the sweep then fits behind it.
     rate = int(2 * BLOCKS * BLOCK_BYTES / (BLOCKS * SLEEP_S))
-
-    def compare() -> None:
-        with make_engine(tmp_path, look_ahead=0, slow_bytes_per_s=rate) as engine:
-            serial_s, serial_losses = steps(engine, 6, serial=True)
-        with make_engine(tmp_path, look_ahead=2, slow_bytes_per_s=rate) as engine:
-            pipelined_s, losses = steps(engine, 6, serial=False)
-        assert losses == serial_losses
-        compute_s = 2 * BLOCKS * SLEEP_S
-        assert serial_s > 1.35 * compute_s, "the slow disk must show when nothing overlaps"
-        assert pipelined_s < 0.85 * serial_s, (pipelined_s, serial_s, compute_s)
-
-    in_a_quiet_moment(compare)
+    with make_engine(tmp_path, look_ahead=0, slow_bytes_per_s=rate) as engine:
+        serial_s, serial_losses = steps(engine, 6, serial=True)
+    with make_engine(tmp_path, look_ahead=2, slow_bytes_per_s=rate) as engine:
+        pipelined_s, losses = steps(engine, 6, serial=False)
+    assert losses == serial_losses
+    compute_s = 2 * BLOCKS * SLEEP_S
+    assert serial_s > 1.35 * compute_s, "the slow disk must show when nothing overlaps"
+    assert pipelined_s < 0.85 * serial_s, (pipelined_s, serial_s, compute_s)
 
 
+@pytest.mark.clock
 def test_stalls_add_up_to_wall_time(tmp_path: Path) -> None:
     """What is not compute is accounted for, by cause."""
     rate = int(2 * BLOCKS * BLOCK_BYTES / (3 * BLOCKS * SLEEP_S))  # the disk binds
-
-    def look() -> None:
-        with make_engine(tmp_path, look_ahead=1, slow_bytes_per_s=rate) as engine:
-            steps(engine, 4, serial=False)
-            report = engine.last_report
-        assert report is not None
-        compute_s = 2 * BLOCKS * SLEEP_S
-        stalled_s = sum(report.stall_s.values())
-        assert stalled_s > 0.3 * compute_s, "a disk slower than compute must stall it"
-        unexplained_s = report.wall_s - stalled_s - compute_s
-        assert -0.02 < unexplained_s < 0.75 * compute_s, (report.wall_s, report.stall_s, compute_s)
-        assert report.stall_s["update"] + report.stall_s["disk_read"] > 0.8 * stalled_s
-
-    in_a_quiet_moment(look)
+    with make_engine(tmp_path, look_ahead=1, slow_bytes_per_s=rate) as engine:
+        steps(engine, 4, serial=False)
+        report = engine.last_report
+    assert report is not None
+    compute_s = 2 * BLOCKS * SLEEP_S
+    stalled_s = sum(report.stall_s.values())
+    assert stalled_s > 0.3 * compute_s, "a disk slower than compute must stall it"
+    unexplained_s = report.wall_s - stalled_s - compute_s
+    assert -0.02 < unexplained_s < 0.75 * compute_s, (report.wall_s, report.stall_s, compute_s)
+    assert report.stall_s["update"] + report.stall_s["disk_read"] > 0.8 * stalled_s

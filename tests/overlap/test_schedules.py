@@ -1,5 +1,5 @@
-"""Thousands of seeded schedules: copies on the fake accelerator end in a random order and at
-random times; every loss must still equal the one of the simplest placement, bit for bit.
+"""Many seeded schedules: copies on the fake accelerator end in a random order and at random
+times; every loss must still equal the one of the simplest placement, bit for bit.
 
 A missing wait shows as NaN (copies poison their targets until they end, freed slots are
 poisoned) or as other bits. Every step is a schedule of its own.
@@ -7,7 +7,9 @@ poisoned) or as other bits. Every step is a schedule of its own.
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -16,7 +18,14 @@ from support.small import VOCABULARY, small_model
 
 import infinity
 
-STEPS = 250
+STEPS, MANY_STEPS = 30, 250
+HOMES = [
+    ("disk", "disk", "host"),
+    ("host", "host", "host"),
+    ("disk", "disk", "disk"),
+    ("device", "host", "device"),
+    ("host", "device", "disk"),
+]
 
 
 def losses_of(
@@ -48,29 +57,30 @@ def losses_of(
     return losses
 
 
-@pytest.fixture(scope="module")
-def simplest(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    path = tmp_path_factory.mktemp("simplest")
-    return losses_of(path, ("device", "device", "device"), None, STEPS)
+@cache
+def simplest(num_steps: int) -> list[float]:
+    with TemporaryDirectory() as path:
+        return losses_of(Path(path), ("device", "device", "device"), None, num_steps)
 
 
-@pytest.mark.parametrize(
-    "homes",
-    [
-        ("disk", "disk", "host"),
-        ("host", "host", "host"),
-        ("disk", "disk", "disk"),
-        ("device", "host", "device"),
-        ("host", "device", "disk"),
-    ],
-    ids="-".join,
-)
-def test_every_schedule_gives_the_same_bits(
-    tmp_path: Path, simplest: list[float], homes: tuple[str, str, str]
+@pytest.mark.parametrize("homes", HOMES, ids="-".join)
+def test_every_schedule_gives_the_same_bits(tmp_path: Path, homes: tuple[str, str, str]) -> None:
+    compare(tmp_path, homes, STEPS)
+
+
+@pytest.mark.big
+@pytest.mark.parametrize("homes", HOMES, ids="-".join)
+def test_thousands_of_schedules_give_the_same_bits(
+    tmp_path: Path, homes: tuple[str, str, str]
 ) -> None:
-    fake = FakeAccelerator(seed=sum(map(ord, "".join(homes))), max_delay_s=0.001, workers=3)
-    losses = losses_of(tmp_path, homes, fake, STEPS)
-    wrong = [i for i, (a, b) in enumerate(zip(losses, simplest, strict=True)) if a != b]
+    compare(tmp_path, homes, MANY_STEPS)
+
+
+def compare(path: Path, homes: tuple[str, str, str], num_steps: int) -> None:
+    seed = sum(map(ord, "".join(homes)))
+    fake = FakeAccelerator(seed=seed, max_delay_s=0.005, workers=3, on_demand=True)
+    losses = losses_of(path, homes, fake, num_steps)
+    wrong = [i for i, (a, b) in enumerate(zip(losses, simplest(num_steps), strict=True)) if a != b]
     assert not wrong, f"first difference in micro-batch {wrong[0]}"
-    assert fake.num_copies > STEPS
+    assert fake.num_copies > num_steps
     assert fake.violations == []

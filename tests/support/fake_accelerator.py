@@ -23,8 +23,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from infinity.memory.host import HostArena
 from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.moments import Moment
 
-_AGAIN_S = 1e-4  # until something that was not ready is looked at again
+_AGAIN_S = 1e-3  # until something that waits for nothing of ours is looked at again
 _LOST_S = 120.0  # so that a mistake of the fake hangs one test, and not all that follow
 
 # Who may copy to and from memory that is not pinned: before training, and where a user asks for or
@@ -79,9 +79,11 @@ def range_of(tensor: Tensor, ranges: Iterable[Range]) -> Range | None:
 class FakeEvent:
     """Set when its copy has ended; knows when that began and ended, as CUDA's events may."""
 
-    def __init__(self) -> None:
+    def __init__(self, hasten: Callable[[FakeEvent], None] | None = None) -> None:
         self._set = threading.Event()
         self._begin_ns = self._end_ns = 0
+        self._hasten = hasten
+        self.is_wanted = False  # somebody waits for it
 
     def begin(self) -> None:
         self._begin_ns = time.perf_counter_ns()
@@ -93,6 +95,8 @@ class FakeEvent:
         return self._set.is_set()
 
     def wait(self) -> None:
+        if self._hasten is not None and not self.done():
+            self._hasten(self)
         end = time.monotonic() + _LOST_S
         while not self._set.wait(0.1):
             assert time.monotonic() < end, "a copy of the fake device never ends"
@@ -100,6 +104,18 @@ class FakeEvent:
     def set(self) -> None:
         self._end_ns = time.perf_counter_ns()
         self._set.set()
+
+
+@dataclass(order=True)
+class _Job:
+    """Something of the queue: when it may run, after what, and what has happened then."""
+
+    due: float
+    number: int
+    after: Event = field(compare=False)
+    run: Callable[[], None] = field(compare=False)
+    event: FakeEvent = field(compare=False)
+    was_early: bool = field(default=False, compare=False)  # it waits for another
 
 
 class FakeSums:
@@ -113,7 +129,11 @@ class FakeSums:
 
 
 class FakeAccelerator(Device):
-    """See the module's docstring. `max_delay_s` bounds how late a copy may start."""
+    """See the module's docstring. `max_delay_s` bounds how late a copy may start.
+
+    `on_demand`: a copy that somebody waits for runs at once, so only those that nobody waits for
+    are late. Then even a delay of minutes costs nothing, and no missing wait is in time by luck.
+    """
 
     torch_device = torch.device("cpu")
     unified = False
@@ -126,6 +146,7 @@ class FakeAccelerator(Device):
         memory: int = 1 << 32,
         workers: int = 2,
         kernels: bool = False,
+        on_demand: bool = False,
     ) -> None:
         self._random = random.Random(seed)
         self._max_delay_s = max_delay_s
@@ -136,7 +157,8 @@ class FakeAccelerator(Device):
         self.reserved: list[Range] = []
         self.pinned: list[Range] = []
         self.violations: list[str] = []
-        self._queue: list[tuple[float, int, Event, Callable[[], None]]] = []
+        self._queue: list[_Job] = []
+        self._on_demand = on_demand
         self._changed = threading.Condition()
         self._closing = False
         self._writing: dict[int, FakeEvent] = {}
@@ -171,7 +193,7 @@ class FakeAccelerator(Device):
         assert target.dtype is torch.uint8
         assert source.dtype is torch.uint8
         assert target.numel() == source.numel()
-        event = FakeEvent()
+        event = self._new_event()
         there, here = (target, source) if name == "copy in" else (source, target)
         holds = [self._of_device(there), self._of_host(here, name)] if target.numel() else []
         start = target.data_ptr()
@@ -220,26 +242,64 @@ class FakeAccelerator(Device):
         with self._changed:
             due = time.perf_counter() + self._random.random() * self._max_delay_s
             self.num_copies += 1
-            heapq.heappush(self._queue, (due, self.num_copies, after, run))
+            heapq.heappush(self._queue, _Job(due, self.num_copies, after, run, event))
             self._writing.update(dict.fromkeys(starts, event))  # an interruption may strike above
             self._changed.notify()
 
+    def _new_event(self) -> FakeEvent:
+        return FakeEvent(self._hasten if self._on_demand else None)
+
+    def _hasten(self, event: Event) -> None:
+        """Run what ends in an event now, and all that it comes after."""
+        with self._changed:
+            jobs = {id(job.event): job for job in self._queue}
+            wanted = [event]
+            while wanted:
+                one = wanted.pop()
+                if isinstance(one, FakeEvent):
+                    one.is_wanted = True  # its job may be in a worker's hands
+                job = jobs.pop(id(one), None)
+                if job is not None:
+                    job.due *= job.was_early
+                    wanted += parts_of(job.after)
+            heapq.heapify(self._queue)
+            self._changed.notify_all()
+
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                while not self._queue and not self._closing:
-                    self._changed.wait(0.1)  # a signal may strike between a push and its notify
-                if not self._queue:
-                    return
-                due, number, after, run = heapq.heappop(self._queue)
-            time.sleep(max(0.0, due - time.perf_counter()))
-            if after.done():
-                run()
+        while (job := self._next()) is not None:
+            if job.after.done():
+                job.run()
+                self._look_again()
             else:  # what it waits for may stand behind it
-                with self._changed:
-                    later = time.perf_counter() + _AGAIN_S
-                    heapq.heappush(self._queue, (later, number, after, run))
-            del run  # it refers to the target's storage, which would pin the slot
+                self._put_back(job)
+            del job  # it refers to the target's storage, which would pin the slot
+
+    def _put_back(self, job: _Job) -> None:
+        with self._changed:
+            job.due, job.was_early = time.perf_counter() + _AGAIN_S, True
+            heapq.heappush(self._queue, job)
+            if job.event.is_wanted:
+                self._hasten(job.event)
+
+    def _look_again(self) -> None:
+        """Something is over: others may have waited for it."""
+        with self._changed:
+            for job in self._queue:
+                job.due *= not job.was_early
+            heapq.heapify(self._queue)
+            self._changed.notify_all()
+
+    def _next(self) -> _Job | None:
+        """The next that is due; None at the end."""
+        with self._changed:
+            while self._queue or not self._closing:
+                left = 0.1  # a signal may strike between a push and its notify
+                if self._queue:
+                    left = min(left, self._queue[0].due - time.perf_counter())
+                    if left <= 0:
+                        return heapq.heappop(self._queue)
+                self._changed.wait(left)
+            return None
 
     # --- optimizer kernels: the host's, on "device" memory, when the queue comes to them ---
 
@@ -248,7 +308,7 @@ class FakeAccelerator(Device):
 
     def update(self, pieces: Sequence[Piece], after: Event = HAPPENED) -> Event:
         assert self._kernels is not None
-        kernels, event = self._kernels, FakeEvent()
+        kernels, event = self._kernels, self._new_event()
         pieces = [aliased(piece) for piece in pieces]
         written = [bytes_of(t) for piece in pieces for t in written_by(piece)]
         old = []
@@ -288,6 +348,9 @@ class FakeAccelerator(Device):
     def close(self) -> None:
         with self._changed:
             self._closing = True
+            for job in self._queue:
+                job.due *= not self._on_demand
+            heapq.heapify(self._queue)
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
@@ -335,6 +398,12 @@ def alias(tensor: Tensor) -> Tensor:
     """The same bytes under a storage of their own; does not keep them alive."""
     raw = (ctypes.c_uint8 * tensor.numel()).from_address(tensor.data_ptr())
     return torch.frombuffer(raw, dtype=torch.uint8) if tensor.numel() else tensor
+
+
+def parts_of(after: Event) -> Iterator[Event]:
+    """The single events of one that may stand for several."""
+    for part in getattr(after, "events", (after,)):
+        yield from (part,) if part is after else parts_of(part)
 
 
 def after_covers(after: Event, event: Event) -> bool:

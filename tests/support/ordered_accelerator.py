@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,10 +36,10 @@ from support.fake_accelerator import (
     written_by,
 )
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from infinity.memory.device import HAPPENED, Event, SquareSums
+from infinity.model.torch_private import DispatchMode
 from infinity.optim.cpu import Piece
 
 
@@ -318,7 +319,7 @@ def span_of(tensor: Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(DispatchMode):
     """Tells the device of every operation on its memory."""
 
     def __init__(self, device: OrderedAccelerator) -> None:
@@ -331,7 +332,12 @@ class _Watch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if _moves_data(func):
             tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-            written = _written(func, args)
+            written = [
+                t
+                for i in _places_written(func)
+                for t in tree_leaves(args[i : i + 1])
+                if isinstance(t, Tensor)
+            ]
             self._device.computes(
                 str(func),
                 [
@@ -347,6 +353,7 @@ def _within(address: int, ranges: Iterable[Range]) -> bool:
     return any(r.first <= address < r.end and r.mapping() is not None for r in ranges)
 
 
+@cache
 def _moves_data(func: Any) -> bool:
     """Whether an operation reads or writes elements; views and questions do not."""
     if func.is_view or func.namespace != "aten":
@@ -357,18 +364,16 @@ def _moves_data(func: Any) -> bool:
 _QUESTIONS = {"aten::detach", "aten::set_", "aten::empty_like", "aten::new_empty", "aten::sym_size"}
 
 
-def _written(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
-    """Arguments that an operation changes."""
-    found = []
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found += [t for t in tree_leaves(value) if isinstance(t, Tensor)]
-    return found
+@cache
+def _places_written(func: Any) -> list[int]:
+    """Which of its arguments an operation changes."""
+    infos = enumerate(argument.alias_info for argument in func._schema.arguments)
+    return [place for place, info in infos if info is not None and info.is_write]
 
 
 @contextmanager
 def ordered_device(seed: int = 0, **options: Any) -> Iterator[OrderedAccelerator]:
     """A device, and the books kept of all that this thread computes meanwhile."""
-    device = OrderedAccelerator(seed, **options)
+    device = OrderedAccelerator(seed, on_demand=True, **options)
     with _Watch(device):
         yield device

@@ -7,8 +7,18 @@ import torch
 from support.activation_peak import CASES, MIB, build, counted, estimated
 from support.live_bytes import LiveBytes
 
+# The others have each of shape, format and recomputation with each other.
+LONG = ("gpt, 1024 tokens", "gated, grouped queries")
 
-@pytest.mark.parametrize("name", [name for name in CASES if "4096" not in name])
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.big if name in LONG else ())
+        for name in CASES
+        if "4096" not in name
+    ],
+)
 def test_the_estimate_is_near_what_lives(name: str) -> None:
     model = build(name)
     found, measured = estimated(name, model).total, counted(name, model)

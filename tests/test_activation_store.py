@@ -388,8 +388,15 @@ def test_a_drive_that_fails_is_an_error_and_no_place_is_lost(tmp_path: Path) -> 
 _expected: dict[str, Any] = {}
 
 
-@pytest.mark.parametrize("seed", range(60, 72))
-@pytest.mark.parametrize("device", ["cpu", "fake"])
+@pytest.mark.parametrize(
+    ("device", "seed"),
+    [("cpu", 60), ("fake", 61)]
+    + [
+        pytest.param(device, seed, marks=pytest.mark.big)
+        for device in ("cpu", "fake")
+        for seed in range(62, 84)
+    ],
+)
 def test_any_line_may_be_struck(tmp_path: Path, device: str, seed: int) -> None:
     """Forward, copies, disk, backward, recomputation: and then the same bits."""
     if not _expected:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -94,9 +95,9 @@ def test_too_little_ram_is_helped_by_formats_or_hardware() -> None:
 @pytest.mark.parametrize("tier", ["host", "disk", "device"])
 def test_a_larger_tier_is_no_larger_than_it_must_be(tier: str) -> None:
     if tier == "host":
-        case = case_of(16 * MIB, disk=0, device=64 * MIB, count=64, tokens=1)
+        case = case_of(16 * MIB, disk=0, device=24 * MIB, count=24, tokens=1)
     elif tier == "disk":
-        case = case_of(96 * MIB, disk=200 * MIB, device=64 * MIB, count=256, tokens=1)
+        case = case_of(80 * MIB, disk=25 * MIB, device=8 * MIB, count=32, tokens=1)
     else:
         case = case_of(4 * GIB, device=3 * MIB, tokens=64, recompute=True)
     found = [w for w in ways_of(case) if w.how.startswith(f"--{tier}")]
@@ -153,7 +154,7 @@ def test_budgets_of_the_configuration_are_raised_before_hardware_is_bought() -> 
 
 
 def test_explicit_homes_are_given_up_for_those_of_the_plan() -> None:
-    case = case_of(512 * MIB, device=64 * MIB, homes={"moments": "device"}, count=64, tokens=1)
+    case = case_of(128 * MIB, device=16 * MIB, homes={"moments": "device"}, count=16, tokens=1)
     assert "homes" in ways_of(case)[0].how
 
 
@@ -167,7 +168,7 @@ def test_smaller_units_are_offered_where_the_model_has_them() -> None:
 
 
 def test_nothing_alone_will_do_and_all_together_does() -> None:
-    case = case_of(16 * MIB, device=MIB, disk=2 * MIB, count=64, tokens=512)
+    case = case_of(16 * MIB, device=MIB, disk=2 * MIB, count=16, tokens=512)
     ways = ways_of(case)
     assert len(ways) == 1
     for flag in ("--disk", "--host", "--device"):
@@ -184,16 +185,22 @@ def test_what_nothing_helps_has_no_ways() -> None:
 
 
 def slow_case(**more: Any) -> Case:
-    """Everything rests on disk: 256 blocks in 80 MiB of RAM and as much of a device."""
-    given = {"host": 256 * MIB, "device": 64 * MIB, "count": 256, "tokens": 4}
+    """Most of it rests on disk: 64 MiB of weights with 384 MiB beside them."""
+    given = {"host": 96 * MIB, "device": 20 * MIB, "count": 64, "tokens": 4}
     return case_of(**(given | more))
 
 
-def test_gains_are_those_of_the_changed_plans() -> None:
+@cache
+def slow_ways() -> tuple[Priced, tuple[Way, ...]]:
+    """The slow case, and all that makes it faster."""
     priced = price(slow_case())
+    return priced, tuple(faster(priced, count=20))
+
+
+def test_gains_are_those_of_the_changed_plans() -> None:
+    priced, ways = slow_ways()
     priced.require_room()
-    ways = faster(priced, count=20)
-    assert ways
+    assert len(ways) > 2
     speeds = [way.speed_up for way in ways]
     assert speeds == sorted(speeds, reverse=True)
     for way in ways:
@@ -201,7 +208,7 @@ def test_gains_are_those_of_the_changed_plans() -> None:
         assert not again.missing
         assert way.speed_up == pytest.approx(again.tokens_per_s / priced.tokens_per_s)
         assert way.speed_up >= LEAST_GAIN
-    assert len(faster(priced, count=2)) == 2
+    assert [way.how for way in faster(priced, count=2)] == [way.how for way in ways[:2]]
     words = " | ".join(way.how for way in ways)
     for part in ("--moments 8bit", "--host", "nvme_path", "--tokens"):
         assert part in words, part
@@ -213,9 +220,9 @@ def test_gains_are_those_of_the_changed_plans() -> None:
 
 
 def test_ram_that_holds_the_next_kind_really_holds_it() -> None:
-    priced = price(slow_case())
+    priced, ways = slow_ways()
     assert priced.plan.memory["disk"]["gradients"]
-    larger = [way for way in faster(priced, count=20) if way.how.startswith("--host")]
+    larger = [way for way in ways if way.how.startswith("--host")]
     left = [sum(way.priced.plan.memory["disk"].values()) for way in larger]
     assert left[0] == 0, "all of it"
     assert left == sorted(left), "more of it in RAM is faster"
@@ -270,13 +277,13 @@ def test_what_moves_nothing_needs_no_hardware() -> None:
 
 
 def test_a_priced_case_adds_up() -> None:
-    priced: Priced = price(slow_case())
+    priced, _ = slow_ways()
     case = priced.case
     assert priced.room == case.compute_bytes - priced.plan.tier_bytes["device"]
     assert priced.tokens_per_s == pytest.approx(4 / priced.cost.seconds)
     assert case.compute_tier == "device"
     half = replace(case, device_share=0.5)
-    assert half.compute_bytes == half.limits.device == 32 * MIB
+    assert half.compute_bytes == half.limits.device == 10 * MIB
     unified = case_of(GIB, device=None)
     assert unified.compute_tier == "host"
     assert unified.limits.device is None

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
         return MeasuredRates(Rates.of(numbers), "2026-01-02")
 
     monkeypatch.setattr("infinity.bench.rate_cache.cached_rates", known)
+    # The same question is planned once: a page and its JSON are of one report.
+    monkeypatch.setattr("infinity.cli.plan.report_of", cache(report_of))
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -61,6 +64,12 @@ def answer(*arguments: str, code: int = 0) -> dict[str, Any]:
 def tiny(tmp_path: Path) -> str:
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     return str(tmp_path)
+
+
+def lower(path: Path, name: str, **layers: int) -> str:
+    """A model we know, with fewer layers: the search for a plan takes so much less."""
+    (path / "config.json").write_text(json.dumps(NAMED[name] | layers))
+    return str(path)
 
 
 # --- the answer ----------------------------------------------------------------------------------
@@ -130,8 +139,9 @@ def test_micro_batches_that_are_alike_stand_once(tiny: str) -> None:
     assert report["work"]["tokens_per_step"] == 9 * 64
 
 
-def test_wear_follows_the_endurance() -> None:
-    arguments = ["7b", "--device", "12GiB", "--host", "32GiB", "--disk", "1TiB", "--tokens", "512"]
+def test_wear_follows_the_endurance(tmp_path: Path) -> None:
+    sizes = ["--device", "3GiB", "--host", "8GiB", "--disk", "1TiB", "--tokens", "512"]
+    arguments = [lower(tmp_path, "7b", num_hidden_layers=8), *sizes]
     common = answer(*arguments)["wear"]
     half = answer(*arguments, "--endurance", "300TB")["wear"]
     assert common["rated_bytes"] == 600 * 10**12
@@ -345,28 +355,23 @@ def options(how: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("name", "layers", "sizes"),
     [
-        ["7b", "--device", "12GiB", "--host", "32GiB", "--disk", "40GiB", "--tokens", "256"],
-        ["7b", "--device", "24GiB", "--host", "2GiB", "--disk", "1TiB", "--tokens", "256"],
-        [
+        ("7b", {"num_hidden_layers": 8}, "--device 6GiB --host 8GiB --disk 13GiB --tokens 256"),
+        ("7b", {"num_hidden_layers": 8}, "--device 6GiB --host 2GiB --disk 1TiB --tokens 256"),
+        (
             "7b",
-            "--device",
-            "24GiB",
-            "--host",
-            "64GiB",
-            "--disk",
-            "1TiB",
-            "--tokens",
-            "65536",
-            "--micro-batches",
-            "1",
-        ],
-        ["1.3b", "--device", "600MiB", "--host", "8GiB", "--disk", "60GiB", "--tokens", "16"],
+            {"num_hidden_layers": 8},
+            "--device 8GiB --host 16GiB --disk 1TiB --tokens 16384 --micro-batches 1",
+        ),
+        ("1.3b", {"n_layer": 6}, "--device 600MiB --host 8GiB --disk 60GiB --tokens 16"),
     ],
     ids=["disk", "host", "activations", "device"],
 )
-def test_what_does_not_fit_says_by_how_much_and_its_ways_work(arguments: list[str]) -> None:
+def test_what_does_not_fit_says_by_how_much_and_its_ways_work(
+    tmp_path: Path, name: str, layers: dict[str, int], sizes: str
+) -> None:
+    arguments = [lower(tmp_path, name, **layers), *sizes.split()]
     report = answer(*arguments, code=3)
     assert not report["fits"]
     assert re.search(r"[0-9.]+ [KMGT]?i?B", report["problem"]["what"])
@@ -383,9 +388,9 @@ def test_what_does_not_fit_says_by_how_much_and_its_ways_work(arguments: list[st
         assert way["how"] in out
 
 
-def test_activations_that_do_not_fit_leave_the_plan_on_the_page() -> None:
-    arguments = ["70b", *DESKTOP, "--tokens", "32768", "--micro-batches", "1"]
-    code, out, _ = run(*arguments)
+def test_activations_that_do_not_fit_leave_the_plan_on_the_page(tmp_path: Path) -> None:
+    lowered = lower(tmp_path, "70b", num_hidden_layers=12)
+    code, out, _ = run(lowered, *DESKTOP, "--tokens", "32768", "--micro-batches", "1")
     assert code == 3
     assert "bytes a parameter" in out
     assert "a step takes" in out
@@ -393,18 +398,20 @@ def test_activations_that_do_not_fit_leave_the_plan_on_the_page() -> None:
     assert "--recompute" in out
 
 
-def test_a_step_is_split_until_its_activations_fit() -> None:
-    report = answer("70b", *DESKTOP, "--tokens", "32768")
+def test_a_step_is_split_until_its_activations_fit(tmp_path: Path) -> None:
+    lowered = lower(tmp_path, "70b", num_hidden_layers=12)
+    arguments = [lowered, "--device", "24GiB", "--host", "24GiB", "--disk", "1TiB"]
+    report = answer(*arguments, "--tokens", "32768")
     assert report["fits"]
     assert report["split"]
     work = report["work"]
     assert work["micro_batches"] > 1
     assert work["tokens_per_step"] == work["tokens"] * work["micro_batches"] == 32768
     assert report["activations"]["missing"] == 0
-    whole = answer("70b", *DESKTOP, "--tokens", "32768", "--no-recompute")
+    whole = answer(*arguments, "--tokens", "32768", "--no-recompute")
     assert not whole["work"]["recompute"]
     assert whole["step"]["seconds"] > report["step"]["seconds"]
-    assert not answer("70b", *DESKTOP, "--tokens", "1024", "--recompute")["split"]
+    assert not answer(*arguments, "--tokens", "1024", "--recompute")["split"]
 
 
 # --- nothing is allocated ------------------------------------------------------------------------

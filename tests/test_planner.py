@@ -114,17 +114,32 @@ def test_an_explicit_home_that_does_not_fit_is_refused_and_not_moved(kind: str, 
     assert f"budget.{tier}" in text
 
 
-@given(
-    sizes_of_units,
-    st.booleans(),
-    st.integers(0, 400),
-    st.integers(0, 400),
-    st.sampled_from([1, 2]),
-    st.sampled_from(["fp32", "fp16", "bf16"]),
-    st.sampled_from([0, 5000]),
+budgets = st.fixed_dictionaries(
+    {
+        "unified": st.booleans(),
+        "device": st.integers(0, 400),
+        "host": st.integers(0, 400),
+        "micro_batches": st.sampled_from([1, 2]),
+        "precision": st.sampled_from(["fp32", "fp16", "bf16"]),
+        "frozen": st.sampled_from([0, 5000]),
+    }
 )
-@settings(max_examples=60, deadline=None)
-def test_a_plan_keeps_every_budget_or_is_refused(
+
+
+@given(sizes_of_units, budgets)
+@settings(max_examples=15, deadline=None)
+def test_a_plan_keeps_every_budget_or_is_refused(sizes: list[int], drawn: dict[str, Any]) -> None:
+    assert_budgets_kept(sizes, **drawn)
+
+
+@pytest.mark.big
+@given(sizes_of_units, budgets)
+@settings(max_examples=300, deadline=None)
+def test_many_plans_keep_every_budget(sizes: list[int], drawn: dict[str, Any]) -> None:
+    assert_budgets_kept(sizes, **drawn)
+
+
+def assert_budgets_kept(
     sizes: list[int],
     unified: bool,
     device: int,

@@ -58,15 +58,20 @@ def struck(path: Path, place: str, seed: int, strikes: TimerStrikes | LineStrike
     assert fake.num_updates > 0
 
 
+def few_and_many(few: list[tuple[str, int]]) -> Any:
+    """The few are struck always; every place with every seed in a long run."""
+    many = [(place, seed) for place in PLACES for seed in range(4)]
+    rest = [pytest.param(*one, marks=pytest.mark.big) for one in many if one not in few]
+    return pytest.mark.parametrize(("place", "seed"), [*few, *rest])
+
+
 @may_be_lost
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("place", PLACES)
+@few_and_many([("ram", 0), ("mixed", 1), ("disk", 2)])
 def test_a_timer_strikes_and_the_bits_stay(tmp_path: Path, place: str, seed: int) -> None:
     struck(tmp_path, place, seed, TimerStrikes(seed, longest_s=0.06))
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("place", ["ram", "mixed"])
+@few_and_many([("ram", 1), ("mixed", 0)])
 def test_any_line_may_be_struck(tmp_path: Path, place: str, seed: int) -> None:
     struck(tmp_path, place, seed, any_line(seed))
 

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.born_alone import give_birth
+from support.forked import call
 
-TESTS = Path(__file__).parent.parent
 # Shadows and free memory that Init keeps for a while, as `deferred.py` says.
 KEPT_BY_INIT = 96 << 20
 SLACK = 16 << 20
 
 
-def grown(path: Path, way: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "support.born_alone", str(path), way]
-    run = subprocess.run(
-        command, cwd=TESTS, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert run.returncode == 0, run.stderr
+def grown(path: Path, way: str) -> dict[str, int]:
+    found: dict[str, int] = call(give_birth, path, way)
     assert not list(path.iterdir())
-    found: dict[str, Any] = json.loads(run.stdout)
     return found
 
 

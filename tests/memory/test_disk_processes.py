@@ -222,6 +222,7 @@ def test_a_path_without_room_is_refused_before_training(tmp_path: Path) -> None:
         assert_nothing_left(path, threads)
 
 
+@pytest.mark.clock
 def test_two_drives_of_different_speed_share_by_speed(tmp_path: Path) -> None:
     """The probe finds the ratio, and a run over both drives computes the same."""
     with small_engine(tmp_path) as engine:

@@ -1,15 +1,13 @@
 """Gives birth to a model much larger than what the plan holds in RAM; tells what RAM it took.
 
-`python -m support.born_alone PATH WAY`, WAY one of init, meta, read, real. Prints JSON: bytes of
-the model (fp32), of its largest tensor, of what the plan reserves, and by how much the peak grew
-while the model was built and while it was born.
+It is `give_birth(path, way)`, in a process of its own: bytes of the model (fp32), of its largest
+tensor, of what the plan reserves, and by how much the peak grew while the model was built and while
+it was born.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from pathlib import Path
 
 import torch
@@ -67,31 +65,22 @@ def _reset_peak() -> int:
     return _status("VmRSS")
 
 
-def main() -> None:
-    path, way = Path(sys.argv[1]), sys.argv[2]
+def give_birth(path: Path, way: str) -> dict[str, int]:
+    """Bytes; WAY is one of init, meta, read, real."""
     torch.set_num_threads(1)
     start(path, unborn(way, width=256, num_layers=4)).close()  # what every process pays once
     before = _reset_peak()
     model = unborn(way)
     built = _status("VmHWM") - before
     before_birth = _reset_peak()
-    engine = start(path, model)
-    born = _status("VmHWM") - before_birth
-    memory = engine.plan.memory
-    planned = sum(memory["device"].values()) + sum(memory["host"].values())
-    print(
-        json.dumps(
-            {
-                "model": 4 * sum(p.numel() for p in model.parameters()),
-                "largest": 4 * WIDTH * WIDTH,
-                "planned": planned - memory["host"]["process"],
-                "built": built,
-                "born": born,
-            }
-        )
-    )
-    engine.close()
-
-
-if __name__ == "__main__":
-    main()
+    with start(path, model) as engine:
+        born = _status("VmHWM") - before_birth
+        memory = engine.plan.memory
+        planned = sum(memory["device"].values()) + sum(memory["host"].values())
+        return {
+            "model": 4 * sum(p.numel() for p in model.parameters()),
+            "largest": 4 * WIDTH * WIDTH,
+            "planned": planned - memory["host"]["process"],
+            "built": built,
+            "born": born,
+        }

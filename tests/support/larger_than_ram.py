@@ -1,11 +1,11 @@
 """A life of a model that need not fit RAM: built, trained, evaluated, saved, loaded, resumed.
 
-`python -m support.larger_than_ram JSON` runs it in this process and prints one JSON object:
+`python -m support.larger_than_ram JSON` lives in a process of its own and prints one JSON object:
 losses as hexadecimal floats, so that equal text means equal bits, and digests of what was saved.
 
 JSON: `width`, `num_layers`, `vocab_size`, `context`, `precision`, `path`, `save_dir`, `steps`,
-`micro_batches`, `host` (a budget), `homes`, and `reload`: "born" with what was saved, or "loaded"
-into an engine that lives.
+`micro_batches`, `host` (a budget), `homes`, and `reload`: "born" with what was saved, "loaded"
+into an engine that lives, or "" (nothing is loaded).
 """
 
 from __future__ import annotations
@@ -99,10 +99,8 @@ def digest(directory: Path) -> str:
     return whole.hexdigest()
 
 
-def main() -> None:
-    """Live."""
-    job = json.loads(sys.argv[1])
-    torch.set_num_threads(1)  # beside other tests more threads wait for one another
+def live(job: dict[str, Any]) -> dict[str, Any]:
+    """One life, and what it came to."""
     saved = Path(job["save_dir"])
     losses: list[str] = []
     with start(job) as engine:
@@ -115,36 +113,31 @@ def main() -> None:
         engine.save_checkpoint(saved / "checkpoint")
         onward = train(engine, job, job["steps"])
     del engine
-    fresh = loaded = ""
-    if job["reload"] == "born":
-        with start(job, saved) as engine:
-            loaded = evaluate(engine, job)
-            engine.load_checkpoint(saved / "checkpoint")
-            resumed = train(engine, job, job["steps"])
-    else:
-        with start(job) as engine:
-            fresh = evaluate(engine, job)
+    found = {
+        "losses": losses,
+        "onward": onward,
+        "grad_norm": float(norm or 0.0).hex(),
+        "evaluated": evaluated,
+        "digest": digest(saved),
+        "state_bytes": round(plan.precision.bytes_per_parameter * plan.num_trained),
+        "tier_bytes": plan.tier_bytes,
+    }
+    if not job["reload"]:
+        return found
+    with start(job, saved if job["reload"] == "born" else None) as engine:
+        if job["reload"] == "loaded":
+            found["fresh"] = evaluate(engine, job)
             infinity.load_weights(engine, saved)
-            loaded = evaluate(engine, job)
-            engine.load_checkpoint(saved / "checkpoint")
-            resumed = train(engine, job, job["steps"])
-    print(
-        json.dumps(
-            {
-                "losses": losses,
-                "onward": onward,
-                "resumed": resumed,
-                "grad_norm": float(norm or 0.0).hex(),
-                "evaluated": evaluated,
-                "fresh": fresh,
-                "loaded": loaded,
-                "digest": digest(saved),
-                "state_bytes": round(plan.precision.bytes_per_parameter * plan.num_trained),
-                "tier_bytes": plan.tier_bytes,
-            }
-        ),
-        flush=True,
-    )
+        found["loaded"] = evaluate(engine, job)
+        engine.load_checkpoint(saved / "checkpoint")
+        found["resumed"] = train(engine, job, job["steps"])
+    return found
+
+
+def main() -> None:
+    """Live, and tell."""
+    torch.set_num_threads(1)  # beside other tests more threads wait for one another
+    print(json.dumps(live(json.loads(sys.argv[1]))), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """A short run of a GPT that says what its plan promised and what it took.
 
-`python -m support.measured_run JSON` prints one JSON object. JSON: `width`, `num_layers`,
-`vocab_size`, `tokens`, `micro_batches`, `steps`, `path`, `init` (build under `infinity.Init`),
-`fake` (a device with memory of its own, which here is RAM as well), and `config`, which is added to
-the run's.
+`python -m support.measured_run JSON` does one run after the other and prints what it found, a JSON
+list. JSON: a list of objects with `width`, `num_layers`, `vocab_size`, `tokens`, `micro_batches`,
+`steps`, `path`, `init` (build under `infinity.Init`), `fake` (a device with memory of its own,
+which here is RAM as well), and `config`, which is added to the run's.
 """
 
 from __future__ import annotations
@@ -75,10 +75,8 @@ def train(engine: infinity.Engine, job: dict[str, Any]) -> None:
         engine.step()
 
 
-def main() -> None:
-    """Run."""
-    job = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """Run, and tell; a run of no steps is only born."""
     model = build(job)
     facts = target_of("gpt", model, {})
     config = {
@@ -95,12 +93,11 @@ def main() -> None:
         clears = forget_peak() and clears
         train(engine, job)
         report = engine.last_report
-        assert report is not None
         plan = engine.plan
         activations = estimate_activations(
             plan.units, job["tokens"], lookups=facts.lookups, heads=facts.heads
         )
-        found = {
+        return {
             "clears": clears,
             "born": born,
             "peak": peak(),
@@ -109,13 +106,18 @@ def main() -> None:
             "activations": activations.total,
             "on_disk": on_disk(Path(job["path"])),
             "forecast": engine.forecast(),
-            "moved": report.moved,
+            "moved": report and report.moved,
             "homes": {
                 field: sorted({homes.of_field(field).value for homes in plan.homes})
                 for field in ("weight", "state", "gradient")
             },
         }
-    print(json.dumps(found), flush=True)
+
+
+def main() -> None:
+    """All runs."""
+    torch.set_num_threads(1)
+    print(json.dumps([measure(job) for job in json.loads(sys.argv[1])]), flush=True)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,9 @@ def test_it_knows_its_file_system_and_device(tmp_path: Path) -> None:
         if not path.exists():
             path.write_bytes(b"x")
         file = File(str(path), read_only=True)
-        expected = {"overlay": "overlayfs", "fuseblk": "fuse"}.get(mount_type(place))
+        expected = {"overlay": "overlayfs", "fuseblk": "fuse", "devtmpfs": "tmpfs"}.get(
+            mount_type(place)
+        )
         assert file.file_system == (expected or mount_type(place))
         device = os.stat(path).st_dev
         assert file.device == f"{os.major(device)}:{os.minor(device)}"

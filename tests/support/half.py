@@ -122,7 +122,11 @@ def train_half(
         if (index + 1) % micro_batches:
             continue
         active = [half for half in halves if half.gradient is not None]
-        norm = math.sqrt(sum(square_sum(half.gradient) for half in active)) / scale
+        total = 0.0
+        for half in active:  # not `sum`, which rounds otherwise from Python 3.12 on
+            assert half.gradient is not None
+            total += square_sum(half.gradient)
+        norm = math.sqrt(total) / scale
         result.norms.append(norm)
         result.scales.append(scale)
         result.overflows.append(not math.isfinite(norm))

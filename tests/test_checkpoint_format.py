@@ -89,7 +89,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(manifests())
 def test_a_manifest_comes_back_the_same(manifest: Manifest) -> None:
     text = manifest.to_text()
@@ -99,7 +99,7 @@ def test_a_manifest_comes_back_the_same(manifest: Manifest) -> None:
     assert found.to_text() == text
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(manifests(), st.data())
 def test_any_change_of_its_text_is_found(manifest: Manifest, data: st.DataObject) -> None:
     text = manifest.to_text()

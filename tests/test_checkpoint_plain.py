@@ -166,7 +166,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(values)
 def test_any_plain_value_comes_back_the_same(value: Any) -> None:
     assert same(through(value), value)
@@ -289,7 +289,7 @@ nodes = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(nodes)
 def test_any_json_is_decoded_or_refused(value: Any) -> None:
     with suppress(CheckpointError):

@@ -45,7 +45,7 @@ def test_everything_comes_back(saved: tuple[Path, Sample]) -> None:
         assert list(reader.names("gradient")) == []
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_any_range_comes_back(saved: tuple[Path, Sample], data: st.DataObject) -> None:
     root, made = saved

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import errno
-import gc
-import json
 import multiprocessing
 import os
+import random
 import resource
 import shutil
 import stat
 import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import checkpoint_crash, forked
 from support.checkpoint_files import content, feed, same_content, sample, save
 
 from infinity.checkpoint import blocks, ownership
@@ -37,46 +37,38 @@ from infinity.errors import (
     MachineError,
 )
 
-SUPPORT = Path(__file__).parent
+
+@pytest.fixture(scope="module")
+def in_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where a file takes no time, if there is such a place."""
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(
+        dir=shared if os.access(shared, os.W_OK) else tmp_path_factory.mktemp("slow")
+    ) as path:
+        yield Path(path)
 
 
-def crash(tmp_path: Path, count: int, seed: int) -> dict[str, Any]:
-    environment = {**os.environ, "PYTHONPATH": str(SUPPORT)}
-    command = [sys.executable, "-m", "support.checkpoint_crash", str(tmp_path)]
-    done = subprocess.run(
-        [*command, str(count), str(seed)], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+def test_what_latest_names_is_whole_after_a_kill_at_any_line(in_memory: Path) -> None:
+    draw = random.Random(1)
+    lines = [draw.randrange(1, 12_000) for _ in range(12)]
+    seen = forked.call(checkpoint_crash.kill_often, in_memory / "root", lines)
+    assert seen["lock+tmp"] > 3  # many died in the middle
 
 
-def test_what_latest_names_is_whole_after_a_kill_at_any_moment(tmp_path: Path) -> None:
-    found = crash(tmp_path, 40, seed=1)
-    assert found["died"] == 40
-    assert found["seen"]["lock+tmp"] > 5  # many died in the middle
-
-
-def test_what_latest_names_is_whole_after_a_death_before_any_call(tmp_path: Path) -> None:
-    found = crash(tmp_path, 0, seed=0)
-    assert found["died"] > 80
+def test_what_latest_names_is_whole_after_a_death_before_any_call(in_memory: Path) -> None:
+    seen = forked.call(checkpoint_crash.die_at_every_call, in_memory)
     # Each of these states was met, and cleaned up.
-    assert set(found["seen"]) == {"nothing", "lock", "lock+tmp", "lock+tmp+new", "lock+new"}
+    assert set(seen) == {"nothing", "lock", "lock+tmp", "lock+tmp+new", "lock+new"}
 
 
 @pytest.mark.big
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("seed", range(5))
 def test_what_latest_names_is_whole_after_many_kills(tmp_path: Path, seed: int) -> None:
-    assert crash(tmp_path, 400, seed + 10)["died"] == 400
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_open() -> Iterator[None]:
-    before = set(os.listdir("/proc/self/fd"))
-    yield
-    gc.collect()
-    assert set(os.listdir("/proc/self/fd")) <= before
+    draw = random.Random(seed)
+    moments = [draw.uniform(0, 0.12) for _ in range(400)]
+    seen = forked.call(checkpoint_crash.kill_often, tmp_path / "root", moments)
+    assert seen.total() == 400
 
 
 def listed(root: Path) -> list[str]:
@@ -84,22 +76,18 @@ def listed(root: Path) -> list[str]:
 
 
 def test_pieces_of_any_length_make_the_same_files(tmp_path: Path) -> None:
-    made = sample(1, shapes={"a": (700, 1000), "b": (3,), "c": (1024, 1024), "d": (0, 2)})
-    first = save(tmp_path / "x", "one", made, 1 << 21)
-    for piece in (1, 4096, 99_991, 1 << 20, (1 << 20) + 1):
-        if piece == 1:
-            small = sample(1)
-            one = save(tmp_path / "y", "one", small, 2000)
-            writer = CheckpointWriter(tmp_path / "y", "p1", small.streams, max_shard_bytes=2000)
-            feed(writer, small, 1)
-            assert same_files(one, writer.finish(small.manifest))
-            continue
-        writer = CheckpointWriter(
-            tmp_path / "x", f"p{piece}", made.streams, max_shard_bytes=1 << 21
-        )
-        feed(writer, made, piece)
-        assert same_files(first, writer.finish(made.manifest))
-    assert same_content(content(tmp_path / "x", "one"), made.content)
+    """A block is 1 MiB, and a shard here 2: tensors that end within, and that go across."""
+    large = {"a": (700, 1000), "b": (3,), "c": (1024, 1024), "d": (0, 2)}
+    for root, made, shard, pieces in (
+        (tmp_path / "x", sample(1, large, ("8bit",)), 1 << 21, (4096, 99_991, 1 << 20, 1_048_577)),
+        (tmp_path / "y", sample(1), 2000, (1,)),
+    ):
+        first = save(root, "one", made, shard)
+        for piece in pieces:
+            writer = CheckpointWriter(root, f"p{piece}", made.streams, max_shard_bytes=shard)
+            feed(writer, made, piece)
+            assert same_files(first, writer.finish(made.manifest))
+        assert same_content(content(root, "one"), made.content)
 
 
 def same_files(one: Path, other: Path) -> bool:
@@ -145,7 +133,6 @@ def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
     made = sample(3, shapes={"a": (24 << 20,)}, moments=())
     data = torch.zeros(5 << 20, dtype=torch.uint8)
     memory_kib()
-    gc.collect()
     writer = CheckpointWriter(tmp_path, "t", made.streams)
     del made.content["frozen", "frozen.w"]
     writer.write("frozen", torch.zeros(60, dtype=torch.uint8))

@@ -138,7 +138,7 @@ def commits_before(log: list[Entry], cut: int) -> int:
 def test_power_loss_at_any_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    survive(case, tmp_path, monkeypatch, 12)
+    survive(case, tmp_path, monkeypatch, 6)
 
 
 @pytest.mark.big

@@ -8,6 +8,7 @@ still call `step`.)
 
 Two ways to strike: a real timer signal, and a trace function that raises at a chosen line of the
 library, which reaches narrow places that a timer hardly ever meets and names them when it fails.
+Quickly: a few signals, and every function of the library once; at length: any line, often.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -108,6 +109,11 @@ def is_deaf(frame: FrameType | None) -> bool:
     return False
 
 
+def may_be_struck(frame: FrameType) -> bool:
+    """Whether a signal could strike at this line of the library, to an effect."""
+    return inside_a_call(frame) and not (leaves_a_block(frame) or is_deaf(frame))
+
+
 class TimerStrikes:
     """Raises from a signal handler, a random time after `arm`, once the engine is in a call.
 
@@ -115,15 +121,18 @@ class TimerStrikes:
     a queue in C: anything in Python could be struck itself, and then raise where none may.
     """
 
-    def __init__(self, seed: int, longest_s: float) -> None:
+    def __init__(self, seed: int, longest_s: float, most: int = sys.maxsize) -> None:
         self.random = random.Random(seed)
         self.longest_s = longest_s
+        self.most = most  # strikes, and then no more
         self.struck: list[str] = []
         self.armed = False
         self._delays: queue.SimpleQueue[float] = queue.SimpleQueue()  # seconds; negative: the end
         self._sender = threading.Thread(target=self._send, daemon=True)
 
     def arm(self) -> None:
+        if len(self.struck) >= self.most:
+            return
         self.armed = True
         self._delays.put(self.random.uniform(1e-5, self.longest_s))
 
@@ -166,13 +175,16 @@ class LineStrikes:
     thread is struck by signals.
     """
 
-    def __init__(self, choose: Callable[[], int]) -> None:
+    def __init__(self, choose: Callable[[], int], most: int = sys.maxsize) -> None:
         self.choose = choose
+        self.most = most  # strikes, and then no more
         self.struck: list[str] = []
         self.lines = 0
         self._at = sys.maxsize
 
     def arm(self) -> None:
+        if len(self.struck) >= self.most:
+            return
         self._at = self.lines + self.choose()
         sys.settrace(self._trace)  # Python drops a trace function that raised
 
@@ -182,16 +194,15 @@ class LineStrikes:
         if event != "line":
             return self._trace
         self.lines += 1
-        if (
-            self.lines >= self._at
-            and inside_a_call(frame)
-            and not (leaves_a_block(frame) or is_deaf(frame))
-        ):
+        if self.lines >= self._at and may_be_struck(frame):
             self._at = sys.maxsize
-            name = os.path.relpath(frame.f_code.co_filename, LIBRARY)
-            self.struck.append(f"{name}:{frame.f_lineno} ({frame.f_code.co_name})")
-            raise KeyboardInterrupt
+            self._strike(frame)
         return self._trace
+
+    def _strike(self, frame: FrameType) -> NoReturn:
+        name = os.path.relpath(frame.f_code.co_filename, LIBRARY)
+        self.struck.append(f"{name}:{frame.f_lineno} ({frame.f_code.co_name})")
+        raise KeyboardInterrupt
 
     def __enter__(self) -> LineStrikes:
         self._before = sys.gettrace()
@@ -201,12 +212,39 @@ class LineStrikes:
         sys.settrace(self._before)
 
 
+class EachFunctionStrikes(LineStrikes):
+    """Strikes every function of the library that this thread runs inside a call, once each.
+
+    Where it does so is drawn: at the first few lines that run, or after some more. Functions that
+    have been struck are not traced any more, so that this ends soon.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(lambda: 0)
+        self._random = random.Random(seed)
+        self._left: dict[CodeType, int] = {}  # lines to run before the strike; negative: struck
+
+    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        code = frame.f_code
+        if event == "call":
+            if code not in self._left and code.co_filename.startswith(LIBRARY):
+                lines = {line for _, _, line in code.co_lines() if line}
+                self._left[code] = self._random.randrange(len(lines))
+            return self._trace if self._left.get(code, -1) >= 0 else None
+        if event == "line" and self._left[code] >= 0:
+            if self._left[code] == 0 and may_be_struck(frame):
+                self._left[code] = -1
+                self._strike(frame)
+            self._left[code] = max(0, self._left[code] - 1)
+        return self._trace
+
+
 class LineStrikesTwice(LineStrikes):
     """Strikes again at a random line of what the first strike makes the engine take back."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, most: int = sys.maxsize) -> None:
         chosen = random.Random(seed)
-        super().__init__(lambda: chosen.randint(1, 15_000))
+        super().__init__(lambda: chosen.randint(1, 15_000), most)
         self._chosen = chosen
         self._mend = Recovery.mend
         self.num_lines: list[int] = []  # of the recoveries that ran to their end
@@ -375,67 +413,56 @@ may_be_lost = pytest.mark.filterwarnings(
 
 
 @may_be_lost
-@pytest.mark.parametrize("seed", range(16))
-@pytest.mark.parametrize("case", list(CASES))
-def test_a_timer_strikes_and_the_bits_stay(tmp_path: Path, case: str, seed: int) -> None:
-    strikes = TimerStrikes(seed, longest_s=0.02 if seed % 2 else 0.05)
-    run_struck(tmp_path, no_recompute, strikes, **CASES[case])
+@pytest.mark.parametrize("case", CASES)
+def test_a_timer_strikes_and_the_bits_stay(tmp_path: Path, case: str) -> None:
+    run_struck(tmp_path, no_recompute, TimerStrikes(0, longest_s=0.02, most=4), **CASES[case])
 
 
 @may_be_lost
-@pytest.mark.parametrize("seed", range(12))
-def test_a_timer_strikes_an_accelerator_and_the_bits_stay(tmp_path: Path, seed: int) -> None:
-    strikes = TimerStrikes(seed, longest_s=0.06)
-    case = CASES[("disk", "disk_bf16_two", "mixed_three", "device")[seed % 4]]
-    run_struck(tmp_path, no_recompute, strikes, fake_seed=seed, **case)
+def test_a_timer_strikes_an_accelerator_and_the_bits_stay(tmp_path: Path) -> None:
+    strikes = TimerStrikes(1, longest_s=0.02, most=4)
+    run_struck(tmp_path, no_recompute, strikes, fake_seed=1, **CASES["disk_bf16_two"])
 
 
-def any_line(seed: int) -> LineStrikes:
+@may_be_lost
+@pytest.mark.big
+@pytest.mark.parametrize("seed", range(1, 17))
+@pytest.mark.parametrize("case", CASES)
+def test_a_timer_strikes_at_length(tmp_path: Path, case: str, seed: int) -> None:
+    strikes = TimerStrikes(seed, longest_s=0.02 if seed % 2 else 0.05)
+    fake_seed = seed if seed % 3 == 0 else None
+    run_struck(tmp_path, no_recompute, strikes, fake_seed=fake_seed, **CASES[case])
+
+
+@pytest.mark.parametrize(
+    ("case", "build", "fake_seed"),
+    [
+        ("disk_bf16_two", no_recompute, None),
+        ("mixed_three", recompute_reentrant, None),
+        ("disk_bf16_two", recompute, 3),
+    ],
+)
+def test_every_function_may_be_struck(
+    tmp_path: Path, case: str, build: Callable[[], nn.Module], fake_seed: int | None
+) -> None:
+    strikes = EachFunctionStrikes(1)
+    run_struck(tmp_path, build, strikes, fake_seed=fake_seed, **CASES[case])
+    assert len(strikes.struck) >= 150
+
+
+def any_line(seed: int, among: int = 15_000) -> LineStrikes:
     """At a random line of the next window or so (one is 5 000 to 12 000 lines)."""
     chosen = random.Random(seed)
-    return LineStrikes(lambda: chosen.randint(1, 15_000))
+    return LineStrikes(lambda: chosen.randint(1, among))
 
 
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("case", ["disk_bf16_two", "mixed_three"])
-def test_any_line_may_be_struck(tmp_path: Path, case: str, seed: int) -> None:
-    strikes = any_line(seed)
-    run_struck(tmp_path, no_recompute, strikes, **CASES[case])
-    assert len(strikes.struck) >= 3
-
-
-@pytest.mark.parametrize("seed", range(20, 32))
-@pytest.mark.parametrize("case", ["disk_bf16_two", "mixed_three"])
-def test_any_line_may_be_struck_on_an_accelerator(tmp_path: Path, case: str, seed: int) -> None:
-    strikes = any_line(seed)
-    run_struck(tmp_path, no_recompute, strikes, fake_seed=seed, **CASES[case])
-    assert len(strikes.struck) >= 3
-
-
-@pytest.mark.parametrize("seed", range(40, 48))
-@pytest.mark.parametrize("build", [recompute, recompute_reentrant])
-def test_any_line_may_be_struck_while_recomputing(
-    tmp_path: Path, build: Callable[[], nn.Module], seed: int
+@pytest.mark.parametrize(("case", "fake_seed"), [("disk_bf16_two", 20), ("mixed_three", None)])
+def test_what_a_strike_takes_back_may_be_struck_too(
+    tmp_path: Path, case: str, fake_seed: int | None
 ) -> None:
-    strikes = any_line(seed)
-    run_struck(tmp_path, build, strikes, **CASES["disk_bf16_two"])
-    assert len(strikes.struck) >= 3
-
-
-@pytest.mark.parametrize("seed", range(60, 72))
-@pytest.mark.parametrize("case", ["disk_bf16_two", "mixed_three"])
-def test_what_a_strike_takes_back_may_be_struck_too(tmp_path: Path, case: str, seed: int) -> None:
-    strikes = LineStrikesTwice(seed)
-    run_struck(tmp_path, no_recompute, strikes, **CASES[case])
+    strikes = LineStrikesTwice(60, most=12)
+    run_struck(tmp_path, no_recompute, strikes, fake_seed=fake_seed, **CASES[case])
     assert len(strikes.inside) >= 2
-
-
-@pytest.mark.parametrize("seed", range(80, 88))
-def test_what_a_strike_takes_back_on_an_accelerator_may_be_struck_too(
-    tmp_path: Path, seed: int
-) -> None:
-    build = recompute if seed % 2 else no_recompute
-    run_struck(tmp_path, build, LineStrikesTwice(seed), fake_seed=seed, **CASES["disk_bf16_two"])
 
 
 @pytest.mark.big
@@ -445,6 +472,16 @@ def test_any_line_may_be_struck_at_length(tmp_path: Path, seed: int) -> None:
     build = (no_recompute, recompute, recompute_reentrant)[seed % 3]
     fake_seed = seed if seed % 4 == 0 else None
     run_struck(tmp_path, build, any_line(seed), fake_seed=fake_seed, **CASES[case])
+
+
+@pytest.mark.big
+@pytest.mark.parametrize("seed", range(60, 92))
+def test_what_a_strike_takes_back_may_be_struck_too_at_length(tmp_path: Path, seed: int) -> None:
+    case = ("disk_bf16_two", "mixed_three")[seed % 2]
+    build = (no_recompute, recompute, recompute_reentrant)[seed % 3]
+    fake_seed = seed if seed % 4 == 0 else None
+    strikes = LineStrikesTwice(seed)
+    run_struck(tmp_path, build, strikes, fake_seed=fake_seed, **CASES[case])
 
 
 # --- single points -------------------------------------------------------------------------------
@@ -496,6 +533,44 @@ def test_a_backward_that_is_interrupted_starts_the_window_over(tmp_path: Path) -
             engine.step()
 
 
+def may_be_taken(lock: threading.Condition) -> bool:
+    """Whether another thread gets it: the one that holds it may take it again anyway."""
+    taken = []
+
+    def take() -> None:
+        taken.append(lock.acquire(timeout=20))
+        if taken[0]:
+            lock.release()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    return taken[0]
+
+
+@pytest.mark.parametrize("call", ["forward", "backward", "step"])
+def test_a_lock_that_was_taken_and_not_entered_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """A signal may strike between the two, where no `with` gives it back."""
+    with small_engine(tmp_path) as engine:
+        changed = engine._parts.mover.changed
+        take = interrupt_once(lambda *_: changed.acquire() and None)
+        block = engine.module.blocks[1]
+        if call == "forward":
+            block.register_forward_hook(take)
+        elif call == "backward":
+            block.up.weight.register_hook(take)
+        else:
+            update = engine._stepper.update
+            monkeypatch.setattr(engine._stepper, "update", lambda *a: (update(*a), take()))
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            engine.backward(engine(batch(0)))
+            engine.step()
+        assert engine.global_steps == (call == "step")
+        assert may_be_taken(changed)
+
+
 def test_an_interruption_while_the_sweep_is_slow(tmp_path: Path) -> None:
     """The sweep goes on behind an interrupted forward, and its update is not lost."""
     losses, expected = undisturbed(tmp_path, no_recompute)
@@ -507,7 +582,7 @@ def test_an_interruption_while_the_sweep_is_slow(tmp_path: Path) -> None:
             seen[index] = float(loss.detach())
             engine.backward(loss)
             engine.step()
-            with TimerStrikes(index, 0.004) as strikes:
+            with any_line(index, among=800) as strikes:
                 strikes.arm()
                 try:
                     engine(batch(99))
@@ -518,20 +593,16 @@ def test_an_interruption_while_the_sweep_is_slow(tmp_path: Path) -> None:
 
 
 def test_close_after_an_interruption_leaves_nothing(tmp_path: Path) -> None:
-    for seed in range(6):
+    for seed in range(3):
         threads = set(threading.enumerate())
         model = small_model()
         engine, *_ = infinity.initialize(model, settings(tmp_path), poison=poison)
-        with TimerStrikes(seed, 0.02) as strikes:
+        with any_line(seed) as strikes, pytest.raises(KeyboardInterrupt):  # noqa: PT012
             strikes.arm()
-            try:
-                for index in range(50):
-                    loss = engine(batch(index))
-                    engine.backward(loss)
-                    engine.step()
-            except KeyboardInterrupt:
-                pass
-        assert strikes.struck
+            for index in range(50):
+                loss = engine(batch(index))
+                engine.backward(loss)
+                engine.step()
         engine.close()
         assert_nothing_left(tmp_path, threads)
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from infinity.checkpoint.deepspeed_import import import_deepspeed
 from infinity.checkpoint.masters import CheckpointWeights
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.checkpoint.writer import CheckpointWriter
+from infinity.engine import Engine
 from infinity.errors import (
     CheckpointError,
     ConfigError,
@@ -73,6 +73,17 @@ class SlowWriter:
 
         monkeypatch.setattr(CheckpointWriter, "write", slow)
 
+    def on_wait(self, engine: Engine, act: Callable[[], None]) -> None:
+        """Do this when somebody begins to wait for bytes that are not copied yet."""
+        changed = engine._parts.saver._changed
+        wait = changed.wait
+
+        def told(timeout: float | None = None) -> bool:
+            act()
+            return wait(timeout)
+
+        changed.wait = told  # type: ignore[method-assign]
+
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowWriter]:
@@ -96,9 +107,10 @@ def test_the_snapshot_is_of_the_moment_of_the_call(
         expected = masters(engine)
         engine.save_checkpoint(saved)  # nothing is copied yet when this returns
         assert not (saved / "latest").exists()
+        slow.on_wait(engine, slow.go.set)
         loss = engine(batch(5))  # a forward and a backward need not wait
         engine.backward(loss)
-        threading.Timer(0.3, slow.go.set).start()
+        assert not slow.go.is_set()
         engine.step()
         train(engine, 2, first=6)
         engine.finish_saving()
@@ -117,9 +129,11 @@ def test_a_sweep_waits_for_the_units_it_would_change(
         train(engine, 1)
         before = masters(engine)
         engine.save_checkpoint(saved)
+        waits = threading.Semaphore(0)
+        slow.on_wait(engine, waits.release)
         engine.backward(engine(batch(5)))
         engine.step()
-        time.sleep(0.2)
+        assert all(waits.acquire(timeout=60) for _ in "12")  # and goes on to
         # The update has not begun: the homes are as they were.
         ram = {u.layout.name: dict(u.ram) for u in engine._parts.store.units}
         assert ram
@@ -138,7 +152,7 @@ def test_edits_wait_too(nvme: Path, saved: Path, slow: SlowWriter) -> None:
         train(engine, 1)
         expected = masters(engine)
         engine.save_checkpoint(saved)
-        threading.Timer(0.3, slow.go.set).start()
+        slow.on_wait(engine, slow.go.set)
         with engine.materialized(engine.module.norm), torch.no_grad():
             engine.module.norm.weight.fill_(7.0)
         assert slow.go.is_set()

@@ -94,7 +94,7 @@ def test_every_flipped_bit_of_the_first_and_last_bytes_is_found(root: Path) -> N
     assert problems(root) == []
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_any_flips_anywhere_are_found(original: tuple[Path, Sample], data: st.DataObject) -> None:
     root, made = original

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import shutil
@@ -11,46 +10,29 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import crash_child
+from support import crash_child, forked
 from support.small import MIXED, ON_DEVICE, ON_DISK
-
-# Packages only: the server does not know where the tests are.
-PRELOADED = ["infinity.startup", "infinity.training.checkpoints", "torch"]
-
-
-@pytest.fixture(scope="module")
-def server() -> ForkServerContext:
-    """Children are forked from a process that has imported torch, and nothing else happened in."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    return context
-
 
 Job = tuple[Callable[[str, dict[str, str], int], None], dict[str, str], int]
 
 
-def undisturbed(server: ForkServerContext, folder: Path, job: Job) -> tuple[str, float]:
-    """The digest at the end of a run that nobody kills, and the seconds it takes."""
-    for name in ("first", "second"):  # the server itself starts with the first
-        start = time.monotonic()
-        child = process(server, folder / name, job)
-        child.join(600)
-        assert child.exitcode == 0
-    return (folder / "second" / "done").read_text(), time.monotonic() - start
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest at the end of a run that nobody kills: of any job, placement changes no bit."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    crash_child.train_and_save(str(folder), ON_DEVICE, crash_child.TOTAL_STEPS + 1)
+    return (folder / "done").read_text()
 
 
-def process(server: ForkServerContext, folder: Path, job: Job) -> ForkServerProcess:
+def start(folder: Path, job: Job, die_at_line: int | None = None) -> Any:
     """A child that does the job in a folder, which may be there."""
     target, homes, every = job
     folder.mkdir(parents=True, exist_ok=True)
-    child = server.Process(target=target, args=(str(folder), homes, every))
-    child.start()
-    return child
+    return forked.start(target, str(folder), homes, every, die_at_line=die_at_line)
 
 
 def phase_of(folder: Path) -> str:
@@ -60,42 +42,30 @@ def phase_of(folder: Path) -> str:
     return words[0] if words else "nothing"
 
 
-def killed_until_done(
-    server: ForkServerContext, folder: Path, job: Job, longest_s: float, seed: int
-) -> Counter[str]:
+def check_end(folder: Path, job: Job, expected: str) -> None:
+    """The last start has ended where it should, and cleaned up."""
+    assert (folder / "done").read_text() == expected
+    assert not list((folder / "saved").glob("*.tmp"))
+    durable = job[0] is crash_child.train_durably
+    # A directory that was being made is left alone for ten minutes.
+    left = [p for p in (folder / "nvme").iterdir() if not p.name.startswith(".infinity-new-")]
+    assert len(left) == durable, "the last start has cleaned up"
+
+
+def killed_until_done(folder: Path, job: Job, longest_s: float, seed: int) -> Counter[str]:
     """Starts and kills children till one reaches the end; returns what the kills struck."""
     draw = random.Random(seed)
     struck: Counter[str] = Counter()
     while True:
-        child = process(server, folder, job)
+        child = start(folder, job)
         child.join(draw.uniform(0, longest_s))
         if not child.is_alive():
             assert child.exitcode == 0, child.exitcode
             return struck
-        assert child.pid is not None
         with suppress(ProcessLookupError):  # it has ended by itself just now
             os.kill(child.pid, signal.SIGKILL)
         child.join()
         struck[phase_of(folder)] += 1
-
-
-def survive(server: ForkServerContext, folder: Path, job: Job, kills: int) -> Counter[str]:
-    """Journeys full of kills until there were so many; each must end where it should."""
-    expected, duration_s = undisturbed(server, folder / "undisturbed", job)
-    struck: Counter[str] = Counter()
-    journey = 0
-    while sum(struck.values()) < kills:
-        journey += 1
-        here = folder / f"journey{journey}"
-        struck += killed_until_done(server, here, job, duration_s * 1.1, journey)
-        assert (here / "done").read_text() == expected
-        assert not list((here / "saved").glob("*.tmp"))
-        durable = job[0] is crash_child.train_durably
-        # A directory that was being made is left alone for ten minutes.
-        left = [p for p in (here / "nvme").iterdir() if not p.name.startswith(".infinity-new-")]
-        assert len(left) == durable, "the last start has cleaned up"
-        shutil.rmtree(here)
-    return struck
 
 
 JOBS: dict[str, Job] = {
@@ -108,20 +78,46 @@ JOBS: dict[str, Job] = {
 }
 
 
-@pytest.mark.timeout(1800)
+# Lines run in all threads: up to 22 000 by a start, 20 000 by a step, 12 000 by a save.
+LINES = (9_000, 34_000, 56_000, 62_000, 100_000)
+
+
 @pytest.mark.parametrize("name", JOBS)
-def test_killed_at_random_moments(server: ForkServerContext, tmp_path: Path, name: str) -> None:
-    struck = survive(server, tmp_path, JOBS[name], 35)
+def test_killed_at_any_line(tmp_path: Path, expected: str, name: str) -> None:
+    job, struck = JOBS[name], Counter[str]()
+    draw = random.Random(name)
+    for line in LINES:
+        child = start(tmp_path, job, die_at_line=line + draw.randrange(3_000))
+        child.join()
+        assert child.exitcode in (0, -signal.SIGKILL)
+        struck[phase_of(tmp_path) if child.exitcode else "done"] += 1
     assert struck["step"], struck
+    assert struck.total() - struck["done"] >= 3, struck
+    child = start(tmp_path, job)
+    child.join()
+    assert child.exitcode == 0
+    check_end(tmp_path, job, expected)
 
 
 @pytest.mark.big
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", JOBS)
-def test_killed_very_often(
-    server: ForkServerContext, tmp_path: Path, name: str, record_property: Any
-) -> None:
-    struck = survive(server, tmp_path, JOBS[name], 200)
+def test_killed_very_often(tmp_path: Path, expected: str, name: str, record_property: Any) -> None:
+    """Journeys full of kills until there were so many; each must end where it should."""
+    job = JOBS[name]
+    forked.call(os.getpid)  # the server has started
+    before = time.monotonic()
+    start(tmp_path / "measured", job).join()
+    longest_s = 1.1 * (time.monotonic() - before)
+    struck: Counter[str] = Counter()
+    journey = 0
+    while sum(struck.values()) < 200:
+        journey += 1
+        here = tmp_path / f"journey{journey}"
+        struck += killed_until_done(here, job, longest_s, journey)
+        check_end(here, job, expected)
+        shutil.rmtree(here)
+    assert struck["step"], struck
     record_property("struck", dict(struck))
     if "CRASH_REPORT" in os.environ:
         with open(os.environ["CRASH_REPORT"], "a") as file:

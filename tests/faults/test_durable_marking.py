@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import forked
 from support.durable import HOMES, durable_engine, gated, step
 
 import infinity
@@ -22,21 +21,17 @@ from infinity.memory import scratch
 from infinity.memory.scratch import Scratch, remove_dead_runs
 
 IO = {"weights": [2, 1, 1], "block_size": 4096}
-MAIN = """
-import sys
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-from faults.test_durable_marking import die_at_each_call
-die_at_each_call(Path({root!r}))
-"""
 
 
 def paths_of(root: Path) -> list[Path]:
     return [root / f"d{number}" for number in range(3)]
 
 
-def die_at_each_call(root: Path) -> None:
-    """In `root/0`, `root/1`, ... a start that is killed at the next system call of the marking."""
+def die_at_each_call(root: Path) -> tuple[int, int]:
+    """In `root/0`, `root/1`, ... a start that is killed at the next system call of the marking.
+
+    How many were, and how the one after them ended.
+    """
     torch.set_num_threads(1)
     for number in range(100):
         for path in paths_of(root / str(number)):
@@ -46,8 +41,8 @@ def die_at_each_call(root: Path) -> None:
             start_and_die(paths_of(root / str(number)), number)
         _, status = os.waitpid(child, 0)
         if not os.WIFSIGNALED(status):
-            (root / "count").write_text(f"{number} {status}")
-            return
+            return number, status
+    raise AssertionError("a marking of more than 100 calls")
 
 
 def start_and_die(paths: list[Path], after: int) -> None:
@@ -83,9 +78,7 @@ def start_and_die(paths: list[Path], after: int) -> None:
 def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     """Where the starts were killed, and how many."""
     root = tmp_path_factory.mktemp("marking")
-    script = MAIN.format(tests=str(Path(__file__).parents[1]), root=str(root))
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=600)
-    count, status = map(int, (root / "count").read_text().split())
+    count, status = forked.call(die_at_each_call, root)
     assert status == 0  # the last one was not killed, and started
     assert count == 4 * 5  # four records: written, two names synced, renamed, synced
     return root, count

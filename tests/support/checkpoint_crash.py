@@ -1,17 +1,13 @@
-"""Kills writers of checkpoints and looks what they left: python -m support.checkpoint_crash.
+"""Kills writers of checkpoints and looks what they left, in a child that forks (`support.forked`).
 
-A process of its own, which forks: a child that imports torch anew would take seconds. Prints one
-JSON object: how many children died, and what lay there when they did.
+A fork of that child has imported everything, and inherits no thread.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import shutil
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from support.checkpoint_files import Sample, content, same_content, sample, save
+from support.forked import die_at
 
 from infinity.checkpoint.ownership import remove_stale
 from infinity.checkpoint.reader import CheckpointReader, find_tag
@@ -27,7 +24,9 @@ from infinity.checkpoint.root import checkpoints
 
 SHARD = 3000
 FOREIGN = ("foreign.tmp", "notes", ".theirs.infinity-lock")
-_CALLS = ("open", "mkdir", "rename", "fsync", "unlink", "rmdir", "ftruncate", "close", "scandir")
+# Those that change what is there. What lies there after a death before any other call is what lies
+# there before the next of these.
+_CALLS = ("open", "mkdir", "rename", "unlink", "rmdir", "ftruncate")
 
 
 def furnish(root: Path) -> None:
@@ -97,16 +96,17 @@ def fork(body: Callable[[int], Any]) -> tuple[int, int]:
     return child, receiving
 
 
-def kill_at_random(root: Path, count: int, seed: int) -> Counter[str]:
-    """Kill children that save in a loop, each after a random time."""
-    random_ = random.Random(seed)
+def kill_often(root: Path, moments: list[int | float]) -> Counter[str]:
+    """Kill children that save in a loop, each after some seconds, or at a line of the library."""
+    furnish(root)
     seen: Counter[str] = Counter()
     acknowledged = None
-    for _ in range(count):
-        child, pipe = fork(lambda sending: loop(root, sending))
+    for moment in moments:
+        child, pipe = fork(partial(loop, root, moment))
         os.read(pipe, 1)  # it begins
-        time.sleep(random_.uniform(0, 0.12))
-        os.kill(child, signal.SIGKILL)
+        if isinstance(moment, float):
+            time.sleep(moment)
+            os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         assert os.WIFSIGNALED(status), status
         with os.fdopen(pipe) as report:
@@ -116,8 +116,10 @@ def kill_at_random(root: Path, count: int, seed: int) -> Counter[str]:
     return seen
 
 
-def loop(root: Path, sending: int) -> None:
+def loop(root: Path, moment: float, sending: int) -> None:
     os.write(sending, b"\n")
+    if isinstance(moment, int):
+        die_at(moment)
     while True:
         os.write(sending, f"{save_next(root, 3)}\n".encode())
 
@@ -125,12 +127,14 @@ def loop(root: Path, sending: int) -> None:
 def die_at_every_call(parent: Path) -> Counter[str]:
     """Die before each system call of a save and its pruning, one after the other."""
     seen: Counter[str] = Counter()
+    before = parent / "before"
+    furnish(before)
+    for _ in range(2):
+        save_next(before, None)
     for number in range(10_000):
         root = parent / f"at-{number}"
-        furnish(root)
-        for _ in range(2):
-            save_next(root, None)
-        child, pipe = fork(partial(die_at, root, number))
+        shutil.copytree(before, root)
+        child, pipe = fork(partial(die_before, root, number))
         os.close(pipe)
         _, status = os.waitpid(child, 0)
         found = check(root, "2")
@@ -144,15 +148,16 @@ def die_at_every_call(parent: Path) -> Counter[str]:
     raise AssertionError("a save of more than 10,000 calls")
 
 
-def die_at(root: Path, number: int, _: int) -> None:
-    left = number
+def die_before(root: Path, number: int, _: int) -> None:
+    left, opening = number, os.open
 
     def counted(call: Callable[..., Any]) -> Callable[..., Any]:
         def instead(*args: Any, **options: Any) -> Any:
             nonlocal left
-            if left == 0:
-                os._exit(9)
-            left -= 1
+            if call is not opening or args[1] & os.O_CREAT:
+                if left == 0:
+                    os._exit(9)
+                left -= 1
             return call(*args, **options)
 
         return instead
@@ -160,17 +165,3 @@ def die_at(root: Path, number: int, _: int) -> None:
     for name in _CALLS:
         setattr(os, name, counted(getattr(os, name)))
     save_next(root, 1)
-
-
-def main() -> None:
-    root, count, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    if count == 0:
-        seen = die_at_every_call(root)
-    else:
-        furnish(root / "root")
-        seen = kill_at_random(root / "root", count, seed)
-    print(json.dumps({"died": sum(seen.values()), "seen": seen}))
-
-
-if __name__ == "__main__":
-    main()

@@ -18,7 +18,7 @@ from torch.nn import functional
 import infinity
 from infinity.engine import Engine
 
-TOTAL_STEPS = 12
+TOTAL_STEPS = 6
 MICRO_BATCHES = 2
 
 

@@ -1,20 +1,10 @@
-"""Engines over durable scratch, and crashes of their disks, simulated and real.
-
-`python -m support.durable PATH SEED ROUNDS [JSON]` trains in `ROUNDS` forked children, one after
-the other, most of which are killed -9 at random moments, and then in one that ends well and leaves
-its state in `state.pt`; it prints one line of JSON per child (`tests/faults/test_durable_kill.py`).
-"""
+"""Engines over durable scratch, and crashes of their disks, simulated and real."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
-import signal
-import sys
-import time
-import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -245,56 +235,18 @@ def copies(originals: list[Path], root: Path) -> tuple[list[Path], dict[str, Pat
 # --- children that are killed ---------------------------------------------------------------------
 
 
-def _child(path: Path, more: dict[str, Any], extra: int | None, report: int) -> None:
-    """Goes on from what was done before, for `extra` steps or for ever; tells each step."""
-    try:
-        with durable_engine(path, gated(), resume="auto", **more) as engine:
-            first = engine.global_steps
-            os.write(report, f"{first}\n".encode())
-            while extra is None or engine.global_steps < first + extra:
-                step(engine)
-                os.write(report, f"{engine.global_steps}\n".encode())
-            state = state_of(engine)
-        torch.save({"|".join(map(str, k)): v for k, v in state.items()}, path.parent / "state.pt")
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
+def train_and_tell(root: str, more: dict[str, Any], extra: int | None) -> None:
+    """Go on from the last commit in `root`/nvme, for some steps or for ever.
 
-
-def _round(
-    path: Path, more: dict[str, Any], extra: int | None, kill_after_s: float | None
-) -> dict[str, Any]:
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reader)
-        _child(path, more, extra, writer)
-    os.close(writer)
-    if kill_after_s is not None:
-        time.sleep(kill_after_s)
-        os.kill(child, signal.SIGKILL)
-    with os.fdopen(reader, "rb") as file:
-        told = [int(line) for line in file.read().split()]
-    _, status = os.waitpid(child, 0)
-    return {"told": told, "killed": os.WIFSIGNALED(status), "status": status}
-
-
-def main() -> None:
-    path, seed, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    more = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
+    Adds each step to `root`/told, and leaves the state in `root`/state.pt.
+    """
     torch.set_num_threads(1)
-    longest, choose = more.pop("longest_s", 0.5), random.Random(seed)
-    for number in range(rounds + 1):
-        last = number == rounds
-        # The last one is not killed; neither are some others, that close after a few steps.
-        closes = last or choose.random() < 0.1
-        extra, after = (2, None) if closes else (None, choose.uniform(0, longest))
-        outcome = _round(path, more, extra, after)
-        print(json.dumps(outcome), flush=True)
-        if outcome["status"] not in (0, signal.SIGKILL):
-            sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()
+    told = os.open(Path(root) / "told", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    with durable_engine(Path(root) / "nvme", gated(), resume="auto", **more) as engine:
+        first = engine.global_steps
+        os.write(told, f"{first}\n".encode())
+        while extra is None or engine.global_steps < first + extra:
+            step(engine)
+            os.write(told, f"{engine.global_steps}\n".encode())
+        state = state_of(engine)
+    torch.save(state, Path(root) / "state.pt")

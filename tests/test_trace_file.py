@@ -66,13 +66,16 @@ def test_the_file_is_json_at_any_moment(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     trace = filled(path, 1)
     seen = set()
+
+    def whole() -> bool:
+        with suppress(json.JSONDecodeError):
+            seen.add(len(json.loads(path.read_text())))
+            return True
+        return False
+
     for i in range(200):
         trace.add("update", "update", 0, trace.start_ns + i, trace.start_ns + i + 1, 7)
-        try:
-            seen.add(len(json.loads(path.read_text())))
-        except json.JSONDecodeError:  # read in the middle of a write, which ends at once
-            time.sleep(0.02)
-            seen.add(len(json.loads(path.read_text())))
+        assert wait_until(whole)  # not in the middle of a write, which ends at once
         time.sleep(0.002)
     trace.close()
     assert len(seen) > 2  # it grew meanwhile

@@ -25,7 +25,6 @@ from typing import Any
 
 import pytest
 from support.fake_accelerator import FakeAccelerator
-from support.garbage import quick_collections
 from support.leaks import descriptors, tasks
 from support.patience import wait_until
 from support.small import batch, masters, poison, same, settings, small_model
@@ -276,8 +275,7 @@ OUTCOMES = ("error", "clean", "EIO", "ENOSPC", "EBADMSG", "ETIMEDOUT")
 
 
 def test_right_bits_or_the_right_error(tmp_path: Path) -> None:
-    with quick_collections():
-        *_, seen = soak(CHOSEN, tmp_path)
+    *_, seen = soak(CHOSEN, tmp_path)
     for what in (*OUTCOMES, "repeated"):
         assert seen[what], (what, seen)
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.garbage import quick_collections
 from support.small import MIXED, ON_DEVICE, ON_DISK, masters, same, settings, small_model, train
 from torch import Tensor
 
@@ -159,15 +158,14 @@ def one_seed(seed: int, root: Path, set_faults: Callable[[str], None]) -> Counte
 def soak(seeds: Iterable[int], root: Path, set_faults: Callable[[str], None]) -> Counter[str]:
     seen: Counter[str] = Counter()
     clean(root)
-    with quick_collections():
-        for seed in seeds:
-            here = root / str(seed)
-            here.mkdir()
-            try:
-                seen += one_seed(seed, here, set_faults)
-            except BaseException as error:
-                error.add_note(f"seed {seed}")
-                raise
+    for seed in seeds:
+        here = root / str(seed)
+        here.mkdir()
+        try:
+            seen += one_seed(seed, here, set_faults)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
     return seen
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.held import LONG_S, held_engine, native_threads
-from support.leaks import descriptors
+from support.held import LONG_S, held_engine
+from support.leaks import descriptors, native_threads
 from support.native_io import BLOCK, Buffer, make_file, slow_engine
 from support.patience import wait_until
 

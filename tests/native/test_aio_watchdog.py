@@ -10,8 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.held import native_threads
-from support.leaks import descriptors
+from support.leaks import descriptors, native_threads
 from support.native_io import BLOCK, Buffer, make_file
 from support.patience import wait_until
 
@@ -99,6 +98,7 @@ def test_a_full_device_holds_up_those_in_the_queue(backend: str, tmp_path: Path)
     times_out(engine.close)
 
 
+@pytest.mark.clock
 def test_a_slow_disk_is_not_a_stuck_one(backend: str, tmp_path: Path) -> None:
     file = make_file(tmp_path / "f", bytes(4 * BLOCK))
     target = Buffer(4 * BLOCK)

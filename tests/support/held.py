@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from support.native_io import slow_engine
 
@@ -39,15 +38,3 @@ def while_this_thread_waits(action: Callable[[], object]) -> Iterator[None]:
     finally:
         sys.setswitchinterval(interval)
         thread.join()
-
-
-def native_threads() -> set[str]:
-    """Threads that native engines have made and that are still there."""
-    found = set()
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            if (task / "comm").read_text().startswith("infinity-"):
-                found.add(task.name)
-        except OSError:  # it has ended
-            continue
-    return found

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 from support.patience import wait_until
 
@@ -24,6 +25,16 @@ _OURS = (tempfile.gettempdir(), "anon_inode:[io_uring]")
 def tasks() -> set[str]:
     """Ids of this process's threads, those unknown to Python included."""
     return set(os.listdir("/proc/self/task"))
+
+
+def native_threads() -> set[str]:
+    """Threads that native engines have made."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended
+            if (task / "comm").read_text().startswith("infinity-"):
+                found.add(task.name)
+    return found
 
 
 def threads() -> set[threading.Thread]:

@@ -120,11 +120,6 @@ def poison(tensor: Tensor) -> None:
     tensor.fill_(255)
 
 
-def native_threads() -> int:
-    """How many threads this process has, those unknown to Python included."""
-    return len(tasks())
-
-
 class Run:
     """One engine over one model, and the checks that nothing is left behind.
 

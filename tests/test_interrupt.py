@@ -438,8 +438,8 @@ def test_a_timer_strikes_at_length(tmp_path: Path, case: str, seed: int) -> None
     ("case", "build", "fake_seed"),
     [
         ("disk_bf16_two", no_recompute, None),
-        ("mixed_three", recompute_reentrant, None),
-        ("disk_bf16_two", recompute, 3),
+        pytest.param("mixed_three", recompute_reentrant, None, marks=pytest.mark.big),
+        pytest.param("disk_bf16_two", recompute, 3, marks=pytest.mark.big),
     ],
 )
 def test_every_function_may_be_struck(

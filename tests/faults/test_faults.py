@@ -280,6 +280,20 @@ def test_right_bits_or_the_right_error(tmp_path: Path) -> None:
         assert seen[what], (what, seen)
 
 
+def test_late_blocks_change_no_bit(tmp_path: Path) -> None:
+    """Half of all blocks are late, so what is read before it has been written is something else."""
+    for seed in range(6):
+        homes = {"weights": ("device", "disk")[seed % 2], "moments": "disk", "gradients": "disk"}
+        case = Case(
+            seed=seed, kinds=("delay",), rate=0.5, verify=False, num_paths=1,
+            backend=("threads", "io_uring")[HAS_URING and seed % 3 == 0], micro_batches=3,
+            precision=("bf16", "fp32")[seed % 2], homes=homes, look_ahead=2, fake=False,
+        )  # fmt: skip
+        directory = tmp_path / str(seed)
+        directory.mkdir()
+        assert judge(case, run(case, directory), directory) == "clean", case
+
+
 @pytest.mark.big
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", range(5))

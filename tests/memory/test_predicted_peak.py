@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.measured_run import process_bytes
 
 TESTS = Path(__file__).parent.parent
 MIB = 1 << 20
@@ -22,6 +23,11 @@ IN_RAM = {"weights": "device", "moments": "host", "gradients": "host"}
 # 63 million parameters in 5 blocks of 48 MiB: large beside what else moves in a process.
 MODEL = {"width": 1024, "num_layers": 5, "vocab_size": 512, "tokens": 8, "init": True}
 RUNS: dict[str, dict[str, Any]] = {
+    # first: it is held from below as well, and what an earlier run leaves is used again
+    "a device of its own": {
+        "config": {"homes": ON_DISK | {"gradients": "host"}, "look_ahead": 1},
+        "fake": True,
+    },
     "all on disk": {"config": {"homes": ON_DISK}},
     "all on disk, built in RAM": {"config": {"homes": ON_DISK}, "init": False},
     "gradients in RAM": {"config": {"homes": ON_DISK | {"gradients": "host"}}, "micro_batches": 2},
@@ -29,11 +35,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "8 bit": {
         "config": {"homes": IN_RAM | {"weights": "disk"}, "optimizer": {"moments": "8bit"}},
     },
-    "by budget": {"config": {"budget": {"host": 1200 * MIB}, "look_ahead": 1}},
-    "a device of its own": {
-        "config": {"homes": ON_DISK | {"gradients": "host"}, "look_ahead": 1},
-        "fake": True,
-    },
+    "by budget": {"config": {"budget": {"host": 960 * MIB}, "look_ahead": 1}},  # and the process
 }
 # An embedding of 128 MiB whose weights are in slots, which birth has not touched yet.
 BIRTH = RUNS["all in RAM"] | {"width": 512, "num_layers": 1, "vocab_size": 65_536, "steps": 0}
@@ -65,6 +67,8 @@ def assert_near(name: str, predicted: int, measured: int) -> None:
 
 
 def test_the_peaks_are_those_that_were_planned(tmp_path: Path) -> None:
+    budget = RUNS["by budget"]["config"]["budget"]
+    budget["host"] += process_bytes()
     found = found_by(tmp_path, RUNS | {"birth": BIRTH})
     assert_birth_takes_one_large_value_more(found.pop("birth"))
     for name, one in found.items():

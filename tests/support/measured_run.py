@@ -9,8 +9,12 @@ which here is RAM as well), and `config`, which is added to the run's.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import torch
@@ -25,6 +29,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import gpt
 import presets
 from support.fake_accelerator import FakeAccelerator
+
+
+@cache
+def process_bytes() -> int:
+    """What a process of torch holds before it does anything: a build for CUDA more than twice."""
+    code = "import support.larger_than_ram as _; print(open('/proc/self/statm').read().split()[1])"
+    tests = Path(__file__).resolve().parents[1]
+    done = subprocess.run([sys.executable, "-c", code], cwd=tests, stdout=PIPE, check=True)
+    return int(done.stdout) * os.sysconf("SC_PAGESIZE")
 
 
 def peak() -> int:

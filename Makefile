@@ -101,7 +101,7 @@ $(BIN)/python:
 	  echo "setup: '$(PYTHON)' has no venv; try: apt-get install python3-venv" >&2; exit 1; }
 	"$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
-# What it takes to run, in the order of what is most likely to fail; the demo needs no more.
+# What it takes to build and to run; the demo needs no more.
 $(RUN_STAMP): pyproject.toml constraints.txt CMakeLists.txt $(NATIVE_SOURCES) | $(BIN)/python
 	@command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || \
 	  test -n "$$CXX" || { \

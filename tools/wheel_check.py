@@ -66,7 +66,7 @@ def venv(folder: Path, *packages: str | Path) -> Path:
 def main() -> None:
     """Build, repair, install, use."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--torch", default="2.15.0", help="version that the second venv gets")
+    parser.add_argument("--torch", required=True, help="version that the second venv gets")
     parser.add_argument("--keep", action="store_true", help="leave build/wheel-check where it is")
     arguments = parser.parse_args()
     work = REPOSITORY / "build" / "wheel-check"

@@ -28,9 +28,6 @@ STEPS = 3
 CASE = CASES["gpt"]
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {"type": "AdamW"},
-    "Adam-L2": {"type": "Adam", "weight_decay": 0.1, "maximize": True},
-    "Lion": {"type": "Lion", "lr": 1e-3},
-    "SGD": {"type": "SGD", "momentum": 0.9, "nesterov": True},
     "Adagrad": {"type": "Adagrad", "lr_decay": 0.1, "initial_accumulator_value": 0.3},
 }
 PLAIN = {"type": "SGD", "weight_decay": 0.1}  # keeps no moment: there is nothing to format

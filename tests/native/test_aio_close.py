@@ -6,11 +6,10 @@ import errno
 import gc
 import os
 import signal
-import threading
 from pathlib import Path
 
 import pytest
-from support.held import LONG_S, held_engine, while_this_thread_waits
+from support.held import LONG_S, held_engine, interrupt, while_this_thread_waits
 from support.native_io import BLOCK, Buffer, make_file, noise
 from support.patience import wait_until
 
@@ -38,20 +37,7 @@ def test_interrupting_a_wait(backend: str, tmp_path: Path) -> None:
     target = Buffer(4 * BLOCK)
     ticket = engine.submit(READ, [(file, 0, 4 * BLOCK, target.address)])
     assert wait_until(lambda: engine.counters()["in_flight_blocks"] == 4)
-    interrupted = threading.Event()
-    in_time: list[bool] = []
-
-    def interrupt() -> None:
-        signal.raise_signal(signal.SIGINT)
-        in_time.append(interrupted.wait(LONG_S / 10))
-        engine.close()
-
-    with while_this_thread_waits(interrupt):
-        with pytest.raises(KeyboardInterrupt):
-            ticket.wait()
-        assert not ticket.done()
-        interrupted.set()
-    assert in_time == [True]
+    interrupt(engine, ticket.wait, [ticket])
     assert ticket.wait(LONG_S)
     assert target.bytes() == data
 

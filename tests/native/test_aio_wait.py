@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.held import LONG_S, held_engine, while_this_thread_waits
+from support.held import LONG_S, held_engine, interrupt, while_this_thread_waits
 from support.native_io import BLOCK, Buffer, make_file, noise
 from support.patience import wait_until
 
@@ -93,20 +91,7 @@ def test_the_interpreter_is_free_meanwhile(
 @pytest.mark.parametrize("wait", [wait_any, wait_all])
 def test_interrupting(backend: str, tmp_path: Path, wait: Callable[[list[Ticket]], object]) -> None:
     engine, tickets = two_held(backend, tmp_path / "f")
-    interrupted = threading.Event()
-    in_time: list[bool] = []
-
-    def interrupt() -> None:
-        signal.raise_signal(signal.SIGINT)
-        in_time.append(interrupted.wait(LONG_S / 10))
-        engine.close()
-
-    with while_this_thread_waits(interrupt):
-        with pytest.raises(KeyboardInterrupt):
-            wait(tickets)
-        assert not any(ticket.done() for ticket in tickets)
-        interrupted.set()
-    assert in_time == [True]
+    interrupt(engine, lambda: wait(tickets), tickets)
 
 
 def test_in_a_forked_child(backend: str, tmp_path: Path) -> None:

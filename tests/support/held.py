@@ -5,14 +5,16 @@ Nothing here looks at a clock: a block of a held engine is late by hours, `close
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import pytest
 from support.native_io import slow_engine
 
-from infinity._aio import Engine
+from infinity._aio import Engine, Ticket
 
 LONG_S = 300.0  # only a hang takes so long
 
@@ -38,3 +40,21 @@ def while_this_thread_waits(action: Callable[[], object]) -> Iterator[None]:
     finally:
         sys.setswitchinterval(interval)
         thread.join()
+
+
+def interrupt(engine: Engine, wait: Callable[[], object], tickets: Sequence[Ticket]) -> None:
+    """Ctrl-C ends a wait for tickets that have not come; afterwards the engine is closed."""
+    interrupted = threading.Event()
+    in_time: list[bool] = []
+
+    def strike() -> None:
+        signal.raise_signal(signal.SIGINT)
+        in_time.append(interrupted.wait(LONG_S / 10))
+        engine.close()
+
+    with while_this_thread_waits(strike):
+        with pytest.raises(KeyboardInterrupt):
+            wait()
+        assert not any(ticket.done() for ticket in tickets)
+        interrupted.set()
+    assert in_time == [True]

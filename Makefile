@@ -63,9 +63,9 @@ define native-tests
 endef
 
 test-big: setup  ## run all tests that are not judged by a clock
-	$(BIN)/python -m pytest -q -n 2 -m "not clock" $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 -m "not clock" --hypothesis-profile=search $(ARGS)
 
-test-crash: setup  ## kill training at a thousand random moments, and look what is left (long)
+test-crash: setup  ## end training badly ten thousand times, and look what is left (long)
 	$(BIN)/python -m pytest -q tests/faults -m big -k "killed or at_length" $(ARGS)
 
 lint: setup  ## check style, types and the format of the native sources

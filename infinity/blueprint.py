@@ -19,7 +19,7 @@ from infinity.heap import return_freed_memory
 from infinity.memory.device import Device
 from infinity.memory.durable_runs import find_run, model_facts
 from infinity.memory.reservations import PROCESS
-from infinity.model.presence import ParameterMap
+from infinity.model.installation import ParameterMap
 from infinity.optim.built_in import BuiltInRule
 from infinity.optim.guest import GuestRule
 from infinity.optim.guest_probe import GuestMaker, open_guest
@@ -191,7 +191,7 @@ def plan_for(
     run = None
     if config.durable:
         here = model_facts(cut.layouts, config.precision, facts, gradient_itemsize(config))
-        run = find_run(config.nvme_path, config.resume, here)
+        run = find_run(config.nvme_path, config.resume, here, config.journal)
     reason = "" if device.unified else device.why_no_kernels()
     plan = make_plan(
         cut.layouts,

@@ -102,8 +102,9 @@ class IoConfig(Section):
     num_threads: int = Field(default=4, ge=1, le=64)
     # Relative speeds of the paths in nvme_path, in their order; left out: measured at start.
     weights: Annotated[tuple[Weight, ...] | None, BeforeValidator(as_pair)] = None
-    # Keep a CRC32C of every page on disk in RAM (0.1 % of it), and check it on every read.
-    verify: bool = False
+    # Keep a CRC32C of every page on disk in RAM (0.1 % of it), and check it on every read; "auto"
+    # is where steps are durable, so that what a run goes on from is known to be what was written.
+    verify: bool | Literal["auto"] = "auto"
     # Seconds a request may be in the kernel before waiting for it is an error. 0 = for ever.
     stuck_after_s: Number = Field(default=120.0, ge=0)
     # Bytes per second; slows the disk down in tests. 0 = as fast as it goes.

@@ -7,8 +7,10 @@ written twice is an error here, because a dict would silently keep one of the tw
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping
+import stat
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,43 @@ import yaml
 
 from infinity.errors import ConfigError
 
+# What no configuration comes near, and what a slip, or a file made to do harm, goes beyond.
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 100
+MAX_VALUES = 100_000  # aliases count as what they stand for
+
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 as PyYAML reads it, but 1e-4 is a number and a repeated key is an error."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = self._count = 0
+        self._counts: dict[int, int] = {}  # id of a node that is whole -> values in it
+
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
+        """Compose a value; bounded, whatever its aliases stand for."""
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        before = self._count
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise self._refusal(f"nested deeper than {MAX_DEPTH} levels", event)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if not isinstance(event, yaml.AliasEvent):
+            self._count += 1
+            self._counts[id(node)] = self._count - before
+        elif id(node) in self._counts:
+            self._count += self._counts[id(node)]
+        else:
+            raise self._refusal(f"*{event.anchor} stands inside of what it stands for", event)
+        if self._count > MAX_VALUES:
+            raise self._refusal(f"more than {MAX_VALUES:,} values", event)
+        return node
+
+    @staticmethod
+    def _refusal(problem: str, event: Any) -> Exception:
+        return yaml.composer.ComposerError(None, None, problem, event.start_mark)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Compose one mapping; every key must be new in it."""
@@ -52,8 +88,8 @@ def short(text: str, limit: int = 200) -> str:
 def read_config_file(path: Path) -> dict[str, Any]:
     """Return the mapping in a `.yaml`, `.yml` or `.json` file; an empty YAML file is `{}`.
 
-    Raises `ConfigError` if the file cannot be read or parsed, repeats a key, holds a key that is
-    not text, or is not a mapping.
+    Raises `ConfigError` if the file cannot be read or parsed, is larger or deeper than any
+    configuration, repeats a key, holds a key that is not text, or is not a mapping.
     """
     suffix = path.suffix.lower()
     if suffix not in (".yaml", ".yml", ".json"):
@@ -64,8 +100,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
             remedy="use a .yaml, .yml or .json file, or give a dict",
         )
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+        text = _read(path)
+    except (OSError, ValueError) as error:
         because = getattr(error, "strerror", None) or str(error)
         remedy = "look for a slip in the path" if isinstance(error, FileNotFoundError) else None
         raise ConfigError(
@@ -79,18 +115,38 @@ def read_config_file(path: Path) -> dict[str, Any]:
     return raw
 
 
+def _read(path: Path) -> str:
+    """Raises `OSError` or `ValueError`."""
+    # A pipe that nobody writes to would be waited for.
+    with open(path, "rb", opener=lambda name, how: os.open(name, how | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("it is a pipe or a device, not a file")
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
+    return data.decode()
+
+
 def _parse_yaml(path: Path, text: str) -> Any:
     try:
-        raw = yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {_yaml_problem(error)}") from error
+        raw = _load_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
     return {} if raw is None else raw
 
 
-def _yaml_problem(error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or str(error)
-    return f"{problem} (line {mark.line + 1}, column {mark.column + 1})" if mark else problem
+def _load_yaml(text: str) -> Any:
+    """What YAML says; raises `ValueError` with what is wrong."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None) or str(error)
+        place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        raise ValueError(problem + place) from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        # PyYAML stumbles over tags: !!int '', !!bool maybe.
+        raise ValueError(f"a value does not fit its !!tag: {error}") from error
 
 
 def _parse_json(path: Path, text: str) -> Any:
@@ -120,13 +176,17 @@ def _kind(raw: object) -> str:
     return "a list" if isinstance(raw, list) else f"the single value {raw!r}"
 
 
-def _check_keys(where: str, raw: Mapping[Hashable, Any]) -> None:
-    for key, value in raw.items():
+def _check_keys(where: str, raw: Any, depth: int = 1) -> None:
+    if depth > MAX_DEPTH:
+        raise ConfigError(f"{short(where)}: nested deeper than {MAX_DEPTH} levels")
+    if isinstance(raw, list):
+        for value in raw:
+            _check_keys(where, value, depth + 1)
+    for key, value in raw.items() if isinstance(raw, dict) else ():
         if not isinstance(key, str):
             remedy = f'put it in quotes: "{key}"'
             raise ConfigError(f"{where}: the key {key!r} is not text", remedy=remedy)
-        if isinstance(value, Mapping):
-            _check_keys(f"{where}: {key}", value)
+        _check_keys(f"{where}: {key}", value, depth + 1)
 
 
 def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
@@ -142,12 +202,15 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[st
         name, equals, text = override.partition("=")
         keys = name.strip().split(".")
         if not equals or not all(keys):
-            problems.append(f"{override!r}: write key=value, for example io.queue_depth=16")
+            problems.append(f"{short(override)!r}: write key=value, for example io.queue_depth=16")
+            continue
+        if len(keys) > MAX_DEPTH:
+            problems.append(f"{short(override)!r}: nested deeper than {MAX_DEPTH} levels")
             continue
         try:
-            value = yaml.load(text, Loader=_Loader)
-        except (yaml.YAMLError, ValueError) as error:
-            problems.append(f"{override!r}: the value is not YAML: {_yaml_problem(error)}")
+            value = _load_yaml(text)
+        except ValueError as error:
+            problems.append(f"{short(override)!r}: the value is not YAML: {error}")
             continue
         problem = _set(result, keys, value)
         if problem:

@@ -40,7 +40,10 @@ def as_path(value: Any) -> Path:
     """A path, `~` expanded."""
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value) or "\0" in str(value):
         raise ValueError(f"should be a path, got {value!r}")
-    return Path(os.fsdecode(value)).expanduser()
+    try:
+        return Path(os.fsdecode(value)).expanduser()
+    except RuntimeError:
+        raise ValueError(f"there is no such user, got {value!r}") from None
 
 
 def as_paths(value: Any) -> tuple[Path, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from infinity.training.cycles import Cycles
 from infinity.training.inputs import check_inputs
 from infinity.training.loss_scale import ScaleRules
 from infinity.training.merge_guard import MergeGuard
-from infinity.training.owner import Owner
+from infinity.training.owner import exclusive
 from infinity.training.recovery import Recovery
 from infinity.training.run_state import RunState
 from infinity.training.state_dict import ModuleStateHooks
@@ -63,12 +64,15 @@ class Engine(EngineCalls):
         self._window = Window(parts.plan)
         self._set_micro_batches(self._window.length)
         self._cycles = Cycles(parts.mover)
-        parts.hooks.keep(self._cycles.watch(module))
+        parts.hooks.watch_root(module, *self._cycles.around_calls())
         self._stepper = Stepper(
             parts, self._cycles, optimizer, self._index_of, lr_scheduler, journal, scale_rules
         )
         self._recovery = Recovery(parts, self._stepper, self._cycles, self._window)
-        self._values = Values(parts.store, parts.mover, parts.kernels, parts.sweep.finish)
+        self._owner = parts.hooks.owner
+        self._values = Values(
+            parts.store, parts.mover, parts.kernels, parts.sweep.finish, self._owner
+        )
         parts.hooks.lent = self._values.lent
         parts.hooks.write_edits = self._values.flush_edits
         names = parts.cut.names
@@ -81,18 +85,27 @@ class Engine(EngineCalls):
             self._stepper.document = self._checkpoints.document
             if parts.resumed:
                 self._checkpoints.restore_document(parts.resumed)
-        self._state_hooks = ModuleStateHooks(module, self._values, self._index_of)
-        self._merge_guard = MergeGuard(module, self._values, self._index_of)
         self._closed = False
-        self._unfrozen = [] if any(parts.cut.trained) else freeze(parts.cut.parameters)
-        name_engine(parts.cut.parameters, self)
-        self._finalizer = weakref.finalize(self, parts.close)
+        self._own(module)
+        self._finalizer = weakref.finalize(self, parts.drop)
         optimizer.connect(self.step, self._drop_arrivals)
-        self._owner = Owner()
         _after_fork(self)
+
+    def _own(self, module: nn.Module) -> None:
+        """What the module and its parameters know of the engine, until that is closed or gone."""
+        parts, parameters = self._parts, self._parts.cut.parameters
+        parts.also(ModuleStateHooks(module, self._values, self._index_of).remove)
+        parts.also(MergeGuard(module, self._values, self._index_of).remove)
+        if not any(parts.cut.trained):
+            parts.also(freeze(parameters))
+        name_engine(parameters, self)
+        parts.also(partial(name_engine, parameters, None))
+        if self._journal is not None:
+            parts.also(self._journal.close, last=True)
 
     # --- training ------------------------------------------------------------------------------
 
+    @exclusive
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward; same arguments, same result."""
         self._check_usable()
@@ -105,7 +118,7 @@ class Engine(EngineCalls):
         self._cycles.begin(last_micro_batch=last)
         hooks, recovery = self._parts.hooks, self._recovery
         mark = recovery.mark = hooks.mark()
-        # No `finally`: an interruption may strike inside one, and then the rest of it is skipped.
+        # No `finally`: an interruption inside one skips the rest of it.
         try:
             torch.set_autocast_cache_enabled(False)  # it would keep casts of weights that move
             hooks.saved.push()
@@ -113,12 +126,14 @@ class Engine(EngineCalls):
             hooks.restore(mark)
             if not torch.is_grad_enabled():
                 self._cycles.end_call()
+            hooks.release(result)
             return result
         except BaseException as error:
             recovery.left = "forward"  # first; see [Note: interrupted twice]
             recovery.mend(error)
             raise
 
+    @exclusive
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
@@ -147,6 +162,7 @@ class Engine(EngineCalls):
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             gradients.finish()
             self._cycles.end()
+            hooks.release(None)
             self._end_backward()
             return result
         except BaseException as error:
@@ -161,6 +177,7 @@ class Engine(EngineCalls):
                 ) from error
             raise
 
+    @exclusive
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, for a backward of your own; as it is but in fp16.
 
@@ -231,12 +248,14 @@ class Engine(EngineCalls):
                 "step or forward",
             )
 
+    @exclusive
     def _drop_arrivals(self) -> None:
         """`optimizer.zero_grad()`: drop what a `loss.backward()` left that is not accounted for."""
         self._recovery.mend()
         if self._parts.hooks.num_arrived != self._window.seen:
             self._recovery.start_over()
 
+    @exclusive
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-batch; at the end of the accumulation window, update.
 
@@ -246,8 +265,7 @@ class Engine(EngineCalls):
         Returns once the norm and the clip factor are known; the sweep runs behind the next
         forward. A step whose gradients are not all finite is skipped and counted. Interrupted,
         or where gradients were lost on their way home (`TransferError`), it has happened, or the
-        accumulation window starts over: `global_steps` and `micro_step`
-        tell.
+        accumulation window starts over: `global_steps` and `micro_step` tell.
         """
         recovery = self._recovery
         if not recovery.left:  # no call before `try`: an interruption of it would go unseen
@@ -266,6 +284,8 @@ class Engine(EngineCalls):
                 self._stepper.end_micro_batch()
                 return
             self._cycles.end()
+            self._parts.mover.verify(may_wait=True)
+            self._parts.mover.release_all(reached=True)
             self._values.take_back_all()
             self._values.settle()
             self._stepper.batch_samples = self.train_batch_size()
@@ -273,17 +293,15 @@ class Engine(EngineCalls):
             self._stepper.update(self.gradient_clipping)
             report = self._stepper.last_report
             self._window.updated = report is not None and not report.skipped
-        except TransferError:  # gradients were lost on their way home
-            recovery.left = recovery.left or "step"
-            recovery.mend()
-            raise
-        except InfinityError:
-            raise  # a refusal, or an error of a step that has happened
-        except BaseException:
-            recovery.left = recovery.left or "step"
-            recovery.mend()
+        except BaseException as error:
+            # Gradients that were lost on their way home; other errors of ours are refusals, or of a
+            # step that has happened.
+            if isinstance(error, TransferError) or not isinstance(error, InfinityError):
+                recovery.left = recovery.left or "step"
+                recovery.mend()
             raise
 
+    @exclusive
     def zero_grad(self) -> None:
         """Start the accumulation window over: its gradients are dropped, `micro_step` is 0.
 
@@ -298,6 +316,7 @@ class Engine(EngineCalls):
         """`engine(...)`."""
         return self(*args, **kwargs)
 
+    @exclusive
     def train(self, mode: bool = True) -> Engine:
         """`module.train(mode)`."""
         self.module.train(mode)
@@ -310,36 +329,35 @@ class Engine(EngineCalls):
     def close(self, *, restore: bool = False) -> None:
         """Give everything back: threads, pins, files, disk space. Idempotent.
 
-        A checkpoint that is being saved is completed first; what made one fail is raised when all
-        is given back. Parameters are absent afterwards; with `restore` they first get their full
-        values back, in RAM, in the compute dtype.
+        An engine that nothing refers to any more does that too, but its module then refuses. In a
+        forked child nothing happens. A checkpoint that is being saved is completed first; what made
+        one fail is raised when all is given back. Parameters are absent afterwards; with `restore`
+        they first get their full values back, in RAM, in the compute dtype.
         """
-        if (self._closed and self._parts.closed) or not self._owner.is_here():
-            return
-        values, failure = None, None
+        if self._owner.is_here() and not (self._closed and self._parts.closed):
+            self._close(restore)
+
+    @exclusive
+    def _close(self, restore: bool) -> None:
+        values = None
+        failure: BaseException | None = None
         if not self._closed:
             try:
+                failure = self._parts.mover.find_edit(may_wait=True)
                 self._parts.saver.finish()
                 if restore:
                     self._values.take_back_all()
                     count = len(self._parts.cut.parameters)
                     values = [self._values.read(i) for i in range(count)]
             except BaseException as error:
-                failure = error
+                failure = failure or error
         self._closed = True
         self._recovery.left = ""  # what it would mend is given back
-        self._state_hooks.remove()
-        self._merge_guard.remove()
         try:
             self._parts.close()
         finally:
             if self._parts.closed:
                 self._finalizer.detach()
-            name_engine(self._parts.cut.parameters, None)
-            while self._unfrozen:
-                self._unfrozen.pop().requires_grad_(True)
-            if self._journal is not None:
-                self._journal.close()
             if values is not None:
                 self._parts.presence.restore(values)
         if failure is not None:

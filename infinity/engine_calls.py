@@ -15,6 +15,8 @@ from torch import Tensor
 from infinity.engine_batch import EngineBatch
 from infinity.errors import ConfigError, InfinityWarning, TrainingError
 from infinity.plan.layout import Tier
+from infinity.stable import atomic_write, make_directories
+from infinity.training.owner import exclusive
 from infinity.training.state_dict import StateDict
 from infinity.training.state_places import (
     OffloadDevice,
@@ -186,6 +188,7 @@ class EngineCalls(EngineBatch):
 
     # --- values ----------------------------------------------------------------------------------
 
+    @exclusive
     def module_state_dict(
         self,
         destination: dict[str, Tensor] | None = None,
@@ -202,6 +205,7 @@ class EngineCalls(EngineBatch):
         target.update({prefix + name: state[name] for name in state})
         return target
 
+    @exclusive
     def load_module_state_dict(
         self,
         state_dict: Mapping[str, Tensor],
@@ -222,6 +226,7 @@ class EngineCalls(EngineBatch):
         """`module_state_dict()`, by the name under which accelerate asks for it."""
         return self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
 
+    @exclusive
     def save_16bit_model(
         self,
         save_dir: str | os.PathLike[str],
@@ -238,8 +243,9 @@ class EngineCalls(EngineBatch):
         if save_filename is None:
             state.save(directory, None, "5GiB")
         elif save_filename.endswith(_PICKLED):
-            directory.mkdir(parents=True, exist_ok=True)
-            torch.save({name: state[name] for name in state}, directory / save_filename)
+            make_directories(directory)
+            with atomic_write(directory / save_filename) as file:
+                torch.save({name: state[name] for name in state}, file)
         else:
             raise ConfigError(
                 f"save_filename is {save_filename!r}",
@@ -260,6 +266,7 @@ class EngineCalls(EngineBatch):
 
     # --- memory ----------------------------------------------------------------------------------
 
+    @exclusive
     def compile(
         self,
         backend: str = "inductor",
@@ -291,6 +298,7 @@ class EngineCalls(EngineBatch):
     def empty_partition_cache(self) -> None:
         """Nothing to do: device memory is what the plan reserved, and nothing is cached beside."""
 
+    @exclusive
     def offload_states(
         self,
         include: Any = None,

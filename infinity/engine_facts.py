@@ -41,7 +41,8 @@ class EngineFacts(EngineState):
     @property
     def micro_step(self) -> int:
         """Micro-batches of the current accumulation window that are behind us."""
-        self._recovery.mend()
+        if self._owner.elsewhere() is None:  # else that call mends what is left
+            self._recovery.mend()
         self._parts.sweep.await_commit()
         return self._stepper.progress.micro_step
 

@@ -17,7 +17,7 @@ from infinity.parts import Parts
 from infinity.plan.plan import Plan
 from infinity.training.checkpoints import Checkpoints, Wanted
 from infinity.training.optimizer_state import write_state
-from infinity.training.owner import Owner
+from infinity.training.owner import Owner, exclusive
 from infinity.training.recovery import Recovery
 from infinity.training.run_state import Stateful
 from infinity.training.state_dict import StateDict, state_dict_of
@@ -42,6 +42,7 @@ class EngineState:
 
     # --- values ----------------------------------------------------------------------------------
 
+    @exclusive
     def state_dict(self, *, master: bool = False) -> StateDict:
         """Names to full values, read tensor by tensor as they are asked for.
 
@@ -50,6 +51,7 @@ class EngineState:
         self._check_usable()
         return state_dict_of(self.module, self._values, self._index_of, master=master)
 
+    @exclusive
     def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Take full values, tensor by tensor; fp32 values become masters as they are.
 
@@ -59,6 +61,7 @@ class EngineState:
         self._check_usable()
         self.state_dict().load(state, strict=strict)
 
+    @exclusive
     def save_weights(
         self,
         directory: str | os.PathLike[str],
@@ -71,8 +74,12 @@ class EngineState:
         their first name. `dtype`: None is the compute dtype; torch.float32 or "fp32" the exact
         master; "bf16"; "fp16". Buffers, and frozen parameters that are not floats, keep theirs.
 
+        Weights saved there before are replaced as a whole: whoever looks, also after a kill -9,
+        finds all old ones or all new ones. Only one save at a time can be in a directory.
+
         Waits for updates that are owed. Raises `ConfigError`, `DoesNotFitError` (disk full) or
-        `MachineError`; training may go on after any of them, and files saved there before stay.
+        `MachineError` (also while somebody else saves there); training may go on after any of
+        them, and files saved there before stay.
         """
         self._check_usable()
         return self.state_dict().save(Path(directory), dtype, max_shard)
@@ -94,6 +101,7 @@ class EngineState:
         """Whether a block of `materialized` lends this parameter a full value now."""
         return self._index_of.get(id(parameter)) in self._values.lent
 
+    @exclusive
     def gradient(self, parameter: nn.Parameter) -> Tensor:
         """A copy of the parameter's accumulated gradient in this window (`p.grad` is None).
 
@@ -105,6 +113,7 @@ class EngineState:
         state = self._stepper.progress.loss_scale
         return value if state is None else value.float() / state.scale
 
+    @exclusive
     def set_gradient(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Put another gradient in the place of what was accumulated in this window.
 
@@ -119,6 +128,7 @@ class EngineState:
         self._parts.mover.await_consumed(self._parts.hooks.unit_of(index))
         self._parts.gradients.replace(index, scaled.reshape(-1))
 
+    @exclusive
     def set_optimizer_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
         """Replace one moment of a parameter, by torch's name: "exp_avg", "exp_avg_sq", ...
 
@@ -158,6 +168,7 @@ class EngineState:
         """See `Engine`: gradients that have come are accounted for."""
         raise NotImplementedError
 
+    @exclusive
     def save_checkpoint(
         self,
         directory: str | os.PathLike[str],
@@ -182,7 +193,7 @@ class EngineState:
         training may go on after any. What fails behind the caller's back is warned of by the next
         `step()` and raised by the next `save_checkpoint`, `finish_saving` or `close`.
         """
-        self._check_usable()
+        self._check_usable(may_wait=True)
         self._end_users_backward()
         return self._checkpoints.save(
             Path(directory).expanduser(), tag, client_state or {},
@@ -194,11 +205,13 @@ class EngineState:
         """Whether a checkpoint is being copied behind the caller's back."""
         return self._parts.saver.busy
 
+    @exclusive
     def finish_saving(self) -> None:
         """Wait until the last checkpoint is on stable storage; raises what made it fail."""
         self._check_usable()
         self._parts.saver.finish()
 
+    @exclusive
     def load_checkpoint(
         self,
         directory: str | os.PathLike[str],
@@ -220,6 +233,7 @@ class EngineState:
         self._owner.check()
         self._check_open()
         self._recovery.mend()
+        self._parts.mover.verify(may_wait=True)
         if custom_load_fn is not None:
             raise ConfigError(
                 "load_checkpoint(custom_load_fn=...) is not supported",
@@ -246,6 +260,7 @@ class EngineState:
         """Whether `initialize` went on from a committed step (`durable`, `resume`)."""
         return self._parts.resumed is not None
 
+    @exclusive
     def restore_random_state(self) -> bool:
         """Put the random generators back where a resumed run, or a loaded checkpoint, had them.
 
@@ -256,6 +271,7 @@ class EngineState:
         self._check_usable()
         return self._checkpoints.run_state.restore_rng()
 
+    @exclusive
     def settle(self) -> None:
         """Wait until no update is owed and everything is home."""
         self._check_usable()
@@ -263,11 +279,12 @@ class EngineState:
         for unit in range(len(self.plan.units)):
             self._parts.store.settle_writes(unit)
 
-    def _check_usable(self) -> None:
+    def _check_usable(self, *, may_wait: bool = False) -> None:
         self._owner.check()
         self._check_open()
         self._recovery.mend()
         self._parts.mover.check()
+        self._parts.mover.verify(may_wait=may_wait)
 
     def _check_open(self) -> None:
         if self._closed:

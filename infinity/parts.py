@@ -23,8 +23,9 @@ from infinity.memory.lanes import Lanes
 from infinity.memory.mover import Mover
 from infinity.memory.reservations import PROCESS
 from infinity.memory.state import StateStore
+from infinity.model.installation import Installation
 from infinity.model.materialize import Origins
-from infinity.model.presence import Installation, Presence, move_buffers
+from infinity.model.presence import Presence, move_buffers
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.plan.machine import read_machine
@@ -88,10 +89,10 @@ class Parts:
         if isinstance(self.device, CpuDevice):
             self.device.copier = self.kernels.copy
         stored = read_run(Path(plan.resumed), config.nvme_path) if plan.resumed else None
-        needs_disk = any(plan.memory["disk"].values())
-        placement = stored.placement if stored is not None else None
-        self.disk = Disk(config.nvme_path, config.io, placement) if needs_disk else None
-        if self.disk is not None:
+        self.disk: Disk | None = None
+        if any(plan.memory["disk"].values()):
+            io = config.io.model_copy(update={"verify": plan.verify})
+            self.disk = Disk(config.nvme_path, io, stored.placement if stored else None)
             undo.append(self.disk.close)
         self.lanes = Lanes(self.device, self.disk)
         self.store = StateStore(plan, self.lanes)
@@ -206,6 +207,18 @@ class Parts:
             if room is not None:
                 room.forget()
         return_freed_memory()
+
+    def also(self, undo: Callable[[], None], *, last: bool = False) -> None:
+        """Do this too when all is given back: first of all, or `last`."""
+        self._undo.insert(0 if last else len(self._undo), undo)
+
+    def drop(self) -> None:
+        """`close`, where nobody asked for it: nothing refers to the engine any more.
+
+        The module, which may live on, tells whoever reaches for its parameters.
+        """
+        self.installation.gone = True
+        self.close()
 
     @property
     def closed(self) -> bool:

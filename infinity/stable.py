@@ -1,18 +1,105 @@
-"""Files and names that must outlast a loss of power."""
+"""Files that must outlast a loss of power, and that others may reach for while they are written.
+
+Nothing here follows a link in a file's place, and nobody but the owner may write what is made here,
+whatever the umask says.
+"""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
 import os
+import re
+import secrets
+import stat
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, BinaryIO
+
+FILE_MODE = 0o644  # less what the umask takes; so with the next
+FOLDER_MODE = 0o755
+SHARED_FOLDER_MODE = 0o775  # that a user named: where groups share directories, they go on to
+TEMPORARY_NAME = re.compile(r"\.infinity-[0-9a-f]{16}\.tmp")
+
+
+def temporary_name() -> str:
+    """A name that nobody can guess, and that `TEMPORARY_NAME` knows again."""
+    return f".infinity-{secrets.token_hex(8)}.tmp"
+
+
+def open_new(path: Path, mode: int = FILE_MODE) -> BinaryIO:
+    """Open a file that must not exist yet, nor a link in its place. Raises `OSError`."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, mode), "wb")
 
 
 def write_new(path: Path, data: bytes, mode: int = 0o600) -> None:
     """Write a file that must not exist yet, and put it on stable storage. Raises `OSError`."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    with os.fdopen(descriptor, "wb") as file:
+    with open_new(path, mode) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def make_directories(path: Path, mode: int = SHARED_FOLDER_MODE) -> None:
+    """Make a directory, and those above it that are missing, for good. Raises `OSError`."""
+    missing = []
+    while not path.is_dir():
+        missing.append(path)
+        path = path.parent
+    for new in reversed(missing):
+        new.mkdir(mode, exist_ok=True)
+        sync_directory(new.parent)
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The lines of a file that hold an object, and the objects; none where there is no file.
+
+    A kill may have torn the last line. Raises `OSError`.
+    """
+    with suppress(FileNotFoundError), open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            with suppress(ValueError, RecursionError):
+                found = json.loads(line)
+                if isinstance(found, dict):
+                    yield line, found
+
+
+def read_small(path: Path, offset: int = 0, nbytes: int = 1 << 30) -> bytes:
+    """At most `nbytes` of a file; links are not followed. Raises `OSError`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        left = os.fstat(descriptor).st_size - offset
+        return os.pread(descriptor, max(min(left, nbytes), 0), offset)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def atomic_write(path: Path, mode: int = FILE_MODE) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` when the block ends, whole and on stable storage.
+
+    If the block raises, nothing has changed. Raises `OSError`, also where `path` is a link, a
+    device or a directory: `/dev/null` would be gone, and whoever reads through a link see the old.
+    """
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise OSError(errno.EINVAL, "it is a link or a device, not a regular file", str(path))
+    new = path.with_name(temporary_name())
+    try:
+        with open_new(new, mode) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(new, path)
+    except BaseException:
+        with suppress(OSError):
+            new.unlink()
+        raise
+    sync_directory(path.parent)
 
 
 def sync_directory(path: Path) -> None:
@@ -22,3 +109,66 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class LockFile:
+    """An exclusive lock, held until `release`; its empty file is there as long.
+
+    A process that dies leaves the file, which the next one takes over.
+    """
+
+    def __init__(self, path: Path, *, create: bool = True) -> None:
+        """Raises `BlockingIOError` if somebody has it, else `OSError`: `FileNotFoundError` without
+        `create`, EEXIST if there is a file that no lock would be.
+        """
+        self.path = path
+        self._descriptor = -1
+        while self._descriptor < 0:
+            self._descriptor = _locked(path, create=create)
+        _held.add(self)
+
+    def release(self) -> None:
+        """Remove the lock file and let go; after `let_go` it does nothing. Idempotent."""
+        if self._descriptor >= 0:
+            with suppress(OSError):
+                self.path.unlink(missing_ok=True)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Close the lock file: it stays, and tells the next who takes it what to remove."""
+        _held.discard(self)
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _locked(path: Path, *, create: bool) -> int:
+    """The descriptor of a lock file that is locked; -1 if it was removed meanwhile."""
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags | (os.O_CREAT if create else 0), 0o600)
+    try:
+        facts = os.fstat(descriptor)
+        # Of any owner: some file systems give all files to one user.
+        if not stat.S_ISREG(facts.st_mode) or facts.st_size:
+            raise OSError(errno.EEXIST, "a file of another making has that name", str(path))
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return -1
+
+
+# A forked child holds a copy of every lock; it must let go, or a DataLoader worker that outlives
+# a killed run would keep what that run left looking alive.
+_held: weakref.WeakSet[LockFile] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    for lock in list(_held):
+        lock.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

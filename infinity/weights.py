@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityError, MachineError
+from infinity.model.installation import ParameterMap
 from infinity.model.materialize import remember_values
-from infinity.model.presence import ParameterMap
 from infinity.model.safetensors_file import TensorFacts
 from infinity.model.weight_files import WeightFiles
 from infinity.training.buffers import persistent_buffers

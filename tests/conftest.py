@@ -12,9 +12,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 from support.leaks import Watch
 
 torch.set_num_threads(1)
+# The same examples every time, so that red means changed; `make test-big` looks for new ones.
+settings.register_profile("same", derandomize=True, database=None, deadline=None)
+settings.register_profile("search", deadline=None)
+settings.load_profile("same")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started by a shell in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -41,11 +41,11 @@ ALLOWED: dict[str, set[str]] = {
     | {"config_activations"},
     "journal": {"errors"},
     "losses": {"errors"},
-    "trace": {"errors"},
+    "trace": {"errors", "stable"},
     "heap": set(),
     "plan": {"errors", "sizes", "formats"} | _CONFIG,
     "model": {"errors", "stable", "heap", "sizes", "config", "plan"},
-    "optim": {"errors", "formats", "plan", "_adam"},
+    "optim": {"errors", "stable", "formats", "plan", "_adam"},
     "memory": {"errors", "stable", "sizes", "formats", "config", "plan", "model", "optim", "_aio"}
     | {"trace", "crc32c"},
     "checkpoint": {"errors", "stable", "sizes", "formats", "heap", "model", "_aio", "crc32c"},
@@ -62,7 +62,7 @@ ALLOWED: dict[str, set[str]] = {
     "weights": {"errors", "model", "training", "engine"},
     # What scripts written for DeepSpeed import, over the rooms where things are done.
     "zero": {"errors", "model", "engine", "integrations"},
-    "utils": {"errors", "sizes", "model", "checkpoint", "engine"},
+    "utils": {"errors", "stable", "sizes", "model", "checkpoint", "engine"},
     "ops": {"optim"},
     "runtime": {"schedules", "training", "engine"},
     "comm": {"integrations"},
@@ -70,7 +70,7 @@ ALLOWED: dict[str, set[str]] = {
     # Below startup, which reads configurations with it: what needs an engine stands elsewhere.
     "integrations": _BELOW_ENGINE | _CONFIG,
     "huggingface": _BELOW_ENGINE | _CONFIG | {"engine", "startup", "weights", "integrations"},
-    "bench": {"errors", "sizes", "formats", "config", "plan", "optim", "memory", "_aio"},
+    "bench": {"errors", "stable", "sizes", "formats", "config", "plan", "optim", "memory", "_aio"},
     "runs": _BELOW_ENGINE
     | _CONFIG
     | {"blueprint", "cutting", "engine", "startup", "huggingface", "bench", "__init__"},

@@ -620,16 +620,21 @@ def test_abort_removes_everything_and_may_be_called_again(tmp_path: Path) -> Non
     assert whole(tmp_path / "root", "t")
 
 
-def test_permissions_are_those_of_the_user(tmp_path: Path) -> None:
-    before = os.umask(0o027)
+@pytest.mark.parametrize(
+    ("umask", "folder", "file"), [(0o027, 0o750, 0o640), (0, 0o755, 0o644)], ids=oct
+)
+def test_permissions_are_those_of_the_user_and_nobody_else_may_write(
+    tmp_path: Path, umask: int, folder: int, file: int
+) -> None:
+    before = os.umask(umask)
     try:
         path = save(tmp_path, "t", sample(1))
     finally:
         os.umask(before)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o750
+    assert stat.S_IMODE(path.stat().st_mode) == folder
     for name in listed(path):
-        assert stat.S_IMODE((path / name).stat().st_mode) == 0o640, name
-    assert stat.S_IMODE((tmp_path / "latest").stat().st_mode) == 0o640
+        assert stat.S_IMODE((path / name).stat().st_mode) == file, name
+    assert stat.S_IMODE((tmp_path / "latest").stat().st_mode) == file
 
 
 # --- latest, and how many are kept -------------------------------------------------------------

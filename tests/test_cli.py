@@ -113,6 +113,73 @@ def test_mistakes_are_explained(tmp_path: Path, arguments: list[str], code: int,
     assert list((tmp_path / "dir").iterdir()) == []
 
 
+ODD = ("x" * 4096, "a\0b.yaml", "\udcff.yaml", "~no-such-user/a.json", "/dev/full", "file/below")
+VERBS = (
+    ["train", "ODD"],
+    ["train", "run.json", "--resume", "ODD"],
+    ["plan", "ODD"],
+    ["plan", "run.json", "--model", "ODD"],
+    ["plan", "1.3b", "--machine", "ODD"],
+    ["init", "--out", "ODD"],
+    ["doctor", "--path", "ODD"],
+    ["bench", "disk", "--path", "ODD", "--gib", "0.001"],
+    ["checkpoint", "inspect", "ODD"],
+    ["checkpoint", "verify", "ODD", "--all"],
+    ["checkpoint", "export", "ODD", "out"],
+    ["checkpoint", "prune", "ODD", "--keep", "1"],
+    ["checkpoint", "import-deepspeed", "ODD", "out"],
+)
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: "-".join(verb))
+def test_no_name_of_a_file_ends_in_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    given = {"model": {"config": {}}, "run_dir": "run", "data": {"train": "file"}}
+    (tmp_path / "run.json").write_text(json.dumps(given))
+    before = set(os.listdir())
+    for odd in ODD:
+        result = CliRunner().invoke(app, [odd if part == "ODD" else part for part in verb])
+        assert isinstance(result.exception, SystemExit), (odd, result.exception)
+        assert result.exit_code in (2, 4, 5) or verb[0] == "doctor", odd
+        assert "error: " in result.stderr.lower() or verb[0] == "doctor", odd
+        assert "Traceback" not in result.stderr
+    assert set(os.listdir()) - before <= {"\udcff.yaml"}
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (OSError(28, "No space left on device", "/a"), 4, "'/a': No space left on device\n  bec"),
+        (MemoryError(), 4, "there is not enough RAM"),
+        (RecursionError("deep"), 2, "is nested too deeply"),
+        (UnicodeDecodeError("utf-8", b"a", 0, 1, "why"), 2, "is not UTF-8"),
+    ],
+)
+def test_errors_of_the_system_are_words(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, text: str
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr("infinity.bench.disk.measure_disk", fail)
+    found, out, told = run("bench", "disk", "--path", ".")
+    assert (found, out) == (code, "")
+    assert told.startswith("error: ")
+    assert text in told
+
+
+def test_an_error_of_the_program_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("infinity.bench.disk.measure_disk", fail)
+    result = CliRunner().invoke(app, ["bench", "disk", "--path", "."])
+    assert isinstance(result.exception, RuntimeError)
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [(InfinityError, 1), (ConfigError, 2), (DoesNotFitError, 3), (MachineError, 4)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, MachineError
-from infinity.memory.commits import SLOT_NAMES, CommitRecord, CommitSlots, last_commit
+from infinity.memory.commits import COMMIT_NAMES, CommitFiles, CommitRecord, last_commit
 from infinity.memory.durable_reader import SCALES, DurableReader
 from infinity.optim.tiles import moment_in
 from infinity.plan.layout import Kind
@@ -55,38 +56,52 @@ def some(sequence: int, document: bytes) -> CommitRecord:
     return CommitRecord("r", sequence, sequence * 10, (0, 1), (0, 0), False, document, when="now")
 
 
-def test_a_torn_record_leaves_the_one_before(tmp_path: Path) -> None:
-    """Documents grow and shrink; sectors of the last write are lost at random."""
+def test_every_whole_file_names_a_state_that_is_there(tmp_path: Path) -> None:
+    """Documents grow and shrink; each write is torn, each file damaged, and the run goes on."""
     choose = random.Random(0)
-    slots = CommitSlots(tmp_path)
-    slots.reserve()
+    files, names = CommitFiles(tmp_path), [tmp_path / name for name in COMMIT_NAMES]
+    files.reserve()
     whole = some(0, b"first")
-    slots.write(whole)
+    files.write(whole)
     for sequence in range(1, 40):
         record = some(sequence, choose.randbytes(choose.choice((0, 10, 5000, 300_000))))
-        file = tmp_path / SLOT_NAMES[sequence % 2]
-        before = file.read_bytes()
-        slots.write(record)
-        after = file.read_bytes()
-        assert last_commit(tmp_path) == record
-        torn = bytearray(after)
-        for start in range(0, len(torn), 512):
-            old = before[start : start + 512].ljust(512, b"\0")[: len(torn[start : start + 512])]
-            if choose.random() < 0.5:
-                torn[start : start + 512] = old
-        file.write_bytes(torn)
-        assert last_commit(tmp_path) == (record if torn == after else whole)
-        file.write_bytes(after)
+        before = [path.read_bytes() for path in names]
+        files.write(record)
+        after = [path.read_bytes() for path in names]
+        for number, path in enumerate(names):  # power is lost while this one is written
+            torn = bytearray(after[number])
+            for start in range(0, len(torn), 512):
+                old = before[number][start : start + 512].ljust(512, b"\0")[: len(torn) - start]
+                if choose.random() < 0.5:
+                    torn[start : start + 512] = old
+            for other, text in zip(names, (after[0], before[1]), strict=True):
+                other.write_bytes(torn if other == path else text)
+            newest = record if number or bytes(torn) == after[0] else whole
+            assert last_commit(tmp_path, "r") == newest
+            files.mend(newest)  # and then either may be lost
+            for lost, kept in permutations(names):
+                text = lost.read_bytes()
+                lost.write_bytes(b"")
+                assert last_commit(tmp_path, "r") == newest, kept
+                lost.write_bytes(text)
+        files.close()
+        files = CommitFiles(tmp_path)
+        files.write(record)
         whole = record
-    slots.close()
-    slots.close()
+    files.close()
+    files.close()
 
 
-def test_slots_that_cannot_be_written(tmp_path: Path) -> None:
+def test_files_that_cannot_be_written_or_read(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="could not be opened"):
-        CommitSlots(tmp_path / "missing")
-    with pytest.raises(CheckpointError, match="no whole commit record"):
-        last_commit(tmp_path)
+        CommitFiles(tmp_path / "missing")
+    with pytest.raises(CheckpointError, match=r"commit-a.bin cannot be read: No such file"):
+        last_commit(tmp_path, "r")
+    files = CommitFiles(tmp_path)
+    files.write(some(3, b""))
+    files.close()
+    with pytest.raises(CheckpointError, match=r"commit-b.bin is of another run, r"):
+        last_commit(tmp_path, "another")
 
 
 # --- reading by name -----------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,12 @@ scheduler: {type: CosineAnnealingLR, params: {T_max: 10, eta_min: 1e-5}}
     assert from_dict.params["eta_min"] == 1e-5
 
 
+# Each line stands for ten times the values of the line before.
+LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 20)
+)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "part"),
     [
@@ -203,6 +210,15 @@ scheduler: {type: CosineAnnealingLR, params: {T_max: 10, eta_min: 1e-5}}
         ("a.yaml", "io: {off: 2}", "the key False is not text"),
         ("a.yaml", "? [a, b]\n: 2", "not valid YAML"),
         ("a.yaml", "a: !!python/object:os.system {}", "not valid YAML"),
+        ("a.yaml", "seed: " + "[" * 9000, "nested deeper than 100 levels (line 1, column 106)"),
+        ("a.yaml", "".join(" " * i + "a:\n" for i in range(500)), "nested deeper than 100 levels"),
+        ("a.json", '{"a": ' * 500 + "1" + "}" * 500, "nested deeper than 100 levels"),
+        ("a.json", '{"a": ' + "[" * 99999, "not valid JSON"),
+        ("a.yaml", LAUGHS, "more than 100,000 values"),
+        ("a.yaml", "a: &a {b: [*a]}", "*a stands inside of what it stands for"),
+        ("a.yaml", "a: !!int ''", "a value does not fit its !!tag"),
+        ("a.yaml", "a: !!bool maybe", "a value does not fit its !!tag: 'maybe'"),
+        ("a.yaml", "a: !!timestamp now", "a value does not fit its !!tag"),
         ("a.toml", "seed = 1", "use a .yaml, .yml or .json file"),
         ("config", "seed: 1", "the name has no ending"),
     ],
@@ -221,6 +237,15 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     assert "cannot be read" in refusal(tmp_path / "d.yaml")
     (tmp_path / "latin.yaml").write_bytes(b"a: \xe9")
     assert "cannot be read" in refusal(tmp_path / "latin.yaml")
+    assert "File name too long" in refusal(tmp_path / f"{'x' * 4096}.yaml")
+    os.mkfifo(tmp_path / "pipe.yaml")
+    (tmp_path / "zero.json").symlink_to("/dev/zero")
+    for name in ("pipe.yaml", "zero.json"):
+        assert "it is a pipe or a device, not a file" in refusal(tmp_path / name)
+    assert "larger than 1 MiB" in refusal(written(tmp_path / "large.yaml", "#" * (1 << 20) + "\n"))
+    assert "nvme_path: there is no such user" in refusal({"nvme_path": "~no-such-user/a"})
+    assert "nested deeper than 100 levels" in refusal({}, "a." * 5000 + "a=1")
+    assert "a value does not fit its !!tag" in refusal({}, "seed=!!int ''")
 
 
 def test_yaml_merges_and_empty_files_are_fine(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_a_load_within_a_window_is_committed_at_once(
         shutil.copytree(directory, tmp_path / "copy")
     shutil.rmtree(directory)  # what closing does is not what a crash does
     shutil.move(tmp_path / "copy", directory)
-    record = last_commit(directory)
+    record = last_commit(directory, directory.name[-16:])
     window = read_document(record.document).window
     first = 6 if more == 2 else 4
     assert record.step == (2 if more == 2 else 1)

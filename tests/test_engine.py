@@ -34,6 +34,7 @@ from infinity.errors import (
     EngineClosedError,
     EngineFailedError,
     InfinityError,
+    InfinityWarning,
     PresenceError,
     TrainingError,
 )
@@ -150,7 +151,8 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(
         train(engine, 1)
         before = masters(engine)
         engine.backward(engine(batch(1), factor))
-        engine.step()
+        with pytest.warns(InfinityWarning, match="step 2 was skipped: .* first that of 'inner"):
+            engine.step()
         assert (engine.global_steps, engine.skipped_steps, engine.micro_step) == (2, 1, 0)
         assert engine.last_report.skipped
         assert not math.isfinite(engine.grad_norm)
@@ -173,7 +175,9 @@ def test_a_skipped_step_leaves_no_trace_in_what_follows(tmp_path: Path) -> None:
         assert same(masters(engine), expected)
 
 
-def test_many_steps_in_a_row_that_are_not_finite_are_an_error(tmp_path: Path) -> None:
+def test_many_steps_in_a_row_that_are_not_finite_are_an_error(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
     with small_engine(tmp_path, model=Poisonable()) as engine:
         with pytest.raises(  # noqa: PT012
             TrainingError, match=r"20 steps in a row were not finite; first in 'inner"
@@ -182,6 +186,7 @@ def test_many_steps_in_a_row_that_are_not_finite_are_an_error(tmp_path: Path) ->
                 engine.backward(engine(batch(0), math.nan))
                 engine.step()
         assert engine.skipped_steps == 20
+        assert len([w for w in recwarn if "skipped" in str(w.message)]) == 1
         assert math.isfinite(train_one(engine, 0))
 
 

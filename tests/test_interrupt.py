@@ -59,7 +59,8 @@ from infinity.training.recovery import Recovery
 
 LIBRARY = str(Path(infinity.__file__).parent)
 DEAF = {weakref.__file__, _weakrefset.__file__, fake_accelerator.__file__}
-CALLS = {Engine.__call__.__code__, Engine.backward.__code__, Engine.step.__code__}
+STEP = inspect.unwrap(Engine.step).__code__
+CALLS = {inspect.unwrap(Engine.__call__).__code__, inspect.unwrap(Engine.backward).__code__, STEP}
 
 
 def _line_of_try(function: Callable[..., Any]) -> int:
@@ -78,7 +79,7 @@ def inside_a_call(frame: FrameType | None) -> bool:
     """
     while frame is not None:
         if frame.f_code in CALLS:
-            return frame.f_code is not Engine.step.__code__ or frame.f_lineno > STEP_BEGINS
+            return frame.f_code is not STEP or frame.f_lineno > STEP_BEGINS
         frame = frame.f_back
     return False
 
@@ -278,7 +279,7 @@ def assert_restored(engine: Engine) -> None:
     hooks = engine._parts.hooks
     assert hooks.saved.depth == 0
     assert len(hooks.saved._stack) == 0
-    assert not hooks._pushed
+    assert not hooks._inside
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert torch.is_autocast_cache_enabled()
     assert all(entry.entered == 0 for entry in engine._parts.mover.entries)

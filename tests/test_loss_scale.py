@@ -187,7 +187,9 @@ def test_an_engine_follows_the_closed_form(tmp_path: Path, bad: float) -> None:
     assert told == [closed_form_scale(words, overflows[:n]) for n in range(len(overflows))]
 
 
-def test_the_scale_finds_its_level_by_itself(tmp_path: Path) -> None:
+def test_the_scale_finds_its_level_by_itself(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
     """Finite losses whose fp16 gradients overflow: halved until they do not."""
     with make_engine(tmp_path, loss_scale={"initial_power": 30, "hysteresis": 1}) as engine:
         seen = []
@@ -197,6 +199,7 @@ def test_the_scale_finds_its_level_by_itself(tmp_path: Path) -> None:
             seen.append(engine.last_report.skipped)
         first_good = seen.index(False)
         assert 3 <= first_good <= 20
+        assert len([w for w in recwarn if "skipped" in str(w.message)]) == (first_good >= 10)
         assert all(seen[:first_good])
         assert engine.global_steps >= 3
         norm = engine.grad_norm
@@ -204,11 +207,30 @@ def test_the_scale_finds_its_level_by_itself(tmp_path: Path) -> None:
         assert 1e-4 < norm < 10  # without the scale
 
 
-def test_a_static_scale_skips_and_stays(tmp_path: Path) -> None:
+def test_skipped_steps_are_told_when_they_are_no_search_any_more(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Of a dynamic scale overflows are how it is found; ten of them in a row are not."""
+    words = {"initial_power": 16, "hysteresis": 1, "min": 1e-6}
+    with make_engine(tmp_path, loss_scale=words) as engine:
+        for number, count in ((0, 9), (10, 12)):
+            for _ in range(count):
+                one_step(engine, number, INF)
+            one_step(engine, number + 1)
+    found = [str(w.message) for w in recwarn if "skipped" in str(w.message)]
+    assert len(found) == 1
+    assert "10 steps in a row were skipped" in found[0]
+    assert "first that of 'first.weight', at a loss scale of 0.25;" in found[0]
+
+
+def test_a_static_scale_skips_and_stays(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     with make_engine(tmp_path, loss_scale={"value": 100}) as engine:
         for number, blow in enumerate((1.0, INF, 1.0)):
             one_step(engine, number, blow)
             assert engine.loss_scale == 100.0
+        (warned,) = (str(w.message) for w in recwarn if "skipped" in str(w.message))
+        assert "step 2 was skipped" in warned
+        assert "at a loss scale of 100" in warned
         assert (engine.global_steps, engine.skipped_steps) == (3, 1)
         for number in range(19):
             one_step(engine, number, INF)

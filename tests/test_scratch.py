@@ -92,7 +92,7 @@ def test_a_private_directory_with_a_record(tmp_path: Path) -> None:
         record = json.loads((scratch.directory / "run.json").read_text())
         assert record["pid"] == os.getpid()
         assert record["durable"] is False
-        assert record["version"] == 1
+        assert record["version"] == 2
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         assert record["boot_id"] == boot_id
         facts = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

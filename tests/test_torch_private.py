@@ -13,8 +13,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from infinity.model.torch_private import (
+    after_backward,
+    inside_backward,
     inside_function_transform,
     is_weight_norm,
+    runs_backward,
     storage_use_count,
     top_saved_tensors_hooks,
     weight_norm_anywhere,
@@ -169,3 +172,22 @@ def test_weight_norm_operation_by_operation_is_torchs(dim: int, dtype: torch.dty
     assert any(calls.seen)
     with pytest.raises(RuntimeError, match="same device"):  # if not, none of this is needed
         torch._weight_norm(v.to("meta"), g, dim)
+
+
+def test_a_backward_is_known_by_its_code_and_says_when_it_is_over() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    seen: list[bool] = []
+
+    def arrived(_: torch.Tensor) -> None:
+        frame = sys._getframe()
+        while frame is not None and not runs_backward(frame.f_code):
+            frame = frame.f_back  # type: ignore[assignment]
+        seen.append(frame is not None and inside_backward())
+        after_backward(lambda: seen.append(weight.grad is not None))
+
+    weight.register_hook(arrived)
+    for start in (lambda loss: loss.backward(), lambda loss: torch.autograd.backward([loss])):
+        weight.grad = None
+        start((weight * 2).sum())
+    assert seen == [True] * 4
+    assert not inside_backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -216,10 +217,12 @@ def test_on_one_track_nothing_overlaps_that_does_not_nest(tmp_path: Path) -> Non
     assert set(tracks) <= named
 
 
-def test_a_disk_that_refuses_is_no_error(tmp_path: Path) -> None:
-    if not os.path.exists("/dev/full"):
-        pytest.skip("no /dev/full")
-    trace = filled(Path("/dev/full"))
+def test_a_disk_that_refuses_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(recorder, "_write_at", full)
+    trace = filled(tmp_path / "t.json")
     trace.close()
     assert trace.failure is not None
     assert trace.num_dropped == 50

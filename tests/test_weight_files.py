@@ -15,10 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from infinity.errors import ConfigError, DoesNotFitError, MachineError
+from infinity.model.weight_directory import INDEX_NAME, SINGLE_NAME
 from infinity.model.weight_files import (
     DTYPE_NAMES,
-    INDEX_NAME,
-    SINGLE_NAME,
     Outgoing,
     WeightFiles,
     write_shards,

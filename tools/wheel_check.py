@@ -30,8 +30,9 @@ away = [path for path in (Path(infinity.__file__), nvrtc.folder()) if sys.prefix
 assert not away, f"not of this environment: {away}"
 assert "__global__" in nvrtc.source()
 Path("state").mkdir()
+torch.manual_seed(0)
 model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)))
-config = {"nvme_path": "state", "precision": "fp32", "optimizer": {"type": "AdamW", "lr": 1e-2}}
+config = {"nvme_path": "state", "precision": "fp32", "optimizer": {"type": "AdamW", "lr": 1e-3}}
 engine, *_ = infinity.initialize(model, config)
 losses = []
 for _ in range(5):

@@ -13,7 +13,6 @@ import hashlib
 import json
 import math
 import os
-import tempfile
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, date, datetime
@@ -38,6 +37,7 @@ from infinity.plan.rates import (
     nominal,
     rates_origin,
 )
+from infinity.stable import atomic_write
 
 FORMAT = 1  # counts up when what is measured changes its meaning
 _Numbers = dict[str, float]
@@ -240,11 +240,5 @@ def _read(path: Path, of: dict[str, Any], needed: Collection[str]) -> tuple[_Num
 def _write(path: Path, entry: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, name = tempfile.mkstemp(dir=path.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(entry, file, indent=1)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+        with atomic_write(path, 0o600) as file:
+            file.write(json.dumps(entry, indent=1).encode())

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from infinity import _aio
+from infinity.stable import open_new
 
 RING_BLOCKS = 4  # of a reader: in flight or in hand at once
 # In flight at once by a writer. A drive is faster with more, and whoever fills the blocks may be
@@ -27,7 +28,6 @@ WRITES_IN_FLIGHT = 16
 _PAGE = 4096
 _HUGE_PAGE = 2 << 20
 _READ_ONLY = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Ring:
@@ -136,7 +136,7 @@ class BlockWriter:
         self._filled = 0  # bytes of it
         self._sum = 0  # their CRC32C
         # Made here: the native module would make it readable by its owner alone.
-        os.close(os.open(path, _NEW_FILE, 0o666))
+        open_new(path).close()
         self._file = _aio.File(str(path))
         self._alignment = max(_PAGE, self._file.offset_alignment)
         try:

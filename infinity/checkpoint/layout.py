@@ -16,7 +16,7 @@ import torch
 
 from infinity.errors import ConfigError
 from infinity.model.safetensors_file import DTYPE_NAMES, encode_header
-from infinity.model.weight_files import INDEX_NAME
+from infinity.model.weight_directory import INDEX_NAME
 
 FORMAT_NAME = "torch-infinity-checkpoint"
 VERSION = (1, 0)

@@ -18,7 +18,7 @@ from infinity.checkpoint.plain import DTYPES
 from infinity.checkpoint.sealed_json import LARGEST, Fields, sealed
 from infinity.errors import CheckpointError
 from infinity.formats import MomentFormat
-from infinity.model.weight_files import INDEX_NAME
+from infinity.model.weight_directory import INDEX_NAME
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 MAX_MANIFEST_BYTES = 512 << 20

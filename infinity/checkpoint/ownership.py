@@ -8,75 +8,34 @@ goes last. Only files that a checkpoint can contain are ever removed, and never 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
-import stat
-import weakref
 from contextlib import suppress
 from pathlib import Path
 
 from infinity.checkpoint.layout import TEMPORARY_SUFFIX, check_tag, is_our_file
 from infinity.checkpoint.refusals import refusal
 from infinity.errors import CheckpointError, ConfigError
+from infinity.stable import LockFile
 
 _LOCK_PREFIX, _LOCK_SUFFIX = ".", ".infinity-lock"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_LOCK = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-class TagLock:
+class TagLock(LockFile):
     """The right to make or remove `ROOT/TAG.tmp`, held until `release`."""
 
     def __init__(self, root: Path, tag: str) -> None:
         """Raises `CheckpointError` if another writer has it, `MachineError` if nobody can."""
-        self._path = root / f"{_LOCK_PREFIX}{tag}{_LOCK_SUFFIX}"
-        found: int | None = None
+        path = root / f"{_LOCK_PREFIX}{tag}{_LOCK_SUFFIX}"
         try:
-            while found is None:
-                found = _lock(self._path, create=True)
+            super().__init__(path)
         except BlockingIOError:
             raise CheckpointError(
                 f"the checkpoint {root / tag} is being written by another process",
                 remedy="wait for it, or choose another tag",
             ) from None
         except OSError as error:
-            raise refusal("locking", self._path, error) from error
-        self._descriptor = found
-        _held.add(self)
-
-    def release(self) -> None:
-        """Remove the lock file and let go; after `let_go` it does nothing. Idempotent."""
-        if self._descriptor >= 0:
-            with suppress(OSError):
-                self._path.unlink(missing_ok=True)
-        self.let_go()
-
-    def let_go(self) -> None:
-        """Close the lock file: it stays, and tells the next writer what to remove."""
-        _held.discard(self)
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
-
-def _lock(path: Path, *, create: bool) -> int | None:
-    """The descriptor of a lock file that is locked; None if it was removed meanwhile.
-
-    Raises `BlockingIOError` if somebody has it, and `OSError`.
-    """
-    descriptor = os.open(path, _LOCK | (os.O_CREAT if create else 0), 0o666)
-    try:
-        facts = os.fstat(descriptor)
-        if not stat.S_ISREG(facts.st_mode) or facts.st_size or facts.st_uid != os.geteuid():
-            raise OSError(errno.EEXIST, "a file of another making has that name")
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(descriptor).st_nlink:
-            return descriptor
-    except BaseException:
-        os.close(descriptor)
-        raise
-    os.close(descriptor)
-    return None
+            raise refusal("locking", path, error) from error
 
 
 def new_latest_name(tag: str) -> str:
@@ -100,15 +59,13 @@ def remove_stale(root: Path) -> list[Path]:
             continue
         with suppress(OSError, ConfigError):
             check_tag(tag)
-            descriptor = _lock(root / name, create=False)
-            if descriptor is None:
-                continue
+            lock = LockFile(root / name, create=False)
             try:
                 if remove_temporary(root, tag):
                     removed.append(root / f"{tag}{TEMPORARY_SUFFIX}")
-                (root / name).unlink()
+                lock.release()
             finally:
-                os.close(descriptor)
+                lock.let_go()
     return removed
 
 
@@ -141,16 +98,3 @@ def remove_files(directory: Path) -> bool:
         os.close(descriptor)
     os.rmdir(directory)
     return True
-
-
-# A forked child holds a copy of every lock; it must let go, or a DataLoader worker that outlives
-# a killed run would keep what that run left looking alive.
-_held: weakref.WeakSet[TagLock] = weakref.WeakSet()
-
-
-def _let_go_in_child() -> None:
-    for lock in list(_held):
-        lock.let_go()
-
-
-os.register_at_fork(after_in_child=_let_go_in_child)

@@ -140,6 +140,17 @@ def prune(
     return doomed
 
 
+def discard(root: Path, tag: str) -> None:
+    """Remove a checkpoint, if there is one and nothing else is in its directory.
+
+    Raises `MachineError` if the system refuses.
+    """
+    with suppress(FileNotFoundError):
+        for one in _found(root / tag):
+            if _is_ours_alone(root / tag):
+                _remove(root, one)
+
+
 def _is_ours_alone(directory: Path) -> bool:
     with os.scandir(directory) as entries:
         return all(is_our_file(e.name) and e.is_file(follow_symlinks=False) for e in entries)

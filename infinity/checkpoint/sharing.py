@@ -20,6 +20,7 @@ from torch import Tensor
 from infinity import _aio
 from infinity.checkpoint.layout import BLOCK_BYTES, Shard, TensorSpec, check_tag, is_our_file
 from infinity.checkpoint.manifest import FileRecord
+from infinity.stable import FILE_MODE
 
 _FICLONE = 0x40049409  # ioctl: share all blocks of another file
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -125,7 +126,7 @@ def _share_file(name: str, wanted: Identity, source: int, target: int, made: lis
 
 def _clone(old: int, name: str, target: int) -> bool:
     """A new file over the same blocks, on stable storage; whether the file system has that."""
-    new = os.open(name, _NEW_FILE, 0o666, dir_fd=target)
+    new = os.open(name, _NEW_FILE, FILE_MODE, dir_fd=target)
     try:
         fcntl.ioctl(new, _FICLONE, old)
         os.fsync(new)

@@ -40,15 +40,14 @@ from infinity.checkpoint.refusals import free_bytes, refusal
 from infinity.checkpoint.root import prune
 from infinity.checkpoint.sharing import Written, checksums, identity, share
 from infinity.errors import CheckpointError, ConfigError, DoesNotFitError, MachineError, listed
-from infinity.model.weight_files import INDEX_NAME
+from infinity.model.weight_directory import INDEX_NAME
 from infinity.sizes import format_size
-from infinity.stable import sync_directory, write_new
+from infinity.stable import FILE_MODE, FOLDER_MODE, SHARED_FOLDER_MODE, sync_directory, write_new
 
 __all__ = ["CheckpointWriter", "TensorSpec"]
 
 _SPARE_BYTES = 1 << 20  # manifest, index and directories, beside the checksums
 _BYTES_PER_CHECKSUM = 11
-_MODE = 0o666  # of manifest, index and latest: as the umask allows, like the other files
 
 
 class CheckpointWriter:
@@ -108,8 +107,9 @@ class CheckpointWriter:
     def _begin(self) -> None:
         if not self.root.is_dir():
             try:
-                self.root.mkdir()
+                self.root.mkdir(SHARED_FOLDER_MODE)
                 self._made_root = True
+                sync_directory(self.root.parent)
             except FileExistsError:
                 raise MachineError(
                     f"{self.root} is not a directory",
@@ -129,7 +129,7 @@ class CheckpointWriter:
                 remedy="save with another tag, or remove that directory first",
             )
         ownership.remove_temporary(self.root, self.tag)
-        self._temporary.mkdir()
+        self._temporary.mkdir(FOLDER_MODE)
         facts = os.lstat(self._temporary)
         self._identity = (facts.st_dev, facts.st_ino)
         for name in self._same if self._before is not None else ():
@@ -227,7 +227,7 @@ class CheckpointWriter:
             if index := _index_text(manifest, self._streams):
                 records.append(self._write_index(index))
             text = replace(manifest, files=tuple(records)).to_text()
-            write_new(self._temporary / MANIFEST_NAME, text.encode(), _MODE)
+            write_new(self._temporary / MANIFEST_NAME, text.encode(), FILE_MODE)
             sync_directory(self._temporary)
             self._publish(save_latest=save_latest)
         self.written = Written(self.root, self.tag, self._specs, tuple(records), files)
@@ -266,7 +266,7 @@ class CheckpointWriter:
 
     def _write_index(self, text: str) -> FileRecord:
         data = text.encode()
-        write_new(self._temporary / INDEX_NAME, data, _MODE)
+        write_new(self._temporary / INDEX_NAME, data, FILE_MODE)
         sums = checksums(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         return FileRecord(INDEX_NAME, INDEX, len(data), BLOCK_BYTES, sums)
 
@@ -280,7 +280,7 @@ class CheckpointWriter:
         new_latest = self.root / ownership.new_latest_name(self.tag)
         if save_latest:  # written before, so that a full disk is known before
             new_latest.unlink(missing_ok=True)
-            write_new(new_latest, f"{self.tag}\n".encode(), _MODE)
+            write_new(new_latest, f"{self.tag}\n".encode(), FILE_MODE)
         os.rename(self._temporary, self.path)
         self._identity = None
         sync_directory(self.root)

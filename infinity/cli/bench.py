@@ -71,8 +71,8 @@ def disk(
     O_DIRECT threads and the peer's handle as the reference, and then measures ours beside it in
     interleaved rounds. Takes about five minutes; leaves no file behind.
     """
-    paths = [part.expanduser() for part in path]
     with command():
+        paths = [part.expanduser() for part in path]
         if faults is not None:
             _faults(paths, faults, as_json)
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +11,7 @@ import typer
 from infinity.cli.ending import command, stdout_is_ours
 from infinity.errors import ConfigError, MachineError
 from infinity.sizes import format_count, format_rate, format_size
+from infinity.stable import atomic_write
 
 
 def doctor(
@@ -56,13 +56,9 @@ def doctor(
 
 def _write(path: Path, text: str) -> None:
     """Replace the file as a whole: an old one is lost only for a complete new one."""
-    new = path.with_name(f".{path.name}.new")
     try:
-        try:
-            new.write_text(text, encoding="utf-8")
-            os.replace(new, path)
-        finally:
-            new.unlink(missing_ok=True)
+        with atomic_write(path) as file:
+            file.write(text.encode())
     except OSError as error:
         raise MachineError(
             f"{path}: the machine file cannot be written", because=error.strerror

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -12,7 +13,7 @@ from types import FrameType
 
 import typer
 
-from infinity.errors import InfinityError
+from infinity.errors import ConfigError, InfinityError, MachineError, first_lines
 
 
 class Stopped(KeyboardInterrupt):
@@ -26,8 +27,9 @@ class Stopped(KeyboardInterrupt):
 
 @contextmanager
 def command() -> Iterator[None]:
-    """Wrap the body of a command: our errors and signals become a message and `typer.Exit`.
+    """Wrap the body of a command: errors and signals become a message and `typer.Exit`.
 
+    So do those of the system, whoever forgot them: a name that is too long, a full disk.
     The first SIGINT or SIGTERM raises `Stopped`; later ones are ignored, because cleaning up must
     not be interrupted.
     """
@@ -44,15 +46,42 @@ def command() -> Iterator[None]:
             before[signum] = signal.signal(signum, on_signal)
     try:
         yield
-    except InfinityError as error:
-        say(f"error: {error}")
-        raise typer.Exit(error.exit_code) from None
+    except (InfinityError, OSError, RuntimeError, UnicodeError, MemoryError) as error:
+        found = in_words(error)
+        if found is None:
+            raise
+        say(f"error: {found}")
+        raise typer.Exit(found.exit_code) from None
     except Stopped as stopped:
         say(stopped.text)
         raise typer.Exit(stopped.exit_code) from None
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+
+
+def in_words(error: Exception) -> InfinityError | None:
+    """Ours for an error that an argument, a file or the machine causes; None where code does."""
+    text = first_lines(error)
+    if isinstance(error, InfinityError):
+        return error
+    if isinstance(error, BrokenPipeError):
+        return None  # whoever read our output has enough: typer ends quietly
+    if isinstance(error, OSError):
+        where = f"{os.fsdecode(error.filename)[:200]!r}: " if error.filename else ""
+        return MachineError(
+            f"{where}{error.strerror or text}",
+            because=f"the system refuses ({errno.errorcode.get(error.errno or 0, 'no number')})",
+        )
+    if isinstance(error, MemoryError):
+        return MachineError(f"there is not enough RAM: {text}", remedy="see `infinity doctor`")
+    if isinstance(error, RecursionError):
+        return ConfigError("something in the arguments, or in a file, is nested too deeply")
+    if isinstance(error, UnicodeError):
+        return ConfigError(f"a name or a text is not UTF-8: {text}")
+    if "home directory" in text:  # of `Path.expanduser`
+        return ConfigError("a path begins with ~ and the name of a user who does not exist")
+    return None
 
 
 def say(text: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +11,7 @@ import typer
 from infinity.cli.ending import command, say
 from infinity.cli.presets import PRESETS
 from infinity.errors import ConfigError, MachineError
+from infinity.stable import atomic_write, open_new
 
 _DEFAULT = "tiny-cpu"
 _LIST = "; ".join(f"{name}: {preset.summary}" for name, preset in PRESETS.items())
@@ -51,11 +51,10 @@ def preset_text(name: str, file: str) -> str:
 def _write(path: Path, text: str, force: bool) -> None:
     if path.suffix.lower() not in (".yaml", ".yml"):
         raise ConfigError(f"{path}: the name must end in .yaml", remedy="--out train.yaml")
-    flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if force else os.O_EXCL)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(path, flags, 0o644), "w", encoding="utf-8") as file:
-            file.write(text)
+        with atomic_write(path) if force else open_new(path) as file:
+            file.write(text.encode())
     except FileExistsError:
         raise ConfigError(
             f"{path} is there already", remedy="--out another name, or --force replaces it"

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -59,6 +60,8 @@ def _root(
 
 def main(arguments: list[str] | None = None, name: str = "infinity") -> None:
     """Run the command line and exit; `arguments` default to the process's own."""
+    with suppress(AttributeError):  # names of files need not be text: said like on stderr
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         app(arguments, prog_name=name)
     except KeyboardInterrupt:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import signal
 import sys
 import warnings
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from infinity.cli.ending import Stopped, command, say, stdout_is_ours
-from infinity.errors import DoesNotFitError
+from infinity.errors import DoesNotFitError, EngineFailedError, MachineError
 
 if TYPE_CHECKING:
     from infinity.cli.train_page import TrainPage
@@ -77,7 +78,8 @@ def _train(config: Path, overrides: list[str], resume: str) -> Result:
     from infinity.runs.run import Run
 
     page = TrainPage()
-    again = " ".join(["infinity train", str(config), *overrides, "--resume auto"])
+    typed = ["infinity", "train", str(config), *overrides]
+    again = shlex.join([*typed, "--resume", "auto"])
     with _warnings_as_notes(page), page, Run(settings, resume) as run:
         try:
             prepared = run.prepare(page.progress)
@@ -92,6 +94,10 @@ def _train(config: Path, overrides: list[str], resume: str) -> Result:
                 f"; go on from the last checkpoint with: {again}" if begun else ""
             )
             raise
+        except (MachineError, EngineFailedError) as error:
+            from infinity.runs.rescue import elsewhere
+
+            raise elsewhere(error, run, typed) if run.directory.has_run else error from None
         page.closing(result, run.directory.path)
     if result.stopped:
         say(f"stopped after step {result.steps} of {result.num_steps}; go on with: {again}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -98,7 +99,8 @@ class TrainPage:
 
     def note(self, text: str) -> None:
         """A line of its own."""
-        self._console.print(text)
+        with suppress(OSError):  # a log that cannot be written must not end a run
+            self._console.print(text)
 
     @property
     def stopping(self) -> bool:
@@ -109,7 +111,7 @@ class TrainPage:
         """From a signal handler."""
         self.signum = signum
         name = signal.Signals(signum).name
-        self._console.print(f"{name}: finishing this step, then saving; once more stops at once")
+        self.note(f"{name}: finishing this step, then saving; once more stops at once")
 
     # --- after training --------------------------------------------------------------------------
 
@@ -125,6 +127,9 @@ class TrainPage:
             before = result.evaluation_before
             told = "" if before is None else f" ({before:.4f} at the beginning)"
             rows.append(["held-out loss", f"{result.evaluation:.4f}{told}"])
+        if result.failed_saves:
+            rows.append(["saves that failed", f"{result.failed_saves:,}"])
+            rows.append(["last checkpoint", str(result.checkpoint)])
         if result.model is not None:
             rows.append(["model", str(result.model)])
         self._page.table(f"{directory}: done", ["", ""], rows)
@@ -137,7 +142,7 @@ class TrainPage:
 
     def _line(self, text: str) -> None:
         self._shown_at_s = time.monotonic()
-        self._console.print(text)
+        self.note(text)
 
     def _show(self, text: str, done: int, total: int) -> None:
         if self._progress is None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import importlib
 import os
+import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,10 @@ from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.huggingface.library import transformers
 from infinity.model.promised import Promised
+from infinity.model.weight_directory import saving
 from infinity.model.weight_files import Outgoing, write_shards
 from infinity.sizes import parse_size
+from infinity.training.state_dict import StateDict
 
 
 def save_pretrained(
@@ -39,21 +43,36 @@ def save_pretrained(
     adapters (peft) the adapters are saved, as by its own `save_pretrained`, which keeps a whole
     copy of the base in RAM meanwhile; this does not.
 
-    Raises `ConfigError` for other models, `DoesNotFitError` or `MachineError` as `save_weights`;
-    training may go on after any, and weights saved there before stay.
+    All files appear when all are complete, as with `save_weights`, those beside the weights just
+    before these. Raises `ConfigError` for other models, `DoesNotFitError` or `MachineError` as
+    `save_weights`; training may go on after any, and weights saved there before stay.
     """
     module: Any = engine.module
     target = Path(directory).expanduser()
+    state = engine.state_dict()
+
+    def save_tokenizer(folder: Path) -> None:
+        if tokenizer is not None:
+            tokenizer.save_pretrained(os.fspath(folder))
+
     if hasattr(module, "peft_config"):
-        state: Any = engine.state_dict()
-        module.save_pretrained(os.fspath(target), state_dict=state)
-        written = sorted(target.glob("*.safetensors"))
-    else:
-        _check(module)
-        written = _save_model(engine, target, dtype, parse_size(max_shard), original_format)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(os.fspath(target))
-    return written
+        with saving(target) as folder:
+            with suppress(FileNotFoundError):  # peft writes into the one that is there
+                shutil.copyfile(target / "README.md", folder / "README.md")
+            module.save_pretrained(os.fspath(folder), state_dict=state)
+            save_tokenizer(folder)
+        return sorted(target.glob("*.safetensors"))
+    _check(module)
+    outgoing = _outgoing(module, state, dtype, original_format)
+
+    def save_others(folder: Path) -> None:
+        _save_configs(module, folder, next((t.dtype for t in outgoing), torch.float32))
+        save_tokenizer(folder)
+
+    try:
+        return write_shards(target, outgoing, parse_size(max_shard), beside=save_others)
+    finally:
+        state.flush()  # nothing was edited: only forgets what is cached
 
 
 def _check(module: Any) -> None:
@@ -69,17 +88,11 @@ def _check(module: Any) -> None:
         )
 
 
-def _save_model(
-    engine: Engine,
-    target: Path,
-    dtype: torch.dtype | str | None,
-    max_shard_bytes: int,
-    original_format: bool,
-) -> list[Path]:
-    module: Any = engine.module
+def _outgoing(
+    module: Any, state: StateDict, dtype: torch.dtype | str | None, original_format: bool
+) -> list[Outgoing]:
     tied = set(module.all_tied_weights_keys)
     ignored = set(module._keys_to_ignore_on_save or ())
-    state = engine.state_dict()
     last = _LastRead()
     given: dict[str, Tensor] = {}
 
@@ -97,12 +110,7 @@ def _save_model(
     for name, value in given.items():
         assert isinstance(value, Promised)
         outgoing.append(Outgoing(name, tuple(value.shape), value.dtype, value.value))
-    try:
-        files = write_shards(target, outgoing, max_shard_bytes)
-    finally:
-        state.flush()  # nothing was edited: only forgets what is cached
-    _save_configs(module, target, next((t.dtype for t in outgoing), torch.float32))
-    return files
+    return outgoing
 
 
 def _save_configs(module: Any, target: Path, dtype: torch.dtype) -> None:

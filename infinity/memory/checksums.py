@@ -16,6 +16,16 @@ from infinity.memory.host import HostArena
 from infinity.plan.layout import PAGE
 
 CHECKSUM_BYTES = 4  # per page
+_BLOCK_BYTES = 64 << 20  # brought from a device at a time
+
+
+def checksum(tensor: Tensor) -> int:
+    """CRC32C of a contiguous tensor's bytes; of one on a device, the caller waits for it."""
+    flat, crc = tensor.detach().view(-1).view(torch.uint8), 0
+    for start in range(0, flat.numel(), _BLOCK_BYTES):
+        here = flat[start : start + _BLOCK_BYTES].cpu()
+        crc = _aio.crc32c(here.data_ptr(), here.numel(), crc)
+    return crc
 
 
 class Checksums:

@@ -1,10 +1,16 @@
 """The commit record of a durable run: the few bytes that say which sides are the state.
 
-[Note: two slots]
-A record is written over the older of two files, and synced, after everything that it speaks of is
-on stable storage. Whatever is cut short, the other file is whole; loading takes the valid one with
-the highest sequence number. A file is a fixed head, a JSON header, and the document: opaque bytes
-that whoever trains wants back (counters, random states, buffers, ...).
+[Note: two copies]
+A record is written to two files, one after the other, each synced, after everything that it speaks
+of is on stable storage and before anything is written over what the record before it speaks of. So
+at any moment at least one file is whole, and *every whole file names a state that is still there*:
+both hold the same record; or the second still holds the one before, of which nothing has been
+overwritten yet. Whatever is cut short, flipped or lost, loading takes the whole record with the
+highest sequence number. A run that goes on first makes both files equal again (`mend`): otherwise
+its first pass would overwrite what the older one names. See docs/decisions/0016.
+
+A file is a fixed head, a JSON header, and the document: opaque bytes that whoever trains wants
+back (counters, random states, buffers, ...).
 """
 
 from __future__ import annotations
@@ -12,14 +18,16 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from infinity.crc32c import crc32c
 from infinity.errors import CheckpointError, MachineError
+from infinity.stable import read_small, sync_directory
 
-SLOT_NAMES = ("commit-a.bin", "commit-b.bin")
+COMMIT_NAMES = ("commit-a.bin", "commit-b.bin")
 _MAGIC = b"INFCMT01"
 # magic, bytes of the header, bytes of the document, CRC32C of both; then that of these 24 bytes
 _HEAD = struct.Struct("<8sIQI")
@@ -46,7 +54,7 @@ class CommitRecord:
     when: str = ""
 
     def to_bytes(self) -> bytes:
-        """As a slot holds it."""
+        """As a file holds it."""
         header = {
             "run": self.run,
             "sequence": self.sequence,
@@ -63,7 +71,7 @@ class CommitRecord:
 
     @staticmethod
     def from_bytes(data: bytes) -> CommitRecord | None:
-        """The record at the beginning of a slot; None where there is no whole one."""
+        """The record at the beginning of a file; None where there is no whole one."""
         if len(data) < _HEAD_BYTES:
             return None
         head = data[: _HEAD.size]
@@ -75,17 +83,8 @@ class CommitRecord:
         if crc32c(data[_HEAD_BYTES:end]) != crc:
             return None
         header = json.loads(data[_HEAD_BYTES : _HEAD_BYTES + header_bytes])
-        document = data[_HEAD_BYTES + header_bytes : end]
-        return CommitRecord(
-            run=header["run"],
-            sequence=header["sequence"],
-            step=header["step"],
-            sides=tuple(map(int, header["sides"])),
-            frozen_sides=tuple(map(int, header["frozen_sides"])),
-            checksums=header["checksums"],
-            document=document,
-            when=header["when"],
-        )
+        header |= {key: tuple(map(int, header[key])) for key in ("sides", "frozen_sides")}
+        return CommitRecord(**header, document=data[_HEAD_BYTES + header_bytes : end])
 
 
 class SmallFile:
@@ -130,6 +129,13 @@ class SmallFile:
         except OSError as error:
             raise self._failed("read", error) from error
 
+    def holds(self, data: bytes) -> bool:
+        """Whether the file begins with `data`; what cannot be read does not."""
+        try:
+            return os.pread(self._fd, len(data), 0) == data
+        except OSError:
+            return False
+
     def close(self) -> None:
         """Idempotent."""
         fd, self._fd = self._fd, -1
@@ -144,13 +150,14 @@ class SmallFile:
         )
 
 
-class CommitSlots:
-    """The two files of one run's records."""
+class CommitFiles:
+    """The two files of one run's record; see [Note: two copies]."""
 
     def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self._files: list[SmallFile] = []
         try:
-            for name in SLOT_NAMES:
+            for name in COMMIT_NAMES:
                 self._files.append(SmallFile(directory / name))
         except BaseException:
             self.close()
@@ -163,9 +170,19 @@ class CommitSlots:
 
     def write(self, record: CommitRecord) -> None:
         """Commit: from the moment that this returns the record is what is loaded."""
-        file = self._files[record.sequence % len(self._files)]
-        file.write(0, record.to_bytes())
-        file.sync()
+        self._put(record.to_bytes(), self._files)
+
+    def mend(self, record: CommitRecord) -> None:
+        """Make both files hold a record that was read from one of them, which is not touched."""
+        data = record.to_bytes()
+        self._put(data, [file for file in self._files if not file.holds(data)])
+        sync_directory(self._directory)
+
+    @staticmethod
+    def _put(data: bytes, files: Sequence[SmallFile]) -> None:
+        for file in files:
+            file.write(0, data)
+            file.sync()
 
     def close(self) -> None:
         """Close the files; idempotent."""
@@ -173,20 +190,35 @@ class CommitSlots:
             file.close()
 
 
-def last_commit(directory: Path) -> CommitRecord:
-    """The newest whole record of a durable directory; raises `CheckpointError` if there is none."""
-    records = []
-    for name in SLOT_NAMES:
+def read_commits(directory: Path, run: str) -> dict[Path, CommitRecord | str]:
+    """What each file of a run holds: a record, or why there is none that counts, in words."""
+    found: dict[Path, CommitRecord | str] = {}
+    for path in (directory / name for name in COMMIT_NAMES):
         try:
-            with open(directory / name, "rb") as file:
-                record = CommitRecord.from_bytes(file.read())
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-        if record is not None:
-            records.append(record)
+            record = CommitRecord.from_bytes(read_small(path))
+        except OSError as error:
+            found[path] = f"cannot be read: {error.strerror}"
+        except (ValueError, KeyError, TypeError):
+            found[path] = "is of another version"
+        else:
+            found[path] = record or "is torn or damaged: its checksum does not fit"
+            if record is not None and record.run != run:
+                found[path] = f"is of another run, {record.run}"
+    return found
+
+
+def last_commit(directory: Path, run: str) -> CommitRecord:
+    """The newest whole record of a run; raises `CheckpointError` if there is none."""
+    return newest(directory, read_commits(directory, run))
+
+
+def newest(directory: Path, found: Mapping[Path, CommitRecord | str]) -> CommitRecord:
+    """As `last_commit`, of what `read_commits` found."""
+    records = [record for record in found.values() if isinstance(record, CommitRecord)]
     if not records:
         raise CheckpointError(
             f"the durable run in {directory} has no whole commit record",
-            because=f"{' and '.join(SLOT_NAMES)} are damaged or missing",
+            because="; ".join(f"{path.name} {why}" for path, why in found.items()),
+            remedy="bring one of them back from a copy; the state cannot be told without",
         )
     return max(records, key=lambda record: record.sequence)

@@ -141,7 +141,7 @@ class Disk:
         self.paths = tuple(paths)
         self.speeds = tuple(io.weights or ()) if len(paths) > 1 else ()
         self.used: tuple[int, ...] = ()
-        self._verify = io.verify
+        self._verify = io.verify is True  # "auto" is settled by the plan
         self.checksums: Checksums | None = None
         self._room: tuple[int, ...] = ()
         self._stripe_bytes = io.block_size if stored is None else stored.stripe_bytes

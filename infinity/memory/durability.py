@@ -5,7 +5,7 @@
    sweep has put the rest.
 2. Every write of every unit is waited for, and every state file synced.
 3. With `io.verify` the checksums of what changed follow, into a file with a place for each page.
-4. One record is written and synced (`commits.py`). It holds the sides and the document.
+4. One record is written and synced, twice (`commits.py`). It holds the sides and the document.
 Only then is the former committed side free to be written. All of this runs on the sweep thread,
 behind the training thread, before the next sweep begins.
 """
@@ -14,16 +14,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from itertools import cycle
 from typing import Any
 
 from torch import Tensor
 
+from infinity.errors import CheckpointError
 from infinity.memory.checksums import CHECKSUM_BYTES
-from infinity.memory.commits import CommitRecord, CommitSlots, SmallFile, last_commit
+from infinity.memory.commits import CommitFiles, CommitRecord, SmallFile, newest, read_commits
 from infinity.memory.device import Event
-from infinity.memory.disk import Extent, Ticket
-from infinity.memory.durable_runs import PLAN_NAME, StoredRun, plan_text, write_plan
+from infinity.memory.disk import STATE_NAME, Extent, Ticket
+from infinity.memory.durable_runs import PLAN_NAME, StoredRun, plan_text, state_tag, write_plan
 from infinity.memory.host import HostArena, arena_for
 from infinity.memory.lanes import Lanes
 from infinity.memory.state import StateStore, UnitState
@@ -63,12 +65,25 @@ class Durability:
         if nbytes:
             lanes.device.pin(arena)
         self._buffers = [arena.carve(nbytes) for _ in range(NUM_COMMIT_BUFFERS)]
-        self._slots = CommitSlots(self._primary.directory)
+        self._records = CommitFiles(self._primary.directory)
         self._sums: SmallFile | None = None
-        if self._disk.checksums is not None:
-            self._sums = SmallFile(self._primary.path(SUMS_NAME))
-        if stored is not None:
-            self._take_over(stored)
+        try:
+            if self._disk.checksums is not None:
+                self._sums = self._open_sums(stored)
+            if stored is not None:
+                self._take_over(stored)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_sums(self, stored: StoredRun | None) -> SmallFile:
+        path = self._primary.path(SUMS_NAME)
+        if stored is not None and stored.record.checksums and not path.exists():
+            raise CheckpointError(
+                f"{path} is missing, which holds the checksums of the state",
+                remedy="bring it back; or take the state as it is: io.verify: false",
+            )
+        return SmallFile(path)
 
     # --- beginning and end -------------------------------------------------------------------
 
@@ -77,10 +92,16 @@ class Durability:
 
         `facts` are those of `durable_runs.model_facts`. The first sides of all units are written.
         """
-        self._slots.reserve()
+        self._records.reserve()
         directories = [scratch.directory for scratch in self._disk.scratches]
         placement = self._disk.placement
         write_plan(self._primary.path(PLAN_NAME), plan_text(self._run, facts, self.plan, placement))
+        for index, (scratch, used) in enumerate(
+            zip(self._disk.scratches, placement.used, strict=True)
+        ):
+            with closing(SmallFile(scratch.path(STATE_NAME))) as file:  # a page behind its extents
+                file.write(used, state_tag(self._run, index))
+                file.sync()
         for state in self.store.units:
             state.turn.dirty = state.frozen_turn.dirty = True
         self._commit(b"", in_memory=False)
@@ -101,7 +122,7 @@ class Durability:
 
     def close(self) -> None:
         """Close the files; idempotent."""
-        self._slots.close()
+        self._records.close()
         if self._sums is not None:
             self._sums.close()
 
@@ -155,7 +176,7 @@ class Durability:
             laps.lap("saving", "commit: sync")
         self._write_sums(changed, frozen)
         units = self.store.units
-        self._slots.write(
+        self._records.write(
             CommitRecord(
                 run=self._run,
                 sequence=self._sequence,
@@ -261,7 +282,16 @@ class Durability:
 
     def _take_over(self, stored: StoredRun) -> None:
         """The sides, counters and checksums of a run that is continued."""
-        record = last_commit(stored.directory)  # again: the directory is locked now
+        # Read again: the directory is locked now.
+        found = read_commits(stored.directory, stored.record.run)
+        record = newest(stored.directory, found)
+        for path, why in found.items():
+            if isinstance(why, str):
+                self._disk.warnings.append(
+                    f"{path} {why}; its other copy is whole: update {record.step} goes on, and "
+                    "the copy is written again"
+                )
+        self._records.mend(record)
         self.document = record.document
         self._run, self.step, self._sequence = record.run, record.step, record.sequence + 1
         for state, side, frozen in zip(

@@ -60,7 +60,7 @@ class DurableReader:
             for member in run.placement.directories:
                 self._lock(member)
                 self._files.append(_open(member / STATE_NAME))
-            record = last_commit(run.directory)
+            record = last_commit(run.directory, run.record.run)
             if record.checksums:
                 self._sums = _open(run.directory / SUMS_NAME)
             self._stripes = Stripes(len(self._files), run.placement.stripe_bytes)

@@ -9,23 +9,32 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infinity.crc32c import crc32c
 from infinity.errors import CheckpointError, ConfigError, InfinityError, MachineError
-from infinity.memory.commits import CommitRecord, last_commit
-from infinity.memory.scratch import RECORD_NAME, durable_records, is_live
+from infinity.memory.commits import COMMIT_NAMES, CommitRecord, last_commit
+from infinity.memory.disk import STATE_NAME
+from infinity.memory.run_record import seal, unseal
+from infinity.memory.scratch import (
+    RECORD_NAME,
+    durable_records,
+    is_live,
+    never_began,
+    run_records,
+)
 from infinity.memory.stripes import Placement
-from infinity.plan.layout import Segment, Tier, UnitLayout
+from infinity.plan.layout import PAGE, Segment, Tier, UnitLayout
 from infinity.plan.plan import Plan, RuleFacts, UnitHomes
 from infinity.plan.planner import Stored
-from infinity.stable import write_new
+from infinity.stable import json_lines, read_small, write_new
 
 PLAN_NAME = "plan.json"
 _FORMAT = "torch-infinity-durable"
-_VERSION = 1
+_VERSION = 2
+_STATE_FORMAT = "torch-infinity-state"
 MAX_TOLD = 5  # differences between a stored run and this one
 
 
@@ -106,7 +115,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     return found[:MAX_TOLD] + more
 
 
-def plan_text(run: str, facts: Mapping[str, Any], plan: Plan, placement: Placement) -> str:
+def plan_text(run: str, facts: Mapping[str, Any], plan: Plan, placement: Placement) -> bytes:
     """The text of `plan.json`."""
     content = {
         "format": _FORMAT,
@@ -121,14 +130,13 @@ def plan_text(run: str, facts: Mapping[str, Any], plan: Plan, placement: Placeme
         "room": placement.room,
         "used": placement.used,
     }
-    content["checksum"] = _checksum(content)
-    return json.dumps(content, indent=1)
+    return seal(content)
 
 
-def write_plan(path: Path, text: str) -> None:
+def write_plan(path: Path, text: bytes) -> None:
     """Write and sync it; raises `MachineError`."""
     try:
-        write_new(path, text.encode())
+        write_new(path, text)
     except OSError as error:
         raise MachineError(
             f"{path} could not be written: {error.strerror} (errno {error.errno})",
@@ -136,9 +144,10 @@ def write_plan(path: Path, text: str) -> None:
         ) from error
 
 
-def _checksum(content: Mapping[str, Any]) -> int:
-    rest = {key: value for key, value in content.items() if key != "checksum"}
-    return crc32c(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
+def state_tag(run: str, index: int) -> bytes:
+    """The last page of a state file: whose it is, and which of its run's."""
+    text = json.dumps({"format": _STATE_FORMAT, "run": run, "index": index})
+    return text.encode().ljust(PAGE, b"\0")
 
 
 # --- finding runs --------------------------------------------------------------------------------
@@ -149,20 +158,10 @@ def read_run(directory: Path, roots: Iterable[Path] = ()) -> StoredRun:
 
     Raises `CheckpointError` if it is none, is damaged, or one of the run's is missing.
     """
-    record = _run_record(directory)
-    if record.get("index", 0):
-        first = Path(str(record.get("primary")))
-        there = _pieces(record.get("run"), [*roots, first.parent])
-        if 0 not in there:
-            raise CheckpointError(
-                f"{directory} holds a part of a durable run; its first directory, {first}, is "
-                "missing",
-                remedy="mount that drive",
-            )
-        directory = there[0]
+    directory = _first_directory(directory, _run_record(directory), roots)
     facts = _read_plan(directory)
-    commit = last_commit(directory)
-    if commit.run != facts["run"] or len(commit.sides) != len(facts["units"]):
+    commit = last_commit(directory, facts["run"])
+    if len(commit.sides) != len(facts["units"]):
         raise CheckpointError(f"the commit record in {directory} is of another run")
     members = _members(directory, facts, roots)
     placement = Placement(
@@ -172,36 +171,71 @@ def read_run(directory: Path, roots: Iterable[Path] = ()) -> StoredRun:
         room=tuple(facts["room"]),
         used=tuple(facts["used"]),
     )
+    _check_files(placement, facts["run"])
     return StoredRun(directory, facts, placement, commit)
 
 
-def _run_record(directory: Path) -> dict[str, Any]:
-    record = None
-    try:
-        record = json.loads((directory / RECORD_NAME).read_bytes())
-    except (OSError, ValueError) as error:
+def _first_directory(directory: Path, record: Mapping[str, Any], roots: Iterable[Path]) -> Path:
+    """The directory of a run that holds its plan and its commits; raises `CheckpointError`."""
+    if not record.get("index", 0):
+        return directory
+    first = Path(str(record.get("primary")))
+    pieces = _pieces(record.get("run"), [*roots, first.parent])
+    if 0 not in pieces:
         raise CheckpointError(
-            f"{directory} is not a durable run: {RECORD_NAME} cannot be read ({error})",
+            f"{directory} holds a part of a durable run; its first directory, {first}, is missing",
+            remedy="mount that drive",
+        )
+    return pieces[0]
+
+
+def _check_files(placement: Placement, run: str) -> None:
+    """Raise `CheckpointError` unless all state files are there, and are this run's."""
+    for index, (directory, used) in enumerate(
+        zip(placement.directories, placement.used, strict=True)
+    ):
+        path = directory / STATE_NAME
+        try:
+            tag = read_small(path, used, PAGE)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        if tag != state_tag(run, index):
+            whose = tag.rstrip(b"\0").decode(errors="replace")
+            why = f"its last page, at byte {used}, says {whose!r:.100}: it was damaged or exchanged"
+            if len(tag) < PAGE:
+                why = f"it was cut short, to less than {used + PAGE} bytes"
+            raise CheckpointError(f"{path} is not part {index} of run {run}", because=why)
+
+
+def _run_record(directory: Path) -> dict[str, Any]:
+    try:
+        record = unseal(read_small(directory / RECORD_NAME))
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory} is not a durable run: {RECORD_NAME} cannot be read ({error.strerror})",
             remedy="give the directory infinity-run-... below an nvme_path",
         ) from error
-    if not isinstance(record, dict) or record.get("durable") is not True:
+    except ValueError as error:
+        raise CheckpointError(f"{directory / RECORD_NAME} is damaged: {error}") from error
+    if record.get("durable") is not True:
         raise CheckpointError(f"{directory} is not a durable run, according to its {RECORD_NAME}")
     return record
 
 
 def _read_plan(directory: Path) -> dict[str, Any]:
+    path = directory / PLAN_NAME
     try:
-        facts = json.loads((directory / PLAN_NAME).read_bytes())
-        sound = facts["format"] == _FORMAT and facts["checksum"] == _checksum(facts)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{directory / PLAN_NAME} cannot be read: {error!r}") from error
-    if not sound:
-        raise CheckpointError(f"{directory / PLAN_NAME} is damaged: its checksum does not fit")
-    if facts["version"] != _VERSION:
+        facts = unseal(read_small(path))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if facts.get("format") != _FORMAT or facts.get("version") != _VERSION:
         raise CheckpointError(
-            f"{directory / PLAN_NAME} has version {facts['version']}, this is {_VERSION}"
+            f"{path} has format {facts.get('format')!r} of version {facts.get('version')}; this is "
+            f"{_FORMAT!r} of version {_VERSION}"
         )
-    return dict(facts)
+    return facts
 
 
 def _members(directory: Path, facts: Mapping[str, Any], roots: Iterable[Path]) -> tuple[Path, ...]:
@@ -231,12 +265,17 @@ def _pieces(run: object, places: Iterable[Path]) -> dict[int, Path]:
 
 
 def find_run(
-    roots: Sequence[Path], resume: str | Path, here: Mapping[str, Any]
+    roots: Sequence[Path],
+    resume: str | Path,
+    here: Mapping[str, Any],
+    journal: Path | None = None,
 ) -> StoredRun | None:
     """The durable run to go on from; None for a new one.
 
-    `resume` is "never", "auto", or a directory; `here` are `model_facts` of this run. Raises
-    `ConfigError` where several fit or the given one does not, and what `read_run` raises.
+    `resume` is "never", "auto", or a directory; `here` are `model_facts` of this run; `journal` is
+    where an earlier run may have told of its steps. Raises `ConfigError` where "auto" finds several
+    that fit, or signs of one that it cannot go on with, and where the given one does not fit; and
+    what `read_run` raises.
     """
     if resume == "never":
         return None
@@ -250,49 +289,102 @@ def find_run(
                 remedy="resume: never starts a new run; the old one stays",
             )
         return run
-    fitting, _ = survey(roots, here)
-    if len(fitting) > 1:
+    found = survey(roots, here)
+    if found.doubtful:
         raise ConfigError(
-            f"{len(fitting)} durable runs fit the model: {', '.join(map(str, fitting))}",
-            because="resume is auto",
-            remedy=f"resume: {fitting[-1].directory}, or remove those that are not needed",
+            "resume: auto finds signs of a run that it cannot go on with: "
+            + "; ".join(f"{path}: {why}" for path, why in found.doubtful),
+            because="starting over, or from another one, could lose what was done",
+            remedy="bring back what is missing, or end that process; or name the run to go on "
+            "with (resume: DIRECTORY); or start a new one beside it (resume: never)",
         )
-    return fitting[0] if fitting else None
+    if len(found.fitting) > 1:
+        raise ConfigError(
+            f"{len(found.fitting)} durable runs fit the model: "
+            f"{', '.join(map(str, found.fitting))}",
+            because="resume is auto",
+            remedy=f"resume: {found.fitting[-1].directory}, or remove those that are not needed",
+        )
+    if not found.fitting and journal is not None and (told := _durable_steps(journal)):
+        raise ConfigError(
+            f"resume: auto finds no durable run below {', '.join(map(str, roots))}, but the "
+            f"journal {journal} tells of {told} durable steps",
+            because="a drive is not mounted, or the run was moved or removed",
+            remedy="mount it; or start a new run: resume: never",
+        )
+    return found.fitting[0] if found.fitting else None
 
 
-def survey(
-    roots: Iterable[Path], here: Mapping[str, Any]
-) -> tuple[list[StoredRun], list[tuple[Path, str]]]:
-    """Durable runs below `roots` that are over: those that fit, and why the others do not."""
-    fitting: list[StoredRun] = []
-    others: list[tuple[Path, str]] = []
-    roots = list(roots)
-    for root in roots:
-        for directory, record in durable_records(root).items():
-            if is_live(directory):
-                continue
-            if record.get("index", 0):
-                first = Path(str(record.get("primary")))
-                if 0 not in _pieces(record.get("run"), [*roots, first.parent]):
-                    why = f"it is a part of one whose first directory, {first}, is missing"
-                    others.append((directory, why))
-                continue
-            try:
-                run = read_run(directory, roots)
-            except InfinityError as error:
-                others.append((directory, error.what))
-                continue
-            wrong = differences(run.facts, here)
-            if wrong:
-                others.append((directory, "; ".join(wrong)))
+def _durable_steps(journal: Path) -> int:
+    """How many steps a journal tells of since the last start of a durable run, if that was last."""
+    steps, durable = 0, False
+    with suppress(OSError):
+        for _, record in json_lines(journal):
+            with suppress(KeyError, TypeError):
+                if record["event"] == "start":
+                    steps, durable = 0, record["config"]["durable"]["value"]
+                steps += record["event"] == "step"
+    return steps if durable else 0
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Durable runs under some paths.
+
+    `fitting` can be gone on with. `foreign` are whole, and of other models. `doubtful` might be
+    those that are meant: they are in use, damaged or not complete, or were of other settings.
+    The last two are directories and why, in words.
+    """
+
+    fitting: list[StoredRun]
+    foreign: list[tuple[Path, str]]
+    doubtful: list[tuple[Path, str]]
+
+
+def survey(roots: Iterable[Path], here: Mapping[str, Any]) -> Survey:
+    """What there is below `roots`, for a run whose `model_facts` are `here`."""
+    found, roots = Survey([], [], []), list(roots)
+    there = {path: record for root in roots for path, record in run_records(root).items()}
+    for directory, record in there.items():
+        is_sign = record.get("durable") is not False and (record or _has_commits(directory))
+        if not is_sign or never_began(directory, record):
+            continue
+        try:
+            first = _first_directory(directory, record, roots)
+            if first != directory and first in there:
+                continue  # it is met by itself
+            facts = _read_plan(first)
+            if _shapes(facts) != _shapes(here):
+                found.foreign.append((directory, "; ".join(differences(facts, here))))
+            elif is_live(first):
+                process = f"process {record.get('pid')} on {record.get('hostname')}"
+                found.doubtful.append((directory, f"it is in use by {process}"))
+            elif first != directory:
+                why = f"its run's first directory, {first}, is not below nvme_path"
+                found.doubtful.append((directory, why))
+            elif wrong := differences(facts, here):
+                found.doubtful.append((directory, "; ".join(wrong)))
             else:
-                fitting.append(run)
-    return fitting, others
+                found.fitting.append(read_run(directory, roots))
+        except InfinityError as error:
+            found.doubtful.append((directory, error.what))
+    return found
+
+
+def _has_commits(directory: Path) -> bool:
+    """Whether a run without a record may have been durable."""
+    return any((directory / name).exists() for name in (PLAN_NAME, *COMMIT_NAMES))
+
+
+def _shapes(facts: Mapping[str, Any]) -> dict[str, list[int]]:
+    """What a model is, whatever it is trained with."""
+    return {s["name"]: s["shape"] for unit in facts["units"] for s in unit["segments"]}
 
 
 def remarks(roots: Sequence[Path], resume: str | Path, here: Mapping[str, Any]) -> list[str]:
     """What a new run should say of durable ones that it leaves alone."""
-    fitting, others = survey(roots, here)
+    seen = survey(roots, here)
+    fitting, others = seen.fitting, seen.foreign + seen.doubtful
     found = [f"a durable run in {path} is left alone: {why}" for path, why in others]
     if resume == "never" and len(fitting) == 1:
         found.append(

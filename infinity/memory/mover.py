@@ -53,7 +53,6 @@ class Mover(Slots):
         self.wraps = True
         self.demand: int | None = None  # the unit the training thread waits for
         self.paced = True
-        self.failure: BaseException | None = None
         self.surprises = 0
         self._retry = False
         self._landings = Landings(plan, lanes)
@@ -72,20 +71,23 @@ class Mover(Slots):
 
     # --- uses: the training thread -----------------------------------------------------------
 
-    def use(self, unit: int) -> None:
-        """Make the unit present and bound, and look ahead along the tape."""
-        if unit == self.current and self.entries[unit].bound:
+    def use(self, unit: int, *, bind: bool = True) -> None:
+        """Make the unit present, and bound unless not to `bind`; look ahead along the tape."""
+        entry = self.entries[unit]
+        if unit == self.current and entry.where is Where.PRESENT:
+            if bind and not entry.bound:  # since a call ended
+                self.bring(unit)
             if self._retry:
                 self._look_ahead()
             return
         self.current = unit
         if self.tape is not None:
             self.tape.advance(unit)
-        self.bring(unit)
+        self.bring(unit, bind=bind)
         self._look_ahead()
 
-    def bring(self, unit: int) -> None:
-        """Make the unit present and bound, whatever it takes."""
+    def bring(self, unit: int, *, bind: bool = True) -> None:
+        """Make the unit present, and bound unless not to `bind`, whatever it takes."""
         entry = self.entries[unit]
         while True:
             self.check()
@@ -100,13 +102,11 @@ class Mover(Slots):
             else:
                 self._await_update(unit)
         if not entry.bound:
-            assert entry.slot is not None
-            assert entry.slot.residency is not None
             if not entry.ready.done():
                 with self.lanes.stall("copy", unit):
                     self.lanes.device.compute_wait(entry.ready)
-            self.presence.bind(unit, entry.slot.residency)
-            entry.bound = True
+            if bind:
+                self.bind(unit)
 
     def tend(self) -> None:
         """Push on what can be pushed on without waiting; called often from hooks."""
@@ -123,7 +123,7 @@ class Mover(Slots):
             self.fail(self.lanes.stuck)
         if self.failure is not None:
             raise EngineFailedError(
-                f"an earlier update failed, the state is incomplete: {self.failure}",
+                f"an earlier failure left the state incomplete: {self.failure}",
                 remedy="close the engine and start again from the last saved state",
             ) from self.failure
 
@@ -306,9 +306,11 @@ class Mover(Slots):
             entry = self.entries[unit]
             if entry.where is not Where.PRESENT:
                 return
-            self.give_up(unit)
-            if entry.slot is None:
-                self.ledger.move(unit, Where.ABSENT)
+            try:
+                self.give_up(unit)
+            finally:  # an edited parameter is gone all the same
+                if entry.slot is None:
+                    self.ledger.move(unit, Where.ABSENT)
 
     def edited(self, unit: int) -> None:
         """The unit's weights were edited at home: graphs made before are stale."""
@@ -348,14 +350,6 @@ class Mover(Slots):
             entry.updates += 1
             self.ledger.move(unit, Where.PRESENT if entry.slot is not None else Where.ABSENT)
 
-    def fail(self, error: BaseException) -> None:
-        """Remember the first failure, which is for good, and wake everyone."""
-        if isinstance(error, TransferError):
-            error = error.untraced()
-        with self.changed:
-            self.failure = self.failure or error
-            self.changed.notify_all()
-
     # --- interruption --------------------------------------------------------------------------
 
     def unlock(self) -> None:
@@ -381,8 +375,7 @@ class Mover(Slots):
                     if not entry.ticket.done():  # stuck: the slot is the kernel's for good
                         continue
                 entry.ticket = entry.landing = None
-                self.presence.forget(unit)
-                entry.bound = False
+                self.forget_bound(unit)
                 if entry.slot is not None and entry.slot.slot_class is None:
                     entry.where = Where.PRESENT
                     continue
@@ -390,7 +383,7 @@ class Mover(Slots):
                 if slot is not None and slot.owner == unit and slot.residency is not None:
                     slot.free_after = after_all(entry.ready, self.lanes.device.compute_event())
                     self.ledger.give_up(unit)
-                entry.slot, entry.where = None, Where.ABSENT
+                entry.slot, entry.where, entry.views = None, Where.ABSENT, []
             for slot in self.ledger.slots:
                 owner = slot.owner
                 moves = slot.slot_class is not None and owner is not None

@@ -71,10 +71,10 @@ class Slot:
         self.lingering = None
         return True
 
-    def num_aliases(self, num_bound: int) -> int:
-        """References to the residency beyond the ledger's and the bound parameters' own."""
+    def num_aliases(self, num_ours: int) -> int:
+        """References to the residency beyond the ledger's and `num_ours`."""
         assert self.residency is not None
-        return storage_use_count(self.residency) - 1 - num_bound
+        return storage_use_count(self.residency) - 1 - num_ours
 
 
 @dataclass(eq=False)
@@ -84,11 +84,19 @@ class Entry:
     where: Where = Where.ABSENT
     slot: Slot | None = None
     bound: bool = False
+    views: list[Tensor] = field(default_factory=list)  # of the slot, once it was bound
+    checksums: list[int] | None = None  # of what is bound, where its edits are looked for
     updates: int = 0  # how often a sweep, or an edit, replaced the weights
     entered: int = 0  # forward calls of the unit's modules that have not returned
     ready: Event = HAPPENED  # the copy that filled the slot
     ticket: Ticket | None = None  # the disk read that fills the slot or its landing
     landing: int | None = None
+
+    @property
+    def num_aliases(self) -> int:
+        """References to the slot's weights that are neither the ledger's nor the parameters'."""
+        assert self.slot is not None
+        return self.slot.num_aliases(len(self.views) * (1 + self.bound))
 
 
 @dataclass
@@ -118,6 +126,7 @@ class Residency:
         self.slots.clear()
         for entry in self.entries:
             entry.slot = None
+            entry.views = []
 
     def free_slots(self, slot_class: int) -> list[Slot]:
         """Slots of one class in which a residency may begin."""
@@ -160,6 +169,7 @@ class Residency:
         slot = entry.slot
         assert slot is not None
         assert not entry.bound
+        entry.views = []
         if slot.slot_class is not None:
             entry.slot = None  # first: an interruption after it finds a slot without an entry
             slot.owner = None

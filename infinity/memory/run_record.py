@@ -1,17 +1,39 @@
-"""What a scratch directory says of the run that made it: `run.json`."""
+"""What a scratch directory says of the run that made it (`run.json`), and how JSON is sealed."""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from infinity.crc32c import crc32c
 from infinity.stable import write_new
 
-RECORD_VERSION = 1
+RECORD_VERSION = 2
+
+
+def seal(content: Mapping[str, Any]) -> bytes:
+    """The text of an object that says, with a checksum over all the rest, whether it is whole."""
+    return json.dumps({**content, "checksum": _checksum(content)}, indent=1).encode()
+
+
+def unseal(data: bytes) -> dict[str, Any]:
+    """The inverse; raises `ValueError` for what was changed, or never was sealed."""
+    try:
+        content = json.loads(data)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(content, dict) or content.pop("checksum", None) != _checksum(content):
+        raise ValueError("its checksum does not fit")
+    return content
+
+
+def _checksum(content: Mapping[str, Any]) -> int:
+    return crc32c(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
 def write_record(path: Path, *, durable: bool = False, **facts: Any) -> None:
@@ -26,7 +48,7 @@ def write_record(path: Path, *, durable: bool = False, **facts: Any) -> None:
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         **facts,
     }
-    write_new(path, json.dumps(record, indent=2).encode())
+    write_new(path, seal(record))
 
 
 def _start_ticks(pid: int) -> int | None:

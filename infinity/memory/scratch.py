@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import re
 import secrets
@@ -29,8 +28,8 @@ from typing import Any, Self
 
 from infinity.errors import MachineError
 from infinity.memory.nvme_path import checked_root, does_not_fit, free_bytes, refusal
-from infinity.memory.run_record import write_record
-from infinity.stable import sync_directory
+from infinity.memory.run_record import unseal, write_record
+from infinity.stable import read_small, sync_directory, temporary_name
 
 _RUN_NAME = re.compile(r"infinity-run-[0-9]+-[0-9a-f]{16}")
 # A directory that is being made: invisible to the pattern above until its lock is held.
@@ -119,7 +118,7 @@ class Scratch:
 
     def _write(self, *, durable: bool, **facts: Any) -> None:
         """Replace the record, for good."""
-        new = self.directory / f"{RECORD_NAME}.new"
+        new = self.directory / temporary_name()
         try:
             write_record(new, durable=durable, **facts)
             sync_directory(self.directory)
@@ -187,10 +186,11 @@ def in_use(directory: Path) -> MachineError:
     )
 
 
-def durable_records(nvme_path: str | os.PathLike[str]) -> dict[Path, dict[str, Any]]:
-    """The durable directories under `nvme_path`, and what their run.json says; oldest first.
+def run_records(nvme_path: str | os.PathLike[str]) -> dict[Path, dict[str, Any]]:
+    """All run directories under `nvme_path`, and what their run.json says; oldest first.
 
-    Links, and what belongs to other people, are left out. Raises `MachineError`.
+    Of one whose run.json is missing or damaged nothing is known: {}. Links, and what belongs to
+    other people, are left out. Raises `MachineError`.
     """
     root = checked_root(nvme_path)
     try:
@@ -202,11 +202,23 @@ def durable_records(nvme_path: str | os.PathLike[str]) -> dict[Path, dict[str, A
         if _RUN_NAME.fullmatch(name):
             with suppress(OSError):
                 facts = (root / name).lstat()
-                record = _read_record(root / name)
-                ours = facts.st_uid == os.geteuid() and stat.S_ISDIR(facts.st_mode)
-                if ours and record.get("durable") is True:
-                    found[root / name] = record
+                if facts.st_uid == os.geteuid() and stat.S_ISDIR(facts.st_mode):
+                    found[root / name] = _read_record(root / name)
     return dict(sorted(found.items(), key=lambda item: str(item[1].get("created"))))
+
+
+def durable_records(nvme_path: str | os.PathLike[str]) -> dict[Path, dict[str, Any]]:
+    """As `run_records`, but of directories that say that they are durable."""
+    found = run_records(nvme_path)
+    return {path: record for path, record in found.items() if record.get("durable") is True}
+
+
+def never_began(directory: Path, record: Mapping[str, Any]) -> bool:
+    """Whether a durable directory is of a run that died in its marking; see [Note: marking]."""
+    first = Path(str(record.get("primary")))
+    named = _read_record(first).get("members")
+    is_named = isinstance(named, list) and str(directory) in named
+    return is_named and _RUN_NAME.fullmatch(first.name) is not None
 
 
 def is_live(directory: Path) -> bool:
@@ -240,9 +252,8 @@ def remove_dead_runs(nvme_path: str | os.PathLike[str]) -> list[Path]:
         if (is_run or is_new) and _remove_if_dead(root, name, is_new=bool(is_new)):
             removed.append(root / name)
     for path, record in durable_records(root).items():  # what others should have taken along
-        first = Path(str(record.get("primary")))
-        named = _read_record(first).get("members")
-        if isinstance(named, list) and str(path) in named and _RUN_NAME.fullmatch(first.name):
+        if never_began(path, record):
+            first = Path(str(record["primary"]))
             _remove_if_dead(first.parent, first.name, is_new=False)
             removed += [] if path.exists() else [path]
     return removed
@@ -293,10 +304,10 @@ def _may_be_removed(directory_fd: int, *, is_new: bool) -> bool:
         return os.listdir(directory_fd) == [LOCK_NAME]
     with os.fdopen(record_fd, "rb") as file:
         try:
-            record = json.loads(file.read(1 << 20))
+            record = unseal(file.read(1 << 20))
         except ValueError:
             return is_new  # while it is made the record may be half written; later it never is
-    return isinstance(record, dict) and record.get("durable") is False
+    return record.get("durable") is False
 
 
 def _remove_members(record: Mapping[str, Any]) -> bool:
@@ -326,10 +337,9 @@ def _remove_members(record: Mapping[str, Any]) -> bool:
 
 
 def _read_record(directory: Path) -> dict[str, Any]:
-    """What a directory's record says; nothing where there is none."""
+    """What a directory's record says; nothing where there is none that is whole."""
     with suppress(OSError, ValueError):
-        record = json.loads((directory / RECORD_NAME).read_bytes())
-        return record if isinstance(record, dict) else {}
+        return unseal(read_small(directory / RECORD_NAME))
     return {}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -39,9 +39,14 @@ def engine_of(tensor: Tensor) -> Any:
     return mark.engine() if isinstance(mark, _Mark) else None
 
 
-def freeze(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Make these parameters require no gradient; returns those that did."""
+def freeze(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
+    """Make these parameters require no gradient; returns what undoes that."""
     changed = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in changed:
         parameter.requires_grad_(False)
-    return changed
+
+    def undo() -> None:
+        for parameter in changed:
+            parameter.requires_grad_(True)
+
+    return undo

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable
-from types import GeneratorType
+from types import CodeType, GeneratorType
 from typing import Any
 
 import torch
@@ -36,6 +36,16 @@ def inside_function_transform() -> bool:
 def inside_backward() -> bool:
     """Whether this thread runs a backward: what computes now is computed again."""
     return torch._C._current_graph_task_id() != -1
+
+
+def after_backward(then: Callable[[], None]) -> None:
+    """Call `then` at the end of the backward that this thread runs; not if it raises."""
+    torch.autograd.Variable._execution_engine.queue_callback(then)
+
+
+def runs_backward(code: CodeType) -> bool:
+    """Whether this is the code of torch's that a backward is started by, and returns to."""
+    return code is torch.autograd.graph._engine_run_backward.__code__
 
 
 def checkpoint_packs(hooks: SavedTensorHooks | None) -> bool:

@@ -9,31 +9,30 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from errno import EDQUOT, ENOSPC
 from pathlib import Path
 from typing import BinaryIO, Self
 
 import torch
 from torch import Tensor
 
-from infinity.errors import ConfigError, DoesNotFitError, MachineError, listed
+from infinity.errors import ConfigError, listed
 from infinity.model.safetensors_file import (
     DTYPE_NAMES,
     SafetensorsFile,
     TensorFacts,
     encode_header,
 )
-from infinity.sizes import format_size
-from infinity.stable import sync_directory
+from infinity.model.weight_directory import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    saving,
+    shard_names,
+    without_index,
+)
+from infinity.stable import FILE_MODE, open_new, write_new
 
-SINGLE_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
-_SHARD_NAME = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _WRITE_BYTES = 4 << 20
 _COMPARE_ELEMENTS = 4 << 20
@@ -126,11 +125,18 @@ class WeightFiles:
 def _files_of(source: Path) -> tuple[list[Path], dict[str, Path] | None]:
     """The files to open, and what an index says lies where."""
     if source.is_dir():
+        if (source / SINGLE_NAME).exists():  # before an index, as transformers does
+            return [source / SINGLE_NAME], None
         if (source / INDEX_NAME).exists():
             return _indexed(source / INDEX_NAME)
-        if (source / SINGLE_NAME).exists():
-            return [source / SINGLE_NAME], None
-        found = sorted(source.glob("*.safetensors"))
+        found, parts = without_index(source)
+        if not found and parts:
+            raise ConfigError(
+                f"{source} holds {len(parts)} shard(s), {listed([p.name for p in parts])}, and no "
+                f"{INDEX_NAME}",
+                because="the save did not come to its end, or not all files were copied",
+                remedy="save again, or copy the index too",
+            )
         if not found:
             pickles = sorted(p.name for p in source.iterdir() if p.suffix in _PICKLES)
             because = f"there are only pickles: {', '.join(pickles[:3])}" if pickles else None
@@ -185,50 +191,35 @@ class Outgoing:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def write_shards(directory: Path, tensors: Sequence[Outgoing], max_shard_bytes: int) -> list[Path]:
+def write_shards(
+    directory: Path,
+    tensors: Sequence[Outgoing],
+    max_shard_bytes: int,
+    beside: Callable[[Path], object] | None = None,
+) -> list[Path]:
     """Write `tensors`, one at a time in memory; returns the files, the index last if there is one.
 
-    A shard holds at most `max_shard_bytes`, or one tensor that is larger. Files appear under their
-    names only when all of them are complete and on stable storage; weights saved there before are
-    replaced then. Raises `DoesNotFitError` on a full disk, `MachineError` for other refusals, and
-    `ConfigError` for a dtype without a name in the format and for a value that its dtype cannot
-    hold; what was there before is untouched then.
+    A shard holds at most `max_shard_bytes`, or one tensor that is larger. `beside` writes more
+    files, such as a config.json, into the folder it gets. All appear under their names only when
+    they are complete and on stable storage; weights saved there before are replaced then, as a
+    whole. Raises `DoesNotFitError` on a full disk, `MachineError` for other refusals and while
+    somebody else saves there, and `ConfigError` for a dtype without a name in the format and for
+    a value that its dtype cannot hold; what was there before is untouched then.
     """
     for tensor in tensors:
         if tensor.dtype not in DTYPE_NAMES:
             raise ConfigError(f"tensor {tensor.name!r}: safetensors files hold no {tensor.dtype}")
-    total = sum(t.nbytes for t in tensors)
     shards = _shards(tensors, max_shard_bytes)
-    names = [SINGLE_NAME]
-    if len(shards) > 1:
-        names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-    new = [(directory / f".{name}.new", directory / name) for name in names]
-    index = (directory / f".{INDEX_NAME}.new", directory / INDEX_NAME)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if shutil.disk_usage(directory).free < total:  # told before hours of reading, not after
-            raise OSError(ENOSPC, os.strerror(ENOSPC))
-        for (path, _), shard in zip(new, shards, strict=True):
-            _write_file(path, shard)
+    names = shard_names(len(shards))
+    with saving(directory, sum(t.nbytes for t in tensors)) as folder:
+        if beside is not None:
+            beside(folder)
+        for name, shard in zip(names, shards, strict=True):
+            _write_file(folder / name, shard)
         if len(shards) > 1:
-            _write_index(index[0], names, shards)
-            new.append(index)
-        for path, final in new:
-            path.replace(final)
-        kept = {final.name for _, final in new}
-        for old in directory.iterdir():
-            ours = old.name in (SINGLE_NAME, INDEX_NAME) or _SHARD_NAME.fullmatch(old.name)
-            if ours and old.name not in kept:
-                old.unlink()
-        sync_directory(directory)
-    except BaseException as error:
-        for path, _ in [*new, index]:
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise _refusal(directory, error, total) from error
-        raise
-    return [final for _, final in new]
+            _write_index(folder / INDEX_NAME, names, shards)
+            names.append(INDEX_NAME)
+    return [directory / name for name in names]
 
 
 def _shards(tensors: Sequence[Outgoing], max_shard_bytes: int) -> list[list[Outgoing]]:
@@ -244,7 +235,7 @@ def _shards(tensors: Sequence[Outgoing], max_shard_bytes: int) -> list[list[Outg
 
 
 def _write_file(path: Path, tensors: Sequence[Outgoing]) -> None:
-    with open(path, "wb") as file:
+    with open_new(path) as file:
         file.write(encode_header((t.name, t.shape, t.dtype) for t in tensors))
         for tensor in tensors:
             _write_tensor(file, tensor)
@@ -279,18 +270,5 @@ def _check_range(tensor: Outgoing, piece: Tensor, converted: Tensor) -> None:
 def _write_index(path: Path, names: Sequence[str], shards: Sequence[Sequence[Outgoing]]) -> None:
     total = sum(t.nbytes for shard in shards for t in shard)
     placed = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump({"metadata": {"total_size": total}, "weight_map": placed}, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _refusal(directory: Path, error: OSError, nbytes: int) -> MachineError | DoesNotFitError:
-    because = f"{error.strerror} (errno {error.errno})"
-    if error.errno in (ENOSPC, EDQUOT):
-        return DoesNotFitError(
-            f"{directory}: the disk is full; the weights need {format_size(nbytes)}",
-            because=because,
-            remedy="free space there, or save somewhere else",
-        )
-    return MachineError(f"{directory}: the weights cannot be saved", because=because)
+    index = {"metadata": {"total_size": total}, "weight_map": placed}
+    write_new(path, json.dumps(index, indent=2).encode(), FILE_MODE)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import tempfile
 from pathlib import Path
+
+from infinity.stable import atomic_write
 
 _SUM_BYTES = hashlib.sha256().digest_size
 
@@ -36,14 +37,8 @@ class KernelCache:
         """Keep `payload` under `key`; does nothing where the folder cannot be written."""
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            handle, name = tempfile.mkstemp(dir=self.folder)
-            try:
-                with os.fdopen(handle, "wb") as file:
-                    file.write(hashlib.sha256(payload).digest() + payload)
-                os.replace(name, self._path(key))
-            except BaseException:
-                os.unlink(name)
-                raise
+            with atomic_write(self._path(key), 0o600) as file:
+                file.write(hashlib.sha256(payload).digest() + payload)
 
     def _path(self, key: tuple[str, ...]) -> Path:
         sums = b"".join(hashlib.sha256(part.encode()).digest() for part in key)

@@ -7,13 +7,14 @@ kept of a parameter.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, EngineClosedError
 from infinity.optim.tiles import Rule
 from infinity.optim.undecorated import optimizer_method
 
@@ -34,17 +35,19 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, defaults)
         self.rule = rule
-        self._engine_step: Callable[[], None] | None = None
-        self._drop: Callable[[], None] | None = None
+        self._engine_step: weakref.WeakMethod[Callable[[], None]] | None = None
+        self._drop: weakref.WeakMethod[Callable[[], None]] | None = None
         self._read_state: Callable[[nn.Parameter], dict[str, Any]] | None = None
         rule.reserve(self.param_groups)
 
-    def connect(
-        self, engine_step: Callable[[], None], drop: Callable[[], None] | None = None
-    ) -> None:
-        """Name what `step()` and `zero_grad()` do."""
-        self._engine_step = engine_step
-        self._drop = drop
+    def connect(self, engine_step: Callable[[], None], drop: Callable[[], None]) -> None:
+        """Name the engine's methods that `step()` and `zero_grad()` call.
+
+        They do not keep the engine alive: it goes with the last reference to it, at once, rather
+        than with the garbage of some later time.
+        """
+        self._engine_step = weakref.WeakMethod(engine_step)
+        self._drop = weakref.WeakMethod(drop)
 
     def connect_state(self, read_state: Callable[[nn.Parameter], dict[str, Any]]) -> None:
         """Name what `read_state` does."""
@@ -54,8 +57,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """The engine's `step()`; closures are not supported."""
         if closure is not None:
             raise ConfigError("engine steps take no closure", remedy="call engine.step()")
-        if self._engine_step is not None:
-            self._engine_step()
+        self._call(self._engine_step)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, until the engine is made: what it trains is reserved then."""
@@ -100,8 +102,20 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         Else there is nothing to do: gradients leave as they are made, and `step()` consumes them.
         """
-        if self._drop is not None:
-            self._drop()
+        self._call(self._drop)
+
+    def _call(self, method: weakref.WeakMethod[Callable[[], None]] | None) -> None:
+        """Call what `connect` named, if it did."""
+        if method is None:
+            return
+        call = method()
+        if call is None:
+            raise EngineClosedError(
+                "the engine of this optimizer was dropped",
+                because="the optimizer alone does not keep it",
+                remedy="keep what initialize() returned first: engine, optimizer, _, _ = ...",
+            )
+        call()
 
     def hypers(self, index_of: Mapping[int, int]) -> dict[int, Any]:
         """Parameter index -> what its group holds now, as captured."""

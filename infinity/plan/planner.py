@@ -91,7 +91,7 @@ def make_plan(
         micro_batches=micro_batches,
         gradient_itemsize=gradient_itemsize(config),
         unified=unified,
-        verify=config.io.verify,
+        verify=config.durable if config.io.verify == "auto" else config.io.verify,
         memory={},
         budget={"device": limits.device, "host": limits.host, "disk": limits.disk},
         notes=notes,

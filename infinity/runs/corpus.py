@@ -29,7 +29,7 @@ from infinity.runs.sources import Source
 from infinity.runs.token_files import adopt
 from infinity.runs.tokenizers import Tokenizer
 from infinity.sizes import format_size
-from infinity.stable import sync_directory, write_new
+from infinity.stable import FOLDER_MODE, sync_directory, write_new
 
 FORMAT = 2
 _INDEX = "index.json"
@@ -129,7 +129,7 @@ def prepare(recipe: Recipe, cache: Path, progress: Progress | None = None) -> Co
 
 def _make(recipe: Recipe, directory: Path, progress: Progress | None) -> None:
     partial = directory.with_name(f"{directory.name}{_PARTIAL}{os.getpid()}-{uuid.uuid4().hex[:8]}")
-    partial.mkdir()
+    partial.mkdir(FOLDER_MODE)
     try:
         total = sum(source.size for source in recipe.sources)
         done = 0

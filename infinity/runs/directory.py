@@ -23,12 +23,13 @@ from typing import Any
 
 from infinity import __version__
 from infinity.errors import CheckpointError, ConfigError, MachineError, listed
-from infinity.stable import sync_directory
+from infinity.memory.run_record import seal, unseal
+from infinity.stable import TEMPORARY_NAME, atomic_write, make_directories, read_small
 
 _RUN = "run.json"
 _LOCK = ".lock"
 _MADE_BEFORE = {"data", _LOCK, "config.yaml", "plan.txt", "plan.json"}
-_FORMAT = 1
+_FORMAT = 2
 
 
 class RunDirectory:
@@ -44,10 +45,11 @@ class RunDirectory:
         self._lock = -1
         self.record: dict[str, Any] = {}
         with self._explained():
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_directories(self.path)
         self._check_contents(resume)
         with self._explained():
-            self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._lock = os.open(self.path / _LOCK, flags, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -69,6 +71,7 @@ class RunDirectory:
             return
         with self._explained():
             others = sorted(set(os.listdir(self.path)) - _MADE_BEFORE)
+        others = [name for name in others if not TEMPORARY_NAME.fullmatch(name)]  # of a killed run
         if others:
             raise ConfigError(
                 f"{self.path} is not empty, and holds no run: {listed(others, 4)}",
@@ -171,40 +174,38 @@ class RunDirectory:
 
     def complete(self, steps: int) -> None:
         """All is done."""
-        self.record |= {"complete": True, "steps": steps}
-        self._write_record()
+        self.remember(complete=True, steps=steps)
 
     def reopen(self) -> None:
         """More steps were asked for than were done."""
-        if self.record.get("complete"):
-            self.record["complete"] = False
+        self.remember(complete=False)
+
+    def remember(self, **facts: Any) -> None:
+        """Put facts that outlast the process into the record, if they are new."""
+        if self.record | facts != self.record:
+            self.record |= facts
             self._write_record()
 
     def _read_record(self) -> dict[str, Any]:
         path = self.path / _RUN
         try:
-            record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            record = unseal(read_small(path))
             if record["format"] != _FORMAT or not isinstance(record["decides"], dict):
                 raise ValueError(f"its format is {record['format']!r}")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
-                f"{path} is damaged", because=str(error), remedy="run_dir=... starts another run"
+                f"{path} is damaged, which says what run this is: {error}",
+                remedy="bring it back; or --resume one of its checkpoints/ in another run_dir=...",
             ) from error
         return record
 
     def _write_record(self) -> None:
-        self.write(_RUN, json.dumps(self.record, indent=1))
+        self.write(_RUN, seal(self.record).decode())
 
     def write(self, name: str, text: str) -> None:
         """Write a small file of the directory, whole or not at all."""
-        partial = self.path / f"{name}.partial"
-        with self._explained():
-            with open(partial, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(self.path / name)
-            sync_directory(self.path)
+        with self._explained(), atomic_write(self.path / name) as file:
+            file.write(text.encode())
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

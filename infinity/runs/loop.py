@@ -1,4 +1,10 @@
-"""The training loop: steps, evaluations, checkpoints, and a way to stop between steps."""
+"""The training loop: steps, evaluations, checkpoints, and a way to stop between steps.
+
+[Note: what a run survives]
+A checkpoint that cannot be saved costs nothing but itself: those before it stay, training goes on,
+and it is tried again, once soon and then whenever one is due. So is a line of metrics. What does
+end a run is a drive that loses its state, also where a save is the first to find out.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +19,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infinity.checkpoint.root import discard, find_tag
 from infinity.engine import Engine
-from infinity.errors import TrainingError
-from infinity.runs.metrics import Metrics
+from infinity.errors import (
+    CheckpointError,
+    DoesNotFitError,
+    InfinityError,
+    MachineError,
+    TrainingError,
+    TransferError,
+)
+from infinity.runs.metrics import LastStep, Metrics
 from infinity.runs.preparation import Prepared
 from infinity.runs.watcher import StepFacts, Watcher
 from infinity.runs.windows import Reel
 
 _RECENT = 50  # steps that a forecast of the time left is made of
+_SOON = 10  # a save that failed is tried again after this part of the steps between two
+_REFUSALS = (CheckpointError, DoesNotFitError, MachineError)  # of a save
 
 
 class Loop:
@@ -33,6 +49,7 @@ class Loop:
         reel: Reel,
         loss_of: Callable[[Any, Tensor], Tensor],
         metrics: Metrics,
+        last_step: LastStep,
         checkpoints: Path,
         watcher: Watcher,
     ) -> None:
@@ -43,14 +60,21 @@ class Loop:
         self.evaluation_before: float | None = None
         self.evaluation: float | None = None
         self.saved: Path | None = None
-        """The last checkpoint."""
+        """The last checkpoint that is whole."""
+        self.failed_saves = 0
+        self.unsaved: InfinityError | None = None
+        """Why the last try to save failed; None where it did not."""
         self._reel = reel
         self._loss_of = loss_of
         self._metrics = metrics
+        self._last_step = last_step
         self._checkpoints = checkpoints
         self._watcher = watcher
         self._times_s: deque[float] = deque(maxlen=_RECENT)
         self._saved_step = -1
+        self._saving: Path | None = None  # it is being copied
+        self._retry_step = -1
+        self._told_metrics = False
 
     @property
     def step(self) -> int:
@@ -68,7 +92,8 @@ class Loop:
             self._one_step()
             self._evaluate_if_due()
             every = self._checkpoint_every
-            if every and self.step % every == 0 and self.step < prepared.steps:
+            due = every and (self.step % every == 0 or self.step == self._retry_step)
+            if due and self.step < prepared.steps:
                 self.save(wait=False)
 
     @property
@@ -79,20 +104,76 @@ class Loop:
         return training.checkpoint_every
 
     def save(self, *, wait: bool) -> None:
-        """Save a checkpoint of this step, unless there is one; with `wait` it is whole then."""
-        engine, training = self.engine, self.prepared.config.training
-        if self._saved_step != self.step:
-            self.saved = engine.save_checkpoint(
+        """Save a checkpoint of this step, unless there is one; with `wait` it is over then.
+
+        One that fails is told, counted, and in `unsaved`. Raises `TransferError` where the drive
+        of the state fails.
+        """
+        self._collect(wait=True)
+        if self._saved_step == self.step:
+            return
+        self._saving = self._checkpoints / f"step{self.step}"
+        self._saved_step = self.step
+        try:
+            # One that is there is of a life of this run that went on from before this step.
+            discard(self._checkpoints, self._saving.name)
+            self.engine.save_checkpoint(
                 self._checkpoints,
-                f"step{self.step}",
+                self._saving.name,
                 {"step": self.step},
-                keep_last=training.keep_last,
-                wait=wait,
+                keep_last=self.prepared.config.training.keep_last,
             )
-            self._saved_step = self.step
-            self._watcher.saved(self.saved, "checkpoint")
-        elif wait:
-            engine.finish_saving()
+        except _REFUSALS as error:
+            self._failed(error)
+        self._collect(wait=wait)
+
+    def finish_saving(self) -> None:
+        """Wait until no checkpoint is being saved; as `save` where that fails."""
+        self._collect(wait=True)
+
+    def _collect(self, *, wait: bool) -> None:
+        """See what became of the checkpoint that is being saved, if it is over."""
+        if self._saving is None or (self.engine.saving and not wait):
+            return
+        try:
+            self.engine.finish_saving()
+        except _REFUSALS as error:
+            self._failed(error)
+        else:
+            self._is_whole(self._saving)
+
+    def _is_whole(self, path: Path) -> None:
+        self.saved, self._saving, self.unsaved = path, None, None
+        self._retry_step = -1
+        self._watcher.saved(path, "checkpoint")
+
+    def _failed(self, error: InfinityError) -> None:
+        """Go on without a checkpoint, unless what failed is the drive of the state."""
+        path, root = self._saving, self._checkpoints
+        assert path is not None
+        if isinstance(error, TransferError) and not Path(error.path).is_relative_to(root):
+            raise error
+        if _latest(root) == path.name:
+            self._watcher.note(f"{path.name} is whole, but older ones were not removed: {error}")
+            self._is_whole(path)
+            return
+        every, soon = self._checkpoint_every, self._saved_step != self._retry_step
+        self._saving, self._saved_step = None, -1
+        self._retry_step = self.step + max(1, every // _SOON) if soon else -1
+        self.failed_saves += 1
+        first, self.unsaved = self.unsaved is None, error
+        self._write({"event": "not saved", "step": self.step, "tag": path.name, "why": str(error)})
+        if first:
+            self._watcher.note(
+                f"{path.name} was not saved: {error}\n"
+                f"  training goes on, and saves again when it can; {self.last_checkpoint}"
+            )
+
+    @property
+    def last_checkpoint(self) -> str:
+        """The one to go on from, in words."""
+        tag = _latest(self._checkpoints)
+        return f"the last checkpoint is {self._checkpoints / tag}" if tag else "there is none yet"
 
     def _one_step(self) -> None:
         engine, prepared = self.engine, self.prepared
@@ -100,13 +181,23 @@ class Loop:
         started_s = time.perf_counter()
         lr = float(engine.optimizer.param_groups[0]["lr"])
         total: Tensor | None = None
-        for _ in range(count):
+        for micro_batch in range(count):
             tokens = self._reel.next().to(engine.device)
             part = self._loss_of(engine, tokens)
             value = part.detach().double()
             total = value if total is None else total + value
             engine.backward(part)
             del part
+            if micro_batch == count - 1:  # the step may be committed before it can be told
+                self._last_step.record = {
+                    "event": "step",
+                    "step": self.step,
+                    "epoch": round(self._reel.epoch, 6),
+                    "tokens": self._reel.taken * prepared.length,
+                    "loss": total / count,
+                    "lr": lr,
+                }
+            self._collect(wait=False)
             engine.step()
         assert total is not None
         loss = total.item() / count
@@ -121,13 +212,7 @@ class Loop:
         assert report is not None
         self._times_s.append(took_s)
         rate = prepared.tokens_per_step / took_s
-        record: dict[str, Any] = {
-            "event": "step",
-            "step": step,
-            "epoch": round(self._reel.epoch, 6),
-            "tokens": self._reel.taken * prepared.length,
-            "loss": loss,
-            "lr": lr,
+        record: dict[str, Any] = self._last_step.state_dict() | {
             "grad_norm": report.grad_norm,
             "clip_factor": report.clip_factor,
             "skipped": report.skipped,
@@ -139,7 +224,7 @@ class Loop:
         }
         if prepared.engine.precision == "fp16":
             record["loss_scale"] = report.loss_scale
-        self._metrics.write(record)
+        self._write(record)
         self._watcher.step(
             StepFacts(
                 step=step,
@@ -155,6 +240,15 @@ class Loop:
                 stall_s=report.stall_s,
             )
         )
+
+    def _write(self, record: dict[str, Any]) -> None:
+        """A line of metrics is no reason to end a run."""
+        try:
+            self._metrics.write(record)
+        except MachineError as error:
+            if not self._told_metrics:
+                self._watcher.note(f"training goes on without metrics: {error.what}")
+            self._told_metrics = True
 
     def _diverged(self, loss: float, lr: float) -> TrainingError:
         if self.step == 1:
@@ -179,7 +273,7 @@ class Loop:
             return
         loss, count = self.evaluate()
         self.evaluation = loss
-        self._metrics.write(
+        self._write(
             {
                 "event": "evaluation",
                 "step": self.step,
@@ -207,3 +301,11 @@ class Loop:
         finally:
             self.engine.train()
         return total / count, count
+
+
+def _latest(root: Path) -> str | None:
+    """The tag that `latest` names, where that can be read."""
+    try:
+        return find_tag(root, None)
+    except InfinityError:
+        return None

@@ -8,20 +8,30 @@
 from __future__ import annotations
 
 import os
-import shutil
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from infinity.checkpoint.root import find_tag
+from infinity.checkpoint.layout import LATEST_NAME
+from infinity.checkpoint.root import checkpoints, find_tag
 from infinity.config import Config
 from infinity.engine import Engine
-from infinity.errors import CheckpointError, ConfigError, MachineError
+from infinity.errors import (
+    CheckpointError,
+    ConfigError,
+    DoesNotFitError,
+    InfinityError,
+    MachineError,
+)
 from infinity.huggingface.library import transformers
 from infinity.huggingface.saving import save_pretrained
+from infinity.memory.scratch import run_records
+from infinity.model.weight_directory import holds_weights
 from infinity.runs.corpus import Progress
 from infinity.runs.directory import RunDirectory
 from infinity.runs.loop import Loop
-from infinity.runs.metrics import Metrics
+from infinity.runs.metrics import LastStep, Metrics, steps_told
 from infinity.runs.model import build, loss_of
 from infinity.runs.preparation import Prepared, prepare_run
 from infinity.runs.schedule import check_schedule, check_schedule_of_checkpoint
@@ -29,6 +39,7 @@ from infinity.runs.settings import RunConfig
 from infinity.runs.settings_text import as_yaml, resolved
 from infinity.runs.watcher import Result, Watcher
 from infinity.runs.windows import Reel
+from infinity.stable import sync_directory
 from infinity.startup import initialize
 
 NEVER, AUTO = "never", "auto"
@@ -48,6 +59,8 @@ class Run:
         self.checkpoint = None if resume in (NEVER, AUTO) else _find_checkpoint(Path(resume))
         self.directory = RunDirectory(config.run_dir, resume=resume != NEVER)
         self.prepared: Prepared | None = None
+        self.trains = False
+        """Whether there is, or was, an engine."""
 
     def prepare(self, progress: Progress | None = None) -> Prepared:
         """Check everything, and make the corpus.
@@ -95,6 +108,7 @@ class Run:
             compute = loss_of(model)
             config = self._own_state(prepared.engine)
             engine, _, _, _ = initialize(model, config, progress=progress)
+        self.trains = True
         try:
             engine.train()
             reel = Reel(
@@ -104,6 +118,10 @@ class Run:
                 prepared.config.data.shuffle,
             )
             engine.register_state("windows", reel)
+            last_step = LastStep()
+            engine.register_state("last_step", last_step)
+            if config.durable:
+                directory.remember(durable=True)
             source = self._go_on(engine, reel, prepared)
             if source:
                 watcher.note(f"going on from {source}")
@@ -115,13 +133,20 @@ class Run:
             try:
                 for note in metrics.notes:
                     watcher.note(note)
+                if self.resume == AUTO:
+                    metrics.catch_up(last_step)
                 loop = Loop(
-                    prepared, engine, reel, compute, metrics, directory.checkpoints, watcher
-                )
+                    prepared, engine, reel, compute, metrics, last_step, directory.checkpoints,
+                    watcher,
+                )  # fmt: skip
                 loop.run()
                 return self._finish(loop, watcher)
             finally:
                 metrics.close()
+        except BaseException:
+            with suppress(InfinityError):  # a save, or the drive, that fails here says less
+                engine.close()
+            raise
         finally:
             engine.close()
 
@@ -129,16 +154,18 @@ class Run:
         """Save, and at the last step export."""
         prepared, directory = loop.prepared, self.directory
         stopped = loop.step < prepared.steps
-        if not prepared.engine.durable:
-            loop.save(wait=True)
-        loop.engine.finish_saving()
+        self._save(loop)
         model = None
         if not stopped and prepared.config.training.export != "none":
             model = directory.model
-            if not directory.is_complete or not model.exists():
+            if not directory.is_complete or not holds_weights(model):
                 watcher.note("writing the model")
                 self._export(loop.engine, prepared, model)
             watcher.saved(model, "model")
+        if loop.unsaved is not None:
+            self._save(loop)  # much may have changed since
+        if loop.unsaved is not None and not prepared.engine.durable:
+            raise _not_saved(loop, loop.unsaved, model)
         if not stopped:
             directory.complete(loop.step)
         return Result(
@@ -149,40 +176,42 @@ class Run:
             evaluation_before=loop.evaluation_before,
             evaluation=loop.evaluation,
             tokens=loop.step * prepared.tokens_per_step,
-            checkpoint=loop.saved or self._last_checkpoint(),
+            checkpoint=loop.saved or self.last_checkpoint(),
             model=model,
+            failed_saves=loop.failed_saves,
         )
 
+    @staticmethod
+    def _save(loop: Loop) -> None:
+        if loop.prepared.engine.durable:
+            loop.finish_saving()
+        else:
+            loop.save(wait=True)
+
     def _export(self, engine: Engine, prepared: Prepared, target: Path) -> None:
-        """Write the model beside, then put it in its place."""
-        partial, old = target.with_name("model.partial"), target.with_name("model.old")
-        try:
-            for left in (partial, old):
-                shutil.rmtree(left, ignore_errors=True)
-            wanted = prepared.config.training.export
-            dtype = None if wanted == "auto" else wanted
-            save_pretrained(engine, partial, tokenizer=prepared.tokenizer, dtype=dtype)
-            if target.exists():
-                target.rename(old)
-            partial.rename(target)
-            shutil.rmtree(old, ignore_errors=True)
-        except OSError as error:
-            raise MachineError(
-                f"the model could not be written to {target}: {error.strerror}",
-                remedy="make room, then --resume auto: training is done, and only this is left",
-            ) from error
+        """Write the model; an older one is replaced as a whole."""
+        wanted = prepared.config.training.export
+        dtype = None if wanted == "auto" else wanted
+        save_pretrained(engine, target, tokenizer=prepared.tokenizer, dtype=dtype)
 
     # --- going on --------------------------------------------------------------------------------
+
+    @property
+    def state_name(self) -> str:
+        """Below every nvme_path, where its steps are durable; of a run that has begun."""
+        return f"{self.directory.path.name}-{self.directory.record['id']}"
 
     def _own_state(self, config: Config) -> Config:
         """A durable run has directories of its own, so that it cannot go on from another's."""
         if not config.durable:
             return config
-        name = f"{self.directory.path.name}-{self.directory.record['id']}"
-        paths = tuple(path / name for path in config.nvme_path)
+        paths = tuple(path / self.state_name for path in config.nvme_path)
+        if self.resume == AUTO and self.directory.record.get("durable"):
+            self._check_state(paths)
         for path in paths:
             try:
                 path.mkdir(exist_ok=True)
+                sync_directory(path.parent)
             except OSError as error:
                 raise MachineError(
                     f"{path} cannot be made: {error.strerror}",
@@ -198,14 +227,48 @@ class Run:
             return f"{self.checkpoint}; its optimizer and schedule go on as they were"
         if self.resume != AUTO:
             return ""
-        found = self._last_checkpoint()
+        found = self.last_checkpoint()
         done = reel.taken // prepared.windows_per_step
+        if found is None and not engine.resumed:
+            self._check_nothing_is_lost(prepared)
         if found is not None and _step_of(found.name) > done:
             engine.load_checkpoint(found.parent, found.name)
             return str(found)
         return f"the committed step {done}" if engine.resumed else ""
 
-    def _last_checkpoint(self) -> Path | None:
+    def _check_state(self, paths: Sequence[Path]) -> None:
+        """Raise `CheckpointError` if the state of a durable run is nowhere to be seen."""
+        there = [path for path in paths if path.is_dir() and run_records(path)]
+        if not there:
+            raise CheckpointError(
+                f"the run in {self.directory.path} keeps its state below "
+                f"{', '.join(map(str, paths))}, where there is none",
+                because="a drive is not mounted, or the state was moved or removed",
+                remedy="mount it, or engine.nvme_path=... where it is now; a new run needs "
+                "another run_dir=...",
+            )
+
+    def _check_nothing_is_lost(self, prepared: Prepared) -> None:
+        """Raise `CheckpointError` where steps were done that there is no checkpoint of any more.
+
+        A run that ended before its first checkpoint was due begins again; `Metrics` says so.
+        """
+        root, told = self.directory.checkpoints, steps_told(self.directory.metrics)
+        whole = checkpoints(root) if root.is_dir() else []
+        every = prepared.config.training.checkpoint_every
+        if not whole and told < (every or told + 1) and not self.directory.is_complete:
+            return
+        what = f"{root} has no checkpoint" if not whole else f"{root / LATEST_NAME} is missing"
+        raise CheckpointError(
+            f"{what}, but {told} steps were done in {self.directory.path}",
+            because="it was moved, removed or never saved (see metrics.jsonl), or is not mounted",
+            remedy=f"--resume {root / whole[0].tag}"
+            if whole
+            else "bring it back; a new run needs another run_dir=...",
+        )
+
+    def last_checkpoint(self) -> Path | None:
+        """What `latest` names; raises `CheckpointError` or `MachineError`."""
         root = self.directory.checkpoints
         tag = find_tag(root, None) if root.is_dir() else None
         return None if tag is None else root / tag
@@ -223,6 +286,18 @@ class Run:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _not_saved(loop: Loop, error: InfinityError, model: Path | None) -> InfinityError:
+    """How a run ends whose last state could not be saved, after all else was done."""
+    kind = DoesNotFitError if isinstance(error, DoesNotFitError) else MachineError
+    return kind(
+        f"the state after step {loop.step} was not saved: {error.what}; {loop.failed_saves} saves "
+        f"failed; {loop.last_checkpoint}"
+        + (f"; the model is whole: {model}" if model is not None else ""),
+        because=error.because,
+        remedy=f"{error.remedy or 'look at that drive'}; then --resume auto goes on from there",
+    )
 
 
 def _step_of(tag: str) -> int:

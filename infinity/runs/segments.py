@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infinity.errors import CheckpointError, MachineError
-from infinity.stable import write_new
+from infinity.stable import open_new, write_new
 
 BLOCK_BYTES = 1 << 16  # what one checksum is of
 SHARD_TOKENS = 1 << 26
@@ -149,7 +149,7 @@ class ShardWriter:
         start = 0
         while start < tokens.size:
             if self._file is None:
-                self._file = open(self._directory / self._shard_name, "xb")  # noqa: SIM115
+                self._file = open_new(self._directory / self._shard_name)
             part = tokens[start : start + self._shard_tokens - self._count]
             self._held += part.astype(self._dtype.newbyteorder("<")).tobytes()
             self._count += part.size

@@ -30,6 +30,7 @@ class Result:
 
     `stopped` says that it was asked to stop before its last step. `checkpoint` is the one to go on
     from, None where that is a durable state on disk; `model` the directory for transformers.
+    `failed_saves` counts checkpoints that could not be saved on the way.
     """
 
     steps: int
@@ -41,6 +42,7 @@ class Result:
     tokens: int
     checkpoint: Path | None
     model: Path | None
+    failed_saves: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from infinity.errors import MachineError
+from infinity.stable import atomic_write
 
 FLUSH_S = 0.1
 CAPACITY = 1 << 16  # events that wait to be written; about 15 MB
@@ -89,7 +90,7 @@ class Trace:
     """One trace file; an existing one is replaced. Any thread may record.
 
     `names` are those of the units. Makes missing directories; raises `MachineError` if the file
-    cannot be written.
+    cannot be written, or something that is no file has its name.
     """
 
     def __init__(
@@ -116,17 +117,20 @@ class Trace:
         self._closed = False
         self._wake = threading.Event()
         self._end = 0  # where the closing bracket is
+        self._file = -1
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-            self._file = os.open(self.path, flags, 0o644)
+            with atomic_write(self.path) as file:  # who writes to an older one keeps that
+                self._file = os.dup(file.fileno())
+                self._put_out(self._head(facts or {}), 0)
         except OSError as error:
+            if self._file >= 0:
+                os.close(self._file)
             raise MachineError(
                 f"the trace {self.path} cannot be opened",
                 because=error.strerror,
                 remedy="give trace a path that can be written",
             ) from error
-        self._put_out(self._head(facts or {}), 0)
         self._thread = threading.Thread(target=self._run, name="infinity-trace", daemon=True)
         self._thread.start()
 

@@ -1,8 +1,17 @@
-"""A module's buffers by name: taken as copies, and put back."""
+"""A module's buffers by name: taken as copies, and put back; and left alone by a second run.
+
+[Note: run again]
+Running statistics, counters and the like belong to the call, not to its recomputation: that one
+computes on copies, which are then dropped. It begins with the values that the call began with,
+because results may depend on them (spectral norms); those are kept only of buffers that the call
+changed. A batch norm's statistics change without their version telling, but no training forward
+reads them. Copies are other tensors, never the same with other values: graphs hold on to buffers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -80,3 +89,56 @@ def put_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
                 here.copy_(value)
         else:  # modules may grow what is not persistent
             buffer.owner._buffers[buffer.key] = value.to(here.device)
+
+
+_Place = tuple[nn.Module, str]
+
+
+class Rerun:
+    """One call of a module, and how it is computed again without a trace in the buffers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before: dict[_Place, Tensor | None] = {}  # of those that the call changed
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """Around the call itself."""
+        before = [(at, value, _version(value), _copy(value)) for at, value in self._buffers()]
+        yield
+        now = dict(self._buffers())
+        self._before = {
+            at: copy
+            for at, value, version, copy in before
+            if now.get(at) is not value or _version(value) != version
+        }
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Around a computation that is to find what the call found, and to leave nothing."""
+        live = list(self._buffers())
+        copies: dict[object, Tensor | None] = {}  # what modules share stays shared
+        try:
+            for (owner, key), value in live:
+                same = (owner, key) if value is None else id(value)
+                if same not in copies:
+                    copies[same] = _copy(self._before.get((owner, key), value))
+                owner._buffers[key] = copies[same]
+            yield
+        finally:
+            for (owner, key), value in live:
+                owner._buffers[key] = value
+
+    def _buffers(self) -> Iterator[tuple[_Place, Tensor | None]]:
+        for owner in self._module.modules():
+            for key, value in owner._buffers.items():
+                yield (owner, key), value
+
+
+def _version(value: Tensor | None) -> int:
+    return -1 if value is None or value.is_inference() else value._version
+
+
+def _copy(value: Tensor | None) -> Tensor | None:
+    """The same values elsewhere; what has a gradient is part of a graph, and stays itself."""
+    return value if value is None or value.requires_grad else value.clone()

@@ -253,7 +253,12 @@ class Checkpoints:
         if progress.micro_step or progress.backwards:
             where = reader.directory
             window = OpenWindow(str(where.parent), where.name, reader.manifest_crc32c)
-        durability.commit(self.document(window), progress.global_steps)
+        try:
+            durability.commit(self.document(window), progress.global_steps)
+        except BaseException as error:
+            # Which state is committed is not known now: nothing may be written over either.
+            self._rooms.mover.fail(error)
+            raise
 
     def _replace(self, reader: CheckpointReader, *, full: bool) -> None:
         self._settle()

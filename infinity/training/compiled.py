@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError, TrainingError, first_lines
-from infinity.model.presence import ParameterMap
+from infinity.model.installation import ParameterMap
 
 _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 

@@ -7,11 +7,9 @@ next there too. A training cycle that such a call interrupts goes on after it.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from infinity.memory.mover import Mover
 from infinity.plan.tape import Tape, guess_cycle
@@ -62,25 +60,22 @@ class Cycles:
             self._mover.tape = None
         self._open = False
 
-    def watch(self, root: nn.Module) -> list[RemovableHandle]:
-        """From now on calls of `root` without gradients are cycles."""
+    def around_calls(self) -> tuple[Callable[[], None], Callable[[], None]]:
+        """What goes before and after a call of the model: one without gradients is a cycle."""
         caches: list[bool] = []  # of autocast, before each call under way
 
-        def before(module: nn.Module, args: Any) -> None:
+        def before() -> None:
             caches.append(torch.is_autocast_cache_enabled())
             if not torch.is_grad_enabled():
                 torch.set_autocast_cache_enabled(False)  # it would keep casts of weights that move
                 self.begin(last_micro_batch=False)
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
+        def after() -> None:
             if caches:
                 torch.set_autocast_cache_enabled(caches.pop())
             self.end_call()
 
-        return [
-            root.register_forward_pre_hook(before, prepend=True),
-            root.register_forward_hook(after, always_call=True),
-        ]
+        return before, after
 
     def surprises(self) -> int:
         """Unexpected uses, and updates that could not be published, since the start."""

@@ -1,10 +1,19 @@
-"""Where the engine meets modules and autograd."""
+"""Where the engine meets modules and autograd.
+
+[Note: calls and what lies outside]
+While a call runs, what it reaches for is bound, and released when it is over; see `owner.py` and
+[Note: released] in `memory/slots.py`. A call is the engine's, or the outermost one of the model or
+of a unit's module, or a backward, whoever started that. What is reached for outside of any stays
+bound, and so do parameters that a call returns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +25,13 @@ from infinity.memory.mover import Mover
 from infinity.model.cut import UnitCut
 from infinity.model.torch_private import (
     SavedTensorHooks,
+    after_backward,
+    inside_backward,
     inside_function_transform,
+    runs_backward,
     top_saved_tensors_hooks,
 )
-from infinity.training.owner import Owner
+from infinity.training.owner import Call, Owner
 from infinity.training.saved_tensors import SavedTensors
 from infinity.training.timeline import Timeline
 from infinity.training.watch import MemoryWatch
@@ -30,9 +42,18 @@ class HookMark:
     """How deep the stacks of an engine call were before it."""
 
     depth: int
-    pushed: int
+    inside: int
     outer: SavedTensorHooks | None
     autocast_cache: bool
+
+
+class _Entered(NamedTuple):
+    """A forward that has not returned: of a unit's module, or of the model (no unit)."""
+
+    module: nn.Module
+    unit: int | None
+    pushed: bool
+    borrowed: list[int]  # units of parameters in its arguments
 
 
 class Hooks:
@@ -49,19 +70,19 @@ class Hooks:
         self.mover = mover
         self.watch: MemoryWatch  # set by whoever makes hooks, before the first forward
         self.gradients = gradients
-        self.saved = SavedTensors(mover, gradients.expect)
+        self.saved = SavedTensors(mover, gradients.expect, self._backward)
         self.num_arrived = 0  # gradients since the start, whoever called backward
         self.divisor = 1  # of gradients that arrive; not 1 only where their loss is not divided
         self.lent: Collection[int] = ()  # parameters that have a full value of their own now
         self.write_edits: Callable[[], None] = lambda: None  # before home is read
-        self._owner = Owner()
+        self.owner = Owner(backward_threads=not mover.plan.unified)
+        self._call: Call | None = None  # that a module's hook began
         self._cuts = cuts
         self._parameters = parameters
         self._index_of = {id(p): i for i, p in enumerate(parameters)}
         self._unit_of = {i: u for u, cut in enumerate(cuts) for i in cut.parameters}
         self._handles: list[RemovableHandle] = []
-        self._pushed: list[bool] = []
-        self._borrowed: list[list[int]] = []  # units of parameters in arguments, beside `_pushed`
+        self._inside: list[_Entered] = []
         for unit, cut in enumerate(cuts):
             for module in cut.modules:
                 before = self._before(unit)
@@ -90,15 +111,110 @@ class Hooks:
             self._use(self._unit_of[index])
 
     def _use(self, unit: int) -> None:
+        self._join()
         self.write_edits()
         if not torch.is_inference_mode_enabled():
             self.mover.use(unit)
+        else:
+            with torch.inference_mode(False):  # what is bound now may be trained with later
+                self.mover.use(unit)
+        self.mover.look_for_edits(unit, reached=not self.owner.busy)
+
+    # --- calls -----------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """A forward begins, on behalf of the frame that calls the hook."""
+        self._refuse_strangers()
+        if self.owner.busy or inside_backward():
             return
-        with torch.inference_mode(False):  # what is bound now may be trained with later
-            self.mover.use(unit)
+        self._call = self.owner.enter(sys._getframe(2))
+        try:
+            self.mover.verify()
+        except BaseException:
+            self._end()
+            raise
+
+    def _end(self) -> None:
+        call, self._call = self._call, None
+        self.owner.leave(call)
+
+    def _enter(self, module: nn.Module, unit: int | None, borrowed: list[int]) -> None:
+        self._inside.append(_Entered(module, unit, self.saved.push(), borrowed))
+
+    def _is_inside(self, module: nn.Module, unit: int | None) -> bool:
+        """Whether its pre-hook went well: torch calls hooks after one that raised, too."""
+        if self.owner.elsewhere() is not None or not self._inside:
+            return False
+        return self._inside[-1].module is module and self._inside[-1].unit == unit
+
+    def _leave(self, output: object) -> None:
+        """The innermost forward is over; the outermost ends the call."""
+        entered = self._inside.pop()
+        self._give_back(entered.borrowed)
+        if entered.pushed:
+            self.saved.pop()
+        if self._inside or self._call is None:
+            return
+        try:
+            self.release(output)
+        finally:
+            self._end()
+
+    def release(self, output: object) -> None:
+        """A call is over and returns `output`: what it bound is absent, but parameters in that."""
+        found: Any = output.values() if isinstance(output, Mapping) else output
+        for value in found if isinstance(output, Mapping | list | tuple) else (output,):
+            index = self._index_of.get(id(value)) if isinstance(value, nn.Parameter) else None
+            if index is not None and self.mover.entries[self._unit_of[index]].bound:
+                self.mover.look_for_edits(self._unit_of[index], reached=True)
+        self.mover.release_all()
+
+    def _join(self) -> None:
+        """A backward that the engine was not asked for is a call as well."""
+        if self.owner.busy or not inside_backward():
+            return
+        lasting = sys._getframe()
+        frame: FrameType | None = lasting
+        while frame is not None:  # up to the outermost backward
+            lasting = frame if runs_backward(frame.f_code) else lasting
+            frame = frame.f_back
+        call = self.owner.enter(lasting)
+
+        def end() -> None:
+            try:
+                self.mover.release_all()
+            finally:
+                self.owner.leave(call)
+
+        after_backward(end)
+
+    def _backward(self) -> None:
+        """A backward has come to something of ours."""
+        self.owner.check()
+        self._join()
+
+    def watch_root(
+        self, root: nn.Module, begin: Callable[[], None], end: Callable[[], None]
+    ) -> None:
+        """Calls of the model are calls, with `begin` and `end` around them."""
+
+        def before(module: nn.Module, args: Any) -> None:
+            self._begin()
+            begin()
+            self._enter(module, None, [])
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if self._is_inside(module, None):
+                end()
+                self._leave(output)
+
+        self._handles.append(root.register_forward_pre_hook(before, prepend=True))
+        self._handles.append(root.register_forward_hook(after, always_call=True))
+
+    # --- units -----------------------------------------------------------------------------------
 
     def _refuse_strangers(self) -> None:
-        self._owner.check()
+        self.owner.check()
         if inside_function_transform():
             raise PresenceError(
                 "torch.func transforms (grad, vmap, functional_call, ...) cannot run over an "
@@ -109,21 +225,23 @@ class Hooks:
 
     def _before(self, unit: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            self._refuse_strangers()
+            self._begin()
             if self.timeline is not None:
                 self.timeline.recompute()
-            borrowed = self._borrow(unit, (*args, *kwargs.values()))
+            borrowed: list[int] = []
             try:
+                borrowed += self._borrow(unit, (*args, *kwargs.values()))
                 if not self._is_lent(unit):
                     self._use(unit)
+                self.watch.saw(args)
+                self.watch.at(unit, "forward")
             except BaseException:
                 self._give_back(borrowed)
+                if not self._inside:
+                    self._end()
                 raise
-            self.watch.saw(args)
-            self.watch.at(unit, "forward")
             self.mover.entries[unit].entered += 1
-            self._pushed.append(self.saved.push())
-            self._borrowed.append(borrowed)
+            self._enter(module, unit, borrowed)
             if self.timeline is not None:
                 self.timeline.enter(unit)
 
@@ -179,19 +297,18 @@ class Hooks:
 
     def _after(self, unit: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if not self._pushed:  # an exception came before our pre-hook
+            if not self._is_inside(module, unit):
                 return
             if self.timeline is not None:
                 self.timeline.leave()
             self.mover.entries[unit].entered -= 1
-            self._give_back(self._borrowed.pop())
-            if self._pushed.pop():
-                self.saved.pop()
+            self._leave(output)
 
         return hook
 
     def _arrived(self, index: int) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
+            self._backward()
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
             self.mover.await_consumed(self._unit_of[index])
@@ -215,7 +332,7 @@ class Hooks:
             self.timeline.call()
         return HookMark(
             self.saved.depth,
-            len(self._pushed),
+            len(self._inside),
             top_saved_tensors_hooks(),
             torch.is_autocast_cache_enabled(),
         )
@@ -223,9 +340,9 @@ class Hooks:
     def restore(self, mark: HookMark) -> None:
         """Every stack as it was at the mark; may be repeated where it was interrupted."""
         self.saved.unwind(mark.depth, mark.outer)
-        del self._pushed[mark.pushed :], self._borrowed[mark.pushed :]
         if self.timeline is not None:
-            self.timeline.unwind(mark.pushed)
+            self.timeline.unwind(sum(e.unit is not None for e in self._inside[: mark.inside]))
+        del self._inside[mark.inside :]
         torch.set_autocast_cache_enabled(mark.autocast_cache)
 
     def drop_gradients(self) -> None:

@@ -50,8 +50,12 @@ class _InSlot:
 
 @dataclass(frozen=True, slots=True)
 class _Outer:
-    """A saved tensor that another pair of hooks packed."""
+    """A saved tensor that another pair of hooks packed, while `unit` computed.
 
+    To unpack it may mean to compute again, with parameters that a closure holds.
+    """
+
+    unit: int
     unpack: Callable[[Any], Tensor]
     packed: Any
 
@@ -67,8 +71,11 @@ class _Kept:
 class SavedTensors:
     """Our pack/unpack pair. See [Note: saved tensors]."""
 
-    def __init__(self, mover: Mover, expect: Callable[[int], None]) -> None:
+    def __init__(
+        self, mover: Mover, expect: Callable[[int], None], join: Callable[[], None]
+    ) -> None:
         self._mover: Mover | None = mover
+        self._join = join  # a backward wants weights
         self._expect = expect  # a unit's backward begins: its gradients will arrive soon
         self._expected = -1
         self._addresses = {}
@@ -90,7 +97,7 @@ class SavedTensors:
         and the graph our pairs; they must not keep the engine's memory alive.
         """
         self._mover = self.activations = None
-        self._expect = lambda unit: None
+        self._expect, self._join = (lambda unit: None), (lambda: None)
         self._addresses.clear()
 
     @property
@@ -158,7 +165,7 @@ class SavedTensors:
                 tensor.stride(),
             )
         if outer is not None:
-            return _Outer(outer[1], outer[0](tensor))
+            return _Outer(self.mover.current, outer[1], outer[0](tensor))
         if self.activations is not None and saved_by_checkpoint():
             away = self.activations.save(tensor)
             if away is not None:
@@ -167,6 +174,8 @@ class SavedTensors:
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, _Outer):
+            self._join()
+            self.mover.bind_if_present(packed.unit)
             return packed.unpack(packed.packed)
         if isinstance(packed, Away):
             if self.activations is None:
@@ -185,13 +194,14 @@ class SavedTensors:
                 )
             return packed.tensor
         assert isinstance(packed, _InSlot)
+        self._join()
         timeline = None
         if packed.unit != self._expected:
             self._expected, timeline = packed.unit, self.timeline
             self._expect(packed.unit)
         if timeline is not None:
             timeline.pause()
-        self.mover.use(packed.unit)
+        self.mover.use(packed.unit, bind=False)
         if timeline is not None:
             timeline.backward(packed.unit)
         entry = self.mover.entries[packed.unit]

@@ -6,7 +6,8 @@ another. Where no sample sees another, the numbers are those of plain torch run 
 slices, bit for bit. They are not those of the whole batch at once: matrix products of other shapes
 round differently, and autograd adds the gradients of slices in the compute dtype. What cannot be
 sliced is refused by name; and the first call of each kind of block is tried out, on two slices
-together and on the first of them alone.
+together and on the first of them alone, which leaves no trace in its buffers. A slice is a call of
+its own: what a forward counts in a buffer is counted once a slice.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from infinity.errors import TrainingError
 from infinity.training.arguments import put_together, take_apart
+from infinity.training.buffers import Rerun
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
@@ -102,7 +104,7 @@ class Slicer:
         module = self._module
         if module.training and any(isinstance(m, _DROPOUTS) and m.p for m in module.modules()):
             return  # random numbers differ
-        with torch.no_grad(), torch.random.fork_rng():
+        with torch.no_grad(), torch.random.fork_rng(), Rerun(module).again():
             alone, beside = (
                 self._first_rows(
                     shape, [t[:n] if s else t for t, s in zip(tensors, sliced, strict=True)], size

@@ -8,13 +8,14 @@ has happened or has not. `Progress` is one frozen object, replaced as a whole, f
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import nn
 
-from infinity.errors import ConfigError, PresenceError, TrainingError
+from infinity.errors import ConfigError, InfinityWarning, PresenceError, TrainingError
 from infinity.journal import Journal
 from infinity.memory.device import Event
 from infinity.memory.gradients import GradientStore
@@ -33,6 +34,8 @@ from infinity.training.sweep import Sweep
 from infinity.training.timeline import Timeline
 
 MAX_SKIPPED_IN_A_ROW = 20
+# A dynamic loss scale is found by skipping steps: only so many in a row are more than a search.
+SCALES_TRIED_IN_SILENCE = 10
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,7 @@ class Stepper:
     def update(self, clipping: float) -> None:
         """Commit a step from the gradients as they are; the sweep then runs behind the caller.
 
+        A step whose gradients are not finite is skipped; the first of a row of them is warned of.
         Raises `TrainingError` after too many skipped steps in a row, or at the smallest loss
         scale, and what the commit raised (an edited parameter, a scheduler) after the step has
         happened.
@@ -156,6 +160,7 @@ class Stepper:
             raise error
         if culprits:
             self._refuse_to_go_on(before, culprits)
+            self._say_skipped(before, culprits)
 
     def _refuse_to_go_on(self, before: ScaleState | None, culprits: Sequence[str]) -> None:
         """Raise if steps are skipped and nothing will change that; the last one has been."""
@@ -173,6 +178,21 @@ class Stepper:
                 remedy="lower the learning rate, or look at the loss and the data"
                 + ("; or leave loss_scale.value out: then the scale is found" if before else ""),
             )
+
+    def _say_skipped(self, before: ScaleState | None, culprits: Sequence[str]) -> None:
+        """Warn once in a row of skipped steps, when it is no search for the loss scale any more."""
+        count, rules = self.progress.skipped_in_a_row, self.scale_rules
+        if count != (SCALES_TRIED_IN_SILENCE if rules is not None and rules.dynamic else 1):
+            return
+        what = f"step {self.progress.steps} was" if count == 1 else f"{count} steps in a row were"
+        scale = f", at a loss scale of {before.scale:g}" if before else ""
+        warnings.warn(
+            f"{what} skipped: gradients are not finite, first that of {culprits[0]!r}{scale}; "
+            "weights stay as they were. Look at the loss and the data of this batch; the next "
+            "warning comes after a step that was not skipped",
+            InfinityWarning,
+            stacklevel=4,
+        )
 
     def _commit(
         self, norm: float, factor: float, culprits: Sequence[str], computed: Event
@@ -239,6 +259,7 @@ class Stepper:
 
     def _read_state(self, parameter: nn.Parameter) -> dict[str, Any]:
         """`OffloadedOptimizer.read_state`."""
+        self._rooms.hooks.owner.check()
         index = self._index_of.get(id(parameter))
         if index is None:
             raise ConfigError("this parameter does not belong to the engine's module")

@@ -33,7 +33,7 @@ from infinity.training.updates import AbortedError, Updates
 class _Commit:
     """What the sweep thread is asked to do next, and how that went."""
 
-    run: Callable[[], SweepJob | None]
+    run: Callable[[], SweepJob | None] | None  # until it ran: it refers to the engine
     committed: bool = False
     error: BaseException | None = None
 
@@ -147,15 +147,16 @@ class Sweep:
             except BaseException as error:
                 self.mover.fail(error)
                 return
-            del order, job  # they refer to the engine, which must be free to go
+            del order, job
             with self.mover.changed:
                 self._order = None
                 self.mover.changed.notify_all()
 
     def _commit(self, order: _Commit) -> SweepJob | None:
-        job = None
+        job, run, order.run = None, order.run, None
+        assert run is not None
         try:
-            job = order.run()
+            job = run()
         except BaseException as error:
             order.error = error
         with self.mover.changed:

@@ -4,7 +4,8 @@
 From outside in: the module's hooks (ours fetch the weights), slices, the checkpoint, the compiled
 forward. All stand in the block's own `forward`, so users' hooks run once a call, and a block that
 is called through its module, whoever calls it, is run like this. A recomputation does not pass
-the module's hooks: it takes ours along, and so finds its weights. Skipped are calls without
+the module's hooks: it takes ours along, and so finds its weights; the buffers that it finds are as
+they were, and what it writes to them is dropped (`Rerun`). Skipped are calls without
 gradients, and what is recomputed anyway: inside a backward, under a checkpoint of the model's own
 around the block, or inside another block.
 """
@@ -25,6 +26,7 @@ from infinity.model.cut import UnitCut
 from infinity.model.torch_private import inside_backward
 from infinity.plan.saved import SavedPlan
 from infinity.training.arguments import put_together, take_apart
+from infinity.training.buffers import Rerun
 from infinity.training.compiled import CompiledForward, check_options
 from infinity.training.hooks import Hooks
 from infinity.training.slices import Slicer
@@ -163,21 +165,24 @@ class _Block:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self._recomputes:
-            return checkpointed(self._recomputable, args, kwargs)
+            run = functools.partial(self._recomputable, Rerun(self._module))
+            return checkpointed(run, args, kwargs)
         return self._plain(*args, **kwargs)
 
-    def _recomputable(self, *args: Any, **kwargs: Any) -> Any:
+    def _recomputable(self, rerun: Rerun, *args: Any, **kwargs: Any) -> Any:
         if not inside_backward():  # the module's hooks have run
             pushed = self._saved.push()
             try:
-                return self._plain(*args, **kwargs)
+                with rerun.first():
+                    return self._plain(*args, **kwargs)
             finally:
                 if pushed:
                     self._saved.pop()
         self._owner.recomputed += 1
         self._before(self._module, args, kwargs)
         try:
-            return self._plain(*args, **kwargs)
+            with rerun.again():
+                return self._plain(*args, **kwargs)
         finally:
             self._after(self._module, args, None)
 

@@ -19,7 +19,7 @@ from infinity.memory.mover import Mover
 from infinity.memory.state import StateStore
 from infinity.optim.cpu import CpuKernels
 from infinity.plan.layout import REST_DTYPES, Kind, Segment, UnitLayout
-from infinity.training.owner import Owner
+from infinity.training.owner import Owner, exclusive
 
 _BLOCK = 1 << 20  # elements converted at a time: temporaries stay small beside the tensor
 
@@ -45,7 +45,12 @@ class Values:
     """Reads and writes parameters by index; `settle` must lift the pacing and wait for updates."""
 
     def __init__(
-        self, store: StateStore, mover: Mover, kernels: CpuKernels, settle: Callable[[], None]
+        self,
+        store: StateStore,
+        mover: Mover,
+        kernels: CpuKernels,
+        settle: Callable[[], None],
+        owner: Owner,
     ) -> None:
         self.store = store
         self.mover = mover
@@ -55,10 +60,11 @@ class Values:
         self.guard: Callable[[int], None] = lambda unit: None  # before a unit's homes change
         self._places = {s.parameter: (u, s) for u in store.plan.units for s in u.segments}
         self._cached: _CachedUnit | None = None
-        self._owner = Owner()
+        self._owner = owner
 
     # --- single values -----------------------------------------------------------------------
 
+    @exclusive
     def read(self, parameter: int, *, master: bool = False) -> Tensor:
         """A fresh CPU tensor: the compute-dtype value, or the fp32 master of a trained one."""
         layout, segment = self._places[parameter]
@@ -69,6 +75,7 @@ class Values:
         self.kernels.join(weight, rest, joined)
         return joined.view(segment.shape)
 
+    @exclusive
     def write(self, parameter: int, value: Tensor) -> None:
         """Replace a value. fp32 values of trained parameters become the master as they are;
         values in the compute dtype keep the master where their bits did not change.
@@ -143,6 +150,7 @@ class Values:
 
     def _load(self, layout: UnitLayout) -> _CachedUnit:
         self._owner.check()
+        self.mover.verify(layout.index)
         if self._cached is not None and self._cached.layout is layout:
             return self._cached
         self.flush()

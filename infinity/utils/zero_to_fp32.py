@@ -17,6 +17,7 @@ from infinity.checkpoint.reader import CheckpointReader, find_tag
 from infinity.errors import CheckpointError
 from infinity.model.weight_files import Outgoing, write_shards
 from infinity.sizes import parse_size
+from infinity.stable import atomic_write, make_directories
 
 Where = str | os.PathLike[str]
 
@@ -55,8 +56,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         state = get_fp32_state_dict_from_zero_checkpoint(
             checkpoint_dir, tag, exclude_frozen_parameters
         )
-        out.mkdir(parents=True, exist_ok=True)
-        torch.save(state, out / "pytorch_model.bin")
+        make_directories(out)
+        with atomic_write(out / "pytorch_model.bin") as file:
+            torch.save(state, file)
         return [out / "pytorch_model.bin"]
     with _tensors(checkpoint_dir, tag, exclude_frozen_parameters) as (tensors, _):
         return write_shards(out, tensors, parse_size(max_shard_size))

@@ -8,7 +8,6 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,15 @@ import torch
 from support import forked
 from support.durable import (
     HOMES,
-    State,
     durable_engine,
     equal,
     gated,
     state_of,
     step,
     train_and_tell,
+    undisturbed,
 )
-from support.small import settings
 
-import infinity
 from infinity.errors import EngineFailedError, TransferError
 
 STEPS = 4
@@ -35,23 +32,13 @@ STEPS = 4
 CASES: dict[str, dict[str, Any]] = {
     "all on disk": {"homes": HOMES["all on disk"]},
     "all on disk, slow": {"homes": HOMES["all on disk"], "io": {"slow_bytes_per_s": 4 << 20}},
-    "verified, moments in RAM": {
+    "moments in RAM": {
         "homes": HOMES["moments in RAM"],
         "durable_every": 1,
-        "io": {"verify": True, "slow_bytes_per_s": 8 << 20},
+        "io": {"slow_bytes_per_s": 8 << 20},
     },
     "all in RAM, every third": {"homes": HOMES["all in RAM"], "durable_every": 3},
 }
-
-
-@cache
-def undisturbed(steps: int) -> State:
-    given = settings(Path("unused"), HOMES["all in RAM"])
-    del given["nvme_path"]
-    with infinity.initialize(gated(), given)[0] as engine:
-        for _ in range(steps):
-            step(engine)
-        return state_of(engine)
 
 
 def kill_often(root: Path, case: str, moments: Iterable[int | float | None]) -> int:
@@ -97,7 +84,7 @@ def fail_often(root: Path, seeds: range) -> Counter[str]:
         more = {"homes": homes, "durable_every": choose.choice((1, 2)), "look_ahead": 1}
         told = 0
         try:
-            io = {"verify": True, "faults": faults, "block_size": 4096}
+            io = {"faults": faults, "block_size": 4096}
             with durable_engine(path, gated(), **more, io=io) as engine:
                 while engine.global_steps < STEPS:
                     step(engine)
@@ -109,7 +96,7 @@ def fail_often(root: Path, seeds: range) -> Counter[str]:
         if not list(path.iterdir()):
             seen["never began"] += 1
             continue
-        with durable_engine(path, gated(), **more, io={"verify": True}, resume="auto") as engine:
+        with durable_engine(path, gated(), **more, resume="auto") as engine:
             found = engine.global_steps
             assert told - more["durable_every"] <= found <= told + 1, seed
             try:

@@ -197,7 +197,9 @@ def test_a_part_without_its_first_directory_is_told(tmp_path: Path) -> None:
     shutil.rmtree(first)
     given = {"nvme_path": [str(path) for path in paths], "precision": "fp32", "io": IO}
     given["homes"] = HOMES["all on disk"]
-    with pytest.warns(InfinityWarning, match=f"a part of one whose first directory, {first}"):
+    with pytest.warns(
+        InfinityWarning, match=f"a part of a durable run; its first directory, {first}"
+    ):
         infinity.initialize(gated(), given)[0].close()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

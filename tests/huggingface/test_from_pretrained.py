@@ -149,6 +149,37 @@ class _Tokenizer:
         (Path(directory) / "words.txt").write_text("a\n")
 
 
+def test_what_transformers_reads_first_we_read_first_and_one_saves_at_a_time(
+    tmp_path: Path,
+) -> None:
+    """Both are there where a save was killed between its last two renames."""
+    source = saved(FAMILIES["llama"], tmp_path / "model")
+    assert (source / "model.safetensors.index.json").exists()
+    save_file(
+        {name: torch.zeros_like(value) for name, value in tensors_in(source).items()},
+        source / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    engine, *_ = infinity.from_pretrained(source, config(tmp_path))
+    with engine:
+        plain = hf.LlamaForCausalLM.from_pretrained(source)
+        assert not any(value.any() for value in plain.parameters())
+        assert_same(engine.module.state_dict(), plain.state_dict())
+        with torch.no_grad(), engine.materialized(engine.module.lm_head):
+            engine.module.lm_head.weight.fill_(1)
+
+        class Rival:
+            def save_pretrained(self, folder: str) -> None:
+                with pytest.raises(MachineError, match="being saved there already"):
+                    infinity.save_pretrained(engine, source)
+                _Tokenizer().save_pretrained(folder)
+
+        files = infinity.save_pretrained(engine, source, max_shard="20KiB", tokenizer=Rival())
+    there = {"config.json", "generation_config.json", "words.txt", *(f.name for f in files)}
+    assert {path.name for path in source.iterdir()} == there
+    assert hf.LlamaForCausalLM.from_pretrained(source).lm_head.weight.all()
+
+
 def test_training_goes_on_from_what_was_saved(tmp_path: Path) -> None:
     family = FAMILIES["mixtral"]
     engine, *_ = infinity.from_config(family.config(), config(tmp_path, seed=1))

@@ -83,12 +83,15 @@ def test_adapters_are_trained_over_a_streamed_base_and_saved_unchanged(
             losses = train(engine)
             assert losses == pytest.approx(expected, rel=1e-5)
             engine.module.save_pretrained(tmp_path / name)
+            (tmp_path / f"{name}-ours").mkdir()
+            (tmp_path / f"{name}-ours" / "README.md").write_text("Mine.")
             infinity.save_pretrained(engine, tmp_path / f"{name}-ours")
             found[name] = (losses, dict(engine.state_dict(master=True)), logits(engine))
     assert found["disk"][0] == found["device"][0]
     state, same = found["disk"][1], found["device"][1]
     assert [n for n in state if not torch.equal(state[n], same[n])] == []
 
+    assert "Mine." in (tmp_path / "disk-ours" / "README.md").read_text()
     for saved in ("disk", "disk-ours"):
         again = hf.LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
         again = peft.PeftModel.from_pretrained(again, tmp_path / saved).eval()

@@ -271,7 +271,7 @@ def test_settings_that_mean_nothing_are_refused(io: dict[str, Any], words: str) 
 
 def test_the_defaults() -> None:
     io = load_config({}).io
-    assert (io.verify, io.weights, io.stuck_after_s, io.faults) == (False, None, 120.0, "")
+    assert (io.verify, io.weights, io.stuck_after_s, io.faults) == ("auto", None, 120.0, "")
 
 
 def test_a_failure_that_is_remembered_keeps_nothing_alive() -> None:

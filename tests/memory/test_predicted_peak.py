@@ -84,8 +84,8 @@ def test_the_peaks_are_those_that_were_planned(tmp_path: Path) -> None:
         assert one["born"] <= planned["host"] + planned["device"] + 64 * MIB, name
         assert_near(name, planned["disk"], one["on_disk"])
         assert one["moved"] == one["forecast"], name
-    # or nothing is shown
-    assert len(found["by budget"]["homes"]["state"]) > 1, found["by budget"]["homes"]
+    homes = found["by budget"]["homes"]  # what earlier runs left in the process moves the border
+    assert any(len(tiers) > 1 for tiers in homes.values()), "or nothing is shown"
 
 
 def assert_birth_takes_one_large_value_more(found: dict[str, Any]) -> None:

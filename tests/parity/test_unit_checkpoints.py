@@ -22,8 +22,18 @@ from support.models import (
     Gpt,
     block_calls,
 )
-from support.trainer import LiveBytes, Result, Run, make_config, make_device, train, train_exactly
+from support.trainer import (
+    LiveBytes,
+    Result,
+    Run,
+    make_config,
+    make_device,
+    same_bits,
+    train,
+    train_exactly,
+)
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from infinity.errors import InfinityWarning, TrainingError
 
@@ -220,6 +230,64 @@ def test_random_numbers_are_drawn_again() -> None:
         torch.manual_seed(5)
         found = run(case, device, activations)
         assert found.differences(expected) == []
+
+
+class Counting(nn.Module):
+    """Buffers that a forward changes: in place, replaced, shared, and results depend on some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.spectral = parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("mask", torch.ones(WIDTH), persistent=False)
+        self.register_buffer("last", None)
+        self.inner = nn.Identity()
+        self.inner.register_buffer("shared", self.calls)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        before, self.last = self.last, x.detach().clone()
+        y = self.spectral(self.norm(self.up(x)) * self.mask) - self.mean / self.inner.shared
+        return x + (y if before is None else y - 0.1 * before)
+
+
+class Counts(nn.Module):
+    """The second block is called twice."""
+
+    def __init__(self, own: Checkpointing) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Counting() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (*self.blocks, self.blocks[1]):
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_what_a_forward_writes_to_buffers_is_written_once(micro_batches: int) -> None:
+    """Those of plain torch without any recomputation, and its gradients, bit for bit."""
+    rows = [torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(5)]
+    case = Case("counts", Counts, lambda index: Batch((rows[index],)))
+    computation = {"gradient_accumulation_steps": micro_batches}
+    plain = case.build()
+    expected = train_exactly(plain, case.batches(4), make_config(**computation))
+    for device, offload in (("cpu", "none"), ("fake", "all")):
+        model = case.build()
+        config = make_config(ON_DISK, activations=OFFLOADS[offload], **computation)
+        found = train(model, case.batches(4), config, device=make_device(device))
+        assert found.differences(expected) == []
+        for (name, mine), theirs in zip(model.named_buffers(), plain.buffers(), strict=True):
+            assert same_bits(mine.cpu(), theirs), name
+        assert model.blocks[0].inner.shared is model.blocks[0].calls
+        with Run(model, config, device=make_device(device)) as run:
+            again, before = case.batch(4).call(run.engine), dict(model.named_buffers())
+            run.engine.backward(again)
+            assert all(value is before[name] for name, value in model.named_buffers())
 
 
 def test_autocast_is_the_same_again() -> None:

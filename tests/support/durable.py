@@ -96,6 +96,21 @@ def state_of(engine: Engine) -> State:
     }
 
 
+_undisturbed: dict[tuple[str, int], State] = {}
+
+
+def undisturbed(steps: int, precision: str = "fp32") -> State:
+    """The state of `gated` after so many steps without a disk; placement changes no bit."""
+    if (precision, steps) not in _undisturbed:
+        given = settings(Path("unused"), HOMES["all in RAM"], precision=precision)
+        del given["nvme_path"]
+        with infinity.initialize(gated(), given)[0] as engine:
+            for number in range(max(steps, 5) + 1):
+                _undisturbed[precision, number] = state_of(engine)
+                step(engine)
+    return _undisturbed[precision, steps]
+
+
 def equal(first: State, second: State) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
 

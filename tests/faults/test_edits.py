@@ -1,0 +1,232 @@
+"""Edits behind the engine's back: kept nowhere, told everywhere, wherever weights rest.
+
+What an edit leads to must not depend on the placement, nor on whether a parameter happened to be
+present: an error, and then the weights as they were, or, where the only copy was hit, an engine
+that says that it has failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from support.fake_accelerator import FakeAccelerator
+from support.grids import diagonal
+from support.small import MIXED, ON_DEVICE, ON_DISK, batch, masters, same, small_engine, small_model
+from support.small import train as trained
+from torch import Tensor, nn
+
+from infinity.engine import Engine
+from infinity.errors import EngineFailedError, PresenceError, TrainingError
+
+IN_RAM = {**ON_DEVICE, "weights": "host"}
+PLACES = {
+    "disk": (ON_DISK, False),
+    "mixed": (MIXED, False),
+    "ram": (IN_RAM, False),
+    "disk to device": (ON_DISK, True),
+    "ram to device": (IN_RAM, True),
+    "device": (ON_DEVICE, True),
+}
+ABSENT_IN_TORCH = "more than one element of the written-to tensor refers to a single"
+
+
+def overwrite(parameter: nn.Parameter) -> None:
+    parameter.data.copy_(torch.full(parameter.shape, 0.5))
+
+
+def scale(parameter: nn.Parameter) -> None:
+    parameter.data.mul_(1.5)
+
+
+def fill(parameter: nn.Parameter) -> None:
+    parameter.data.fill_(0.5)
+
+
+def one_element(parameter: nn.Parameter) -> None:
+    parameter.data.view(-1)[-1:].fill_(0.5)
+
+
+def replace(parameter: nn.Parameter) -> None:
+    parameter.data = torch.full(parameter.shape, 0.5)
+
+
+def transpose(parameter: nn.Parameter) -> None:
+    parameter.data = parameter.data.flip(0)
+
+
+def add_without_gradients(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.add_(0.5)
+
+
+EDITS = (overwrite, scale, fill, one_element, replace, transpose, add_without_gradients)
+
+
+WAYS = ("forward", "module", "step", "state_dict", "save")
+
+
+@contextmanager
+def made(path: Path, place: str, model: nn.Module) -> Iterator[Engine]:
+    """An engine over `model`; what it still has to say of edits when it is closed is not heard."""
+    homes, accelerator = PLACES[place]
+    arguments = {"device": FakeAccelerator(1)} if accelerator else {}
+    nvme = path / "nvme"
+    nvme.mkdir()
+    with suppress(PresenceError), small_engine(nvme, homes, model, arguments=arguments) as engine:
+        yield engine
+
+
+class Model(nn.Module):
+    """A small model with a parameter of one element, which torch lets be edited when absent."""
+
+    def __init__(self, edit: Callable[[nn.Parameter], None] | None = None) -> None:
+        super().__init__()
+        self.inner = small_model()
+        self.gain = nn.Parameter(torch.ones(1))
+        self.edit = edit
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.edit is not None:
+            self.edit(self.inner.blocks[1].up.weight)
+        return self.inner(tokens) * self.gain
+
+
+@contextmanager
+def told(*, by_torch: bool = False) -> Iterator[None]:
+    """An error that names the way, or, of an absent parameter, torch's own at once."""
+    kinds = (PresenceError, RuntimeError) if by_torch else PresenceError
+    with pytest.raises(kinds) as caught:
+        yield
+    assert "engine.materialized" in str(caught.value) or ABSENT_IN_TORCH in str(caught.value)
+
+
+def assert_unedited(engine: Engine, before: dict[str, Tensor]) -> None:
+    """The weights are as they were; or the engine refuses everything, and says why."""
+    if engine._parts.mover.failure is None:
+        engine.zero_grad()
+        assert same(masters(engine), before)
+        trained(engine, 1)
+        return
+    with pytest.raises(EngineFailedError, match="its only copy"):
+        masters(engine)
+    with pytest.raises(EngineFailedError, match="its only copy"):
+        engine(batch(0))
+
+
+def use(engine: Engine, way: str, path: Path) -> None:
+    if way == "forward":
+        engine(batch(2))
+    elif way == "module":
+        engine.module(batch(2))
+    elif way == "step":
+        engine.step()
+    elif way == "save":
+        engine.save_checkpoint(path / "saved")
+    else:
+        engine.module.state_dict()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_of_a_reference_that_was_kept(tmp_path: Path, place: str) -> None:
+    """`model.parameters()` never fetches; after a forward and a backward much is in slots."""
+    with made(tmp_path, place, Model()) as engine:
+        parameters = dict(engine.module.named_parameters())
+        before = masters(engine)
+        for edit, name in product(EDITS, ("inner.blocks.1.up.weight", "gain")):
+            for trains in (False, True):
+                if trains:
+                    engine.backward(engine(batch(1)))
+                with told(by_torch=True):
+                    edit(parameters[name])
+                    engine.step() if trains else engine(batch(1))
+                assert same(masters(engine), before)
+                engine.zero_grad()
+            assert parameters[name].isnan().all()
+        trained(engine, 2)
+
+
+@pytest.mark.parametrize(("place", "edit", "way"), diagonal(list(PLACES), EDITS, WAYS))
+def test_of_what_was_reached_for(
+    tmp_path: Path, place: str, edit: Callable[[nn.Parameter], None], way: str
+) -> None:
+    with made(tmp_path, place, Model()) as engine:
+        trained(engine, 1)
+        before = masters(engine)
+        engine.backward(engine(batch(1)))
+        edit(engine.module.inner.blocks[1].up.weight)
+        with told():
+            use(engine, way, tmp_path)
+        assert not (tmp_path / "saved").exists()
+        assert_unedited(engine, before)
+
+
+@pytest.mark.parametrize(("place", "edit"), diagonal(list(PLACES), EDITS))
+def test_in_the_forward(tmp_path: Path, place: str, edit: Callable[[nn.Parameter], None]) -> None:
+    model = Model(edit)
+    with made(tmp_path, place, model) as engine:
+        before = masters(engine)
+        with told():
+            engine(batch(0))
+        model.edit = None
+        assert_unedited(engine, before)
+
+
+@pytest.mark.parametrize("restore", [False, True])
+def test_an_edit_before_the_end_is_told_by_close(tmp_path: Path, restore: bool) -> None:
+    with made(tmp_path, "disk", Model()) as engine:
+        before = {name: value.clone() for name, value in engine.state_dict().items()}
+        scale(engine.module.inner.norm.weight)
+        with told():
+            engine.close(restore=restore)
+        if restore:
+            assert same(dict(engine.module.state_dict()), before)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_references_show_the_same_wherever_weights_rest(tmp_path: Path, place: str) -> None:
+    """Between calls a parameter that nobody reached for is absent, on every tier."""
+    with made(tmp_path, place, Model()) as engine:
+        parameters = list(engine.module.parameters())
+        for what in ("forward", "backward", "step", "module", "users backward", "block"):
+            if what == "forward":
+                loss = engine(batch(0))
+            elif what == "backward":
+                engine.backward(loss)
+            elif what == "step":
+                engine.step()
+            elif what == "module":
+                loss = engine.module(batch(1))
+            elif what == "users backward":
+                loss.backward()
+            else:
+                engine.module.inner.blocks[0](torch.ones(2, 16))
+            assert all(p.isnan().all() for p in parameters), what
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_reached_for_or_returned_stays_for_the_loss(tmp_path: Path, place: str) -> None:
+    """A penalty outside the forward has its gradient, or, where the weight had to leave, raises."""
+
+    class Returns(Model):
+        def forward(self, tokens: Tensor) -> tuple[Tensor, nn.Parameter]:
+            return super().forward(tokens), self.gain
+
+    with made(tmp_path, place, Returns()) as engine:
+        weight, gains, weights = engine.module.inner.norm.weight, [], []
+        for penalized in (False, True):
+            loss, gain = engine(batch(0))
+            penalty = weight.square().sum() if penalized else 0.0
+            with suppress(TrainingError) if "disk" in place else nullcontext():
+                engine.backward(loss + (gain.square().sum() + penalty if penalized else 0.0))
+                gains.append(engine.gradient(gain))
+                weights.append(engine.gradient(weight))
+            engine.zero_grad()
+            weight = engine.module.inner.norm.weight
+        if len(gains) == 2:
+            assert torch.allclose(gains[1] - gains[0], torch.full((1,), 2.0))
+            assert torch.allclose(weights[1] - weights[0], 2 * weight, atol=1e-6)

@@ -1,0 +1,283 @@
+"""One damage to one file of a durable run, at any moment of a step: the right bits, or words.
+
+A run over two drives is recorded, write by write. Each test brings a copy to a moment at which the
+process was killed, damages one file, and goes on with `resume: auto`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.durable import (
+    HOMES,
+    Entry,
+    Recorder,
+    copies,
+    durable_engine,
+    equal,
+    gated,
+    put,
+    state_of,
+    step,
+    undisturbed,
+)
+
+from infinity.errors import InfinityError
+from infinity.memory.commits import COMMIT_NAMES, CommitRecord
+
+STEPS = 2  # that are recorded
+MORE: dict[str, Any] = {
+    "homes": HOMES["moments in RAM"],
+    "durable_every": 1,
+    "io": {"weights": [2, 1], "block_size": 4096},
+}
+FIRST = (*COMMIT_NAMES, "checksums.bin", "plan.json", "run.json", "lock", "state.bin")
+FILES = [*((0, name) for name in FIRST), (1, "run.json"), (1, "lock"), (1, "state.bin")]
+
+
+# --- what happens to a file ----------------------------------------------------------------------
+
+
+@dataclass
+class Scene:
+    """A copy of the drives; a file that is to be damaged; what it was, and what others are."""
+
+    path: Path
+    base: Path  # the same file when recording began
+    other_run: Path
+    choose: random.Random
+
+
+def flip(scene: Scene) -> None:
+    """One bit, of those bytes that are not padding where it can be told."""
+    data = bytearray(scene.path.read_bytes())
+    used = [i for i, byte in enumerate(data) if byte] or range(len(data))
+    if used:
+        data[scene.choose.choice(used)] ^= 1 << scene.choose.randrange(8)
+        scene.path.write_bytes(data)
+
+
+def cut(scene: Scene) -> None:
+    os.truncate(scene.path, scene.choose.randrange(scene.path.stat().st_size or 1))
+
+
+def empty(scene: Scene) -> None:
+    scene.path.write_bytes(b"")
+
+
+def lose(scene: Scene) -> None:
+    scene.path.unlink()
+
+
+def set_back(scene: Scene) -> None:
+    shutil.copyfile(scene.base, scene.path)
+
+
+def exchange(scene: Scene) -> None:
+    """With that of another run of the same model, which is as far."""
+    shutil.copyfile(scene.other_run, scene.path)
+
+
+def swap(scene: Scene) -> None:
+    """With another file of its directory."""
+    other = scene.choose.choice([p for p in sorted(scene.path.parent.iterdir()) if p != scene.path])
+    aside = scene.path.with_name("aside")
+    for one, two in ((scene.path, aside), (other, scene.path), (aside, other)):
+        one.rename(two)
+
+
+def fail(scene: Scene) -> None:
+    """Reading is an I/O error: see `failing`."""
+
+
+@contextmanager
+def failing(path: Path) -> Iterator[None]:
+    pread = os.pread
+
+    def refuse(descriptor: int, *rest: int) -> bytes:
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return pread(descriptor, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pread", refuse)
+        yield
+
+
+DAMAGES: list[Callable[[Scene], None]] = [flip, cut, empty, lose, set_back, exchange, swap, fail]
+
+
+# --- runs, recorded ------------------------------------------------------------------------------
+
+
+@dataclass
+class Recorded:
+    """The drives as they were, and what was written from then on; another run's drives."""
+
+    drives: list[Path]
+    files: list[Path]
+    log: list[Entry]
+    step: int  # that was committed when recording began
+    other: Path
+
+    def moment(self, root: Path, at: int) -> list[Path]:
+        """A copy of the drives as a kill after so many writes leaves them."""
+        made, files = copies(self.drives, root)
+        there = {str(run): files[str(base)] for run, base in self._names()}
+        for entry in self.log[:at]:
+            if entry.what == "write":
+                put(there, entry, 0, len(entry.data))
+        return made
+
+    def _names(self) -> Iterator[tuple[Path, Path]]:
+        for drive in self.drives:
+            for base in drive.rglob("*"):
+                yield drive.parent.parent / "run" / base.relative_to(drive.parent), base
+
+    def committed(self, at: int) -> int:
+        """The last step whose commit was over at that moment: both files have held it."""
+        held = [CommitRecord.from_bytes((self.files[0] / n).read_bytes()) for n in COMMIT_NAMES]
+        over = written = min(record.step for record in held if record is not None)
+        for entry in (e for e in self.log[:at] if e.path.endswith(COMMIT_NAMES[1])):
+            if entry.what == "sync":
+                over = written
+            elif (record := CommitRecord.from_bytes(entry.data)) is not None:
+                written = record.step
+        return over
+
+    def moments(self) -> list[int]:
+        """Before and after each write and sync of a small file, and some between."""
+        small = {
+            i + after
+            for i, entry in enumerate(self.log)
+            for after in (0, 1)
+            if not entry.path.endswith("state.bin") and entry.what != "mark"
+        }
+        return sorted(small | set(range(0, len(self.log) + 1, 5)))
+
+
+def train(paths: list[Path], steps: int, **more: Any) -> None:
+    with durable_engine(paths, gated(), **MORE, **more) as engine:
+        for _ in range(steps):
+            step(engine)
+
+
+def record(root: Path, base: list[Path] | None) -> Recorded:
+    """Train over `base`, or from the beginning with a step before recording."""
+    paths, other = (
+        [root / "run" / f"d{n}" for n in range(2)],
+        [root / f"other{n}" for n in range(2)],
+    )
+    for path, source in zip(paths, base or [None, None], strict=True):
+        if source is None:
+            path.mkdir(parents=True)
+        else:
+            shutil.copytree(source, path)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        recorder = Recorder(monkeypatch)
+        if base is None:
+            with durable_engine(paths, gated(), **MORE) as engine:
+                step(engine)
+        shutil.copytree(root / "run", root / "base")
+        with_files = [root / "base" / path.name for path in paths]
+        recorder.active = True
+        with durable_engine(paths, gated(), **MORE, resume="auto") as engine:
+            first = engine.global_steps
+            for _ in range(STEPS):
+                step(engine)
+        recorder.active = False
+    for path in other:
+        path.mkdir()
+    train(other, first)
+    (there,) = other[0].iterdir()
+    files = [next(drive.iterdir()) for drive in with_files]
+    return Recorded(with_files, files, recorder.log, first, there.parent.parent)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recorded]:
+    """One that was closed well, and one that was killed between the two copies of a record."""
+    one = record(tmp_path_factory.mktemp("closed"), None)
+    synced = [i for i, e in enumerate(one.log) if e.what == "sync" and "commit-a" in e.path]
+    between = one.moment(tmp_path_factory.mktemp("between"), synced[0] + 1)
+    other = record(tmp_path_factory.mktemp("killed"), between)
+    return {"closed": one, "killed": other}
+
+
+# --- the tests -----------------------------------------------------------------------------------
+
+
+def go_on(paths: list[Path], at_least: int, to: int) -> str:
+    """ "exact", or the words."""
+    try:
+        with durable_engine(paths, gated(), **MORE, resume="auto") as engine:
+            found = engine.global_steps
+            assert at_least <= found <= at_least + 1
+            assert equal(state_of(engine), undisturbed(found)), "silently wrong"
+            while engine.global_steps < to:
+                step(engine)
+            assert equal(state_of(engine), undisturbed(engine.global_steps)), "wrong later"
+    except InfinityError as error:
+        return str(error)
+    return "exact"
+
+
+@pytest.mark.parametrize("begun", ["closed", "killed"])
+def test_a_kill_alone_costs_nothing(runs: dict[str, Recorded], tmp_path: Path, begun: str) -> None:
+    run = runs[begun]
+    for at in run.moments()[:: 4 if begun == "closed" else 6]:
+        paths = run.moment(tmp_path / str(at), at)
+        assert go_on(paths, run.committed(at), 0) == "exact"
+        shutil.rmtree(tmp_path / str(at))
+
+
+def damage_one(
+    run: Recorded, file: tuple[int, str], root: Path, choose: random.Random, moments: int | None
+) -> Counter[str]:
+    """All kinds of damage to a file, each at some of the moments (None: at all)."""
+    (drive, name), seen, all_moments = file, Counter(), run.moments()
+    for damage in DAMAGES:
+        for at in all_moments if moments is None else choose.sample(all_moments, moments):
+            paths = run.moment(root, at)
+            path = next(paths[drive].iterdir()) / name
+            (other,) = (run.other / f"other{drive}").iterdir()
+            damage(Scene(path, run.files[drive] / name, other / name, choose))
+            with failing(path) if damage is fail else nullcontext():
+                said = go_on(paths, run.committed(at), run.step + STEPS)
+            if name in COMMIT_NAMES and damage is not swap:
+                assert said == "exact", (damage.__name__, at, said)  # the other copy is whole
+            assert len(list(paths[drive].iterdir())) == 1, "begun anew, or removed"
+            seen["exact" if said == "exact" else "refused"] += 1
+            shutil.rmtree(root)
+    return seen
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("begun", ["closed", "killed"])
+def test_one_damage(
+    runs: dict[str, Recorded], tmp_path: Path, begun: str, file: tuple[int, str]
+) -> None:
+    moments = 4 if begun == "killed" and file[1] in COMMIT_NAMES else 1
+    choose = random.Random(f"{begun} {file}")
+    seen = damage_one(runs[begun], file, tmp_path / "copy", choose, moments)
+    assert seen["refused"] or file[1] in COMMIT_NAMES, "or the damage is none"
+
+
+@pytest.mark.big
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("begun", ["closed", "killed"])
+def test_one_damage_at_length(
+    runs: dict[str, Recorded], tmp_path: Path, begun: str, file: tuple[int, str]
+) -> None:
+    damage_one(runs[begun], file, tmp_path / "copy", random.Random(f"{begun} {file}"), None)

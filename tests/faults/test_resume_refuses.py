@@ -1,0 +1,225 @@
+"""`resume: auto` never starts over behind your back: where steps were done, it goes on or says.
+
+What is damaged or missing is named; nothing is written then, and once it is back the run goes on as
+if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.durable import HOMES, durable_engine, gated, step
+from support.runs import losses_of, metrics_of, settings, train
+
+from infinity.errors import ConfigError, InfinityError
+from infinity.memory.scratch import run_records
+
+DRIVES = ("d0", "d1")
+Sabotage = Callable[[Path], Any]
+
+
+def durable_settings(folder: Path) -> dict[str, Any]:
+    paths = [str(folder / name) for name in DRIVES]
+    for path in paths:
+        os.makedirs(path, exist_ok=True)
+    io = {"weights": [1, 1], "block_size": 4096}
+    more: dict[str, Any] = {"engine__nvme_path": paths, "engine__durable": True, "engine__io": io}
+    return settings(folder, **more, engine__homes=HOMES["all on disk"], engine__durable_every=1)
+
+
+def plain_settings(folder: Path) -> dict[str, Any]:
+    return settings(folder)
+
+
+def state_in(folder: Path, drive: str) -> Path:
+    """Where a run of `infinity train` keeps its state on a drive: run's directory / its own."""
+    (own,) = (folder / drive).iterdir()
+    (directory,) = own.iterdir()
+    return directory
+
+
+@contextmanager
+def away(path: Path) -> Iterator[None]:
+    aside = path.with_name(f"{path.name}.away")
+    path.rename(aside)
+    yield
+    if path.is_dir():  # an empty mount point, made again
+        path.rmdir()
+    aside.rename(path)
+
+
+@contextmanager
+def flipped(path: Path) -> Iterator[None]:
+    data = path.read_bytes()
+    path.write_bytes(bytes([data[0], data[1] ^ 1, *data[2:]]))
+    yield
+    path.write_bytes(data)
+
+
+@contextmanager
+def busy(directory: Path) -> Iterator[None]:
+    with open(directory / "lock", "r+b") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def not_mounted(folder: Path) -> Iterator[None]:
+    """Both drives: their mount points are there, and empty."""
+    with away(folder / "d0"), away(folder / "d1"):
+        for name in DRIVES:
+            (folder / name).mkdir()
+        yield
+
+
+CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], Sabotage, str]] = {
+    "state drives not mounted": (durable_settings, not_mounted, "drive is not mounted"),
+    "first drive missing": (
+        durable_settings,
+        lambda f: away(state_in(f, "d0").parent),
+        "first directory, .* is missing",
+    ),
+    "second drive missing": (
+        durable_settings,
+        lambda f: away(state_in(f, "d1").parent),
+        "spreads over 2 paths; missing",
+    ),
+    "run.json of the state": (
+        durable_settings,
+        lambda f: flipped(state_in(f, "d0") / "run.json"),
+        "run.json is damaged",
+    ),
+    "run.json of the second drive": (
+        durable_settings,
+        lambda f: flipped(state_in(f, "d1") / "run.json"),
+        "missing|damaged",
+    ),
+    "plan.json of the state": (
+        durable_settings,
+        lambda f: flipped(state_in(f, "d0") / "plan.json"),
+        "plan.json is damaged",
+    ),
+    "state in use": (durable_settings, lambda f: busy(state_in(f, "d0")), "in use by process"),
+    "run.json of the run": (
+        durable_settings,
+        lambda f: flipped(f / "run" / "run.json"),
+        "run.json is damaged, which says what run this is",
+    ),
+    "latest gone": (
+        plain_settings,
+        lambda f: away(f / "run" / "checkpoints" / "latest"),
+        "latest is missing, but 4 steps were done .*--resume .*step4",
+    ),
+    "checkpoints gone": (
+        plain_settings,
+        lambda f: away(f / "run" / "checkpoints"),
+        "has no checkpoint, but 4 steps were done",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_that_did_steps_is_not_begun_again(tmp_path: Path, case: str) -> None:
+    make, sabotage, words = CASES[case]
+    train(make(tmp_path), stop_after=4)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    told = metrics.read_bytes()
+    with sabotage(tmp_path):
+        with pytest.raises(InfinityError) as caught:
+            train(make(tmp_path), resume="auto")
+
+        assert re.search(words, str(caught.value).replace("\n", " ")), str(caught.value)
+        assert metrics.read_bytes() == told
+    result, watcher = train(make(tmp_path), resume="auto")
+    assert [facts.step for facts in watcher.steps] == [5, 6]
+    assert result.steps == 6
+    assert [step for event, step, _ in losses_of(tmp_path) if event == "step"] == [*range(1, 7)]
+    for drive in DRIVES if make is durable_settings else ():
+        assert state_in(tmp_path, drive)  # one directory, the old one
+
+
+def test_a_checkpoint_goes_on_where_the_state_is_gone(tmp_path: Path) -> None:
+    """It is named, so that nobody goes on from it by accident; then the run is durable again."""
+    raw = durable_settings(tmp_path)
+    train(raw, stop_after=4)
+    for drive in DRIVES:
+        shutil.rmtree(state_in(tmp_path, drive))
+    with pytest.raises(InfinityError, match="keeps its state below"):
+        train(raw, resume="auto")
+    train(raw, resume=str(tmp_path / "run" / "checkpoints"), stop_after=1)
+    _, watcher = train(raw, resume="auto")
+    assert [facts.step for facts in watcher.steps] == [6]
+    assert [step for event, step, _ in losses_of(tmp_path) if event == "step"] == [*range(1, 7)]
+
+
+def test_one_that_ended_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
+    """Nothing is lost that could have been kept; what was told stays, and that it was is said."""
+    raw = settings(tmp_path, training__checkpoint_every=4)
+    with pytest.raises(KeyboardInterrupt):
+        train(raw, die_after=3)
+    told = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    _, watcher = train(raw, resume="auto")
+    assert [facts.step for facts in watcher.steps] == [1, 2, 3, 4, 5, 6]
+    assert "told of steps up to 3, and the run goes on from 0" in "".join(watcher.notes)
+    assert (tmp_path / "run" / "metrics.1.jsonl").read_bytes() == told
+
+
+def test_a_step_that_was_committed_and_not_told_is_told(tmp_path: Path) -> None:
+    raw = durable_settings(tmp_path)
+    train(raw, stop_after=4)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    last = metrics_of(tmp_path)[-1]
+    assert last["event"] == "step"
+    metrics.write_text("".join(lines[:-1]))
+    train(raw, resume="auto")
+    again = next(r for r in metrics_of(tmp_path) if r["event"] == "step" and r["step"] == 4)
+    assert again["recovered"]
+    assert {key: last[key] for key in again if key != "recovered"} == {
+        key: value for key, value in again.items() if key != "recovered"
+    }
+    assert [step for event, step, _ in losses_of(tmp_path) if event == "step"] == [*range(1, 7)]
+
+
+# --- without `infinity train` --------------------------------------------------------------------
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> dict[str, Any]:
+    """The settings of a durable run of two steps that told a journal."""
+    (tmp_path / "nvme").mkdir()
+    told = {"journal": str(tmp_path / "journal.jsonl"), "homes": HOMES["all on disk"]}
+    with durable_engine(tmp_path / "nvme", gated(), **told) as engine:
+        step(engine)
+        step(engine)
+    return told
+
+
+def test_a_journal_tells_of_a_run_that_is_gone(tmp_path: Path, journal: dict[str, Any]) -> None:
+    (directory,) = run_records(tmp_path / "nvme")
+    shutil.move(directory, tmp_path / directory.name)
+    auto = durable_engine(tmp_path / "nvme", gated(), **journal, resume="auto")
+    with pytest.raises(ConfigError, match=r"journal.jsonl tells of 2 durable steps"), auto:
+        pass
+    assert not list((tmp_path / "nvme").iterdir())
+    with durable_engine(tmp_path / "nvme", gated(), **journal, resume="never"):
+        pass  # asked for by name
+
+
+def test_two_processes_do_not_go_on_with_one_run(tmp_path: Path, journal: dict[str, Any]) -> None:
+    del journal["journal"]
+    auto: dict[str, Any] = {**journal, "resume": "auto"}
+    with durable_engine(tmp_path / "nvme", gated(), **auto) as engine:
+        step(engine)
+        second = durable_engine(tmp_path / "nvme", gated(), **auto)
+        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"), second:
+            pass
+    assert len(run_records(tmp_path / "nvme")) == 1

@@ -1,0 +1,330 @@
+"""Runs of `infinity train` over what fails: saves, metrics, logs, and the drive of the state."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import shlex
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from support.runs import metrics_of, settings, train
+from typer.testing import CliRunner
+
+from infinity.bench.rate_cache import MeasuredRates
+from infinity.checkpoint import writer
+from infinity.cli.main import app
+from infinity.cli.train_page import TrainPage
+from infinity.errors import DoesNotFitError, MachineError, TransferError
+from infinity.memory.disk import Disk
+from infinity.plan.rates import Rates, nominal
+from infinity.runs import rescue
+from infinity.runs.metrics import Metrics
+from infinity.runs.run import Run
+from infinity.runs.settings import load_run_config
+from infinity.training import checkpoints
+
+Failing = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Of a run where nothing fails."""
+    folder = tmp_path_factory.mktemp("plain")
+    train(settings(folder))
+    return steps_of(folder)
+
+
+def steps_of(folder: Path) -> list[Any]:
+    return [(e["step"], e["loss"]) for e in metrics_of(folder) if e["event"] == "step"]
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Failing:
+    """Say how saves fail, and those of which steps; all others work."""
+    make, new, free = checkpoints.CheckpointWriter, writer.write_new, writer.free_bytes
+    found: dict[str, Any] = {"how": "", "steps": ()}
+
+    def bad(path: Path) -> bool:
+        return any(f"step{step}" in str(path) for step in found["steps"])
+
+    def writer_of(root: Path, tag: str, *args: Any, **more: Any) -> Any:
+        found["tag"] = tag
+        if bad(Path(tag)) and found["how"] == "state":
+            raise TransferError("gone", path="/nvme/state.bin", offset=0, length=1, errno=5)
+        if bad(Path(tag)) and found["how"] == "eio":
+            more["faults"] = "seed=1,kinds=eio,rate=1"
+        return make(root, tag, *args, **more)
+
+    def write_new(path: Path, *args: Any) -> None:
+        if bad(path) and found["how"] == "read-only":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        new(path, *args)
+
+    def free_bytes(path: Path) -> int:
+        return 4096 if bad(Path(found["tag"])) and found["how"] == "full" else free(path)
+
+    monkeypatch.setattr(checkpoints, "CheckpointWriter", writer_of)
+    monkeypatch.setattr(writer, "write_new", write_new)
+    monkeypatch.setattr(writer, "free_bytes", free_bytes)
+    return lambda how, steps: found.update(how=how, steps=steps)
+
+
+SAID = {
+    "full": ("needs ", "4.00 KiB are free there", "missing"),
+    "eio": ("errno 5", "check `dmesg`"),
+    "read-only": ("errno 30", "mount it writable"),
+}
+
+
+@pytest.mark.parametrize("how", SAID)
+def test_a_save_that_fails_costs_only_itself(
+    tmp_path: Path, losses: list[Any], failing: Failing, how: str
+) -> None:
+    failing(how, (4, 5))
+    result, watcher = train(settings(tmp_path))
+    assert steps_of(tmp_path) == losses
+    assert result.failed_saves in (1, 2)  # one behind its back may be known too late to try again
+    root = tmp_path / "run" / "checkpoints"
+    assert result.checkpoint == root / "step6"
+    assert sorted(path.name for path in root.iterdir() if path.is_dir()) == ["step2", "step6"]
+    assert [path.name for path in watcher.files] == ["step2", "step6", "model"]
+    (note,) = (note for note in watcher.notes if "not saved" in note)
+    for part in ("step4 was not saved", "training goes on", f"is {root / 'step2'}", *SAID[how]):
+        assert part in note
+    told = [entry for entry in metrics_of(tmp_path) if entry["event"] == "not saved"]
+    assert len(told) == result.failed_saves
+    assert told[0]["tag"] == "step4"
+
+
+def test_a_save_that_failed_is_tried_again_soon(tmp_path: Path, failing: Failing) -> None:
+    failing("full", (20,))
+    changes = {"training__steps": 24, "training__checkpoint_every": 20, "engine__scheduler": None}
+    result, watcher = train(settings(tmp_path, **changes))
+    assert result.failed_saves == 1
+    assert [path.name for path in watcher.files] == ["step22", "step24", "model"]
+
+
+@pytest.mark.parametrize("how", ["full", "eio"])
+def test_the_last_save_fails_after_everything_else_was_tried(
+    tmp_path: Path, losses: list[Any], failing: Failing, how: str
+) -> None:
+    raw = settings(tmp_path)
+    failing(how, range(4, 9))
+    kind = DoesNotFitError if how == "full" else MachineError
+    with pytest.raises(kind, match="the state after step 6 was not saved: ") as caught:
+        train(raw)
+    root, model = tmp_path / "run" / "checkpoints", tmp_path / "run" / "model"
+    text = str(caught.value)
+    assert f"failed; the last checkpoint is {root / 'step2'}; the model is whole: {model}" in text
+    assert (model / "model.safetensors").exists()
+    before = (model / "model.safetensors").read_bytes()
+    failing("", ())
+    result, watcher = train(raw, "auto")
+    assert watcher.done == 2
+    assert steps_of(tmp_path) == losses
+    assert result.checkpoint == root / "step6"
+    assert (model / "model.safetensors").read_bytes() == before
+
+
+def test_a_run_that_is_stopped_and_cannot_save_says_so(tmp_path: Path, failing: Failing) -> None:
+    failing("full", (3,))
+    with pytest.raises(DoesNotFitError, match="after step 3 was not saved") as caught:
+        train(settings(tmp_path), stop_after=3)
+    assert "--resume auto" in str(caught.value)
+
+
+def test_what_ends_a_run_is_not_hidden_by_a_save(tmp_path: Path, failing: Failing) -> None:
+    failing("read-only", (2,))
+    with pytest.raises(KeyboardInterrupt):
+        train(settings(tmp_path), die_after=3)
+
+
+def test_a_save_that_finds_the_state_gone_ends_the_run(tmp_path: Path, failing: Failing) -> None:
+    failing("state", (2,))
+    with pytest.raises(TransferError, match="gone"):
+        train(settings(tmp_path))
+
+
+def test_a_checkpoint_that_a_kill_left_unnamed_is_replaced(tmp_path: Path) -> None:
+    """It was in its place, and `latest` did not name it yet."""
+    train(settings(tmp_path), stop_after=4)
+    root = tmp_path / "run" / "checkpoints"
+    (root / "latest").write_text("step2\n")
+    result, watcher = train(settings(tmp_path), resume="auto")
+    assert [facts.step for facts in watcher.steps] == [3, 4, 5, 6]
+    assert result.failed_saves == 0
+    assert sorted(path.name for path in root.iterdir()) == ["latest", "step4", "step6"]
+
+
+def test_older_checkpoints_that_stay_are_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prune(*args: Any, **more: Any) -> None:
+        raise MachineError("not removed")
+
+    monkeypatch.setattr(writer, "prune", prune)
+    result, watcher = train(settings(tmp_path))
+    assert (result.failed_saves, result.checkpoint.name) == (0, "step6")
+    assert "step4 is whole, but older ones were not removed: not removed" in watcher.notes
+
+
+def test_metrics_and_logs_on_a_full_disk_end_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = Metrics.__init__
+
+    def begin_full(self: Metrics, *args: Any, **more: Any) -> None:
+        begin(self, *args, **more)
+        full = os.open("/dev/full", os.O_WRONLY)
+        os.dup2(full, self._file)
+        os.close(full)
+
+    monkeypatch.setattr(Metrics, "__init__", begin_full)
+    result, watcher = train(settings(tmp_path))
+    assert result.steps == 6
+    (note,) = (note for note in watcher.notes if "without metrics" in note)
+    assert os.strerror(errno.ENOSPC) in note
+
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    page = TrainPage()
+    page._console = Console(file=Full())
+    page.step(watcher.steps[0])
+    page.note("a line")
+
+
+def test_a_line_of_metrics_that_was_cut_off_ends_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics = Metrics(tmp_path / "m.jsonl", after=0)
+    write = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr("infinity.runs.metrics.os.write", lambda file, data: write(file, data[:9]))
+        with pytest.raises(MachineError, match="cannot be written: No space"):
+            metrics.write({"event": "step", "step": 1})
+    metrics.write({"event": "step", "step": 2})
+    metrics.close()
+    lines = (tmp_path / "m.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["step"] == 2
+    again = Metrics(tmp_path / "m.jsonl", after=2)
+    again.close()
+    assert (tmp_path / "m.jsonl").read_text() == lines[-1] + "\n"
+
+
+# --- the drive of the state ----------------------------------------------------------------------
+
+
+class Lost:
+    """A ticket whose request failed."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        text, remedy = os.strerror(errno.EIO), "check `dmesg`"
+        raise TransferError(
+            text, path=self.path, offset=0, length=1, errno=errno.EIO, remedy=remedy
+        )
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stderr
+
+
+def follow(error: str, other: Path) -> str:
+    """Do what an error says, with a directory of ours; what the last command said."""
+    other.mkdir()
+    (line,) = (line for line in error.splitlines() if line.startswith("  try: "))
+    typed, _, rest = line.removeprefix("  try: ").partition("  (")
+    assert rest == f"with a directory of yours for {rescue.OTHER}); or, to stay: check `dmesg`"
+    *copies, last = typed.replace(str(rescue.OTHER), str(other)).split(" && ")
+    for copy in copies:
+        subprocess.run(shlex.split(copy), check=True)
+    infinity, *arguments = shlex.split(last)
+    assert infinity == "infinity"
+    code, said = run(*arguments)
+    assert code == 0, said
+    return said
+
+
+@pytest.mark.parametrize("name", ["read", "write"])
+@pytest.mark.parametrize("kind", ["durable", "durable on two", "checkpoints", "one drive", "bare"])
+def test_the_drive_of_the_state_fails_and_the_run_goes_on_elsewhere(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    losses: list[Any],
+    kind: str,
+    name: str,
+) -> None:
+    """By doing what the message says: the losses are those of a run where nothing fails."""
+    known = MeasuredRates(Rates.of(nominal(True).numbers()), "2026-01-02")
+    monkeypatch.setattr("infinity.bench.rate_cache.cached_rates", lambda *a, **more: known)
+    monkeypatch.setattr(rescue, "_same_drive", lambda *paths: kind == "one drive")
+    durable, paths = kind.startswith("durable"), [tmp_path / "state"]
+    paths += [tmp_path / "second"] if kind == "durable on two" else []
+    for path in paths:
+        path.mkdir()
+    config = tmp_path / "run of mine.json"
+    given = settings(
+        tmp_path,
+        engine__homes={"weights": "disk", "moments": "disk", "gradients": "disk"},
+        engine__nvme_path=[str(path) for path in paths],
+        engine__durable=durable or None,
+        training__checkpoint_every=None if durable else 99 if kind == "bare" else 2,
+    )
+    config.write_text(json.dumps(given))
+    failing, original, shown = [], getattr(Disk, name), TrainPage.step
+
+    def request(self: Disk, *args: Any, **more: Any) -> Any:
+        if failing:
+            return Lost(str(self.scratches[0].directory / "state.bin"))
+        return original(self, *args, **more)
+
+    def step(self: TrainPage, facts: Any) -> None:
+        shown(self, facts)
+        failing.extend([True] * (facts.step == 3))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Disk, name, request)
+        patch.setattr(TrainPage, "step", step)
+        code, error = run("train", str(config), "training.evaluate_every=0")
+    assert code == 4, error
+    assert "Traceback" not in error
+    assert f"error: the drive of {paths[0]}, which holds the state of this run, fails: " in error
+    state = Run(load_run_config(config), "auto")
+    state.close()
+    if durable:
+        assert "the commit of update " in error
+        assert f" in {paths[0] / state.state_name} is whole" in error
+    elif kind == "bare":
+        assert "there is no checkpoint to go on from" in error
+    else:
+        assert f"{tmp_path / 'run' / 'checkpoints' / 'step2'} is whole" in error
+    said = follow(error, tmp_path / "other")
+    assert ("going on from" in said) == (kind != "bare")
+    folder = tmp_path / "other" if kind == "one drive" else tmp_path
+    assert steps_of(folder) == losses
+
+
+def test_an_error_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    with Run(load_run_config(settings(tmp_path, engine__nvme_path=str(tmp_path)))) as run:
+        run.trains = True
+        for error in (
+            MachineError(f"{run.directory.path}/model is full"),
+            MachineError("the GPU fell off the bus"),
+        ):
+            assert rescue.elsewhere(error, run, ["infinity"]) is error

@@ -1,0 +1,437 @@
+"""Weights in a directory that a killed saver, a second saver or a stranger has been in too."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import forked
+
+from infinity.cli.doctor import _write as write_machine_file
+from infinity.cli.init import _write as write_preset
+from infinity.errors import ConfigError, DoesNotFitError, InfinityError, MachineError
+from infinity.model.weight_directory import INDEX_NAME, SINGLE_NAME
+from infinity.model.weight_files import Outgoing, WeightFiles, write_shards
+from infinity.runs.directory import RunDirectory
+from infinity.runs.metrics import Metrics
+from infinity.stable import TEMPORARY_NAME, atomic_write
+from infinity.trace.recorder import Trace
+
+NAMES = "abc"
+MAX_SHARD = {"one file": 48, "two shards": 32, "three shards": 16}
+CASES = [
+    ("one file", "one file"),
+    ("one file", "two shards"),
+    ("two shards", "one file"),
+    ("two shards", "two shards"),
+    ("two shards", "three shards"),
+    ("three shards", "two shards"),
+]
+MODELS = {"nothing": 0, "old": 1, "new": 2, "next": 3}
+
+
+def save(
+    directory: Path, model: str, form: str, meanwhile: Callable[[str], object] = str
+) -> list[Path]:
+    """A model of three tensors, all of whose values say which model it is."""
+
+    def read(name: str) -> torch.Tensor:
+        meanwhile(name)
+        return torch.full((4,), float(MODELS[model]))
+
+    def others(folder: Path) -> None:
+        (folder / "config.json").write_text(model)
+
+    tensors = [
+        Outgoing(n, (4,), torch.float32, lambda n=n: read(n))  # type: ignore[misc]
+        for n in NAMES
+    ]
+    return write_shards(directory, tensors, MAX_SHARD[form], beside=others)
+
+
+def seen(directory: Path) -> str:
+    """Which model is there, for us and for who reads as transformers does: the same, and whole."""
+    theirs: dict[str, torch.Tensor] = {}
+    if (directory / SINGLE_NAME).is_file():
+        theirs = load_file(directory / SINGLE_NAME)
+    elif (directory / INDEX_NAME).is_file():
+        placed = json.loads((directory / INDEX_NAME).read_text())["weight_map"]
+        theirs = {name: load_file(directory / file)[name] for name, file in placed.items()}
+    try:
+        with WeightFiles(directory) as files:
+            ours = {name: files.read(name) for name in files.facts}
+    except ConfigError:
+        ours = {}
+    assert ours.keys() == theirs.keys()
+    assert ours.keys() in (set(), set(NAMES))
+    values = {v for tensors in (ours, theirs) for t in tensors.values() for v in t.tolist()}
+    assert len(values) <= 1, "a mix of models"
+    return next(name for name, value in MODELS.items() if value == max(values, default=0))
+
+
+def fork(body: Callable[[], object]) -> int:
+    """The status of a child that runs `body`."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            body()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitpid(child, 0)[1]
+
+
+def on_every_call(strike: Callable[[str, tuple[Any, ...]], None]) -> None:
+    """From now on `strike` is told of each system call that changes what is there, before it."""
+
+    def told(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def instead(*args: Any, **options: Any) -> Any:
+            if name != "open" or args[1] & os.O_CREAT:
+                strike(name, args)
+            return call(*args, **options)
+
+        return instead
+
+    for name in ("open", "mkdir", "rename", "unlink", "rmdir", "fsync", "fchmod"):
+        setattr(os, name, told(name, getattr(os, name)))
+
+
+def die_before(number: int) -> None:
+    left = itertools.count(number, -1)
+
+    def strike(name: str, args: tuple[Any, ...]) -> None:
+        if next(left) == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    on_every_call(strike)
+
+
+def killed_at_every_call(root: Path, before: str | None, after: str) -> list[str]:
+    """What is seen after a death before the 1st, 2nd, ... call of a save; the last one lived."""
+    torch.set_num_threads(1)
+    start, found = root / "start", []
+    start.mkdir()
+    if before is not None:
+        save(start, "old", before)
+    (start / "config.json").touch()
+    for number in range(1000):
+        place = root / str(number)
+        shutil.copytree(start, place)
+
+        def body(place: Path = place, number: int = number) -> None:
+            die_before(number)
+            save(place, "new", after)
+
+        status = fork(body)
+        found.append(seen(place))
+        files = save(place, "next", [*MAX_SHARD][number % 3])
+        assert seen(place) == "next"
+        assert {p.name for p in place.iterdir()} == {"config.json", *(f.name for f in files)}
+        shutil.rmtree(place)
+        if status == 0:
+            return found
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+    raise AssertionError("a save of more than 1000 calls")
+
+
+@pytest.mark.parametrize(("before", "after"), [*CASES, (None, "two shards")], ids=str)
+def test_all_old_or_all_new_wherever_a_saver_dies(
+    tmp_path: Path, before: str | None, after: str
+) -> None:
+    found = forked.call(killed_at_every_call, tmp_path, before, after)
+    old = "old" if before else "nothing"
+    assert found == [old] * found.count(old) + ["new"] * found.count("new")
+    assert min(found.count(old), found.count("new")) > 3, found
+
+
+# --- a loss of power: what was not synced may be there or not, whatever came after it -------------
+
+
+def recorded(root: Path, before: str, after: str) -> list[tuple[str, str, str]]:
+    """The calls of a save by names within `root/place`; `root/filled` is it at the first rename."""
+    torch.set_num_threads(1)
+    place, calls = root / "place", []
+    save(place, "old", before)
+    (place / "config.json").unlink()
+
+    def within(path: Any) -> str:
+        path = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else path
+        return os.path.relpath(path, place)
+
+    def strike(name: str, args: tuple[Any, ...]) -> None:
+        if name == "rename" and not (root / "filled").exists():
+            shutil.copytree(place, root / "filled")
+        if name in ("rename", "unlink", "fsync") and (name != "unlink" or len(args) == 1):
+            calls.append((name, within(args[0]), within(args[1]) if len(args) > 1 else ""))
+
+    def body() -> None:
+        on_every_call(strike)
+        save(place, "new", after)
+        (root / "calls").write_text(json.dumps(calls))
+
+    assert fork(body) == 0
+    return [tuple(call) for call in json.loads((root / "calls").read_text())]
+
+
+def possible(calls: list[tuple[str, str, str]], end: int) -> Iterator[list[tuple[str, str, str]]]:
+    """What may be on the disk if power is lost before call `end`: any of those since a sync."""
+    syncs = [i for i, call in enumerate(calls[:end]) if call[:2] == ("fsync", ".")]
+    safe = syncs[-1] + 1 if syncs else 0
+    late = [call for call in calls[safe:end] if call[0] != "fsync"]
+    for kept in itertools.product((True, False), repeat=len(late)):
+        yield calls[:safe] + [call for call, keep in zip(late, kept, strict=True) if keep]
+
+
+@pytest.mark.parametrize(("before", "after"), CASES, ids=str)
+def test_all_old_or_all_new_wherever_power_is_lost(tmp_path: Path, before: str, after: str) -> None:
+    calls = forked.call(recorded, tmp_path, before, after)
+    first = next(i for i, call in enumerate(calls) if call[0] == "rename")
+    synced = {path for name, path, _ in calls[:first] if name == "fsync"}
+    assert {path for name, path, _ in calls if name == "rename"} <= synced, "contents first"
+    calls, found, tried = calls[first:], set(), set()
+    for end in range(len(calls) + 1):
+        for done in possible(calls, end):
+            changes = [call for call in done if call[0] != "fsync"]
+            if str(changes) in tried:
+                continue
+            tried.add(str(changes))
+            place = tmp_path / "replayed"
+            shutil.copytree(tmp_path / "filled", place)
+            for name, path, target in changes:
+                if name == "rename":
+                    os.rename(place / path, place / target)
+                else:
+                    (place / path).unlink(missing_ok=True)
+            found.add(seen(place))
+            shutil.rmtree(place)
+    assert found == {"old", "new"}
+
+
+# --- two at a time -------------------------------------------------------------------------------
+
+
+def refused(directory: Path) -> str:
+    try:
+        save(directory, "next", "two shards")
+    except MachineError as error:
+        return error.what
+    return "it was let in"
+
+
+def test_a_second_saver_is_refused_and_the_first_is_not_disturbed(tmp_path: Path) -> None:
+    """At every tensor, by another process and by another thread's engine alike."""
+    said: list[str] = []
+
+    def rivals(name: str) -> None:
+        said.append(refused(tmp_path))
+        said.append(forked.call(refused, tmp_path))
+
+    save(tmp_path, "old", "three shards")
+    files = save(tmp_path, "new", "three shards", rivals)
+    assert said == [f"{tmp_path}: weights are being saved there already"] * 6
+    assert seen(tmp_path) == "new"
+    assert {p.name for p in tmp_path.iterdir()} == {"config.json", *(f.name for f in files)}
+    save(tmp_path, "next", "two shards")
+    assert seen(tmp_path) == "next"
+
+
+def test_a_file_system_without_locks_owners_and_modes_can_be_saved_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    for module, call in ((fcntl, "flock"), (os, "fchmod")):
+        monkeypatch.setattr(module, call, refuse)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    files = save(tmp_path, "new", "one file")
+    assert {p.name for p in tmp_path.iterdir()} == {"config.json", *(f.name for f in files)}
+
+
+def refuse(patch: pytest.MonkeyPatch, call: str, target: Path) -> None:
+    """A system call says no, if `target` is what it would make or remove."""
+    before = getattr(os, call)
+
+    def instead(*paths: Any, **options: Any) -> None:
+        if paths[-1] == target:
+            raise PermissionError(errno.EPERM, "not yours", str(target))
+        before(*paths, **options)
+
+    patch.setattr(os, call, instead)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"), [("rename", "config.json"), ("rename", INDEX_NAME), ("unlink", SINGLE_NAME)]
+)
+def test_a_save_that_is_refused_at_its_end_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, name: str
+) -> None:
+    before = save(tmp_path, "old", "one file" if name == SINGLE_NAME else "two shards")
+    with monkeypatch.context() as patch:
+        refuse(patch, call, tmp_path / name)
+        with pytest.raises(MachineError, match=r"cannot be saved\s+because: not yours"):
+            save(tmp_path, "new", "three shards")
+    assert seen(tmp_path) == "old"
+    if call == "rename":
+        assert {p.name for p in tmp_path.iterdir()} == {"config.json", *(f.name for f in before)}
+    save(tmp_path, "next", "three shards")
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_older_shards_that_cannot_be_removed_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = save(tmp_path, "old", "two shards")[0]
+    refuse(monkeypatch, "unlink", shard)
+    with pytest.raises(MachineError, match=rf"are saved; of older ones {shard} is left"):
+        save(tmp_path, "new", "two shards")
+    assert seen(tmp_path) == "new"
+
+
+def test_shards_without_an_index_are_no_model(tmp_path: Path) -> None:
+    """Nor are they taken for a part of the file that lies beside them."""
+    save(tmp_path, "old", "two shards")
+    (tmp_path / INDEX_NAME).unlink()
+    with pytest.raises(ConfigError, match=r"2 shard\(s\), model-.*, and no model.*index"):
+        WeightFiles(tmp_path)
+    save(tmp_path / "other", "new", "one file")
+    (tmp_path / "other" / SINGLE_NAME).rename(tmp_path / "other.safetensors")
+    with WeightFiles(tmp_path) as files:
+        assert {facts.file.name for facts in files.facts.values()} == {"other.safetensors"}
+
+
+# --- strangers -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Iterator[Path]:
+    """A file that links point to, and that nobody may touch."""
+    path = tmp_path / "victim"
+    path.write_text("mine")
+    yield path
+    assert path.read_text() == "mine"
+    assert not path.is_symlink()
+
+
+@pytest.mark.parametrize("form", MAX_SHARD)
+def test_links_in_the_place_of_weights_are_not_followed(
+    tmp_path: Path, victim: Path, form: str
+) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    shards = [f"model-{i}-of-00003.safetensors" for i in ("00001", "00002")]
+    for name in (SINGLE_NAME, INDEX_NAME, "config.json", *shards):
+        (place / name).symlink_to(victim)
+        (place / f".{name}.new").symlink_to(victim)
+    save(place, "new", form)
+    assert seen(place) == "new"
+    assert not (place / "config.json").is_symlink()
+    (place / ".infinity-saving.lock").symlink_to(victim)
+    with pytest.raises(MachineError, match="cannot be saved"):
+        save(place, "next", form)
+    assert seen(place) == "new"
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "machine file": lambda path: write_machine_file(path, "text"),
+    "preset": lambda path: write_preset(path, "text", True),
+    "trace": lambda path: Trace(path).close(),
+    "metrics": lambda path: Metrics(path, after=0).close(),
+    "run directory": lambda path: _in_run_directory(path),
+}
+
+
+def _in_run_directory(path: Path) -> None:
+    directory = RunDirectory(path.parent, resume=False)
+    try:
+        directory.write(path.name, "text")
+    finally:
+        directory.close()
+
+
+@pytest.mark.parametrize("what", WRITERS)
+def test_other_files_are_not_written_through_links(tmp_path: Path, victim: Path, what: str) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    path = place / "config.yaml"
+    names = (f".{path.name}.new", f"{path.name}.partial", f"{path.stem}.partial")
+    if what != "run directory":  # which may hold nothing else
+        for name in names:
+            (place / name).symlink_to(victim)
+    before = os.umask(0)
+    try:
+        WRITERS[what](path)
+        assert path.stat().st_mode & 0o777 == 0o644
+        path.unlink()
+        for special in (victim, Path("/dev/null")):
+            path.symlink_to(special)
+            with pytest.raises(InfinityError):
+                WRITERS[what](path)
+            path.unlink()
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0, 0o644), (0o022, 0o644), (0o077, 0o600)])
+def test_nobody_else_may_write_weights(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        for form in MAX_SHARD:
+            files = save(tmp_path / "new", "new", form)
+            for file in (*files, tmp_path / "new" / "config.json"):
+                assert file.stat().st_mode & 0o777 == mode
+        assert (tmp_path / "new").stat().st_mode & 0o777 == 0o775 & ~umask
+    finally:
+        os.umask(before)
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def fail() -> None:
+        with atomic_write(path) as file:
+            file.write(b"half")
+            (there,) = (p for p in tmp_path.iterdir() if p != path)
+            assert TEMPORARY_NAME.fullmatch(there.name)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert path.read_text() == "old"
+    for nowhere in (tmp_path, Path("/dev/null")):
+        with pytest.raises(OSError, match="not a regular file"), atomic_write(nowhere):
+            pass
+    with atomic_write(path) as file:
+        file.write(b"new")
+    assert path.read_text() == "new"
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_killed_saves_left_makes_room_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be as large as the model."""
+    (tmp_path / f".infinity-saving-{16 * '0'}").mkdir()
+    (tmp_path / "model-00000000-00001-of-00002.safetensors").touch()
+
+    def usage(path: Path) -> Any:
+        assert [p.name for p in path.iterdir()] == [".infinity-saving.lock"]
+        return type("Usage", (), {"free": 0})
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    with pytest.raises(DoesNotFitError):
+        save(tmp_path, "new", "one file")
+    assert list(tmp_path.iterdir()) == []

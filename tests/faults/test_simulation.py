@@ -1,0 +1,295 @@
+"""A run with everything that it writes, and thousands of bad ends: the right bits, or words.
+
+One run is recorded: durable steps over two drives, checkpoints, weights for others, the run's
+directory with its metrics. Each seed is one bad end: a kill, or a loss of power that reorders and
+tears what was not synced, at any moment; perhaps a flipped bit on top; or a system call that fails
+(EIO, ENOSPC) while it trains. What was promised must be there: a committed step, a saved
+checkpoint, saved weights; each with the very bits. Where a bit was flipped the error may say so.
+
+INFINITY_SEED=17 python -m pytest tests/faults/test_simulation.py -k replay     one seed again
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoint_files import content, same_content
+from support.durable import HOMES, State, durable_engine, equal, gated, state_of, step
+from support.recorded_tree import RecordedTree
+from torch import Tensor
+
+from infinity.checkpoint.reader import CheckpointReader, find_tag
+from infinity.errors import InfinityError
+from infinity.model.weight_files import WeightFiles
+from infinity.runs.directory import RunDirectory
+from infinity.runs.metrics import Metrics
+
+STEPS = 3
+QUICK, BATCH = 300, 50
+MORE: dict[str, Any] = {
+    "homes": HOMES["moments in RAM"],
+    "durable_every": 1,
+    "io": {"weights": [2, 1], "block_size": 4096},
+}
+
+
+def live(world: Path, promise: Callable[[str], None]) -> None:
+    """Three steps with all that is written, from wherever the world stands."""
+    paths = [world / "d0", world / "d1"]
+    with ExitStack() as stack:
+        directory = RunDirectory(world / "run", resume=True)
+        stack.callback(directory.close)
+        with directory.beginning({"seed": 1}):
+            engine = stack.enter_context(durable_engine(paths, gated(), **MORE, resume="auto"))
+        metrics = Metrics(directory.metrics, after=engine.global_steps)
+        stack.callback(metrics.close)
+        directory.write("config.yaml", "a: 1\n")
+        while engine.global_steps < STEPS:
+            step(engine)
+            number = engine.global_steps
+            promise(f"step {number}")
+            metrics.write({"event": "step", "step": number, "loss": 1.0})
+            engine.save_checkpoint(world / "saved", f"step{number}", wait=True, keep_last=2)
+            promise(f"checkpoint {number}")
+            directory.remember(saved=number)
+            promise(f"saved {number}")
+            engine.save_weights(world / "weights", max_shard=4096 if number % 2 else "1MiB")
+            promise(f"weights {number}")
+    promise("closed")
+
+
+def empty_world(root: Path) -> Path:
+    for name in ("d0", "d1"):
+        (root / name).mkdir(parents=True)
+    return root
+
+
+@dataclass
+class Expected:
+    """By step: the state, the streams of the checkpoint, the weights; and how it was written."""
+
+    states: list[State]
+    checkpoints: dict[str, dict[tuple[str, str], Tensor]]
+    weights: list[dict[str, Tensor]]
+    tree: RecordedTree
+    calls: int
+
+
+def weights_in(directory: Path) -> dict[str, Tensor]:
+    with WeightFiles(directory) as files:
+        return {name: files.read(name) for name in files.facts}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
+    calm, root = tmp_path_factory.mktemp("calm"), tmp_path_factory.mktemp("recorded")
+    states, checkpoints, weights = [], {}, []
+    with durable_engine(calm, gated(), homes=HOMES["moments in RAM"]) as engine:
+        for number in range(STEPS + 1):
+            states.append(state_of(engine))
+            engine.save_weights(calm / f"weights{number}")
+            weights.append(weights_in(calm / f"weights{number}"))
+            if number:
+                engine.save_checkpoint(calm / "saved", f"step{number}", wait=True)
+                checkpoints[f"step{number}"] = content(calm / "saved", f"step{number}")
+            step(engine)
+    tree, calls = RecordedTree(empty_world(root / "world")), 0
+
+    def count(name: str) -> None:
+        nonlocal calls
+        calls += 1
+
+    with tree.recording(count):
+        live(tree.root, tree.mark)
+    shutil.rmtree(tree.root)  # what is left is made there: runs know their directories by path
+    return Expected(states, checkpoints, weights, tree, calls)
+
+
+# --- one bad end ---------------------------------------------------------------------------------
+
+# Nothing in them says that they are whole: exported weights are safetensors, and the rest is text.
+UNCHECKED = ("weights", "metrics", "config.yaml", "lock")
+
+
+def flip(world: Path, choose: random.Random) -> str:
+    there = [path for path in sorted(world.rglob("*")) if path.is_file() and path.stat().st_size]
+    names = {path: str(path.relative_to(world)) for path in there}
+    files = [path for path in there if not any(word in names[path] for word in UNCHECKED)]
+    if not files:
+        return ""
+    path = choose.choice(files)
+    data = bytearray(path.read_bytes())
+    data[choose.randrange(len(data))] ^= 1 << choose.randrange(8)
+    path.write_bytes(data)
+    return str(path.relative_to(world))
+
+
+def last(promises: list[str], what: str) -> int:
+    return max((int(p.split()[1]) for p in promises if p.split()[0] == what), default=0)
+
+
+def check(world: Path, promises: list[str], expected: Expected, flipped: str) -> str:
+    """Hold what is left to what was promised; "exact", or "refused" where a bit was flipped."""
+    said = [
+        check_state(world, promises, expected),
+        check_checkpoint(world, promises, expected, any_tag=flipped == "saved/latest"),
+        check_weights(world, promises, expected),
+        check_run(world, promises),
+    ]
+    refused = [words for words in said if words]
+    assert not refused or flipped, refused
+    return "refused" if refused else "exact"
+
+
+def check_state(world: Path, promises: list[str], expected: Expected) -> str:
+    done = last(promises, "step")
+    try:
+        paths = [world / "d0", world / "d1"]
+        with durable_engine(paths, gated(), **MORE, resume="auto") as engine:
+            found = engine.global_steps
+            # The last step may be on its way; closing waits for it.
+            assert found >= done - ("closed" not in promises), (found, done)
+            assert equal(state_of(engine), expected.states[found]), f"another state of {found}"
+            if found < STEPS:
+                step(engine)
+                assert equal(state_of(engine), expected.states[found + 1]), "another state later"
+    except InfinityError as error:
+        return f"state: {error}"
+    return ""
+
+
+def check_checkpoint(world: Path, promises: list[str], expected: Expected, *, any_tag: bool) -> str:
+    """With `any_tag` another whole checkpoint than the last may be named."""
+    saved = world / "saved"
+    try:
+        tag = find_tag(saved, None) if saved.is_dir() else None
+        if not any_tag:
+            assert (tag or "step0") >= f"step{last(promises, 'checkpoint')}", (tag, promises)
+        if tag is not None:
+            with CheckpointReader(saved, tag) as reader:
+                problems = list(reader.verify())
+            if problems:
+                return f"checkpoint: {problems[0]}"
+            assert same_content(content(saved, tag), expected.checkpoints[tag]), tag
+    except InfinityError as error:
+        return f"checkpoint: {error}"
+    return ""
+
+
+def check_weights(world: Path, promises: list[str], expected: Expected) -> str:
+    done = last(promises, "weights")
+    try:
+        found = weights_in(world / "weights")
+    except InfinityError as error:
+        return f"weights: {error}" if done else ""
+    which = [n for n, one in enumerate(expected.weights) if same_content(found, one)]
+    assert which, "weights of no step"
+    assert which[0] >= done, (which, done)
+    return ""
+
+
+def check_run(world: Path, promises: list[str]) -> str:
+    if not (world / "run").is_dir():
+        return "" if not promises else "run: it is gone"
+    try:
+        directory = RunDirectory(world / "run", resume=True)
+        try:
+            assert directory.record.get("saved", 0) >= last(promises, "saved")
+            Metrics(directory.metrics, after=STEPS).close()
+        finally:
+            directory.close()
+    except InfinityError as error:
+        return f"run: {error}"
+    return ""
+
+
+def bad_end(seed: int, root: Path, expected: Expected) -> str:
+    """What kind it was, and how it was seen."""
+    choose = random.Random(seed)
+    kind = choose.choice(("kill", "kill", "power", "power", "power", "call"))
+    world, flipped = root if kind == "call" else expected.tree.root, ""
+    try:
+        if kind == "call":
+            promises = failing_call(world, choose, expected)
+        else:
+            cut = choose.randint(expected.tree.num_safe, len(expected.tree.log))
+            expected.tree.left(cut, world, choose if kind == "power" else None)
+            promises = expected.tree.marks(cut)
+            if choose.random() < 0.3:
+                flipped = flip(world, choose)
+        how = f"{kind} and flip" if flipped else kind
+        return f"{how}: {check(world, promises, expected, flipped)}"
+    except Exception as error:
+        again = f"INFINITY_SEED={seed} python -m pytest tests/faults/test_simulation.py -k replay"
+        what = f"seed {seed} ({kind}, flipped {flipped!r})"
+        raise AssertionError(f"{what}: {error}; {again}") from error
+    finally:
+        shutil.rmtree(world, ignore_errors=True)
+
+
+def failing_call(world: Path, choose: random.Random, expected: Expected) -> list[str]:
+    """Train while one system call fails, or all from there on; what had been promised by then."""
+    left, stays = choose.randrange(expected.calls), choose.random() < 0.5
+    number = choose.choice((errno.EIO, errno.ENOSPC))
+    promises: list[str] = []
+
+    def count(name: str) -> None:
+        nonlocal left
+        left -= 1
+        if left == -1 or (stays and left < 0 and name not in ("open", "unlink", "rmdir")):
+            raise OSError(number, os.strerror(number), f"at {name}")
+
+    tree = RecordedTree(empty_world(world))
+    with suppress(InfinityError), tree.recording(count):
+        live(world, promises.append)
+    return promises
+
+
+# --- seeds ---------------------------------------------------------------------------------------
+
+
+def many(seeds: range, root: Path, expected: Expected) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    wrong: list[str] = []
+    for seed in seeds:
+        try:
+            seen[bad_end(seed, root / str(seed), expected)] += 1
+        except AssertionError as error:
+            wrong.append(str(error))
+    assert not wrong, f"{len(wrong)} of {len(seeds)}:\n" + "\n".join(wrong[:5])
+    return seen
+
+
+@pytest.mark.parametrize("first", range(0, QUICK, BATCH))
+def test_bad_ends(tmp_path: Path, expected: Expected, first: int) -> None:
+    torch.set_num_threads(1)
+    seen = many(range(first, first + BATCH), tmp_path, expected)
+    assert sum(seen.values()) == BATCH
+    assert {"kill: exact", "power: exact", "call: exact"} <= seen.keys(), seen
+
+
+@pytest.mark.big
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("first", range(QUICK, 10_000 + QUICK, 1000))
+def test_bad_ends_at_length(
+    tmp_path: Path, expected: Expected, first: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = many(range(first, first + 1000), tmp_path, expected)
+    with capsys.disabled():
+        print(f"\n{first}: {dict(sorted(seen.items()))}")
+
+
+@pytest.mark.skipif("INFINITY_SEED" not in os.environ, reason="INFINITY_SEED names one")
+def test_replay(tmp_path: Path, expected: Expected) -> None:
+    bad_end(int(os.environ["INFINITY_SEED"]), tmp_path / "one", expected)

@@ -1,0 +1,287 @@
+"""One engine, one thread at a time; and engines that nobody closed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.fake_accelerator import FakeAccelerator
+from support.leaks import descriptors, native_threads, threads
+from support.small import (
+    MIXED,
+    ON_DEVICE,
+    ON_DISK,
+    batch,
+    masters,
+    same,
+    settings,
+    small_engine,
+    small_model,
+    train,
+)
+from torch import Tensor
+
+import infinity
+from infinity.engine import Engine
+from infinity.errors import EngineClosedError, PresenceError
+from infinity.memory.reservations import PROCESS
+
+
+def elsewhere(do: Callable[[], Any]) -> BaseException | None:
+    """What a call raises in another thread; this one waits for it."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            do()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="second")
+    thread.start()
+    thread.join()
+    return raised[0] if raised else None
+
+
+def calls(engine: Engine, path: Path) -> dict[str, Callable[[], Any]]:
+    module = engine.module
+    weight = next(iter(module.parameters()))
+    return {
+        "engine": lambda: engine(batch(5)),
+        "module": lambda: module(batch(5)),
+        "block": lambda: module.blocks[0](torch.ones(2, 16)),
+        "weight": lambda: module.norm.weight,
+        "backward": lambda: engine.backward(torch.ones((), requires_grad=True)),
+        "step": engine.step,
+        "optimizer": engine.optimizer.step,
+        "zero_grad": engine.zero_grad,
+        "optimizer.zero_grad": engine.optimizer.zero_grad,
+        "read_state": lambda: engine.optimizer.read_state(weight),
+        "state_dict": engine.state_dict,
+        "module.state_dict": module.state_dict,
+        "load_state_dict": lambda: engine.load_state_dict({}),
+        "materialized": lambda: engine.materialized(module).__enter__(),
+        "gradient": lambda: engine.gradient(weight),
+        "save": lambda: engine.save_checkpoint(path / "second"),
+        "load": lambda: engine.load_checkpoint(path / "second"),
+        "settle": engine.settle,
+        "eval": engine.eval,
+        "close": engine.close,
+    }
+
+
+class Meddled:
+    """Makes all calls from another thread, once, when it is reached in the middle of one."""
+
+    def __init__(self, engine: Engine, path: Path) -> None:
+        self.engine, self.path = engine, path
+        self.outcomes: dict[str, BaseException | None] = {}
+
+    def __call__(self, *_: Any) -> None:
+        if not self.outcomes:
+            for name, call in calls(self.engine, self.path).items():
+                self.outcomes[name] = elsewhere(call)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As a registered item, in the middle of a save."""
+        self()
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Nothing."""
+
+    def assert_refused(self) -> None:
+        assert self.outcomes
+        for name, error in self.outcomes.items():
+            assert isinstance(error, PresenceError), (name, error)
+            assert "'second' used the engine" in str(error), name
+        assert self.engine.module.training
+        assert not (self.path / "second").exists()
+
+
+@pytest.mark.parametrize("homes", [ON_DISK, ON_DEVICE])
+@pytest.mark.parametrize("during", ["forward", "module", "backward", "users_backward", "save"])
+def test_a_second_thread_is_refused_while_a_call_is_under_way(
+    tmp_path: Path, homes: dict[str, str], during: str
+) -> None:
+    nvme = tmp_path / "nvme"
+    nvme.mkdir()
+    with small_engine(nvme, homes) as engine:
+        losses = train(engine, 3)
+        expected = masters(engine)
+    with small_engine(nvme, homes) as engine:
+        meddled = Meddled(engine, tmp_path)
+        seen = train(engine, 1)
+        block = engine.module.blocks[1]
+        if during in ("forward", "module"):
+            handle = block.register_forward_hook(meddled)
+        else:
+
+            def in_the_backward(module: Any, args: Any, output: Tensor) -> None:
+                if "backward" in during and output.requires_grad:
+                    output.register_hook(meddled)
+
+            handle = block.register_forward_hook(in_the_backward)
+        loss = engine.module(batch(1)) if during == "module" else engine(batch(1))
+        if during == "users_backward":
+            loss.backward()
+        else:
+            engine.backward(loss)
+        if during == "save":
+            engine.register_state("meddled", meddled)
+            engine.save_checkpoint(tmp_path / "first", wait=True)
+        handle.remove()
+        engine.step()
+        seen += [float(loss.detach()), *train(engine, 1, first=2)]
+        meddled.assert_refused()
+        assert seen == losses
+        assert same(masters(engine), expected)
+
+
+def test_a_second_thread_is_refused_in_a_step(tmp_path: Path) -> None:
+    """A schedule is stepped in the middle of it, on the sweep's thread."""
+    refused: list[PresenceError] = []
+
+    def factor(step: int) -> float:
+        if step:
+            with pytest.raises(PresenceError) as caught:
+                engines[0](batch(7))
+            refused.append(caught.value)
+        return 1.0
+
+    engines: list[Engine] = []
+    schedule = {"lr_scheduler": lambda it: torch.optim.lr_scheduler.LambdaLR(it, factor)}
+    with small_engine(tmp_path, arguments=schedule) as engine:
+        engines.append(engine)
+        train(engine, 2)
+        assert len(refused) == 2
+        engines.clear()
+
+
+def test_between_calls_an_engine_may_change_threads(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        losses = train(engine, 3)
+        expected = masters(engine)
+    seen: list[float] = []
+    with small_engine(tmp_path) as engine:
+        held: list[Tensor] = []
+        for index in range(3):
+            assert elsewhere(lambda index=index: held.append(engine(batch(index)))) is None
+            loss = held.pop()
+            engine.backward(loss) if index % 2 else elsewhere(lambda: engine.backward(loss))  # noqa: B023
+            assert elsewhere(engine.step) is None
+            seen.append(float(loss.detach()))
+        assert seen == losses
+        assert same(masters(engine), expected)
+        assert elsewhere(engine.close) is None
+
+
+def test_a_backward_that_raised_is_over(tmp_path: Path) -> None:
+    def fail(_: Tensor) -> None:
+        raise ValueError("the user's own")
+
+    with small_engine(tmp_path) as engine:
+        handle = engine.module.blocks[0].register_forward_hook(
+            lambda module, args, output: output.register_hook(fail) and None
+        )
+        loss = engine.module(batch(0))
+        with pytest.raises(ValueError, match="the user's own"):
+            loss.backward()
+        handle.remove()
+        assert elsewhere(engine.zero_grad) is None
+        assert elsewhere(lambda: train(engine, 1)) is None
+
+
+@pytest.mark.parametrize("homes", [ON_DISK, MIXED, ON_DEVICE])
+def test_two_threads_without_a_lock_get_errors_and_right_numbers(
+    tmp_path: Path, homes: dict[str, str]
+) -> None:
+    """One trains, and tries again when it is refused; the other evaluates as it likes."""
+    with small_engine(tmp_path, homes) as engine:
+        losses = train(engine, 6)
+        expected = masters(engine)
+    over, wrong, counts = threading.Event(), [], {"ran": 0, "refused": 0}
+    with small_engine(tmp_path, homes) as engine:
+
+        def evaluate() -> None:
+            while not over.is_set():
+                try:
+                    with torch.no_grad():
+                        engine(batch(3))
+                    counts["ran"] += 1
+                except PresenceError:
+                    counts["refused"] += 1
+                except BaseException as error:
+                    wrong.append(error)
+                    return
+
+        def insist(call: Callable[[], Any]) -> Any:
+            while True:
+                with suppress(PresenceError):
+                    return call()
+
+        thread = threading.Thread(target=evaluate)
+        thread.start()
+        try:
+            seen = []
+            for index in range(6):
+                loss = insist(lambda index=index: engine(batch(index)))
+                insist(lambda loss=loss: engine.backward(loss))
+                insist(engine.step)
+                seen.append(float(loss.detach()))
+        finally:
+            over.set()
+            thread.join()
+        assert not wrong
+        assert seen == losses
+        assert same(masters(engine), expected)
+
+
+# --- engines that nobody closed ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["made", "forward", "backward", "step", "reached", "saving"])
+@pytest.mark.parametrize("place", ["disk", "device", "accelerator"])
+def test_a_dropped_engine_gives_everything_back_while_its_module_lives(
+    tmp_path: Path, place: str, when: str
+) -> None:
+    before = threads(), native_threads(), descriptors(), PROCESS.total("host")
+    nvme = tmp_path / "nvme"
+    nvme.mkdir()
+    model = small_model()
+    arguments = {"device": FakeAccelerator(1)} if place == "accelerator" else {}
+    homes = ON_DEVICE if place == "device" else ON_DISK
+    given = settings(nvme, homes, journal=str(tmp_path / "journal"))
+    engine = infinity.initialize(model, given, **arguments)[0]
+    optimizer = engine.optimizer
+    kept: list[Any] = []
+    if when in ("backward", "step", "saving"):
+        engine.backward(engine(batch(0)))
+    if when in ("step", "saving"):
+        engine.step()
+    if when == "saving":
+        engine.save_checkpoint(tmp_path / "saved")
+    if when == "forward":
+        kept.append(engine(batch(0)))
+    if when == "reached":
+        kept.append(model.norm.weight)
+    del engine
+    assert (threads(), native_threads(), descriptors(), PROCESS.total("host")) == before
+    assert not os.listdir(nvme)
+    for ask in (
+        lambda: model.norm.weight,
+        lambda: model(batch(0)),
+        lambda: list(model.parameters()),
+        model.state_dict,
+        lambda: infinity.initialize(model, given),
+        optimizer.step,
+    ):
+        with pytest.raises(EngineClosedError, match="was dropped"):
+            ask()
+    assert "Engine" not in {type(getattr(x, "_infinity_engine", None)).__name__ for x in kept}

@@ -1,0 +1,247 @@
+"""A tree of small files, recorded call by call, and what a loss of power may leave of it.
+
+Files are told apart from their names, as on a disk: bytes of a file are safe once it was synced, a
+name once its directory was. Whatever was not may be there, or not, or in part: bytes by sectors, in
+any order; names of one directory in their order, so that any number of the last ones is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity.checkpoint.blocks import BlockWriter
+from infinity.memory.disk import Disk
+
+SECTOR = 512
+# Those of `os` that change names or sizes, or open what may be new; the library uses no others.
+CALLS = (
+    *("open", "mkdir", "rename", "replace", "link", "unlink", "remove", "rmdir"),
+    *("write", "pwrite", "ftruncate", "truncate", "posix_fallocate", "fsync", "fdatasync"),
+)
+
+
+@dataclass
+class Event:
+    """One thing that happened.
+
+    what: "bytes" (a file has these pieces, and this size), "names" (of a directory: what they refer
+    to now), "sync" (of a file or a directory), or "mark".
+    """
+
+    what: str
+    of: int = 0
+    size: int = 0
+    pieces: list[tuple[int, bytes]] = field(default_factory=list)
+    names: dict[str, int | None] = field(default_factory=dict)
+    text: str = ""
+
+
+class RecordedTree:
+    """Everything that happens below `root` while `recording` is open.
+
+    Files and directories are numbered; `root` is 0. What is there at first is safe.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.log: list[Event] = []
+        self._numbers: dict[int, int] = {os.stat(root).st_ino: 0}
+        self._directories: dict[int, dict[str, int]] = {0: {}}
+        self._seen: dict[int, tuple[int, int]] = {}  # number -> (mtime, size)
+        self._bytes: dict[int, bytes] = {}
+        self._lock = threading.RLock()
+        self.num_safe = 0  # events that were there at first
+
+    @contextmanager
+    def recording(self, before: Callable[[str], None] = lambda name: None) -> Iterator[None]:
+        """`before` is told each call by name, before it is made; it may raise."""
+        with pytest.MonkeyPatch.context() as patch:
+            for name in CALLS:
+                patch.setattr(os, name, self._noted(name, getattr(os, name), before))
+            sync, finish = Disk.sync, BlockWriter.finish
+
+            def sync_disk(disk: Disk) -> None:
+                self.look()
+                sync(disk)
+                for file in disk._files:
+                    self._synced(file.path)
+
+            def finish_writer(writer: BlockWriter) -> None:
+                finish(writer)  # which syncs the file at its end, natively
+                self.look()
+                self._synced(str(writer.path))
+
+            patch.setattr(Disk, "sync", sync_disk)
+            patch.setattr(BlockWriter, "finish", finish_writer)
+            if not self.log:
+                self.look()
+                self.num_safe = len(self.log)
+            yield
+            self.look()
+
+    def mark(self, text: str) -> None:
+        """Say that something was promised."""
+        with self._lock:
+            self.look()
+            self.log.append(Event("mark", text=text))
+
+    def _noted(self, name: str, call: Callable[..., Any], before: Callable[[str], None]) -> Any:
+        def noted(*arguments: Any, **more: Any) -> Any:
+            here = threading.current_thread() is threading.main_thread()
+            if here and not str(arguments[0]).startswith("/proc"):
+                before(name)
+            if name in ("fsync", "fdatasync"):
+                self.look()
+                path = os.readlink(f"/proc/self/fd/{arguments[0]}")
+                call(*arguments)
+                return self._synced(path)
+            result = call(*arguments, **more)
+            if name not in ("open", "write", "pwrite") or (
+                name == "open" and arguments[1] & os.O_CREAT
+            ):
+                self.look()
+            return result
+
+        return noted
+
+    def _synced(self, path: str) -> None:
+        with self._lock:
+            try:
+                number = self._numbers.get(os.stat(path).st_ino)
+            except OSError:
+                return  # no name leads there any more
+            if number is not None:
+                self.log.append(Event("sync", number))
+
+    # --- what has changed --------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Note what is not as it was at the last look."""
+        with self._lock:
+            there: set[int] = set()
+            self._look_into(self.root, 0, there)
+            self._numbers = {i: n for i, n in self._numbers.items() if i in there or n == 0}
+
+    def _look_into(self, path: Path, number: int, there: set[int]) -> None:
+        try:
+            with os.scandir(path) as found:
+                entries = sorted(found, key=lambda entry: entry.name)
+        except FileNotFoundError:
+            return
+        now: dict[str, int] = {}
+        children = []
+        for entry in entries:
+            try:
+                facts = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            there.add(facts.st_ino)
+            child = self._numbers.get(facts.st_ino)
+            if child is None:
+                child = self._numbers[facts.st_ino] = 1 + max(self._all_numbers(), default=0)
+                if entry.is_dir(follow_symlinks=False):
+                    self._directories[child] = {}
+                else:
+                    self._bytes[child] = b""
+            now[entry.name] = child
+            children.append((Path(entry.path), child, facts))
+        before = self._directories[number]
+        if now != before:
+            names = {name: now.get(name) for name in now.keys() | before.keys()}
+            names = {name: child for name, child in names.items() if child != before.get(name)}
+            self.log.append(Event("names", number, names=names))
+            self._directories[number] = now
+        for child_path, child, facts in children:
+            if child in self._directories:
+                self._look_into(child_path, child, there)
+            elif self._seen.get(child) != (facts.st_mtime_ns, facts.st_size):
+                self._seen[child] = (facts.st_mtime_ns, facts.st_size)
+                self._compare(child_path, child)
+
+    def _all_numbers(self) -> set[int]:
+        return {*self._directories, *self._bytes}
+
+    def _compare(self, path: Path, number: int) -> None:
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return
+        old = self._bytes[number]
+        sectors = [(start, data[start : start + SECTOR]) for start in range(0, len(data), SECTOR)]
+        pieces = [(start, new) for start, new in sectors if new != old[start : start + SECTOR]]
+        if pieces or len(data) != len(old):
+            self.log.append(Event("bytes", number, len(data), pieces))
+            self._bytes[number] = data
+
+    # --- what is left ------------------------------------------------------------------------
+
+    def marks(self, cut: int) -> list[str]:
+        """What had been promised by then."""
+        return [event.text for event in self.log[:cut] if event.what == "mark"]
+
+    def left(self, cut: int, target: Path, choose: random.Random | None) -> None:
+        """Make `target` what a loss of power after `cut` events leaves; None: a mere kill does."""
+        synced = {e.of: i for i, e in enumerate(self.log[:cut]) if e.what == "sync"}
+        contents: dict[int, bytearray] = {}
+        names: dict[int, dict[str, int]] = {0: {}}
+        loose: dict[int, list[Event]] = {}
+        for index, event in enumerate(self.log[:cut]):
+            if event.what not in ("bytes", "names"):
+                continue
+            safe = choose is None or index < max(self.num_safe, synced.get(event.of, -1))
+            if not safe:
+                loose.setdefault(event.of, []).append(event)
+            elif event.what == "names":
+                _rename(names.setdefault(event.of, {}), event)
+            else:
+                _put(contents.setdefault(event.of, bytearray()), event, event.pieces)
+        for number, events in loose.items():
+            assert choose is not None
+            if events[0].what == "names":
+                for event in events[: choose.randint(0, len(events))]:
+                    _rename(names.setdefault(number, {}), event)
+                continue
+            for event in events:
+                fate = choose.choice(("lost", "whole", "torn"))
+                if fate != "lost":
+                    torn = [p for p in event.pieces if fate == "whole" or choose.random() < 0.5]
+                    _put(contents.setdefault(number, bytearray()), event, torn)
+        self._make(target, 0, names, contents)
+
+    def _make(
+        self,
+        path: Path,
+        number: int,
+        names: dict[int, dict[str, int]],
+        contents: dict[int, bytearray],
+    ) -> None:
+        path.mkdir(mode=0o700, parents=True)
+        for name, child in names.get(number, {}).items():
+            if child in self._directories:
+                self._make(path / name, child, names, contents)
+            else:
+                (path / name).write_bytes(contents.get(child, b""))
+
+
+def _rename(names: dict[str, int], event: Event) -> None:
+    for name, number in event.names.items():
+        if number is None:
+            names.pop(name, None)
+        else:
+            names[name] = number
+
+
+def _put(data: bytearray, event: Event, pieces: list[tuple[int, bytes]]) -> None:
+    del data[event.size :]
+    data.extend(bytes(event.size - len(data)))
+    for start, piece in pieces:
+        data[start : start + len(piece)] = piece

@@ -212,8 +212,7 @@ def trained(path: Path, device: FakeAccelerator | None, **more: object) -> dict[
             if isinstance(device, Gated) and index == 0:
                 assert device.sent == 9  # all gradients are on their way, and none has landed
                 assert not device.gate.done()
-                engine(batch(9)).item()  # not even the next forward waits
-                assert engine._parts.lanes.stalled_s()["gradient"] == 0
+                engine(batch(9)).item()  # not even the next forward waits: it would for ever
                 device.gate.set()
             engine.step()
         return masters(engine)
@@ -238,9 +237,9 @@ def test_a_step_ends_before_its_copies_have(tmp_path: Path, update: str) -> None
     with small_engine(tmp_path, IN_RAM, **more) as engine:
         engine.backward(engine(batch(0)))
         engine.step()
-        sent, stalled_s = device.sent, engine._parts.lanes.stalled_s()["gradient"]
-        device.gate.set()  # the last had not landed
-        assert (sent, stalled_s) == (num_parameters, 0)
+        sent = device.sent
+        device.gate.set()  # the last had not landed: a wait for it would not have ended
+        assert sent == num_parameters
         train(engine, 2, first=1)
         engine.settle()
         assert same(masters(engine), expected)

@@ -87,6 +87,7 @@ class Engine(EngineCalls):
                 self._checkpoints.restore_document(parts.resumed)
         self._closed = False
         self._own(module)
+        self._owner.fail = partial(_fail, weakref.ref(self))
         self._finalizer = weakref.finalize(self, parts.drop)
         optimizer.connect(self.step, self._drop_arrivals)
         _after_fork(self)
@@ -116,22 +117,21 @@ class Engine(EngineCalls):
         last = self.is_gradient_accumulation_boundary()
         self._parts.gradients.last_micro_batch = last
         self._cycles.begin(last_micro_batch=last)
-        hooks, recovery = self._parts.hooks, self._recovery
-        mark = recovery.mark = hooks.mark()
-        # No `finally`: an interruption inside one skips the rest of it.
+        hooks = self._parts.hooks
+        mark = hooks.mark()
         try:
             torch.set_autocast_cache_enabled(False)  # it would keep casts of weights that move
             hooks.saved.push()
             result = self.module(*args, **kwargs)
-            hooks.restore(mark)
             if not torch.is_grad_enabled():
                 self._cycles.end_call()
             hooks.release(result)
             return result
-        except BaseException as error:
-            recovery.left = "forward"  # first; see [Note: interrupted twice]
-            recovery.mend(error)
+        except Exception as error:
+            self._recovery.end_forward(error)
             raise
+        finally:
+            hooks.restore(mark)
 
     @exclusive
     def backward(
@@ -147,8 +147,6 @@ class Engine(EngineCalls):
         `loss.backward()` does the same, but in fp16: there `engine.scale(loss).backward()`.
         """
         self._check_trains("backward()")
-        recovery = self._recovery
-        recovery.mend()
         self._refuse_unscaled()
         micro_batches = self._window.length if scale_wrt_gas else 1
         scaled = self._scaled(loss)
@@ -156,7 +154,7 @@ class Engine(EngineCalls):
         result = loss.detach() / micro_batches if micro_batches > 1 else loss.detach()
         gradients, hooks = self._parts.gradients, self._parts.hooks
         gradients.last_micro_batch = self.is_gradient_accumulation_boundary()
-        recovery.mark = hooks.mark()
+        mark = hooks.mark()
         try:
             hooks.divisor = 1
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
@@ -165,9 +163,8 @@ class Engine(EngineCalls):
             hooks.release(None)
             self._end_backward()
             return result
-        except BaseException as error:
-            recovery.left = "window"
-            recovery.mend(error)
+        except Exception as error:
+            self._recovery.start_over(error)
             if _IN_PLACE in str(error) and isinstance(error, RuntimeError):
                 raise TrainingError(
                     str(error),
@@ -176,6 +173,8 @@ class Engine(EngineCalls):
                     remedy="compute penalties on weights inside the module's forward",
                 ) from error
             raise
+        finally:
+            hooks.restore(mark)  # a recomputation pushes pairs of its own
 
     @exclusive
     def scale(self, loss: Tensor) -> Tensor:
@@ -201,7 +200,6 @@ class Engine(EngineCalls):
                 + (f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(type(loss))),
                 remedy="reduce the loss with .mean(); call the engine outside torch.no_grad()",
             )
-        self._parts.sweep.await_commit()
         progress = self._stepper.progress
         self._window.check(progress.micro_step)
         state = progress.loss_scale
@@ -217,21 +215,18 @@ class Engine(EngineCalls):
 
     def _end_users_backward(self) -> None:
         """Gradients may have come by `loss.backward()`: then do what `backward` does at its end."""
-        window, recovery = self._window, self._recovery
+        window = self._window
         if self._parts.hooks.num_arrived == window.seen:
             return
         self._refuse_unscaled()
         window.check(self._stepper.progress.micro_step)
-        recovery.mark = None
         try:
             self._parts.gradients.finish()
             self._cycles.end()
             self._end_backward()
-        except BaseException as error:
-            if isinstance(error, InfinityError) and not isinstance(error, TransferError):
-                raise  # nothing was lost
-            recovery.left = "window"
-            recovery.mend()
+        except Exception as error:
+            if _loses_gradients(error):
+                self._recovery.start_over()
             raise
 
     def _refuse_unscaled(self) -> None:
@@ -251,7 +246,6 @@ class Engine(EngineCalls):
     @exclusive
     def _drop_arrivals(self) -> None:
         """`optimizer.zero_grad()`: drop what a `loss.backward()` left that is not accounted for."""
-        self._recovery.mend()
         if self._parts.hooks.num_arrived != self._window.seen:
             self._recovery.start_over()
 
@@ -263,26 +257,21 @@ class Engine(EngineCalls):
         `ReduceLROnPlateau` does.
 
         Returns once the norm and the clip factor are known; the sweep runs behind the next
-        forward. A step whose gradients are not all finite is skipped and counted. Interrupted,
-        or where gradients were lost on their way home (`TransferError`), it has happened, or the
+        forward. A step whose gradients are not all finite is skipped and counted. After an error,
+        as where gradients were lost on their way home (`TransferError`), it has happened, or the
         accumulation window starts over: `global_steps` and `micro_step` tell.
         """
-        recovery = self._recovery
-        if not recovery.left:  # no call before `try`: an interruption of it would go unseen
-            recovery.mark, recovery.progress = None, self._stepper.progress
+        self._parts.saver.warn()
+        self._check_usable()
+        self._window.updated = False
+        self._check_trains("step()")
+        self._end_users_backward()
+        before = self._stepper.progress
+        self._window.check_step(before.backwards)
+        if not self.is_gradient_accumulation_boundary():
+            self._stepper.end_micro_batch()
+            return
         try:
-            recovery.mend()
-            recovery.mark, recovery.progress = None, self._stepper.progress
-            self._parts.saver.warn()
-            self._check_usable()
-            self._window.updated = False
-            self._check_trains("step()")
-            self._end_users_backward()
-            recovery.progress = self._stepper.progress
-            self._window.check_step(recovery.progress.backwards)
-            if not self.is_gradient_accumulation_boundary():
-                self._stepper.end_micro_batch()
-                return
             self._cycles.end()
             self._parts.mover.verify(may_wait=True)
             self._parts.mover.release_all(reached=True)
@@ -293,19 +282,16 @@ class Engine(EngineCalls):
             self._stepper.update(self.gradient_clipping)
             report = self._stepper.last_report
             self._window.updated = report is not None and not report.skipped
-        except BaseException as error:
-            # Gradients that were lost on their way home; other errors of ours are refusals, or of a
-            # step that has happened.
-            if isinstance(error, TransferError) or not isinstance(error, InfinityError):
-                recovery.left = recovery.left or "step"
-                recovery.mend()
+        except Exception as error:
+            if self._stepper.progress is before and _loses_gradients(error):
+                self._recovery.start_over()
             raise
 
     @exclusive
     def zero_grad(self) -> None:
         """Start the accumulation window over: its gradients are dropped, `micro_step` is 0.
 
-        For loops that caught an interruption between `backward()` and `step()`.
+        For loops that caught an exception between `backward()` and `step()`.
         """
         self._check_usable()
         self._recovery.start_over()
@@ -343,7 +329,8 @@ class Engine(EngineCalls):
         failure: BaseException | None = None
         if not self._closed:
             try:
-                failure = self._parts.mover.find_edit(may_wait=True)
+                if self._parts.mover.failure is None:
+                    failure = self._parts.mover.find_edit(may_wait=True)
                 self._parts.saver.finish()
                 if restore:
                     self._values.take_back_all()
@@ -352,7 +339,6 @@ class Engine(EngineCalls):
             except BaseException as error:
                 failure = failure or error
         self._closed = True
-        self._recovery.left = ""  # what it would mend is given back
         try:
             self._parts.close()
         finally:
@@ -383,6 +369,21 @@ class Engine(EngineCalls):
                     remedy="pass it to initialize(model_parameters=...), which gives state to "
                     "parameters that are frozen for now, or keep it frozen",
                 )
+
+
+def _loses_gradients(error: Exception) -> bool:
+    """Whether gradients were lost on their way home; other errors of ours are refusals."""
+    return isinstance(error, TransferError) or not isinstance(error, InfinityError)
+
+
+def _fail(reference: weakref.ref[Engine]) -> None:
+    """A call ended in the middle. A signal handler's: it takes no lock."""
+    engine = reference()
+    if engine is not None:
+        mover, step = engine._parts.mover, engine._stepper.progress.steps + 1
+        mover.failure = mover.failure or TrainingError(
+            f"a call was interrupted in the middle, in step {step}"
+        )
 
 
 def _after_fork(engine: Engine) -> None:

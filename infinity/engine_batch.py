@@ -74,11 +74,9 @@ class EngineBatch(EngineFacts):
     @property
     def micro_steps(self) -> int:
         """Calls of `step()` since the run began."""
-        self._parts.sweep.await_commit()
         return self._stepper.progress.micro_batches
 
     @property
     def global_samples(self) -> int:
         """Samples of all windows that are over, those of skipped steps too."""
-        self._parts.sweep.await_commit()
         return self._stepper.progress.samples

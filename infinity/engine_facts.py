@@ -35,21 +35,16 @@ class EngineFacts(EngineState):
     @property
     def global_steps(self) -> int:
         """Steps so far, `skipped_steps` among them, as in DeepSpeed."""
-        self._parts.sweep.await_commit()
         return self._stepper.progress.steps
 
     @property
     def micro_step(self) -> int:
         """Micro-batches of the current accumulation window that are behind us."""
-        if self._owner.elsewhere() is None:  # else that call mends what is left
-            self._recovery.mend()
-        self._parts.sweep.await_commit()
         return self._stepper.progress.micro_step
 
     @property
     def skipped_steps(self) -> int:
         """Steps skipped because gradients were not finite."""
-        self._parts.sweep.await_commit()
         return self._stepper.progress.skipped_steps
 
     @property
@@ -60,7 +55,6 @@ class EngineFacts(EngineState):
     @property
     def loss_scale(self) -> float:
         """What the next loss is multiplied by in backward; 1.0 unless in fp16."""
-        self._parts.sweep.await_commit()
         return self._stepper.loss_scale
 
     cur_scale = loss_scale

@@ -18,7 +18,6 @@ from infinity.plan.plan import Plan
 from infinity.training.checkpoints import Checkpoints, Wanted
 from infinity.training.optimizer_state import write_state
 from infinity.training.owner import Owner, exclusive
-from infinity.training.recovery import Recovery
 from infinity.training.run_state import Stateful
 from infinity.training.state_dict import StateDict, state_dict_of
 from infinity.training.stepper import Stepper
@@ -36,7 +35,6 @@ class EngineState:
     _values: Values
     _checkpoints: Checkpoints
     _owner: Owner
-    _recovery: Recovery
     _index_of: dict[int, int]
     _closed: bool
 
@@ -232,7 +230,6 @@ class EngineState:
         """
         self._owner.check()
         self._check_open()
-        self._recovery.mend()
         self._parts.mover.verify(may_wait=True)
         if custom_load_fn is not None:
             raise ConfigError(
@@ -282,7 +279,6 @@ class EngineState:
     def _check_usable(self, *, may_wait: bool = False) -> None:
         self._owner.check()
         self._check_open()
-        self._recovery.mend()
         self._parts.mover.check()
         self._parts.mover.verify(may_wait=may_wait)
 

@@ -168,9 +168,8 @@ class Parts:
             self.forwards.compile_units()
 
     def recover(self) -> None:
-        """After an interruption at any point: nothing bound, nothing in flight."""
+        """After an exception in a call: nothing bound, nothing in flight."""
         self.mover.recover()
-        self.forwards.recover()
         if self.activations is not None:
             self.activations.recover()
 
@@ -182,7 +181,7 @@ class Parts:
 
     def _commit_last(self) -> None:
         """At the end of a durable run: the step that is under way counts, unless it failed."""
-        durability, self.durability = self.durability, None  # once: an interruption ends the wait
+        durability, self.durability = self.durability, None  # once: Ctrl-C may end the wait
         if durability is not None and self.sweep.can_finish:
             with contextlib.suppress(EngineFailedError):
                 self.sweep.finish()
@@ -226,16 +225,16 @@ class Parts:
         return not self._undo
 
     def close(self) -> None:
-        """Take everything down; every step is tried, the first error is raised at the end."""
-        first: BaseException | None = None
+        """Take everything down; every step is tried, the first error is raised at the end.
+
+        What a second Ctrl-C leaves is done when this is called again.
+        """
+        first: Exception | None = None
         while self._undo:
             try:
                 self._undo[-1]()
             except Exception as error:
                 first = first or error
-            except BaseException as error:  # an interruption cut the step short: once more
-                first = first or error
-                continue
             self._undo.pop()
         if first is not None:
             raise first

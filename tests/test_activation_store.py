@@ -1,4 +1,4 @@
-"""Saved inputs away from the device: places, graphs of every fate, interruptions, errors."""
+"""Saved inputs away from the device: places, graphs of every fate, errors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
 from support.patience import wait_until
-from support.small import SmallModel, batch, masters, same, small_engine, small_model
-from test_interrupt import LineStrikes, explained, interrupt_once, train_through
+from support.small import SmallModel, batch, small_engine, small_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -380,83 +379,6 @@ def test_a_drive_that_fails_is_an_error_and_no_place_is_lost(tmp_path: Path) -> 
         assert_all_free(engine)
         (expected,) = reference(1)
         assert torch.equal(engine.gradient(engine.module.blocks[0].up.weight), expected)
-
-
-# --- interruptions -------------------------------------------------------------------------------
-
-
-_expected: dict[str, Any] = {}
-
-
-@pytest.mark.parametrize(
-    ("device", "seed"),
-    [("cpu", 60), ("fake", 61)]
-    + [
-        pytest.param(device, seed, marks=pytest.mark.big)
-        for device in ("cpu", "fake")
-        for seed in range(62, 84)
-    ],
-)
-def test_any_line_may_be_struck(tmp_path: Path, device: str, seed: int) -> None:
-    """Forward, copies, disk, backward, recomputation: and then the same bits."""
-    if not _expected:
-        with small_engine(
-            tmp_path, model=deep_model(), activations={"checkpoint": "units"}
-        ) as engine:
-            _expected["losses"] = train_through(engine, 5)
-            _expected["masters"] = masters(engine)
-    chosen = random.Random(seed)
-    strikes = LineStrikes(lambda: chosen.randint(1, 40_000))  # a window is about 20 000 lines
-    activations = (DISK, TIGHT)[seed % 2]
-    arguments = {"device": FakeAccelerator(seed)} if device == "fake" else {}
-    with (
-        explained(strikes),
-        small_engine(
-            tmp_path, model=deep_model(), activations=activations, arguments=arguments
-        ) as engine,
-    ):
-        with strikes:
-            seen = train_through(engine, 5, strikes)
-        assert seen == _expected["losses"]
-        assert same(masters(engine), _expected["masters"])
-        assert_all_free(engine)
-    assert len(strikes.struck) >= 2
-
-
-def test_each_place_survives_a_strike_where_it_is_taken(tmp_path: Path) -> None:
-    """An interruption after a call has done its work, before its result is kept."""
-    (expected,) = reference(1)
-    for kind in ("cpu", "fake"):
-        with small_engine(
-            tmp_path, model=deep_model(), activations=DISK, arguments=device_for(kind)
-        ) as engine:
-            store = store_of(engine)
-            points: list[tuple[Any, str]] = [
-                (store._pool, "take"),
-                (store._disk, "take"),
-                (store.lanes, "copy_out"),
-                (store.lanes, "write"),
-                (store, "_advance"),
-                (store, "_reap"),
-            ]
-            for owner, name in points:
-                plain = getattr(owner, name)
-                setattr(owner, name, interrupt_once(plain))
-                with pytest.raises(KeyboardInterrupt):
-                    engine.backward(engine(batch(0)))
-                setattr(owner, name, plain)
-                assert_all_free(engine)
-            for name in ("_copy_in", "_land", "_start"):
-                loss = engine(batch(0))
-                plain = getattr(store, name)
-                setattr(store, name, interrupt_once(plain))
-                with pytest.raises(KeyboardInterrupt):
-                    engine.backward(loss)
-                setattr(store, name, plain)
-                del loss
-            engine.backward(engine(batch(0)))
-            assert torch.equal(engine.gradient(engine.module.blocks[0].up.weight), expected)
-            assert_all_free(engine)
 
 
 def test_places_are_not_used_again_while_late_copies_read_them(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Streamed updates under interruption, saving, durable steps and an early close.
+"""Streamed updates under saving, durable steps and an early close.
 
 What they compute and move is in `parity/test_streamed_updates.py`.
 """
@@ -26,14 +26,6 @@ from support.small import (
     small_model,
     train,
 )
-from test_interrupt import (
-    LineStrikes,
-    TimerStrikes,
-    any_line,
-    may_be_lost,
-    no_recompute,
-    run_struck,
-)
 from test_saving import SlowWriter, saved_masters
 
 import infinity
@@ -45,34 +37,6 @@ PLACES = {"ram": IN_RAM, "mixed": MIXED, "disk": ON_DISK}
 
 def with_kernels(seed: int = 0, max_delay_s: float = 0.002) -> FakeAccelerator:
     return FakeAccelerator(seed, max_delay_s=max_delay_s, kernels=True)
-
-
-# --- interruption ---------------------------------------------------------------------------------
-
-
-def struck(path: Path, place: str, seed: int, strikes: TimerStrikes | LineStrikes) -> None:
-    fake = with_kernels(seed)
-    more: dict[str, Any] = {"homes": PLACES[place], "gradient_accumulation_steps": 1 + seed % 2}
-    run_struck(path, no_recompute, strikes, fake=fake, update="device", **more)
-    assert fake.num_updates > 0
-
-
-def few_and_many(few: list[tuple[str, int]]) -> Any:
-    """The few are struck always; every place with every seed in a long run."""
-    many = [(place, seed) for place in PLACES for seed in range(4)]
-    rest = [pytest.param(*one, marks=pytest.mark.big) for one in many if one not in few]
-    return pytest.mark.parametrize(("place", "seed"), [*few, *rest])
-
-
-@may_be_lost
-@few_and_many([("ram", 0), ("mixed", 1), ("disk", 2)])
-def test_a_timer_strikes_and_the_bits_stay(tmp_path: Path, place: str, seed: int) -> None:
-    struck(tmp_path, place, seed, TimerStrikes(seed, longest_s=0.06))
-
-
-@few_and_many([("ram", 1), ("mixed", 0)])
-def test_any_line_may_be_struck(tmp_path: Path, place: str, seed: int) -> None:
-    struck(tmp_path, place, seed, any_line(seed))
 
 
 # --- saving ---------------------------------------------------------------------------------------

@@ -158,6 +158,8 @@ def _warnings_as_notes(page: TrainPage) -> Iterator[None]:
 class _Signals:
     """While training: the first signal asks for a stop between steps, the second stops at once."""
 
+    defers = True  # see [Note: Ctrl-C] in `training/interrupts.py`
+
     def __init__(self, page: TrainPage) -> None:
         self._page = page
         self._count = 0
@@ -165,13 +167,14 @@ class _Signals:
 
     def __enter__(self) -> None:
         for signum in _SIGNALS:
-            self._before[signum] = signal.signal(signum, self._on_signal)
+            self._before[signum] = signal.signal(signum, self)
 
     def __exit__(self, *exc_info: object) -> None:
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
 
-    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        """A signal has come."""
         self._count += 1
         if self._count == 1 and self._page.begun:
             self._page.ask_to_stop(signum)

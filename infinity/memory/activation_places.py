@@ -1,9 +1,7 @@
 """Where saved tensors wait: records, spans of the pool, parts of the extent on disk.
 
-[Note: an interruption]
-Places are found again from the records: a record is made before it takes anything, and what no
-record holds is free. What was on its way is dropped where a copy of it is left, else the record
-is void, and a backward through it is told so.
+After an exception places are found again from the records: what no record holds is free, and what
+failed on its way is asked for again.
 """
 
 from __future__ import annotations
@@ -63,11 +61,6 @@ class Record:
     ready: Event = HAPPENED
     modified: bool = False  # while it was copied out
     given: bool = False  # back to backward, once at least
-
-    @property
-    def is_void(self) -> bool:
-        """Whether its forward was interrupted before the copy began."""
-        return self.home is not Tier.DEVICE and self.left is None
 
 
 @dataclass(slots=True)
@@ -186,7 +179,7 @@ class ActivationPlaces:
         return self._extent.part(record.extent, round_up(record.nbytes, PAGE))
 
     def recover(self) -> None:
-        """After an interruption at any point, with the device at rest: nothing is under way."""
+        """After an exception in a call, with the device at rest: nothing is under way."""
         self._going, self._coming, self._retired = [], [], []
         for number, record in list(self._records.items()):
             self._settle(record)

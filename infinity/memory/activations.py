@@ -3,8 +3,7 @@
 [Note: what a graph holds]
 Autograd is handed an `Away`, which is no more than a number: it keeps nothing of the engine's
 memory alive. A graph may be dropped anywhere, by any thread; that its numbers are dead is seen,
-and their places are taken back, when the next tensor is saved or restored. (No finaliser: Python
-loses an interruption that strikes inside one.)
+and their places are taken back, when the next tensor is saved or restored.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from infinity.errors import EngineClosedError, TrainingError, TransferError
+from infinity.errors import EngineClosedError, TransferError
 from infinity.memory.activation_places import LABEL, ActivationPlaces, Away, Record
 from infinity.memory.device import HAPPENED, after_all
 from infinity.memory.disk import Priority
@@ -147,7 +146,7 @@ class ActivationStore(ActivationPlaces):
     def restore(self, away: Away) -> Tensor:
         """The saved tensor: the one that stayed, or a new one with its values.
 
-        Raises `EngineClosedError`, `TrainingError` after an interruption, or `TransferError`.
+        Raises `EngineClosedError` or `TransferError`.
         """
         self.tend()
         self._drain()
@@ -157,10 +156,6 @@ class ActivationStore(ActivationPlaces):
         if away.tensor is not None:
             _check_version(away.tensor._version != record.version, record.shape)
             return away.tensor
-        if record.is_void:
-            raise TrainingError(
-                "backward through a graph whose forward was interrupted", remedy="run it again"
-            )
         self._start(record, wait=True)
         self._look_ahead(record)
         self._land(record)

@@ -160,7 +160,7 @@ class Device(ABC):
         return time.perf_counter_ns()
 
     def synchronize(self) -> None:  # noqa: B027
-        """Wait for every copy and all compute; only after an interruption."""
+        """Wait for every copy and all compute; only after an exception."""
 
     def pin(self, arena: HostArena) -> None:  # noqa: B027  (a CPU has nothing to pin)
         """Make host memory reachable by asynchronous copies."""

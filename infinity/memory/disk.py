@@ -115,7 +115,7 @@ class DiskTicket:
             self._failure = self._disk.first_corruption(self._pieces, self._expected)
             if self._failure is not None:
                 raise self._failure.untraced()
-        self._raw = None  # not before all are checked: a signal may strike
+        self._raw = None
         self._pieces = self._expected = ()
 
 

@@ -100,7 +100,7 @@ class GradientWindows:
             self._open(unit, free[0])
             window = free[0]
         self._wait(window)
-        # Most recently used last; one call, because an interruption must not lose a window.
+        # Most recently used last.
         self._windows.sort(key=lambda w: w is window)
         nbytes = self._plan.units[unit].numel * self._plan.gradient_itemsize
         return window.buffer[:nbytes].view(self._dtype)

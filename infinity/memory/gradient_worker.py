@@ -5,11 +5,6 @@ Tasks run one after the other, in the order they were queued: what is added to w
 not depend on how copies end. Each waits for its own events first. The training thread queues and
 goes on; it waits only for room in the bounce buffer (`place`), and where it needs what was queued
 (`drain`).
-
-[Note: signals]
-Signals strike the training thread between any two of its lines. So threads share no lock, but
-queues written in C, whose calls are whole, and flags. A strike may swallow a wake-up, so waits look
-around every `WAKE_S`.
 """
 
 from __future__ import annotations
@@ -18,8 +13,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,7 +21,6 @@ from torch import Tensor
 from infinity.errors import TransferError
 from infinity.memory.device import Event
 from infinity.memory.lanes import Lanes
-from infinity.memory.mover import WAKE_S
 from infinity.plan.layout import round_up
 
 
@@ -45,7 +38,7 @@ class _Task:
     first: int
     end: int
     dropped: bool = False
-    over: bool = False
+    over: threading.Event = field(default_factory=threading.Event)
 
 
 class GradientWorker:
@@ -59,22 +52,18 @@ class GradientWorker:
         self._bounce = bounce
         self._tasks: deque[_Task] = deque()  # not over; the thread takes them out
         self._landing: deque[_Task] = deque()  # those that may use the bounce buffer, oldest first
-        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._ticks: queue.SimpleQueue[None] = queue.SimpleQueue()  # while somebody is `_waiting`
-        self._waiting = False
-        self._closing = False
+        self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()  # None: the end
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._loop, name="infinity-gradients", daemon=True)
 
     def open(self) -> None:
-        """Start the thread; before training, where an interruption ends in `close`."""
+        """Start the thread; before training, where an exception ends in `close`."""
         self._thread.start()
 
     def close(self) -> None:
         """Drop what is queued, and end the thread; safe to repeat."""
         self._drop()
-        self._closing = True
-        self._wakes.put(None)
+        self._queue.put(None)
         # The garbage collector may close a dropped engine on any thread, this one's too.
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join()
@@ -97,7 +86,7 @@ class GradientWorker:
 
     def _room(self, nbytes: int) -> int | None:
         """Where so many bytes are free; None if they are not yet."""
-        while self._landing and self._landing[0].over:
+        while self._landing and self._landing[0].over.is_set():
             self._landing.popleft()
         if not self._landing:
             assert nbytes <= self._bounce.numel()
@@ -122,7 +111,7 @@ class GradientWorker:
         self._tasks.append(task)
         if place is not None:
             self._landing.append(task)
-        self._wakes.put(None)
+        self._queue.put(task)
 
     def check(self) -> None:
         """Raise what a task raised."""
@@ -149,30 +138,18 @@ class GradientWorker:
         return queued
 
     def _wait(self, task: _Task) -> None:
-        if task.over:
-            return
-        with self._lanes.stall("gradient"):
-            self._waiting = True
-            try:
-                while not task.over:
-                    with suppress(queue.Empty):
-                        self._ticks.get(timeout=WAKE_S)
-            finally:
-                self._waiting = False
+        if not task.over.is_set():
+            with self._lanes.stall("gradient"):
+                task.over.wait()
 
     # --- the thread ----------------------------------------------------------------------------
 
     def _loop(self) -> None:
-        while True:
-            while self._tasks:
-                self._do(self._tasks[0])
-                self._tasks.popleft()
-                if self._waiting:
-                    self._ticks.put(None)
-            if self._closing:
-                return
-            with suppress(queue.Empty):
-                self._wakes.get(timeout=WAKE_S)
+        while (task := self._queue.get()) is not None:
+            self._do(task)
+            self._tasks.popleft()
+            task.over.set()
+            del task
 
     def _do(self, task: _Task) -> None:
         try:
@@ -183,7 +160,6 @@ class GradientWorker:
                 task.run()
         except BaseException as error:
             self._error = self._error or _untraced(error)
-        task.over = True
 
 
 def _untraced(error: BaseException) -> BaseException:

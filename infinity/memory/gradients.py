@@ -35,8 +35,7 @@ from infinity.plan.reserve import NUM_BOUNCES, largest_trained
 class GradientStore:
     """Ranges and square sums of all units; used by the training thread.
 
-    While that waits for a commit the sweep's thread calls `hand_over`; after `settle` it reads
-    ranges through `ram`, `on_device` and `extents`.
+    After `settle` the sweep's thread reads ranges through `ram`, `on_device` and `extents`.
     """
 
     def __init__(self, plan: Plan, lanes: Lanes, kernels: CpuKernels) -> None:
@@ -299,7 +298,7 @@ class GradientStore:
         return handed
 
     def reset(self) -> None:
-        """Start a new accumulation window; also after an interruption."""
+        """Start a new accumulation window."""
         if self._worker is not None:
             self._worker.reset()
         self._homeward.reset()

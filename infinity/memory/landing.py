@@ -53,7 +53,3 @@ class Landings:
     def forget(self) -> None:
         """Drop the buffers."""
         self._buffers.clear()
-
-    def reset(self) -> None:
-        """After an interruption, with nothing in flight: all are free."""
-        self._events = [HAPPENED] * len(self._events)

@@ -123,10 +123,6 @@ class Lanes:
             if self.trace is not None:
                 self.trace.add("stall", cause, unit, start, end)
 
-    def forget_stall(self) -> None:
-        """After an interruption: no stall is being timed."""
-        self._stalled = False
-
     def moved(self) -> dict[str, int]:
         """Bytes per lane since the start."""
         with self._lock:

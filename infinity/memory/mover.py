@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from infinity.errors import EngineFailedError, PresenceError, TransferError
-from infinity.memory.device import HAPPENED, Event, after_all
+from infinity.memory.device import HAPPENED, Event
 from infinity.memory.disk import Priority
 from infinity.memory.landing import Landings
 from infinity.memory.lanes import Lanes
@@ -33,7 +33,7 @@ from infinity.plan.layout import Kind, Tier
 from infinity.plan.plan import Plan, updated_on_device
 from infinity.plan.tape import NEVER, Tape
 
-WAKE_S = 0.1  # waits look around this often, for signals and failures
+_LOOK_AGAIN_S = 0.1  # a slot is free when nothing refers to it any more, which nobody tells
 
 
 class Mover(Slots):
@@ -124,7 +124,8 @@ class Mover(Slots):
         if self.failure is not None:
             raise EngineFailedError(
                 f"an earlier failure left the state incomplete: {self.failure}",
-                remedy="close the engine and start again from the last saved state",
+                remedy="close the engine, and resume from the last commit (`resume: auto`) or "
+                "checkpoint",
             ) from self.failure
 
     def _await_update(self, unit: int) -> None:
@@ -138,7 +139,7 @@ class Mover(Slots):
                     if entry.slot is None:
                         self._require_slot(unit)
                     if entry.where is Where.PENDING:  # it may have waited there
-                        self.changed.wait(WAKE_S)
+                        self.changed.wait()
             finally:
                 self.demand = None
 
@@ -154,7 +155,7 @@ class Mover(Slots):
                 self.paced = False
                 self.changed.notify_all()
                 while entry.where is Where.PENDING and self.failure is None:
-                    self.changed.wait(WAKE_S)
+                    self.changed.wait()
             self.check()
         if updated_on_device(self.plan, unit) and not entry.ready.done():
             self.lanes.device.compute_wait(entry.ready)  # queued there, not yet over
@@ -174,7 +175,7 @@ class Mover(Slots):
             if not self.sweep_fills(slot_class):
                 raise self.no_slot(unit, slot_class)
             with self.lanes.stall("slot", unit):  # the sweep fills it without us
-                self.changed.wait(WAKE_S)
+                self.changed.wait()
             self.check()
 
     def _call_off(self, slot_class: int) -> bool:
@@ -217,8 +218,13 @@ class Mover(Slots):
             self.ledger.move(unit, Where.PRESENT)
 
     def _abandon_fetch(self, unit: int) -> None:
-        """A fetch that failed, of weights that are not wanted any more."""
+        """A fetch that failed, or of weights that are not wanted any more."""
         entry = self.entries[unit]
+        if entry.ticket is not None:
+            with contextlib.suppress(TransferError):
+                entry.ticket.wait()
+            if not entry.ticket.done():  # stuck: the slot is the kernel's for good
+                return
         if entry.landing is not None:
             self._landings.copied_by(entry.landing, HAPPENED)
         entry.ticket = entry.landing = None
@@ -340,7 +346,7 @@ class Mover(Slots):
                 if waits_for_later or not self.paced or self.failure is not None:
                     self.surprises += 1
                     return None
-                self.changed.wait(WAKE_S)
+                self.changed.wait(_LOOK_AGAIN_S)
 
     def updated(self, unit: int, ready: Event) -> None:
         """For the sweep: the unit's update is complete, and published if it has a slot."""
@@ -350,43 +356,13 @@ class Mover(Slots):
             entry.updates += 1
             self.ledger.move(unit, Where.PRESENT if entry.slot is not None else Where.ABSENT)
 
-    # --- interruption --------------------------------------------------------------------------
-
-    def unlock(self) -> None:
-        """Release what a signal inside Condition.__enter__ or __exit__ may have leaked."""
-        with contextlib.suppress(RuntimeError):
-            while True:
-                self.changed.release()
-
     def recover(self) -> None:
-        """After an interruption at any point: a consistent ledger, nothing bound or in flight."""
-        self.unlock()
-        self.lanes.forget_stall()
-        self.lanes.device.synchronize()  # a copy's event may have been lost on its way to us
-        with self.changed:
-            self.demand, self.current, self._retry = None, -1, False
-            for unit, entry in enumerate(self.entries):
-                entry.entered = 0
-                if entry.where is Where.PENDING:
-                    continue
-                if entry.ticket is not None:
-                    with contextlib.suppress(TransferError):  # it is read again when needed
-                        entry.ticket.wait()
-                    if not entry.ticket.done():  # stuck: the slot is the kernel's for good
-                        continue
-                entry.ticket = entry.landing = None
-                self.forget_bound(unit)
-                if entry.slot is not None and entry.slot.slot_class is None:
-                    entry.where = Where.PRESENT
-                    continue
-                slot = entry.slot
-                if slot is not None and slot.owner == unit and slot.residency is not None:
-                    slot.free_after = after_all(entry.ready, self.lanes.device.compute_event())
-                    self.ledger.give_up(unit)
-                entry.slot, entry.where, entry.views = None, Where.ABSENT, []
-            for slot in self.ledger.slots:
-                owner = slot.owner
-                moves = slot.slot_class is not None and owner is not None
-                if moves and self.entries[owner or 0].slot is not slot:
-                    slot.owner, slot.residency = None, None
-            self._landings.reset()
+        """After an exception in a call: nothing is bound or being fetched, and no edit is kept."""
+        self.lanes.device.synchronize()
+        self.current, self._retry = -1, False
+        for unit, entry in enumerate(self.entries):
+            entry.entered = 0
+            if entry.bound:
+                self.release(unit)
+            if entry.where is Where.FETCHING:
+                self._abandon_fetch(unit)

@@ -39,7 +39,7 @@ class Where(Enum):
 _ALLOWED = {
     (Where.ABSENT, Where.FETCHING),
     (Where.FETCHING, Where.PRESENT),
-    (Where.FETCHING, Where.ABSENT),  # interrupted
+    (Where.FETCHING, Where.ABSENT),  # abandoned
     (Where.PRESENT, Where.ABSENT),
     (Where.PRESENT, Where.PENDING),
     (Where.ABSENT, Where.PENDING),
@@ -171,7 +171,7 @@ class Residency:
         assert not entry.bound
         entry.views = []
         if slot.slot_class is not None:
-            entry.slot = None  # first: an interruption after it finds a slot without an entry
+            entry.slot = None
             slot.owner = None
             slot.lingering, slot.residency = slot.residency, None
             slot.lingered = not slot.is_free()

@@ -215,7 +215,7 @@ class Slots:
     def forget_bound(self, unit: int) -> None:
         """Make the unit's parameters absent, without judging edits."""
         entry = self.entries[unit]
-        entry.bound, entry.checksums = False, None  # first: an interruption after it binds again
+        entry.bound, entry.checksums = False, None
         self.reached.discard(unit)
         self.presence.forget(unit)
 

@@ -148,7 +148,7 @@ class Presence:
     def return_to_meta(self) -> None:
         """After a birth that failed: parameters that were on meta are as they were."""
         for index, meta in self._meta.items():
-            if meta.is_meta:  # not yet swapped back, should we have been interrupted
+            if meta.is_meta:  # not the one that could not be swapped
                 self._swap(index, self.parameters[index], meta)
         self._meta.clear()
 

@@ -33,10 +33,9 @@ class Tape:
 
     def end(self) -> None:
         """Finish a cycle: what was recorded becomes the expectation of the next one."""
-        self.position = -1  # an interruption may strike anywhere here, and then this is repeated
+        self.position = -1
         if self._recorded and self._recorded != self.sequence:
-            uses = _index(self._recorded)
-            self.sequence, self._uses = self._recorded, uses
+            self.sequence, self._uses = self._recorded, _index(self._recorded)
         self._recorded = []
 
     def advance(self, unit: int) -> None:

@@ -56,12 +56,8 @@ class CompiledForward:
                 remedy="leave compile out, or change the block as the error above says",
             ) from error
         finally:
-            self.restore()
-
-    def restore(self) -> None:
-        """Parameters are fetched on access again; also after an interruption."""
-        for part, owned, _ in self._owned:
-            part.__dict__["_parameters"] = owned
+            for part, owned, _ in self._owned:
+                part.__dict__["_parameters"] = owned
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:

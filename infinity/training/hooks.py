@@ -338,7 +338,7 @@ class Hooks:
         )
 
     def restore(self, mark: HookMark) -> None:
-        """Every stack as it was at the mark; may be repeated where it was interrupted."""
+        """Every stack as it was at the mark."""
         self.saved.unwind(mark.depth, mark.outer)
         if self.timeline is not None:
             self.timeline.unwind(sum(e.unit is not None for e in self._inside[: mark.inside]))
@@ -346,7 +346,7 @@ class Hooks:
         torch.set_autocast_cache_enabled(mark.autocast_cache)
 
     def drop_gradients(self) -> None:
-        """Forget gradients that an interrupted backward made, but did not hand over."""
+        """Forget gradients that a backward made, but did not hand over."""
         if self.timeline is not None:
             self.timeline.forget()
         for parameter in self._parameters:

@@ -19,7 +19,6 @@ from infinity.checkpoint.layout import FROZEN, MODEL
 from infinity.checkpoint.writer import CheckpointWriter, TensorSpec
 from infinity.errors import InfinityWarning
 from infinity.memory.host import arena_for
-from infinity.memory.mover import WAKE_S
 from infinity.memory.state import Staged, StateStore
 from infinity.optim.moments import VALUE_DTYPES
 from infinity.optim.tiles import moment_in
@@ -129,7 +128,7 @@ class Saver:
         """Wait until the unit's bytes are copied, or will not be."""
         with self._changed:
             while unit in self._left:
-                self._changed.wait(WAKE_S)
+                self._changed.wait()
 
     @property
     def busy(self) -> bool:
@@ -138,9 +137,8 @@ class Saver:
 
     def finish(self) -> None:
         """Wait for the save that is under way; raises what made it fail, once."""
-        while self.busy:
-            assert self._thread is not None
-            self._thread.join(WAKE_S)
+        if self._thread is not None:
+            self._thread.join()
         self._thread = None
         error, self._error = self._error, None
         if error is not None:

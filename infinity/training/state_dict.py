@@ -159,9 +159,9 @@ class StateDict(Mapping[str, Tensor]):
             raise PresenceError(
                 "weights cannot be loaded or saved as a whole while some are lent out",
                 because="a block of engine.materialized is open, or load_state_dict of the module "
-                "was interrupted",
-                remedy="leave the block first; after an interruption run a forward, which takes "
-                "back what is lent",
+                "ended in an error",
+                remedy="leave the block first; after an error run a forward, which takes back what "
+                "is lent",
             )
 
     def _shape(self, name: str) -> tuple[int, ...]:

@@ -1,8 +1,9 @@
-"""One step: norm, clip factor, and the commit that makes it happen whole or not at all.
+"""One step: norm, clip factor, and the commit, after which the step has happened.
 
 [Note: commit]
-A commit runs on the sweep thread: signals strike the main thread only, so an interrupted `step()`
-has happened or has not. `Progress` is one frozen object, replaced as a whole, for the same reason.
+Units become pending, counters advance, and a job for the sweep holds all that the update depends
+on. `Progress` is one frozen object, replaced as a whole: another one in its place means that the
+step has happened, whatever failed after it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ SCALES_TRIED_IN_SILENCE = 10
 
 @dataclass(frozen=True)
 class Progress:
-    """Where training is; replaced as a whole, so that an interruption finds it old or new."""
+    """Where training is; see [Note: commit]."""
 
     micro_step: int = 0
     backwards: int = 0  # since the last step()
@@ -106,7 +107,6 @@ class Stepper:
         self.steps = [0] * len(index_of)  # updates so far, by parameter index
         self._rooms = rooms
         optimizer.connect_state(self._read_state)
-        self._after_commit: Exception | None = None  # of a step that happened all the same
 
     @property
     def loss_scale(self) -> float:
@@ -154,8 +154,10 @@ class Stepper:
             factor = min(1.0, clipping / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         self._gradients.settle()
         computed = self._mover.lanes.device.compute_event()  # here: streams belong to threads
-        self._sweep.submit(lambda: self._commit(norm, factor, culprits, computed))
-        error, self._after_commit = self._after_commit, None
+        with self._rooms.hooks.owner.shut():
+            job, error = self._commit(norm, factor, culprits, computed)
+        if job is not None:
+            self._sweep.submit(job)
         if error is not None:
             raise error
         if culprits:
@@ -196,8 +198,8 @@ class Stepper:
 
     def _commit(
         self, norm: float, factor: float, culprits: Sequence[str], computed: Event
-    ) -> SweepJob | None:
-        """The step happens, on the sweep thread: units become pending, counters advance.
+    ) -> tuple[SweepJob | None, Exception | None]:
+        """The step happens: a job for the sweep, and what went wrong after that.
 
         With `culprits`, whose gradients are not finite, it is skipped.
         """
@@ -218,6 +220,7 @@ class Stepper:
         )
         # From here the step has happened: whatever fails, the units that are pending get their
         # update, and `update` raises the error after it.
+        failure: Exception | None = None
         try:
             if job is not None:
                 for index in job.steps:
@@ -225,7 +228,7 @@ class Stepper:
                 self._rooms.updater.begin(job.hypers, job.steps)
                 self._mover.make_pending(job.units)
         except PresenceError as error:
-            self._after_commit = error
+            failure = error
         try:
             if job is None:
                 self._gradients.reset()
@@ -238,8 +241,8 @@ class Stepper:
             if job is not None and self.document is not None:
                 job = replace(job, document=self.document())
         except Exception as error:
-            self._after_commit = self._after_commit or error
-        return job
+            failure = failure or error
+        return job, failure
 
     def _make_job(self, factor: float, computed: Event) -> SweepJob:
         """Everything the sweep depends on, as it is now."""

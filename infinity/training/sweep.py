@@ -14,28 +14,18 @@ and read again. A demand for anything else lifts the pacing (see the mover).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
 
 from infinity.errors import EngineClosedError
 from infinity.memory.durability import Durability
 from infinity.memory.gradients import GradientStore
 from infinity.memory.lanes import Lanes
-from infinity.memory.mover import WAKE_S, Mover
+from infinity.memory.mover import Mover
 from infinity.memory.state import StateStore
 from infinity.optim.tiles import Updater
 from infinity.plan.plan import Plan
 from infinity.training.jobs import SweepJob
 from infinity.training.updates import AbortedError, Updates
-
-
-@dataclass(eq=False)
-class _Commit:
-    """What the sweep thread is asked to do next, and how that went."""
-
-    run: Callable[[], SweepJob | None] | None  # until it ran: it refers to the engine
-    committed: bool = False
-    error: BaseException | None = None
 
 
 class Sweep:
@@ -55,51 +45,30 @@ class Sweep:
         self.lanes = lanes
         self.mover = mover
         self.updates = Updates(plan, lanes, store, gradients, mover, updater)
-        self._order: _Commit | None = None
+        self._job: SweepJob | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._loop, name="infinity-sweep", daemon=True)
 
     # --- the training thread ---------------------------------------------------------------
 
     def open(self) -> None:
-        """Start the thread; before training, where an interruption ends in `close`."""
+        """Start the thread; before training, where an exception ends in `close`."""
         self._thread.start()
 
-    def submit(self, commit: Callable[[], SweepJob | None]) -> None:
-        """Run `commit` on the sweep thread, and then, behind the caller, the job it returns.
-
-        Signals strike the main thread only, so a commit happens whole or not at all, even if
-        this call is interrupted. Returns, or raises what `commit` raised, when it is over. The
-        previous job must be finished.
-        """
-        order = _Commit(commit)
+    def submit(self, job: SweepJob) -> None:
+        """Run a job behind the caller; the previous one must be finished."""
         with self.mover.changed:
-            assert self._order is None
-            self._order = order
+            assert self._job is None
+            self._job = job
             self.mover.changed.notify_all()
-        self.await_commit()
-        if order.error is not None:
-            raise order.error
-
-    def await_commit(self) -> None:
-        """Wait until no commit is under way; an interruption is raised only after that."""
-        interrupt: BaseException | None = None
-        while self._order is not None and not self._order.committed:
-            try:
-                with self.mover.changed:
-                    self.mover.changed.wait(WAKE_S)
-            except BaseException as error:
-                interrupt = interrupt or error
-        if interrupt is not None:
-            raise interrupt
 
     def finish(self) -> None:
         """Lift the pacing and wait until no update is owed; raises what makes that impossible."""
         with self.lanes.stall("update"), self.mover.changed:
             self.mover.paced = False
             self.mover.changed.notify_all()
-            while not self._closing and self._order is not None and self.mover.failure is None:
-                self.mover.changed.wait(WAKE_S)
+            while not self._closing and self._job is not None and self.mover.failure is None:
+                self.mover.changed.wait()
         if self._closing:
             raise EngineClosedError(
                 "the engine is closed", remedy="read values before close(), or make a new engine"
@@ -112,7 +81,9 @@ class Sweep:
             self._closing = True
             self.mover.paced = False
             self.mover.changed.notify_all()
-        self.mover.unlock()
+        with suppress(RuntimeError):  # a second Ctrl-C may have come between the lock and its block
+            while True:
+                self.mover.changed.release()
         # The garbage collector may close a dropped engine on any thread, this one's too.
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join()
@@ -132,37 +103,23 @@ class Sweep:
         self.lanes.device.follow_compute()
         while True:
             with self.mover.changed:
-                while self._order is None and not self._closing:
-                    self.mover.changed.wait(WAKE_S)  # an interruption may swallow the wake-up
+                while self._job is None and not self._closing:
+                    self.mover.changed.wait()
                 if self._closing:
                     return
-                order = self._order
-            assert order is not None
-            job = self._commit(order)
+                job = self._job
+            assert job is not None
             try:
-                if job is not None:
-                    self._run(job)
+                self._run(job)
             except AbortedError:
                 return
             except BaseException as error:
                 self.mover.fail(error)
                 return
-            del order, job
+            del job
             with self.mover.changed:
-                self._order = None
+                self._job = None
                 self.mover.changed.notify_all()
-
-    def _commit(self, order: _Commit) -> SweepJob | None:
-        job, run, order.run = None, order.run, None
-        assert run is not None
-        try:
-            job = run()
-        except BaseException as error:
-            order.error = error
-        with self.mover.changed:
-            order.committed = True
-            self.mover.changed.notify_all()
-        return job
 
     def _run(self, job: SweepJob) -> None:
         self.updates.run(job, lambda: self._closing)

@@ -130,7 +130,7 @@ class Timeline:
         del self._open[num_open:]
 
     def forget(self) -> None:
-        """After an interruption: nothing computes."""
+        """After an exception: nothing computes."""
         self._open.clear()
         self._backward = self._call = self._paused = self._before_units = None
 

@@ -97,15 +97,8 @@ class UnitForwards:
         """Blocks that are, or will be, compiled."""
         return sum(block.compiled is not None for block in self._blocks)
 
-    def recover(self) -> None:
-        """After an interruption: parameters are fetched on access."""
-        for block in self._blocks:
-            if block.compiled is not None:
-                block.compiled.restore()
-
     def remove(self) -> None:
         """Every block has its own forward again."""
-        self.recover()
         while self._blocks:
             self._blocks[-1].remove()
             self._blocks.pop()

@@ -187,13 +187,21 @@ class Values:
             name = self._places[taken[0]][1].name
             raise PresenceError(f"parameter {name!r} is materialized already")
         try:
-            for index in indices:
-                self.lend(index, master=master)
+            self._lend_all(indices, master=master)
             yield
         finally:
-            for index in indices:
-                self.take_back(index)
-            self.flush()
+            self._take_back(indices)
+
+    @exclusive
+    def _lend_all(self, indices: Sequence[int], *, master: bool) -> None:
+        for index in indices:
+            self.lend(index, master=master)
+
+    @exclusive
+    def _take_back(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            self.take_back(index)
+        self.flush()
 
     def lend(self, index: int, *, master: bool) -> None:
         """Bind a parameter to a full value of its own."""
@@ -212,10 +220,8 @@ class Values:
                 self.mover.presence.unlend(index)
 
     def take_back_all(self) -> None:
-        """End every loan that an interrupted `load_state_dict` may have left, and flush."""
-        for index in list(self.lent):
-            self.take_back(index)
-        self.flush()
+        """End every loan that a `load_state_dict` which failed may have left, and flush."""
+        self._take_back(list(self.lent))
 
 
 def targets(

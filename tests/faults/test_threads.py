@@ -144,13 +144,13 @@ def test_a_second_thread_is_refused_while_a_call_is_under_way(
         assert same(masters(engine), expected)
 
 
-def test_a_second_thread_is_refused_in_a_step(tmp_path: Path) -> None:
-    """A schedule is stepped in the middle of it, on the sweep's thread."""
+def test_a_schedule_is_refused_in_a_step(tmp_path: Path) -> None:
+    """It is stepped in the middle of it."""
     refused: list[PresenceError] = []
 
     def factor(step: int) -> float:
         if step:
-            with pytest.raises(PresenceError) as caught:
+            with pytest.raises(PresenceError, match="from inside a step") as caught:
                 engines[0](batch(7))
             refused.append(caught.value)
         return 1.0

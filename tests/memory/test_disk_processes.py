@@ -116,7 +116,7 @@ def test_data_loader_workers_forked_while_a_sweep_is_in_flight(
                 multiprocessing_context="fork",
             )
             if epoch:
-                assert engine._parts.sweep._order is not None  # forked in the middle of a sweep
+                assert engine._parts.sweep._job is not None  # forked in the middle of a sweep
             for tokens in loader:
                 loss = engine(tokens)
                 engine.backward(loss)

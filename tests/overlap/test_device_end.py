@@ -79,28 +79,3 @@ def test_gradients_go_when_their_copies_have_ended(tmp_path: Path) -> None:
         engine.backward(engine(batch(1)))
         assert not homeward._under_way
         assert homeward._nbytes == 0
-
-
-def test_a_lock_taken_as_a_signal_struck_is_released(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Within `Condition.__enter__` it is taken and nobody releases it; the step has happened."""
-    with small_engine(tmp_path, ON_DISK) as engine:
-        engine.backward(engine(batch(0)))
-        lock, stepper = engine._parts.mover.changed, engine._stepper
-        before, await_commit = stepper.progress, engine._parts.sweep.await_commit
-        struck: list[bool] = []
-
-        def strike() -> None:
-            await_commit()
-            if stepper.progress is not before and not struck:
-                struck.append(lock.acquire())
-                raise KeyboardInterrupt
-
-        monkeypatch.setattr(engine._parts.sweep, "await_commit", strike)
-        with pytest.raises(KeyboardInterrupt):
-            engine.step()
-        assert struck == [True]
-        engine.backward(engine(batch(1)))
-        assert engine.global_steps == 1
-        assert not lock._is_owned()  # type: ignore[attr-defined]

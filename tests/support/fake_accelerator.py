@@ -243,7 +243,7 @@ class FakeAccelerator(Device):
             due = time.perf_counter() + self._random.random() * self._max_delay_s
             self.num_copies += 1
             heapq.heappush(self._queue, _Job(due, self.num_copies, after, run, event))
-            self._writing.update(dict.fromkeys(starts, event))  # an interruption may strike above
+            self._writing.update(dict.fromkeys(starts, event))
             self._changed.notify()
 
     def _new_event(self) -> FakeEvent:
@@ -293,7 +293,7 @@ class FakeAccelerator(Device):
         """The next that is due; None at the end."""
         with self._changed:
             while self._queue or not self._closing:
-                left = 0.1  # a signal may strike between a push and its notify
+                left = 0.1  # a second Ctrl-C may come between a push and its notify
                 if self._queue:
                     left = min(left, self._queue[0].due - time.perf_counter())
                     if left <= 0:

@@ -1,8 +1,4 @@
-"""Where saved tensors wait: records, spans of the pool, parts of the extent on disk.
-
-After an exception places are found again from the records: what no record holds is free, and what
-failed on its way is asked for again.
-"""
+"""Where saved tensors wait: records, spans of the pool, parts of the extent on disk."""
 
 from __future__ import annotations
 
@@ -62,6 +58,15 @@ class Record:
     modified: bool = False  # while it was copied out
     given: bool = False  # back to backward, once at least
 
+    def end_requests(self) -> None:
+        """Wait for what the disk was asked for, whatever comes of it."""
+        for ticket in (self.writing, self.reading):
+            if ticket is not None:
+                with contextlib.suppress(TransferError):
+                    ticket.wait()
+                if not ticket.done():  # stuck: the span is the kernel's for good
+                    self.span = None
+
 
 @dataclass(slots=True)
 class SavedCounts:
@@ -94,7 +99,6 @@ class ActivationPlaces:
         self._records: dict[int, Record] = {}
         self._known: dict[TensorIdentity, weakref.ref[Away]] = {}
         self._retired: list[tuple[Event, int | None, int, object]] = []  # see `_bury`
-        self._lost: list[tuple[int, int]] = []  # spans that the kernel does not let go of
         self._going: list[Record] = []
         self._coming: list[Record] = []
         self._seen: list[int] = []
@@ -133,13 +137,7 @@ class ActivationPlaces:
             self.sizes, self._seen = tuple(self._seen), []
 
     def _bury(self, record: Record) -> None:
-        for ticket in (record.writing, record.reading):
-            if ticket is not None:
-                with contextlib.suppress(TransferError):
-                    ticket.wait()
-                if not ticket.done() and record.span is not None:
-                    self._lost.append((record.span, record.nbytes))
-                    record.span = None
+        record.end_requests()
         for records in (self._going, self._coming):
             if record in records:
                 records.remove(record)
@@ -178,40 +176,10 @@ class ActivationPlaces:
         assert record.extent is not None
         return self._extent.part(record.extent, round_up(record.nbytes, PAGE))
 
-    def recover(self) -> None:
-        """After an exception in a call, with the device at rest: nothing is under way."""
-        self._going, self._coming, self._retired = [], [], []
-        for number, record in list(self._records.items()):
-            self._settle(record)
-            if record.away() is None:
-                del self._records[number]
-        self._known = {k: v for k, v in self._known.items() if v() is not None}
-        spans = [(r.span, r.nbytes) for r in self._records.values() if r.span is not None]
-        self._pool.rebuild([*spans, *self._lost])
-        self._disk.rebuild(
-            [(r.extent, r.nbytes) for r in self._records.values() if r.extent is not None]
-        )
-        self._seen = []
-
-    def _settle(self, record: Record) -> None:
-        """A record whose copies are over, and whose requests are waited for here."""
-        for ticket in (record.writing, record.reading):
-            if ticket is not None:
-                with contextlib.suppress(TransferError):  # a read is asked for again
-                    ticket.wait()
-        if record.source is not None:
-            record.modified = record.source._version != record.version
-        if record.home is Tier.DISK and not record.written:  # its copy in the pool is whole
-            record.home, record.extent = Tier.HOST, None
-        elif record.home is Tier.DISK:
-            record.span = record.buffer = None
-        record.writing = record.reading = record.source = record.fetched = None
-        record.ready = HAPPENED
-
     def close(self) -> None:
         """Wait for what is under way, and drop everything; graphs that are left are of no use."""
-        for record in list(self._records.values()):
-            self._settle(record)
+        for record in self._records.values():
+            record.end_requests()
         if not self.lanes.device.unified:
             self.lanes.device.synchronize()
         self._records.clear()

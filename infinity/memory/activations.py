@@ -9,6 +9,7 @@ and their places are taken back, when the next tensor is saved or restored.
 from __future__ import annotations
 
 import weakref
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -244,6 +245,18 @@ class ActivationStore(ActivationPlaces):
                 self._land(self._coming[0])
             else:
                 return None
+
+    def recover(self) -> None:
+        """After an exception in a call: what failed on its way is asked for again."""
+        for record in list(self._coming):
+            record.end_requests()
+            record.reading = None
+            self._coming.remove(record)
+            self._retire(record)
+        for record in list(self._going):
+            with suppress(TransferError):  # then it stays in the pool
+                self._advance(record, wait=True)
+        self._seen = []
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -357,7 +357,10 @@ class Mover(Slots):
             self.ledger.move(unit, Where.PRESENT if entry.slot is not None else Where.ABSENT)
 
     def recover(self) -> None:
-        """After an exception in a call: nothing is bound or being fetched, and no edit is kept."""
+        """After an exception in a call: nothing is bound, in a slot or being fetched.
+
+        Slots are given up because a traceback may hold views of them, which look like our own.
+        """
         self.lanes.device.synchronize()
         self.current, self._retry = -1, False
         for unit, entry in enumerate(self.entries):
@@ -366,3 +369,7 @@ class Mover(Slots):
                 self.release(unit)
             if entry.where is Where.FETCHING:
                 self._abandon_fetch(unit)
+            elif entry.where is Where.PRESENT and self.class_of(unit) is not None:
+                with self.changed:
+                    self.give_up(unit)
+                    self.ledger.move(unit, Where.ABSENT)

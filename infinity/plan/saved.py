@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -195,16 +195,6 @@ class Ranges:
             else:
                 joined.append((begin, size))
         self._free = joined
-
-    def rebuild(self, taken: Iterable[tuple[int, int]]) -> None:
-        """All is free but these (start, bytes)."""
-        self._free, at = [], 0
-        for start, nbytes in sorted(taken):
-            if start > at:
-                self._free.append((at, start - at))
-            at = start + round_up(nbytes, PAGE)
-        if at < self.nbytes:
-            self._free.append((at, self.nbytes - at))
 
     @property
     def free_bytes(self) -> int:

@@ -32,6 +32,11 @@ __version__ = _check_ours()
 if _TYPE_CHECKING:
     from infinity.config import Config as Config
     from infinity.config import load_config as load_config
+    from infinity.deepspeed.config import translate_deepspeed as translate_deepspeed
+    from infinity.deepspeed.one_process import add_config_arguments as add_config_arguments
+    from infinity.deepspeed.one_process import init_distributed as init_distributed
+    from infinity.deepspeed.utils import OnDevice as OnDevice
+    from infinity.engine import Engine as DeepSpeedEngine
     from infinity.engine import Engine as Engine
     from infinity.errors import InfinityError as InfinityError
     from infinity.huggingface.engines import from_config as from_config
@@ -39,16 +44,11 @@ if _TYPE_CHECKING:
     from infinity.huggingface.saving import save_pretrained as save_pretrained
     from infinity.huggingface.trainer import InfinityTrainer as InfinityTrainer
     from infinity.huggingface.trainer_arguments import TrainingArguments as TrainingArguments
-    from infinity.integrations.deepspeed_config import translate_deepspeed as translate_deepspeed
-    from infinity.integrations.front_door import add_config_arguments as add_config_arguments
-    from infinity.integrations.front_door import init_distributed as init_distributed
     from infinity.model.materialize import Init as Init
     from infinity.optim.standalone import CPUAdam as CPUAdam
     from infinity.optim.standalone import FusedAdam as FusedAdam
-    from infinity.runtime.engine import DeepSpeedEngine as DeepSpeedEngine
     from infinity.startup import initialize as initialize
     from infinity.training.report import StepReport as StepReport
-    from infinity.utils.init_on_device import OnDevice as OnDevice
     from infinity.weights import load_weights as load_weights
 
 # Where the public names live. They are imported when first used: the command line must not wait
@@ -57,7 +57,7 @@ _HOMES = {
     "Config": "infinity.config",
     "load_config": "infinity.config",
     "Engine": "infinity.engine",
-    "DeepSpeedEngine": "infinity.runtime.engine",
+    "DeepSpeedEngine": "infinity.deepspeed",
     "InfinityError": "infinity.errors",
     "Init": "infinity.model.materialize",
     "initialize": "infinity.startup",
@@ -65,15 +65,15 @@ _HOMES = {
     "FusedAdam": "infinity.optim.standalone",
     "StepReport": "infinity.training.report",
     "load_weights": "infinity.weights",
-    "OnDevice": "infinity.utils.init_on_device",
+    "OnDevice": "infinity.deepspeed",
     "from_config": "infinity.huggingface.engines",
     "from_pretrained": "infinity.huggingface.engines",
     "save_pretrained": "infinity.huggingface.saving",
     "InfinityTrainer": "infinity.huggingface.trainer",
     "TrainingArguments": "infinity.huggingface.trainer_arguments",
-    "add_config_arguments": "infinity.integrations.front_door",
-    "init_distributed": "infinity.integrations.front_door",
-    "translate_deepspeed": "infinity.integrations.deepspeed_config",
+    "add_config_arguments": "infinity.deepspeed",
+    "init_distributed": "infinity.deepspeed",
+    "translate_deepspeed": "infinity.deepspeed",
 }
 
 
@@ -83,7 +83,7 @@ _MODULES = ("checkpointing", "comm", "ops", "runtime", "utils", "zero")
 
 def __getattr__(name: str) -> object:
     if name in _MODULES:
-        return _import_module(f"infinity.{name}")
+        return getattr(_import_module("infinity.deepspeed"), name)
     if name not in _HOMES:
         raise AttributeError(f"module 'infinity' has no attribute {name!r}")
     value = globals()[name] = getattr(_import_module(_HOMES[name]), name)

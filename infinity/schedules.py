@@ -318,6 +318,7 @@ class OneCycle(_Schedule):
 
 
 OURS = (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+VALID_LR_SCHEDULES = [schedule.__name__ for schedule in OURS]  # DeepSpeed's name for it
 
 
 def known_schedules() -> dict[str, type[lr_scheduler.LRScheduler]]:

@@ -20,8 +20,6 @@ from infinity.config import Config
 from infinity.cutting import Cut, cut_model
 from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityWarning
-from infinity.integrations.arguments import sort_arguments
-from infinity.integrations.front_door import Settings, read_settings
 from infinity.journal import Journal
 from infinity.memory.device import Device, find_device
 from infinity.model.cut import UnitSpec
@@ -30,6 +28,7 @@ from infinity.optim.guest_probe import GuestMaker
 from infinity.optim.offloaded import OffloadedOptimizer, mark_stepped
 from infinity.parts import Parts
 from infinity.plan.plan import Plan
+from infinity.read_settings import Settings, read_settings, sort_arguments
 from infinity.schedules import make_schedule
 from infinity.training.birth import Progress
 from infinity.training.data import ResumableLoader
@@ -183,8 +182,9 @@ def _announce(engine: Engine, told: Settings, journal: Journal | None) -> None:
     for warning in engine.warnings:
         warnings.warn(warning, InfinityWarning, stacklevel=4)
     if journal is not None:
-        start = {"config": told.config.resolved(), "plan": engine.plan.describe()}
-        start |= told.journal_entry()
+        start: dict[str, Any] = {"config": told.config.resolved(), "plan": engine.plan.describe()}
+        if told.translation is not None:
+            start["deepspeed"] = told.translation.table()
         journal.write({"event": "start", **start, "warnings": engine.warnings})
 
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from infinity.checkpoint.deepspeed_import import import_deepspeed
 from infinity.checkpoint.masters import join
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.cli.main import app
+from infinity.deepspeed.import_checkpoint import import_deepspeed
 from infinity.errors import CheckpointError, ConfigError
 
 DATA = Path(__file__).parent / "data/deepspeed"

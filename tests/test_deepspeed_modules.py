@@ -1,4 +1,4 @@
-"""`infinity.zero`, `utils`, `ops`, `runtime`, `comm`, `checkpointing`: by DeepSpeed's names."""
+"""`zero`, `utils`, `ops`, `runtime`, `comm`, `checkpointing`: by DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from infinity.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from support.small import (
     MIXED,
     ON_DEVICE,
@@ -24,9 +25,7 @@ from support.small import (
 from torch import Tensor, nn, optim
 
 import infinity as deepspeed
-from infinity.errors import CheckpointError, ConfigError, PresenceError
-from infinity.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from infinity.utils import (
+from infinity.deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
@@ -36,11 +35,12 @@ from infinity.utils import (
     safe_set_full_optimizer_state,
     safe_update_full_grad_vectorized,
 )
-from infinity.utils.zero_to_fp32 import (
+from infinity.deepspeed.utils.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
+from infinity.errors import CheckpointError, ConfigError, PresenceError
 
 HOMES = {"disk": ON_DISK, "device": ON_DEVICE, "mixed": MIXED}
 THEIRS = Path(__file__).parent / "data" / "deepspeed"
@@ -74,7 +74,7 @@ def test_names_are_found_by_attribute_and_by_import(name: str) -> None:
     found: Any = deepspeed
     for part in name.split("."):
         found = getattr(found, part)
-    module, _, last = f"infinity.{name}".rpartition(".")
+    module, _, last = f"infinity.deepspeed.{name}".rpartition(".")
     assert getattr(importlib.import_module(module), last) is found
 
 
@@ -505,7 +505,7 @@ def test_fp32_weights_of_our_checkpoints(tmp_path: Path, precision: str) -> None
 @pytest.mark.parametrize("name", sorted(p.name for p in THEIRS.iterdir() if p.is_dir()))
 def test_fp32_weights_of_deepspeeds_checkpoints(tmp_path: Path, name: str) -> None:
     """What is read is what an import and our own reader give."""
-    from infinity.checkpoint.deepspeed_import import import_deepspeed
+    from infinity.deepspeed.import_checkpoint import import_deepspeed
 
     made = import_deepspeed(THEIRS / name, tmp_path, "0", None)
     expected = get_fp32_state_dict_from_zero_checkpoint(tmp_path, made.path.name)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from infinity.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from support.fake_accelerator import FakeAccelerator
 from support.small import (
     MIXED,
@@ -29,7 +30,6 @@ from torch import Tensor, nn
 import infinity
 from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityWarning, PresenceError, TrainingError
-from infinity.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 
 HOMES = {"disk": ON_DISK, "device": ON_DEVICE, "mixed": MIXED}
 

@@ -1,4 +1,4 @@
-"""Write the key table into docs/migrating-from-deepspeed.md, from infinity/integrations/deepspeed.
+"""Write the key table into docs/migrating-from-deepspeed.md, from infinity/deepspeed/keys.py.
 
     python tools/write_deepspeed_table.py
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from infinity.integrations.deepspeed.table import as_markdown
+from infinity.deepspeed.keys import as_markdown
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "migrating-from-deepspeed.md"
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"

@@ -228,10 +228,10 @@ def import_deepspeed(
     """
     with command():
         from infinity import __version__
-        from infinity.checkpoint import deepspeed_import
+        from infinity.deepspeed.import_checkpoint import import_deepspeed
 
         source, root = directory.expanduser().absolute(), out.expanduser().absolute()
-        done = deepspeed_import.import_deepspeed(source, root, __version__, tag)
+        done = import_deepspeed(source, root, __version__, tag)
         moments = "with Adam's moments" if done.moments else "without optimizer state"
         print(
             f"{done.path}: {done.parameters} parameters of step {done.global_steps} {moments}, "

@@ -20,7 +20,7 @@ from infinity.sizes import format_size, parse_size
 if TYPE_CHECKING:
     from infinity.config import Config
     from infinity.cutting import Cut
-    from infinity.integrations.deepspeed_config import Translation
+    from infinity.deepspeed.config import Translation
     from infinity.model.target import Target
     from infinity.plan.layout import UnitLayout
     from infinity.plan.machine_file import PlanMachine
@@ -219,8 +219,8 @@ def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
 def _find(wishes: Wishes) -> tuple[Config, Target, Translation | None]:
     """The configuration that was asked for, and the model; what a DeepSpeed one came to."""
     from infinity.config import load_config
-    from infinity.integrations.deepspeed.source import find_source
-    from infinity.integrations.deepspeed_config import find_translation
+    from infinity.deepspeed.config import find_translation
+    from infinity.deepspeed.source import find_source
     from infinity.model.target import find_model, names_a_model
 
     run = wishes.run

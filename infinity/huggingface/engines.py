@@ -11,8 +11,8 @@ from torch import nn
 from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.huggingface.models import AnyConfig, build_model, load_model
-from infinity.integrations.front_door import Settings, read_settings
 from infinity.optim.offloaded import OffloadedOptimizer
+from infinity.read_settings import Settings, read_settings
 from infinity.startup import initialize
 
 Prepare = Callable[[Any], nn.Module | None]

@@ -15,11 +15,11 @@ from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.huggingface.library import transformers
 from infinity.huggingface.sources import find_directory
-from infinity.integrations.front_door import read_settings
 from infinity.model.foreign import explained
 from infinity.model.materialize import Init
 from infinity.model.promised import Promised
 from infinity.model.weight_files import WeightFiles
+from infinity.read_settings import read_settings
 from infinity.training.state_dict import COMPUTE_DTYPES
 
 AnyConfig = Config | Mapping[str, Any] | str | Path | None

@@ -37,8 +37,8 @@ from infinity.huggingface.trainer_optimizer import (
     choose_instance,
 )
 from infinity.huggingface.trainer_settings import TrainerSettings, find_settings, refuse_arguments
-from infinity.integrations.front_door import Settings
 from infinity.model.promised import Promised
+from infinity.read_settings import Settings
 from infinity.schedules import make_schedule
 from infinity.startup import initialize
 from infinity.training.rng import capture_rng, restore_rng

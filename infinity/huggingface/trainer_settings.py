@@ -14,9 +14,9 @@ from torch import nn
 from infinity.config import Config, load_config
 from infinity.config_optimizer import SchedulerConfig
 from infinity.config_source import read_config_file
+from infinity.deepspeed.config import Translation, translate_deepspeed
+from infinity.deepspeed.source import Source, find_source
 from infinity.errors import ConfigError
-from infinity.integrations.deepspeed.source import Source, find_source
-from infinity.integrations.deepspeed_config import Translation, translate_deepspeed
 
 _ADAMS = ("AdamW", "Adam")
 _PRECISION_OF = {torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -1,14 +1,27 @@
-"""What `initialize` is told: a configuration of ours or DeepSpeed's, by any of three arguments."""
+"""What `initialize` is told: its arguments by name, and a configuration of ours or DeepSpeed's."""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from infinity.config import Config, load_config
+from infinity.deepspeed.config import Translation, find_translation
 from infinity.errors import ConfigError
-from infinity.integrations.deepspeed_config import Translation, find_translation
+
+_OURS = ("model", "config")
+_DEEPSPEED = (
+    "args", "model", "optimizer", "model_parameters", "training_data", "lr_scheduler",
+    "distributed_port", "mpu", "dist_init_required", "collate_fn", "config", "mesh_param",
+    "config_params",
+)  # fmt: skip
+_REFUSED = {
+    "mpu": "it says which processes share a model; there is one process",
+    "mesh_param": "it lays processes out in a mesh; there is one process",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +41,6 @@ class Settings:
     def trains(self) -> bool:
         """False for a DeepSpeed configuration with nothing that would train."""
         return self.translation is None or self.translation.trains
-
-    def journal_entry(self) -> dict[str, Any]:
-        """What the journal says of it: a row for each key of DeepSpeed's."""
-        return {} if self.translation is None else {"deepspeed": self.translation.table()}
 
 
 def read_settings(
@@ -71,55 +80,53 @@ def read_settings(
             f"initialize() got several configurations: {', '.join(given)}",
             remedy="keep one of them",
         )
-    translation = find_translation(
+    found = find_translation(
         first,
         client_optimizer=optimizer is not None,
         client_scheduler=lr_scheduler is not None,
         may_infer=model_parameters is None and optimizer is None,
     )
-    if translation is None:
+    if found is None:
         size = 1 if batch_size is None else batch_size
         return Settings(load_config(first), None, size, False, first)
-    size = translation.batch_size if batch_size is None else batch_size
-    return Settings(translation.config, translation, size, translation.drop_last, first)
+    size = found.batch_size if batch_size is None else batch_size
+    return Settings(found.config, found, size, found.drop_last, first)
 
 
-def read_seed(source: Any) -> int | None:
-    """The seed in a configuration of ours, or in the section of ours in one of DeepSpeed's."""
-    translation = find_translation(source, lenient=True)
-    return (load_config(source) if translation is None else translation.config).seed
+def sort_arguments(positional: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments by name. `named` holds what came by name, None where nothing did.
 
-
-def add_config_arguments(parser: Any) -> Any:
-    """Add `--deepspeed` and `--deepspeed_config PATH` to an `argparse` parser; returns it.
-
-    Pass what it parses as `initialize(args=...)`. The flag is taken and changes nothing.
+    A first positional argument that is a module begins our order (model, config), anything else
+    DeepSpeed's. Raises `ConfigError` for too many, for one given twice, for no model, and for
+    what only several processes can mean.
     """
-    group = parser.add_argument_group("infinity", "options of the training engine")
-    group.add_argument(
-        "--deepspeed",
-        default=False,
-        action="store_true",
-        help="taken for scripts that were written for DeepSpeed; changes nothing",
-    )
-    group.add_argument(
-        "--deepspeed_config",
-        default=None,
-        type=str,
-        metavar="PATH",
-        help="a configuration, DeepSpeed's or ours",
-    )
-    return parser
-
-
-def init_distributed(*args: Any, **kwargs: Any) -> None:
-    """Nothing to do for one process, which needs no process group; arguments are ignored.
-
-    Raises `ConfigError` if a launcher started several.
-    """
-    world_size = int(os.environ.get("WORLD_SIZE", "1") or 1)
-    if world_size > 1:
+    given = dict(named)
+    order = _OURS if positional and isinstance(positional[0], nn.Module) else _DEEPSPEED
+    if len(positional) > len(order):
         raise ConfigError(
-            f"WORLD_SIZE={world_size}: several processes are not supported yet",
-            remedy="run one process, without a launcher (unset WORLD_SIZE)",
+            f"initialize() got {len(positional)} arguments without a name; in this order there are "
+            f"{', '.join(order)}",
+            remedy="pass all by name: initialize(model=..., config=...)",
         )
+    for name, value in zip(order, positional, strict=False):
+        if given.get(name) is not None:
+            raise ConfigError(
+                f"initialize() got {name} twice: by its place, and by its name",
+                because=f"without names the order is {', '.join(order)}",
+                remedy="pass all by name: initialize(model=..., config=...)",
+            )
+        given[name] = value
+    for name, reason in _REFUSED.items():
+        if given.get(name) is not None:
+            raise ConfigError(
+                f"initialize({name}=...) is not supported", because=reason, remedy="leave it out"
+            )
+    model = given.get("model")
+    if not isinstance(model, nn.Module):
+        got = "no model" if model is None else f"a {type(model).__name__} where the model belongs"
+        raise ConfigError(
+            f"initialize() got {got}",
+            because=f"without names the order is {', '.join(order)}" if positional else None,
+            remedy="initialize(model=..., config=...), with a torch.nn.Module",
+        )
+    return given

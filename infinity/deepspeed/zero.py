@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import infinity.model.materialize as materialize
+from infinity.config import load_config
+from infinity.deepspeed.config import find_translation
 from infinity.engine import Engine
 from infinity.errors import ConfigError, PresenceError
-from infinity.integrations.front_door import read_seed
 from infinity.model.ownership import engine_of
 
 
@@ -55,7 +56,7 @@ class Init:
                 remedy="leave it out",
             )
         source = config_dict_or_path if config_dict_or_path is not None else config
-        self._seed = None if source is None else read_seed(source)
+        self._seed = None if source is None else _seed_in(source)
         self._enabled = enabled
         self._undo = ExitStack()
 
@@ -116,19 +117,19 @@ class GatheredParameters:
         self._undo.__exit__(*exc_info)
 
 
+def _seed_in(source: Any) -> int | None:
+    """The seed in a configuration of ours, or in the section of ours in one of DeepSpeed's."""
+    translation = find_translation(source, lenient=True)
+    return (load_config(source) if translation is None else translation.config).seed
+
+
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Nothing to do: a parameter is fetched wherever it is used. Wrong types are refused."""
-    _check_external(module, parameter)
-
-
-def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing to do, as `register_external_parameter`."""
-    _check_external(module, parameter)
-
-
-def _check_external(module: Any, parameter: Any) -> None:
     if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
         raise ConfigError(
             f"a module and a parameter were expected, got {type(module).__name__} and "
             f"{type(parameter).__name__}"
         )
+
+
+unregister_external_parameter = register_external_parameter

@@ -63,6 +63,3 @@ class FusedAdam(standalone.FusedAdam):
             adamw_mode=adam_w_mode,
             bias_correction=bias_correction,
         )
-
-
-__all__ = ["DeepSpeedCPUAdam", "FusedAdam"]

@@ -8,7 +8,6 @@ quotes, lines without commas) is read by the package hjson, which DeepSpeed uses
 from __future__ import annotations
 
 import base64
-import binascii
 import importlib
 import os
 import re
@@ -65,33 +64,32 @@ def find_source(source: Any) -> Source | None:
     None is for `infinity.config.load_config`, which then says what is wrong with it, if anything.
     Raises `ConfigError` for what can only be meant as DeepSpeed's and cannot be read.
     """
-    if isinstance(source, Config):
-        return None
+    found = None
     if isinstance(source, Mapping):
-        return _if_theirs(Source("the DeepSpeed configuration", source))
-    if not isinstance(source, str | os.PathLike):
-        return None
-    text = os.fsdecode(source)
-    if text.lstrip().startswith("{"):
-        return _if_theirs(_parsed("the JSON text", text))
-    path = Path(text).expanduser()
+        found = Source("the DeepSpeed configuration", source)
+    elif isinstance(source, str | os.PathLike):
+        text = os.fsdecode(source)
+        path = Path(text).expanduser()
+        if text.lstrip().startswith("{"):
+            found = _parsed("the JSON text", text)
+        elif _is_file(path):
+            found = _from_file(path)
+        elif isinstance(source, str):
+            found = _from_base64(text)
+    return found if found is not None and is_deepspeed(found.raw) else None
+
+
+def _is_file(path: Path) -> bool:
     try:
-        is_file = path.is_file()
+        return path.is_file()
     except (OSError, ValueError):  # too long for a name
-        is_file = False
-    if is_file:
-        return _from_file(path)
-    return _from_base64(text) if isinstance(source, str) else None
-
-
-def _if_theirs(found: Source) -> Source | None:
-    return found if is_deepspeed(found.raw) else None
+        return False
 
 
 def _from_file(path: Path) -> Source | None:
     suffix = path.suffix.lower()
     if suffix in (".yaml", ".yml"):
-        return _if_theirs(Source(str(path), read_config_file(path)))
+        return Source(str(path), read_config_file(path))
     try:
         if path.stat().st_size > _MOST_BYTES:
             return None
@@ -99,12 +97,11 @@ def _from_file(path: Path) -> Source | None:
     except (OSError, UnicodeDecodeError):
         return None
     try:
-        found = _parsed(str(path), text)
+        return _parsed(str(path), text)
     except ConfigError:
         if suffix != ".hjson" and not any(name in text for name in _UNMISTAKABLE):
             return None
         raise
-    return _if_theirs(found)
 
 
 def _from_base64(text: str) -> Source | None:
@@ -112,13 +109,10 @@ def _from_base64(text: str) -> Source | None:
         return None
     letters = "".join(text.split()).rstrip("=")
     try:
-        decoded = base64.urlsafe_b64decode(letters + "=" * (-len(letters) % 4))
-        plain = decoded.decode("utf-8")
-    except (binascii.Error, ValueError):
+        plain = base64.urlsafe_b64decode(letters + "=" * (-len(letters) % 4)).decode()
+    except ValueError:
         return None
-    if not plain.lstrip().startswith("{"):
-        return None
-    return _if_theirs(_parsed("the base64 text", plain))
+    return _parsed("the base64 text", plain) if plain.lstrip().startswith("{") else None
 
 
 def _parsed(where: str, text: str) -> Source:
@@ -127,12 +121,18 @@ def _parsed(where: str, text: str) -> Source:
         raw, repeated = json_and_repeated(text)
     except (ValueError, RecursionError):
         try:
-            raw, repeated = json_and_repeated(_plain(text))
+            raw, repeated = json_and_repeated(_COMMAS.sub(_blank, _COMMENTS.sub(_blank, text)))
         except (ValueError, RecursionError) as error:
             raw, repeated = _hjson(where, text, error)
     if not isinstance(raw, dict):
         raise ConfigError(f"{where}: not a configuration", because="it is not keys and values")
     return Source(where, raw, tuple(repeated))
+
+
+def _blank(match: re.Match[str]) -> str:
+    """Blanks for a comment or comma, but not for a text; what is left stays on its line."""
+    found = match[0]
+    return found if found.startswith('"') else re.sub(r"[^\n]", " ", found)
 
 
 def _hjson(where: str, text: str, problem: Exception) -> tuple[Any, list[str]]:
@@ -149,13 +149,3 @@ def _hjson(where: str, text: str, problem: Exception) -> tuple[Any, list[str]]:
         return json_and_repeated(text, library.loads)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: neither JSON ({problem}) nor Hjson ({error})") from error
-
-
-def _plain(text: str) -> str:
-    """Without comments and trailing commas; what is left stays on its line."""
-
-    def blank(match: re.Match[str]) -> str:
-        found = match[0]
-        return found if found.startswith('"') else "".join(c if c == "\n" else " " for c in found)
-
-    return _COMMAS.sub(blank, _COMMENTS.sub(blank, text))

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from infinity.checkpoint.deepspeed_files import is_zero
-from infinity.checkpoint.deepspeed_weights import deepspeed_weights
 from infinity.checkpoint.masters import CheckpointWeights, outgoing
 from infinity.checkpoint.reader import CheckpointReader, find_tag
+from infinity.deepspeed.import_checkpoint import deepspeed_weights, is_zero
 from infinity.errors import CheckpointError
 from infinity.model.weight_files import Outgoing, write_shards
 from infinity.sizes import parse_size
@@ -96,8 +96,25 @@ def _tensors(
         yield tensors, {alias: p.name for p in kept for alias in p.aliases}
 
 
-__all__ = [
-    "convert_zero_checkpoint_to_fp32_state_dict",
-    "get_fp32_state_dict_from_zero_checkpoint",
-    "load_state_dict_from_zero_checkpoint",
-]
+def main(arguments: Sequence[str] | None = None) -> None:
+    """`python -m infinity.deepspeed.utils.zero_to_fp32 CHECKPOINT_DIR OUTPUT_DIR`."""
+    parser = argparse.ArgumentParser(description="fp32 weights out of a checkpoint")
+    parser.add_argument("checkpoint_dir", help="ours or DeepSpeed's")
+    parser.add_argument("output_dir", help="where the safetensors go")
+    parser.add_argument("--max_shard_size", default="5GB", help="of a file")
+    parser.add_argument("--safe_serialization", action="store_true", help="is so anyway")
+    parser.add_argument("-t", "--tag", help="default: the latest")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true")
+    parser.add_argument("-d", "--debug", action="store_true", help="changes nothing")
+    given = parser.parse_args(arguments)
+    convert_zero_checkpoint_to_fp32_state_dict(
+        given.checkpoint_dir,
+        given.output_dir,
+        given.max_shard_size,
+        tag=given.tag,
+        exclude_frozen_parameters=given.exclude_frozen_parameters,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,747 @@
+"""A DeepSpeed configuration, translated: every key is done, accepted with a note, or refused.
+
+>>> translation = translate_deepspeed("ds_config.json")
+>>> translation.config                      # ours
+>>> for row in translation.rows: ...        # key, given, verdict, note
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from infinity.config import BLOCK_MULTIPLE, CHUNK_MULTIPLE, Config, IoConfig, load_config
+from infinity.config_optimizer import OptimizerConfig
+from infinity.deepspeed.keys import (
+    KEYS,
+    OLD_NAMES,
+    OPEN,
+    REFUSED_IF,
+    SECTIONS,
+    Key,
+    Row,
+    Verdict,
+    names_in,
+    read_value,
+)
+from infinity.deepspeed.source import find_source
+from infinity.errors import ConfigError
+from infinity.plan.planner import CHUNK_ELEMENTS
+
+OURS = "infinity"  # a section of a DeepSpeed configuration that holds keys of ours
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """What a DeepSpeed configuration means here.
+
+    `rows` say what became of each key that was given, in its order. `batch_size` is the number of
+    samples of a micro-batch, `drop_last` whether a loader leaves out a last one that is smaller.
+    """
+
+    config: Config
+    rows: tuple[Row, ...]
+    batch_size: int
+    drop_last: bool
+    trains: bool = True  # false: no optimizer, and none was needed
+
+    def table(self) -> list[dict[str, Any]]:
+        """The rows as plain data: key, given, verdict, note."""
+        return [row.as_dict() for row in self.rows]
+
+    def describe(self) -> str:
+        """The rows as text for people: a heading, and a line each."""
+        cells = [
+            (row["key"], "" if row["given"] is None else json.dumps(row["given"]), row["verdict"])
+            for row in self.table()
+        ]
+        widths = [max(map(len, column), default=0) for column in zip(*cells, strict=True)]
+        lines = ["what became of the DeepSpeed configuration:"]
+        for found, row in zip(cells, self.rows, strict=True):
+            columns = [text.ljust(width) for text, width in zip(found, widths, strict=True)]
+            lines.append("  ".join(["", *columns, row.note]).rstrip())
+        return "\n".join(lines)
+
+
+def translate_deepspeed(
+    source: Any,
+    overrides: Iterable[str] = (),
+    *,
+    fill: Mapping[str, Any] | None = None,
+    lenient: bool = False,
+    client_optimizer: bool = False,
+    client_scheduler: bool = False,
+) -> Translation:
+    """Translate a DeepSpeed configuration: a dict, a file's path, JSON text, or base64 of it.
+
+    Its section "infinity" may hold keys of ours, which win; DeepSpeed does not look at it.
+    `overrides` are "section.key=value" texts in our names, and win over all. `fill` gives values,
+    by DeepSpeed's dotted names, to keys that are "auto". With `lenient` an optimizer and values
+    that only training needs may be missing. `client_optimizer` and `client_scheduler` say that
+    `initialize` got its own, which win over the sections.
+
+    Raises one `ConfigError` that names everything wrong: keys that are unknown (with the nearest
+    name), given twice, in conflict, of the wrong kind, or refused (with what to write).
+    """
+    found = find_translation(
+        source,
+        overrides,
+        fill=fill or {},
+        lenient=lenient,
+        client_optimizer=client_optimizer,
+        client_scheduler=client_scheduler,
+    )
+    if found is None:
+        text = repr(source)
+        raise ConfigError(
+            f"not a DeepSpeed configuration: {text if len(text) <= 80 else f'{text[:77]}...'}",
+            because="none of its keys is DeepSpeed's alone, or it cannot be read",
+        )
+    return found
+
+
+def find_translation(source: Any, overrides: Iterable[str] = (), **how: Any) -> Translation | None:
+    """As `translate_deepspeed`, or None if `source` is not DeepSpeed's.
+
+    With `may_infer=True` the optimizer may be missing: then `trains` is false.
+    """
+    found, draft = find_source(source), _Draft(**how)
+    if found is None:
+        return None
+    for name in found.repeated:
+        draft.problem(name, "given twice in one section")
+    ours: Any = found.raw.get(OURS, {})
+    if not isinstance(ours, Mapping):
+        draft.problem(OURS, f"should be a section with keys of ours, got {ours!r}")
+        ours = {}
+    for name, value in found.raw.items():
+        if name != OURS:
+            draft.read("", "", name, value)
+    for name, value in list(draft.given.items()):
+        _take(draft, name, value)
+    for rule in (_batch, _precision, _optimizer, _scheduler, _homes):
+        rule(draft)
+    config = _checked(draft, ours, overrides)
+    if draft.problems or config is None:
+        count = len(draft.problems)
+        heading = "1 mistake" if count == 1 else f"{count} mistakes"
+        problems = "".join(f"\n  - {problem}" for problem in draft.problems)
+        raise ConfigError(f"{heading} in {found.where}:{problems}")
+    rows = tuple(draft.rows.values())
+    drop_last = draft.given.get("dataloader_drop_last", False)
+    return Translation(config, rows, draft.batch_size, drop_last, draft.trains)
+
+
+def _checked(draft: _Draft, ours: Mapping[str, Any], overrides: Iterable[str]) -> Config | None:
+    """Our configuration; what it refuses is told by the names that were given."""
+    try:
+        return load_config(_merged(draft.config, ours), overrides)
+    except ConfigError as error:
+        head, *problems = error.what.split("\n  - ")
+    for problem in problems or [head]:
+        name, colon, text = problem.partition(": ")
+        if colon and _has(ours, name):
+            draft.problems.append(f"{OURS}.{problem}")
+            continue
+        part = name if colon else ""
+        while part and part not in draft.origins:
+            part = part.rpartition(".")[0]
+        key = draft.origins.get(part)  # of DeepSpeed's, that set our name or a part of it
+        if key in draft.rows:
+            key = draft.rows[key].key  # as it was written
+        renamed = key is not None and key != name
+        draft.problems.append(f"{key}: {text} (here {name})" if renamed else problem)
+    return None
+
+
+def _has(section: Any, name: str) -> bool:
+    """Whether a section has a dotted name."""
+    for key in name.split("."):
+        if not isinstance(section, Mapping) or key not in section:
+            return False
+        section = section[key]
+    return True
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for name, value in above.items():
+        old = merged.get(name)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = _merged(old, value)
+        merged[name] = value
+    return merged
+
+
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {near[0]!r}? " if near else ""
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Draft:
+    """What is known so far: values by key, what they make of our configuration, and what is wrong.
+
+    `fill` has values for keys that are "auto". `lenient` is for questions that need no learning
+    rate and no step counts, such as a plan; `may_infer` says that an engine need not train: without
+    an optimizer `trains` becomes false.
+    """
+
+    fill: Mapping[str, Any] = field(default_factory=dict)
+    lenient: bool = False
+    client_optimizer: bool = False
+    client_scheduler: bool = False
+    may_infer: bool = False
+    given: dict[str, Any] = field(default_factory=dict)
+    written: dict[str, str] = field(default_factory=dict)  # key -> the name it was given by
+    autos: set[str] = field(default_factory=set)
+    wrong: set[str] = field(default_factory=set)  # given, but not as a value that can be read
+    config: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    rows: dict[str, Row] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    batch_size: int = 1
+    trains: bool = True
+
+    def set(self, name: str, value: Any, key: str) -> None:
+        """Give our `name` (dotted) a value, because of their `key`."""
+        target = self.config
+        *parents, last = name.split(".")
+        for parent in parents:
+            target = target.setdefault(parent, {})
+        target[last] = value
+        self.origins[name] = key
+
+    def note(self, key: str, text: str, verdict: Verdict | None = None) -> None:
+        """Say what became of a key; makes a row for a key that was not given."""
+        row = self.rows.get(key) or Row(key, None, Verdict.ACCEPTED, "")
+        self.rows[key] = replace(row, note=text, verdict=verdict or row.verdict)
+
+    def problem(self, key: str, text: str) -> None:
+        """Something is wrong with a key."""
+        self.problems.append(f"{key}: {text}")
+
+    def below(self, section: str) -> dict[str, Any]:
+        """The given values of a section, by their names in it."""
+        start = f"{section}."
+        return {n.removeprefix(start): v for n, v in self.given.items() if n.startswith(start)}
+
+    def leave_to_client(self, section: str, argument: str) -> None:
+        """Note that an argument of `initialize` wins over a section."""
+        for key in [name for name in self.rows if name.startswith(f"{section}.")]:
+            self.note(key, f"not used: initialize({argument}=...) wins, as there", Verdict.ACCEPTED)
+
+    def read(self, section: str, written: str, name: object, value: Any) -> None:
+        """Take one name in a section, which was perhaps `written` by an old name."""
+        where = f"{written}.{name}" if written else str(name)
+        if not isinstance(name, str):
+            self.problem(where, f'the key is not text; write "{name}"')
+            return
+        full = f"{section}.{name}" if section else name
+        full = OLD_NAMES.get(full, full)
+        if full in KEYS:
+            self._read_key(KEYS[full], where, value)
+        elif full in SECTIONS:
+            if full == "zero_optimization" and isinstance(value, bool):
+                value = {"stage": int(value)}  # how it was written at first
+            if isinstance(value, Mapping):
+                for inner, part in value.items():
+                    self.read(full, where, inner, part)
+            elif value is not None:
+                self.problem(where, f"should be a section of keys and values, got {value!r}")
+        elif section in OPEN:
+            if value == "auto" and full not in self.fill:
+                self.autos.add(full)
+            elif value is not None:
+                self.given[full] = self.fill[full] if value == "auto" else value
+            self.rows[full] = Row(where, value, Verdict.DONE, "passed on")
+        else:
+            self.problem(where, _unknown(section, name))
+
+    def _read_key(self, key: Key, where: str, value: Any) -> None:
+        name = key.name
+        shown = "***" if name.endswith("api_key") and value is not None else value
+        if value is None:
+            self.rows.setdefault(name, Row(where, None, Verdict.ACCEPTED, "null: not given"))
+            return
+        is_auto = isinstance(value, str) and value == "auto"
+        if is_auto and name not in self.fill:
+            self.autos.add(name)
+            self.rows[name] = Row(where, shown, Verdict.ACCEPTED, f"auto: {_when_auto(key)}")
+            return
+        try:
+            read = read_value(key.kind, self.fill[name] if is_auto else value)
+        except ValueError as error:
+            self.problem(where, f"{error}, got {shown!r}")
+            self.wrong.add(name)
+            return
+        before = self.written.get(name)
+        if before is not None and self.given[name] != read:
+            self.problem(
+                where,
+                f"{shown!r}, but {before} is {self.given[name]!r}: two names of one key; "
+                f"keep {before}",
+            )
+            return
+        self.written[name], self.given[name] = where, read
+        note = f"{key.note} (auto, filled in with {read!r})" if is_auto else key.note
+        self.rows[name] = Row(where, shown, key.verdict, note)
+        if key.verdict is not Verdict.REFUSED:
+            return
+        if not REFUSED_IF[key.when](read):
+            self.note(name, "off, as here", Verdict.ACCEPTED)
+            return
+        what = "a section that is on" if isinstance(shown, Mapping) else repr(shown)
+        self.problem(where, f"{what} is refused: {key.note}; {key.remedy}")
+        self.note(name, f"{key.note}; {key.remedy}")
+
+
+def _when_auto(key: Key) -> str:
+    """What an "auto" that nobody filled in comes to."""
+    if key.verdict is Verdict.ACCEPTED:
+        return key.note
+    if key.verdict is Verdict.REFUSED:
+        return "off"
+    if key.name.startswith(("zero_optimization.", "aio.")):
+        return "left to the plan, and our defaults"
+    return f"as there, {key.default}"
+
+
+def _unknown(section: str, name: str) -> str:
+    if not section and name in Config.model_fields:
+        return f'a key of ours, not of DeepSpeed\'s; write "{OURS}": {{"{name}": ...}}'
+    prefix = f"{section}." if section else ""
+    known = names_in(section)
+    # It may also have the right name in the wrong place.
+    near = [full for full in (*SECTIONS, *KEYS) if full.rpartition(".")[2] == name]
+    near = near or [prefix + word for word in difflib.get_close_matches(name, known, n=1)]
+    if near:
+        return f"unknown key; did you mean {near[0]!r}?"
+    return f"unknown key; known {f'in {section}' if section else 'here'}: {', '.join(known)}"
+
+
+# --- what a key makes of ours --------------------------------------------------------------------
+
+_ZERO = "zero_optimization"
+_MAX_LIVE = 10**9  # DeepSpeed's default: who writes it, or more, has no wish
+_STAGES = (
+    "nothing leaves the GPU but what offload_* names, or what does not fit",
+    "the number of a stage changes nothing on one GPU",
+    "the number of a stage changes nothing on one GPU",
+    "offload works at any stage here",
+)
+
+
+def _take(draft: _Draft, name: str, value: Any) -> None:
+    take = _TAKES.get(name)
+    if isinstance(take, str):
+        draft.set(take, value, name)
+    elif take is not None:
+        try:
+            note = take(draft, name, value)
+        except ValueError as error:
+            draft.problem(draft.rows[name].key, f"{error}, got {value!r}")
+        else:
+            if note is not None:
+                draft.note(name, note)
+
+
+def _check_overflow(draft: _Draft, key: str, value: bool) -> str | None:
+    return None if value else "kept on: a step whose gradients are not finite is skipped"
+
+
+def _stage(draft: _Draft, key: str, value: int) -> str:
+    if value >= len(_STAGES):
+        raise ValueError("should be 0, 1, 2 or 3")
+    return f"stage {value}: {_STAGES[value]}"
+
+
+def _sub_group(draft: _Draft, key: str, value: int) -> str | None:
+    if value >= CHUNK_ELEMENTS:
+        return None
+    chunk = max(value // CHUNK_MULTIPLE, 1) * CHUNK_MULTIPLE
+    draft.set("chunk_size", chunk, key)
+    return f"chunk_size {chunk} elements"
+
+
+def _prefetch(draft: _Draft, key: str, value: int) -> str | None:
+    """0 elements ahead is no look-ahead; any other number is the plan's look-ahead in units."""
+    if value:
+        return None
+    draft.set("look_ahead", 0, key)
+    return "nothing is fetched ahead of its use: slow"
+
+
+def _max_live(draft: _Draft, key: str, value: int) -> str | None:
+    if value >= _MAX_LIVE:
+        return None
+    draft.set("hints.live_parameters", value, key)
+    return f"hints.live_parameters {value:,}: a shorter look-ahead, 1 unit at least"
+
+
+def _pinned(draft: _Draft, key: str, value: bool) -> str | None:
+    note = f"not kept apart: {KEYS[key].note} where the system allows it"
+    return None if value else note
+
+
+def _block_size(draft: _Draft, key: str, value: int) -> None:
+    if value % BLOCK_MULTIPLE:
+        least = max(value // BLOCK_MULTIPLE, 1) * BLOCK_MULTIPLE
+        raise ValueError(f"should be a multiple of {BLOCK_MULTIPLE} bytes; write {least}")
+    draft.set("io.block_size", value, key)
+
+
+def _threads(draft: _Draft, key: str, value: int) -> None:
+    draft.set("io.num_threads", max(value, IoConfig().num_threads), key)
+
+
+def _csv(draft: _Draft, key: str, value: bool) -> str | None:
+    if not value:
+        return None
+    given = draft.below("csv_monitor")
+    folder = Path(given.get("output_path", "")) / given.get("job_name", "DeepSpeedJobName")
+    draft.set("journal", str(folder / "journal.jsonl"), key)
+    return f"a line of JSON for each step in {folder / 'journal.jsonl'}"
+
+
+# The key of ours that gets a value as it is; or what translates it, which may return a note for
+# this value, and raises `ValueError` for one that makes no sense.
+_TAKES: dict[str, str | Callable[[_Draft, str, Any], str | None]] = {
+    "gradient_clipping": "gradient_clipping",
+    "bf16.check_grad_overflow": _check_overflow,
+    f"{_ZERO}.stage": _stage,
+    f"{_ZERO}.sub_group_size": _sub_group,
+    f"{_ZERO}.stage3_prefetch_bucket_size": _prefetch,
+    f"{_ZERO}.stage3_max_live_parameters": _max_live,
+    f"{_ZERO}.offload_param.pin_memory": _pinned,
+    f"{_ZERO}.offload_param.max_in_cpu": "hints.weights_in_ram",
+    f"{_ZERO}.offload_optimizer.pin_memory": _pinned,
+    "aio.block_size": _block_size,
+    "aio.queue_depth": "io.queue_depth",
+    "aio.intra_op_parallelism": _threads,
+    "csv_monitor.enabled": _csv,
+}
+
+# --- what follows from several keys together -----------------------------------------------------
+
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def _batch(draft: _Draft) -> None:
+    """train_batch_size = micro-batch x accumulation x 1 process; what is left out is derived.
+
+    DeepSpeed's rules: the total alone is one micro-batch, one of the first two must be given.
+    """
+    if draft.wrong.intersection(_BATCH):
+        return  # told; nothing can be derived
+    given: list[Any] = [draft.given.get(name) for name in _BATCH]
+    total, micro, steps = given
+    guessed = draft.lenient or draft.autos.intersection(_BATCH)
+    if total is None and micro is None and not guessed:
+        text = f"must be given, or {_BATCH[1]}: the number of samples of a micro-batch"
+        draft.problem(_BATCH[0], text)
+        return
+    if total is None:
+        micro, steps = micro or 1, steps or 1
+        total = micro * steps
+    elif micro is None:
+        steps = steps or 1
+        micro = total // steps
+    elif steps is None:
+        steps = total // micro
+    sizes = (total, micro, steps)
+    if total != micro * steps:  # 0 of something too: the total is above 0
+        said = [
+            f"{name} {value}" + ("" if name in draft.given else " (derived)")
+            for name, value in zip(_BATCH, sizes, strict=True)
+        ]
+        draft.problem(
+            _BATCH[0],
+            f"{said[0]} is not {said[1]} x {said[2]} x 1 process; "
+            f"change one of them, or leave {_BATCH[2]} out",
+        )
+        return
+    draft.batch_size = micro
+    draft.set("gradient_accumulation_steps", steps, _BATCH[2])
+    for name, value in zip(_BATCH, sizes, strict=True):
+        if name in draft.autos:
+            draft.note(name, f"auto: {value}, from the others", Verdict.DONE)
+
+
+# Names in the fp16 section, and ours.
+_LOSS_SCALE = {
+    "loss_scale": "value", "initial_scale_power": "initial_power", "loss_scale_window": "window",
+    "hysteresis": "hysteresis", "consecutive_hysteresis": "consecutive_hysteresis",
+    "min_loss_scale": "min",
+}  # fmt: skip
+
+
+def _precision(draft: _Draft) -> None:
+    """The bf16 and fp16 sections; neither means fp32, as there."""
+    bf16, fp16 = draft.given.get("bf16.enabled"), draft.given.get("fp16.enabled")
+    if bf16 and fp16:
+        draft.problem("bf16.enabled", "bf16 and fp16 cannot both be enabled; keep one of them")
+    if bf16 is None and "bf16.enabled" in draft.autos:
+        bf16 = True
+        draft.note("bf16.enabled", "auto: nobody filled it in, so bf16", Verdict.DONE)
+    chosen = "bf16" if bf16 else "fp16" if fp16 else "fp32"
+    if chosen == "fp32":
+        draft.note("bf16.enabled", "neither bf16 nor fp16 is enabled: fp32, as there", Verdict.DONE)
+    draft.set("precision", chosen, "fp16.enabled" if chosen == "fp16" else "bf16.enabled")
+    static = draft.given.get("fp16.loss_scale", 0)  # where it is above 0; else dynamic
+    for name, ours in _LOSS_SCALE.items():
+        key = f"fp16.{name}"
+        if key not in draft.given:
+            continue
+        if chosen != "fp16":
+            draft.note(key, "not used: fp16 is not enabled", Verdict.ACCEPTED)
+        elif static and name != "loss_scale":
+            draft.note(key, f"not used: the scale is {static:g} all the time", Verdict.ACCEPTED)
+        else:
+            draft.set(f"loss_scale.{ours}", draft.given[key], key)
+    wanted = draft.given.get("data_types.param_dtype")
+    if wanted is not None and wanted != chosen:
+        text = f"is {wanted!r}, but the run computes in {chosen}; leave it out, or enable {wanted}"
+        draft.problem("data_types.param_dtype", text)
+
+
+# DeepSpeed's section, the homes that it decides here, and how it was said once.
+_OFFLOADED = {
+    "offload_param": ("weights", "cpu_offload_param"),
+    "offload_optimizer": ("moments", "cpu_offload"),
+}
+_HOMES = {
+    "none": ("device", "on the GPU at all times, where there is one; without a GPU the device is "
+             "the RAM"),
+    "cpu": ("host", "in RAM"),
+    "nvme": ("disk", "on disk"),
+}  # fmt: skip
+
+
+def _homes(draft: _Draft) -> None:
+    """Offload choices are homes; what is not chosen there is left to the plan."""
+    for section, (_, old) in reversed(_OFFLOADED.items()):
+        key = f"{_ZERO}.{section}.device"
+        if draft.given.get(f"{_ZERO}.{old}"):  # true is {"device": "cpu"}
+            device = draft.given.setdefault(key, "cpu")
+            if device != "cpu":
+                text = f'true means {section} on "cpu", but {key} is {device!r}; remove one'
+                draft.problem(f"{_ZERO}.{old}", text)
+    paths: dict[str, str] = {}  # and the key that named each first
+    for section, (kind, _) in _OFFLOADED.items():
+        device_key, path_key = f"{_ZERO}.{section}.device", f"{_ZERO}.{section}.nvme_path"
+        device, path = draft.given.get(device_key), draft.given.get(path_key)
+        if path_key in draft.wrong:
+            continue  # told
+        if device == "nvme" and path is None:
+            text = "must be given where device is nvme: a directory on the drive"
+            draft.problem(path_key, text)
+        elif device is not None:
+            home, where = _HOMES[device]
+            draft.note(device_key, f"{kind} rest {where}", Verdict.DONE)
+            if section == "offload_optimizer":
+                home = _by_ratio(draft, home)
+            draft.set(f"homes.{kind}", home, device_key)
+        elif any(n.startswith(f"{_ZERO}.{section}.") for n in (*draft.given, *draft.autos)):
+            draft.note(device_key, f"not given: the plan decides where {kind} rest")
+        if path is not None and device in (None, "nvme"):
+            for one in path:
+                paths.setdefault(one, path_key)
+        elif path is not None:
+            draft.note(path_key, "not used: device is not nvme", Verdict.ACCEPTED)
+    if paths:
+        draft.set("nvme_path", list(paths), next(iter(paths.values())))
+    for section in _OFFLOADED if len(paths) > 1 else ():
+        if (key := f"{_ZERO}.{section}.nvme_path") in draft.given:
+            draft.note(key, f"striped over {len(paths)} paths, all state over all of them")
+
+
+def _by_ratio(draft: _Draft, home: str) -> str:
+    """`ratio` below 1 leaves a share of the optimizer on the GPU; which units is for the plan."""
+    key = f"{_ZERO}.offload_optimizer.ratio"
+    ratio = draft.given.get(key, 1.0)
+    if ratio >= 1.0 or home == "device":
+        return home
+    if home == "disk":
+        draft.note(key, "not used with nvme, as there", Verdict.ACCEPTED)
+        return home
+    where = "device" if ratio == 0 else "auto"
+    text = "none is offloaded" if ratio == 0 else "the plan decides which units' moments stay"
+    draft.note(key, f"{text} on the GPU; the numbers are the same", Verdict.DONE)
+    device = f"{_ZERO}.offload_optimizer.device"
+    draft.note(device, f"moments: {where}, because of ratio {ratio:g}", Verdict.DONE)
+    return where
+
+
+# --- the optimizer -------------------------------------------------------------------------------
+
+_TYPE, _PARAMS = "optimizer.type", "optimizer.params"
+# Our rule, and what DeepSpeed starts from where it is not what we start from.
+_BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
+    "adam": ("Adam", {"weight_decay": 0.0}),
+    "adamw": ("AdamW", {"weight_decay": 0.0}),
+    "lion": ("Lion", {"lr": 1e-3, "betas": [0.9, 0.999]}),
+    "adagrad": ("Adagrad", {}),
+    "sgd": ("SGD", {}),
+}
+_ADAMS = ("adam", "adamw")
+_RULES = "AdamW, Adam, Lion, Adagrad, SGD"
+_COMPRESSED = "sends compressed gradients between GPUs; there is one process here"
+_SCALED = "scales rates by width with the mup package, which is not built in"
+_NOT_BUILT = {
+    **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), _COMPRESSED),
+    **dict.fromkeys(("muadam", "muadamw", "musgd"), _SCALED),
+    "lamb": "needs the norm of each whole parameter, which no kernel here has yet",
+    "muon": "splits parameters between Muon and Adam, which is not built in",
+}
+# How an optimizer is carried out: nothing here depends on it.
+_HINTS = ("fused", "foreach", "capturable", "differentiable", "set_grad_none")
+_ADAMS_OWN = ("torch_adam", "adam_w_mode", "bias_correction")
+_SWITCHES = (*_ADAMS_OWN, "amsgrad", "fp32_optimizer_states", "max_grad_norm", *_HINTS)
+
+
+def _optimizer(draft: _Draft) -> None:
+    """The update rule and what it starts from; `Adam` means AdamW, as there."""
+    kind = draft.given.get(_TYPE)
+    if draft.client_optimizer:
+        draft.leave_to_client("optimizer", "optimizer")
+    elif kind is not None and kind.lower() in _BUILT_IN:
+        _built_in(draft, kind)
+    elif kind is not None:
+        draft.problem(_TYPE, _why_not(kind, draft.below(_PARAMS)))
+    elif _TYPE in draft.wrong:
+        return  # told
+    elif draft.lenient:
+        draft.note(_TYPE, "not given: planned for AdamW")
+        _moments(draft, {})
+    elif draft.may_infer and _TYPE not in draft.autos:
+        draft.note(_TYPE, "not given, nor model_parameters: an engine for inference")
+        draft.trains = False
+    else:
+        example = '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}'
+        draft.problem(_TYPE, f"must be given, or initialize(optimizer=...); write {example}")
+
+
+def _built_in(draft: _Draft, kind: str) -> None:
+    params, name = draft.below(_PARAMS), kind.lower()
+    rule, start = _BUILT_IN[name]
+    told = f"the built-in {rule}"
+    if name in _ADAMS:
+        decoupled = name == "adamw" or params.get("adam_w_mode", True)
+        rule = "AdamW" if decoupled else "Adam"
+        told = f"the built-in {rule}"
+        if name == "adam":
+            told = "AdamW, as there: adam_w_mode is true" if decoupled else "Adam with L2 decay"
+        if params.get("torch_adam") and decoupled:
+            start = {"weight_decay": 0.01}  # torch's own default
+    draft.note(_TYPE, told, Verdict.DONE)
+    draft.set("optimizer.type", rule, _TYPE)
+    takes = OptimizerConfig(type=rule).parameters()  # type: ignore[arg-type]
+    known = [*takes, *(s for s in _SWITCHES if name in _ADAMS or s not in _ADAMS_OWN)]
+    _check_params(draft, _PARAMS, draft.given[_TYPE], params, known)
+    for key, value in {**start, **{k: v for k, v in params.items() if k in takes}}.items():
+        draft.set(f"optimizer.{key}", value, f"{_PARAMS}.{key}")
+    if "lr" not in params and f"{_PARAMS}.lr" in draft.autos:
+        if draft.lenient:
+            draft.note(f"{_PARAMS}.lr", "auto: a plan does not depend on it")
+        else:
+            draft.problem(f"{_PARAMS}.lr", "auto, and nobody filled it in; write a number")
+    _moments(draft, params)
+    # DeepSpeed refuses max_grad_norm here; its meaning is clear.
+    most, clipping = params.get("max_grad_norm"), draft.given.get("gradient_clipping")
+    if most is not None and clipping is None:
+        draft.set("gradient_clipping", most, f"{_PARAMS}.max_grad_norm")
+    elif most is not None and clipping != most:
+        text = f"is {most:g}, but gradient_clipping is {clipping:g}; keep gradient_clipping only"
+        draft.problem(f"{_PARAMS}.max_grad_norm", text)
+
+
+def _check_params(
+    draft: _Draft, section: str, kind: str, params: Iterable[str], known: list[str]
+) -> None:
+    for name in params:
+        if name not in known:
+            hint = _did_you_mean(name, known)
+            text = f"{kind} does not take it; {hint}it takes {', '.join(known)}"
+            draft.problem(f"{section}.{name}", text)
+
+
+def _moments(draft: _Draft, params: Mapping[str, Any]) -> None:
+    """Two switches there make moments bf16."""
+    switch, key = "bf16.bf16_optimizer_states", f"{_PARAMS}.fp32_optimizer_states"
+    if draft.given.get(switch):
+        draft.set("optimizer.moments", "bf16", switch)
+    elif params.get("fp32_optimizer_states") is False:
+        draft.set("optimizer.moments", "bf16", key)
+        draft.note(key, "moments are stored in bf16: lossy", Verdict.DONE)
+
+
+def _why_not(kind: str, params: Mapping[str, Any]) -> str:
+    import torch
+
+    reason = _NOT_BUILT.get(kind.lower())
+    names = {name.lower(): name for name in vars(torch.optim) if name[:1].isupper()}
+    in_torch = names.get(kind.lower())
+    if in_torch is not None and in_torch != "Optimizer":
+        own = {n: v for n, v in params.items() if n in _HINTS or n not in _SWITCHES}
+        given = "".join(f", {name}={value!r}" for name, value in own.items())
+        return (
+            f"{kind} {reason or 'is not among the built-in rules'} ({_RULES}); remove the "
+            f"section and write initialize(optimizer=lambda groups: torch.optim.{in_torch}"
+            f"(groups{given}))"
+        )
+    if reason is not None:
+        return f"{kind} {reason}; use one of {_RULES}"
+    hint = _did_you_mean(kind, [*(rule for rule, _ in _BUILT_IN.values()), *names.values()])
+    return f"{kind!r} is no optimizer that is known; {hint}built in: {_RULES}"
+
+
+# --- the schedule --------------------------------------------------------------------------------
+
+_SCHEDULE = "scheduler.type"
+
+
+def _scheduler(draft: _Draft) -> None:
+    """DeepSpeed's five schedules, and torch's by name."""
+    from infinity.schedules import OURS as DEEPSPEEDS
+    from infinity.schedules import known_schedules
+
+    if draft.client_scheduler:
+        draft.leave_to_client("scheduler", "lr_scheduler")
+        return
+    kind = draft.given.get(_SCHEDULE)
+    if kind is None:
+        return
+    schedules = known_schedules()
+    if kind not in schedules:
+        hint = _did_you_mean(kind, schedules)
+        draft.problem(_SCHEDULE, f"{kind!r} is unknown; {hint}known: {', '.join(schedules)}")
+        return
+    section = "scheduler.params"
+    params, problems = draft.below(section), len(draft.problems)
+    takes = [name for name in inspect.signature(schedules[kind]).parameters if name != "optimizer"]
+    told = "DeepSpeed's, value for value" if schedules[kind] in DEEPSPEEDS else "torch's"
+    draft.note(_SCHEDULE, told, Verdict.DONE)
+    _check_params(draft, section, kind, params, takes)
+    # What was "auto": the largest rate is the optimizer's; numbers of steps nobody can guess.
+    autos = [name for name in takes if f"{section}.{name}" in draft.autos]
+    lr = draft.given.get(f"{_PARAMS}.lr")
+    if "warmup_max_lr" in autos and lr is not None:
+        params["warmup_max_lr"] = lr
+        draft.note(f"{section}.warmup_max_lr", f"auto: the optimizer's lr, {lr:g}", Verdict.DONE)
+    missing = sorted({"warmup_num_steps", "total_num_steps"}.intersection(autos))
+    if missing and draft.lenient:
+        draft.note(_SCHEDULE, f"left out of the plan: {', '.join(missing)} is auto")
+        return
+    for name in missing:
+        draft.problem(f"{section}.{name}", "auto, and nobody filled it in; write a number of steps")
+    if len(draft.problems) == problems:
+        draft.set("scheduler", {"type": kind, "params": params}, _SCHEDULE)

@@ -1,0 +1,147 @@
+"""What scripts written for DeepSpeed call around the engine, where there is one process.
+
+Of DeepSpeed's `comm`, `checkpointing` and `runtime.dataloader`, and the two calls before
+`initialize`: `add_config_arguments`, `init_distributed`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Self
+
+from torch.utils import checkpoint as torch_checkpoint
+
+from infinity.errors import ConfigError
+
+
+def add_config_arguments(parser: Any) -> Any:
+    """Add `--deepspeed` and `--deepspeed_config PATH` to an `argparse` parser; returns it.
+
+    Pass what it parses as `initialize(args=...)`. The flag is taken and changes nothing.
+    """
+    group = parser.add_argument_group("infinity", "options of the training engine")
+    group.add_argument(
+        "--deepspeed",
+        default=False,
+        action="store_true",
+        help="taken for scripts that were written for DeepSpeed; changes nothing",
+    )
+    group.add_argument(
+        "--deepspeed_config",
+        default=None,
+        type=str,
+        metavar="PATH",
+        help="a configuration, DeepSpeed's or ours",
+    )
+    return parser
+
+
+# --- comm ----------------------------------------------------------------------------------------
+
+
+def init_distributed(*args: Any, **kwargs: Any) -> None:
+    """Nothing to do for one process, which needs no process group; arguments are ignored.
+
+    Raises `ConfigError` if a launcher started several.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1") or 1)
+    if world_size > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={world_size}: several processes are not supported yet",
+            remedy="run one process, without a launcher (unset WORLD_SIZE)",
+        )
+
+
+def is_initialized() -> bool:
+    """True: one process is always in touch with itself."""
+    return True
+
+
+def get_rank(group: Any = None) -> int:
+    """0."""
+    return 0
+
+
+def get_local_rank() -> int:
+    """0."""
+    return 0
+
+
+def get_world_size(group: Any = None) -> int:
+    """1."""
+    return 1
+
+
+def barrier(group: Any = None) -> None:
+    """Nobody to wait for."""
+
+
+def destroy_process_group(group: Any = None) -> None:
+    """There is none."""
+
+
+# --- checkpointing -------------------------------------------------------------------------------
+
+
+def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, whose activations are made again in backward instead of being kept."""
+    return torch_checkpoint.checkpoint(function, *args, use_reentrant=False)
+
+
+def configure(
+    mpu_: Any = None,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Nothing to set: `checkpoint` keeps a function's inputs where they are.
+
+    Raises `ConfigError` for `mpu_` and for `checkpoint_in_cpu`, which would change memory.
+    """
+    if mpu_ is not None:
+        raise ConfigError(
+            "checkpointing.configure(mpu_=...) is not supported",
+            because="it says which processes share a model; there is one process",
+            remedy="pass None",
+        )
+    if checkpoint_in_cpu:
+        raise ConfigError(
+            "checkpointing.configure(checkpoint_in_cpu=True) is not built here",
+            remedy="write activations: {checkpoint: units, offload: host} in the config, or "
+            "`with torch.autograd.graph.save_on_cpu():` around the forward",
+        )
+
+
+def is_configured() -> bool:
+    """True: there is nothing to configure."""
+    return True
+
+
+def reset() -> None:
+    """Nothing to do: nothing is kept from one backward to the next."""
+
+
+# --- runtime.dataloader --------------------------------------------------------------------------
+
+
+class RepeatingLoader:
+    """Another loader's batches, over and over; raises `StopIteration` if it has none at all."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.data_iter: Iterator[Any] = iter(loader)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.data_iter)
+        except StopIteration:
+            self.data_iter = iter(self.loader)
+            return next(self.data_iter)

@@ -1,1 +1,0 @@
-"""Front doors: what people bring from elsewhere, said in our own words."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-import infinity as deepspeed
+from infinity import deepspeed
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "none": {},

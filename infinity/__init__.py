@@ -33,10 +33,10 @@ if _TYPE_CHECKING:
     from infinity.config import Config as Config
     from infinity.config import load_config as load_config
     from infinity.deepspeed.config import translate_deepspeed as translate_deepspeed
+    from infinity.deepspeed.engine import DeepSpeedEngine as DeepSpeedEngine
     from infinity.deepspeed.one_process import add_config_arguments as add_config_arguments
     from infinity.deepspeed.one_process import init_distributed as init_distributed
     from infinity.deepspeed.utils import OnDevice as OnDevice
-    from infinity.engine import Engine as DeepSpeedEngine
     from infinity.engine import Engine as Engine
     from infinity.errors import InfinityError as InfinityError
     from infinity.huggingface.engines import from_config as from_config
@@ -82,8 +82,9 @@ _MODULES = ("checkpointing", "comm", "ops", "runtime", "utils", "zero")
 
 
 def __getattr__(name: str) -> object:
-    if name in _MODULES:
-        return getattr(_import_module("infinity.deepspeed"), name)
+    if name in ("deepspeed", *_MODULES):
+        wing = _import_module("infinity.deepspeed")
+        return wing if name == "deepspeed" else getattr(wing, name)
     if name not in _HOMES:
         raise AttributeError(f"module 'infinity' has no attribute {name!r}")
     value = globals()[name] = getattr(_import_module(_HOMES[name]), name)
@@ -91,7 +92,7 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_MODULES})
+    return sorted({*globals(), *__all__, *_MODULES, "deepspeed"})
 
 
 # Without InfinityTrainer and TrainingArguments, whose modules need the package transformers.

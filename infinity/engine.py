@@ -1,40 +1,50 @@
-"""The engine: forward, backward, step, values, close. Thin: every deed is done in its room."""
+"""The engine: forward, backward, step, values, checkpoints, close; deeds are done in its rooms."""
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from infinity.engine_calls import EngineCalls
-from infinity.errors import InfinityError, TrainingError, TransferError
+from infinity.errors import (
+    ConfigError,
+    EngineClosedError,
+    InfinityError,
+    TrainingError,
+    TransferError,
+)
 from infinity.journal import Journal
 from infinity.model.ownership import freeze, name_engine
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.parts import Parts
+from infinity.plan.forecast import forecast_bytes
 from infinity.plan.plan import Plan
-from infinity.training.checkpoints import Checkpoints
+from infinity.training.checkpoints import Checkpoints, Wanted
 from infinity.training.cycles import Cycles
-from infinity.training.inputs import check_inputs
+from infinity.training.inputs import check_frozen, check_inputs
 from infinity.training.loss_scale import ScaleRules
 from infinity.training.merge_guard import MergeGuard
+from infinity.training.optimizer_state import write_state
 from infinity.training.owner import exclusive
 from infinity.training.recovery import Recovery
-from infinity.training.run_state import RunState
-from infinity.training.state_dict import ModuleStateHooks
+from infinity.training.report import StepReport
+from infinity.training.run_state import RunState, Stateful
+from infinity.training.state_dict import ModuleStateHooks, StateDict, state_dict_of
 from infinity.training.stepper import Stepper
-from infinity.training.values import Values
+from infinity.training.values import Values, targets
 from infinity.training.window import Window
 
 _IN_PLACE = "has been modified by an inplace operation: [torch."  # torch's own words
 
 
-class Engine(EngineCalls):
+class Engine:
     """Owns a module's memory while it is trained. Made by `infinity.initialize`.
 
     `module` is the user's module; `optimizer` holds the parameter groups; `plan` says what lives
@@ -53,7 +63,9 @@ class Engine(EngineCalls):
         lr_scheduler: Any = None,
         journal: Journal | None = None,
         config: Mapping[str, Any] | None = None,
+        micro_batch_size: int = 1,
     ) -> None:
+        self._set_micro_batch_size(micro_batch_size)
         self.module = module
         self.optimizer = optimizer
         self.plan: Plan = parts.plan
@@ -69,10 +81,8 @@ class Engine(EngineCalls):
             parts, self._cycles, optimizer, self._index_of, lr_scheduler, journal, scale_rules
         )
         self._recovery = Recovery(parts, self._stepper, self._cycles, self._window)
-        self._owner = parts.hooks.owner
-        self._values = Values(
-            parts.store, parts.mover, parts.kernels, parts.sweep.finish, self._owner
-        )
+        owner = self._owner = parts.hooks.owner
+        self._values = Values(parts.store, parts.mover, parts.kernels, parts.sweep.finish, owner)
         parts.hooks.lent = self._values.lent
         parts.hooks.write_edits = self._values.flush_edits
         names = parts.cut.names
@@ -104,13 +114,28 @@ class Engine(EngineCalls):
         if self._journal is not None:
             parts.also(self._journal.close, last=True)
 
-    # --- training ------------------------------------------------------------------------------
+    if not TYPE_CHECKING:  # for a type checker an engine has only what it has itself
+
+        def __getattr__(self, name: str) -> Any:
+            """What an engine does not have is the module's."""
+            module, absent = self.__dict__.get("module"), object()
+            found = absent if name.startswith("__") else getattr(module, name, absent)
+            if found is absent:
+                raise AttributeError(
+                    f"neither {type(self).__name__} nor its module, a {type(module).__name__}, "
+                    f"has {name!r}"
+                )
+            return found
+
+    # --- training --------------------------------------------------------------------------------
 
     @exclusive
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward; same arguments, same result."""
         self._check_usable()
-        self._check_arguments(args, kwargs)
+        check_inputs((args, kwargs), self.device)
+        cut = self._parts.cut
+        check_frozen(cut.names, cut.parameters, cut.trained)
         self._checkpoints.run_state.first_forward()
         self._values.take_back_all()
         self._end_users_backward()
@@ -132,6 +157,10 @@ class Engine(EngineCalls):
             raise
         finally:
             hooks.restore(mark)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """`engine(...)`."""
+        return self(*args, **kwargs)
 
     @exclusive
     def backward(
@@ -161,7 +190,8 @@ class Engine(EngineCalls):
             gradients.finish()
             self._cycles.end()
             hooks.release(None)
-            self._end_backward()
+            self._stepper.count_backward()
+            self._recovery.forget_arrivals()
             return result
         except Exception as error:
             self._recovery.start_over(error)
@@ -192,63 +222,6 @@ class Engine(EngineCalls):
         self._parts.hooks.divisor = 1
         return scaled / self._window.length
 
-    def _scaled(self, loss: Tensor) -> Tensor:
-        self._check_usable()
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise TrainingError(
-                "backward needs a scalar loss that depends on trained parameters, got "
-                + (f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(type(loss))),
-                remedy="reduce the loss with .mean(); call the engine outside torch.no_grad()",
-            )
-        progress = self._stepper.progress
-        self._window.check(progress.micro_step)
-        state = progress.loss_scale
-        return loss if state is None else loss.float() * state.scale
-
-    def _end_backward(self) -> None:
-        self._stepper.count_backward()
-        self._forget_arrivals()
-
-    def _forget_arrivals(self) -> None:
-        """What has arrived is accounted for; what will arrive comes from a loss as it is."""
-        self._recovery.forget_arrivals()
-
-    def _end_users_backward(self) -> None:
-        """Gradients may have come by `loss.backward()`: then do what `backward` does at its end."""
-        window = self._window
-        if self._parts.hooks.num_arrived == window.seen:
-            return
-        self._refuse_unscaled()
-        window.check(self._stepper.progress.micro_step)
-        try:
-            self._parts.gradients.finish()
-            self._cycles.end()
-            self._end_backward()
-        except Exception as error:
-            if _loses_gradients(error):
-                self._recovery.start_over()
-            raise
-
-    def _refuse_unscaled(self) -> None:
-        """In fp16, gradients that came of a loss that `scale` did not make are dropped."""
-        window = self._window
-        arrived = self._parts.hooks.num_arrived != window.seen
-        if arrived and self._stepper.progress.loss_scale is not None and not window.scaled:
-            self._recovery.start_over()
-            raise TrainingError(
-                "gradients came from loss.backward(), and the loss was not scaled",
-                because="in fp16 a loss is multiplied by the loss scale, here "
-                f"{self.loss_scale:g}: small gradients would vanish; the window starts over",
-                remedy="engine.backward(loss), or engine.scale(loss).backward(), after the last "
-                "step or forward",
-            )
-
-    @exclusive
-    def _drop_arrivals(self) -> None:
-        """`optimizer.zero_grad()`: drop what a `loss.backward()` left that is not accounted for."""
-        if self._parts.hooks.num_arrived != self._window.seen:
-            self._recovery.start_over()
-
     @exclusive
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-batch; at the end of the accumulation window, update.
@@ -277,7 +250,7 @@ class Engine(EngineCalls):
             self._parts.mover.release_all(reached=True)
             self._values.take_back_all()
             self._values.settle()
-            self._stepper.batch_samples = self.train_batch_size()
+            self._stepper.batch_samples = self._micro_batch_size * self._window.length
             self._stepper.lr_kwargs = lr_kwargs or {}
             self._stepper.update(self.gradient_clipping)
             report = self._stepper.last_report
@@ -296,21 +269,385 @@ class Engine(EngineCalls):
         self._check_usable()
         self._recovery.start_over()
 
-    # --- the rest --------------------------------------------------------------------------------
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """`engine(...)`."""
-        return self(*args, **kwargs)
-
     @exclusive
-    def train(self, mode: bool = True) -> Engine:
+    def train(self, mode: bool = True) -> Self:
         """`module.train(mode)`."""
         self.module.train(mode)
         return self
 
-    def eval(self) -> Engine:
+    def eval(self) -> Self:
         """`module.eval()`."""
         return self.train(False)
+
+    # --- the accumulation window -----------------------------------------------------------------
+
+    @property
+    def micro_step(self) -> int:
+        """Micro-batches of the current accumulation window that are behind us."""
+        return self._stepper.progress.micro_step
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-batch is the last of its window: `step()` would update."""
+        return self._window.is_boundary(self.micro_step)
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say by hand whether the current micro-batch is the last, from now on; None: count again.
+
+        A window may then be longer or shorter than `gradient_accumulation_steps`, by which losses
+        are divided all the same, unless `backward(scale_wrt_gas=False)`. `step()` may be called for
+        the last micro-batch only. Where gradients rest in 16 bits (`gradient_accumulation_steps`
+        of 1) a second micro-batch is refused: its sum would lose bits.
+        """
+        self._check_usable()
+        self._window.boundary = None if is_boundary is None else bool(is_boundary)
+
+    def _set_micro_batches(self, steps: int) -> None:
+        self._window.set_length(steps)
+        self._parts.hooks.divisor = steps
+
+    def _set_micro_batch_size(self, size: int) -> None:
+        if type(size) is not int or size < 1:
+            raise ConfigError(f"a micro-batch of {size!r} samples", remedy="1 or more")
+        self._micro_batch_size = size
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        self._check_usable()
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise TrainingError(
+                "backward needs a scalar loss that depends on trained parameters, got "
+                + (f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(type(loss))),
+                remedy="reduce the loss with .mean(); call the engine outside torch.no_grad()",
+            )
+        progress = self._stepper.progress
+        self._window.check(progress.micro_step)
+        state = progress.loss_scale
+        return loss if state is None else loss.float() * state.scale
+
+    def _end_users_backward(self) -> None:
+        """Gradients may have come by `loss.backward()`: then do what `backward` does at its end."""
+        window = self._window
+        if self._parts.hooks.num_arrived == window.seen:
+            return
+        self._refuse_unscaled()
+        window.check(self._stepper.progress.micro_step)
+        try:
+            self._parts.gradients.finish()
+            self._cycles.end()
+            self._stepper.count_backward()
+            self._recovery.forget_arrivals()
+        except Exception as error:
+            if _loses_gradients(error):
+                self._recovery.start_over()
+            raise
+
+    def _refuse_unscaled(self) -> None:
+        """In fp16, gradients that came of a loss that `scale` did not make are dropped."""
+        window = self._window
+        arrived = self._parts.hooks.num_arrived != window.seen
+        if arrived and self._stepper.progress.loss_scale is not None and not window.scaled:
+            self._recovery.start_over()
+            raise TrainingError(
+                "gradients came from loss.backward(), and the loss was not scaled",
+                because="in fp16 a loss is multiplied by the loss scale, here "
+                f"{self.loss_scale:g}: small gradients would vanish; the window starts over",
+                remedy="engine.backward(loss), or engine.scale(loss).backward(), after the last "
+                "step or forward",
+            )
+
+    @exclusive
+    def _drop_arrivals(self) -> None:
+        """`optimizer.zero_grad()`: drop what a `loss.backward()` left that is not accounted for."""
+        if self._parts.hooks.num_arrived != self._window.seen:
+            self._recovery.start_over()
+
+    # --- values ----------------------------------------------------------------------------------
+
+    @exclusive
+    def state_dict(self, *, master: bool = False) -> StateDict:
+        """Names to full values, read one by one when asked for; `master`: exact fp32 masters."""
+        self._check_usable()
+        return state_dict_of(self.module, self._values, self._index_of, master=master)
+
+    @exclusive
+    def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
+        """Take full values, tensor by tensor; fp32 values become masters as they are.
+
+        Raises `ConfigError` naming all missing, unexpected and misshapen entries, before
+        anything is changed.
+        """
+        self._check_usable()
+        self.state_dict().load(state, strict=strict)
+
+    @exclusive
+    def save_weights(
+        self,
+        directory: str | os.PathLike[str],
+        dtype: torch.dtype | str | None = None,
+        max_shard: int | str = "5GiB",
+    ) -> list[Path]:
+        """Write safetensors that Hugging Face and `load_weights` take; returns the files.
+
+        Tensor by tensor, out of any homes, persistent buffers included; tied weights once, under
+        their first name. `dtype`: None is the compute dtype; torch.float32 or "fp32" the exact
+        master; "bf16"; "fp16". Buffers, and frozen parameters that are not floats, keep theirs.
+
+        Weights saved there before are replaced as a whole: whoever looks, also after a kill -9,
+        finds all old ones or all new ones. Only one save at a time can be in a directory.
+
+        Raises `ConfigError`, `DoesNotFitError` (disk full) or `MachineError` (also while somebody
+        else saves there); training may go on after any, and files saved there before stay.
+        """
+        self._check_usable()
+        return self.state_dict().save(Path(directory), dtype, max_shard)
+
+    def materialized(
+        self,
+        target: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Parameter],
+        *,
+        master: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Inside the block the named parameters hold full values that may be read and edited.
+
+        Edits are kept. With `master` trained parameters are fp32 masters in the block.
+        """
+        self._check_usable()
+        return self._values.materialized(targets(target, self._index_of), master=master)
+
+    def is_materialized(self, parameter: nn.Parameter) -> bool:
+        """Whether a block of `materialized` lends this parameter a full value now."""
+        return self._index_of.get(id(parameter)) in self._values.lent
+
+    @exclusive
+    def gradient(self, parameter: nn.Parameter) -> Tensor:
+        """A copy of the parameter's accumulated gradient in this window (`p.grad` is None).
+
+        In fp16 it comes in fp32, without the loss scale.
+        """
+        self._check_usable()
+        (index,) = targets(parameter, self._index_of)
+        value = self._parts.gradients.read(index).view(parameter.shape)
+        state = self._stepper.progress.loss_scale
+        return value if state is None else value.float() / state.scale
+
+    @exclusive
+    def set_gradient(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Put another gradient in the place of what was accumulated in this window.
+
+        `value` has the parameter's shape, and no loss scale. It is kept in the dtype that gradients
+        rest in: fp32 where `gradient_accumulation_steps` is above 1, else the compute dtype.
+        """
+        index = self._index_for(parameter, value)
+        state = self._stepper.progress.loss_scale
+        scaled = value.float() * (1.0 if state is None else state.scale)
+        self._parts.mover.await_consumed(self._parts.hooks.unit_of(index))
+        self._parts.gradients.replace(index, scaled.reshape(-1))
+
+    @exclusive
+    def set_optimizer_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
+        """Replace one moment of a parameter, by torch's name: "exp_avg", "exp_avg_sq", ...
+
+        `value` has the parameter's shape; it is stored as `optimizer.moments` says. What there is
+        to read: `engine.optimizer.read_state(parameter)`. Raises `ConfigError` for other names, and
+        where an optimizer of torch's keeps the state.
+        """
+        index = self._index_for(parameter, value)
+        self._values.take_back_all()
+        self._values.settle()
+        layout, segment = self._values.place_of(index)
+        hyper = self.optimizer.hypers(self._index_of).get(index)
+        self._values.guard(layout.index)
+        parts, place = self._parts, (layout, segment)
+        write_state(parts.store, parts.updater, parts.kernels, place, hyper, name, value)
+
+    def _index_for(self, parameter: nn.Parameter, value: Tensor) -> int:
+        self._check_usable()
+        (index,) = targets(parameter, self._index_of)
+        _, segment = self._values.place_of(index)
+        if not segment.trained:
+            raise ConfigError(f"{segment.name!r} is frozen and has no optimizer state")
+        if tuple(value.shape) != segment.shape:
+            got = tuple(value.shape)
+            raise ConfigError(f"{segment.name!r} has shape {segment.shape}, got {got}")
+        return index
+
+    @exclusive
+    def settle(self) -> None:
+        """Wait until no update is owed and everything is home."""
+        self._check_usable()
+        self._values.settle()
+        for unit in range(len(self.plan.units)):
+            self._parts.store.settle_writes(unit)
+
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    @exclusive
+    def save_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        keep_last: int | None = None,
+        wait: bool = False,
+    ) -> Path:
+        """Save everything that decides the next step to `directory/tag`; returns that path.
+
+        `tag` is `global_stepN` by default; `client_state` plain data, given back by
+        `load_checkpoint`. Returns once the snapshot is fixed: the bytes are copied while training
+        goes on, and the checkpoint appears, whole, when all are on stable storage (with `wait`,
+        before this returns). Then `latest` names it, unless `save_latest` is false, and only the
+        `keep_last` newest stay. `exclude_frozen_parameters` asks for what is so anyway: files of
+        frozen weights are written once and shared with the checkpoint before; loading needs them.
+
+        Raises `CheckpointError`, `ConfigError`, `DoesNotFitError` (disk full) or `MachineError`;
+        training may go on after any. What fails behind the caller's back is warned of by the next
+        `step()` and raised by the next `save_checkpoint`, `finish_saving` or `close`.
+        """
+        self._check_usable(may_wait=True)
+        self._end_users_backward()
+        return self._checkpoints.save(
+            Path(directory).expanduser(), tag, client_state or {},
+            save_latest=save_latest, keep_last=keep_last, wait=wait,
+        )  # fmt: skip
+
+    @property
+    def saving(self) -> bool:
+        """Whether a checkpoint is being copied behind the caller's back."""
+        return self._parts.saver.busy
+
+    @exclusive
+    def finish_saving(self) -> None:
+        """Wait until the last checkpoint is on stable storage; raises what made it fail."""
+        self._check_usable()
+        self._parts.saver.finish()
+
+    @exclusive
+    def load_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: None = None,
+    ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
+        """Go on where a checkpoint was saved, under whatever placement; same bits as without.
+
+        Returns (path, client_state); (None, None) with a warning where there is none. Without
+        `load_optimizer_states` weights become fp32 masters, and moments stay as they are; with
+        `load_module_only` counters, schedule and random generators stay as well. Raises
+        `CheckpointError` naming all that does not fit before anything is changed, or the first
+        damaged tensor: the engine is unusable then until a checkpoint is loaded.
+        """
+        self._owner.check()
+        self._check_open()
+        self._parts.mover.verify(may_wait=True)
+        if custom_load_fn is not None:
+            raise ConfigError(
+                "load_checkpoint(custom_load_fn=...) is not supported",
+                because="it would copy values into parameters that are not there",
+                remedy="load with load_module_only=True, then edit inside engine.materialized(...)",
+            )
+        wanted = Wanted(
+            load_optimizer_states, load_lr_scheduler_states, load_module_only, load_module_strict
+        )
+        found = self._checkpoints.load(Path(directory).expanduser(), tag, wanted)
+        self._recovery.forget_arrivals()  # of the state before
+        return found
+
+    def register_state(self, name: str, item: Stateful) -> None:
+        """Save `item.state_dict()`, plain data, in every checkpoint, and give it back on loading.
+
+        For what else decides the run: a DataLoader with a position, a curriculum. The loader that
+        `initialize` made is registered. State that was loaded before is given back at once.
+        """
+        self._checkpoints.run_state.register(name, item)
+
+    @property
+    def resumed(self) -> bool:
+        """Whether `initialize` went on from a committed step (`durable`, `resume`)."""
+        return self._parts.resumed is not None
+
+    @exclusive
+    def restore_random_state(self) -> bool:
+        """Put the random generators back where a resumed run, or a loaded checkpoint, had them.
+
+        `initialize` (`resume`) and `load_checkpoint` have done so; what is drawn between them and
+        the training loop, by a DataLoader for instance, shifts what comes after. Call this right
+        before the loop then. False, and nothing is changed, if nothing was restored.
+        """
+        self._check_usable()
+        return self._checkpoints.run_state.restore_rng()
+
+    # --- what it says of itself ------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs must be."""
+        return self._parts.device.torch_device
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The scheduler the engine steps, or None."""
+        return self._stepper.lr_scheduler
+
+    @property
+    def last_report(self) -> StepReport | None:
+        """What the last step did; None before the first."""
+        return self._stepper.last_report
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global gradient norm of the last step, before clipping and without the loss scale."""
+        return self.last_report.grad_norm if self.last_report else None
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied by in backward; 1.0 unless in fp16."""
+        return self._stepper.loss_scale
+
+    @property
+    def global_steps(self) -> int:
+        """Steps so far, `skipped_steps` among them, as in DeepSpeed."""
+        return self._stepper.progress.steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped because gradients were not finite."""
+        return self._stepper.progress.skipped_steps
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is slow or risky about the device and paths of this run; `initialize` tells too."""
+        disk = self._parts.disk
+        return (*self._parts.device.warnings, *(disk.warnings if disk is not None else ()))
+
+    def forecast(self) -> dict[str, int]:
+        """Predicted bytes per lane and step, for the order of units learnt so far."""
+        sizes = getattr(self._parts.activations, "learnt", None)
+        return forecast_bytes(self.plan, self._cycles.training.sequence, sizes)
+
+    def saved_activations(self) -> dict[str, int]:
+        """Blocks "recomputed", inputs of them "saved", and bytes of these that waited per tier."""
+        found = {"recomputed": self._parts.forwards.recomputed}
+        store = self._parts.activations
+        if store is not None:
+            found["saved"] = store.counts.num_saved
+            found |= {tier.value: nbytes for tier, nbytes in store.counts.bytes_in.items()}
+        return found
+
+    def counters(self) -> dict[str, int]:
+        """Bytes per lane since the engine was made, the initial state included."""
+        return self._parts.lanes.moved()
+
+    def drives(self) -> dict[str, dict[str, Any]]:
+        """Per path in use: device, file system, share of the state, speed, bytes and times."""
+        return self._parts.disk.drives() if self._parts.disk is not None else {}
+
+    # --- the end ---------------------------------------------------------------------------------
 
     def close(self, *, restore: bool = False) -> None:
         """Give everything back: threads, pins, files, disk space. Idempotent.
@@ -349,26 +686,32 @@ class Engine(EngineCalls):
         if failure is not None:
             raise failure
 
-    def destroy(self) -> None:
-        """`close()`."""
-        self.close()
-
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _check_arguments(self, args: Any, kwargs: Any) -> None:
-        check_inputs((args, kwargs), self.device)
-        for index, parameter in enumerate(self._parts.cut.parameters):
-            if parameter.requires_grad and not self._parts.cut.trained[index]:
-                raise TrainingError(
-                    f"parameter {self._parts.cut.names[index]!r} requires a gradient, but was "
-                    "frozen when the engine was made and has no optimizer state",
-                    remedy="pass it to initialize(model_parameters=...), which gives state to "
-                    "parameters that are frozen for now, or keep it frozen",
-                )
+    # --- what is refused -------------------------------------------------------------------------
+
+    def _check_usable(self, *, may_wait: bool = False) -> None:
+        self._owner.check()
+        self._check_open()
+        self._parts.mover.check()
+        self._parts.mover.verify(may_wait=may_wait)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError("the engine is closed", remedy="make a new one")
+
+    def _check_trains(self, what: str) -> None:
+        if not any(self._parts.cut.trained):
+            raise TrainingError(
+                f"{what} of an engine for inference",
+                because="no parameter has optimizer state: the model was frozen, or initialize() "
+                "got neither an optimizer section nor an optimizer",
+                remedy="give one, and requires_grad_(True) before initialize()",
+            )
 
 
 def _loses_gradients(error: Exception) -> bool:

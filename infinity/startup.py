@@ -18,6 +18,7 @@ from infinity.bench.rate_cache import KnownRates, kept_rates
 from infinity.blueprint import check_model, make_optimizer, plan_for
 from infinity.config import Config
 from infinity.cutting import Cut, cut_model
+from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityWarning
 from infinity.journal import Journal
@@ -55,13 +56,16 @@ def initialize(
     device: Device | torch.device | str | None = None,
     progress: Progress | None = None,
     poison: Callable[[Tensor], None] | None = None,
+    engine_class: type[Engine] | None = None,
 ) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
     """Take over a model's memory; returns `(engine, optimizer, dataloader, scheduler)`.
 
     `initialize(model, config)`, or by name, or in DeepSpeed's order. `config` (or `config_params`,
     or `args.deepspeed_config`) is ours or DeepSpeed's: that one is translated, `engine.translation`
     and the journal say how, and it may give the `batch_size`. `Settings`, which `read_settings`
-    made of one, are taken as they are.
+    made of one, are taken as they are. The engine is a `DeepSpeedEngine`, which has DeepSpeed's
+    calls too, where the configuration is DeepSpeed's or comes by one of its arguments (`args`,
+    `config_params`), else an `Engine`; unless `engine_class` says.
 
     `model_parameters` are parameters or groups as for any torch optimizer (default: all that
     require grad); only they get optimizer state. `training_data` is a Dataset (wrapped in a
@@ -99,6 +103,18 @@ def initialize(
     return _take_over(given, told)
 
 
+def initialize_deepspeed(*args: Any, **kwargs: Any) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
+    """`initialize`, with DeepSpeed's calls on the engine whatever the configuration is."""
+    return initialize(*args, **{"engine_class": DeepSpeedEngine, **kwargs})
+
+
+def _class_of(given: Mapping[str, Any], told: Settings) -> type[Engine]:
+    ways = (given["engine_class"], told.translation, given["args"], given["config_params"])
+    if all(way is None for way in ways):
+        return Engine
+    return given["engine_class"] or DeepSpeedEngine
+
+
 def _take_over(
     given: Mapping[str, Any], told: Settings
 ) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
@@ -128,7 +144,7 @@ def _take_over(
             given["progress"], given["poison"],
         )  # fmt: skip
         undo.callback(parts.close)
-        engine = Engine(
+        engine = _class_of(given, told)(
             model,
             parts,
             offloaded,
@@ -139,11 +155,12 @@ def _take_over(
             lr_scheduler=scheduler,
             journal=journal,
             config={name: entry["value"] for name, entry in settings.resolved().items()},
+            micro_batch_size=told.batch_size,
         )
         undo.callback(engine.close)  # no values: they may not fit RAM
-        engine.translation, engine.config = told.translation, told.given
-        engine.training_dataloader = loader
-        engine.set_train_micro_batch_size(told.batch_size)
+        if isinstance(engine, DeepSpeedEngine):
+            engine.translation, engine.config = told.translation, told.given
+            engine.training_dataloader = loader
         if isinstance(loader, ResumableLoader):
             engine.register_state("training_data", loader)
         _announce(engine, told, journal)

@@ -53,11 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "cutting": _FACTS | {"plan", "model", "optim"},
     "blueprint": _BELOW_ENGINE | {"config_optimizer", "cutting"},
     "parts": _BELOW_ENGINE | {"blueprint", "cutting"},
-    "engine_state": _BELOW_ENGINE | {"parts"},
-    "engine_facts": _BELOW_ENGINE | {"parts", "engine_state"},
-    "engine_batch": _BELOW_ENGINE | {"engine_facts"},
-    "engine_calls": _BELOW_ENGINE | {"engine_batch"},
-    "engine": _BELOW_ENGINE | {"parts", "engine_calls"},
+    "engine": _BELOW_ENGINE | {"parts"},
     "startup": _BELOW_ENGINE
     | {"blueprint", "cutting", "parts", "engine", "deepspeed", "read_settings", "bench"},
     "weights": {"errors", "model", "training", "engine"},

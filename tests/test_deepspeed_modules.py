@@ -24,7 +24,8 @@ from support.small import (
 )
 from torch import Tensor, nn, optim
 
-import infinity as deepspeed
+import infinity
+from infinity import deepspeed
 from infinity.deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -72,10 +73,12 @@ THEIRS = Path(__file__).parent / "data" / "deepspeed"
 )
 def test_names_are_found_by_attribute_and_by_import(name: str) -> None:
     found: Any = deepspeed
+    root: Any = infinity  # for `import infinity as deepspeed`
     for part in name.split("."):
-        found = getattr(found, part)
+        found, root = getattr(found, part), getattr(root, part)
     module, _, last = f"infinity.deepspeed.{name}".rpartition(".")
     assert getattr(importlib.import_module(module), last) is found
+    assert root is (infinity.initialize if name == "initialize" else found)
 
 
 # --- zero --------------------------------------------------------------------------------------
@@ -409,12 +412,12 @@ def test_adam_by_deepspeeds_names_is_torchs_adamw(kind: type[Any]) -> None:
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("kind", [DeepSpeedCPUAdam, FusedAdam, deepspeed.CPUAdam])
+@pytest.mark.parametrize("kind", [DeepSpeedCPUAdam, FusedAdam, infinity.CPUAdam])
 @pytest.mark.parametrize("form", ["instance", "class"])
 def test_such_an_optimizer_becomes_the_built_in_rule(
     tmp_path: Path, kind: type[Any], form: str
 ) -> None:
-    decay = 0.01 if kind is deepspeed.CPUAdam else 0.0
+    decay = 0.01 if kind is infinity.CPUAdam else 0.0
     with small_engine(tmp_path, optimizer={"lr": 1e-3, "weight_decay": decay}) as engine:
         train(engine, 2)
         expected = masters(engine)
@@ -491,7 +494,7 @@ def test_fp32_weights_of_our_checkpoints(tmp_path: Path, precision: str) -> None
     assert torch.equal(fresh.blocks[0].up.weight, state["blocks.0.up.weight"])
     (file,) = convert_zero_checkpoint_to_fp32_state_dict(saved, tmp_path / "out")[:1]
     assert file.suffix == ".safetensors"
-    deepspeed.load_weights(other := small_model(4), tmp_path / "out")
+    infinity.load_weights(other := small_model(4), tmp_path / "out")
     assert torch.equal(other.embedding.weight, state["head.weight"])
     (file,) = convert_zero_checkpoint_to_fp32_state_dict(
         saved, tmp_path / "bin", safe_serialization=False

@@ -6,12 +6,14 @@ import argparse
 import itertools
 import logging
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from infinity.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from support import small
 from support.fake_accelerator import FakeAccelerator
 from support.small import (
     MIXED,
@@ -22,15 +24,17 @@ from support.small import (
     poison,
     same,
     settings,
-    small_engine,
     small_model,
 )
 from torch import Tensor, nn
 
 import infinity
+from infinity import deepspeed
+from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityWarning, PresenceError, TrainingError
 
+small_engine = partial(small.small_engine, engine_class=DeepSpeedEngine)
 HOMES = {"disk": ON_DISK, "device": ON_DEVICE, "mixed": MIXED}
 
 
@@ -49,6 +53,26 @@ def deepspeed_config(**more: Any) -> dict[str, Any]:
     }
 
 
+# --- who has these calls ----------------------------------------------------------------------
+
+
+def test_the_engine_has_deepspeeds_calls_where_its_words_are_used(tmp_path: Path) -> None:
+    ours, theirs = settings(tmp_path), deepspeed_config()
+    args = argparse.Namespace(deepspeed_config=ours)
+    for initialize, how, kind in (
+        (infinity.initialize, {"config": ours}, Engine),
+        (infinity.initialize, {"config": theirs}, DeepSpeedEngine),
+        (infinity.initialize, {"config_params": ours}, DeepSpeedEngine),
+        (infinity.initialize, {"args": args}, DeepSpeedEngine),
+        (infinity.initialize, {"config": theirs, "engine_class": Engine}, Engine),
+        (deepspeed.initialize, {"config": ours}, DeepSpeedEngine),
+    ):
+        engine, *_ = initialize(model=small_model(), **how)
+        with engine:
+            assert type(engine) is kind
+            assert hasattr(engine, "get_lr") == (kind is DeepSpeedEngine)
+
+
 # --- the arguments of initialize ---------------------------------------------------------------
 
 
@@ -56,7 +80,7 @@ def test_deepspeeds_order_of_arguments() -> None:
     model, data = small_model(), [batch(0)]
     parameters = [p for p in model.parameters() if p.requires_grad]
     args = argparse.Namespace()
-    made = infinity.initialize(
+    made = deepspeed.initialize(
         args, model, None, parameters, data, None, 29500, None, False, None, deepspeed_config()
     )
     engine, optimizer, loader, scheduler = made
@@ -75,9 +99,9 @@ def test_the_configuration_comes_by_args(tmp_path: Path, by_place: bool) -> None
     parser = infinity.add_config_arguments(argparse.ArgumentParser())
     args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(path)])
     if by_place:
-        engine, *_ = infinity.initialize(args, small_model())
+        engine, *_ = deepspeed.initialize(args, small_model())
     else:
-        engine, *_ = infinity.initialize(args=args, model=small_model())
+        engine, *_ = deepspeed.initialize(args=args, model=small_model())
     engine.close()
     assert engine.train_batch_size() == 2
 
@@ -86,7 +110,7 @@ def test_what_became_of_each_key_is_logged_once_and_printed_nowhere(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     caplog.set_level(logging.INFO, "infinity")
-    engine, *_ = infinity.initialize(small_model(), deepspeed_config(steps_per_print=10))
+    engine, *_ = deepspeed.initialize(small_model(), deepspeed_config(steps_per_print=10))
     engine.close()
     told = [record for record in caplog.records if record.name == "infinity"]
     assert [record.levelno for record in told] == [logging.INFO]
@@ -98,7 +122,7 @@ def test_what_became_of_each_key_is_logged_once_and_printed_nowhere(
         assert f"  {row.verdict} " in line
         assert line.endswith(row.note)
     caplog.clear()
-    engine, *_ = infinity.initialize(small_model(), settings(Path(), ON_DEVICE))
+    engine, *_ = deepspeed.initialize(small_model(), settings(Path(), ON_DEVICE))
     engine.close()
     assert not caplog.records
     assert capfd.readouterr() == ("", "")
@@ -120,7 +144,7 @@ def test_arguments_that_make_no_sense(
     positional: tuple[Any, ...], named: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(ConfigError, match=text):
-        infinity.initialize(*positional, **named)
+        deepspeed.initialize(*positional, **named)
 
 
 def test_an_optimizer_and_the_same_parameters() -> None:
@@ -131,7 +155,7 @@ def test_an_optimizer_and_the_same_parameters() -> None:
     del config["optimizer"]
     for given in (iter(trained), model.parameters(), [{"params": trained}]):
         optimizer = torch.optim.SGD(trained, lr=0.5)
-        made = infinity.initialize(
+        made = deepspeed.initialize(
             model=model, optimizer=optimizer, model_parameters=given, config=config
         )
         with made[0] as engine:
@@ -140,14 +164,14 @@ def test_an_optimizer_and_the_same_parameters() -> None:
         for parameter, fresh in zip(model.parameters(), small_model().parameters(), strict=True):
             parameter.data = fresh.data
     with pytest.raises(ConfigError, match="1 that require grad are not in the optimizer"):
-        infinity.initialize(
+        deepspeed.initialize(
             model=model,
             optimizer=torch.optim.SGD(trained[1:], lr=0.5),
             model_parameters=trained,
             config=config,
         )
     with pytest.raises(ConfigError, match="1 of the optimizer not in model_parameters"):
-        infinity.initialize(
+        deepspeed.initialize(
             model=model,
             optimizer=torch.optim.SGD(trained, lr=0.5),
             model_parameters=trained[1:],
@@ -170,7 +194,7 @@ def test_a_schedule_object_over_the_optimizer_that_is_passed() -> None:
             continue
         config = deepspeed_config()
         del config["optimizer"]
-        engine, _, _, same_schedule = infinity.initialize(
+        engine, _, _, same_schedule = deepspeed.initialize(
             model=model, optimizer=optimizer, lr_scheduler=schedule, config=config
         )
         with engine:
@@ -213,7 +237,7 @@ def test_a_frozen_model_beside_a_trained_one(tmp_path: Path, homes: str, precisi
     given = settings(other, HOMES[homes], precision=precision)
     with (
         small_engine(place, HOMES[homes], plain, precision=precision) as policy,
-        infinity.initialize(frozen, given, poison=poison)[0] as reference,
+        deepspeed.initialize(frozen, given, poison=poison)[0] as reference,
     ):
         reference.eval()
         assert not any(p.requires_grad for p in reference.module.parameters())
@@ -241,10 +265,10 @@ def test_one_budget_for_both(tmp_path: Path) -> None:
     frozen = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(16)))
     frozen.requires_grad_(False)
     config = settings(tmp_path, {}, budget={"host": "6GiB"})
-    with infinity.initialize(model, config)[0] as policy:
+    with deepspeed.initialize(model, config)[0] as policy:
         base = 6 << 30
         assert policy.plan.budget["host"] == base
-        with infinity.initialize(frozen, config)[0] as reference:
+        with deepspeed.initialize(frozen, config)[0] as reference:
             taken = sum(policy.plan.tier_bytes[tier] for tier in ("host", "device"))
             assert reference.plan.budget["host"] == base - taken
             sizes = [engine.plan.tier_bytes for engine in (policy, reference)]
@@ -259,7 +283,7 @@ def test_a_deepspeed_configuration_without_an_optimizer() -> None:
     config = deepspeed_config()
     del config["optimizer"]
     model = small_model()
-    engine, optimizer, _, _ = infinity.initialize(model=model, config=config)
+    engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)
     with engine:
         assert optimizer.param_groups[0]["params"] == []
         assert engine(batch(0)).requires_grad is False
@@ -267,7 +291,7 @@ def test_a_deepspeed_configuration_without_an_optimizer() -> None:
             engine.backward(torch.ones((), requires_grad=True))
     assert all(p.requires_grad for p in model.parameters())
     with pytest.raises(ConfigError, match=r"optimizer\.type: must be given"):
-        infinity.initialize(
+        deepspeed.initialize(
             model=small_model(), config=config, model_parameters=small_model().parameters()
         )
 
@@ -515,7 +539,7 @@ def test_what_was_chosen() -> None:
         },
     )
     device = FakeAccelerator(1)
-    with infinity.initialize(model=small_model(), config=config, device=device)[0] as engine:
+    with deepspeed.initialize(model=small_model(), config=config, device=device)[0] as engine:
         assert engine.zero_optimization_stage() == 3
         assert engine.zero_optimization() is True
         assert engine.zero_optimization_partition_gradients() is True
@@ -570,7 +594,7 @@ def test_what_the_engine_has_not_is_the_modules(tmp_path: Path) -> None:
         assert engine.training is False
         assert list(engine.parameters()) == list(engine.module.parameters())
         assert torch.equal(engine.forward(batch(0)), engine(batch(0)))
-        with pytest.raises(AttributeError, match="neither Engine nor its module, a SmallModel"):
+        with pytest.raises(AttributeError, match="nor its module, a SmallModel"):
             _ = engine.nothing
         assert not hasattr(engine, "__len__")
     engine.destroy()

@@ -10,7 +10,7 @@ import torch
 from support.fake_accelerator import FakeAccelerator
 from torch import Tensor, nn
 
-import infinity
+import infinity.deepspeed
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, TrainingError
 
@@ -26,7 +26,9 @@ def make(precision: str = "fp32", windows: int = 1, **options: Any) -> Engine:
         "optimizer": {"type": "SGD", "lr": 0.1},
         "homes": IN_RAM,
     }
-    return infinity.initialize(model, config, **{"device": torch.device("cpu"), **options})[0]
+    return infinity.deepspeed.initialize(
+        model, config, **{"device": torch.device("cpu"), **options}
+    )[0]
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> Tensor:

@@ -18,11 +18,11 @@ _HERE = "infinity.deepspeed"
 # `theirs=ours` where ours is called otherwise. `zero`, `utils` and `utils.zero_to_fp32` are files.
 NAMES: dict[str, dict[str, str]] = {
     "": {
-        "infinity.engine": "DeepSpeedEngine=Engine",
+        f"{_HERE}.engine": "DeepSpeedEngine",
         f"{_HERE}.config": "translate_deepspeed",
         f"{_HERE}.one_process": "add_config_arguments init_distributed",
         f"{_HERE}.utils": "OnDevice",
-        "infinity.startup": "initialize",
+        "infinity.startup": "initialize=initialize_deepspeed",
     },
     "checkpointing": {
         f"{_HERE}.one_process": "checkpoint configure is_configured reset",
@@ -35,7 +35,7 @@ NAMES: dict[str, dict[str, str]] = {
     "ops.adam": {f"{_HERE}.adam": "DeepSpeedCPUAdam FusedAdam"},
     "runtime": {},
     "runtime.dataloader": {f"{_HERE}.one_process": "RepeatingLoader"},
-    "runtime.engine": {"infinity.engine": "DeepSpeedEngine=Engine"},
+    "runtime.engine": {f"{_HERE}.engine": "DeepSpeedEngine"},
     "runtime.lr_schedules": {
         "infinity.schedules": "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR "
         "WarmupDecayLR WarmupLR",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from infinity.errors import TrainingError
 
@@ -18,6 +18,20 @@ def check_inputs(arguments: Any, device: torch.device) -> None:
             raise TrainingError(
                 f"an input tensor is on {tensor.device}, the engine computes on {device}",
                 remedy=f"move the batch: tensor.to({str(device)!r}) (engine.device)",
+            )
+
+
+def check_frozen(
+    names: Sequence[str], parameters: Sequence[nn.Parameter], trained: Sequence[bool]
+) -> None:
+    """Raise `TrainingError` for a parameter that requires a gradient and has no state for it."""
+    for index, parameter in enumerate(parameters):
+        if parameter.requires_grad and not trained[index]:
+            raise TrainingError(
+                f"parameter {names[index]!r} requires a gradient, but was frozen when the engine "
+                "was made and has no optimizer state",
+                remedy="pass it to initialize(model_parameters=...), which gives state to "
+                "parameters that are frozen for now, or keep it frozen",
             )
 
 

@@ -19,7 +19,7 @@ from support.trainer import same_bits, train_exactly, train_torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-import infinity as deepspeed
+from infinity import deepspeed
 from infinity.config import load_config
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -90,6 +90,7 @@ def small_engine(
     homes: dict[str, str] | None = None,
     model: nn.Module | None = None,
     *,
+    engine_class: type[Engine] | None = None,
     arguments: dict[str, Any] | None = None,
     **more: Any,
 ) -> Iterator[Engine]:
@@ -97,13 +98,14 @@ def small_engine(
     threads = set(threading.enumerate())
     given = settings(path, homes, **more)
     model = small_model() if model is None else model
-    engine, *_ = infinity.initialize(model, given, poison=poison, **(arguments or {}))
+    arguments = {"poison": poison, "engine_class": engine_class, **(arguments or {})}
+    engine, *_ = infinity.initialize(model, given, **arguments)
     try:
         yield engine
     finally:
         engine.close()
     assert_nothing_left(path, threads)
-    device = (arguments or {}).get("device")
+    device = arguments.get("device")
     assert not getattr(device, "violations", []), device
 
 

@@ -1,4 +1,4 @@
-"""Engine calls that scripts written for DeepSpeed make, with DeepSpeed's meaning."""
+"""The engine with DeepSpeed's calls, each with DeepSpeed's meaning."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from infinity.engine_batch import EngineBatch
+from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityWarning, TrainingError
 from infinity.plan.layout import Tier
 from infinity.stable import atomic_write, make_directories
@@ -28,8 +28,8 @@ from infinity.training.state_places import (
 _PICKLED = (".bin", ".pt", ".pth")
 
 
-class EngineCalls(EngineBatch):
-    """The part of `Engine` that DeepSpeed's users know; see docs/migrating-from-deepspeed.md."""
+class DeepSpeedEngine(Engine):
+    """`Engine` as scripts written for DeepSpeed know it; see docs/migrating-from-deepspeed.md."""
 
     # What became of each key, where the configuration was DeepSpeed's: `Translation`, else None.
     translation: Any = None
@@ -39,38 +39,71 @@ class EngineCalls(EngineBatch):
 
     global_rank = local_rank = 0
     world_size = dp_world_size = mp_world_size = 1
+    cur_scale = Engine.loss_scale
 
-    if not TYPE_CHECKING:  # for a type checker an engine has only what it has itself
+    # --- batches ---------------------------------------------------------------------------------
 
-        def __getattr__(self, name: str) -> Any:
-            """What an engine does not have is the module's."""
-            module = self.__dict__.get("module")
-            if module is None or name.startswith("__"):
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            try:
-                return getattr(module, name)
-            except AttributeError:
-                raise AttributeError(
-                    f"neither {type(self).__name__} nor its module, a {type(module).__name__}, "
-                    f"has {name!r}"
-                ) from None
+    def train_batch_size(self) -> int:
+        """Samples of an update: micro-batch x accumulation steps."""
+        return self._micro_batch_size * self._window.length
 
-    # --- accumulation ----------------------------------------------------------------------------
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of a micro-batch, as the configuration or `initialize(batch_size=...)` says."""
+        return self._micro_batch_size
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch is the last of its window: `step()` would update."""
-        return self._window.is_boundary(self.micro_step)
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of an update, unless a boundary is set by hand."""
+        return self._window.length
 
-    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say by hand whether the current micro-batch is the last, from now on; None: count again.
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Samples of an update, samples of a micro-batch, micro-batches of an update."""
+        return self.train_batch_size(), self._micro_batch_size, self._window.length
 
-        A window may then be longer or shorter than `gradient_accumulation_steps`, by which losses
-        are divided all the same, unless `backward(scale_wrt_gas=False)`. `step()` may be called for
-        the last micro-batch only. Where gradients rest in 16 bits (`gradient_accumulation_steps`
-        of 1) a second micro-batch is refused: its sum would lose bits.
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Another number of samples an update, by another number of micro-batches.
+
+        Between updates only. Raises `ConfigError` where it is no multiple of the micro-batch, or
+        where gradients rest in 16 bits, which cannot hold sums.
+        """
+        steps, rest = divmod(train_batch_size, self._micro_batch_size)
+        if rest or steps < 1:
+            raise ConfigError(
+                f"train_batch_size {train_batch_size} is no multiple of the micro-batch of "
+                f"{self._micro_batch_size} samples",
+                remedy=f"{max(steps, 1) * self._micro_batch_size}, or "
+                "set_train_micro_batch_size() first",
+            )
+        self.set_gradient_accumulation_steps(steps)
+
+    def set_gradient_accumulation_steps(self, steps: int) -> None:
+        """Another number of micro-batches an update; as `set_train_batch_size`.
+
+        Predictions of the plan stay those of the configuration.
         """
         self._check_usable()
-        self._window.boundary = None if is_boundary is None else bool(is_boundary)
+        self._end_users_backward()
+        progress = self._stepper.progress
+        if progress.micro_step or progress.backwards:
+            raise TrainingError(
+                f"the window of {self._window.length} micro-batches has begun: "
+                f"{progress.micro_step} are behind us",
+                remedy="change it right after the step() that updates, or zero_grad() first",
+            )
+        self._set_micro_batches(steps)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Another number of samples a micro-batch, for counting; loaders stay as they are."""
+        self._set_micro_batch_size(micro_batch_size)
+
+    @property
+    def micro_steps(self) -> int:
+        """Calls of `step()` since the run began."""
+        return self._stepper.progress.micro_batches
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of all windows that are over, those of skipped steps too."""
+        return self._stepper.progress.samples
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -324,11 +357,6 @@ class EngineCalls(EngineBatch):
         """Where a kind of state rests: torch devices, and "disk"."""
         return places_of(self.plan, self.device, state)
 
-    def _check_trains(self, what: str) -> None:
-        if not any(self._parts.cut.trained):
-            raise TrainingError(
-                f"{what} of an engine for inference",
-                because="no parameter has optimizer state: the model was frozen, or initialize() "
-                "got neither an optimizer section nor an optimizer",
-                remedy="give one, and requires_grad_(True) before initialize()",
-            )
+    def destroy(self) -> None:
+        """`close()`."""
+        self.close()

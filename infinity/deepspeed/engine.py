@@ -28,6 +28,11 @@ from infinity.training.state_places import (
 _PICKLED = (".bin", ".pt", ".pth")
 
 
+def _always(value: Any) -> Callable[[Any], Any]:
+    """A method that returns the same value always."""
+    return lambda self: value
+
+
 class DeepSpeedEngine(Engine):
     """`Engine` as scripts written for DeepSpeed know it; see docs/migrating-from-deepspeed.md."""
 
@@ -153,9 +158,7 @@ class DeepSpeedEngine(Engine):
         """Whether the run computes in bf16."""
         return self.plan.precision.name == "bf16"
 
-    def amp_enabled(self) -> bool:
-        """No: apex is not used."""
-        return False
+    amp_enabled = _always(False)  # apex is not used
 
     def zero_optimization(self) -> bool:
         """Whether the DeepSpeed configuration named a stage above 0."""
@@ -191,33 +194,13 @@ class DeepSpeedEngine(Engine):
         """Whether the plan lets anything rest on disk."""
         return any(self.plan.memory["disk"].values())
 
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Yes: weights are always saved whole."""
-        return True
+    zero_gather_16bit_weights_on_model_save = _always(True)  # they are always saved whole
 
-    # --- one process -----------------------------------------------------------------------------
+    # --- one process: rank 0 of 1, and no group --------------------------------------------------
 
-    def get_data_parallel_rank(self) -> int:
-        """0."""
-        return 0
-
-    def get_model_parallel_rank(self) -> int:
-        """0."""
-        return 0
-
-    def get_data_parallel_world_size(self) -> int:
-        """1."""
-        return 1
-
-    def get_sequence_parallel_world_size(self) -> int:
-        """1."""
-        return 1
-
-    def get_data_parallel_group(self) -> None:
-        """None: no process group is made."""
-
-    def get_sequence_parallel_group(self) -> None:
-        """None: no process group is made."""
+    get_data_parallel_rank = get_model_parallel_rank = _always(0)
+    get_data_parallel_world_size = get_sequence_parallel_world_size = _always(1)
+    get_data_parallel_group = get_sequence_parallel_group = _always(None)
 
     # --- values ----------------------------------------------------------------------------------
 

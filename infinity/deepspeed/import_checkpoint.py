@@ -42,16 +42,8 @@ _EXPERT = re.compile(r"(?:layer_[0-9]+_)?expert_[0-9]+_.*\.pt|layer_[0-9]+-.*\.p
 _REMEDY = "export the weights there as safetensors (zero_to_fp32.py --safe_serialization)"
 
 
-class _Fragment:
-    """Stands for `deepspeed.utils.tensor_fragment.fragment_address`."""
-
-
-class _Scaler:
-    """Stands for DeepSpeed's loss scaler."""
-
-
-class _DynamicScaler:
-    """Stands for DeepSpeed's dynamic loss scaler."""
+class _Shell:
+    """Stands for an object of DeepSpeed's that holds plain data: an address, a loss scaler."""
 
 
 class _Stage(int):
@@ -59,9 +51,9 @@ class _Stage(int):
 
 
 _SHELLS: list[Any] = [
-    (_Fragment, "deepspeed.utils.tensor_fragment.fragment_address"),
-    (_Scaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
-    (_DynamicScaler, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (_Shell, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (_Shell, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (_Shell, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (_Stage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
 ]
 
@@ -211,6 +203,17 @@ class _Trained:
     moments: dict[str, list[Tensor]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _Contents:
+    """What a checkpoint holds by name: of a frozen parameter its shape and the parts of it."""
+
+    trained: dict[str, _Trained]
+    frozen: dict[str, tuple[tuple[int, ...], list[Tensor]]]
+    buffers: dict[str, Tensor]
+    shared: Mapping[str, str]
+    moments: tuple[str, ...]
+
+
 def import_deepspeed(
     source: Path, root: Path, engine_version: str, tag: str | None = None
 ) -> Imported:
@@ -222,107 +225,86 @@ def import_deepspeed(
     understood, and like `CheckpointWriter`.
     """
     files = read_zero(source, tag)
-    module = module_of(files)
-    trained = trained_of(files, module)
-    names = [m for m in _MOMENTS if all(m in one.moments for one in trained.values())]
-    moments = tuple(names) if len(names) == len(_MOMENTS) else ()
-    shared = files.models[0].get("shared_params") or {}
-    frozen = frozen_of(files, module, trained, shared)
-    buffers = {name: module[name] for name in buffer_names(files) if name in module}
-    streams = _streams(trained, frozen, buffers, moments)
-    manifest = _manifest(files, engine_version, trained, frozen, buffers, shared, moments)
+    found = _contents(files)
+    streams = _streams(found)
+    manifest = _manifest(files, engine_version, found)
     writer = CheckpointWriter(root, files.directory.name, streams)
     try:
         for stream, specs in streams.items():
             for spec in specs:
-                for data in _bytes(stream, spec.name, trained, frozen, buffers, moments):
+                for data in _bytes(stream, spec.name, found):
                     writer.write(stream, data)
         path = writer.finish(manifest)
     finally:
         writer.abort()
-    steps = manifest.global_steps
-    count = len(manifest.parameters)
-    return Imported(path, files.stage, len(files.optimizers), steps, count, moments)
+    steps, count = manifest.global_steps, len(manifest.parameters)
+    return Imported(path, files.stage, len(files.optimizers), steps, count, found.moments)
 
 
-def module_of(files: ZeroFiles) -> dict[str, Tensor]:
-    """What the model file of rank 0 holds by name."""
-    module = files.models[0].get("module")
+def _contents(files: ZeroFiles, *, frozen: bool = True) -> _Contents:
+    """All that the files hold; the model's buffers are those of rank 0."""
+    model = files.models[0]
+    module = model.get("module")
     if not isinstance(module, dict) or not all(isinstance(v, Tensor) for v in module.values()):
         files.refuse("its model file has no tensors under 'module'")
-    return module
+    trained = _trained_of(files, module)
+    names = tuple(m for m in _MOMENTS if all(m in one.moments for one in trained.values()))
+    shared = model.get("shared_params") or {}
+    buffers = [name for name in model.get("buffer_names") or [] if isinstance(name, str)]
+    untrained = [n for n in module if not (n in trained or n in buffers or n in shared)]
+    return _Contents(
+        trained,
+        _frozen_of(files, {n: module[n] for n in untrained}) if frozen else {},
+        {name: module[name] for name in buffers if name in module},
+        shared,
+        names if len(names) == len(_MOMENTS) else (),
+    )
 
 
-def buffer_names(files: ZeroFiles) -> list[str]:
-    """Names of the model's buffers."""
-    names = files.models[0].get("buffer_names") or []
-    return [name for name in names if isinstance(name, str)]
+def _streams(found: _Contents) -> dict[str, list[TensorSpec]]:
+    def specs(dtype: torch.dtype, held: torch.dtype | None = None) -> list[TensorSpec]:
+        kept = {n: one for n, one in found.trained.items() if held in (None, one.dtype)}
+        return [TensorSpec(n, one.shape, dtype) for n, one in kept.items()]
 
-
-def _streams(
-    trained: Mapping[str, _Trained],
-    frozen: Mapping[str, tuple[tuple[int, ...], list[Tensor]]],
-    buffers: Mapping[str, Tensor],
-    moments: Sequence[str],
-) -> dict[str, list[TensorSpec]]:
     streams = {
-        MODEL: [TensorSpec(n, one.shape, one.dtype) for n, one in trained.items()],
-        FROZEN: [TensorSpec(n, shape, parts[0].dtype) for n, (shape, parts) in frozen.items()],
-        BUFFERS: [TensorSpec(n, tuple(value.shape), value.dtype) for n, value in buffers.items()],
-        RESIDUAL: [
-            TensorSpec(n, one.shape, torch.int16)
-            for n, one in trained.items()
-            if one.dtype is torch.bfloat16
-        ],
-        MASTER: [
-            TensorSpec(n, one.shape, torch.float32)
-            for n, one in trained.items()
-            if one.dtype is torch.float16
-        ],
+        MODEL: [TensorSpec(n, one.shape, one.dtype) for n, one in found.trained.items()],
+        FROZEN: [TensorSpec(n, shape, p[0].dtype) for n, (shape, p) in found.frozen.items()],
+        BUFFERS: [TensorSpec(n, tuple(v.shape), v.dtype) for n, v in found.buffers.items()],
+        RESIDUAL: specs(torch.int16, torch.bfloat16),
+        MASTER: specs(torch.float32, torch.float16),
     }
-    for index in range(len(moments)):
-        streams[moment_stream(index + 1)] = [
-            TensorSpec(n, one.shape, torch.float32) for n, one in trained.items()
-        ]
+    for index in range(len(found.moments)):
+        streams[moment_stream(index + 1)] = specs(torch.float32)
     return streams
 
 
-def _manifest(
-    files: ZeroFiles,
-    engine_version: str,
-    trained: Mapping[str, _Trained],
-    frozen: Mapping[str, tuple[tuple[int, ...], list[Tensor]]],
-    buffers: Mapping[str, Tensor],
-    shared: Mapping[str, str],
-    moments: Sequence[str],
-) -> Manifest:
+def _manifest(files: ZeroFiles, engine_version: str, found: _Contents) -> Manifest:
     aliases: dict[str, list[str]] = {}
-    for alias, name in shared.items():
-        if name not in trained and name not in frozen:
+    for alias, name in found.shared.items():
+        if name not in found.trained and name not in found.frozen:
             files.refuse(f"{alias!r} is tied to {name!r}, which is not there")
         aliases.setdefault(name, []).append(alias)
-    parameters = [
-        ParameterRecord(
-            n, tuple(aliases.get(n, ())), one.shape, dtype_name(one.dtype), True, one.step
-        )
-        for n, one in trained.items()
-    ]
-    parameters += [
-        ParameterRecord(n, tuple(aliases.get(n, ())), shape, dtype_name(parts[0].dtype), False, 0)
-        for n, (shape, parts) in frozen.items()
-    ]
-    dtypes = {one.dtype for one in trained.values()}
+
+    def record(
+        name: str, shape: tuple[int, ...], dtype: torch.dtype, step: int | None
+    ) -> ParameterRecord:
+        others, trained = tuple(aliases.get(name, ())), step is not None
+        return ParameterRecord(name, others, shape, dtype_name(dtype), trained, step or 0)
+
+    trained = [record(n, one.shape, one.dtype, one.step) for n, one in found.trained.items()]
+    frozen = [record(n, shape, p[0].dtype, None) for n, (shape, p) in found.frozen.items()]
+    dtypes = {one.dtype for one in found.trained.values()}
     precision = next((name for dtype, name in _PRECISIONS.items() if dtype in dtypes), "fp32")
     return Manifest(
         engine_version=engine_version,
         global_steps=_steps(files),
         precision=precision,
         rule=_rule(files),
-        moments=("fp32",) * len(moments),
-        parameters=tuple(parameters),
+        moments=("fp32",) * len(found.moments),
+        parameters=(*trained, *frozen),
         buffers=tuple(
             BufferRecord(n, (), tuple(value.shape), dtype_name(value.dtype), True)
-            for n, value in buffers.items()
+            for n, value in found.buffers.items()
         ),
         run={},
         client_state={},
@@ -350,29 +332,22 @@ def _steps(files: ZeroFiles) -> int:
     return steps
 
 
-def _bytes(
-    stream: str,
-    name: str,
-    trained: Mapping[str, _Trained],
-    frozen: Mapping[str, tuple[tuple[int, ...], list[Tensor]]],
-    buffers: Mapping[str, Tensor],
-    moments: Sequence[str],
-) -> Iterator[Tensor]:
+def _bytes(stream: str, name: str, found: _Contents) -> Iterator[Tensor]:
     """The bytes of a tensor of ours, piece by piece."""
     if stream == FROZEN:
-        yield from (_raw(piece) for piece in _pieces(frozen[name][1]))
+        yield from (_raw(piece) for piece in _pieces(found.frozen[name][1]))
     elif stream == BUFFERS:
-        yield _raw(buffers[name].contiguous().reshape(-1))
+        yield _raw(found.buffers[name].contiguous().reshape(-1))
     elif stream in (MODEL, RESIDUAL, MASTER):
-        one = trained[name]
+        one = found.trained[name]
         for piece in _pieces(one.master):
             master = piece.to(torch.float32)
             bf16 = one.dtype is torch.bfloat16
             halves = split(master) if bf16 else (master.to(one.dtype), master)
             yield _raw(halves[stream != MODEL])
     else:
-        index = [moment_stream(i + 1) for i in range(len(moments))].index(stream)
-        for piece in _pieces(trained[name].moments[moments[index]]):
+        (moment,) = (m for i, m in enumerate(found.moments) if moment_stream(i + 1) == stream)
+        for piece in _pieces(found.trained[name].moments[moment]):
             yield _raw(piece.to(torch.float32))
 
 
@@ -395,7 +370,7 @@ def _shapes(files: ZeroFiles, key: str) -> list[dict[str, tuple[int, ...]]]:
     return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
 
 
-def trained_of(files: ZeroFiles, module: Mapping[str, Tensor]) -> dict[str, _Trained]:
+def _trained_of(files: ZeroFiles, module: Mapping[str, Tensor]) -> dict[str, _Trained]:
     """The trained parameters by name."""
     groups = _shapes(files, "param_shapes")
     key = "fp32_flat_groups" if files.stage == 3 else "single_partition_of_fp32_groups"
@@ -517,23 +492,15 @@ def _gather(
     return parts
 
 
-def frozen_of(
-    files: ZeroFiles,
-    module: Mapping[str, Tensor],
-    trained: Mapping[str, _Trained],
-    shared: Mapping[str, str],
+def _frozen_of(
+    files: ZeroFiles, module: Mapping[str, Tensor]
 ) -> dict[str, tuple[tuple[int, ...], list[Tensor]]]:
-    """Shape and parts of what is neither trained nor a buffer nor another name of something."""
-    known = {
-        name: shape
-        for group in _shapes(files, "frozen_param_shapes")
-        for name, shape in group.items()
-    }
-    buffers = set(buffer_names(files))
+    """Shape and parts of each frozen parameter in `module`."""
+    known: dict[str, tuple[int, ...]] = {}
+    for group in _shapes(files, "frozen_param_shapes"):
+        known |= group
     frozen = {}
     for name, value in module.items():
-        if name in trained or name in buffers or name in shared:
-            continue
         shape = known.get(name, tuple(value.shape))
         parts = [value]
         if files.stage == 3:
@@ -559,21 +526,14 @@ def deepspeed_weights(
 
     Reads what `import_deepspeed` does, and raises what it raises.
     """
-    files = read_zero(source, tag)
-    module = module_of(files)
-    trained = trained_of(files, module)
-    shared: Mapping[str, str] = files.models[0].get("shared_params") or {}
-    parts = {name: (one.shape, one.master) for name, one in trained.items()}
-    if frozen:
-        parts |= frozen_of(files, module, trained, shared)
+    found = _contents(read_zero(source, tag), frozen=frozen)
+    parts = {name: (one.shape, one.master) for name, one in found.trained.items()} | found.frozen
     tensors = [
         _outgoing(name, shape, pieces, torch.float32 if pieces[0].is_floating_point() else None)
         for name, (shape, pieces) in parts.items()
     ]
-    for name in buffer_names(files):
-        if name in module:
-            tensors.append(_outgoing(name, tuple(module[name].shape), [module[name]], None))
-    return tensors, {alias: name for alias, name in shared.items() if name in parts}
+    tensors += [_outgoing(n, tuple(v.shape), [v], None) for n, v in found.buffers.items()]
+    return tensors, {alias: name for alias, name in found.shared.items() if name in parts}
 
 
 def _outgoing(

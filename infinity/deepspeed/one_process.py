@@ -53,32 +53,19 @@ def init_distributed(*args: Any, **kwargs: Any) -> None:
         )
 
 
-def is_initialized() -> bool:
-    """True: one process is always in touch with itself."""
-    return True
+def _always(value: Any, what: str) -> Callable[..., Any]:
+    def function(group: Any = None) -> Any:
+        return value
+
+    function.__doc__ = what
+    return function
 
 
-def get_rank(group: Any = None) -> int:
-    """0."""
-    return 0
-
-
-def get_local_rank() -> int:
-    """0."""
-    return 0
-
-
-def get_world_size(group: Any = None) -> int:
-    """1."""
-    return 1
-
-
-def barrier(group: Any = None) -> None:
-    """Nobody to wait for."""
-
-
-def destroy_process_group(group: Any = None) -> None:
-    """There is none."""
+is_initialized = _always(True, "True: one process is always in touch with itself.")
+get_rank = get_local_rank = _always(0, "0: the only process.")
+get_world_size = _always(1, "1: the only process.")
+barrier = _always(None, "Nobody to wait for.")
+destroy_process_group = _always(None, "There is none.")
 
 
 # --- checkpointing -------------------------------------------------------------------------------
@@ -117,13 +104,8 @@ def configure(
         )
 
 
-def is_configured() -> bool:
-    """True: there is nothing to configure."""
-    return True
-
-
-def reset() -> None:
-    """Nothing to do: nothing is kept from one backward to the next."""
+is_configured = _always(True, "True: there is nothing to configure.")
+reset = _always(None, "Nothing to do: nothing is kept from one backward to the next.")
 
 
 # --- runtime.dataloader --------------------------------------------------------------------------

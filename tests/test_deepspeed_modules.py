@@ -494,6 +494,8 @@ def test_fp32_weights_of_our_checkpoints(tmp_path: Path, precision: str) -> None
     assert torch.equal(fresh.blocks[0].up.weight, state["blocks.0.up.weight"])
     (file,) = convert_zero_checkpoint_to_fp32_state_dict(saved, tmp_path / "out")[:1]
     assert file.suffix == ".safetensors"
+    deepspeed.utils.zero_to_fp32.main([str(saved), str(tmp_path / "main"), "-t", "global_step2"])
+    assert [path.name for path in (tmp_path / "main").iterdir()] == [file.name]
     infinity.load_weights(other := small_model(4), tmp_path / "out")
     assert torch.equal(other.embedding.weight, state["head.weight"])
     (file,) = convert_zero_checkpoint_to_fp32_state_dict(

@@ -233,17 +233,18 @@ class Config(Section):
         For example `{"io.queue_depth": {"value": 16, "origin": "given"}, ...}`; the origin is
         "given" or "default". Sizes are in bytes.
         """
-        return dict(_entries(self, ""))
+        return dict(entries(self, ""))
 
 
-def _entries(section: BaseModel, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def entries(section: BaseModel, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The values of a section and of those in it by dotted name, as `Config.resolved` has them."""
     dumped = section.model_dump(mode="json")
     for name in type(section).model_fields:
         value = getattr(section, name)
         if isinstance(section, OptimizerConfig) and value is None:
             continue  # its rule does not take it
         if isinstance(value, BaseModel):
-            yield from _entries(value, f"{prefix}{name}.")
+            yield from entries(value, f"{prefix}{name}.")
         else:
             origin = "given" if name in section.model_fields_set else "default"
             yield f"{prefix}{name}", {"value": dumped[name], "origin": origin}

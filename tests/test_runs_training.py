@@ -20,10 +20,9 @@ from typer.testing import CliRunner
 from infinity.cli.main import app
 from infinity.cli.train_page import TrainPage
 from infinity.errors import CheckpointError, ConfigError, TrainingError
-from infinity.runs.corpus import Corpus
+from infinity.runs.data import Corpus, Reel, split
 from infinity.runs.run import Run
 from infinity.runs.settings import load_run_config
-from infinity.runs.windows import Reel, split
 from infinity.schedules import WarmupCosineLR
 
 
@@ -46,7 +45,6 @@ def reference_losses(raw: dict[str, Any], data: Path) -> tuple[list[float], Any]
     reel = Reel(windows, 2, 0, True)
     order = [reel.place(i) for i in range(6 * 4)]
     tokens = corpus.read(0, corpus.num_tokens)
-    corpus.close()
     torch.manual_seed(0)
     config = transformers.GPT2Config(**TINY, vocab_size=257, bos_token_id=256, eos_token_id=256)
     model = transformers.AutoModelForCausalLM.from_config(config).train()
@@ -103,7 +101,6 @@ def test_evaluation_is_the_loss_of_the_held_out_windows(tmp_path: Path) -> None:
     corpus = Corpus(directory)
     _, held = split(corpus, LENGTH, 0.1)
     batch = torch.stack([held.window(i) for i in range(3)])
-    corpus.close()
     model = transformers.AutoModelForCausalLM.from_pretrained(result.model).eval()
     with torch.no_grad():
         expected = model(input_ids=batch, labels=batch).loss.item()
@@ -128,8 +125,8 @@ def test_the_directory_tells_everything(plain: tuple[Path, list[Any]]) -> None:
     ]
     text = (run / "config.yaml").read_text()
     assert "  micro_batch: 2\n" in text
-    assert "  # shuffle: true  # default" in text
-    assert "# tokens_per_step: 64  # derived" in text
+    assert "# data.shuffle: true  # default" in text
+    assert "# training.tokens_per_step: 64  # derived" in text
     again, given = load_run_config(run / "config.yaml"), load_run_config(settings(folder))
     assert again.model_dump(exclude_unset=True) == given.model_dump(exclude_unset=True)
 
@@ -302,7 +299,6 @@ def test_fine_tuning_begins_with_the_weights_of_the_directory(tmp_path: Path) ->
     (directory,) = (tmp_path / "run" / "data").iterdir()
     corpus = Corpus(directory)
     batch = torch.from_numpy(corpus.read(0, 4 * LENGTH)).view(4, LENGTH)
-    corpus.close()
     expected = model(input_ids=batch, labels=batch).loss.item()
     assert watcher.steps[0].loss == pytest.approx(expected, rel=1e-5)
     saved = transformers.AutoModelForCausalLM.from_pretrained(

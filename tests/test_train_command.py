@@ -14,13 +14,13 @@ from support.runs import settings
 from typer.testing import CliRunner
 
 from infinity.bench.rate_cache import MeasuredRates
+from infinity.cli.init import PRESETS
 from infinity.cli.main import app
-from infinity.cli.presets import PRESETS
 from infinity.cli.train_page import format_stalls, format_step
 from infinity.errors import ConfigError
 from infinity.plan.rates import Rates, nominal
+from infinity.runs.metrics import StepFacts
 from infinity.runs.settings import load_run_config
-from infinity.runs.watcher import StepFacts
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +63,7 @@ def test_a_run_shows_its_plan_its_steps_and_what_came_of_it(tmp_path: Path) -> N
     plan = json.loads((run_dir / "plan.json").read_text())
     assert plan["fits"]
     assert plan["work"]["tokens_per_step"] == 64
-    assert "# steps: " not in (run_dir / "config.yaml").read_text()
+    assert "# training.steps: " not in (run_dir / "config.yaml").read_text()
     assert (run_dir / "model" / "model.safetensors").exists()
     code, out, error = run("train", config, "training.steps=2")
     assert code == 2
@@ -245,7 +245,7 @@ def test_every_preset_is_valid_and_can_be_planned(tmp_path: Path, name: str) -> 
     assert code == 0, error
     config = load_run_config(path)
     assert str(path) in path.read_text()
-    said = PRESETS[name].summary.partition("disk ")[2]
+    said = PRESETS[name].partition("disk ")[2]
     assert f"of RAM and {said} of\n" in path.read_text() or not said
     arguments = ["plan", str(path), "--json"]
     if config.model.path is not None:

@@ -1,24 +1,30 @@
-"""`infinity init`: a configuration to start from, with comments."""
+"""`infinity init`: a configuration to start from, with comments; the texts lie in `presets/`."""
 
 from __future__ import annotations
 
 import difflib
+import sysconfig
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from infinity.cli.ending import command, say
-from infinity.cli.presets import PRESETS
 from infinity.errors import ConfigError, MachineError
 from infinity.stable import atomic_write, open_new
 
-_DEFAULT = "tiny-cpu"
-_LIST = "; ".join(f"{name}: {preset.summary}" for name, preset in PRESETS.items())
+PRESETS = {
+    "tiny-cpu": "0.8M parameters from scratch, any computer, under a minute",
+    "pretrain-124m": "GPT-2 of 124M from scratch on your text",
+    "7b-24gb": "fine-tune 7B: GPU 24 GiB, RAM 64 GiB, disk 500 GB",
+    "13b-24gb": "fine-tune 13B: GPU 24 GiB, RAM 64 GiB, disk 1 TB",
+    "70b-24gb": "fine-tune 70B: GPU 24 GiB, RAM 64 GiB, disk 4 TB",
+}
+_LIST = "; ".join(f"{name}: {summary}" for name, summary in PRESETS.items())
 
 
 def init(
-    preset: Annotated[str, typer.Option("--preset", metavar="NAME", help=f"{_LIST}.")] = _DEFAULT,
+    preset: Annotated[str, typer.Option("--preset", metavar="NAME", help=f"{_LIST}.")] = "tiny-cpu",
     out: Annotated[
         Path, typer.Option("--out", metavar="FILE", help="Where to write it; - is stdout.")
     ] = Path("train.yaml"),
@@ -40,12 +46,13 @@ def init(
             return
         out = out.expanduser()
         _write(out, preset_text(preset, str(out)), force)
-        say(f"wrote {out} ({PRESETS[preset].summary}); read it, then: infinity train {out}")
+        say(f"wrote {out} ({PRESETS[preset]}); read it, then: infinity train {out}")
 
 
 def preset_text(name: str, file: str) -> str:
     """The text of a preset; `file` is what it will be called."""
-    return PRESETS[name].text().replace("{file}", file)
+    text = (Path(__file__).parent / "presets" / f"{name}.yaml").read_text(encoding="utf-8")
+    return text.replace("{library}", sysconfig.get_paths()["stdlib"]).replace("{file}", file)
 
 
 def _write(path: Path, text: str, force: bool) -> None:

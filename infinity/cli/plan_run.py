@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from infinity.model.target import Target
     from infinity.runs.settings import RunConfig
 
-_ENDINGS = (".yaml", ".yml", ".json")
-
 
 def find_run_config(text: str) -> RunConfig | None:
     """The configuration of a run in the file that `text` names; None if that is something else.
@@ -21,7 +19,7 @@ def find_run_config(text: str) -> RunConfig | None:
     Raises `ConfigError` if it is one with mistakes in it.
     """
     path = Path(text).expanduser()
-    if path.suffix.lower() not in _ENDINGS or not path.is_file():
+    if path.suffix.lower() not in (".yaml", ".yml", ".json") or not path.is_file():
         return None
     from infinity.config_source import read_config_file
     from infinity.runs.settings import is_run_config, load_run_config
@@ -31,17 +29,6 @@ def find_run_config(text: str) -> RunConfig | None:
     except ConfigError:
         return None  # whoever reads it as something else says what is wrong
     return load_run_config(path) if is_run_config(raw) else None
-
-
-def tokens_of(run: RunConfig) -> int:
-    """Of a step, all micro-batches together; windows as long as the model sees where not said."""
-    from infinity.runs.preparation import DEFAULT_LENGTH
-
-    training, length = run.training, run.data.sequence_length
-    if training.tokens_per_step is not None:
-        return training.tokens_per_step
-    tokens = training.micro_batch * (DEFAULT_LENGTH if length == "auto" else length)
-    return tokens * run.engine.gradient_accumulation_steps
 
 
 def engine_of(run: RunConfig) -> Config:
@@ -55,6 +42,15 @@ def engine_of(run: RunConfig) -> Config:
     return run.engine.model_copy(update={"gradient_accumulation_steps": count})
 
 
+def tokens_of(run: RunConfig) -> int:
+    """Of a step, all micro-batches together; windows as long as the model sees where not said."""
+    from infinity.runs.settings import DEFAULT_LENGTH
+
+    training, length = run.training, run.data.sequence_length
+    tokens = training.micro_batch * (DEFAULT_LENGTH if length == "auto" else length)
+    return training.tokens_per_step or tokens * run.engine.gradient_accumulation_steps
+
+
 def model_of(run: RunConfig) -> Target:
     """The model that the configuration names, on meta.
 
@@ -66,6 +62,6 @@ def model_of(run: RunConfig) -> Target:
             f"model.path is {path}, which is no directory here",
             remedy="--model 7b, 13b or 70b plans for one like it; or --model with a config.json",
         )
-    from infinity.runs.planning import target_on_meta
+    from infinity.runs.model import target_on_meta
 
     return target_on_meta(run)

@@ -21,8 +21,8 @@ from infinity.errors import DoesNotFitError, EngineFailedError, MachineError
 
 if TYPE_CHECKING:
     from infinity.cli.train_page import TrainPage
+    from infinity.runs.metrics import Result
     from infinity.runs.run import Run
-    from infinity.runs.watcher import Result
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -110,19 +110,23 @@ def _show_plan(run: Run, page: TrainPage) -> None:
     from infinity.cli.plan import DEFAULT_ENDURANCE, parts_of_blocks
     from infinity.cli.plan_page import show_plan
     from infinity.cli.plan_report import report
+    from infinity.cutting import cut_model, groups_of
     from infinity.memory.device import find_device
-    from infinity.runs.planning import case_of, model_on_meta, units_named
+    from infinity.runs.model import model_on_meta
+    from infinity.runs.preparation import case_of
     from infinity.sizes import parse_size
 
     assert run.prepared is not None
-    prepared = run.prepared
-    model = model_on_meta(run.config.model, prepared.facts)
+    engine = run.prepared.engine
+    model = model_on_meta(run.config.model, run.prepared.facts)
     with closing(find_device(None)) as device:
-        case, target, cut = case_of(prepared, model, device)
+        case, target, cut = case_of(run.prepared, model, device)
 
         def finer() -> Any:
             names = parts_of_blocks(cut)
-            return units_named(prepared, model, names) if names else ()
+            return (
+                cut_model(model, engine, groups_of(model, engine), names).layouts if names else ()
+            )
 
         found = report(case, target, parse_size(DEFAULT_ENDURANCE), finer) | {"split": False}
     text = io.StringIO()

@@ -16,15 +16,15 @@ from infinity.cli.screen import Page
 from infinity.sizes import format_count, format_duration, format_size
 
 if TYPE_CHECKING:
+    from infinity.runs.metrics import Result, StepFacts
     from infinity.runs.preparation import Prepared
-    from infinity.runs.watcher import Result, StepFacts
 
 PLAIN_INTERVAL_S = 5.0
 _STALLS = {"disk_read": "read", "slot": "slots", "gradient": "gradients"}
 
 
 class TrainPage:
-    """Follows one run on stderr; implements `infinity.runs.watcher.Watcher`."""
+    """Follows one run on stderr; implements `infinity.runs.metrics.Watcher`."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)

@@ -42,6 +42,9 @@ class RunDirectory:
         and `MachineError` if it cannot be written or another process trains in it.
         """
         self.path = path.absolute()
+        self.tokens, self.checkpoints = self.path / "data", self.path / "checkpoints"
+        self.metrics, self.tensorboard = self.path / "metrics.jsonl", self.path / "tensorboard"
+        self.model = self.path / "model"
         self._lock = -1
         self.record: dict[str, Any] = {}
         with self._explained():
@@ -83,33 +86,6 @@ class RunDirectory:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
-
-    # --- places ----------------------------------------------------------------------------------
-
-    @property
-    def data(self) -> Path:
-        """Where tokens are, unless they have a cache elsewhere."""
-        return self.path / "data"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The root of the checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def metrics(self) -> Path:
-        """A line a step, JSON."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def model(self) -> Path:
-        """The result."""
-        return self.path / "model"
 
     # --- the record ------------------------------------------------------------------------------
 
@@ -171,14 +147,6 @@ class RunDirectory:
             self.record = {}
             (self.path / _RUN).unlink(missing_ok=True)
             raise
-
-    def complete(self, steps: int) -> None:
-        """All is done."""
-        self.remember(complete=True, steps=steps)
-
-    def reopen(self) -> None:
-        """More steps were asked for than were done."""
-        self.remember(complete=False)
 
     def remember(self, **facts: Any) -> None:
         """Put facts that outlast the process into the record, if they are new."""

@@ -29,10 +29,9 @@ from infinity.errors import (
     TrainingError,
     TransferError,
 )
-from infinity.runs.metrics import LastStep, Metrics
+from infinity.runs.data import Reel
+from infinity.runs.metrics import LastStep, Metrics, StepFacts, Watcher
 from infinity.runs.preparation import Prepared
-from infinity.runs.watcher import StepFacts, Watcher
-from infinity.runs.windows import Reel
 
 _RECENT = 50  # steps that a forecast of the time left is made of
 _SOON = 10  # a save that failed is tried again after this part of the steps between two

@@ -1,4 +1,4 @@
-"""What a run tells while it goes: `metrics.jsonl`, and TensorBoard's files if asked for.
+"""What a run tells while it goes: whoever follows it, `metrics.jsonl`, and TensorBoard if asked.
 
 `metrics.jsonl` has one object a line. "event": "step" with step, epoch, tokens (all so far), loss,
 lr, grad_norm, clip_factor, skipped, step_s, tokens_per_s, stall_s and moved (by lane), memory;
@@ -15,9 +15,10 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -25,6 +26,71 @@ from infinity.errors import MachineError
 from infinity.stable import atomic_write, json_lines
 
 _CURVES = ("loss", "lr", "grad_norm", "tokens_per_s", "step_s", "epoch")
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """One step. `loss` is in nats a token; times in seconds; `left_s` is until the last step."""
+
+    step: int
+    num_steps: int
+    epoch: float
+    loss: float
+    lr: float
+    grad_norm: float
+    skipped: bool
+    tokens_per_s: float
+    step_s: float
+    left_s: float
+    stall_s: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to. Losses are in nats a token, None where none was computed.
+
+    `stopped` says that it was asked to stop before its last step. `checkpoint` is the one to go on
+    from, None where that is a durable state on disk; `model` the directory for transformers.
+    `failed_saves` counts checkpoints that could not be saved on the way.
+    """
+
+    steps: int
+    num_steps: int
+    stopped: bool
+    loss: float | None
+    evaluation_before: float | None
+    evaluation: float | None
+    tokens: int
+    checkpoint: Path | None
+    model: Path | None
+    failed_saves: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {k: str(v) if isinstance(v, Path) else v for k, v in vars(self).items()}
+
+
+class Watcher(Protocol):
+    """Implemented by whoever shows a run."""
+
+    def begin(self, done: int, num_steps: int) -> None:
+        """Training begins, behind `done` steps."""
+
+    def step(self, facts: StepFacts) -> None:
+        """A step is over."""
+
+    def evaluated(self, step: int, loss: float) -> None:
+        """The held-out loss after `step` steps."""
+
+    def saved(self, path: Path, what: str) -> None:
+        """Something was written, or is being written: a checkpoint, the model."""
+
+    def note(self, text: str) -> None:
+        """Something worth knowing."""
+
+    @property
+    def stopping(self) -> bool:
+        """Whether to finish this step, save, and stop."""
 
 
 class LastStep:
@@ -47,20 +113,22 @@ class LastStep:
 
 
 class Metrics:
-    """Appends records; of a run that goes on, those that it will write again are moved aside."""
+    """Appends records; of a run that goes on, those that it will write again are moved aside.
+
+    `evaluated` are the steps with an evaluation, `notes` what has to be said once, `last_step` is
+    the last step that was told, of those that are behind the run.
+    """
 
     def __init__(self, path: Path, *, after: int, tensorboard: Path | None = None) -> None:
         """`after` is the step that the run goes on from; 0 for a new one. Raises `MachineError`."""
         self._path = path
-        self.evaluated: set[int] = set()
-        """Steps with an evaluation."""
         self.notes: list[str] = []
-        """What has to be said once."""
-        self.last_step = 0
-        """The last step that was told, of those that are behind the run."""
         self._before_line = b""
-        kept, told = self._kept(after)
+        self._board: Any = None
         try:
+            found = list(_lines(path))
+            kept = [(line, record) for line, record in found if record["step"] <= after]
+            told = _last(record for _, record in found)
             if told > after:
                 asides = (path.with_suffix(f".{number}.jsonl") for number in count(1))
                 aside = next(p for p in asides if not p.exists())
@@ -71,11 +139,22 @@ class Metrics:
                     f"what it was is in {aside.name}"
                 )
             with atomic_write(path) as file:
-                file.write("".join(kept).encode())
+                file.write("".join(line for line, _ in kept).encode())
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
             raise self._refused(error) from error
-        self._board = None if tensorboard is None else self._open_board(tensorboard, after)
+        self.last_step = _last(record for _, record in kept)
+        self.evaluated = {r["step"] for _, r in kept if r["event"] == "evaluation"}
+        if tensorboard is not None:
+            try:
+                library: Any = importlib.import_module("torch.utils.tensorboard")
+                begin = after + 1 if after else None
+                self._board = library.SummaryWriter(os.fspath(tensorboard), purge_step=begin)
+            except ImportError:
+                self.notes.append(
+                    "training.tensorboard: the package is not installed (pip install tensorboard); "
+                    "metrics.jsonl has the numbers"
+                )
 
     def close(self) -> None:
         """Close the files; idempotent."""
@@ -101,52 +180,13 @@ class Metrics:
         if record["event"] == "evaluation":
             self.evaluated.add(record["step"])
         if self._board is not None:
-            self._show(self._board, record)
+            for name, value in _curves(record):
+                self._board.add_scalar(name, value, record["step"])
 
     def catch_up(self, last: LastStep) -> None:
         """Tell of a step that was committed before it could be told. Raises `MachineError`."""
         if last.record and last.record["step"] > self.last_step:
             self.write({**last.record, "recovered": True})
-
-    def _kept(self, after: int) -> tuple[list[str], int]:
-        """Lines of steps that are behind the run, and the last step that any line tells of."""
-        kept, told = [], 0
-        try:
-            for line, record in _lines(self._path):
-                is_step = record["event"] == "step"
-                told = max(told, record["step"] * is_step)
-                if record["step"] <= after:
-                    kept.append(line)
-                    self.last_step = max(self.last_step, record["step"] * is_step)
-                    if record["event"] == "evaluation":
-                        self.evaluated.add(record["step"])
-        except OSError as error:
-            raise self._refused(error) from error
-        return kept, told
-
-    def _open_board(self, directory: Path, after: int) -> Any:
-        try:
-            library = importlib.import_module("torch.utils.tensorboard")
-        except ImportError:
-            self.notes.append(
-                "training.tensorboard: the package is not installed (pip install tensorboard); "
-                "metrics.jsonl has the numbers"
-            )
-            return None
-        return library.SummaryWriter(os.fspath(directory), purge_step=after + 1 if after else None)
-
-    @staticmethod
-    def _show(board: Any, record: Mapping[str, Any]) -> None:
-        step = record["step"]
-        if record["event"] == "evaluation":
-            board.add_scalar("evaluation/loss", record["loss"], step)
-            return
-        for name in _CURVES:
-            if isinstance(record.get(name), int | float):
-                board.add_scalar(f"train/{name}", record[name], step)
-        for group in ("stall_s", "moved"):
-            for name, value in record.get(group, {}).items():
-                board.add_scalar(f"{group}/{name}", value, step)
 
     def _refused(self, error: OSError) -> MachineError:
         return MachineError(
@@ -158,8 +198,12 @@ class Metrics:
 def steps_told(path: Path) -> int:
     """The last step that a `metrics.jsonl` tells of; 0 where there is none."""
     with suppress(OSError):
-        return max((r["step"] for _, r in _lines(path) if r["event"] == "step"), default=0)
+        return _last(record for _, record in _lines(path))
     return 0
+
+
+def _last(records: Iterator[dict[str, Any]]) -> int:
+    return max((r["step"] for r in records if r["event"] == "step"), default=0)
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -170,6 +214,16 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for line, record in json_lines(path):
         if line.endswith("\n") and isinstance(record.get("step"), int):
             yield line, {"event": None, **record}
+
+
+def _curves(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What TensorBoard draws of a record."""
+    if record["event"] == "evaluation":
+        yield "evaluation/loss", record["loss"]
+    elif record["event"] == "step":
+        yield from ((f"train/{name}", record[name]) for name in _CURVES if name in record)
+        for group in ("stall_s", "moved"):
+            yield from ((f"{group}/{name}", v) for name, v in record.get(group, {}).items())
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The model of a run: its transformers config, what that says of it, and building it."""
+"""The model of a run: its transformers config, what that says of it, building and planning it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from infinity.config import Config
@@ -18,9 +19,11 @@ from infinity.huggingface.library import transformers
 from infinity.huggingface.models import build_model, load_model
 from infinity.huggingface.sources import find_directory
 from infinity.model.foreign import explained
-from infinity.runs.settings import ModelSection
+from infinity.model.target import Target, target_of
+from infinity.runs.settings import BYTES, ModelSection, RunConfig
 
 CAUSAL = "AutoModelForCausalLM"
+BYTES_SIZE, BYTES_END = 257, 256  # of the tokenizer of bytes
 _REFUSED = "{} is no config that transformers takes"
 _VARIES = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache")
 
@@ -51,13 +54,11 @@ def read_facts(section: ModelSection, tokenizer_size: int | None, end: int | Non
     Raises `ConfigError` for what is no config of transformers', or of no causal language model.
     """
     source = section.config if section.config is not None else section.path
+    assert source is not None
     if isinstance(source, dict):
-        config = _from_keys(source, tokenizer_size, end)
-        name = str(source.get("model_type"))
+        config, name = _from_keys(source, tokenizer_size, end), str(source.get("model_type"))
     else:
-        assert source is not None
-        config = _from_directory(source)
-        name = source
+        config, name = _from_directory(source), source
     if type(config) not in transformers().MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
             f"{name} is a {config.model_type} model, which transformers has no causal language "
@@ -79,10 +80,9 @@ def read_facts(section: ModelSection, tokenizer_size: int | None, end: int | Non
 
 def _from_directory(source: str) -> Any:
     path = Path(source).expanduser()
-    if path.is_file():
-        path = path.parent if path.name == "config.json" else path
-        if not path.is_dir():
-            raise ConfigError(f"model.config: {path} is a file, but not a config.json")
+    if path.is_file() and path.name != "config.json":
+        raise ConfigError(f"model.config: {path} is a file, but not a config.json")
+    path = path.parent if path.is_file() else path
     directory = path if path.is_dir() else find_directory(source)
     if not (directory / "config.json").is_file():
         raise ConfigError(
@@ -94,19 +94,21 @@ def _from_directory(source: str) -> Any:
 
 
 def _from_keys(keys: Mapping[str, Any], tokenizer_size: int | None, end: int | None) -> Any:
-    library = transformers()
-    kind = keys.get("model_type")
+    library, kind = transformers(), keys.get("model_type")
     if not isinstance(kind, str) or kind not in library.CONFIG_MAPPING:
-        near = difflib.get_close_matches(str(kind), list(library.CONFIG_MAPPING), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = _near(str(kind), library.CONFIG_MAPPING)
         what = "must be given" if kind is None else f"transformers knows no {kind!r}{hint}"
         raise ConfigError(f"model.config.model_type: {what}", remedy="model_type: gpt2, llama, ...")
     with explained(_REFUSED.format("model.config")):
         plain = library.CONFIG_MAPPING[kind]()
-        known = {*plain.to_dict(), *plain.attribute_map, *dir(plain)}
-        unknown = [key for key in keys if key not in known]
+        known = sorted({*plain.to_dict(), *plain.attribute_map, *dir(plain)})
+        unknown = [
+            f"model.config.{key}: {kind} has no such key{_near(key, known)}"
+            for key in keys
+            if key not in known
+        ]
         if unknown:
-            raise ConfigError(_unknown(str(kind), unknown, known))
+            raise ConfigError("; ".join(unknown))
         filled = dict(keys)
         if tokenizer_size is not None:
             filled.setdefault("vocab_size", tokenizer_size)
@@ -117,29 +119,21 @@ def _from_keys(keys: Mapping[str, Any], tokenizer_size: int | None, end: int | N
         return library.AutoConfig.for_model(**filled)
 
 
-def _unknown(kind: str, unknown: list[str], known: set[str]) -> str:
-    problems = []
-    names = sorted(name for name in known if not name.startswith("_"))
-    for key in unknown:
-        near = difflib.get_close_matches(key, names, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        problems.append(f"model.config.{key}: {kind} has no such key{hint}")
-    return "; ".join(problems)
+def _near(name: str, known: Any) -> str:
+    names = [one for one in known if not one.startswith("_")]
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def build(section: ModelSection, facts: ModelFacts, engine: Config) -> nn.Module:
     """The model without its memory, for `initialize`; in train mode."""
     more = {} if section.attention is None else {"attn_implementation": section.attention}
+    given: dict[str, Any] = {"model_class": CAUSAL, "model_kwargs": more}
     if section.path is not None:
-        model = load_model(
-            os.path.expanduser(section.path),
-            engine,
-            model_class=CAUSAL,
-            model_config=facts.config,
-            model_kwargs=more,
-        )
+        path = os.path.expanduser(section.path)
+        model = load_model(path, engine, model_config=facts.config, **given)
     else:
-        model = build_model(facts.config, engine, model_class=CAUSAL, model_kwargs=more)
+        model = build_model(facts.config, engine, **given)
     model.train()
     if section.gradient_checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None)  # its name since 5.23
@@ -153,6 +147,28 @@ def build(section: ModelSection, facts: ModelFacts, engine: Config) -> nn.Module
                 remedy="model.gradient_checkpointing=false, and a smaller training.micro_batch",
             ) from error
     return model
+
+
+def model_on_meta(section: ModelSection, facts: ModelFacts) -> nn.Module:
+    """The model without values: nothing is computed, nothing allocated.
+
+    Raises `ConfigError` for numbers in its config that make no model.
+    """
+    with explained(f"transformers cannot build the model {facts.name}", "correct its config"):
+        try:
+            with torch.device("meta"):
+                made = transformers().AutoModelForCausalLM.from_config(facts.config)
+        except RuntimeError:  # it looks at values while it is built
+            return build(section, facts, Config())
+    assert isinstance(made, nn.Module)
+    return made
+
+
+def target_on_meta(run: RunConfig) -> Target:
+    """The model of a configuration as the plan sees it."""
+    size, end = (BYTES_SIZE, BYTES_END) if run.tokenizer == BYTES else (None, None)
+    facts = read_facts(run.model, size, end)
+    return target_of(facts.name, model_on_meta(run.model, facts), facts.config.to_dict())
 
 
 def loss_of(model: nn.Module) -> Callable[[Any, Tensor], Tensor]:

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import nn
+
+from infinity.bench.rate_cache import kept_rates
+from infinity.blueprint import limits_for
+from infinity.checkpoint.layout import MANIFEST_NAME
+from infinity.checkpoint.plain import decode
+from infinity.checkpoint.reader import CheckpointReader
 from infinity.config import Config
+from infinity.cutting import Cut, case_for, cut_model, groups_of
 from infinity.errors import ConfigError
-from infinity.runs.corpus import Corpus, Progress, Recipe, prepare
+from infinity.memory.device import Device
+from infinity.model.target import Target, target_of
+from infinity.plan.case import Case
+from infinity.plan.machine_file import PlanMachine
+from infinity.runs.data import Corpus, Progress, Recipe, Windows, prepare, split
 from infinity.runs.directory import RunDirectory
 from infinity.runs.model import ModelFacts, read_facts
-from infinity.runs.schedule import AUTO, with_schedule
-from infinity.runs.settings import RunConfig, micro_batches
-from infinity.runs.sources import Source, find_sources
-from infinity.runs.tokenizers import Tokenizer, find_tokenizer
-from infinity.runs.windows import Windows, split
-
-DEFAULT_LENGTH = 2048  # tokens of a window, where the model can see more
+from infinity.runs.settings import AUTO, DEFAULT_LENGTH, RunConfig, micro_batches
+from infinity.runs.texts import Source, Tokenizer, find_sources, find_tokenizer
 
 T = TypeVar("T")
+_DECIDE = (  # keys of the engine that its numbers depend on
+    "precision", "gradient_clipping", "optimizer.", "scheduler", "loss_scale.", "activations.slices"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,18 +76,10 @@ class Prepared:
     def decides(self) -> dict[str, Any]:
         """What the numbers of the run depend on, by name."""
         engine = self.config.engine.resolved()
-        names = (
-            "precision",
-            "gradient_clipping",
-            "optimizer.",
-            "scheduler",
-            "loss_scale.",
-            "activations.slices",
-        )
         found = {
             f"engine.{name}": entry["value"]
             for name, entry in engine.items()
-            if name.startswith(names)
+            if name.startswith(_DECIDE)
         }
         if self.engine.scheduler is not None:  # with the steps in the place of auto
             found["engine.scheduler.params"] = self.engine.scheduler.params
@@ -94,71 +96,59 @@ class Prepared:
             "training.seed": self.config.training.seed,
         }
 
-    def close(self) -> None:
-        """Close the corpora; idempotent."""
-        self.train.corpus.close()
-        if self.evaluate is not None:
-            self.evaluate.corpus.close()
 
-
-def prepare_run(
-    config: RunConfig, directory: RunDirectory, progress: Progress | None = None
-) -> Prepared:
+def prepare_run(config: RunConfig, kept: Path, progress: Progress | None = None) -> Prepared:
     """Look at the model, make the corpus, and settle what the configuration left open.
 
-    Raises `ConfigError` for all that does not fit together, and what `corpus.prepare` raises.
+    Tokens are kept in `kept` unless the configuration says where.
+
+    Raises `ConfigError` for all that does not fit together, and what `data.prepare` raises.
     """
     data, problems = config.data, _Problems()
     sources = problems.of(lambda: find_sources("data.train", data.train, data.format)) or []
     held = problems.of(lambda: find_sources("data.evaluate", data.evaluate, data.format)) or []
     needs_text = any(source.format != "tokens" for source in (*sources, *held))
     tokenizer = problems.of(lambda: _tokenizer(config, required=needs_text))
-    size = None if tokenizer is None else tokenizer.size
-    ending = None if tokenizer is None else tokenizer.end
-    facts = problems.of(lambda: read_facts(config.model, size, ending))
-    length = 0
-    if facts is not None:
-        known = facts
-        length = problems.of(lambda: _length(config, known)) or 0
+    size, end = (None, None) if tokenizer is None else (tokenizer.size, tokenizer.end)
+    facts = problems.of(lambda: read_facts(config.model, size, end))
+    length = 0 if facts is None else problems.of(lambda: _length(config, facts)) or 0
     problems.tell()
     assert facts is not None
-    end = _end(config, tokenizer, facts) if needs_text else None
-    engine = _with_micro_batches(config, length)
+    ending = _end(config, tokenizer, facts) if needs_text else None
+    engine = _engine(config, length)
 
     def corpus(files: Sequence[Source]) -> Corpus:
         recipe = Recipe(
             sources=files,
-            tokenizer=tokenizer,
+            tokenizer=tokenizer if any(s.format != "tokens" for s in files) else None,
             size=facts.vocabulary,
-            end=end,
+            end=ending,
             text_field=data.text_field,
             undecodable=data.undecodable,
             token_dtype=data.token_dtype,
         )
-        return prepare(recipe, data.cache or directory.data, progress)
+        return prepare(recipe, data.cache or kept, progress)
 
-    whole = corpus(sources)
-    try:
-        train, evaluate = split(whole, length, data.held_out)
-        _require("data.train", train)
-        steps = _steps(config, len(train), engine)
-        if held:
-            evaluate, _ = split(corpus(held), length, 0.0)
-            _require("data.evaluate", evaluate)
-        return Prepared(
-            config=config,
-            engine=with_schedule(engine, steps),
-            facts=facts,
-            tokenizer=tokenizer,
-            train=train,
-            evaluate=evaluate if len(evaluate) else None,
-            length=length,
-            micro_batch=config.training.micro_batch,
-            steps=steps,
-        )
-    except BaseException:
-        whole.close()
-        raise
+    train, evaluate = split(corpus(sources), length, data.held_out)
+    _require("data.train", train)
+    if held:
+        evaluate, _ = split(corpus(held), length, 0.0)
+        _require("data.evaluate", evaluate)
+    training, steps = config.training, config.training.steps
+    if steps is None:
+        per_step = training.micro_batch * engine.gradient_accumulation_steps
+        steps = max(round((training.epochs or 1.0) * len(train) / per_step), 1)
+    return Prepared(
+        config=config,
+        engine=_with_schedule(engine, steps),
+        facts=facts,
+        tokenizer=tokenizer,
+        train=train,
+        evaluate=evaluate if len(evaluate) else None,
+        length=length,
+        micro_batch=training.micro_batch,
+        steps=steps,
+    )
 
 
 class _Problems:
@@ -190,13 +180,10 @@ def _tokenizer(config: RunConfig, *, required: bool) -> Tokenizer | None:
     source = config.model.path if config.model.path is not None else config.model.config
     if isinstance(source, str):
         path = Path(source).expanduser()
-        source = str(path.parent if path.is_file() else path) if path.exists() else source
         if path.exists() or config.model.path is not None:
-            if required:
-                return find_tokenizer(source)
-            with suppress(ConfigError):
-                return find_tokenizer(source)
-            return None
+            name = str(path.parent if path.is_file() else path) if path.exists() else source
+            with suppress(*() if required else (ConfigError,)):
+                return find_tokenizer(name)
     if not required:
         return None
     raise ConfigError(
@@ -238,7 +225,8 @@ def _end(config: RunConfig, tokenizer: Tokenizer | None, facts: ModelFacts) -> i
     return wanted
 
 
-def _with_micro_batches(config: RunConfig, length: int) -> Config:
+def _engine(config: RunConfig, length: int) -> Config:
+    """What the engine is told, with the micro-batches of a step and the seed."""
     training, update = config.training, dict[str, Any]()
     if training.tokens_per_step is not None:
         try:
@@ -249,13 +237,6 @@ def _with_micro_batches(config: RunConfig, length: int) -> Config:
     if config.engine.seed is None:
         update["seed"] = training.seed
     return config.engine.model_copy(update=update)
-
-
-def _steps(config: RunConfig, windows: int, engine: Config) -> int:
-    if config.training.steps is not None:
-        return config.training.steps
-    per_step = config.training.micro_batch * engine.gradient_accumulation_steps
-    return max(round((config.training.epochs or 1.0) * windows / per_step), 1)
 
 
 def _require(key: str, windows: Windows) -> None:
@@ -270,3 +251,80 @@ def _require(key: str, windows: Windows) -> None:
         else "all of it was held out for evaluation",
         remedy="more text, a smaller data.sequence_length or a smaller data.held_out",
     )
+
+
+# --- schedules -----------------------------------------------------------------------------------
+
+
+def _with_schedule(engine: Config, steps: int) -> Config:
+    """`auto` among the arguments of a schedule is the number of steps."""
+    schedule = engine.scheduler
+    if schedule is None or AUTO not in schedule.params.values():
+        return engine
+    params = {name: steps if v == AUTO else v for name, v in schedule.params.items()}
+    return engine.model_copy(update={"scheduler": schedule.model_copy(update={"params": params})})
+
+
+def check_schedule(prepared: Prepared, directory: RunDirectory, checkpoint: Path | None) -> None:
+    """Refuse to go on with a schedule that was made for another number of steps.
+
+    It is that of the run in `directory`, or of the `checkpoint` to go on from; one that is not
+    ours has none. A schedule that has begun keeps its end, so steps beyond it would all be
+    made at its last rate, which may be 0. Raises `ConfigError`, and `CheckpointError` for a
+    checkpoint that is damaged.
+    """
+    scheduler, steps = prepared.config.engine.scheduler, prepared.steps
+    saved = directory.decided.get("engine.scheduler.params")
+    told = [(f"the run in {directory.path}", saved)]
+    if scheduler is not None and checkpoint and (checkpoint / MANIFEST_NAME).is_file():
+        with CheckpointReader(checkpoint.parent, checkpoint.name) as reader:
+            run = decode(reader.manifest.run)
+        params = run.get("scheduler") if isinstance(run, dict) else None
+        params = params.get("params", params) if isinstance(params, dict) else None
+        told.append((str(checkpoint), params))
+    for where, params in told:
+        for name, value in scheduler.params.items() if scheduler is not None else ():
+            before = params.get(name) if isinstance(params, Mapping) else None
+            if value != AUTO or not isinstance(before, int) or before == steps:
+                continue
+            key = f"engine.scheduler.params.{name}"
+            raise ConfigError(
+                f"the learning rate schedule of {where} is for {before} steps, and this run has "
+                f"{steps}",
+                because=f"{key}: auto is the number of steps, and a schedule that has begun keeps "
+                "its end",
+                remedy=f"keep training.steps={before}; or {key}={before}, so that the steps after "
+                "it are made at the schedule's last rate; to train on later, give a new run the "
+                "number of all its steps there",
+            )
+
+
+# --- the plan ------------------------------------------------------------------------------------
+
+
+def case_of(prepared: Prepared, model: nn.Module, device: Device) -> tuple[Case, Target, Cut]:
+    """What a run would take: the case to plan, the model as the plan sees it, and its units.
+
+    `device` must stay open. Rates are those that are kept of this machine, else nominal ones:
+    nothing is measured here.
+    """
+    config, section = prepared.engine, prepared.config.model
+    groups = groups_of(model, config)
+    cut = cut_model(model, config, groups, None)
+    target = target_of(prepared.facts.name, model, prepared.facts.config.to_dict())
+    paths = tuple(path for path in config.nvme_path if path.is_dir())
+    known = kept_rates(paths, device, io=config.io, num_threads=config.cpu.num_threads)
+    limits = limits_for(config, device, model)
+    machine = PlanMachine.here(paths, device, known.rates)
+    case = case_for(
+        target,
+        cut,
+        groups,
+        config,
+        replace(machine, nominal=known.nominal, measured=known.measured),
+        prepared.micro_batch * prepared.length,
+        recompute=section.gradient_checkpointing or config.activations.checkpoint == "units",
+        base=limits.base,
+        made=limits.made,
+    )
+    return case, target, cut

@@ -28,21 +28,20 @@ from infinity.huggingface.library import transformers
 from infinity.huggingface.saving import save_pretrained
 from infinity.memory.scratch import run_records
 from infinity.model.weight_directory import holds_weights
-from infinity.runs.corpus import Progress
+from infinity.runs.data import Progress, Reel
 from infinity.runs.directory import RunDirectory
 from infinity.runs.loop import Loop
-from infinity.runs.metrics import LastStep, Metrics, steps_told
+from infinity.runs.metrics import LastStep, Metrics, Result, Watcher, steps_told
 from infinity.runs.model import build, loss_of
-from infinity.runs.preparation import Prepared, prepare_run
-from infinity.runs.schedule import check_schedule, check_schedule_of_checkpoint
-from infinity.runs.settings import RunConfig
-from infinity.runs.settings_text import as_yaml, resolved
-from infinity.runs.watcher import Result, Watcher
-from infinity.runs.windows import Reel
+from infinity.runs.preparation import Prepared, check_schedule, prepare_run
+from infinity.runs.settings import AUTO, RunConfig, as_yaml
 from infinity.stable import sync_directory
 from infinity.startup import initialize
 
-NEVER, AUTO = "never", "auto"
+NEVER = "never"
+_HEADING = """\
+What this run was told; in comments what was left to defaults, and what was derived from it.
+This file can be given to `infinity train` again; relative paths are from {}"""
 
 
 class Run:
@@ -68,32 +67,19 @@ class Run:
         `progress(done_bytes, total_bytes, what)` follows the corpus. Raises what `prepare_run`
         does; nothing was trained or allocated then.
         """
-        prepared = self.prepared = prepare_run(self.config, self.directory, progress)
-        self._check_schedule(prepared)
-        self.directory.check(prepared.decides())
-        self.directory.write("config.yaml", self._config_text(prepared))
+        directory = self.directory
+        prepared = self.prepared = prepare_run(self.config, directory.tokens, progress)
+        check_schedule(prepared, directory, self.checkpoint)
+        directory.check(prepared.decides())
+        heading = _HEADING.format(Path.cwd())
+        directory.write("config.yaml", as_yaml(self.config, prepared.derived(), heading))
         return prepared
-
-    def _check_schedule(self, prepared: Prepared) -> None:
-        engine, steps = self.config.engine, prepared.steps
-        saved = self.directory.decided.get("engine.scheduler.params")
-        check_schedule(engine, steps, saved, f"the run in {self.directory.path}")
-        if self.checkpoint is not None:
-            check_schedule_of_checkpoint(engine, steps, self.checkpoint)
 
     @property
     def continues_state(self) -> bool:
         """Whether its state is on disk already, so that where it rests is settled."""
         durable = self.config.engine.durable
         return durable and self.resume == AUTO and self.directory.has_run
-
-    def _config_text(self, prepared: Prepared) -> str:
-        heading = (
-            "What this run was told (given), what was left to defaults, and what was derived.\n"
-            "Comments mean what they say; this file can be given to `infinity train` again.\n"
-            f"Relative paths are from {Path.cwd()}"
-        )
-        return as_yaml(resolved(self.config, prepared.derived()), heading)
 
     def train(self, watcher: Watcher, progress: Progress | None = None) -> Result:
         """Train to the end, or until the watcher wants to stop, and write what came of it.
@@ -111,12 +97,8 @@ class Run:
         self.trains = True
         try:
             engine.train()
-            reel = Reel(
-                prepared.train,
-                prepared.micro_batch,
-                prepared.config.training.seed,
-                prepared.config.data.shuffle,
-            )
+            training, data = self.config.training, self.config.data
+            reel = Reel(prepared.train, prepared.micro_batch, training.seed, data.shuffle)
             engine.register_state("windows", reel)
             last_step = LastStep()
             engine.register_state("last_step", last_step)
@@ -127,8 +109,8 @@ class Run:
                 watcher.note(f"going on from {source}")
             done = reel.taken // prepared.windows_per_step
             if done < prepared.steps:
-                directory.reopen()
-            board = directory.tensorboard if prepared.config.training.tensorboard else None
+                directory.remember(complete=False)
+            board = directory.tensorboard if training.tensorboard else None
             metrics = Metrics(directory.metrics, after=done, tensorboard=board)
             try:
                 for note in metrics.notes:
@@ -160,14 +142,16 @@ class Run:
             model = directory.model
             if not directory.is_complete or not holds_weights(model):
                 watcher.note("writing the model")
-                self._export(loop.engine, prepared, model)
+                wanted = prepared.config.training.export
+                dtype = None if wanted == "auto" else wanted
+                save_pretrained(loop.engine, model, tokenizer=prepared.tokenizer, dtype=dtype)
             watcher.saved(model, "model")
         if loop.unsaved is not None:
             self._save(loop)  # much may have changed since
         if loop.unsaved is not None and not prepared.engine.durable:
             raise _not_saved(loop, loop.unsaved, model)
         if not stopped:
-            directory.complete(loop.step)
+            directory.remember(complete=True, steps=loop.step)
         return Result(
             steps=loop.step,
             num_steps=prepared.steps,
@@ -187,12 +171,6 @@ class Run:
             loop.finish_saving()
         else:
             loop.save(wait=True)
-
-    def _export(self, engine: Engine, prepared: Prepared, target: Path) -> None:
-        """Write the model; an older one is replaced as a whole."""
-        wanted = prepared.config.training.export
-        dtype = None if wanted == "auto" else wanted
-        save_pretrained(engine, target, tokenizer=prepared.tokenizer, dtype=dtype)
 
     # --- going on --------------------------------------------------------------------------------
 
@@ -277,8 +255,6 @@ class Run:
 
     def close(self) -> None:
         """Close files and let go of the directory; idempotent."""
-        if self.prepared is not None:
-            self.prepared.close()
         self.directory.close()
 
     def __enter__(self) -> Self:

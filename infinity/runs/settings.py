@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
+import yaml
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
-from infinity.config import Config
+from infinity.config import Config, entries
 from infinity.config_problems import DEEPSPEED_NAMES, explain
 from infinity.config_source import apply_overrides, read_config_file
 from infinity.config_values import Number, OnePath, Section, as_path
 from infinity.errors import ConfigError
 
+AUTO = "auto"  # in scheduler.params: the number of steps of the run
 BYTES = "bytes"  # the tokenizer that needs no files
-_SECTIONS = ("model", "data", "training", "engine")
+DEFAULT_LENGTH = 2048  # tokens of a window, where the model can see more
 
 
 def _patterns(value: Any) -> tuple[str, ...]:
@@ -58,12 +61,12 @@ class ModelSection(Section):
 class DataSection(Section):
     """What is trained on, and how it becomes windows of tokens."""
 
-    train: Patterns  # files, directories, patterns
+    train: Patterns  # files, directories, patterns, hub:NAME[:CONFIG[:SPLIT]]
     evaluate: Patterns = ()
     held_out: Number = Field(default=0.0, ge=0, lt=1)  # the last part of `train`, for evaluation
-    # "auto" goes by a file's ending: .jsonl, .ndjson; .npy, .bin (tokens); all else is text.
-    format: Literal["auto", "text", "jsonl", "tokens"] = "auto"
-    text_field: Text = "text"  # of a line of JSONL
+    # "auto" goes by a file's ending: .jsonl, .ndjson; .npy, .bin (tokens); .parquet; else text.
+    format: Literal["auto", "text", "jsonl", "tokens", "parquet"] = "auto"
+    text_field: Text = "text"  # of a line of JSONL, of a row
     token_dtype: Literal["uint16", "uint32"] | None = None  # of .bin files
     sequence_length: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"  # tokens of a window
     # The token put after each document: "auto" is the tokenizer's.
@@ -196,3 +199,22 @@ def load_run_config(
     except ValidationError as error:
         ours = {name: value for name, value in merged.items() if name not in DEEPSPEED_NAMES}
         raise ConfigError(explain(RunConfig, where, ours, error)) from None
+
+
+def as_yaml(config: RunConfig, derived: Mapping[str, Any], heading: str) -> str:
+    """A YAML file that means the same configuration; in comments every value that was not given.
+
+    `derived` are values, by dotted name, that the run has worked out where nothing was given.
+    """
+    found = dict(entries(config, ""))
+    for name, value in derived.items():
+        entry = found.get(name, {"origin": "default"})
+        if entry["origin"] == "default" or entry["value"] == "auto":
+            found[name] = {"value": value, "origin": "derived"}
+    given = config.model_dump(mode="json", exclude_unset=True)
+    lines = [f"# {line}".rstrip() for line in heading.splitlines()]
+    lines += ["", yaml.safe_dump(given, sort_keys=False, allow_unicode=True)]
+    for name, entry in found.items():
+        if entry["origin"] != "given":
+            lines.append(f"# {name}: {json.dumps(entry['value'])}  # {entry['origin']}")
+    return "\n".join(lines) + "\n"

@@ -7,9 +7,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+from infinity.runs.metrics import Result, StepFacts
 from infinity.runs.run import Run
 from infinity.runs.settings import load_run_config
-from infinity.runs.watcher import Result, StepFacts
 
 TINY = {
     "model_type": "gpt2",

@@ -6,32 +6,30 @@ import gzip
 import json
 import os
 import random
-from contextlib import closing
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 
 from infinity.errors import CheckpointError, ConfigError, DoesNotFitError
-from infinity.runs import corpus as corpora
-from infinity.runs import documents, segments
-from infinity.runs.corpus import Corpus, Recipe, prepare
-from infinity.runs.model import read_facts
+from infinity.runs import data, texts
+from infinity.runs.data import Recipe, Reel, Windows, prepare, split
+from infinity.runs.model import BYTES_END, BYTES_SIZE, read_facts
 from infinity.runs.settings import ModelSection
-from infinity.runs.sources import find_sources
-from infinity.runs.tokenizers import ByteTokenizer, byte_level, find_tokenizer
-from infinity.runs.windows import Reel, Windows, order_key, shuffled, split
+from infinity.runs.texts import ByteTokenizer, find_sources, find_tokenizer
 
-END = 256
+END = BYTES_END
 
 
 def recipe(*paths: Path, form: str = "auto", **changes: Any) -> Recipe:
     made = Recipe(
         sources=find_sources("data.train", [str(path) for path in paths], form),
         tokenizer=ByteTokenizer(),
-        size=257,
+        size=BYTES_SIZE,
         end=END,
         text_field="text",
         undecodable="refuse",
@@ -42,10 +40,7 @@ def recipe(*paths: Path, form: str = "auto", **changes: Any) -> Recipe:
 
 def tokens_of(made: Recipe, cache: Path) -> list[int]:
     corpus = prepare(made, cache)
-    try:
-        return [int(token) for token in corpus.read(0, corpus.num_tokens)]
-    finally:
-        corpus.close()
+    return [int(token) for token in corpus.read(0, corpus.num_tokens)]
 
 
 def packed(*documents: str) -> list[int]:
@@ -67,28 +62,26 @@ def test_documents_of_all_kinds_end_with_the_end(tmp_path: Path) -> None:
     )
 
 
-def test_pieces_shards_and_blocks_do_not_show(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Small pieces, shards and blocks, so that every boundary is crossed."""
-    monkeypatch.setattr(documents, "PIECE_BYTES", 50)
-    monkeypatch.setattr(documents, "_READ_BYTES", 17)
-    monkeypatch.setattr(segments, "BLOCK_BYTES", 64)
-    monkeypatch.setattr(segments.ShardWriter.__init__, "__defaults__", (90,))
-    texts = ["wörter " * 30, "o" * 333, "kurz\n" * 7, "ü" * 60]
-    for index, text in enumerate(texts):
-        (tmp_path / f"{index}.txt").write_text(text, encoding="utf-8")
-    expected = packed(*texts)
-    made = recipe(tmp_path)
-    assert tokens_of(made, tmp_path / "cache") == expected
-    corpus = prepare(made, tmp_path / "cache")
+def test_pieces_and_batches_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small pieces and batches, so that every boundary is crossed."""
+    monkeypatch.setattr(texts, "_PIECE", 50)
+    monkeypatch.setattr(data, "_BATCH", 120)
+    monkeypatch.setattr(data, "_CHUNK", 7)
+    written = ["wörter " * 30, "o" * 333, "kurz\r\n" * 7, "ü" * 60]
+    for index, text in enumerate(written):
+        (tmp_path / f"{index}.txt").write_text(text, encoding="utf-8", newline="")
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in written)
+    (tmp_path / "4.jsonl").write_text(rows)
+    np.save(tmp_path / "5.npy", np.arange(200, dtype=np.int32))
+    expected = [*packed(*written, *written), *range(200)]
+    corpus = prepare(recipe(tmp_path), tmp_path / "cache")
+    assert corpus.read(0, corpus.num_tokens).tolist() == expected
+    assert corpus.num_documents == 8
     generator = random.Random(0)
     for _ in range(200):
         start = generator.randrange(len(expected))
         count = generator.randrange(len(expected) - start + 1)
         assert corpus.read(start, count).tolist() == expected[start : start + count]
-    assert len(list(corpus.directory.glob("tokens-*"))) == -(-len(expected) // 90)
-    corpus.close()
 
 
 def test_tokens_are_used_again_until_a_file_changes(
@@ -98,12 +91,11 @@ def test_tokens_are_used_again_until_a_file_changes(
     text.write_text("eins")
 
     def identity(**changes: Any) -> Any:
-        with closing(prepare(recipe(text, **changes), cache)) as corpus:
-            return corpus.identity
+        return prepare(recipe(text, **changes), cache).identity
 
     first = identity()
     made = []
-    monkeypatch.setattr(corpora, "_make", lambda *a, make=corpora._make: made.append(make(*a)))
+    monkeypatch.setattr(data, "_make", lambda *a, make=data._make: made.append(make(*a)))
     assert identity() == first
     assert not made
     os.utime(text, ns=(1, 1))
@@ -124,34 +116,20 @@ def test_nothing_is_left_of_what_failed(tmp_path: Path) -> None:
     assert list(cache.iterdir()) == []
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "index", "gone", "checksums"])
+@pytest.mark.parametrize("damage", ["cut", "index", "gone"])
 def test_damage_is_found(tmp_path: Path, damage: str) -> None:
     text = tmp_path / "a.txt"
     text.write_text("wort " * 50_000)
-    first = prepare(recipe(text), tmp_path / "cache")
-    shard, directory = first.directory / "tokens-00000.bin", first.directory
-    first.close()
-    if damage == "flip":
-        data = bytearray(shard.read_bytes())
-        data[300_000] ^= 1
-        shard.write_bytes(data)
-    elif damage == "cut":
-        os.truncate(shard, 1000)
+    directory = prepare(recipe(text), tmp_path / "cache").directory
+    if damage == "cut":
+        os.truncate(directory / "tokens.bin", 1000)
     elif damage == "gone":
-        shard.unlink()
-    elif damage == "checksums":
-        os.truncate(directory / "checksums-00000.bin", 4)
+        (directory / "tokens.bin").unlink()
     else:
         index = directory / "index.json"
         index.write_text(index.read_text().replace('"documents": 1', '"documents": 2'))
     with pytest.raises(CheckpointError, match="rm -r"):
-        tokens_of(recipe(text), tmp_path / "cache")
-    if damage == "flip":  # what lies before is read all the same
-        corpus = Corpus(directory)
-        assert corpus.read(0, 5).tolist() == list(b"wort ")
-        with pytest.raises(CheckpointError, match="bytes from 262144 on"):
-            corpus.read(150_000, 1)
-        corpus.close()
+        prepare(recipe(text), tmp_path / "cache")
 
 
 def test_files_of_tokens(tmp_path: Path) -> None:
@@ -168,7 +146,7 @@ def test_files_of_tokens(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             prepare(made, cache)
     raw.write_bytes(b"abc")
-    with pytest.raises(ConfigError, match="3 bytes, no multiple of 2"):
+    with pytest.raises(ConfigError, match=r"is no file of uint16: (.|\n)*it has 3 bytes"):
         prepare(recipe(raw, token_dtype="uint16"), cache)
     for name, array, message in (
         ("f", np.zeros(3), "float64 of shape"),
@@ -184,18 +162,6 @@ def test_files_of_tokens(tmp_path: Path) -> None:
         prepare(recipe(tmp_path / "text.npy"), cache)
 
 
-def test_a_file_of_tokens_that_changes_under_us_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.npy"
-    np.save(path, np.arange(200, dtype=np.uint16))
-    corpus = prepare(recipe(path), tmp_path / "cache")
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(CheckpointError, match="put the file back"):
-        corpus.read(0, 1)
-    corpus.close()
-
-
 def test_text_that_is_none(tmp_path: Path) -> None:
     path, cache = tmp_path / "a.txt", tmp_path / "cache"
     path.write_bytes(b"gut \xff schlecht")
@@ -207,8 +173,8 @@ def test_text_that_is_none(tmp_path: Path) -> None:
         (b'{"text": "a"}\nnot json\n', "line 2 is not JSON"),
         (b'{"txt": "a"}\n', "line 1 has no field 'text': it has 'txt'"),
         (b"[1]\n", "no object"),
-        (b'{"text": "\xff"}\n', "is not UTF-8 in line 1"),
-        (b'{"text": "\\ud800"}\n', "is not UTF-8 in line 1"),
+        (b'{"text": "\xff"}\n', "line 1 is not UTF-8"),
+        (b'{"text": "\\ud800"}\n', "line 1 is not UTF-8"),
     ):
         lines.write_bytes(text)
         with pytest.raises(ConfigError, match=message):
@@ -238,36 +204,59 @@ def test_a_full_disk_is_said_with_numbers(tmp_path: Path, monkeypatch: pytest.Mo
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(segments, "write_checksums", full)
+    monkeypatch.setattr(data, "write_new", full)
     with pytest.raises(DoesNotFitError, match=r"are free\n.*data\.cache"):
         prepare(recipe(tmp_path / "a.txt"), tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+# --- the package datasets -------------------------------------------------------------------------
+
+
+class Datasets:
+    """Stands in for the package; every dataset has the same rows."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def load_dataset(self, *names: Any, **more: Any) -> Any:
+        self.asked.append((names, more))
+        if names[0] == "gone":
+            raise ConnectionError("no such dataset")
+        return iter([{"text": "eins"}, {"text": ""}, {"text": "zwei"}])
+
+
+def test_parquet_and_names_of_the_hub_go_through_datasets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, path = Datasets(), tmp_path / "a.parquet"
+    path.write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "datasets", package)  # type: ignore[arg-type]
+    made = replace(recipe(), sources=find_sources("", [str(path), "hub:wiki:de:test"], "auto"))
+    assert tokens_of(made, tmp_path / "cache") == packed("eins", "zwei", "eins", "zwei")
+    whole = {"split": "train", "streaming": True}
+    assert package.asked == [
+        (("parquet",), {"data_files": str(path), **whole}),
+        (("wiki", "de"), {**whole, "split": "test"}),
+    ]
+    gone = replace(made, sources=find_sources("", ["hub:gone"], "auto"))
+    with pytest.raises(ConfigError, match="hub:gone cannot be read by the package datasets"):
+        prepare(gone, tmp_path / "cache")
+    with pytest.raises(ConfigError, match="row 1 has no field 'body': it has 'text'"):
+        prepare(replace(made, text_field="body"), tmp_path / "cache")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r"needs the package datasets(.|\n)*pip install datasets"):
+        prepare(gone, tmp_path / "cache")
+
+
+def test_parquet_is_read_by_the_real_package(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.table({"text": ["eins", "", "zwei\nü"]}), tmp_path / "a.parquet")
+    assert tokens_of(recipe(tmp_path), tmp_path / "cache") == packed("eins", "zwei\nü")
+
+
 # --- windows -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 10, 64, 1000, 4097])
-def test_an_order_is_a_permutation(count: int) -> None:
-    orders = [[shuffled(i, count, order_key(seed, 0)) for i in range(count)] for seed in (0, 1)]
-    assert all(sorted(order) == list(range(count)) for order in orders)
-    if count >= 10:
-        assert orders[0] != orders[1]
-        assert orders[0] != list(range(count))
-
-
-def test_an_order_is_random() -> None:
-    """Over many keys every place gets every thing about equally often."""
-    count, keys = 12, 6000
-    table = np.zeros((count, count))
-    for key in range(keys):
-        for index in range(count):
-            table[index, shuffled(index, count, order_key(key, 3))] += 1
-    expected = keys / count
-    chi_squared = ((table - expected) ** 2 / expected).sum()
-    assert abs(chi_squared - (count - 1) ** 2) < 80  # 121 degrees of freedom, sigma 16
-    neighbours = [shuffled(i + 1, 10**6, 9) - shuffled(i, 10**6, 9) for i in range(3000)]
-    assert abs(np.mean(np.asarray(neighbours) == 1)) < 0.01
 
 
 def test_a_reel_shows_every_window_once_an_epoch_and_goes_on(tmp_path: Path) -> None:
@@ -291,15 +280,14 @@ def test_a_reel_shows_every_window_once_an_epoch_and_goes_on(tmp_path: Path) -> 
         Reel(train, 3, seed=8, shuffle=True).load_state_dict(first.state_dict())
     plain = Reel(Windows(corpus, 4, 0, 3), 2, seed=7, shuffle=False)
     assert [int(row[0]) for _ in range(3) for row in plain.next()] == [0, 4, 8, 0, 4, 8]
-    corpus.close()
 
 
 # --- tokenizers ----------------------------------------------------------------------------------
 
 
 def test_a_tokenizer_that_cuts_and_fills_up_gives_all_tokens(tmp_path: Path) -> None:
-    plain = byte_level()
-    plain.save_pretrained(tmp_path / "plain")
+    ByteTokenizer().save_pretrained(tmp_path / "plain")
+    plain = transformers.AutoTokenizer.from_pretrained(tmp_path / "plain")
     texts = ["a", "dä cab " * 5]
     plain(texts, padding=True, truncation=True, max_length=6)  # its backend remembers
     plain.save_pretrained(tmp_path / "cutting")

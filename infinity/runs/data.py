@@ -1,0 +1,378 @@
+"""Data of a run: tokens, made once and kept on disk, and windows of them in a seeded order.
+
+A corpus is a directory named after what it was made from (files by name, size and time, tokenizer,
+settings), so what has not changed is used again; it appears whole, by a rename. Texts become one
+file of uint16 or uint32; files of tokens are read where they are. Tokens are read and never mapped:
+a mapping would count as memory of this process, which the engine watches, and a file that is cut
+short would end the process.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from infinity.errors import CheckpointError, ConfigError, DoesNotFitError, MachineError
+from infinity.memory.run_record import seal, unseal
+from infinity.runs.texts import Source, Tokenizer, read_texts
+from infinity.sizes import format_size
+from infinity.stable import FOLDER_MODE, open_new, read_small, sync_directory, write_new
+
+FORMAT = 3
+_INDEX, _TOKENS, _PARTIAL = "index.json", "tokens.bin", ".partial-"
+_BATCH = 1 << 22  # characters that are worth a call of the tokenizer
+_CHUNK = 1 << 20  # tokens of a file that are looked at at once
+
+Progress = Callable[[int, int, str], None]
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a corpus is made from; `size` is the number of tokens that the model knows."""
+
+    sources: Sequence[Source]
+    tokenizer: Tokenizer | None
+    size: int
+    end: int | None
+    text_field: str
+    undecodable: str
+    token_dtype: str | None
+
+    @property
+    def key(self) -> str:
+        """Equal for recipes that give the same corpus."""
+        facts = {**vars(self), "format": FORMAT, "sources": [asdict(s) for s in self.sources]}
+        facts["tokenizer"] = None if self.tokenizer is None else self.tokenizer.identity
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class _Segment(NamedTuple):
+    """Tokens in a file; the path may be relative to the corpus's, `offset` is in bytes."""
+
+    path: str
+    dtype: str
+    offset: int
+    length: int
+
+    def end(self) -> int:
+        return self.offset + self.length * np.dtype(self.dtype).itemsize
+
+    def read(self, directory: Path, start: int, count: int) -> NDArray[Any]:
+        path, offset = directory / self.path, self.offset + start * np.dtype(self.dtype).itemsize
+        try:
+            found = np.fromfile(path, self.dtype, count, offset=offset)
+        except OSError as error:
+            raise MachineError(f"{path} cannot be read: {error.strerror or error}") from error
+        if len(found) != count:
+            raise CheckpointError(f"{path} was cut short while it was read")
+        return found
+
+
+class Corpus:
+    """All tokens of a directory as one row; raises `CheckpointError` where they are damaged.
+
+    `identity` is equal for corpora with the same tokens in the same order.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        path, remedy = directory / _INDEX, f"rm -r {directory}, and start again: it is made anew"
+        try:
+            index = unseal(read_small(path))
+            self._segments = [_Segment(*facts) for facts in index["segments"]]
+            self.identity: str = index["identity"]
+            self.num_documents: int = index["documents"]
+            for segment in self._segments:
+                path = directory / segment.path
+                if path.stat().st_size < segment.end():
+                    raise ValueError(f"it has {path.stat().st_size} bytes, not {segment.end()}")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{path} is damaged: it does not hold the tokens that were prepared",
+                because=str(error),
+                remedy=remedy,
+            ) from error
+        self._starts = np.cumsum([0, *(segment.length for segment in self._segments)])
+        self.num_tokens = int(self._starts[-1])
+
+    def read(self, start: int, count: int) -> NDArray[np.int64]:
+        """Tokens `start` to `start + count`. Raises `CheckpointError`, `MachineError`."""
+        assert 0 <= start <= start + count <= self.num_tokens
+        parts = []
+        for segment, first in zip(self._segments, map(int, self._starts), strict=False):
+            begin, end = max(start, first), min(start + count, first + segment.length)
+            if begin < end:
+                parts.append(segment.read(self.directory, begin - first, end - begin))
+        return np.concatenate([np.empty(0, np.int64), *parts], dtype=np.int64, casting="unsafe")
+
+
+def prepare(recipe: Recipe, cache: Path, progress: Progress | None = None) -> Corpus:
+    """The corpus of a recipe: the one in `cache` if there is one, else it is made.
+
+    `progress(done_bytes, total_bytes, what)` is called while it is made. Raises `ConfigError` for
+    sources that are not what they should be, `CheckpointError` for a damaged corpus,
+    `DoesNotFitError` where the disk is full, `MachineError`.
+    """
+    directory = cache / recipe.key
+    if not directory.is_dir():
+        with _explained(cache):
+            cache.mkdir(parents=True, exist_ok=True)
+            for path in cache.glob(f"*{_PARTIAL}*"):  # of processes that are gone
+                pid = path.name.partition(_PARTIAL)[2].partition("-")[0]
+                if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+                    shutil.rmtree(path, ignore_errors=True)
+            _make(recipe, directory, progress)
+    return Corpus(directory)
+
+
+def _make(recipe: Recipe, directory: Path, progress: Progress | None) -> None:
+    partial = directory.with_name(f"{directory.name}{_PARTIAL}{os.getpid()}-{uuid.uuid4().hex[:8]}")
+    total, done = sum(source.size for source in recipe.sources), 0
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(min(done, total), total, "preparing tokens")
+
+    partial.mkdir(FOLDER_MODE)
+    try:
+        write_new(partial / _INDEX, seal(_fill(recipe, partial, advance)), 0o644)
+        sync_directory(partial)
+        try:
+            partial.rename(directory)
+        except OSError:
+            if not directory.is_dir():  # else somebody else was faster
+                raise
+            shutil.rmtree(partial)
+        sync_directory(directory.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _fill(recipe: Recipe, directory: Path, advance: Advance) -> dict[str, Any]:
+    """Write the tokens, and return what the index says."""
+    digest, segments, documents = hashlib.sha256(), [], 0
+    if recipe.tokenizer is not None and any(s.format != "tokens" for s in recipe.sources):
+        largest = max(recipe.tokenizer.size - 1, recipe.end or 0)
+        dtype = np.dtype("<u2" if largest < 1 << 16 else "<u4")
+        count = largest = 0
+        with open_new(directory / _TOKENS) as file:
+            for tokens, ends in _tokenised(recipe, advance):
+                data = tokens.astype(dtype).tobytes()
+                file.write(data)
+                digest.update(data)
+                count, documents = count + len(tokens), documents + ends
+                largest = max(largest, int(tokens.max(initial=0)))
+            file.flush()
+            os.fsync(file.fileno())
+        if largest >= recipe.size:
+            raise ConfigError(
+                f"the tokenizer {recipe.tokenizer.name} has {largest + 1} tokens, and the model "
+                f"knows {recipe.size}",
+                because="they do not belong together, or the model's vocab_size is too small",
+                remedy="tokenizer: auto takes the model's own; a new model: "
+                f"model.config.vocab_size={largest + 1}",
+            )
+        segments.append(_Segment(_TOKENS, dtype.str, 0, count))
+    for source in recipe.sources:
+        if source.format == "tokens":
+            segments.append(_adopt(source, recipe, digest.update, advance))
+    layout = [(segment.dtype, segment.length) for segment in segments]
+    digest.update(json.dumps(layout).encode())
+    return {"identity": digest.hexdigest()[:32], "documents": documents, "segments": segments}
+
+
+def _tokenised(recipe: Recipe, advance: Advance) -> Iterator[tuple[NDArray[Any], bool]]:
+    """The tokens of all texts in order, and whether a document ends with them."""
+    tokenizer, end = recipe.tokenizer, [] if recipe.end is None else [recipe.end]
+    assert tokenizer is not None
+    errors = "replace" if recipe.undecodable == "replace" else "strict"
+    held: list[str | None] = []
+    size = 0
+
+    def encoded() -> Iterator[tuple[NDArray[Any], bool]]:
+        found = iter(tokenizer.encode([text for text in held if text is not None]))
+        for text in held:
+            yield (np.asarray(end, np.uint32), True) if text is None else (next(found), False)
+
+    for source in recipe.sources:
+        if source.format != "tokens":
+            for piece in read_texts(source, recipe.text_field, errors, advance):
+                held.append(piece)
+                size += len(piece or "")
+                if size >= _BATCH:
+                    yield from encoded()
+                    held, size = [], 0
+    yield from encoded()
+
+
+def _adopt(source: Source, recipe: Recipe, update: Callable[[Any], None], advance: Advance) -> Any:
+    """A file of tokens as a segment; all of it is read once, for `update` and to be checked."""
+    numpys = source.path.lower().endswith(".npy")
+    if not numpys and recipe.token_dtype is None:
+        raise ConfigError(
+            f"{source.path} does not say of which integers it is made",
+            remedy="data.token_dtype: uint16, or uint32; an .npy file says it itself",
+        )
+    try:
+        if numpys:
+            mapped: Any = np.load(source.path, mmap_mode="r", allow_pickle=False)
+            segment = _Segment(source.path, mapped.dtype.str, mapped.offset, mapped.size)
+        else:
+            kind = np.dtype(recipe.token_dtype).newbyteorder("<")
+            mapped = np.memmap(source.path, kind, "r")
+            segment = _Segment(source.path, kind.str, 0, mapped.size)
+    except (ValueError, EOFError, AttributeError) as error:
+        what = "is no .npy file" if numpys else f"is no file of {recipe.token_dtype}"
+        because = f"it has {source.size} bytes: it is cut short, empty, or of another kind"
+        raise ConfigError(f"{source.path} {what}: {error}", because=because) from error
+    if mapped.ndim != 1 or mapped.dtype.kind not in "iu":
+        raise ConfigError(
+            f"{source.path} holds {mapped.dtype} of shape {mapped.shape}",
+            remedy="save a flat array of integers: numpy.save(path, tokens.astype('uint16'))",
+        )
+    for start in range(0, segment.length, _CHUNK):
+        tokens = segment.read(Path(), start, min(_CHUNK, segment.length - start))
+        wrong = (tokens >= recipe.size) | (tokens < 0)
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise ConfigError(
+                f"{source.path} holds the token {int(tokens[at])} at {start + at}, and the model "
+                f"knows {recipe.size} tokens",
+                because="it was made with another tokenizer, or is read with another dtype",
+                remedy="tokenise it for this model; data.token_dtype is that of .bin files",
+            )
+        update(tokens.data)
+        advance(tokens.nbytes)
+    return segment
+
+
+@contextmanager
+def _explained(cache: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DoesNotFitError(
+                f"the tokens do not fit {cache}: {error.strerror}, "
+                f"{format_size(shutil.disk_usage(cache).free)} are free",
+                remedy="make room there, or data.cache: DIR on a larger drive",
+            ) from error
+        raise MachineError(
+            f"{error.filename or cache}: {error.strerror} (errno {error.errno})",
+            because="tokens are kept there, or read from there",
+            remedy="data.cache: DIR names another place for them",
+        ) from error
+
+
+# --- windows -------------------------------------------------------------------------------------
+
+
+class Windows:
+    """Windows `first` to `end` of a corpus, which do not overlap: int64 tensors of `length`."""
+
+    def __init__(self, corpus: Corpus, length: int, first: int, end: int) -> None:
+        self.corpus = corpus
+        self.length = length
+        self._first, self._end = first, end
+
+    def __len__(self) -> int:
+        return self._end - self._first
+
+    def window(self, index: int) -> Tensor:
+        """Shape (length,)."""
+        assert 0 <= index < len(self)
+        start = (self._first + index) * self.length
+        return torch.from_numpy(self.corpus.read(start, self.length))
+
+
+def split(corpus: Corpus, length: int, held_out: float) -> tuple[Windows, Windows]:
+    """All whole windows of a corpus: those to train on, and the last `held_out` part of them."""
+    count = corpus.num_tokens // length
+    kept = int(count * held_out + 0.5)
+    if held_out and count > 1:
+        kept = min(max(kept, 1), count - 1)
+    return Windows(corpus, length, 0, count - kept), Windows(corpus, length, count - kept, count)
+
+
+class Reel:
+    """Endless micro-batches of windows, epoch after epoch; knows how far it is.
+
+    Register it with the engine: then a run goes on exactly where it stopped. Each epoch has an
+    order of its own, by numpy's `RandomState`, whose numbers no release of numpy changes.
+    """
+
+    def __init__(self, windows: Windows, micro_batch: int, seed: int, shuffle: bool) -> None:
+        self._windows = windows
+        self._micro_batch = micro_batch
+        self._seed = seed
+        self._shuffle = shuffle
+        self._order: tuple[int, NDArray[np.int64]] | None = None  # of one epoch
+        self.taken = 0
+        """Windows that were handed out, all epochs together."""
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data so far."""
+        return self.taken / len(self._windows)
+
+    def next(self) -> Tensor:
+        """Tokens of shape (micro_batch, length), int64."""
+        picked = [self.place(self.taken + i) for i in range(self._micro_batch)]
+        batch = torch.stack([self._windows.window(index) for index in picked])
+        self.taken += self._micro_batch
+        return batch
+
+    def place(self, number: int) -> int:
+        """Which window comes at `number`, counted over all epochs."""
+        epoch, index = divmod(number, len(self._windows))
+        if not self._shuffle:
+            return index
+        if self._order is None or self._order[0] != epoch:
+            key = hashlib.sha256(f"{self._seed} {epoch}".encode()).digest()
+            random = np.random.RandomState(np.frombuffer(key, "<u4"))
+            self._order = epoch, random.permutation(len(self._windows))
+        return int(self._order[1][index])
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "corpus": self._windows.corpus.identity,
+            "windows": len(self._windows),
+            "length": self._windows.length,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and what it is a position in."""
+        return {"taken": self.taken, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there; raises `CheckpointError` if that was in other data."""
+        for name, here in self._identity().items():
+            if state.get(name) != here:
+                raise CheckpointError(
+                    f"the checkpoint was saved in training on other data: {name} was "
+                    f"{state.get(name)}, and is {here}",
+                    because="its position would mean nothing here",
+                    remedy="go on with the files and settings of that run, or start a new one with "
+                    "model.path=... its model/ directory",
+                )
+        self.taken = int(state["taken"])

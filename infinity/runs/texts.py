@@ -1,0 +1,305 @@
+"""Texts of a run: the files that are named, what they say, and its tokenizer."""
+
+from __future__ import annotations
+
+import copy
+import glob
+import gzip
+import hashlib
+import importlib
+import io
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infinity.errors import ConfigError, first_lines, listed
+from infinity.huggingface.library import transformers
+from infinity.runs.settings import BYTES
+
+HUB = "hub:"
+_ENDINGS = {
+    "text": (".txt", ".text", ".md"),
+    "jsonl": (".jsonl", ".ndjson"),
+    "tokens": (".npy", ".bin"),
+    "parquet": (".parquet",),
+}
+_PIECE = 1 << 20  # characters of a text that are held at once
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file as it was when it was looked at, or a dataset of the Hub (size and time are 0 then).
+
+    `format` is "text", "jsonl", "tokens", "parquet" or "hub"; `modified` is in nanoseconds.
+    """
+
+    path: str
+    format: str
+    size: int = 0
+    modified: int = 0
+
+
+def find_sources(key: str, patterns: Sequence[str], form: str) -> list[Source]:
+    """The files that files, directories and patterns name, in order and once each.
+
+    Of a directory all files with a known ending are taken, those below it as well; "hub:NAME" is
+    a dataset of the Hub. `key` is that of the configuration, for errors.
+
+    Raises one `ConfigError` that names every pattern that gives nothing.
+    """
+    found: dict[str, Source] = {}
+    problems = []
+    for pattern in patterns:
+        if pattern.startswith(HUB):
+            found.setdefault(pattern, Source(pattern, "hub"))
+            continue
+        try:
+            files, why_none = _files(Path(pattern), form)
+            problems += [] if files else [f"{pattern}: {why_none}"]
+            for path in files:
+                kinds = (kind for kind, ends in _ENDINGS.items() if _ending(path) in ends)
+                kind = form if form != "auto" else next(kinds, "text")
+                facts = path.stat()
+                source = Source(str(path), kind, facts.st_size, facts.st_mtime_ns)
+                found.setdefault(source.path, source)
+        except OSError as error:
+            problems.append(f"{error.filename or pattern}: {error.strerror}")
+    if problems:
+        raise ConfigError(
+            f"{key}: {listed(problems, 4, '; ')}",
+            remedy="give files, directories, or patterns such as 'texts/**/*.jsonl'",
+        )
+    return list(found.values())
+
+
+def _files(path: Path, form: str) -> tuple[list[Path], str]:
+    """The files, and what to say where there are none."""
+    if path.is_dir():
+        known = _ENDINGS.get(form) or tuple(end for ends in _ENDINGS.values() for end in ends)
+        below = [p.absolute() for p in sorted(path.rglob("*")) if _ending(p) in known]
+        return [p for p in below if p.is_file()], (
+            f"no file in this directory ends in {', '.join(known)}"
+        )
+    names = [str(path)] if path.exists() else sorted(glob.glob(str(path), recursive=True))
+    files = [Path(name).absolute() for name in names if os.path.isfile(name)]
+    if path.exists():
+        return files, "is neither a file nor a directory"
+    return files, "no file has such a name" if glob.has_magic(str(path)) else "does not exist"
+
+
+def _ending(path: Path) -> str:
+    """The ending, lower case; of "a.jsonl.gz" that is ".jsonl"."""
+    return Path(path.stem if path.suffix.lower() == ".gz" else path.name).suffix.lower()
+
+
+# --- what they say -------------------------------------------------------------------------------
+
+
+def read_texts(
+    source: Source, field: str, errors: str, advance: Callable[[int], None]
+) -> Iterator[str | None]:
+    """The texts of a source in pieces that fit memory, cut at ends of lines; None ends a document.
+
+    A text file is one document; a line of JSONL or a row of a dataset is one, in its `field`.
+    Empty documents are left out. `errors` is "strict" or "replace"; `advance` is told how many
+    bytes of the file have been read since.
+
+    Raises `ConfigError` naming file and place for what is not UTF-8, not JSON, or lacks the field.
+    """
+    if source.format in ("parquet", "hub"):
+        yield from _pieces(_stream(_field(*row, field, errors)) for row in _rows(source))
+        advance(source.size)
+        return
+    with open(source.path, "rb") as file:
+        packed = source.path.lower().endswith(".gz")
+        data: Any = gzip.GzipFile(fileobj=file) if packed else file
+        if source.format == "jsonl":
+            rows = _json_rows(source.path, data, errors)
+            documents: Iterable[IO[str]] = (_stream(_field(*row, field, errors)) for row in rows)
+        else:
+            documents = [io.TextIOWrapper(data, "utf-8-sig", errors, newline="")]
+        told = 0
+        try:
+            for piece in _pieces(documents):
+                yield piece
+                advance(file.tell() - told)
+                told = file.tell()
+        except UnicodeDecodeError as error:
+            near = data.tell() - len(error.object) + error.start
+            raise _not_text(f"{source.path} is not UTF-8 near byte {near}") from None
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ConfigError(f"{source.path} is no whole gzip file: {error}") from error
+        advance(source.size - told)
+
+
+def _stream(text: str) -> IO[str]:
+    return io.StringIO(text, newline="")
+
+
+def _pieces(documents: Iterable[IO[str]]) -> Iterator[str | None]:
+    for document in documents:
+        empty = True
+        while piece := document.read(_PIECE) + document.readline(_PIECE):
+            empty = False
+            yield piece
+        if not empty:
+            yield None
+
+
+def _json_rows(path: str, lines: Iterable[bytes], errors: str) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(lines, start=1):
+        where = f"{path}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            yield where, json.loads(line.decode("utf-8-sig", errors))
+        except UnicodeDecodeError:
+            raise _not_text(f"{where} is not UTF-8") from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"{where} is not JSON: {error}",
+                remedy="one JSON object a line; data.format: text takes the file as plain text",
+            ) from None
+
+
+def _rows(source: Source) -> Iterator[tuple[str, Any]]:
+    """The rows of a Parquet file or of a dataset of the Hub, and where they are."""
+    try:
+        load = importlib.import_module("datasets").load_dataset
+    except ImportError as error:
+        raise ConfigError(
+            f"{source.path} needs the package datasets: {error}",
+            remedy="pip install datasets; text, JSONL and files of tokens need no package",
+        ) from error
+    name, config, split = [*source.path.removeprefix(HUB).split(":"), "", ""][:3]
+    try:
+        if source.format == "hub":
+            rows = load(name, config or None, split=split or "train", streaming=True)
+        else:
+            rows = load("parquet", data_files=source.path, split="train", streaming=True)
+        for number, row in enumerate(rows, start=1):
+            yield f"{source.path}, row {number}", row
+    except Exception as error:  # of whatever kind its readers raise
+        raise ConfigError(
+            f"{source.path} cannot be read by the package datasets",
+            because=first_lines(error),
+            remedy="hub:NAME:CONFIG:SPLIT names a dataset of the Hub; the last two may be left out",
+        ) from error
+
+
+def _field(where: str, row: Any, field: str, errors: str) -> str:
+    if not isinstance(row, dict) or field not in row:
+        keys = ", ".join(map(repr, row)) if isinstance(row, dict) else "no object"
+        raise ConfigError(
+            f"{where} has no field {field!r}: it has {keys or 'no fields'}",
+            remedy="data.text_field names the field with the text",
+        )
+    text = row[field]
+    if not isinstance(text, str):
+        raise ConfigError(f"{where}: the field {field!r} is {text!r:.60}, no text")
+    try:  # half of a surrogate pair is no character, and nothing can encode it
+        return text.encode("utf-8", errors).decode()
+    except UnicodeEncodeError:
+        raise _not_text(f"{where} is not UTF-8") from None
+
+
+def _not_text(what: str) -> ConfigError:
+    return ConfigError(
+        what,
+        because="it is another encoding, or no text",
+        remedy="convert it, or data.undecodable: replace",
+    )
+
+
+# --- tokenizers ----------------------------------------------------------------------------------
+
+
+class Tokenizer:
+    """A tokenizer of transformers, as a corpus and an export need it.
+
+    `size` is one more than the largest token, `end` the token that ends a document (None where it
+    has none); `identity` is equal for tokenizers that give equal tokens.
+    """
+
+    def __init__(self, name: str, tokenizer: Any) -> None:
+        self.name = name
+        self.size = len(tokenizer)
+        end = tokenizer.eos_token_id
+        self.end: int | None = end if isinstance(end, int) else None
+        self._tokenizer = tokenizer
+        # A copy that neither cuts texts nor fills them up: what is exported stays as it was.
+        self._fast = copy.deepcopy(getattr(tokenizer, "backend_tokenizer", None))
+        if self._fast is not None:
+            self._fast.no_truncation()
+            self._fast.no_padding()
+            text = self._fast.to_str()
+        else:
+            text = json.dumps([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())])
+        self.identity = hashlib.sha256(text.encode()).hexdigest()
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        """The tokens of each text, without special ones; long texts are not cut."""
+        if self._fast is not None:
+            found = self._fast.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [np.asarray(one.ids, dtype=np.uint32) for one in found]
+        lists = [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        return [np.asarray(one, dtype=np.uint32) for one in lists]
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> Any:
+        """Write the files that `transformers.AutoTokenizer` reads."""
+        return self._tokenizer.save_pretrained(os.fspath(directory))
+
+
+class ByteTokenizer(Tokenizer):
+    """A token is a byte of UTF-8, 256 ends a document: a byte-level BPE without merges."""
+
+    def __init__(self) -> None:
+        kind = transformers().PreTrainedTokenizerFast
+        library = importlib.import_module("tokenizers")  # comes with transformers
+        characters = importlib.import_module("transformers.convert_slow_tokenizer")
+        vocabulary = {char: byte for byte, char in characters.bytes_to_unicode().items()}
+        made = library.Tokenizer(library.models.BPE(vocab=vocabulary, merges=[]))
+        level = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        made.pre_tokenizer, made.decoder = level, library.decoders.ByteLevel()
+        end = "<|endoftext|>"
+        made.add_special_tokens([library.AddedToken(end, special=True)])
+        super().__init__(
+            BYTES, kind(tokenizer_object=made, eos_token=end, bos_token=end, pad_token=end)
+        )
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        """The bytes of each text."""
+        return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+
+
+def find_tokenizer(source: str) -> Tokenizer:
+    """The tokenizer in a directory or of a Hub id, or that of bytes.
+
+    Raises `ConfigError` where there is none.
+    """
+    if source == BYTES:
+        return ByteTokenizer()
+    path = Path(source).expanduser()
+    because = "there is no such directory"
+    if path.is_dir() or not (path.is_absolute() or source.startswith((".", "~"))):
+        try:
+            name = str(path) if path.is_dir() else source
+            found = transformers().AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            if len(found):
+                return Tokenizer(source, found)
+            because = "it has no tokens"
+        except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
+            because = first_lines(error)
+    raise ConfigError(
+        f"{source} has no tokenizer that transformers can load",
+        because=because,
+        remedy=f"tokenizer: DIR names another directory with a tokenizer.json; tokenizer: {BYTES} "
+        "needs no files",
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
@@ -111,6 +110,62 @@ class LossScaleConfig(Section):
         return value
 
 
+NEEDED = inspect.Parameter.empty
+# What DeepSpeed's schedules take, and their defaults; `infinity.schedules` makes them.
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "LRRangeTest": {
+        "lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 2000,
+        "lr_range_test_step_rate": 1.0, "lr_range_test_staircase": False,
+    },
+    "OneCycle": {
+        "cycle_min_lr": NEEDED, "cycle_max_lr": NEEDED, "decay_lr_rate": 0.0,
+        "cycle_first_step_size": 2000, "cycle_second_step_size": None,
+        "cycle_first_stair_count": 0, "cycle_second_stair_count": None, "decay_step_size": 0,
+        "cycle_momentum": True, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9, "decay_mom_rate": 0.0,
+    },
+    "WarmupLR": {
+        "warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_num_steps": 1000,
+        "warmup_type": "log",
+    },
+    "WarmupDecayLR": {
+        "total_num_steps": NEEDED, "warmup_min_lr": 0.0, "warmup_max_lr": 0.001,
+        "warmup_num_steps": 1000, "warmup_type": "log",
+    },
+    "WarmupCosineLR": {
+        "total_num_steps": NEEDED, "warmup_min_ratio": 0.0, "warmup_num_steps": 1000,
+        "cos_min_ratio": 0.0001, "warmup_type": "log",
+    },
+}  # fmt: skip
+for _defaults in SCHEDULES.values():
+    _defaults["last_batch_iteration"] = -1
+
+
+def torch_schedules() -> dict[str, Any]:
+    """The classes of `torch.optim.lr_scheduler` by name; torch is imported when this is asked."""
+    from torch.optim import lr_scheduler
+
+    base = lr_scheduler.LRScheduler
+    return {
+        name: value
+        for name, value in vars(lr_scheduler).items()
+        if inspect.isclass(value)
+        and issubclass(value, base)
+        and value is not base
+        and not name.startswith("_")
+    }
+
+
+def _parameters_of(name: str) -> dict[str, Any] | None:
+    """What a schedule takes, with defaults; None for one that is not known."""
+    if name in SCHEDULES:
+        return SCHEDULES[name]
+    found = torch_schedules().get(name)
+    if found is None:
+        return None
+    takes = inspect.signature(found).parameters.values()
+    return {taken.name: taken.default for taken in takes if taken.name != "optimizer"}
+
+
 class SchedulerConfig(Section):
     """A class of `torch.optim.lr_scheduler` or `infinity.schedules`, and its arguments."""
 
@@ -120,8 +175,8 @@ class SchedulerConfig(Section):
     @field_validator("type")
     @classmethod
     def _is_known(cls, name: str) -> str:
-        known = _schedulers()
-        if name not in known:
+        if _parameters_of(name) is None:
+            known = sorted({*torch_schedules(), *SCHEDULES})
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             where = "torch.optim.lr_scheduler or infinity.schedules"
@@ -131,19 +186,18 @@ class SchedulerConfig(Section):
     @field_validator("params")
     @classmethod
     def _fit_the_class(cls, params: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        scheduler = _schedulers().get(info.data.get("type", ""))
-        if scheduler is None:
+        kind = info.data.get("type", "")
+        takes = _parameters_of(kind)
+        if takes is None:
             return params
-        takes = dict(inspect.signature(scheduler).parameters)
-        takes.pop("optimizer", None)
         unknown = [name for name in params if name not in takes]
-        needed = [name for name, parameter in takes.items() if parameter.default is parameter.empty]
+        needed = [name for name, default in takes.items() if default is NEEDED]
         missing = [name for name in needed if name not in params]
         if unknown or missing:
             problem = f"does not take {', '.join(unknown)}" if unknown else ""
             problem += " and " if unknown and missing else ""
             problem += f"needs {', '.join(missing)}" if missing else ""
-            raise ValueError(f"{scheduler.__name__} {problem}; it takes {', '.join(takes)}")
+            raise ValueError(f"{kind} {problem}; it takes {', '.join(takes)}")
         return {name: _number_if_it_looks_like_one(value) for name, value in params.items()}
 
 
@@ -154,10 +208,3 @@ def _number_if_it_looks_like_one(value: Any) -> Any:
         except ValueError:
             return value
     return value
-
-
-def _schedulers() -> Mapping[str, type]:
-    # Imported here so that reading a configuration does not cost the import of torch.
-    from infinity.schedules import known_schedules
-
-    return known_schedules()

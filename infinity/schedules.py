@@ -1,8 +1,9 @@
 """Learning-rate schedules by name: torch's, and the five that DeepSpeed has and torch has not.
 
 Those five have DeepSpeed's names, parameters and values, quirks included, in closed form: what a
-group gets depends on the number of steps only. There the count starts at -1 when the schedule is
-made, here (as in torch) `last_epoch` is 0 then; so `last_epoch - 1` is its `last_batch_iteration`.
+group gets depends on the number of steps only. Each is a function of its parameters, checked and
+complete (`config_optimizer.SCHEDULES` holds names and defaults), and of the iteration: the count
+starts at -1 when the schedule is made. In torch `last_epoch` is 0 then, so it is `last_epoch - 1`.
 State is plain numbers and lists.
 """
 
@@ -11,58 +12,160 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer, lr_scheduler
 
+from infinity.config_optimizer import SCHEDULES, torch_schedules
 from infinity.errors import ConfigError, InfinityError, InfinityWarning, first_lines
-
-if TYPE_CHECKING:
-    from infinity.config_optimizer import SchedulerConfig
 
 _SECOND_BETA = 0.99  # what OneCycle sets beside the momentum it cycles
 _WARMUP_TYPES = ("log", "linear")
+# Parameters by what they may be; all others are numbers. A rate may have a value for each group.
+_RATES = {"warmup_min_lr", "warmup_max_lr", "lr_range_test_min_lr", "cycle_min_lr", "cycle_max_lr"}
+_RATES |= {"cycle_min_mom", "cycle_max_mom"}
+_COUNTS = {"warmup_num_steps": 1, "total_num_steps": 1, "lr_range_test_step_size": 1}  # least
+_COUNTS |= {"cycle_first_step_size": 1, "cycle_second_step_size": 0, "decay_step_size": 0}
+_COUNTS |= {"cycle_first_stair_count": 0, "cycle_second_stair_count": 0}
+_SWITCHES = {"lr_range_test_staircase", "cycle_momentum"}
+
+Params = Mapping[str, Any]
+
+
+# --- the five ------------------------------------------------------------------------------------
+
+
+def _between(low: Sequence[float], high: Sequence[float], share: float) -> list[float]:
+    return [one + (other - one) * share for one, other in zip(low, high, strict=True)]
+
+
+def _warmed(p: Params, i: int) -> float:
+    """The share of the warm-up that is done; only for iterations within it."""
+    steps = p["warmup_num_steps"]
+    if p["warmup_type"] == "log":
+        return (1.0 / math.log(steps)) * math.log(i + 1)
+    return float(i / steps)
+
+
+def _warmup(p: Params, i: int) -> list[float]:
+    share, steps, total = 0.0, p["warmup_num_steps"], p.get("total_num_steps")
+    if 0 <= i < steps:
+        share = _warmed(p, i)
+    elif i >= steps:
+        span = 1.0 if total is None else max(1.0, total - steps)
+        share = 1.0 if total is None else max(0.0, float(total - i) / span)
+    return _between(p["warmup_min_lr"], p["warmup_max_lr"], share)
+
+
+def _cosine(p: Params, i: int) -> list[float]:
+    ratio, steps, least = 0.0, p["warmup_num_steps"], p["cos_min_ratio"]
+    if 0 <= i < steps:
+        ratio = p["warmup_min_ratio"] + _warmed(p, i) * (1.0 - p["warmup_min_ratio"])
+    elif i >= steps:
+        done = min(1.0, (i - steps + 1) / max(1, p["total_num_steps"] - steps))
+        ratio = max(0.0, least + (1.0 - least) * ((1 + math.cos(math.pi * done)) / 2))
+    return [rate * ratio for rate in p["own_lrs"]]
+
+
+def _range_test(p: Params, i: int) -> list[float]:
+    steps: float = float(i + 1) / p["lr_range_test_step_size"]
+    steps = math.floor(steps) if p["lr_range_test_staircase"] else steps
+    increase = 1 + p["lr_range_test_step_rate"] * steps
+    return [low * increase for low in p["lr_range_test_min_lr"]]
+
+
+def _cycle(p: Params, i: int) -> list[float]:
+    past = i - sum(_halves(p)) + 1  # steps of the decay: 1 is the first
+    if past < 1:
+        return _between(p["cycle_min_lr"], p["cycle_max_lr"], _height(p, i))
+    decays = p["decay_step_size"] and p["decay_lr_rate"]
+    factor = 1 + p["decay_lr_rate"] * (past / p["decay_step_size"]) if decays else 1.0
+    return [low / factor for low in p["cycle_min_lr"]]
+
+
+def _momenta(p: Params, i: int) -> list[float]:
+    past, low, high = i - sum(_halves(p)) + 1, p["cycle_min_mom"], p["cycle_max_mom"]
+    if i < 0:
+        return list(low)
+    if past < 1:
+        height = _height(p, i)
+        return [most - (most - least) * height for least, most in zip(low, high, strict=True)]
+    decays = p["decay_step_size"] and p["decay_mom_rate"]
+    factor = 1 + p["decay_mom_rate"] * (past / p["decay_step_size"]) if decays else 1.0
+    return [most * factor for most in high]
+
+
+def _halves(p: Params) -> tuple[float, float]:
+    first, second = p["cycle_first_step_size"], p["cycle_second_step_size"]
+    return float(first), float(first if second is None else second)
+
+
+def _height(p: Params, i: int) -> float:
+    """Where in the cycle: 0 at its ends, 1 in the middle."""
+    count, (first, second) = i + 1, _halves(p)
+    total = first + second
+    ratio = first / total
+    x = 1.0 + count / total - math.floor(1 + count / total)
+    rising = x <= ratio
+    stairs, others = p["cycle_first_stair_count"], p["cycle_second_stair_count"]
+    stairs = stairs if rising or others is None else others
+    if stairs > 0:
+        # From whole counts: a share may lie a rounding below a stair, and lose all of it.
+        inside = count % total
+        left, half = (inside, first) if inside <= first else (total - inside, second)
+        return float(math.floor(left * stairs / half) / stairs)
+    return float(x / ratio if rising else (x - 1) / (ratio - 1))
 
 
 class _Schedule(lr_scheduler.LRScheduler):
-    """A rate for each group from the count alone.
+    """A rate for each group from the count alone, by a function of the parameters."""
 
-    What a subclass needs must be set before `__init__` of this class, which sets the first rates.
-    """
+    _rates: Callable[[Params, int], list[float]]
 
-    def __init__(self, optimizer: Optimizer, last_batch_iteration: int) -> None:
+    def __init_subclass__(cls) -> None:
+        kind, takes = inspect.Parameter, SCHEDULES[cls.__name__]
+        names = {"optimizer": kind.empty, **takes}
+        cls.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [kind(n, kind.POSITIONAL_OR_KEYWORD, default=value) for n, value in names.items()]
+        )
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        """Parameters are those of `SCHEDULES`; raises `ConfigError` for values that make none."""
+        bound = inspect.signature(type(self)).bind(*given, **named)
+        bound.apply_defaults()
+        params = dict(bound.arguments)
+        optimizer, begin = params.pop("optimizer"), params.pop("last_batch_iteration")
+        own = [float(group["lr"]) for group in optimizer.param_groups]
+        if params.get("warmup_max_lr", own) is None:
+            params["warmup_max_lr"] = own
+        self.params = {name: _checked(optimizer, name, v) for name, v in params.items()}
+        self.params["own_lrs"] = own
+        total, steps = self.params.get("total_num_steps"), self.params.get("warmup_num_steps")
+        if self.params.get("cycle_momentum") and "betas" not in optimizer.defaults:
+            self.params["cycle_momentum"] = False
+            text = "OneCycle leaves the momentum alone: this optimizer has no betas"
+            warnings.warn(text, InfinityWarning, stacklevel=2)
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
-        super().__init__(optimizer, last_batch_iteration)
-
-    def rates(self, iteration: int) -> list[float]:
-        """The rate of each group after `iteration + 1` steps; -1 is before the first."""
-        raise NotImplementedError
+        super().__init__(optimizer, begin)
+        if total is not None and total < steps:
+            text = f"total_num_steps {total} is less than warmup_num_steps {steps}"
+            warnings.warn(text, InfinityWarning, stacklevel=2)
 
     def get_lr(self) -> list[float]:  # type: ignore[override]
         """The rate of each group now."""
-        return self.rates(self.last_epoch - 1)
+        return type(self)._rates(self.params, self.last_epoch - 1)
 
-
-class _Warmup:
-    """The first part of the three warm-up schedules: from 0 to 1 in `num_steps` steps."""
-
-    def __init__(self, num_steps: int, kind: str) -> None:
-        if kind not in _WARMUP_TYPES:
-            raise ConfigError(
-                f"warmup_type is {kind!r}", remedy=f"one of {', '.join(map(repr, _WARMUP_TYPES))}"
-            )
-        self.num_steps = max(2, _count("warmup_num_steps", num_steps))
-        self.kind = kind
-
-    def at(self, iteration: int) -> float:
-        """The share of the way that is done; only for iterations below `num_steps`."""
-        if self.kind == "log":
-            return (1.0 / math.log(self.num_steps)) * math.log(iteration + 1)
-        return iteration / self.num_steps
+    def step(self, epoch: int | None = None) -> None:
+        """Set the rates, and OneCycle's momentum, of the next step."""
+        super().step(epoch)
+        if self.params.get("cycle_momentum"):
+            momenta = _momenta(self.params, self.last_epoch - 1)
+            for group, momentum in zip(self.optimizer.param_groups, momenta, strict=True):
+                group["betas"] = (momentum, _SECOND_BETA)
 
 
 class WarmupLR(_Schedule):
@@ -73,65 +176,13 @@ class WarmupLR(_Schedule):
     smallest rate. Raises `ConfigError` for anything else.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        warmup_min_lr: float | Sequence[float] = 0.0,
-        warmup_max_lr: float | Sequence[float] | None = None,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        warmup = _Warmup(warmup_num_steps, warmup_type)
-        self.warmup_num_steps, self.warmup_type = warmup.num_steps, warmup.kind
-        if warmup_max_lr is None:
-            warmup_max_lr = [float(group["lr"]) for group in optimizer.param_groups]
-        self.min_lrs = _per_group(optimizer, "warmup_min_lr", warmup_min_lr)
-        self.max_lrs = _per_group(optimizer, "warmup_max_lr", warmup_max_lr)
-        super().__init__(optimizer, last_batch_iteration)
-
-    def rates(self, iteration: int) -> list[float]:
-        """See the class."""
-        if iteration < 0:
-            return list(self.min_lrs)
-        if iteration < self.warmup_num_steps:
-            share = _Warmup(self.warmup_num_steps, self.warmup_type).at(iteration)
-        else:
-            share = self._after(iteration)
-        ends = zip(self.min_lrs, self.max_lrs, strict=True)
-        return [low + (high - low) * share for low, high in ends]
-
-    def _after(self, iteration: int) -> float:
-        return 1.0
+    _rates = staticmethod(_warmup)
 
 
-class WarmupDecayLR(WarmupLR):
+class WarmupDecayLR(_Schedule):
     """As `WarmupLR`, and then in a straight line down to `warmup_min_lr` at `total_num_steps`."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        total_num_steps: int,
-        warmup_min_lr: float | Sequence[float] = 0.0,
-        warmup_max_lr: float | Sequence[float] = 0.001,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        self.total_num_steps = _count("total_num_steps", total_num_steps)
-        super().__init__(
-            optimizer,
-            warmup_min_lr,
-            warmup_max_lr,
-            warmup_num_steps,
-            warmup_type,
-            last_batch_iteration,
-        )
-        _warn_if_short(self.total_num_steps, self.warmup_num_steps)
-
-    def _after(self, iteration: int) -> float:
-        span = max(1.0, self.total_num_steps - self.warmup_num_steps)
-        return max(0.0, float(self.total_num_steps - iteration) / span)
+    _rates = staticmethod(_warmup)
 
 
 class WarmupCosineLR(_Schedule):
@@ -141,41 +192,7 @@ class WarmupCosineLR(_Schedule):
     step is made at rate 0, whatever `warmup_min_ratio`.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        total_num_steps: int,
-        warmup_min_ratio: float = 0.0,
-        warmup_num_steps: int = 1000,
-        cos_min_ratio: float = 0.0001,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        warmup = _Warmup(warmup_num_steps, warmup_type)
-        self.total_num_steps = _count("total_num_steps", total_num_steps)
-        self.warmup_num_steps, self.warmup_type = warmup.num_steps, warmup.kind
-        self.warmup_min_ratio = _number("warmup_min_ratio", warmup_min_ratio)
-        self.cos_min_ratio = _number("cos_min_ratio", cos_min_ratio)
-        self.org_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        super().__init__(optimizer, last_batch_iteration)
-        _warn_if_short(self.total_num_steps, self.warmup_num_steps)
-
-    def rates(self, iteration: int) -> list[float]:
-        """See the class."""
-        ratio = self.ratio(iteration)
-        return [rate * ratio for rate in self.org_lrs]
-
-    def ratio(self, iteration: int) -> float:
-        """What the groups' own rates are multiplied with."""
-        if iteration < 0:
-            return 0.0
-        if iteration < self.warmup_num_steps:
-            share = _Warmup(self.warmup_num_steps, self.warmup_type).at(iteration)
-            return self.warmup_min_ratio + share * (1.0 - self.warmup_min_ratio)
-        past = iteration - self.warmup_num_steps + 1
-        done = min(1.0, past / max(1, self.total_num_steps - self.warmup_num_steps))
-        wave = (1 + math.cos(math.pi * done)) / 2
-        return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * wave)
+    _rates = staticmethod(_cosine)
 
 
 class LRRangeTest(_Schedule):
@@ -185,26 +202,7 @@ class LRRangeTest(_Schedule):
     `lr_range_test_staircase`.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        lr_range_test_min_lr: float | Sequence[float] = 1e-3,
-        lr_range_test_step_size: int = 2000,
-        lr_range_test_step_rate: float = 1.0,
-        lr_range_test_staircase: bool = False,
-        last_batch_iteration: int = -1,
-    ) -> None:
-        self.min_lrs = _per_group(optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
-        self.step_size = _count("lr_range_test_step_size", lr_range_test_step_size)
-        self.step_rate = _number("lr_range_test_step_rate", lr_range_test_step_rate)
-        self.staircase = bool(lr_range_test_staircase)
-        super().__init__(optimizer, last_batch_iteration)
-
-    def rates(self, iteration: int) -> list[float]:
-        """See the class."""
-        steps: float = float(iteration + 1) / self.step_size
-        increase = 1 + self.step_rate * (math.floor(steps) if self.staircase else steps)
-        return [low * increase for low in self.min_lrs]
+    _rates = staticmethod(_range_test)
 
 
 class OneCycle(_Schedule):
@@ -216,143 +214,39 @@ class OneCycle(_Schedule):
     with a warning.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        cycle_min_lr: float | Sequence[float],
-        cycle_max_lr: float | Sequence[float],
-        decay_lr_rate: float = 0.0,
-        cycle_first_step_size: int = 2000,
-        cycle_second_step_size: int | None = None,
-        cycle_first_stair_count: int = 0,
-        cycle_second_stair_count: int | None = None,
-        decay_step_size: int = 0,
-        cycle_momentum: bool = True,
-        cycle_min_mom: float | Sequence[float] = 0.8,
-        cycle_max_mom: float | Sequence[float] = 0.9,
-        decay_mom_rate: float = 0.0,
-        last_batch_iteration: int = -1,
-    ) -> None:
-        first = float(_count("cycle_first_step_size", cycle_first_step_size))
-        second = first
-        if cycle_second_step_size is not None:
-            second = float(_count("cycle_second_step_size", cycle_second_step_size, least=0))
-        stairs = _count("cycle_first_stair_count", cycle_first_stair_count, least=0)
-        self.halves = [first, second]
-        self.stairs = [stairs, stairs]
-        if cycle_second_stair_count is not None:
-            count = _count("cycle_second_stair_count", cycle_second_stair_count, least=0)
-            self.stairs[1] = count
-        self.decay_step_size = _count("decay_step_size", decay_step_size, least=0)
-        self.min_lrs = _per_group(optimizer, "cycle_min_lr", cycle_min_lr)
-        self.max_lrs = _per_group(optimizer, "cycle_max_lr", cycle_max_lr)
-        self.decay_lr_rate = _number("decay_lr_rate", decay_lr_rate)
-        self.cycle_momentum = bool(cycle_momentum)
-        if self.cycle_momentum and "betas" not in optimizer.defaults:
-            warnings.warn(
-                "OneCycle leaves the momentum alone: this optimizer has no betas",
-                InfinityWarning,
-                stacklevel=2,
-            )
-            self.cycle_momentum = False
-        self.min_moms = _per_group(optimizer, "cycle_min_mom", cycle_min_mom)
-        self.max_moms = _per_group(optimizer, "cycle_max_mom", cycle_max_mom)
-        self.decay_mom_rate = _number("decay_mom_rate", decay_mom_rate)
-        super().__init__(optimizer, last_batch_iteration)
-
-    def step(self, epoch: int | None = None) -> None:
-        """Set the rates, and the momentum, of the next step."""
-        super().step(epoch)
-        if self.cycle_momentum:
-            momenta = self.momenta(self.last_epoch - 1)
-            for group, momentum in zip(self.optimizer.param_groups, momenta, strict=True):
-                group["betas"] = (momentum, _SECOND_BETA)
-
-    def rates(self, iteration: int) -> list[float]:
-        """See the class."""
-        past = self._past(iteration)
-        if past < 1:
-            scale = self._scale(iteration)
-            ends = zip(self.min_lrs, self.max_lrs, strict=True)
-            return [low + (high - low) * scale for low, high in ends]
-        if not self.decay_step_size or not self.decay_lr_rate:
-            return list(self.min_lrs)
-        factor = 1 + self.decay_lr_rate * (past / self.decay_step_size)
-        return [low / factor for low in self.min_lrs]
-
-    def momenta(self, iteration: int) -> list[float]:
-        """The momentum of each group after `iteration + 1` steps."""
-        past = self._past(iteration)
-        if iteration < 0:
-            return list(self.min_moms)
-        if past < 1:
-            scale = self._scale(iteration)
-            ends = zip(self.min_moms, self.max_moms, strict=True)
-            return [high - (high - low) * scale for low, high in ends]
-        if not self.decay_step_size or not self.decay_mom_rate:
-            return list(self.max_moms)
-        factor = 1 + self.decay_mom_rate * (past / self.decay_step_size)
-        return [high * factor for high in self.max_moms]
-
-    def _past(self, iteration: int) -> float:
-        """Steps of the decay: 1 is the first."""
-        return iteration - sum(self.halves) + 1
-
-    def _scale(self, iteration: int) -> float:
-        """Where in the cycle: 0 at its ends, 1 in the middle."""
-        count, (first, second) = iteration + 1, self.halves
-        total = first + second
-        ratio = first / total
-        x = 1.0 + count / total - math.floor(1 + count / total)
-        rising = x <= ratio
-        stairs = self.stairs[0 if rising else 1]
-        if stairs > 0:
-            # From whole counts: a share may lie a rounding below a stair, and lose all of it.
-            inside = count % total
-            if inside <= first:
-                position = inside * stairs / first
-            else:
-                position = (total - inside) * stairs / second
-            return math.floor(position) / stairs
-        return x / ratio if rising else (x - 1) / (ratio - 1)
+    _rates = staticmethod(_cycle)
 
 
 OURS = (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 VALID_LR_SCHEDULES = [schedule.__name__ for schedule in OURS]  # DeepSpeed's name for it
 
 
+# --- by name -------------------------------------------------------------------------------------
+
+
 def known_schedules() -> dict[str, type[lr_scheduler.LRScheduler]]:
     """Every schedule a configuration may name: torch's and ours, sorted by name."""
-    base = lr_scheduler.LRScheduler
-    torchs = {
-        name: value
-        for name, value in vars(lr_scheduler).items()
-        if inspect.isclass(value)
-        and issubclass(value, base)
-        and value is not base
-        and not name.startswith("_")
-    }
-    found = torchs | {schedule.__name__: schedule for schedule in OURS}
+    found = torch_schedules() | {schedule.__name__: schedule for schedule in OURS}
     return dict(sorted(found.items()))
 
 
-def make_schedule(section: SchedulerConfig, optimizer: Optimizer) -> lr_scheduler.LRScheduler:
-    """The schedule that a configuration names; `ConfigError` where it refuses its params.
+def make_schedule(name: str, params: Params, optimizer: Optimizer) -> lr_scheduler.LRScheduler:
+    """The schedule of a name that is known; `ConfigError` where it refuses its parameters.
 
     torch looks at some of them in `step()` only, so a copy makes a step before.
     """
-    kind = known_schedules()[section.type]
+    kind = known_schedules()[name]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the schedule itself says the same
-            tried: Any = kind(_stand_in(optimizer), **deepcopy(section.params))
+            tried: Any = kind(_stand_in(optimizer), **deepcopy(dict(params)))
             tried.step(*([0.0] if isinstance(tried, lr_scheduler.ReduceLROnPlateau) else []))
-        return kind(optimizer, **section.params)
+        return kind(optimizer, **params)
     except InfinityError:
         raise
     except Exception as error:  # of whatever kind torch's arithmetic comes to
         raise ConfigError(
-            f"scheduler {section.type} refuses its params {section.params}: {first_lines(error)}",
+            f"scheduler {name} refuses its params {dict(params)}: {first_lines(error)}",
             remedy="see torch.optim.lr_scheduler, or infinity.schedules, for what it takes",
         ) from error
 
@@ -367,35 +261,36 @@ def _stand_in(optimizer: Optimizer) -> Optimizer:
     return Optimizer(groups, dict(optimizer.defaults))
 
 
-def _per_group(optimizer: Optimizer, name: str, value: Any) -> list[float]:
-    count = len(optimizer.param_groups)
-    if not isinstance(value, list | tuple):
-        return [_number(name, value)] * count
-    if len(value) != count:
-        raise ConfigError(
-            f"{name} has {len(value)} values for {count} parameter groups",
-            remedy="give one for each group, or one number for all",
-        )
-    return [_number(name, part) for part in value]
+def _checked(optimizer: Optimizer, name: str, value: Any) -> Any:
+    """A parameter as the functions take it: rates as a list, one for each group."""
+    if name in _RATES:
+        count = len(optimizer.param_groups)
+        values = value if isinstance(value, list | tuple) else [value] * count
+        if len(values) != count:
+            raise ConfigError(
+                f"{name} has {len(values)} values for {count} parameter groups",
+                remedy="give one for each group, or one number for all",
+            )
+        return [_number(name, part) for part in values]
+    if name == "warmup_type":
+        if value not in _WARMUP_TYPES:
+            remedy = f"one of {', '.join(map(repr, _WARMUP_TYPES))}"
+            raise ConfigError(f"warmup_type is {value!r}", remedy=remedy)
+        return value
+    if name in _SWITCHES:
+        return bool(value)
+    if value is None and name.startswith("cycle_second"):
+        return None
+    number = _number(name, value)
+    if name not in _COUNTS:
+        return number
+    if number != int(number) or number < _COUNTS[name]:
+        remedy = f"a whole number, {_COUNTS[name]} or more"
+        raise ConfigError(f"{name} is {value!r}", remedy=remedy)
+    return max(2, int(number)) if name == "warmup_num_steps" else int(number)
 
 
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ConfigError(f"{name} is {value!r}", remedy=f"{name} is a finite number")
     return float(value)
-
-
-def _count(name: str, value: Any, least: int = 1) -> int:
-    number = _number(name, value)
-    if number != int(number) or number < least:
-        raise ConfigError(f"{name} is {value!r}", remedy=f"a whole number, {least} or more")
-    return int(number)
-
-
-def _warn_if_short(total: int, warmup: int) -> None:
-    if total < warmup:
-        warnings.warn(
-            f"total_num_steps {total} is less than warmup_num_steps {warmup}",
-            InfinityWarning,
-            stacklevel=3,
-        )

@@ -228,4 +228,5 @@ def _make_scheduler(config: Config, optimizer: OffloadedOptimizer, given: Any, c
         return given
     if given is not None:
         return given(optimizer)
-    return None if config.scheduler is None else make_schedule(config.scheduler, optimizer)
+    section = config.scheduler
+    return None if section is None else make_schedule(section.type, section.params, optimizer)

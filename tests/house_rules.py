@@ -33,10 +33,10 @@ ALLOWED: dict[str, set[str]] = {
     "crc32c": {"_aio"},
     "config_source": {"errors"},
     "config_problems": {"errors"},
-    "schedules": {"errors"},
+    "schedules": {"errors", "config_optimizer"},
     "config_values": {"errors", "sizes"},
     "config_activations": {"config_values"},
-    "config_optimizer": {"config_values", "schedules"},
+    "config_optimizer": {"config_values"},
     "config": {"errors", "config_values", "config_optimizer", "config_source", "config_problems"}
     | {"config_activations"},
     "journal": {"errors"},

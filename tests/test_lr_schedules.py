@@ -15,7 +15,6 @@ import torch
 from support.small import small_engine, train
 
 from infinity.config import load_config
-from infinity.config_optimizer import SchedulerConfig
 from infinity.errors import ConfigError, InfinityWarning
 from infinity.schedules import OURS, known_schedules, make_schedule
 
@@ -364,9 +363,8 @@ def test_an_engine_refuses_a_schedule_whose_parameters_make_no_sense(tmp_path: P
 )
 def test_what_torch_refuses_in_a_step_is_refused_before(name: str, params: dict[str, Any]) -> None:
     target = optimizer()
-    section = SchedulerConfig(type=name, params=params)
     with pytest.raises(ConfigError, match=f"scheduler {name} refuses its params"):
-        make_schedule(section, target)
+        make_schedule(name, params, target)
     assert [group["lr"] for group in target.param_groups] == list(BASE)
     assert all("initial_lr" not in group for group in target.param_groups)
 
@@ -385,7 +383,7 @@ def test_trying_a_schedule_changes_nothing(name: str, params: dict[str, Any]) ->
     tried, plain = optimizer(), optimizer()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        made = make_schedule(SchedulerConfig(type=name, params=params), tried)
+        made = make_schedule(name, params, tried)
     expected = known_schedules()[name](plain, **params)
     assert type(made) is type(expected)
     for one, other in zip(tried.param_groups, plain.param_groups, strict=True):

@@ -225,9 +225,10 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> Any:
         """The configuration's schedule if it has one, else that of the TrainingArguments."""
-        settings = self._settings_now(num_training_steps)
-        if self.lr_scheduler is None and settings.scheduler is not None:
-            self.lr_scheduler = make_schedule(settings.scheduler, optimizer or self.optimizer)
+        section = self._settings_now(num_training_steps).scheduler
+        if self.lr_scheduler is None and section is not None:
+            chosen = optimizer or self.optimizer
+            self.lr_scheduler = make_schedule(section.type, section.params, chosen)
             self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)
 

@@ -14,8 +14,7 @@ from infinity.config import IoConfig
 from infinity.plan.cost import step_cost
 from infinity.plan.plan import Plan
 from infinity.plan.rates import DISK, Rates
-from infinity.trace.intervals import length, union, without
-from infinity.trace.shares import Shares
+from infinity.trace.shares import Shares, length, union, without
 
 MEASURE_S = 2.0
 

@@ -42,7 +42,7 @@ class Check:
 
 
 def checks_of(stages: Sequence[str], out: Path, work: Path) -> list[Check]:
-    """What the stages run, in order; drawings go to `out`, traces to `work`.
+    """What the stages run, in order; results go to `out`, traces to `work`.
 
     Speeds are measured first, once: plans choose homes by them, and bounds are made of them.
     """
@@ -54,13 +54,13 @@ def checks_of(stages: Sequence[str], out: Path, work: Path) -> list[Check]:
     rates = Check("rates", 30, [*doctor, "--machine-file", str(out / "machine.json")])
 
     def traced(check: Check, contender: str = "infinity_ram") -> list[Check]:
-        """With a trace of its last steps, drawn."""
+        """With a trace of its last steps, and what it says."""
         folder = work / check.name
         command = [*check.command, "--traces", str(folder)]
-        draw = [sys.executable, "-P", "tools/trace_report.py"]
-        draw += [str(folder / f"trace-{contender}.json"), "--html", str(out / f"{check.name}.html")]
-        drawn = Check(f"{check.name}-trace", 15, draw)
-        return [Check(check.name, check.limit_s, command, json=True), drawn]
+        trace = str(folder / f"trace-{contender}.json")
+        told = [*package, "infinity.cli", "trace", trace, "--json"]
+        result = Check(check.name, check.limit_s, command, json=True)
+        return [result, Check(f"{check.name}-trace", 15, told, json=True)]
 
     small = llama("1.5b", 8192, 1, 3, *CAPPED)
     disk = ("--only", "infinity_disk", "--steps", "2")

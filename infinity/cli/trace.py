@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from infinity.cli.ending import command
-from infinity.errors import InfinityError, MachineError
+from infinity.errors import InfinityError
 
 if TYPE_CHECKING:
     from infinity.trace.shares import Shares, StepShares
@@ -23,33 +23,21 @@ def trace(
         int | None, typer.Option("--step", help="This step only, by its number in the run.")
     ] = None,
     stalls: Annotated[int, typer.Option("--stalls", help="How many stalls to list.", min=0)] = 10,
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="OUT", help="Write a page with the lanes.")
-    ] = None,
-    svg: Annotated[
-        Path | None, typer.Option("--svg", metavar="OUT", help="Write the chart of lanes alone.")
-    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object on stdout, and nothing else there.")
     ] = False,
 ) -> None:
     """Say who was busy when in a training run, what it waited for, and what binds.
 
-    For example: infinity trace run.json --html run.html
+    For example: infinity trace run.json --step 3; ui.perfetto.dev shows the lanes of that file.
     """
     with command():
-        from infinity.trace.chart import draw_html, draw_svg
         from infinity.trace.reader import read_timeline
         from infinity.trace.report import report_data, report_lines
         from infinity.trace.shares import Shares
 
         shares = Shares(read_timeline(file))
         only = None if step is None else _find(shares, step)
-        if html is not None:
-            _write(html, draw_html(shares, only))
-        if svg is not None:
-            window = (only.begin, only.end) if only is not None else None
-            _write(svg, draw_svg(shares.timeline, window))
         if as_json:
             print(json.dumps(report_data(shares, stalls, only)), flush=True)
             return
@@ -63,10 +51,3 @@ def _find(shares: Shares, number: int) -> StepShares:
         names = f"{shares.steps[0].name} to {shares.steps[-1].name}" if shares.steps else "none"
         raise InfinityError(f"step {number} is not in the trace; it has {names}")
     return found
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise MachineError(f"{path} cannot be written", because=error.strerror) from error

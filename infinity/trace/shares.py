@@ -7,12 +7,16 @@ inside it are taken out; on a GPU compute has a clock of its own, and is idle be
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import combinations
+from typing import TypeAlias
 
-from infinity.trace.intervals import Interval, clip, length, overlap, union, without
 from infinity.trace.reader import Slice, Timeline
+
+Interval: TypeAlias = tuple[float, float]
+Times: TypeAlias = list[Interval]  # sorted, disjoint, none empty
 
 # What may keep compute waiting, and how it is called.
 MOVERS = {
@@ -31,6 +35,57 @@ _SAME = ({"disk", "disk_read"}, {"disk", "disk_write"})
 SMALL_SHARE = 0.05  # of a step; waits below it are not worth a name
 ONE_SIDED = 1.25  # reads cover so much more of the waits than writes, or the reverse
 CLEARLY = 4.0  # compute is so much longer than its waits
+
+
+# --- sets of times -------------------------------------------------------------------------------
+
+
+def _times(keep: Callable[[bool, bool], bool], one: Iterable[Interval], other: Times) -> Times:
+    """When `keep` holds of being in one and in the other; intervals of `one` may overlap."""
+    edges = [edge for b, e in one if b < e for edge in ((b, 0, 1), (e, 0, -1))]
+    edges += [edge for b, e in other for edge in ((b, 1, 1), (e, 1, -1))]
+    result: Times = []
+    inside, since = [0, 0], 0.0
+    for time, which, change in sorted(edges):
+        if time > since and keep(inside[0] > 0, inside[1] > 0):
+            joins = result and result[-1][1] == since
+            begin = result.pop()[0] if joins else since
+            result.append((begin, time))
+        inside[which] += change
+        since = time
+    return result
+
+
+def union(intervals: Iterable[Interval]) -> Times:
+    """All times in at least one interval."""
+    return _times(lambda one, _: one, intervals, [])
+
+
+def overlap(one: Times, other: Times) -> Times:
+    """All times in both."""
+    return _times(lambda a, b: a and b, one, other)
+
+
+def without(one: Times, other: Times) -> Times:
+    """All times in the first, but not in the second."""
+    return _times(lambda a, b: a and not b, one, other)
+
+
+def clip(times: Times, window: Interval) -> Times:
+    """All times inside a window; fast where the window is small."""
+    begin, end = window
+    first = max(bisect_right(times, begin, key=lambda i: i[0]) - 1, 0)
+    last = bisect_left(times, end, key=lambda i: i[0])
+    cut = ((max(b, begin), min(e, end)) for b, e in times[first:last])
+    return [interval for interval in cut if interval[0] < interval[1]]
+
+
+def length(times: Times) -> float:
+    """Seconds in all."""
+    return sum(end - begin for begin, end in times)
+
+
+# --- shares --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

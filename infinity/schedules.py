@@ -124,30 +124,31 @@ class _Schedule(lr_scheduler.LRScheduler):
     """A rate for each group from the count alone, by a function of the parameters."""
 
     _rates: Callable[[Params, int], list[float]]
+    __signature__: inspect.Signature
 
     def __init_subclass__(cls) -> None:
-        kind, takes = inspect.Parameter, SCHEDULES[cls.__name__]
-        names = {"optimizer": kind.empty, **takes}
-        cls.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [kind(n, kind.POSITIONAL_OR_KEYWORD, default=value) for n, value in names.items()]
-        )
+        if cls.__name__ in SCHEDULES:  # what derives from one of those takes the same
+            kind, takes = inspect.Parameter, SCHEDULES[cls.__name__]
+            names = {"optimizer": kind.empty, **takes}.items()
+            found = [kind(n, kind.POSITIONAL_OR_KEYWORD, default=value) for n, value in names]
+            cls.__signature__ = inspect.Signature(found)
 
     def __init__(self, *given: Any, **named: Any) -> None:
         """Parameters are those of `SCHEDULES`; raises `ConfigError` for values that make none."""
-        bound = inspect.signature(type(self)).bind(*given, **named)
+        bound = self.__signature__.bind(*given, **named)
         bound.apply_defaults()
         params = dict(bound.arguments)
         optimizer, begin = params.pop("optimizer"), params.pop("last_batch_iteration")
         own = [float(group["lr"]) for group in optimizer.param_groups]
         if params.get("warmup_max_lr", own) is None:
             params["warmup_max_lr"] = own
-        self.params = {name: _checked(optimizer, name, v) for name, v in params.items()}
-        self.params["own_lrs"] = own
-        total, steps = self.params.get("total_num_steps"), self.params.get("warmup_num_steps")
-        if self.params.get("cycle_momentum") and "betas" not in optimizer.defaults:
-            self.params["cycle_momentum"] = False
+        params = {name: _checked(optimizer, name, value) for name, value in params.items()}
+        total, steps = params.get("total_num_steps"), params.get("warmup_num_steps")
+        if params.get("cycle_momentum") and "betas" not in optimizer.defaults:
+            params["cycle_momentum"] = False
             text = "OneCycle leaves the momentum alone: this optimizer has no betas"
             warnings.warn(text, InfinityWarning, stacklevel=2)
+        vars(self).update(params, own_lrs=own)  # attributes, and so the state
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
         super().__init__(optimizer, begin)
@@ -157,13 +158,13 @@ class _Schedule(lr_scheduler.LRScheduler):
 
     def get_lr(self) -> list[float]:  # type: ignore[override]
         """The rate of each group now."""
-        return type(self)._rates(self.params, self.last_epoch - 1)
+        return type(self)._rates(vars(self), self.last_epoch - 1)
 
     def step(self, epoch: int | None = None) -> None:
         """Set the rates, and OneCycle's momentum, of the next step."""
         super().step(epoch)
-        if self.params.get("cycle_momentum"):
-            momenta = _momenta(self.params, self.last_epoch - 1)
+        if vars(self).get("cycle_momentum"):
+            momenta = _momenta(vars(self), self.last_epoch - 1)
             for group, momentum in zip(self.optimizer.param_groups, momenta, strict=True):
                 group["betas"] = (momentum, _SECOND_BETA)
 

@@ -151,12 +151,9 @@ def _warnings_as_notes(page: TrainPage) -> Iterator[None]:
             said.add(text)
             page.note(text)
 
-    before = warnings.showwarning
-    warnings.showwarning = show
-    try:
+    with warnings.catch_warnings():
+        warnings.showwarning = show
         yield
-    finally:
-        warnings.showwarning = before
 
 
 class _Signals:

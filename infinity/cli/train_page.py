@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 from infinity.cli.screen import Page
 from infinity.sizes import format_count, format_duration, format_size
@@ -24,20 +24,18 @@ _STALLS = {"disk_read": "read", "slot": "slots", "gradient": "gradients"}
 
 
 class TrainPage:
-    """Follows one run on stderr; implements `infinity.runs.metrics.Watcher`."""
+    """Follows one run on stderr; implements `infinity.runs.metrics.Watcher`.
+
+    `begun` says that steps are being made, `signum` is the signal that asked to stop, or 0.
+    """
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-        self._page = Page()
-        self._live = self._console.is_terminal
         self._progress: Progress | None = None
-        self._task: TaskID | None = None
         self._shown_at_s = 0.0
         self._work = ""
         self.begun = False
-        """Whether steps are being made."""
         self.signum = 0
-        """The signal that asked to stop; 0 for none."""
 
     def __enter__(self) -> Self:
         return self
@@ -49,16 +47,12 @@ class TrainPage:
 
     def progress(self, done_bytes: int, total_bytes: int, what: str) -> None:
         """How far something long is; with `what` of another kind another line begins."""
-        kind = what.partition(":")[0]
-        finished = done_bytes >= total_bytes
-        text = f"{what}: {format_size(done_bytes)} of {format_size(total_bytes)}"
+        kind, finished = what.partition(":")[0], done_bytes >= total_bytes
         if kind != self._work:
             self.pause()
             self._work = kind
-        if self._live:
-            self._show(text, done_bytes, total_bytes)
-        elif finished or time.monotonic() - self._shown_at_s > PLAIN_INTERVAL_S:
-            self._line(text)
+        text = f"{what}: {format_size(done_bytes)} of {format_size(total_bytes)}"
+        self._show(text, done_bytes, total_bytes, edge=finished)
         if finished:
             self.pause()
 
@@ -82,12 +76,8 @@ class TrainPage:
 
     def step(self, facts: StepFacts) -> None:
         """One step."""
-        if self._live:
-            self._show(format_step(facts), facts.step, facts.num_steps)
-            return
         edge = facts.step in (1, facts.num_steps)
-        if edge or time.monotonic() - self._shown_at_s > PLAIN_INTERVAL_S:
-            self._line(format_step(facts))
+        self._show(format_step(facts), facts.step, facts.num_steps, edge=edge)
 
     def evaluated(self, step: int, loss: float) -> None:
         """A held-out loss."""
@@ -132,29 +122,28 @@ class TrainPage:
             rows.append(["last checkpoint", str(result.checkpoint)])
         if result.model is not None:
             rows.append(["model", str(result.model)])
-        self._page.table(f"{directory}: done", ["", ""], rows)
+        Page().table(f"{directory}: done", ["", ""], rows)
 
     def pause(self) -> None:
         """Leave the moving line as it is, so that something else can be printed."""
         if self._progress is not None:
-            progress, self._progress, self._task = self._progress, None, None
+            progress, self._progress = self._progress, None
             progress.stop()
 
-    def _line(self, text: str) -> None:
-        self._shown_at_s = time.monotonic()
-        self.note(text)
-
-    def _show(self, text: str, done: int, total: int) -> None:
+    def _show(self, text: str, done: int, total: int, *, edge: bool) -> None:
+        """Move the line; where there is no terminal, tell at the edges and every few seconds."""
+        if not self._console.is_terminal:
+            if edge or time.monotonic() - self._shown_at_s > PLAIN_INTERVAL_S:
+                self._shown_at_s = time.monotonic()
+                self.note(text)
+            return
         if self._progress is None:
-            self._progress = Progress(
-                BarColumn(bar_width=20),
-                TextColumn("{task.description}", markup=False),
-                console=self._console,
-            )
+            columns = BarColumn(bar_width=20), TextColumn("{task.description}", markup=False)
+            self._progress = Progress(*columns, console=self._console)
             self._progress.start()
-            self._task = self._progress.add_task(text, total=total)
-        assert self._task is not None
-        self._progress.update(self._task, description=text, completed=done, total=total)
+            self._progress.add_task(text, total=total)
+        task = self._progress.task_ids[0]
+        self._progress.update(task, description=text, completed=done, total=total)
 
 
 def format_step(facts: StepFacts) -> str:

@@ -279,9 +279,7 @@ def check_schedule(prepared: Prepared, directory: RunDirectory, checkpoint: Path
     if scheduler is not None and checkpoint and (checkpoint / MANIFEST_NAME).is_file():
         with CheckpointReader(checkpoint.parent, checkpoint.name) as reader:
             run = decode(reader.manifest.run)
-        params = run.get("scheduler") if isinstance(run, dict) else None
-        params = params.get("params", params) if isinstance(params, dict) else None
-        told.append((str(checkpoint), params))
+        told.append((str(checkpoint), run.get("scheduler") if isinstance(run, dict) else None))
     for where, params in told:
         for name, value in scheduler.params.items() if scheduler is not None else ():
             before = params.get(name) if isinstance(params, Mapping) else None

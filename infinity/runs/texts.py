@@ -176,7 +176,7 @@ def _rows(source: Source) -> Iterator[tuple[str, Any]]:
     except ImportError as error:
         raise ConfigError(
             f"{source.path} needs the package datasets: {error}",
-            remedy="pip install datasets; text, JSONL and files of tokens need no package",
+            remedy="pip install 'torch-infinity[data]'; text, JSONL and tokens need no package",
         ) from error
     name, config, split = [*source.path.removeprefix(HUB).split(":"), "", ""][:3]
     try:

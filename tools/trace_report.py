@@ -31,7 +31,7 @@ def draw(timeline: Timeline, path: str, step: int | None) -> None:
     figure, axes = pyplot.subplots(figsize=(16, 1.5 + 0.4 * len(lanes)), layout="constrained")
     for row, lane in enumerate(lanes):
         spans = [(s.begin, s.seconds) for s in timeline.of(lane)]
-        colour = "tab:red" if lane == "stall" else f"C{row}"
+        colour = "black" if lane == "stall" else f"C{row}"
         axes.broken_barh(spans, (row - 0.4, 0.8), color=colour, linewidth=0, rasterized=True)
     for one in shares.steps:
         axes.axvline(one.begin, color="grey", linewidth=0.5)

@@ -90,6 +90,7 @@ def main() -> None:
     run([infinity, "doctor", "--path", elsewhere], elsewhere)
     plan = ["--device", "24GiB", "--host", "64GiB", "--disk", "2TiB", "--tokens", "8192"]
     run([infinity, "plan", "8b", *plan], elsewhere)
+    run([infinity, "init"], elsewhere)
     run([python, "-c", STEP], elsewhere)
     print(f"{wheel.name}: built, installed and used outside the checkout")
     if not arguments.keep:

@@ -56,18 +56,29 @@ def find_sources(key: str, patterns: Sequence[str], form: str) -> list[Source]:
     """
     found: dict[str, Source] = {}
     problems = []
+    known = _ENDINGS.get(form) or tuple(end for ends in _ENDINGS.values() for end in ends)
     for pattern in patterns:
-        if pattern.startswith(HUB):
-            found.setdefault(pattern, Source(pattern, "hub"))
-            continue
+        path = Path(pattern)
         try:
-            files, why_none = _files(Path(pattern), form)
+            if pattern.startswith(HUB):
+                found.setdefault(pattern, Source(pattern, "hub"))
+                continue
+            if path.is_dir():
+                paths = [p for p in sorted(path.rglob("*")) if _ending(p) in known]
+                why_none = f"no file in this directory ends in {', '.join(known)}"
+            elif path.exists():
+                paths, why_none = [path], "is neither a file nor a directory"
+            else:
+                paths = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
+                magic = glob.has_magic(pattern)
+                why_none = "no file has such a name" if magic else "does not exist"
+            files = [p.absolute() for p in paths if p.is_file()]
             problems += [] if files else [f"{pattern}: {why_none}"]
-            for path in files:
-                kinds = (kind for kind, ends in _ENDINGS.items() if _ending(path) in ends)
+            for file in files:
+                kinds = (kind for kind, ends in _ENDINGS.items() if _ending(file) in ends)
                 kind = form if form != "auto" else next(kinds, "text")
-                facts = path.stat()
-                source = Source(str(path), kind, facts.st_size, facts.st_mtime_ns)
+                facts = file.stat()
+                source = Source(str(file), kind, facts.st_size, facts.st_mtime_ns)
                 found.setdefault(source.path, source)
         except OSError as error:
             problems.append(f"{error.filename or pattern}: {error.strerror}")
@@ -77,21 +88,6 @@ def find_sources(key: str, patterns: Sequence[str], form: str) -> list[Source]:
             remedy="give files, directories, or patterns such as 'texts/**/*.jsonl'",
         )
     return list(found.values())
-
-
-def _files(path: Path, form: str) -> tuple[list[Path], str]:
-    """The files, and what to say where there are none."""
-    if path.is_dir():
-        known = _ENDINGS.get(form) or tuple(end for ends in _ENDINGS.values() for end in ends)
-        below = [p.absolute() for p in sorted(path.rglob("*")) if _ending(p) in known]
-        return [p for p in below if p.is_file()], (
-            f"no file in this directory ends in {', '.join(known)}"
-        )
-    names = [str(path)] if path.exists() else sorted(glob.glob(str(path), recursive=True))
-    files = [Path(name).absolute() for name in names if os.path.isfile(name)]
-    if path.exists():
-        return files, "is neither a file nor a directory"
-    return files, "no file has such a name" if glob.has_magic(str(path)) else "does not exist"
 
 
 def _ending(path: Path) -> str:

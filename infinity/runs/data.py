@@ -147,7 +147,7 @@ def _make(recipe: Recipe, directory: Path, progress: Progress | None) -> None:
     def advance(nbytes: int) -> None:
         nonlocal done
         done += nbytes
-        if progress is not None:
+        if progress is not None and nbytes:
             progress(min(done, total), total, "preparing tokens")
 
     partial.mkdir(FOLDER_MODE)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.cuda_on_host import HostLauncher, compiler
 from support.cuda_pieces import BF16, FLOATS, FP16, FP32, HYPERS, Combination, Rooms, combinations
+from support.reference import reference_update
 
 from infinity.errors import ConfigError, InfinityError, PresenceError
 from infinity.formats import MomentFormat
@@ -21,7 +22,6 @@ from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.cuda import CudaKernels
 from infinity.optim.cuda_tables import SQUARE_TILE, TILE
 from infinity.optim.moments import Moment
-from infinity.optim.reference import reference_update
 from infinity.optim.rules import AdamHyper
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler to emulate with")

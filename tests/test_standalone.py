@@ -16,6 +16,7 @@ import pytest
 import torch
 from support.leaks import tasks
 from support.patience import wait_until
+from support.reference import reference_update
 from support.trainer import same_bits
 from torch import Tensor, nn
 
@@ -24,7 +25,6 @@ from infinity.errors import ConfigError, EngineClosedError, InfinityError
 from infinity.formats import MomentFormat
 from infinity.optim.built_in import rounding_key
 from infinity.optim.moments import Moment
-from infinity.optim.reference import reference_update
 from infinity.optim.rules import AdamHyper
 
 SHAPES = ((17, 9), (33,), (), (2, 3, 4, 5), (0, 4), (700, 11))

@@ -8,7 +8,7 @@
 // Same bits everywhere: every operation is one IEEE fp32 operation, rounded on its own (no fused
 // multiply-add, true division and square root), or an integer operation. A
 // NaN's payload and sign depend on operand order and on the machine, therefore every NaN that
-// leaves arithmetic is stored as 0x7fc00000 (`canonical`). infinity/optim/reference.py says the
+// leaves arithmetic is stored as 0x7fc00000 (`canonical`). tests/support/reference.py says the
 // same thing in numpy.
 #pragma once
 

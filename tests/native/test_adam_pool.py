@@ -20,12 +20,11 @@ from support.adam_values import (
     copy_in_place,
     fp32_moments,
 )
+from support.reference import reference_square_sum, reference_update
 
 from infinity import _adam
 from infinity.errors import ConfigError, EngineClosedError
-from infinity.optim.adamw import reference_square_sum
 from infinity.optim.cpu import CpuKernels
-from infinity.optim.reference import reference_update
 
 
 def test_two_threads_share_one_pool() -> None:

@@ -6,15 +6,16 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from support.adam_values import ADAMW, L2, Source
+from support.rounding import join_master, split_master
 
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.moments import Moment
-from infinity.optim.rounding import join_master, split_master
 
 
 def errors_in_ulps(
@@ -83,8 +84,8 @@ def test_twenty_steps_agree_with_torch(hyper, split) -> None:
 NOT_FUSED = """
 import sys, numpy, torch
 from infinity.optim.moments import Moment
-from infinity.optim.reference import reference_update
 from infinity.optim.rules import AdamHyper
+from support.reference import reference_update
 torch.manual_seed(1)
 different = 0
 for hyper in (AdamHyper(lr=1e-2, weight_decay=0.1), AdamHyper(lr=1e-2, decoupled=False)):
@@ -111,7 +112,8 @@ sys.exit(0 if different == 0 and torch.backends.cpu.get_cpu_capability() == "DEF
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="needs torch's SSE2 kernels")
 def test_bits_of_torch_when_torch_does_not_fuse() -> None:
     """The order of operations is torch's: same bits, but where its square root is not rounded."""
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": "default"}
+    tests = str(Path(__file__).parent.parent)
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "default", "PYTHONPATH": tests}
     done = subprocess.run(
         [sys.executable, "-c", NOT_FUSED], env=environment, timeout=600, check=False
     )

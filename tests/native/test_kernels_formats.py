@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.adam_values import ADAMW, Source
+from support.reference import read_moment, write_moment
+from support.rounding import random_bits, random_for_bf16
 
 from infinity.formats import MOMENT_BLOCK, MomentFormat
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.moments import Moment
-from infinity.optim.reference import read_moment, write_moment
-from infinity.optim.rounding import random_bits, random_for_bf16
 from infinity.optim.rules import AdagradHyper
 
 INT8 = MomentFormat.INT8

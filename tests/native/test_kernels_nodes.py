@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from support.adam_values import ADAMW, Source, assert_same
+from support.reference import reference_update
 
 from infinity import _adam
 from infinity.formats import MomentFormat
 from infinity.optim.cpu import CpuKernels
-from infinity.optim.reference import reference_update
 
 ALLOWED = sorted(os.sched_getaffinity(0))
 several_cpus = pytest.mark.skipif(len(ALLOWED) < 2, reason="needs two CPUs")

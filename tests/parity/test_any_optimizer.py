@@ -9,13 +9,13 @@ import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
 from support.models import CASES
+from support.rounding import split_master
 from support.trainer import PLACEMENTS, Run, make_config, make_device, same_bits, train, train_torch
 from torch import Tensor, nn, optim
 
 from infinity.errors import ConfigError, DoesNotFitError
 from infinity.optim.guest import TILE_ELEMENTS
 from infinity.optim.guest_probe import open_guest
-from infinity.optim.rounding import split_master
 
 STEPS = 4
 CASE = CASES["gpt"]

@@ -11,6 +11,8 @@ import pytest
 import torch
 from support.grids import diagonal
 from support.models import CASES
+from support.reference import reference_square_sum
+from support.rounding import split_master
 from support.trainer import (
     Run,
     cast_frozen,
@@ -23,9 +25,6 @@ from support.trainer import (
     train_torch,
 )
 from torch import Tensor, nn
-
-from infinity.optim.adamw import reference_square_sum
-from infinity.optim.rounding import split_master
 
 DISK = ("disk", "disk", "disk")
 STEPS = 12

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from support.reference import write_moment
+from support.rounding import split_master, to_fp16
 
 from infinity.formats import MomentFormat
 from infinity.optim.moments import Moment
-from infinity.optim.reference import write_moment
-from infinity.optim.rounding import split_master, to_fp16
 from infinity.optim.rules import AdagradHyper, AdamHyper, Hyper, LionHyper, SgdHyper
 
 BF16 = torch.bfloat16

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from support.rounding import split_master
 from torch import Tensor
 
 from infinity.formats import MomentFormat
 from infinity.optim.cpu import Piece
 from infinity.optim.moments import VALUE_DTYPES, Moment
-from infinity.optim.rounding import split_master
 from infinity.optim.rules import AdagradHyper, AdamHyper, Hyper, LionHyper, SgdHyper
 
 FP32, BF16, FP16 = FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from support.models import Batch
+from support.reference import reference_update
 from support.trainer import (
     Result,
     _hyper,
@@ -28,7 +29,6 @@ from torch import Tensor, nn
 from infinity.config import Config
 from infinity.optim.built_in import rounding_key
 from infinity.optim.moments import Moment
-from infinity.optim.reference import reference_update
 from infinity.optim.rules import Hyper
 
 

@@ -23,6 +23,8 @@ from support.fake_accelerator import FakeAccelerator
 from support.leaks import tasks
 from support.models import CASES, Batch
 from support.patience import wait_until
+from support.reference import SQUARE_BLOCK, SQUARE_LANES, reference_update, write_moment
+from support.rounding import join_master, split_master
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,11 +35,8 @@ from infinity.config import Config, load_config
 from infinity.engine import Engine
 from infinity.formats import MomentFormat
 from infinity.memory.device import Device
-from infinity.optim.adamw import SQUARE_BLOCK, SQUARE_LANES
 from infinity.optim.built_in import rounding_key
 from infinity.optim.moments import Moment
-from infinity.optim.reference import reference_update, write_moment
-from infinity.optim.rounding import join_master, split_master
 from infinity.optim.rules import AdagradHyper, AdamHyper, Hyper, LionHyper, SgdHyper
 from infinity.plan.plan import Plan
 from infinity.training.report import StepReport

@@ -1,8 +1,18 @@
 """Every rule on every layout and moment format, in numpy; the kernels equal it bit for bit.
 
-Slow and obvious: read everything as fp32, apply the rule (one fp32 operation after the other, in
-the order of torch's single-tensor path), store everything again. AdamW is in `adamw.py`.
+Slow and obvious: read everything as fp32, apply the rule (in the order of torch's single-tensor
+path), store everything again (`rounding.py`). Every operation is one fp32 operation, rounded on its
+own: no fused multiply-add, true division and square root. The scalars are computed in double and
+rounded to fp32 once (`optim/rules.py`). torch itself fuses multiply and add where the CPU can, and
+its `sqrt` is not correctly rounded, so it does not give the same bits on every CPU; this does.
+Nothing here knows threads, instruction sets or addresses.
 
+    all       g = gradient * grad_scale
+    Adam      g = g + l2 * p                        only with L2 (decoupled=False)
+              p = p * decay                         only AdamW: decay = 1 - lr * weight_decay
+              m = m + (1 - beta1) * (g - m)         lerp_; for beta1 <= 0.5: g - beta1 * (g - m)
+              v = v * beta2 + ((1 - beta2) * g) * g
+              p = p - (step_size * m) / (sqrt(v) / bias_correction2_sqrt + eps)
     Lion      p = p * decay;  p = p - lr * sign(m * beta1 + (1 - beta1) * g)
               m = m * beta2 + (1 - beta2) * g
     SGD       g = g + l2 * p;  m = m * momentum + (1 - dampening) * g
@@ -16,11 +26,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-
-from infinity.formats import MomentFormat
-from infinity.optim.adamw import adam
-from infinity.optim.moments import Moment
-from infinity.optim.rounding import (
+from support.rounding import (
     Fp32Array,
     U32Array,
     canonical,
@@ -34,8 +40,13 @@ from infinity.optim.rounding import (
     to_bf16,
     to_fp16,
 )
+
+from infinity.formats import MomentFormat
+from infinity.optim.moments import Moment
 from infinity.optim.rules import Hyper, Rule
 
+SQUARE_BLOCK = 4096  # elements; with SQUARE_LANES the definition of the square sum, not a knob
+SQUARE_LANES = 16
 _Scalars = tuple[float, ...]
 _Result = tuple[Fp32Array, list[Fp32Array]]
 
@@ -109,6 +120,22 @@ def _rounded(s: _Scalars) -> list[np.float32]:
     return [np.float32(value) for value in s]
 
 
+def _adam(p: Fp32Array, gradient: Fp32Array, moments: list[Fp32Array], s: _Scalars) -> _Result:
+    scale, decay, l2, lerp, beta2, one_minus_beta2, step_size, correction, eps = _rounded(s)
+    m, v = moments
+    g = gradient * scale
+    if l2 != 0:
+        g = g + l2 * p
+    p = p * decay
+    near = lerp < np.float32(0.5)
+    m = m + lerp * (g - m) if near else g - (np.float32(1) - lerp) * (g - m)
+    v = v * beta2
+    v = v + (one_minus_beta2 * g) * g
+    root: Fp32Array = np.sqrt(v)
+    denominator = root / correction + eps
+    return p - (step_size * m) / denominator, [m, v]
+
+
 def _lion(p: Fp32Array, gradient: Fp32Array, moments: list[Fp32Array], s: _Scalars) -> _Result:
     scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, lr = _rounded(s)
     (m,) = moments
@@ -151,9 +178,31 @@ def _adagrad(p: Fp32Array, gradient: Fp32Array, moments: list[Fp32Array], s: _Sc
 
 
 _RULES: dict[Rule, Callable[[Fp32Array, Fp32Array, list[Fp32Array], _Scalars], _Result]] = {
-    Rule.ADAM: adam,
+    Rule.ADAM: _adam,
     Rule.LION: _lion,
     Rule.MOMENTUM: _momentum,
     Rule.PLAIN: _plain,
     Rule.ADAGRAD: _adagrad,
 }
+
+
+def reference_square_sum(tensor: torch.Tensor) -> float:
+    """Sum of squares in fp64 over one fixed tree (csrc/adam/passes.inl says it in words)."""
+    with np.errstate(all="ignore"):
+        values = floats(tensor.reshape(-1)).astype(np.float64)
+    num_blocks = -(-values.size // SQUARE_BLOCK)
+    padded = np.zeros(num_blocks * SQUARE_BLOCK, dtype=np.float64)
+    padded[: values.size] = values
+    rows = padded.reshape(num_blocks, SQUARE_BLOCK // SQUARE_LANES, SQUARE_LANES)
+    lanes = np.zeros((num_blocks, SQUARE_LANES), dtype=np.float64)
+    with np.errstate(all="ignore"):
+        for row in range(rows.shape[1]):
+            lanes = lanes + rows[:, row, :] * rows[:, row, :]
+        while lanes.shape[1] > 1:
+            half = lanes.shape[1] // 2
+            lanes = lanes[:, :half] + lanes[:, half:]
+        sums = lanes.reshape(-1)
+        while sums.size > 1:
+            even = sums.size - sums.size % 2
+            sums = np.concatenate([sums[0:even:2] + sums[1:even:2], sums[even:]])
+    return float(sums[0]) if sums.size else 0.0

@@ -95,7 +95,7 @@ class IoConfig(Section):
     """How the disk is read and written."""
 
     backend: Literal["auto", "io_uring", "threads"] = "auto"
-    # Bytes; 1 MiB at depth 4 to 16 was the fastest wherever it was measured (DESIGN, section 7).
+    # Bytes; 1 MiB at depth 4 to 16 was the fastest wherever it was measured.
     block_size: Annotated[Size, Field(gt=0, le=2**30, multiple_of=BLOCK_MULTIPLE)] = 2**20
     queue_depth: int = Field(default=8, ge=1, le=256)
     # Four plain threads reach the disk; used by the threads back end only.
@@ -107,11 +107,6 @@ class IoConfig(Section):
     verify: bool | Literal["auto"] = "auto"
     # Seconds a request may be in the kernel before waiting for it is an error. 0 = for ever.
     stuck_after_s: Number = Field(default=120.0, ge=0)
-    # Bytes per second; slows the disk down in tests. 0 = as fast as it goes.
-    slow_bytes_per_s: Size = 0
-    # "seed=7,kinds=eio+flip,rate=0.01": a back end that fails on purpose, for tests and
-    # bench_swap only. "" = none.
-    faults: str = ""
 
 
 class CpuConfig(Section):

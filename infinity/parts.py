@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import nn
 
 from infinity.blueprint import largest_trained_of
 from infinity.config import Config
@@ -53,7 +53,6 @@ class Parts:
         optimizer: OffloadedOptimizer,
         origins: Origins,
         progress: Progress | None = None,
-        poison: Callable[[Tensor], None] | None = None,
     ) -> None:
         self.cut = cut
         self.plan = plan
@@ -65,7 +64,7 @@ class Parts:
         PROCESS.take(self, plan.tier_bytes)
         self._undo.append(lambda: PROCESS.release(self))
         try:
-            self._assemble(model, config, optimizer, origins, progress, poison)
+            self._assemble(model, config, optimizer, origins, progress)
         except BaseException:
             self.close()
             raise
@@ -77,7 +76,6 @@ class Parts:
         optimizer: OffloadedOptimizer,  # not kept: it refers to the engine
         origins: Origins,  # nor is this: it may hold values
         progress: Progress | None,
-        poison: Callable[[Tensor], None] | None,
     ) -> None:
         plan, cut, undo = self.plan, self.cut, self._undo
         self._open_trace(config)
@@ -111,7 +109,7 @@ class Parts:
             undo.append(self.durability.close)
             self.resumed = self.durability.document if stored is not None else None
         self.presence = Presence(plan.units, cut.parameters, cut.dtypes, self.device.torch_device)
-        self.mover = Mover(plan, self.lanes, self.store, self.presence, poison)
+        self.mover = Mover(plan, self.lanes, self.store, self.presence)
         rule, seed = optimizer.rule, config.seed or 0
         self.updater = rule.updater(self.kernels, cut.names, largest_trained_of(cut.layouts), seed)
         self.sweep = Sweep(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 
 from infinity.bench.rate_cache import KnownRates, kept_rates
@@ -55,7 +55,6 @@ def initialize(
     units: Sequence[UnitSpec] | None = None,
     device: Device | torch.device | str | None = None,
     progress: Progress | None = None,
-    poison: Callable[[Tensor], None] | None = None,
     engine_class: type[Engine] | None = None,
 ) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
     """Take over a model's memory; returns `(engine, optimizer, dataloader, scheduler)`.
@@ -72,7 +71,7 @@ def initialize(
     DataLoader of `batch_size`) or any iterable (returned as it is). `lr_scheduler` is a scheduler
     class, a function of the optimizer, or an object over the optimizer that is passed; it wins over
     the config's. `units` overrides how the model is cut. `progress(done_bytes, total_bytes, what)`
-    is called while the initial state is written. `poison` overwrites freed slots (tests).
+    is called while the initial state is written.
     `distributed_port` and `dist_init_required` are not used; `mpu` and `mesh_param` are refused.
 
     `optimizer` replaces the config's: any `torch.optim.Optimizer` class, a function of groups that
@@ -140,8 +139,7 @@ def _take_over(
             undo.callback(journal.close)
         origins.check()
         parts = Parts(
-            model, cut, plan, settings, target, offloaded, origins,
-            given["progress"], given["poison"],
+            model, cut, plan, settings, target, offloaded, origins, given["progress"],
         )  # fmt: skip
         undo.callback(parts.close)
         engine = _class_of(given, told)(

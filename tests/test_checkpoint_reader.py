@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoint_files import Sample, content, rewrite, same_content, sample, save
+from support.rough import rough_io
 from torch import Tensor
 
 from infinity.checkpoint import blocks
@@ -164,7 +165,9 @@ def test_a_drive_that_fails(saved: tuple[Path, Sample], seed: int) -> None:
     kinds = ("eio", "flip", "short+delay+reorder")[seed % 3]
     faults = f"seed={seed},kinds={kinds},rate=0.3"
     failures = 0
-    with CheckpointReader(root, "t", faults=faults) as reader:
+    with rough_io(faults=faults):
+        reader = CheckpointReader(root, "t")
+    with reader:
         for (stream, name), expected in made.content.items():
             for _ in range(50):
                 target = torch.empty_like(expected)
@@ -188,7 +191,9 @@ def check_failure(error: InfinityError, kinds: str, stream: str) -> None:
 
 
 def test_verify_tells_of_a_drive_that_fails(saved: tuple[Path, Sample]) -> None:
-    with CheckpointReader(saved[0], "t", faults="seed=1,kinds=eio,rate=1") as reader:
+    with rough_io(faults="seed=1,kinds=eio,rate=1"):
+        reader = CheckpointReader(saved[0], "t")
+    with reader:
         found = list(reader.verify())
         whole = sum(r.nbytes // BLOCK_BYTES for r in reader.manifest.files)
     assert len(found) >= whole

@@ -22,6 +22,7 @@ import pytest
 import torch
 from support import checkpoint_crash, forked
 from support.checkpoint_files import content, feed, same_content, sample, save
+from support.rough import rough_io
 
 from infinity.checkpoint import blocks, ownership
 from infinity.checkpoint import root as root_module
@@ -478,9 +479,8 @@ def test_a_drive_that_fails(tmp_path: Path, seed: int) -> None:
     save(tmp_path, "former", sample(2))
     made = sample(1, shapes={"a": (1500, 1000), "b": (7,)})
     kinds = ("eio", "enospc", "short+delay+reorder")[seed % 3]
-    writer = CheckpointWriter(
-        tmp_path, "t", made.streams, faults=f"seed={seed},kinds={kinds},rate=0.2"
-    )
+    with rough_io(faults=f"seed={seed},kinds={kinds},rate=0.2"):
+        writer = CheckpointWriter(tmp_path, "t", made.streams)
     failure = None
     try:
         feed(writer, made, 100_000)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import rough
 from support.fake_accelerator import FakeAccelerator
 from support.small import (
     MIXED,
@@ -18,7 +19,6 @@ from support.small import (
     SmallModel,
     batch,
     masters,
-    poison,
     same,
     settings,
     small_engine,
@@ -424,7 +424,7 @@ def test_close_is_idempotent_and_everything_else_is_refused(tmp_path: Path) -> N
 
 
 def test_an_engine_that_is_dropped_cleans_up_after_itself(tmp_path: Path) -> None:
-    engine = infinity.initialize(small_model(), settings(tmp_path), poison=poison)[0]
+    engine = rough.initialize(small_model(), settings(tmp_path))[0]
     engine(batch(0))
     assert list(tmp_path.iterdir())
     del engine

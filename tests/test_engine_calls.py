@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from infinity.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
-from support import small
+from support import rough, small
 from support.fake_accelerator import FakeAccelerator
 from support.small import (
     MIXED,
@@ -21,7 +21,6 @@ from support.small import (
     ON_DISK,
     batch,
     masters,
-    poison,
     same,
     settings,
     small_model,
@@ -237,7 +236,7 @@ def test_a_frozen_model_beside_a_trained_one(tmp_path: Path, homes: str, precisi
     given = settings(other, HOMES[homes], precision=precision)
     with (
         small_engine(place, HOMES[homes], plain, precision=precision) as policy,
-        deepspeed.initialize(frozen, given, poison=poison)[0] as reference,
+        rough.initialize(frozen, given, engine_class=DeepSpeedEngine)[0] as reference,
     ):
         reference.eval()
         assert not any(p.requires_grad for p in reference.module.parameters())

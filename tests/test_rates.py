@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
+from support.rough import rough_io
 from test_machine import GIB, computer
 
 from infinity.bench import disk_rates, rate_cache, rates
@@ -104,8 +105,8 @@ def test_a_slow_disk_moves_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             super().close()
 
     monkeypatch.setattr(disk_rates, "Disk", Spy)
-    slow = IoConfig(slow_bytes_per_s=20 << 20)
-    found = disk_rates.measure_disk([tmp_path], slow, BRIEF_S)
+    with rough_io(slow_bytes_per_s=20 << 20):
+        found = disk_rates.measure_disk([tmp_path], IoConfig(), BRIEF_S)
     assert moved[0] < 60 << 20, "less than the range alone, were it fast"
     assert all(rate < 40 << 20 for rate in found.values())
 
@@ -127,9 +128,9 @@ def test_what_is_written_does_not_repeat(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("kinds", ["eio", "enospc"])
 def test_nothing_is_left_after_an_error(tmp_path: Path, kinds: str) -> None:
-    io = IoConfig(faults=f"seed=1,kinds={kinds},rate=0.5")
-    with pytest.raises(TransferError, match="the measurement of the disk's speed"):
-        disk_rates.measure_disk([tmp_path], io, BRIEF_S)
+    told = pytest.raises(TransferError, match="the measurement of the disk's speed")
+    with told, rough_io(faults=f"seed=1,kinds={kinds},rate=0.5"):
+        disk_rates.measure_disk([tmp_path], IoConfig(), BRIEF_S)
     assert list(tmp_path.iterdir()) == []
 
 

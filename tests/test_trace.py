@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import rough
 from support.fake_accelerator import FakeAccelerator
 from support.models import CASES, CHECKPOINTINGS, Checkpointing
 from support.patience import wait_until
@@ -45,7 +46,7 @@ def traced(
     more = {"gradient_accumulation_steps": 2, "trace": str(path / "t.json"), **more}
     (path / "nvme").mkdir(exist_ok=True)
     config = settings(path / "nvme", homes, **more)
-    engine = infinity.initialize(small_model(), config, device=make_device(kind))[0]
+    engine = rough.initialize(small_model(), config, poison=None, device=make_device(kind))[0]
     reports = []
     with engine:
         for index in range(2 * steps):

@@ -34,9 +34,11 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import gpt
 import presets
+from support.rough import initialize, rough_io
 
 import infinity
 from infinity.bench.disk_rates import measure_disk
@@ -108,7 +110,7 @@ class Contender:
 
     name: str
     engine: infinity.Engine
-    io: IoConfig
+    rough: dict[str, Any]  # what slows its disk down
     work: Work
     shape: gpt.GPTConfig
     batch: int
@@ -163,15 +165,14 @@ def start(
         state = 16 * presets.count_parameters(shape)
         own = machine.own_rss_bytes - 4 * presets.count_parameters(shape)
         given["budget"] = {"host": int((own + state / 2) / 0.7)}
-    engine = infinity.initialize(model, given)[0]
-    io = IoConfig(**given.get("io", {}))
+    engine = initialize(model, given, poison=None)[0]
     tokens = batch * shape.context
     work = Work(tokens, lookups=target.lookups)
-    return Contender(name, engine, io, work, shape, batch)
+    return Contender(name, engine, given.get("io", {}), work, shape, batch)
 
 
-def rates_now(io: IoConfig, path: Path, seconds: float, plain: Plain) -> dict[str, float]:
-    """The rates of this machine at this moment, the disk's through these settings.
+def rates_now(rough: dict[str, Any], path: Path, seconds: float, plain: Plain) -> dict[str, float]:
+    """The rates of this machine at this moment, of a disk as slow as the engine's.
 
     "plain" beside them is the FLOP per second of plain torch on the model.
     """
@@ -179,7 +180,9 @@ def rates_now(io: IoConfig, path: Path, seconds: float, plain: Plain) -> dict[st
     threads = read_machine().num_cpus
     numbers = measure_processors(device, threads, seconds)
     device.close()
-    return numbers | measure_disk([path], io, seconds) | {"plain": plain.flop_per_s()}
+    with rough_io(**rough):
+        numbers |= measure_disk([path], IoConfig(), seconds)
+    return numbers | {"plain": plain.flop_per_s()}
 
 
 def is_steady(before: dict[str, float], after: dict[str, float]) -> bool:
@@ -197,9 +200,9 @@ def measure(
         for contender in contenders:
             seed += 100
             for _ in range(TRIES):
-                before = rates_now(contender.io, path, seconds, plain)
+                before = rates_now(contender.rough, path, seconds, plain)
                 measured = contender.turn(2, seed)
-                after = rates_now(contender.io, path, seconds, plain)
+                after = rates_now(contender.rough, path, seconds, plain)
                 steady = is_steady(before, after)
                 if steady:
                     break

@@ -48,11 +48,11 @@ _REMEDY = "infinity checkpoint verify DIR --all names the checkpoints that are s
 class CheckpointReader:
     """An open checkpoint; one thread at a time reads from it. A context manager."""
 
-    def __init__(self, root: Path, tag: str, *, faults: str = "") -> None:
+    def __init__(self, root: Path, tag: str) -> None:
         """Check all that can be known without the bytes of tensors.
 
-        `faults` is for tests: that of `_aio.Engine`. Raises `ConfigError` for a tag that cannot
-        be, `CheckpointError` that names the file at fault, `MachineError` if one cannot be read.
+        Raises `ConfigError` for a tag that cannot be, `CheckpointError` that names the file at
+        fault, `MachineError` if one cannot be read.
         """
         check_tag(tag)
         self.directory = Path(root).expanduser().absolute() / tag
@@ -68,7 +68,7 @@ class CheckpointReader:
         self._facts: dict[str, dict[str, TensorFacts]] = {}
         for record in self.manifest.files:
             self._check_file(record)
-        self._engine = _aio.Engine(block_size=BLOCK_BYTES, faults=faults)
+        self._engine = _aio.Engine(block_size=BLOCK_BYTES)
         try:
             self._check_consistency()
         except BaseException:

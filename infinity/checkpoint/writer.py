@@ -65,16 +65,14 @@ class CheckpointWriter:
         max_shard_bytes: int = MAX_SHARD_BYTES,
         before: Written | None = None,
         same: Sequence[str] = (),
-        faults: str = "",
     ) -> None:
         """Make `ROOT/TAG.tmp`; also ROOT itself, in a directory that exists.
 
         `streams`: what will be written, in the order of its bytes. `same` names those of them whose
         bytes are all as in `before`; their files are shared with it where that can be (`shares`),
-        and are not to be written then. `faults` is for tests: that of `_aio.Engine`. Raises
-        `ConfigError` for a tag, name, dtype or size that cannot be, `CheckpointError` if the tag is
-        there or being written, `DoesNotFitError` if the disk has too little room, `MachineError`
-        if the directory cannot be written.
+        and are not to be written then. Raises `ConfigError` for a tag, name, dtype or size that
+        cannot be, `CheckpointError` if the tag is there or being written, `DoesNotFitError` if the
+        disk has too little room, `MachineError` if the directory cannot be written.
         """
         check_tag(tag)
         if max_shard_bytes < 1:
@@ -94,7 +92,6 @@ class CheckpointWriter:
         self.written: Written | None = None  # after `finish`
         self._before = before
         self._same = same
-        self._faults = faults
         self._engine: _aio.Engine | None = None
         self._pool: Pool | None = None
         self._lock: ownership.TagLock | None = None
@@ -135,9 +132,7 @@ class CheckpointWriter:
         for name in self._same if self._before is not None else ():
             self._share(name)
         self._check_room()
-        self._engine = _aio.Engine(
-            block_size=BLOCK_BYTES, queue_depth=WRITES_IN_FLIGHT, faults=self._faults
-        )
+        self._engine = _aio.Engine(block_size=BLOCK_BYTES, queue_depth=WRITES_IN_FLIGHT)
         self._pool = Pool(self._engine, BLOCK_BYTES, len(self._streams))
 
     def _share(self, name: str) -> None:

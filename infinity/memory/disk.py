@@ -159,9 +159,7 @@ class Disk:
                 block_size=io.block_size,
                 queue_depth=io.queue_depth,
                 num_threads=io.num_threads,
-                slow_bytes_per_s=io.slow_bytes_per_s,
                 stuck_after_s=io.stuck_after_s,
-                faults=io.faults,
             )
         except ValueError as error:
             self.close()

@@ -14,7 +14,7 @@ that unit next, and units it cannot publish go home instead.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -39,15 +39,8 @@ _LOOK_AGAIN_S = 0.1  # a slot is free when nothing refers to it any more, which 
 class Mover(Slots):
     """Fetch, look ahead, evict; the only writer of residency on the training thread."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        lanes: Lanes,
-        store: StateStore,
-        presence: Presence,
-        poison: Callable[[Tensor], None] | None = None,
-    ) -> None:
-        super().__init__(plan, lanes, presence, poison)
+    def __init__(self, plan: Plan, lanes: Lanes, store: StateStore, presence: Presence) -> None:
+        super().__init__(plan, lanes, presence)
         self.store = store
         self.tape: Tape | None = None
         self.wraps = True

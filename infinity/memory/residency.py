@@ -15,7 +15,6 @@ count is the only pin there is.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -105,7 +104,6 @@ class Residency:
 
     plan: Plan
     device: Device
-    poison: Callable[[Tensor], None] | None = None
     entries: list[Entry] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -175,10 +173,6 @@ class Residency:
             slot.owner = None
             slot.lingering, slot.residency = slot.residency, None
             slot.lingered = not slot.is_free()
-            if self.poison is not None and slot.arena is not None and slot.is_free():
-                entry.ready.wait()
-                self.poison(slot.arena.view(slot.offset, slot.nbytes))
-                slot.free_after = self.device.compute_event()  # poisoning is compute
         self.changed.notify_all()
 
     def holders(self, slot_class: int) -> str:

@@ -9,10 +9,9 @@ bytes are looked at when the next call begins: CRC32C, some 5 GB/s, of that unit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import torch
-from torch import Tensor
 
 from infinity.errors import PresenceError, TransferError
 from infinity.memory.checksums import checksum
@@ -29,17 +28,11 @@ class Slots:
     Callers that change anything hold `changed`.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        lanes: Lanes,
-        presence: Presence,
-        poison: Callable[[Tensor], None] | None,
-    ) -> None:
+    def __init__(self, plan: Plan, lanes: Lanes, presence: Presence) -> None:
         self.plan = plan
         self.lanes = lanes
         self.presence = presence
-        self.ledger = Residency(plan, lanes.device, poison)
+        self.ledger = Residency(plan, lanes.device)
         self.changed = self.ledger.changed
         self.entries = self.ledger.entries
         self.current = -1  # the unit in use

@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import rough
 from support.fake_accelerator import FakeAccelerator
 from support.leaks import descriptors, tasks
 from support.patience import wait_until
-from support.small import batch, masters, poison, same, settings, small_model
+from support.small import batch, masters, same, settings, small_model
 from support.trainer import make_device
 from torch import Tensor
 
@@ -187,9 +188,7 @@ def run(case: Case, root: Path) -> Outcome:
     fake = FakeAccelerator(case.seed, max_delay_s=0.0005) if case.fake else None
     engine = None
     try:
-        engine, *_ = infinity.initialize(
-            small_model(num_blocks=2), case.config(root), device=fake, poison=poison
-        )
+        engine, *_ = rough.initialize(small_model(num_blocks=2), case.config(root), device=fake)
         train(engine, outcome)
         outcome.state = masters(engine)
     except TransferError as error:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from support.rough import rough_io
 from support.runs import metrics_of, settings, train
 from typer.testing import CliRunner
 
@@ -59,7 +60,8 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Failing:
         if bad(Path(tag)) and found["how"] == "state":
             raise TransferError("gone", path="/nvme/state.bin", offset=0, length=1, errno=5)
         if bad(Path(tag)) and found["how"] == "eio":
-            more["faults"] = "seed=1,kinds=eio,rate=1"
+            with rough_io(faults="seed=1,kinds=eio,rate=1"):
+                return make(root, tag, *args, **more)
         return make(root, tag, *args, **more)
 
     def write_new(path: Path, *args: Any) -> None:

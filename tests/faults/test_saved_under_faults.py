@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 import torch
+from support import rough
 from support.small import MIXED, ON_DEVICE, ON_DISK, masters, same, settings, small_model, train
 from torch import Tensor
 
-import infinity
 from infinity.checkpoint import reader, writer
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, InfinityError, TransferError
@@ -33,7 +33,8 @@ HOMES = (ON_DISK, MIXED, {**ON_DEVICE, "moments": "disk"})
 
 def make(root: Path, homes: dict[str, str], **more: Any) -> Engine:
     root.mkdir(exist_ok=True)
-    return infinity.initialize(small_model(num_blocks=2), settings(root, homes, **more))[0]
+    given = settings(root, homes, **more)
+    return rough.initialize(small_model(num_blocks=2), given, poison=None)[0]
 
 
 def state_of(engine: Engine) -> dict[str, Tensor]:

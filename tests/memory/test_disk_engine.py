@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.patience import wait_until
+from support.rough import rough_io
 from support.small import MIXED, ON_DISK, batch, masters, same, small_engine, train
 from torch import Tensor
 
@@ -39,7 +40,8 @@ def over(request: _aio.Ticket | None) -> int:
 
 def test_what_somebody_waits_for_goes_first(tmp_path: Path) -> None:
     """Behind a long write-back and a read-ahead, an urgent read is over first."""
-    disk = Disk([tmp_path], IoConfig(slow_bytes_per_s=20 << 20, block_size=64 << 10, queue_depth=1))
+    with rough_io(slow_bytes_per_s=20 << 20):
+        disk = Disk([tmp_path], IoConfig(block_size=64 << 10, queue_depth=1))
     try:
         extents = [disk.extent(1 << 20) for _ in range(3)]
         disk.allocate()
@@ -54,7 +56,8 @@ def test_what_somebody_waits_for_goes_first(tmp_path: Path) -> None:
 
 
 def test_waiting_makes_urgent(tmp_path: Path) -> None:
-    disk = Disk([tmp_path], IoConfig(slow_bytes_per_s=4 << 20, block_size=64 << 10, queue_depth=1))
+    with rough_io(slow_bytes_per_s=4 << 20):
+        disk = Disk([tmp_path], IoConfig(block_size=64 << 10, queue_depth=1))
     try:
         extents = [disk.extent(1 << 20) for _ in range(3)]
         disk.allocate()
@@ -271,7 +274,7 @@ def test_settings_that_mean_nothing_are_refused(io: dict[str, Any], words: str) 
 
 def test_the_defaults() -> None:
     io = load_config({}).io
-    assert (io.verify, io.weights, io.stuck_after_s, io.faults) == ("auto", None, 120.0, "")
+    assert (io.verify, io.weights, io.stuck_after_s) == ("auto", None, 120.0)
 
 
 def test_a_failure_that_is_remembered_keeps_nothing_alive() -> None:

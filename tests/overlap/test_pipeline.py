@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import rough
 from support.held import LONG_S
 from torch import Tensor, nn
 
@@ -58,7 +59,7 @@ class SlowModel(nn.Module):
 
 def make_engine(path: Path, *, look_ahead: int, slow_bytes_per_s: int) -> infinity.Engine:
     torch.manual_seed(0)
-    engine, *_ = infinity.initialize(
+    engine, *_ = rough.initialize(
         SlowModel(),
         {
             "nvme_path": str(path),
@@ -67,6 +68,7 @@ def make_engine(path: Path, *, look_ahead: int, slow_bytes_per_s: int) -> infini
             "look_ahead": look_ahead,
             "io": {"slow_bytes_per_s": slow_bytes_per_s},
         },
+        poison=None,
     )
     return engine
 

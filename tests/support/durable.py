@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support import rough
 from support.small import batch, settings, small_model
 from torch import Tensor, nn
 
@@ -62,7 +63,7 @@ def durable_engine(path: Path | list[Path], model: nn.Module, **more: Any) -> It
     given["nvme_path"] = [str(p) for p in path] if isinstance(path, list) else str(path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", infinity.errors.InfinityWarning)
-        engine, *_ = infinity.initialize(model, given)
+        engine, *_ = rough.initialize(model, given, poison=None)
     with engine:
         connect(engine)
         yield engine

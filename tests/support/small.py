@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support import rough
 from support.patience import wait_until
 from torch import Tensor, nn
 from torch.nn import functional
 
-import infinity
 from infinity.engine import Engine
 
 VOCABULARY = 50
@@ -80,10 +80,6 @@ def settings(path: Path, homes: dict[str, str] | None = None, **more: Any) -> di
     }
 
 
-def poison(slot: Tensor) -> None:
-    slot.fill_(255)
-
-
 @contextmanager
 def small_engine(
     path: Path,
@@ -98,8 +94,8 @@ def small_engine(
     threads = set(threading.enumerate())
     given = settings(path, homes, **more)
     model = small_model() if model is None else model
-    arguments = {"poison": poison, "engine_class": engine_class, **(arguments or {})}
-    engine, *_ = infinity.initialize(model, given, **arguments)
+    arguments = {"engine_class": engine_class, **(arguments or {})}
+    engine, *_ = rough.initialize(model, given, **arguments)
     try:
         yield engine
     finally:

@@ -14,10 +14,9 @@ from itertools import count
 from pathlib import Path
 
 import torch
+from support import rough
 from support.small import masters, settings, small_model, train
 from torch import Tensor
-
-import infinity
 
 
 def digest(state: dict[str, Tensor]) -> str:
@@ -33,7 +32,7 @@ def main() -> None:
     path, steps = Path(sys.argv[1]), int(sys.argv[2])
     more = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
     torch.set_num_threads(1)
-    engine, *_ = infinity.initialize(small_model(), settings(path, **more))
+    engine, *_ = rough.initialize(small_model(), settings(path, **more), poison=None)
     with engine:
         print("ready", json.dumps(engine.drives()), flush=True)
         for index in range(steps) if steps else count():

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from support import rough
 from support.fake_accelerator import FakeAccelerator
 from support.leaks import tasks
 from support.models import CASES, Batch
@@ -30,7 +31,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import infinity
 from infinity.config import Config, load_config
 from infinity.engine import Engine
 from infinity.formats import MomentFormat
@@ -114,11 +114,6 @@ def make_device(kind: str, seed: int = 0) -> Device | str:
     return FakeAccelerator(seed, max_delay_s=0.001) if kind == "fake" else kind
 
 
-def poison(tensor: Tensor) -> None:
-    """What freed slots are filled with: NaN in every float type."""
-    tensor.fill_(255)
-
-
 class Run:
     """One engine over one model, and the checks that nothing is left behind.
 
@@ -138,14 +133,14 @@ class Run:
         self.device = device
         self._directory = tempfile.TemporaryDirectory(prefix="parity-")
         self._threads, self._tasks = set(threading.enumerate()), tasks()
-        self.config: Config = load_config({"nvme_path": self._directory.name, **config})
+        plain, io = rough.taken({"nvme_path": self._directory.name, **config})
+        self.config: Config = load_config(plain)
         if groups is not None:
             options["model_parameters"] = groups(model)
-        options.setdefault("poison", poison)
         try:
-            self.engine: Engine = infinity.initialize(model, self.config, device=device, **options)[
-                0
-            ]
+            self.engine: Engine = rough.initialize(
+                model, self.config, io=io, device=device, **options
+            )[0]
         except BaseException:
             self._directory.cleanup()
             raise
@@ -221,7 +216,8 @@ def train_case(
 
 def _settings(config: Mapping[str, Any]) -> Config:
     """The config without what plain torch has no use for."""
-    return load_config({k: v for k, v in config.items() if k not in ("homes", "nvme_path")})
+    plain = rough.taken(config)[0]
+    return load_config({k: v for k, v in plain.items() if k not in ("homes", "nvme_path")})
 
 
 def _values(model: nn.Module) -> dict[str, Tensor]:

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from infinity.bench.rate_cache import KnownRates, kept_rates
 from infinity.blueprint import check_model, make_optimizer, plan_for
+from infinity.calibration import KnownRates, kept_rates
 from infinity.config import Config
 from infinity.cutting import Cut, cut_model
 from infinity.deepspeed.engine import DeepSpeedEngine

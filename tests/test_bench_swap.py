@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -18,22 +19,55 @@ from typing import Any
 
 import pytest
 import torch
+from support.patience import wait_until
 from torch import Tensor
+from typer.testing import CliRunner
 
-from infinity.bench import faults, reference, testbed
-from infinity.bench.contender import Contender, Sample, UnavailableError
-from infinity.bench.disk import Options
-from infinity.bench.fio import Fio, parse_jobs
-from infinity.bench.load import MODES, Load, Mode, Span, make_load
-from infinity.bench.ours import EngineContender, IoSettings
-from infinity.bench.peer import DeepSpeedHandle
-from infinity.bench.plain import AiofilesLoop, BufferedFiles, PlainThreads
-from infinity.bench.ratios import Ratio, geometric_mean, median_interval, ratio_of
-from infinity.bench.rounds import relative, rotated, take_turns
-from infinity.bench.testbed import Testbed
-from infinity.bench.training_terms import FETCH_BYTES, STATE_BYTES, training_terms
-from infinity.bench.tuning import DEFAULTS, choose, scores_against, usable_backends
-from infinity.errors import ConfigError, DoesNotFitError, InfinityError
+from infinity.config import load_config
+from infinity.errors import ConfigError, DoesNotFitError, InfinityError, MachineError
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+
+import _swap_faults as faults
+import _swap_load
+import bench_swap
+from _bench_ratios import Ratio, geometric_mean, median_interval, ratio_of
+from _swap_contenders import (
+    AiofilesLoop,
+    BufferedFiles,
+    Contender,
+    DeepSpeedHandle,
+    EngineContender,
+    Fio,
+    IoSettings,
+    PlainThreads,
+    Sample,
+    UnavailableError,
+    parse_jobs,
+)
+from _swap_load import MODES, Load, Mode, Span, Testbed, make_load
+from _swap_report import (
+    FETCH_BYTES,
+    STATE_BYTES,
+    recommended_yaml,
+    show_disk,
+    show_faults,
+    training_terms,
+)
+from _swap_rounds import (
+    DEFAULTS,
+    Field,
+    calibrate,
+    choose,
+    compared,
+    gather,
+    relative,
+    rotated,
+    scores_against,
+    take_turns,
+    usable_backends,
+)
+from bench_swap import Options
 
 MIB = 2**20
 ROOT = Path(__file__).resolve().parent.parent
@@ -391,7 +425,7 @@ def test_a_peer_that_does_not_load_is_left_out(
 ) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     monkeypatch.setenv("PATH", "/nonexistent")
-    field = reference.gather(bed, ("aiofiles",), [IoSettings("threads", MIB // 2)])
+    field = gather(bed, ("aiofiles",), [IoSettings("threads", MIB // 2)])
     try:
         assert "not importable" in field.left_out["deepspeed"]
         assert "not installed" in field.left_out["fio"]
@@ -417,17 +451,17 @@ def test_calibration_picks_the_fastest_of_each_mode(monkeypatch: pytest.MonkeyPa
         def run(self, load: Load) -> Sample:
             return sample(self._rates[load.mode])
 
-    field = reference.Field()
+    field = Field()
     field.add("x", lambda: Timed("f", {"read": 10, "write": 40, "mixed": 10}, "fio"))
     field.add("x", lambda: Timed("p", {"read": 20, "write": 20, "mixed": 30}, "plain"))
     field.add("x", lambda: Timed("b", {"read": 99, "write": 99, "mixed": 99}, "buffered"))
     loads = {mode: a_load(mode) for mode in MODES}
-    found = reference.calibrate(field, loads)
+    found = calibrate(field, loads)
     best = {mode: found.best(mode, field.families) for mode in MODES}
     assert best == {"read": "p", "write": "f", "mixed": "p"}
     assert found.best("read", field.families, "fio") == "f"
     assert found.rates["write"] == {"f": 40, "p": 20}
-    who = reference.compared(field, found, "read", ("fio", "buffered", "deepspeed"))
+    who = compared(field, found, "read", ("fio", "buffered", "deepspeed"))
     assert [contender.name for contender in who] == ["f", "b"]
 
 
@@ -450,7 +484,7 @@ def test_too_little_room_is_told_with_numbers(
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         path.mkdir()
-    monkeypatch.setattr(testbed, "disk_free_bytes", lambda path: 12 * MIB)
+    monkeypatch.setattr(_swap_load, "disk_free_bytes", lambda path: 12 * MIB)
     with Testbed(paths, 4 * MIB, MIB) as bed, pytest.raises(DoesNotFitError) as caught:
         bed.prepare()
     # Both lie on one file system: 16 MiB are needed there, not 8.
@@ -586,3 +620,225 @@ def test_the_reports_numbers_follow_from_its_samples(report: dict[str, Any]) -> 
         assert moved == {report["sample_bytes"][mode]}, "everybody moves the same bytes"
         families = {report["contenders"][name]["family"] for name in samples}
         assert families >= {"threads", "plain", "buffered", "aiofiles"}
+
+
+# The command line.
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(bench_swap.app, list(arguments))
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "part"),
+    [
+        ([], 2, "--path"),
+        (["--path", "{absent}"], 4, "mkdir -p {absent}"),
+        (["--path", "{file}"], 4, "is not a directory"),
+        (["--path", "{dir}", "--gib", "1e9"], 3, "are missing"),
+        (["--path", "{dir}", "--gib", "x"], 2, "--gib"),
+        (["--path", "{dir}", "--compare", "dd"], 2, "does not know dd"),
+        (["--path", "{dir}", "--chunk", "5 apples"], 2, "apples"),
+        (["--path", "{dir}", "--gib", "0.001"], 2, "hold no chunk"),
+        (["--path", "{dir}", "--path", "{dir}"], 2, "twice"),
+        (["--path", "{absent}", "--faults", "1"], 4, "does not exist"),
+    ],
+)
+def test_mistakes_are_explained(tmp_path: Path, arguments: list[str], code: int, part: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dir").mkdir()
+    places = {name: str(tmp_path / name) for name in ("file", "dir", "absent")}
+    found, out, error = run(*(argument.format(**places) for argument in arguments))
+    assert (found, out) == (code, "")
+    assert part.format(**places) in " ".join(error.split())
+    assert list((tmp_path / "dir").iterdir()) == []
+
+
+def children_named(name: str, parent: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = stat.read_text()
+        except OSError:
+            continue
+        fields = text.rpartition(")")[2].split()
+        if f"({name})" in text and int(fields[1]) == parent:
+            found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("phase", "signum"),
+    [
+        ("choosing the reference", signal.SIGINT),
+        ("measuring", signal.SIGTERM),
+    ],
+)
+def test_a_signal_ends_it_and_leaves_nothing(
+    tmp_path: Path, phase: str, signum: signal.Signals
+) -> None:
+    arguments = ["--path", str(tmp_path), "--gib", "0.0625", "--rounds", "4000"]
+    arguments += ["--sample-s", "0.01", "--chunk", "1MiB", "--json"]
+    with_fio = shutil.which("fio") is not None and phase == "choosing the reference"
+    process = subprocess.Popen(
+        [sys.executable, str(TOOL), *arguments],
+        env=os.environ | ({} if with_fio else {"PATH": "/nonexistent"}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        assert any(phase in line for line in process.stderr)
+        fios: list[int] = []
+        if with_fio:
+            assert wait_until(lambda: fios.extend(children_named("fio", process.pid)) or fios)
+        process.send_signal(signum)
+        process.send_signal(signum)  # an impatient one must not leave files behind
+        out, error = process.communicate(timeout=600)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 128 + signum, error
+    assert out == ""
+    assert f"stopped by {signum.name}" in error
+    assert "Traceback" not in error
+    assert list(tmp_path.iterdir()) == []
+    if with_fio:
+        assert not any(Path(f"/proc/{pid}").exists() for pid in fios)
+
+
+def a_report() -> dict[str, Any]:
+    """A report as `assemble` makes it, with round numbers."""
+    ours = {"median_gib_s": 2.0, "min_gib_s": 1.0, "max_gib_s": 3.0, "cpu_s_per_gib": 0.05}
+    other = ours | {"cpu_s_per_gib": None, "is_reference": True}
+    modes = ("read", "write", "mixed")
+    settings = {"block_size": 2**20, "queue_depth": 16, "num_threads": 4}
+    return {
+        "best": {"config": settings | {"backend": "io_uring"}},
+        "configs": {"threads": settings | {"backend": "threads", "num_threads": 8}},
+        "reference": {"names": dict.fromkeys(modes, "plain")},
+        "ratio_backend": "io_uring",
+        "holds": {"io_uring": {"read": True, "write": True, "mixed": False}},
+        "ratio": dict.fromkeys(modes, 0.9),
+        "ratio_interval": {mode: [0.8, 1.0] for mode in modes},
+        "ratio_coverage": dict.fromkeys(modes, 0.93),
+        "target": 0.97,
+        "rounds": 11,
+        "contenders": {
+            "mine": dict.fromkeys(modes, ours | {"is_reference": False}),
+            "plain": {"read": other},
+        },
+        "left_out": {"deepspeed": "deepspeed is not importable"},
+        "notes": ["it is slow"],
+        "machine": {
+            "processor": "cpu",
+            "num_cpus": 2,
+            "kernel": "6",
+            "date": "today",
+            "load_average": 1.0,
+            "load_average_after": 2.0,
+        },
+        "drives": [
+            {
+                "path": "/mnt/a",
+                "file_system": "fuse",
+                "device": "0:44",
+                "model": "",
+                "direct": False,
+                "direct_reason": "open with O_DIRECT failed",
+                "free_bytes": 2**30,
+                "backends": {"io_uring": {"ok": False, "reason": "seccomp"}},
+            }
+        ],
+        "training": {
+            "sweep_parameters_per_s": 73e6,
+            "num_parameters": 7 * 10**9,
+            "read_bytes": 98 * 10**9,
+            "written_bytes": 84 * 10**9,
+            "step_s": 96.0,
+            "steps_per_100_tbw": 1190.0,
+        },
+    }
+
+
+def test_the_page_says_what_the_report_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    show_disk(a_report())
+    out = capsys.readouterr().out
+    for part in (
+        "2.00 (1.00-3.00) *",
+        "0.050 / 0.050 / 0.050",
+        "BUFFERED: open with O_DIRECT failed",
+        "io_uring does not work here: seccomp",
+        "left out: deepspeed: deepspeed is not importable",
+        "note: it is slow",
+        "mixed  io_uring / plain: 0.900, 93% interval 0.800 to 1.000: BELOW (target 0.97)",
+        "bf16 AdamW state streams at 0.073 Gparam/s",
+        "A 7.0B step",
+        "reads 91.27 GiB, writes 78.23 GiB, and takes >= 1 min 36 s",
+        "84 GB a step: 100 TB of its rated writes last for 1190 steps",
+    ):
+        assert part in out, part
+
+
+def test_the_recommended_block_is_a_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(recommended_yaml(a_report()))
+    config = load_config(path)
+    assert [str(place) for place in config.nvme_path] == ["/mnt/a"]
+    assert config.io.backend == "auto", "io_uring where it works, threads where it does not"
+    assert (config.io.block_size, config.io.queue_depth) == (2**20, 16)
+    assert config.io.num_threads == 8, "for the fall-back"
+    report = a_report()
+    report["best"]["config"] |= {"backend": "threads", "block_size": 512 * 2**10}
+    report["drives"].append({"path": "/mnt/b c"})
+    path.write_text(recommended_yaml(report))
+    config = load_config(path)
+    assert (config.io.backend, config.io.block_size) == ("threads", 512 * 2**10)
+    assert [str(place) for place in config.nvme_path] == ["/mnt/a", "/mnt/b c"]
+
+
+def test_faults_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("_swap_faults.usable_backends", lambda answers: ["threads"])
+    monkeypatch.setattr("_swap_faults._STUCK_AFTER_S", 0.1)  # it is waited for
+    monkeypatch.setattr("_swap_faults._NUM_CHUNKS", 16)
+    code, out, _ = run("--path", str(tmp_path), "--faults", "3", "--json")
+    report = json.loads(out)
+    assert (code, report["ok"]) == (0, True)
+    kinds = {entry["kind"]: entry for entry in report["kinds"]}
+    assert set(kinds) == {*faults.RIGHT_ERRORS, "all together"}
+    assert kinds["flip"]["caught"] > 0
+    assert kinds["eio"]["raised"]["EIO"] > 0
+    assert list(tmp_path.iterdir()) == []
+    show_faults(report)
+
+
+def test_silent_wrong_bytes_fail_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("_swap_faults.usable_backends", lambda answers: ["threads"])
+    monkeypatch.setattr("_swap_faults.RIGHT_ERRORS", {"flip": frozenset()})
+    monkeypatch.setattr("_swap_faults._TOGETHER", "flip")
+    monkeypatch.setattr("_swap_faults.checksums", lambda memory: b"blind")
+    code, out, _ = run("--path", str(tmp_path), "--faults", "3")
+    assert code == 1
+    assert "WRONG" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_means_everyone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def measure(options: Any, watcher: Any, command: Any) -> Any:
+        seen.append(options)
+        raise MachineError("enough")
+
+    monkeypatch.setattr("bench_swap.measure_disk", measure)
+    brief = ["--path", str(tmp_path), "--gib", "0.0625", "--sample-s", "0.01", "--chunk", "1MiB"]
+    run(*brief, "--compare", "all")
+    run(*brief, "--compare", "fio, aiofiles,fio")
+    assert seen[0].compare == ("fio", "plain", "deepspeed", "buffered", "aiofiles")
+    assert seen[1].compare == ("fio", "aiofiles")
+    assert (seen[1].file_bytes, seen[1].chunk_bytes) == (2**26, 2**20)
+    assert (seen[1].num_rounds, seen[1].sample_s) == (11, 0.01)

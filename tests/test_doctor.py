@@ -16,10 +16,11 @@ import pytest
 from typer.testing import CliRunner
 
 import infinity
-from infinity.bench import disk_rates, drive, rates
+from infinity import _aio, calibration
 from infinity.cli import checkup
 from infinity.cli.doctor import text_of
 from infinity.cli.main import app
+from infinity.memory import file_systems
 from infinity.plan.machine_file import read_machine_file
 
 
@@ -149,8 +150,8 @@ def test_a_tmpfs_is_ram_and_said_to_be(tmp_path: Path) -> None:
 
 
 def test_no_back_end_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = {name: {"ok": False, "reason": "seccomp forbids it"} for name in drive.BACKENDS}
-    monkeypatch.setattr(drive, "_answer", lambda found: answers["io_uring"])
+    answer = {"ok": False, "reason": "seccomp forbids it"}
+    monkeypatch.setattr(file_systems, "_answer", lambda found: answer)
     code, out = doctor("--path", str(tmp_path))
     assert code == 4
     assert "no I/O back end works" in out
@@ -160,7 +161,7 @@ def test_no_back_end_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_back_end_that_does_not_work_is_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = drive._aio.probe
+    real = _aio.probe
 
     def probe(directory: str) -> dict[str, Any]:
         return {**real(directory), "io_uring": {"ok": False, "reason": "seccomp forbids it"}}
@@ -233,10 +234,10 @@ def test_what_bounds_the_memory(tmp_path: Path) -> None:
 def _brief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache of its own, and little to measure."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(disk_rates, "SPAN_BYTES", 16 << 20)
-    monkeypatch.setattr(rates, "_LEAST_CHUNKS", 1)
-    monkeypatch.setattr(rates, "_MOST_CHUNKS", 1)
-    monkeypatch.setattr(rates, "_MATRIX_SIZES", (64,))
+    monkeypatch.setattr(calibration, "SPAN_BYTES", 16 << 20)
+    monkeypatch.setattr(calibration, "_LEAST_CHUNKS", 1)
+    monkeypatch.setattr(calibration, "_MOST_CHUNKS", 1)
+    monkeypatch.setattr(calibration, "_MATRIX_SIZES", (64,))
 
 
 @pytest.mark.usefixtures("_brief")

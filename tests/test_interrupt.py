@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from support import rough
 from support.fake_accelerator import FakeAccelerator
 from support.small import (
     ON_DISK,
     assert_nothing_left,
     batch,
     masters,
-    poison,
     same,
     settings,
     small_engine,
@@ -191,7 +191,7 @@ def test_the_second_ends_the_call_and_the_engine(
     nvme.mkdir()
     more: dict[str, Any] = {"durable": True, "resume": "auto"} if durable else {}
     model = small_model()
-    engine, *_ = infinity.initialize(model, settings(nvme, ON_DISK, **TWO, **more), poison=poison)
+    engine, *_ = rough.initialize(model, settings(nvme, ON_DISK, **TWO, **more))
     train(engine, 1)
     engine.save_checkpoint(tmp_path / "saved", "one", wait=True)
     undo = during(engine, name, lambda: (ctrl_c(), ctrl_c(), pytest.fail("it went on")))

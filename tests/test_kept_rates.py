@@ -9,7 +9,7 @@ from support.small import settings, small_model
 from test_rates import Measurements, cached, folder, measurements  # noqa: F401  (fixtures)
 
 import infinity
-from infinity.bench.rate_cache import kept_rates
+from infinity.calibration import kept_rates
 from infinity.memory.device import CpuDevice
 from infinity.plan.plan import Plan
 from infinity.plan.rates import nominal

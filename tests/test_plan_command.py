@@ -15,7 +15,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from infinity.bench.rate_cache import MeasuredRates
+from infinity.calibration import KnownRates
 from infinity.cli.main import app
 from infinity.cli.plan import Wishes, report_of
 from infinity.errors import ConfigError, MachineError
@@ -37,11 +37,11 @@ TOP_KEYS = {"split",
 def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine's rates are round numbers, and known without measuring."""
 
-    def known(paths: Any, device: Any, **more: Any) -> MeasuredRates:
+    def known(paths: Any, device: Any, **more: Any) -> KnownRates:
         numbers = nominal(device.unified).numbers() | {"update.fp32": 1e9, "disk_read": 2e9}
-        return MeasuredRates(Rates.of(numbers), "2026-01-02")
+        return KnownRates(Rates.of(numbers), "2026-01-02")
 
-    monkeypatch.setattr("infinity.bench.rate_cache.cached_rates", known)
+    monkeypatch.setattr("infinity.calibration.cached_rates", known)
     # The same question is planned once: a page and its JSON are of one report.
     monkeypatch.setattr("infinity.cli.plan.report_of", cache(report_of))
 

@@ -15,9 +15,8 @@ from support.fake_accelerator import FakeAccelerator
 from support.rough import rough_io
 from test_machine import GIB, computer
 
-from infinity.bench import disk_rates, rate_cache, rates
-from infinity.bench.rate_cache import MeasuredRates, cached_rates
-from infinity.bench.rates import measure_rates
+from infinity import calibration
+from infinity.calibration import KnownRates, cached_rates
 from infinity.config import IoConfig
 from infinity.errors import DoesNotFitError, MachineError, TransferError
 from infinity.memory.device import CpuDevice, Device
@@ -31,10 +30,10 @@ BRIEF_S = 0.2
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Less to measure: what comes out need not be right here."""
-    monkeypatch.setattr(disk_rates, "SPAN_BYTES", 32 << 20)
-    monkeypatch.setattr(rates, "_LEAST_CHUNKS", 1)
-    monkeypatch.setattr(rates, "_MOST_CHUNKS", 1)
-    monkeypatch.setattr(rates, "_MATRIX_SIZES", (64, 128))
+    monkeypatch.setattr(calibration, "SPAN_BYTES", 32 << 20)
+    monkeypatch.setattr(calibration, "_LEAST_CHUNKS", 1)
+    monkeypatch.setattr(calibration, "_MOST_CHUNKS", 1)
+    monkeypatch.setattr(calibration, "_MATRIX_SIZES", (64, 128))
 
 
 def check(found: Rates, names: Sequence[str]) -> None:
@@ -46,21 +45,27 @@ def check(found: Rates, names: Sequence[str]) -> None:
 # Measuring
 
 
-def test_a_machine_with_one_memory(tmp_path: Path) -> None:
+@pytest.fixture
+def drive(tmp_path: Path) -> Path:
+    (tmp_path / "drive").mkdir()
+    return tmp_path / "drive"
+
+
+def test_a_machine_with_one_memory(drive: Path, folder: Path) -> None:
     before = torch.random.get_rng_state()
-    found = measure_rates([tmp_path], CpuDevice(), io=IoConfig(), num_threads=1, seconds=BRIEF_S)
+    found = cached([drive], num_threads=1, seconds=BRIEF_S).rates
     check(found, [*DISK, *UPDATE, *COMPUTE])
     assert (found.to_device, found.from_device, found.device_update) == (None, None, None)
-    assert list(tmp_path.iterdir()) == []
+    assert list(drive.iterdir()) == []
     assert torch.equal(torch.random.get_rng_state(), before), "the user's numbers stay as they are"
 
 
 @pytest.mark.parametrize("kernels", [False, True])
-def test_a_machine_with_a_device(tmp_path: Path, kernels: bool) -> None:
+def test_a_machine_with_a_device(drive: Path, folder: Path, kernels: bool) -> None:
     device = FakeAccelerator(kernels=kernels)
     try:
         io = IoConfig(backend="threads")
-        found = measure_rates([tmp_path], device, io=io, num_threads=2, seconds=BRIEF_S)
+        found = cached([drive], device=device, io=io, num_threads=2, seconds=BRIEF_S).rates
         device.synchronize()
     finally:
         device.close()
@@ -83,15 +88,15 @@ def test_two_paths_together(tmp_path: Path) -> None:
             super().close()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk_rates, "Disk", Spy)
-        found = disk_rates.measure_disk(paths, io, BRIEF_S)
+        patch.setattr(calibration, "Disk", Spy)
+        found = calibration.measure_disk(paths, io, BRIEF_S)
     assert seen == [tuple(paths)]
     assert set(found) == set(DISK)
     assert [list(path.iterdir()) for path in paths] == [[], []]
 
 
-def test_no_path_no_measurement() -> None:
-    found = measure_rates([], CpuDevice(), io=IoConfig(), num_threads=1, seconds=0.05)
+def test_no_path_no_measurement(folder: Path) -> None:
+    found = cached([], num_threads=1, seconds=0.05).rates
     assert [getattr(found, name) for name in DISK] == [getattr(NOMINAL_CPU, n) for n in DISK]
 
 
@@ -104,9 +109,9 @@ def test_a_slow_disk_moves_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             moved.append(counters["read_bytes"] + counters["write_bytes"])
             super().close()
 
-    monkeypatch.setattr(disk_rates, "Disk", Spy)
+    monkeypatch.setattr(calibration, "Disk", Spy)
     with rough_io(slow_bytes_per_s=20 << 20):
-        found = disk_rates.measure_disk([tmp_path], IoConfig(), BRIEF_S)
+        found = calibration.measure_disk([tmp_path], IoConfig(), BRIEF_S)
     assert moved[0] < 60 << 20, "less than the range alone, were it fast"
     assert all(rate < 40 << 20 for rate in found.values())
 
@@ -121,8 +126,8 @@ def test_what_is_written_does_not_repeat(tmp_path: Path, monkeypatch: pytest.Mon
             shares.append(len(set(words)) / len(words))
             super().close()
 
-    monkeypatch.setattr(disk_rates, "Disk", Spy)
-    disk_rates.measure_disk([tmp_path], IoConfig(), 0.05)
+    monkeypatch.setattr(calibration, "Disk", Spy)
+    calibration.measure_disk([tmp_path], IoConfig(), 0.05)
     assert shares[0] > 0.99
 
 
@@ -130,28 +135,28 @@ def test_what_is_written_does_not_repeat(tmp_path: Path, monkeypatch: pytest.Mon
 def test_nothing_is_left_after_an_error(tmp_path: Path, kinds: str) -> None:
     told = pytest.raises(TransferError, match="the measurement of the disk's speed")
     with told, rough_io(faults=f"seed=1,kinds={kinds},rate=0.5"):
-        disk_rates.measure_disk([tmp_path], IoConfig(), BRIEF_S)
+        calibration.measure_disk([tmp_path], IoConfig(), BRIEF_S)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_left_after_an_interruption(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(probe: object, kinds: object) -> float:
+    def interrupt(*arguments: object) -> float:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(disk_rates._Probe, "_run", interrupt)
+    monkeypatch.setattr("infinity.memory.disk_speed._Tier._run", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        disk_rates.measure_disk([tmp_path], IoConfig(), BRIEF_S)
+        calibration.measure_disk([tmp_path], IoConfig(), BRIEF_S)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_paths_that_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MachineError, match="mkdir -p"):
-        disk_rates.measure_disk([tmp_path / "none"], IoConfig(), BRIEF_S)
+        calibration.measure_disk([tmp_path / "none"], IoConfig(), BRIEF_S)
     monkeypatch.setattr("infinity.memory.scratch.Scratch.free_bytes", lambda self: 4096)
     with pytest.raises(DoesNotFitError, match="missing"):
-        disk_rates.measure_disk([tmp_path], IoConfig(), BRIEF_S)
+        calibration.measure_disk([tmp_path], IoConfig(), BRIEF_S)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -163,11 +168,11 @@ def test_the_working_set_does_not_fit_into_the_caches(monkeypatch: pytest.Monkey
             "cache_bytes": cache_bytes,
             "host_available_bytes": available_bytes,
         }
-        monkeypatch.setattr(rates, "read_machine", lambda: Machine(**facts))
-        return rates._num_chunks()
+        monkeypatch.setattr(calibration, "read_machine", lambda: Machine(**facts))
+        return calibration._num_chunks()
 
-    monkeypatch.setattr(rates, "_LEAST_CHUNKS", 8)
-    monkeypatch.setattr(rates, "_MOST_CHUNKS", 64)
+    monkeypatch.setattr(calibration, "_LEAST_CHUNKS", 8)
+    monkeypatch.setattr(calibration, "_MOST_CHUNKS", 64)
     assert chunks(0, 32 * GIB) == 8
     assert chunks(96 << 20, 32 * GIB) == 24
     assert chunks(8 * GIB, 32 * GIB) == 64
@@ -202,8 +207,8 @@ class Measurements:
 @pytest.fixture
 def measurements(monkeypatch: pytest.MonkeyPatch) -> Measurements:
     made = Measurements()
-    monkeypatch.setattr(rate_cache, "measure_processors", made.measure_processors)
-    monkeypatch.setattr(rate_cache, "measure_disk", made.measure_disk)
+    monkeypatch.setattr(calibration, "measure_processors", made.measure_processors)
+    monkeypatch.setattr(calibration, "measure_disk", made.measure_disk)
     return made
 
 
@@ -213,7 +218,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "infinity" / "rates"
 
 
-def cached(paths: Sequence[Path] = (), **options: Any) -> MeasuredRates:
+def cached(paths: Sequence[Path] = (), **options: Any) -> KnownRates:
     return cached_rates(paths, options.pop("device", CpuDevice()), **options)
 
 
@@ -314,10 +319,13 @@ def test_a_damaged_entry_is_none(folder: Path, measurements: Measurements) -> No
     assert list(folder.iterdir()) == [entry], "no half-written file either"
 
 
-def test_a_folder_that_cannot_be_used(tmp_path: Path, measurements: Measurements) -> None:
+def test_a_folder_that_cannot_be_used(
+    tmp_path: Path, measurements: Measurements, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     for _ in range(2):
-        cached(folder=tmp_path / "file" / "rates")
+        cached()
     assert measurements.counts == (2, 0)
 
 
@@ -339,13 +347,11 @@ def test_a_path_that_is_not_there(tmp_path: Path, folder: Path, measurements: Me
 def test_the_default_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "/home/someone")
-    assert rate_cache.default_folder() == Path("/home/someone/.cache/infinity/rates")
+    assert calibration.default_folder() == Path("/home/someone/.cache/infinity/rates")
 
 
-def test_measured_for_real_and_kept(tmp_path: Path, folder: Path) -> None:
-    place = tmp_path / "drive"
-    place.mkdir()
-    found = cached([place], seconds=BRIEF_S)
+def test_measured_for_real_and_kept(drive: Path, folder: Path) -> None:
+    found = cached([drive], seconds=BRIEF_S)
     check(found.rates, [*DISK, *UPDATE, *COMPUTE])
-    assert cached([place], seconds=BRIEF_S) == found, "JSON gives the very numbers back"
-    assert os.listdir(place) == []
+    assert cached([drive], seconds=BRIEF_S) == found, "JSON gives the very numbers back"
+    assert os.listdir(drive) == []

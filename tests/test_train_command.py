@@ -13,7 +13,7 @@ import transformers
 from support.runs import settings
 from typer.testing import CliRunner
 
-from infinity.bench.rate_cache import MeasuredRates
+from infinity.calibration import KnownRates
 from infinity.cli.init import PRESETS
 from infinity.cli.main import app
 from infinity.cli.train_page import format_stalls, format_step
@@ -27,10 +27,10 @@ from infinity.runs.settings import load_run_config
 def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is measured here."""
 
-    def known(paths: Any, device: Any, **more: Any) -> MeasuredRates:
-        return MeasuredRates(Rates.of(nominal(device.unified).numbers()), "2026-01-02")
+    def known(paths: Any, device: Any, **more: Any) -> KnownRates:
+        return KnownRates(Rates.of(nominal(device.unified).numbers()), "2026-01-02")
 
-    monkeypatch.setattr("infinity.bench.rate_cache.cached_rates", known)
+    monkeypatch.setattr("infinity.calibration.cached_rates", known)
     transformers.logging.set_verbosity_error()  # its handler keeps the first stderr it saw
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.bench.disk_rates import measure_disk
+from infinity.calibration import measure_disk
 from infinity.config import IoConfig
 from infinity.plan.cost import step_cost
 from infinity.plan.plan import Plan

@@ -33,7 +33,7 @@ from _plain import PlainTorch
 from _process import peak_rss_bytes
 
 import infinity
-from infinity.bench.rate_cache import MeasuredRates, cached_rates
+from infinity.calibration import KnownRates, cached_rates
 from infinity.config import load_config
 from infinity.memory.device import find_device
 from infinity.model.materialize import remember_values
@@ -162,7 +162,7 @@ class Infinity(Contender):
         super().__init__(job)
         self.num_steps = 0
         config = load_config(engine_config(job, job["contender"]))
-        self.rates: MeasuredRates | None = None
+        self.rates: KnownRates | None = None
         if self.device.type == "cuda":
             if job["device_budget"] is not None:
                 cap_device(parse_size(job["device_budget"]), self.device)

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from _bench_adam_arrays import CASES, Arrays, Case
 from _bench_adam_contenders import Contender, deepspeed_adam, take_turns, torch_adamw
+from _bench_ratios import Ratio, ratio_of
 
 from infinity import _adam
-from infinity.bench.machine_facts import machine_facts
-from infinity.bench.ratios import Ratio, ratio_of
+from infinity.cli.checkup import machine_facts
 from infinity.optim.cpu import CpuKernels
 
 TARGET = 0.95  # of the limit

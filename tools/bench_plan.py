@@ -41,8 +41,7 @@ import presets
 from support.rough import initialize, rough_io
 
 import infinity
-from infinity.bench.disk_rates import measure_disk
-from infinity.bench.rates import measure_processors
+from infinity.calibration import measure_disk, measure_processors
 from infinity.config import IoConfig
 from infinity.memory.device import find_device
 from infinity.model.target import target_of

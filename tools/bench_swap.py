@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure how fast training state streams to and from drives; the same as `infinity bench disk`.
+"""Measure how fast training state streams to and from drives, and how well our engine uses them.
 
     python tools/bench_swap.py --path DIR [--path DIR2] [--gib 4] [--json] [--compare all]
     python tools/bench_swap.py --path DIR --faults 7
@@ -10,10 +10,294 @@ See docs/benchmarks for results and the commands that made them.
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
 
-from infinity.cli.main import main
+import typer
+from _swap_contenders import Contender, EngineContender, IoSettings, Sample
+from _swap_faults import check_faults
+from _swap_load import MODES, Load, Mode, Testbed, make_load
+from _swap_report import Findings, assemble, show_disk, show_faults
+from _swap_rounds import (
+    COMPARABLE,
+    DEFAULTS,
+    calibrate,
+    compared,
+    gather,
+    num_calibration_samples,
+    num_tuning_samples,
+    salted,
+    take_turns,
+    tune,
+    usable_backends,
+)
+
+from infinity.cli.checkup import machine_facts
+from infinity.cli.ending import command, stdout_is_ours
+from infinity.cli.screen import ProgressLine
+from infinity.errors import ConfigError
+from infinity.memory.file_systems import look_at, shared_drives
+from infinity.sizes import parse_size
+
+# A guess for the very first sample, in bytes per second; only its length depends on it.
+_FIRST_RATE = 10**9
+_PROBE_S = 0.25
+_NUM_PROBES = 2  # the first one also wakes the drive
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure. Sizes in bytes."""
+
+    paths: tuple[Path, ...]
+    file_bytes: int = 4 * 2**30
+    """Per path; half of it is read, the other half written."""
+    chunk_bytes: int = 16 * 2**20
+    """What a sweep moves at once; 8 to 64 MiB are usual."""
+    num_rounds: int = 11
+    sample_s: float = 1.0
+    """How long one sample of the paired rounds should take; the brief ones take a third."""
+    compare: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Raise `ConfigError` for what cannot be measured."""
+        unknown = [name for name in self.compare if name not in COMPARABLE]
+        if unknown:
+            remedy = f"--compare {','.join(COMPARABLE)}"
+            raise ConfigError(f"--compare does not know {', '.join(unknown)}", remedy=remedy)
+        if not self.paths:
+            raise ConfigError("no path was given", remedy="--path DIR on the drive to measure")
+        if len(set(self.paths)) < len(self.paths):
+            raise ConfigError("the same path is given twice")
+        if self.num_rounds < 1 or not 0 < self.sample_s <= 60:
+            raise ConfigError("--rounds is at least 1 and --sample-s between 0 and 60 seconds")
+        if self.chunk_bytes < 2**20 or self.chunk_bytes % 2**20:
+            raise ConfigError(f"a chunk is whole MiB, not {self.chunk_bytes} bytes")
+        if self.region_bytes < self.chunk_bytes:
+            least = 2 * self.chunk_bytes / 2**30
+            raise ConfigError(
+                f"{self.file_bytes} bytes per path hold no chunk to read and one to write",
+                remedy=f"--gib {least:g} or more, or a smaller --chunk",
+            )
+
+    @property
+    def region_bytes(self) -> int:
+        """Bytes of each half of a file: whole chunks."""
+        return self.file_bytes // 2 // self.chunk_bytes * self.chunk_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        """What the report says of them."""
+        return {
+            "paths": [str(path) for path in self.paths],
+            "file_bytes": self.file_bytes,
+            "chunk_bytes": self.chunk_bytes,
+            "rounds": self.num_rounds,
+            "sample_s": self.sample_s,
+            "compare": list(self.compare),
+        }
+
+
+def measure_disk(options: Options, watcher: ProgressLine, command: Sequence[str]) -> dict[str, Any]:
+    """Run the whole benchmark and return its report, JSON-able; see `assemble`.
+
+    Raises `ConfigError` for impossible options, `MachineError`, `DoesNotFitError` or
+    `TransferError` for what the machine refuses. Leaves no file behind on any way out.
+    """
+    options.check()
+    drives = [look_at(path) for path in options.paths]
+    before = machine_facts()
+    with Testbed(options.paths, options.region_bytes, options.chunk_bytes) as testbed:
+        watcher.begin("writing test files", 2 * options.region_bytes * testbed.num_files)
+        testbed.prepare(lambda done, total: watcher.advance(done))
+        backends = usable_backends([drive.backends for drive in drives])
+        found = _Measurement(options, testbed, watcher).run(backends)
+    notes = shared_drives(options.paths) if len(drives) > 1 else []
+    return assemble(
+        found,
+        drives=[drive.as_dict() for drive in drives],
+        notes=notes + [note for drive in drives for note in drive.notes],
+        machine=before | {"load_average_after": os.getloadavg()[0]},
+        command=list(command),
+        options=options.as_dict(),
+    )
+
+
+class _Measurement:
+    def __init__(self, options: Options, testbed: Testbed, watcher: ProgressLine) -> None:
+        self._options = options
+        self._testbed = testbed
+        self._watcher = watcher
+
+    def run(self, backends: Sequence[str]) -> Findings:
+        rates = self._drive_rates(DEFAULTS[backends[0]])
+        brief = self._loads(rates, self._options.sample_s / 3)
+        self._watcher.begin("trying settings", num_tuning_samples(backends, len(brief)))
+        tuned = tune(self._testbed, backends, brief, on_sample=self._watcher.advance)
+        field = gather(self._testbed, self._options.compare, list(tuned.settings.values()))
+        ours: list[EngineContender] = []
+        try:
+            total = num_calibration_samples(field, len(brief))
+            self._watcher.begin("choosing the reference", total)
+            calibration = calibrate(field, brief, on_sample=self._watcher.advance)
+            names = {mode: calibration.best(mode, field.families) for mode in MODES}
+            for backend in backends:
+                ours.append(EngineContender(self._testbed, tuned.settings[backend]))
+            who: dict[Mode, list[Contender]] = {}
+            for mode in MODES:
+                others = compared(field, calibration, mode, self._options.compare)
+                everyone = [*ours, field.contenders[names[mode]], *others]
+                who[mode] = list({contender.name: contender for contender in everyone}.values())
+            loads = self._loads(rates, self._options.sample_s)
+            total = self._options.num_rounds * sum(map(len, who.values()))
+            self._watcher.begin("measuring", total)
+            paired = take_turns(
+                who,
+                loads,
+                self._options.num_rounds,
+                left_out=field.left_out,
+                on_sample=self._watcher.advance,
+            )
+        finally:
+            for contender in ours:
+                contender.close()
+            field.close()
+        return Findings(
+            drive_rates=rates,
+            tuned=tuned,
+            calibration=calibration,
+            reference_names=names,
+            ours={contender.family: contender.name for contender in ours},
+            families=field.families,
+            paired=paired,
+            left_out=field.left_out,
+            sample_bytes={mode: load.total_bytes for mode, load in loads.items()},
+        )
+
+    def _drive_rates(self, settings: IoSettings) -> list[dict[Mode, float]]:
+        """Measure every drive alone in every mode, briefly."""
+        num_files = self._testbed.num_files
+        self._watcher.begin("a first look", num_files * len(MODES) * _NUM_PROBES)
+        contender = EngineContender(self._testbed, settings)
+        target_s = min(_PROBE_S, self._options.sample_s)
+        try:
+            rates: list[dict[Mode, float]] = []
+            for index in range(num_files):
+                alone = [_FIRST_RATE * (number == index) for number in range(num_files)]
+                of_drive: dict[Mode, float] = {}
+                for mode in MODES:
+                    load = self._load(mode, alone, target_s)
+                    for _ in range(_NUM_PROBES):
+                        sample: Sample = contender.run(salted(load))
+                        self._watcher.advance()
+                    of_drive[mode] = sample.rate
+                rates.append(of_drive)
+            return rates
+        finally:
+            contender.close()
+
+    def _loads(self, rates: Sequence[Mapping[Mode, float]], target_s: float) -> dict[Mode, Load]:
+        return {mode: self._load(mode, [r[mode] for r in rates], target_s) for mode in MODES}
+
+    def _load(self, mode: Mode, rates: Sequence[float], target_s: float) -> Load:
+        return make_load(
+            mode,
+            rates=rates,
+            target_s=target_s,
+            chunk_bytes=self._options.chunk_bytes,
+            region_bytes=self._options.region_bytes,
+        )
+
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.command()
+def main(
+    path: Annotated[
+        list[Path],
+        typer.Option("--path", metavar="DIR", help="On the drive to measure; may be repeated."),
+    ],
+    gib: Annotated[
+        float, typer.Option("--gib", help="Size of the test file in each path, in GiB.", min=0.001)
+    ] = 4.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object on stdout, and nothing else there.")
+    ] = False,
+    compare: Annotated[
+        str,
+        typer.Option(
+            "--compare",
+            metavar="NAMES",
+            help="More contenders, with commas: fio, plain, deepspeed, buffered, aiofiles; or all.",
+        ),
+    ] = "",
+    rounds: Annotated[
+        int, typer.Option("--rounds", help="Rounds in which the contenders take turns.", min=1)
+    ] = 11,
+    sample_s: Annotated[
+        float, typer.Option("--sample-s", help="About how long one sample takes.", min=0.01, max=60)
+    ] = 1.0,
+    chunk: Annotated[
+        str, typer.Option("--chunk", metavar="SIZE", help="What a sweep moves at once.")
+    ] = "16MiB",
+    faults: Annotated[
+        int | None,
+        typer.Option(
+            "--faults",
+            metavar="SEED",
+            help="Measure nothing; see that injected faults never become wrong bytes.",
+            min=0,
+        ),
+    ] = None,
+) -> None:
+    """Measure how fast training state streams to and from drives, and recommend settings.
+
+    Probes each path, tries block sizes, depths and back ends, picks the strongest of fio, plain
+    O_DIRECT threads and the peer's handle as the reference, and then measures ours beside it in
+    interleaved rounds. Takes about five minutes; leaves no file behind.
+    """
+    with command():
+        paths = [part.expanduser() for part in path]
+        if faults is not None:
+            _faults(paths, faults, as_json)
+            return
+        names = [name.strip() for name in compare.split(",") if name.strip()]
+        options = Options(
+            paths=tuple(paths),
+            file_bytes=int(gib * 2**30),
+            chunk_bytes=parse_size(chunk),
+            num_rounds=rounds,
+            sample_s=sample_s,
+            compare=COMPARABLE if names == ["all"] else tuple(dict.fromkeys(names)),
+        )
+        with stdout_is_ours(), ProgressLine() as watcher:
+            report = measure_disk(options, watcher, [sys.executable, *sys.orig_argv[1:]])
+        if as_json:
+            print(json.dumps(report), flush=True)
+        else:
+            show_disk(report)
+
+
+def _faults(paths: list[Path], seed: int, as_json: bool) -> None:
+    with ProgressLine() as watcher:
+        report = check_faults(paths, seed, watcher)
+    if as_json:
+        print(json.dumps(report), flush=True)
+    else:
+        show_faults(report)
+    if not report["ok"]:
+        raise typer.Exit(1)
+
 
 if __name__ == "__main__":
-    # Options only: `--help` of the command itself, under the name of this file.
-    main(["bench", "disk", *sys.argv[1:]])
+    app()

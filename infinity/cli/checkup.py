@@ -5,10 +5,13 @@ Collects everything it can; a part that fails is a problem in the list, not the 
 
 from __future__ import annotations
 
+import os
+import platform
 import re
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +37,6 @@ def examine(paths: Sequence[Path], root: Path = Path("/")) -> dict[str, Any]:
     problems: list[dict[str, Any]] = []
     facts: dict[str, Any] = {"infinity": __version__, "machine": {}, "memory": {}}
     try:
-        from infinity.bench.machine_facts import machine_facts
-
         facts["machine"] = machine_facts()
         machine = read_machine(root=root)
         facts["memory"] = _memory(machine, root)
@@ -53,13 +54,28 @@ def examine(paths: Sequence[Path], root: Path = Path("/")) -> dict[str, Any]:
     return facts
 
 
+def machine_facts() -> dict[str, Any]:
+    """Processor, kernel, Python, memory and load, JSON-able; sizes in bytes."""
+    machine = read_machine()
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "system": platform.system(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "processor": cpu_model(),
+        "num_cpus": machine.num_cpus,
+        "host_ram_bytes": machine.host_ram_bytes,
+        "load_average": os.getloadavg()[0],
+    }
+
+
 def describe(paths: Sequence[Path], refresh: bool = False) -> PlanMachine:
     """Return this machine for a plan: its rates are measured, or were and are kept.
 
     Raises `InfinityError` where it cannot be measured.
     """
     # Here, so that a machine without a working torch can still be examined.
-    from infinity.bench.rate_cache import cached_rates, device_name
+    from infinity.calibration import cached_rates, device_name
     from infinity.memory.device import find_device
 
     with closing(find_device(None)) as device:
@@ -178,7 +194,7 @@ def _kernels() -> dict[str, Any]:
 
 
 def _io() -> dict[str, Any]:
-    from infinity.bench.drive import chosen_backend
+    from infinity.memory.file_systems import chosen_backend
 
     try:
         backend, reason = chosen_backend()
@@ -188,7 +204,7 @@ def _io() -> dict[str, Any]:
 
 
 def _drive(path: Path) -> dict[str, Any]:
-    from infinity.bench.drive import look_at
+    from infinity.memory.file_systems import look_at
 
     drive = look_at(path)
     return drive.as_dict() | {"parameters": drive.free_bytes // STATE_BYTES}

@@ -84,7 +84,8 @@ def text_of(facts: dict[str, Any]) -> str:
         lines.append(f"PROBLEM: {problem['what']}")
         lines += [f"  because: {problem['because']}"] if problem["because"] else []
         lines += [f"  try: {problem['remedy']}"] if problem["remedy"] else []
-    lines += _rate_lines(facts)
+    if "machine_file" in facts:
+        lines += [*rate_lines(facts["machine_file"]["rates"], facts["rates"]), ""]
     if facts["ok"]:
         lines.append("a run could start here")
     return "\n".join(lines)
@@ -127,12 +128,9 @@ def _machine_lines(facts: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _rate_lines(facts: dict[str, Any]) -> list[str]:
-    """Return how fast the lanes are, where a machine file was asked for."""
-    if "machine_file" not in facts:
-        return []
-    rates = facts["machine_file"]["rates"]
-    lines = [f"rates      {facts['rates']}"]
+def rate_lines(rates: dict[str, Any], origin: str) -> list[str]:
+    """Return how fast the lanes are, and where the numbers come from."""
+    lines = [f"rates      {origin}"]
     for title, names in (
         ("disk", ("disk_read", "disk_write", "disk_mixed")),
         ("copies", ("to_device", "from_device")),
@@ -147,7 +145,7 @@ def _rate_lines(facts: dict[str, Any]) -> list[str]:
     lines.append(f"           update: {each} parameters/s")
     each = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in rates["compute"].items())
     lines.append(f"           compute: {each} TFLOP/s")
-    return [*lines, ""]
+    return lines
 
 
 def _words(name: str) -> str:

@@ -36,7 +36,7 @@ app.command()(plan)
 app.command()(init)
 app.command()(train)
 app.command()(trace)
-app.add_typer(bench)
+app.command()(bench)
 app.add_typer(checkpoint)
 
 

@@ -277,7 +277,7 @@ def _machine(wishes: Wishes, config: Config) -> PlanMachine:
         if unmeasured and device.unified:
             machine = PlanMachine.here((), device, name=_COMMON)
         else:
-            from infinity.bench.rate_cache import cached_rates
+            from infinity.calibration import cached_rates
 
             found = cached_rates(paths, device, io=config.io, refresh=wishes.refresh)
             machine = PlanMachine.here(paths, device, found.rates, measured=found.measured)

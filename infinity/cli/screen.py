@@ -13,9 +13,9 @@ _WIDE = 140  # columns where no width is known: never cut a number off
 
 
 class ProgressLine:
-    """Follows a benchmark: one line that moves on a terminal, one plain line per phase elsewhere.
+    """Follows long work: one line that moves on a terminal, one plain line per phase elsewhere.
 
-    A context manager; implements `infinity.bench.watcher.Watcher`.
+    A context manager.
     """
 
     def __init__(self) -> None:

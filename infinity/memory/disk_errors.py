@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+from pathlib import Path
 
 from infinity import _aio
-from infinity.errors import TransferError
+from infinity.errors import DoesNotFitError, InfinityError, MachineError, TransferError
 
 _CAUSES: dict[int, tuple[str, str]] = {
     errno.EIO: (
@@ -41,6 +42,16 @@ def transfer_error(error: _aio.AioError, owner: str = "") -> TransferError:
         because=because,
         remedy=remedy,
     )
+
+
+def path_error(error: OSError, path: Path | str) -> InfinityError:
+    """Our error for a path that was tried in vain."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        remedy = "free space there, or name a path with more room"
+        return DoesNotFitError(f"{path} is full", because=str(error), remedy=remedy)
+    if isinstance(error, _aio.AioError):
+        return transfer_error(error)
+    return MachineError(f"{path} cannot be used", because=str(error))
 
 
 def corruption(

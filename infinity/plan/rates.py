@@ -1,6 +1,6 @@
 """How fast the lanes of a machine are: the numbers a plan's times are computed from.
 
-Pure data. `bench.rates` measures them, once for each machine and path; `plan.cost` uses them.
+Pure data. `calibration` measures them, once for each machine and path; `plan.cost` uses them.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from infinity.bench.rate_cache import kept_rates
 from infinity.blueprint import limits_for
+from infinity.calibration import kept_rates
 from infinity.checkpoint.layout import MANIFEST_NAME
 from infinity.checkpoint.plain import decode
 from infinity.checkpoint.reader import CheckpointReader

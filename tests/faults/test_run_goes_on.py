@@ -18,7 +18,7 @@ from support.rough import rough_io
 from support.runs import metrics_of, settings, train
 from typer.testing import CliRunner
 
-from infinity.bench.rate_cache import MeasuredRates
+from infinity.calibration import KnownRates
 from infinity.checkpoint import writer
 from infinity.cli.main import app
 from infinity.cli.train_page import TrainPage
@@ -273,8 +273,8 @@ def test_the_drive_of_the_state_fails_and_the_run_goes_on_elsewhere(
     name: str,
 ) -> None:
     """By doing what the message says: the losses are those of a run where nothing fails."""
-    known = MeasuredRates(Rates.of(nominal(True).numbers()), "2026-01-02")
-    monkeypatch.setattr("infinity.bench.rate_cache.cached_rates", lambda *a, **more: known)
+    known = KnownRates(Rates.of(nominal(True).numbers()), "2026-01-02")
+    monkeypatch.setattr("infinity.calibration.cached_rates", lambda *a, **more: known)
     monkeypatch.setattr(rescue, "_same_drive", lambda *paths: kind == "one drive")
     durable, paths = kind.startswith("durable"), [tmp_path / "state"]
     paths += [tmp_path / "second"] if kind == "durable on two" else []

@@ -48,7 +48,7 @@ UNPINNED = {
     ("infinity.memory.state", "read"),
     ("infinity.memory.state", "write"),
     ("infinity.memory.gradients", "read"),
-    ("infinity.bench.rates", "<lambda>"),
+    ("infinity.calibration", "<lambda>"),
 }
 _PASSED_ON_BY = {f"infinity.memory.{name}" for name in ("device", "lanes", "traced")}
 _STAGE = ("infinity.memory.state", "stage")  # into a buffer of whoever calls it

@@ -19,11 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from _swap_rounds import usable_backends
+
 from infinity import _aio
-from infinity.bench.drive import look_at
-from infinity.bench.testbed import io_failure
-from infinity.bench.tuning import usable_backends
-from infinity.bench.watcher import Watcher
+from infinity.cli.screen import ProgressLine
+from infinity.memory.disk_errors import path_error
+from infinity.memory.file_systems import look_at
 from infinity.memory.scratch import Scratch
 
 # Which errno a fault may end in; short, delayed and reordered transfers must end well.
@@ -67,15 +68,13 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Whether every request was right or said so."""
         return not self.silent and not self.wrong_error
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {**vars(self), "raised": dict(self.raised), "ok": self.ok}
 
 
-def check_faults(paths: Sequence[Path], seed: int, watcher: Watcher) -> dict[str, Any]:
+def check_faults(paths: Sequence[Path], seed: int, watcher: ProgressLine) -> dict[str, Any]:
     """Run every kind of fault over every back end on every path and return a report, JSON-able.
 
     `ok` is False if a request delivered wrong bytes silently, raised an error that is not its
@@ -94,7 +93,7 @@ def check_faults(paths: Sequence[Path], seed: int, watcher: Watcher) -> dict[str
                     try:
                         outcomes.append(_Trial(file, backend, kind, seed).run())
                     except OSError as error:
-                        raise io_failure(error, path) from error
+                        raise path_error(error, path) from error
                     watcher.advance()
     return {
         "ok": all(outcome.ok for outcome in outcomes),

@@ -1,4 +1,4 @@
-"""Test files on the drives, already written, and the memory that bytes come from and go to.
+"""What a sample of the swap benchmark moves, and the test files and memory it moves between.
 
 Each path gets one file of two regions of the same size: samples read the first and write the
 second. A chunk carries one of a few random patterns, which one follows from its number, so that
@@ -8,40 +8,140 @@ what a contender read or wrote can be checked afterwards, outside the time that 
 from __future__ import annotations
 
 import contextlib
-import errno
 import mmap
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self, TypeAlias
 
 import numpy as np
 
 from infinity import _aio
-from infinity.bench.load import Load
 from infinity.errors import DoesNotFitError, InfinityError, MachineError
-from infinity.memory.disk_errors import transfer_error
+from infinity.memory.disk_errors import path_error
 from infinity.memory.scratch import Scratch
 from infinity.plan.machine import disk_free_bytes
 from infinity.sizes import format_size
+
+Mode: TypeAlias = Literal["read", "write", "mixed"]
+MODES: tuple[Mode, ...] = ("read", "write", "mixed")
+
+
+@dataclass(frozen=True)
+class Span:
+    """A range of one test file that is gone through `num_passes` times, front to back."""
+
+    offset: int
+    nbytes: int
+    num_passes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.nbytes * self.num_passes
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One chunk that is moved; `index` is its number in the file: its pattern follows from it."""
+
+    is_write: bool
+    offset: int
+    index: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """One sample for every contender alike: per test file a span to read and one to write.
+
+    `salt` differs from sample to sample and shifts the patterns that are written, so that a write
+    which did not happen cannot look like one that did.
+    """
+
+    mode: Mode
+    chunk_bytes: int
+    reads: tuple[Span | None, ...]
+    writes: tuple[Span | None, ...]
+    salt: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes moved in both directions over all files."""
+        return sum(span.total_bytes for span in (*self.reads, *self.writes) if span)
+
+    @property
+    def num_files(self) -> int:
+        return len(self.reads)
+
+    def pieces(self, file_index: int) -> Iterator[Piece]:
+        """Yield the chunks of one file in order; a read and a write take turns when mixed."""
+        reads = _chunks(self.reads[file_index], False, self.chunk_bytes)
+        writes = _chunks(self.writes[file_index], True, self.chunk_bytes)
+        if self.mode != "mixed":
+            yield from reads
+            yield from writes
+            return
+        for pair in zip(reads, writes, strict=True):
+            yield from pair
+
+    def blocks(self, file_index: int, block_bytes: int) -> Iterator[tuple[Piece, int, int]]:
+        """Yield (piece, start in it, bytes) of one file; when mixed, blocks take turns."""
+        pieces = list(self.pieces(file_index))
+        group = 2 if self.mode == "mixed" else 1
+        for first in range(0, len(pieces), group):
+            for start in range(0, self.chunk_bytes, block_bytes):
+                nbytes = min(block_bytes, self.chunk_bytes - start)
+                for piece in pieces[first : first + group]:
+                    yield piece, start, nbytes
+
+
+def _chunks(span: Span | None, is_write: bool, chunk_bytes: int) -> Iterator[Piece]:
+    if span is None:
+        return
+    for _ in range(span.num_passes):
+        for offset in range(span.offset, span.offset + span.nbytes, chunk_bytes):
+            yield Piece(is_write, offset, offset // chunk_bytes)
+
+
+def make_load(
+    mode: Mode,
+    *,
+    rates: Sequence[float],
+    target_s: float,
+    chunk_bytes: int,
+    region_bytes: int,
+) -> Load:
+    """Return a load that takes about `target_s` seconds.
+
+    `rates` are bytes per second of each file's drive in this mode, both directions together. Each
+    file takes part in proportion, so that the drives end together; not at all at 0. Every file
+    has a first region of `region_bytes` (whole chunks) to read and a second one as large to write.
+    """
+    assert region_bytes % chunk_bytes == 0, (region_bytes, chunk_bytes)
+    reads: list[Span | None] = []
+    writes: list[Span | None] = []
+    for rate in rates:
+        if not rate:
+            reads.append(None)
+            writes.append(None)
+            continue
+        wanted = rate * target_s / (2 if mode == "mixed" else 1)
+        num_chunks = max(1, -(-int(wanted) // chunk_bytes))
+        in_region = region_bytes // chunk_bytes
+        # Whole passes, so that contenders who cut the range differently move the same bytes.
+        num_passes = max(1, round(num_chunks / in_region))
+        nbytes = min(num_chunks, in_region) * chunk_bytes
+        reads.append(Span(0, nbytes, num_passes) if mode != "write" else None)
+        writes.append(Span(region_bytes, nbytes, num_passes) if mode != "read" else None)
+    return Load(mode, chunk_bytes, tuple(reads), tuple(writes))
+
 
 NUM_SLOTS = 4  # chunks in flight per file and direction, as in a sweep
 NUM_PATTERNS = 5
 PAGE = 4096
 
-Progress = Callable[[int, int], None]
 Array = np.ndarray[Any, np.dtype[np.uint8]]
-
-
-def io_failure(error: OSError, where: Path | str) -> InfinityError:
-    """Return our error for a failed open or transfer of a benchmark."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        remedy = "a smaller --gib, or a --path with more room"
-        return DoesNotFitError(f"{where} is full", because=str(error), remedy=remedy)
-    if isinstance(error, _aio.AioError):
-        return transfer_error(error)
-    return MachineError(f"{where} cannot be used", because=str(error))
 
 
 class Testbed:
@@ -67,10 +167,9 @@ class Testbed:
 
     @property
     def num_files(self) -> int:
-        """One per path."""
         return len(self.paths)
 
-    def prepare(self, progress: Progress = lambda done, total: None) -> Self:
+    def prepare(self, progress: Callable[[int, int], None] = lambda done, total: None) -> Self:
         """Make the files and write every byte of them once.
 
         `progress` is told (bytes written, bytes in all). Raises `MachineError`, `DoesNotFitError`
@@ -89,7 +188,7 @@ class Testbed:
             try:
                 self._write_once(file_path, tell)
             except OSError as error:
-                raise io_failure(error, self.paths[number]) from error
+                raise path_error(error, self.paths[number]) from error
         return self
 
     def _check_space(self) -> None:
@@ -181,7 +280,6 @@ class Testbed:
         return InfinityError(f"a {op} delivered other bytes than it should: {place}")
 
     def close(self) -> None:
-        """Remove the files. Safe to call twice."""
         while self._scratches:
             self._scratches.pop().remove()
 
@@ -193,21 +291,18 @@ class Testbed:
 
 
 def open_file(path: Path, *, write: bool, direct: bool) -> int:
-    """Open an existing test file and return its descriptor."""
     flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC
     return os.open(path, flags | (os.O_DIRECT if direct else 0))
 
 
 def address_of(array: Array) -> int:
-    """The address of the first byte."""
     return int(array.ctypes.data)
 
 
 def mapped(nbytes: int) -> Array:
-    """Page-aligned memory with every page present, and not given to forked children.
+    """Page-aligned memory, every page present; huge ones where the system gives them.
 
-    Huge pages where the system gives them: a request then has few pieces, which on some drives
-    doubles the rate. So they are everybody's.
+    A request then has few pieces, which on some drives doubles the rate: so they are everybody's.
     """
     try:
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

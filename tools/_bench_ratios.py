@@ -44,8 +44,7 @@ def median_interval(
 
     The k-th smallest and k-th largest of n values hold the true median unless fewer than k of
     them fell on one side of it, so the coverage is 1 - 2 P(Binomial(n, 1/2) < k), whatever the
-    distribution. With fewer than 5 values even the whole range covers less than 0.9; it is
-    returned with the coverage that it has.
+    distribution. With fewer than 5 values the whole range covers less than 0.9.
     """
     ordered, n = sorted(values), len(values)
     best, best_coverage, outside = 1, 1 - 2 / 2**n, 0.0

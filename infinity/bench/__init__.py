@@ -1,1 +1,0 @@
-"""Benchmarks as a library: they measure and return facts; `infinity/cli` shows them."""

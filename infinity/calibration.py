@@ -1,0 +1,399 @@
+"""Measured rates of this machine: disk, copies, updates, compute; measured once, then kept.
+
+Each is measured alone, briefly, and through what a run uses: the disk tier, the `Device`, the
+optimizer's kernels on chunks of parameters. Neither files nor memory are left behind.
+
+What is kept is one JSON file for the processors, and one for each set of paths, below
+`$XDG_CACHE_HOME/infinity/rates` or `~/.cache/infinity/rates`: what was measured on what, the day,
+the rates. Files are replaced as a whole, so processes may race. One that is damaged, or is about
+something else, is as good as none; a folder that cannot be used only makes the cache forgetful.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinity.config import IoConfig
+from infinity.formats import MomentFormat
+from infinity.memory.device import HAPPENED, CpuDevice, Device, DeviceArena, Event
+from infinity.memory.disk import Disk
+from infinity.memory.disk_speed import measure_tier
+from infinity.memory.host import HostArena
+from infinity.optim.cpu import CpuKernels, Piece
+from infinity.optim.moments import VALUE_DTYPES, Moment
+from infinity.optim.rules import AdamHyper
+from infinity.plan import rates as names
+from infinity.plan.layout import PAGE, round_up
+from infinity.plan.machine import cpu_model, mount_of, read_machine
+from infinity.plan.rates import Rates
+from infinity.stable import atomic_write
+
+SECONDS = 2.0  # of everything; more with several paths, or on a machine that is very slow
+# Shares of the time. The disk binds most runs, and wanders most; the host's updates are of all
+# formats together, the device's get a third of it more.
+_DISK_SHARE, _UPDATE_SHARE, _COPY_SHARE, _COMPUTE_SHARE = 0.55, 0.17, 0.05, 0.17
+
+SPAN_BYTES = 256 << 20  # of the disk, at most; and a quarter of what is free
+_CHUNK = 2**20  # parameters
+_LEAST_CHUNKS, _MOST_CHUNKS = 8, 64
+_BYTES_BESIDE_MOMENTS = 6  # weight, residual and gradient in 16 bits each
+_LARGEST_BYTES = _BYTES_BESIDE_MOMENTS + 2 * 4
+_COPY_BYTES = 32 << 20
+_NUM_NOISE = 2**20
+_LEAST_CALLS = 3
+_MATRIX_SIZES = (128, 256, 512, 1024, 2048, 4096)
+_FLOP = 3 * 2  # three products, a multiplication and an addition each
+_NUM_PARTS = 6  # a larger size of matrices is tried while one takes less than such a part
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+_FORMAT = 1  # of what is kept; counts up when what is measured changes its meaning
+# What may be kept; a stranger's number must not get into a plan.
+_NAMES = {*names.DISK, *names.COPIES, *names.UPDATE, *names.COMPUTE, names.DEVICE_UPDATE}
+_Numbers = dict[str, float]
+_Kept = tuple[_Numbers, str]  # and the day
+# What is described, the names that its rates must have, and how to measure them.
+_Part = tuple[dict[str, Any], set[str], Callable[[float], _Numbers]]
+
+
+@dataclass(frozen=True)
+class KnownRates:
+    """Rates, the day they were measured (of several parts the oldest), and which are nominal.
+
+    `measured` is None where nothing was.
+    """
+
+    rates: Rates
+    measured: str | None
+    nominal: tuple[str, ...] = ()
+
+    @property
+    def origin(self) -> str:
+        """Where they come from, for people."""
+        guessed = self.nominal if self.measured else self.rates.numbers()
+        return names.rates_origin(self.rates, tuple(guessed), self.measured)
+
+
+def cached_rates(
+    paths: Sequence[Path],
+    device: Device,
+    *,
+    io: IoConfig | None = None,
+    num_threads: int = 0,
+    refresh: bool = False,
+    seconds: float = SECONDS,
+    root: Path = Path("/"),
+) -> KnownRates:
+    """The rates of this machine with these paths: those kept, or else measured now and kept.
+
+    What is kept holds for a processor, its count, the RAM, the device and the threads; the disk's
+    also for what is mounted at each path and the settings in `io`. `num_threads` 0 is as many as a
+    run takes. `refresh` measures whatever is kept. `root` replaces the place of /proc and /sys.
+    `device` stays open. Raises what the disk tier and the device raise.
+    """
+    found = []
+    for of, needed, measure in _parts(paths, device, io, num_threads, root):
+        kept = None if refresh else _read(of, needed)
+        if kept is None:
+            kept = measure(seconds), datetime.now(UTC).date().isoformat()
+            _write(of, *kept)
+        found.append(kept)
+    return _known(found, paths, device)
+
+
+def kept_rates(
+    paths: Sequence[Path], device: Device, *, io: IoConfig | None = None, num_threads: int = 0
+) -> KnownRates:
+    """What `cached_rates` has kept of this machine and these paths; nothing is measured.
+
+    What was not kept is nominal, and is said to be. Raises `MachineError` for a path that is not
+    there.
+    """
+    parts = _parts(paths, device, io, num_threads, Path("/"))
+    found = [_read(of, needed) for of, needed, _ in parts]
+    return _known([kept for kept in found if kept is not None], paths, device)
+
+
+def _known(found: Sequence[_Kept], paths: Sequence[Path], device: Device) -> KnownRates:
+    numbers = {name: rate for rates, _ in found for name, rate in rates.items()}
+    # A device that was measured, and has no update of its own, has no kernels.
+    has_none = names.COMPUTE[0] in numbers and names.DEVICE_UPDATE not in numbers
+    without = (names.DEVICE_UPDATE,) if has_none else ()
+    rates, guessed = names.completed(numbers, unified=device.unified, without=without)
+    if not paths:  # nothing is planned with the disk's
+        guessed = tuple(name for name in guessed if name not in names.DISK)
+    return KnownRates(rates, min((day for _, day in found), default=None), guessed)
+
+
+def _parts(
+    paths: Sequence[Path], device: Device, io: IoConfig | None, num_threads: int, root: Path
+) -> list[_Part]:
+    """The processors, and the disks where there are paths."""
+    machine, settings = read_machine(root=root), io or IoConfig()
+    computer = {
+        "format": _FORMAT,
+        "processor": cpu_model(root),
+        "num_cpus": machine.num_cpus,
+        "ram_gib": round(machine.host_ram_bytes / 2**30),
+    }
+    threads = num_threads or machine.num_cpus
+    processors = computer | {
+        "num_threads": threads,
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+    }
+    needed = {*names.UPDATE, *names.COMPUTE, *(() if device.unified else names.COPIES)}
+    parts: list[_Part] = [(processors, needed, lambda s: measure_processors(device, threads, s))]
+    if paths:
+        disks = computer | {
+            "disks": [asdict(mount_of(path, root)) for path in paths],
+            "io": settings.model_dump(mode="json", exclude={"stuck_after_s"}),  # no speed
+        }
+        parts.append(
+            (disks, {*names.DISK}, lambda s: measure_disk(paths, settings, _DISK_SHARE * s))
+        )
+    return parts
+
+
+def device_name(device: Device) -> str:
+    """What a compute device calls itself; "cpu" for the host."""
+    if device.torch_device.type == "cuda":
+        return torch.cuda.get_device_name(device.torch_device)
+    if isinstance(device, CpuDevice):
+        return "cpu"
+    # A test's device: nobody may take what is measured of it for the host's.
+    return f"{type(device).__name__} on {device.torch_device}"
+
+
+def default_folder() -> Path:
+    """`infinity/rates` below `$XDG_CACHE_HOME` or `~/.cache`."""
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(caches) / "infinity" / "rates"
+
+
+def _file_of(of: dict[str, Any]) -> Path:
+    key = hashlib.sha256(json.dumps(of, sort_keys=True).encode())
+    return default_folder() / f"{key.hexdigest()[:32]}.json"
+
+
+def _read(of: dict[str, Any], needed: Collection[str]) -> _Kept | None:
+    """What is kept of what `of` describes, if it has all the needed names; else None."""
+    try:
+        entry = json.loads(_file_of(of).read_text(encoding="utf-8"))
+        if entry["of"] != of:
+            return None
+        numbers = {str(name): float(rate) for name, rate in entry["rates"].items()}
+        measured = date.fromisoformat(entry["measured"]).isoformat()
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    good = all(math.isfinite(rate) and rate > 0 for rate in numbers.values())
+    return (numbers, measured) if good and set(needed) <= set(numbers) <= _NAMES else None
+
+
+def _write(of: dict[str, Any], numbers: _Numbers, measured: str) -> None:
+    path, entry = _file_of(of), {"of": of, "measured": measured, "rates": numbers}
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with atomic_write(path, 0o600) as file:
+            file.write(json.dumps(entry, indent=1).encode())
+
+
+def measure_disk(paths: Sequence[Path], io: IoConfig, seconds: float) -> dict[str, float]:
+    """Bytes per second of all `paths` together: `disk_read`, `disk_write` and `disk_mixed`.
+
+    Takes about `seconds`; with several paths half a second more, in which the disk tier weighs them
+    against each other. Files that are not direct (tmpfs, some network mounts) are measured as they
+    are, page cache included. Raises what the disk tier raises.
+    """
+    with contextlib.closing(Disk(paths, io)) as disk:
+        return measure_tier(disk, seconds, SPAN_BYTES)
+
+
+def measure_processors(
+    device: Device, num_threads: int, seconds: float = SECONDS
+) -> dict[str, float]:
+    """All but the disk's rates, by the names of `Rates.numbers`, in their share of `seconds`."""
+    share_s = _UPDATE_SHARE * seconds / len(names.UPDATE_FORMATS)
+    numbers = _host_updates(num_threads, share_s)
+    if not device.unified:
+        numbers |= _copies(device, _COPY_SHARE * seconds / 2)
+        numbers |= _device_update(device, share_s)
+    for precision in names.PRECISIONS:
+        share_s = _COMPUTE_SHARE * seconds / len(names.PRECISIONS)
+        numbers[f"compute.{precision}"] = _flop_per_s(device, _DTYPES[precision], share_s)
+    if device.torch_device.type == "cuda":
+        torch.cuda.empty_cache()  # budgets are derived from what is free
+    return numbers
+
+
+def _calls_per_s(work: Callable[[], None], seconds: float) -> float:
+    """How often `work`, which is warm, could be done in a second: by the fastest of several calls.
+
+    It is always the same, so only neighbours make a difference; they should not be remembered.
+    """
+    fastest_s, count = math.inf, 0
+    end = time.perf_counter() + seconds
+    while count < _LEAST_CALLS or time.perf_counter() < end:
+        fastest_s = min(fastest_s, _timed(work))
+        count += 1
+    return 1 / fastest_s
+
+
+def _timed(work: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def _noise(dtype: torch.dtype) -> Tensor:
+    """Values of the size of weights; of a generator of its own, for the user's must not move."""
+    return (torch.randn(_NUM_NOISE, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype)
+
+
+def _host_updates(num_threads: int, seconds: float) -> dict[str, float]:
+    num_chunks = _num_chunks()
+    arena = HostArena(num_chunks * _CHUNK * _LARGEST_BYTES + 8 * PAGE)
+    numbers = {}
+    with CpuKernels(num_threads) as kernels:
+        for name in names.UPDATE_FORMATS:
+            pieces = _pieces(arena, num_chunks, MomentFormat(name))
+
+            def update(pieces: Sequence[Piece] = pieces) -> None:
+                for piece in pieces:  # a sweep comes chunk by chunk
+                    kernels.update_all([piece])
+
+            update()
+            numbers[f"update.{name}"] = _calls_per_s(update, seconds) * num_chunks * _CHUNK
+    return numbers
+
+
+def _num_chunks() -> int:
+    """So many that no cache holds half of them, even with 8-bit moments."""
+    machine = read_machine()
+    wanted = -(-2 * machine.cache_bytes // ((_BYTES_BESIDE_MOMENTS + 2) * _CHUNK))
+    most = machine.host_available_bytes // 8 // (_CHUNK * _LARGEST_BYTES)
+    return max(1, min(most, _MOST_CHUNKS, max(wanted, _LEAST_CHUNKS)))
+
+
+def _pieces(arena: DeviceArena, num_chunks: int, kind: MomentFormat) -> list[Piece]:
+    """Chunks to update in an arena: weights and gradients like real ones, fresh moments."""
+    count, offset = num_chunks * _CHUNK, 0
+
+    def carve(dtype: torch.dtype, count: int = count) -> Tensor:
+        nonlocal offset
+        nbytes = count * dtype.itemsize
+        tensor = arena.view(offset, nbytes).view(dtype)
+        offset += round_up(nbytes, PAGE)
+        return tensor
+
+    weight, gradient = carve(torch.bfloat16), carve(torch.bfloat16)
+    residual = carve(torch.int16)
+    moments = []
+    for _ in range(2):
+        values = carve(VALUE_DTYPES[kind])
+        num_scales = kind.num_scales(count)
+        scales = carve(torch.float32, num_scales) if num_scales else None
+        moments.append(Moment(values, scales, kind))
+    for stored in (residual, *(t for m in moments for t in (m.values, m.scales) if t is not None)):
+        stored.zero_()
+    noise = _noise(torch.bfloat16).to(weight.device)
+    for tensor in (weight, gradient):
+        tensor.view(-1, _NUM_NOISE).copy_(noise)  # pages that were only read would be one page
+    pieces = []
+    for first in range(0, count, _CHUNK):
+        part = slice(first, first + _CHUNK)
+        kept = [moment.part(first, first + _CHUNK) for moment in moments]
+        hyper = AdamHyper(lr=1e-4)
+        pieces.append(
+            Piece(weight[part], residual[part], kept, gradient[part], hyper, 100, first=first)
+        )
+    return pieces
+
+
+def _device_update(device: Device, seconds: float) -> dict[str, float]:
+    """The device's own kernels with fp32 moments; nothing where there are none."""
+    free_bytes = device.memory_bytes() or 0
+    num_chunks = min(_MOST_CHUNKS, free_bytes // 16 // (_CHUNK * _LARGEST_BYTES))
+    if num_chunks == 0 or device.why_no_kernels() is not None:
+        return {}
+    arena = device.reserve(num_chunks * _CHUNK * _LARGEST_BYTES + 8 * PAGE)
+    pieces = _pieces(arena, num_chunks, MomentFormat.FP32)
+
+    def update() -> None:
+        device.update(pieces, after=device.compute_event()).wait()
+
+    update()
+    return {"device_update": _calls_per_s(update, seconds) * num_chunks * _CHUNK}
+
+
+def _copies(device: Device, seconds: float) -> dict[str, float]:
+    # torch's own pinned memory: `Device.pin` would hold on to it until the device is closed.
+    pinned = device.torch_device.type == "cuda"
+    host = torch.zeros(_COPY_BYTES, dtype=torch.uint8, pin_memory=pinned)
+    there = device.reserve(_COPY_BYTES).view(0, _COPY_BYTES)
+    return {
+        "to_device": _copy_rate(lambda after: device.copy_in(there, host, after), seconds),
+        "from_device": _copy_rate(lambda after: device.copy_out(host, there, after), seconds),
+    }
+
+
+def _copy_rate(copy: Callable[[Event], Event], seconds: float) -> float:
+    """Bytes per second with two copies under way, so that the lane is never empty."""
+    copy(HAPPENED).wait()
+    count = 0
+    event: Event = HAPPENED
+    started = time.perf_counter()
+    while count < _LEAST_CALLS or time.perf_counter() - started < seconds:
+        before, event = event, copy(event)
+        before.wait()
+        count += 1
+    event.wait()
+    return count * _COPY_BYTES / (time.perf_counter() - started)
+
+
+def _flop_per_s(device: Device, dtype: torch.dtype, seconds: float) -> float:
+    """Of the three products of a linear layer, as large as fit into `seconds` several times."""
+    noise = _noise(dtype).to(device.torch_device)
+    part_s, rate = seconds / _NUM_PARTS, 0.0
+    for size in _MATRIX_SIZES:
+        work = _linear_layer(device, noise, size)
+        work()  # libraries choose, allocate and compile when first called
+        once_s = _timed(work)
+        before, rate = rate, size**3 / once_s
+        # Where a neighbour holds one of the processors, a small product takes as long as the
+        # neighbour's turn: then a larger one takes no longer, and tells more.
+        if once_s > seconds or (once_s > part_s and rate < 2 * before):
+            break
+    if once_s > seconds:
+        return _FLOP * rate
+    times = max(1, int(part_s / once_s))  # so that waiting for a device does not count
+    return _calls_per_s(lambda: work(times), seconds) * times * _FLOP * size**3
+
+
+def _linear_layer(device: Device, noise: Tensor, size: int) -> Callable[..., None]:
+    """What forward and backward multiply: kernels for one of these may be far from the others."""
+    num_copies = -(-size * size // _NUM_NOISE)
+    given = noise.repeat(num_copies)[: size * size].view(size, size)  # rows may well repeat
+    weight, out = given.clone(), torch.empty_like(given)
+
+    def work(times: int = 1) -> None:
+        for _ in range(times):
+            torch.mm(given, weight.t(), out=out)
+            torch.mm(given, weight, out=out)
+            torch.mm(given.t(), weight, out=out)
+        device.compute_event().wait()
+
+    return work

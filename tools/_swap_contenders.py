@@ -1,0 +1,529 @@
+"""Who takes part in the swap benchmark: our engine, fio, DeepSpeed's handle, and plain files."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import aiofiles
+import numpy as np
+import torch
+from _swap_load import NUM_SLOTS, Array, Load, Piece, Span, Testbed, address_of, mapped, open_file
+
+from infinity import _aio
+from infinity.errors import InfinityError
+from infinity.memory.disk_errors import path_error
+from infinity.sizes import format_size
+
+
+class UnavailableError(InfinityError):
+    """This contender cannot take part here; says why. Others go on."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement."""
+
+    duration_s: float
+    nbytes: int
+    cpu_s: float | None
+    """Processor time of the whole process, native threads included; None where it is not known."""
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second, both directions together."""
+        return self.nbytes / self.duration_s
+
+    @property
+    def cpu_s_per_gib(self) -> float | None:
+        """Processor seconds for each GiB moved."""
+        return None if self.cpu_s is None else self.cpu_s / (self.nbytes / 2**30)
+
+
+class Contender(Protocol):
+    """Moves loads. Set-up happens before, checks after what is measured; may be closed twice."""
+
+    family: str  # "io_uring", "threads", "fio", "plain", "deepspeed", "buffered" or "aiofiles"
+    name: str  # the family and its settings
+
+    def run(self, load: Load) -> Sample: ...
+
+    def close(self) -> None: ...
+
+
+def timed(work: Callable[[], None], load: Load) -> Sample:
+    """Run `work` in this process and measure it."""
+    cpu_s = time.process_time()
+    started_s = time.perf_counter()
+    work()
+    duration_s = time.perf_counter() - started_s
+    return Sample(duration_s, load.total_bytes, time.process_time() - cpu_s)
+
+
+@dataclass(frozen=True)
+class IoSettings:
+    """What the `io:` section of a configuration says about speed; `block_size` in bytes."""
+
+    backend: str = "io_uring"
+    block_size: int = 2**20
+    queue_depth: int = 8
+    num_threads: int = 4
+
+    @property
+    def name(self) -> str:
+        many = f"x {self.queue_depth}"
+        if self.backend == "threads":
+            many = f"x {self.num_threads} threads"
+        return f"{self.backend} {format_size(self.block_size)} {many}"
+
+
+class EngineContender:
+    """`infinity._aio` with one set of settings."""
+
+    def __init__(self, testbed: Testbed, settings: IoSettings) -> None:
+        self.family = settings.backend
+        self.settings = settings
+        self._testbed = testbed
+        try:
+            self._engine = _aio.Engine(
+                backend=settings.backend,
+                block_size=settings.block_size,
+                queue_depth=settings.queue_depth,
+                num_threads=settings.num_threads,
+            )
+        except OSError as error:
+            what = f"{settings.backend} cannot start here"
+            raise UnavailableError(what, because=str(error)) from error
+        self.name = settings.name
+        self._files = [_aio.File(str(path)) for path in testbed.file_paths]
+
+    def run(self, load: Load) -> Sample:
+        """Move the load; raises `TransferError`, or `InfinityError` for wrong bytes."""
+        if load.mode != "write":
+            self._testbed.poison()
+        sample = timed(lambda: self._drive_all(load), load)
+        self._testbed.check_slots(load)
+        self._testbed.check_written(load)
+        return sample
+
+    def _drive_all(self, load: Load) -> None:
+        if load.num_files == 1:
+            self._drive(load, 0)
+            return
+        with ThreadPoolExecutor(load.num_files) as pool:
+            for task in [pool.submit(self._drive, load, i) for i in range(load.num_files)]:
+                task.result()
+
+    def _drive(self, load: Load, file_index: int) -> None:
+        """Keep `NUM_SLOTS` chunks per direction in flight until all are through."""
+        limit = NUM_SLOTS * (2 if load.mode == "mixed" else 1)
+        in_flight: deque[_aio.Ticket] = deque()
+        file, num_reads = self._files[file_index], 0
+        try:
+            for piece in load.pieces(file_index):
+                if len(in_flight) == limit:
+                    in_flight.popleft().wait()
+                if piece.is_write:
+                    buffer = self._testbed.pattern(piece.index, load.salt)
+                else:
+                    buffer = self._testbed.slot(file_index, num_reads)
+                    num_reads += 1
+                segment = (file, piece.offset, load.chunk_bytes, address_of(buffer))
+                # As a sweep does: write-back gives way to read-ahead.
+                op, priority = (
+                    (_aio.WRITE, _aio.BACKGROUND) if piece.is_write else (_aio.READ, _aio.NORMAL)
+                )
+                in_flight.append(self._engine.submit(op, [segment], priority=priority))
+            for ticket in in_flight:
+                ticket.wait()
+        except OSError as error:
+            raise path_error(error, self._testbed.file_paths[file_index]) from error
+
+    def close(self) -> None:
+        self._engine.close()
+        for file in self._files:
+            file.close()
+
+
+_Block = tuple[Piece, int, int]
+
+
+class PlainThreads:
+    """Python threads that call preadv and pwritev with O_DIRECT; system calls release the GIL.
+
+    Each thread reads into one block of its own, which stays in the processor's cache: an advantage
+    over engines that fill whole chunks, and so a stricter reference.
+    """
+
+    family = "plain"
+
+    def __init__(self, testbed: Testbed, block_size: int, num_threads: int) -> None:
+        self._testbed, self._block_size = testbed, block_size
+        kind = "" if all(testbed.direct) else "buffered "
+        self.name = f"plain {kind}{format_size(block_size)} x {num_threads} threads"
+        self._fds = [
+            open_file(path, write=True, direct=direct)
+            for path, direct in zip(testbed.file_paths, testbed.direct, strict=True)
+        ]
+        count = num_threads * testbed.num_files
+        self._buffers = mapped(count * block_size).reshape(count, block_size)
+        self._pool = ThreadPoolExecutor(count)
+        # Starting threads is set-up: each takes one task that waits for all the others.
+        barrier = threading.Barrier(count)
+        list(self._pool.map(lambda _: barrier.wait(60), range(count)))
+
+    def run(self, load: Load) -> Sample:
+        """Move the load and check each thread's last block; raises our errors."""
+        queues = [iter(list(load.blocks(i, self._block_size))) for i in range(load.num_files)]
+        last: list[tuple[int, Array, _Block]] = []
+
+        def work() -> None:
+            turns = zip(itertools.cycle(range(load.num_files)), self._buffers)
+            tasks = [self._pool.submit(self._go, load, i, queues[i], b) for i, b in turns]
+            last.extend(found for task in tasks if (found := task.result()) is not None)
+
+        try:
+            sample = timed(work, load)
+        except OSError as error:
+            raise path_error(error, self._testbed.file_paths[0]) from error
+        for file_index, buffer, (piece, start, nbytes) in last:
+            truth = self._testbed.pattern(piece.index)[start : start + nbytes]
+            if not np.array_equal(buffer[:nbytes], truth):
+                raise self._testbed.wrong_bytes("read", file_index, piece.offset + start)
+        self._testbed.check_written(load)
+        return sample
+
+    def _go(
+        self, load: Load, file_index: int, queue: Iterator[_Block], buffer: Array
+    ) -> tuple[int, Array, _Block] | None:
+        """Take blocks until there are none; return the last one read."""
+        fd, last = self._fds[file_index], None
+        for block in queue:  # a list's iterator may be shared: taking one is a single step
+            piece, start, nbytes = block
+            if piece.is_write:
+                data = self._testbed.pattern(piece.index, load.salt)[start : start + nbytes]
+                moved = os.pwritev(fd, [data.data], piece.offset + start)
+            else:
+                moved = os.preadv(fd, [buffer[:nbytes].data], piece.offset + start)
+                last = file_index, buffer, block
+            if moved != nbytes:
+                raise OSError(f"{moved} of {nbytes} bytes were moved")
+        return last
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        while self._fds:
+            os.close(self._fds.pop())
+
+
+class _Buffered:
+    """Common to those who go through the page cache: it is dropped before, and flushed within."""
+
+    family = "buffered"
+    block_size = 2**20
+
+    def __init__(self, testbed: Testbed) -> None:
+        self._testbed = testbed
+        self._fds = [open_file(p, write=True, direct=False) for p in testbed.file_paths]
+
+    def run(self, load: Load) -> Sample:
+        """Move the load; writes count until they are on the drive, as with O_DIRECT."""
+        self.drop_cache()
+        if load.mode != "write":
+            self._testbed.poison()
+        try:
+            sample = timed(lambda: self.move(load), load)
+        except OSError as error:
+            raise path_error(error, self._testbed.file_paths[0]) from error
+        finally:
+            self.drop_cache()
+        self._testbed.check_slots(load)
+        self._testbed.check_written(load)
+        return sample
+
+    def drop_cache(self) -> None:
+        for fd in self._fds:
+            os.fdatasync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def move(self, load: Load) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        while self._fds:
+            os.close(self._fds.pop())
+
+
+class BufferedFiles(_Buffered):
+    """One thread that reads and writes plain files, then flushes them."""
+
+    name = "plain buffered files"
+
+    def move(self, load: Load) -> None:
+        for file_index, fd in enumerate(self._fds):
+            for piece, start, buffer in _buffers(self._testbed, load, file_index, self.block_size):
+                (os.pwritev if piece.is_write else os.preadv)(fd, [buffer], piece.offset + start)
+            if load.mode != "read":
+                os.fdatasync(fd)
+
+
+class AiofilesLoop(_Buffered):
+    """An asyncio loop over aiofiles: one file object and coroutine per drive and direction."""
+
+    family = "aiofiles"
+    name = "aiofiles loop"
+
+    def move(self, load: Load) -> None:
+        asyncio.run(self._move(load))
+
+    async def _move(self, load: Load) -> None:
+        ways = itertools.product(range(load.num_files), (False, True))
+        await asyncio.gather(*(self._stream(load, i, is_write) for i, is_write in ways))
+
+    async def _stream(self, load: Load, file_index: int, is_write: bool) -> None:
+        path = self._testbed.file_paths[file_index]
+        async with aiofiles.open(path, "r+b", buffering=0) as file:
+            for piece, start, buffer in _buffers(self._testbed, load, file_index, self.block_size):
+                if piece.is_write == is_write:
+                    await file.seek(piece.offset + start)
+                    await (file.write if is_write else file.readinto)(buffer)
+            if is_write and load.mode != "read":
+                sync = partial(os.fdatasync, file.fileno())
+                await asyncio.get_running_loop().run_in_executor(None, sync)
+
+
+def _buffers(
+    testbed: Testbed, load: Load, file_index: int, block_size: int
+) -> Iterator[tuple[Piece, int, memoryview]]:
+    """Yield (piece, start, what to read into or write from) for each block of one file."""
+    num_reads = 0
+    for piece, start, nbytes in load.blocks(file_index, block_size):
+        if piece.is_write:
+            chunk = testbed.pattern(piece.index, load.salt)
+        else:
+            chunk = testbed.slot(file_index, num_reads)
+            num_reads += start + nbytes == load.chunk_bytes
+        yield piece, start, chunk.data[start : start + nbytes]
+
+
+_PATIENCE_S = 600.0
+
+
+class Fio:
+    """One ioengine with its depth; for "psync" the depth is the number of jobs per direction.
+
+    Its buffers are depth x block, not chunks, so they stay in the processor's cache; they hold
+    random data. Only the time inside the jobs counts, not the start of the program.
+    """
+
+    family = "fio"
+
+    def __init__(self, testbed: Testbed, engine: str, block_size: int, depth: int) -> None:
+        self._testbed = testbed
+        self._program = shutil.which("fio")
+        if self._program is None:
+            raise UnavailableError("fio is not installed", remedy="apt-get install fio")
+        self._engine, self._block_size, self._depth = engine, block_size, depth
+        self.name = f"fio {engine} {format_size(block_size)} x {depth}"
+
+    def run(self, load: Load) -> Sample:
+        """Run all jobs at once; the last one to end counts. Raises `UnavailableError`."""
+        output = self._output([*self._common(), *self._jobs(load)])
+        jobs = parse_jobs(output)
+        moved = sum(job[way]["io_bytes"] for job in jobs for way in ("read", "write"))
+        if moved != load.total_bytes:
+            what = f"{self.name} moved {moved} bytes instead of {load.total_bytes}"
+            raise UnavailableError(what, because=str({job["error"] for job in jobs}))
+        busy_s = max(job[way]["runtime"] for job in jobs for way in ("read", "write")) / 1e3
+        cpu_s = sum((j["usr_cpu"] + j["sys_cpu"]) / 100 * j["job_runtime"] / 1e3 for j in jobs)
+        # Its clock counts milliseconds; a run that is too short to be timed is not a measurement.
+        return Sample(max(busy_s, 1e-3), moved, cpu_s)
+
+    def _common(self) -> list[str]:
+        direct = all(self._testbed.direct)
+        return [
+            f"--direct={int(direct)}",
+            "--thread",
+            "--output-format=json",
+            f"--ioengine={self._engine}",
+            f"--bs={self._block_size}",
+            "--overwrite=1",
+            "--fallocate=none",
+            # The buffers are random already; stirring them again would only cost it time.
+            "--scramble_buffers=0",
+        ]
+
+    def _jobs(self, load: Load) -> list[str]:
+        jobs = []
+        for index, path in enumerate(self._testbed.file_paths):
+            for way, span in (("read", load.reads[index]), ("write", load.writes[index])):
+                if span is not None:
+                    place = [f"--name={way}-{index}", f"--filename={path}", f"--rw={way}"]
+                    jobs += [*place, *self._span(span)]
+        return jobs
+
+    def _span(self, span: Span) -> list[str]:
+        if self._engine != "psync":
+            range_ = [f"--offset={span.offset}", f"--size={span.nbytes}"]
+            return [*range_, f"--io_size={span.total_bytes}", f"--iodepth={self._depth}"]
+        part = span.nbytes // self._depth
+        if part * self._depth != span.nbytes or part % self._block_size:
+            raise UnavailableError(f"{self.name} cannot divide {format_size(span.nbytes)}")
+        return [
+            f"--numjobs={self._depth}",
+            f"--offset={span.offset}",
+            f"--offset_increment={part}",
+            f"--size={part}",
+            f"--io_size={part * span.num_passes}",
+        ]
+
+    def _output(self, arguments: list[str]) -> str:
+        """Run the program; on any way out it is dead before we go on."""
+        assert self._program is not None
+        # A session of its own: Ctrl-C reaches us, and we end it.
+        with subprocess.Popen(
+            [self._program, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            try:
+                output, errors = process.communicate(timeout=_PATIENCE_S)
+            except BaseException:
+                process.kill()
+                raise
+        if process.returncode != 0:
+            text = (errors.strip() or output.strip())[-300:]
+            raise UnavailableError(f"{self.name} ended with {process.returncode}", because=text)
+        return output
+
+    def close(self) -> None:
+        pass
+
+
+def parse_jobs(output: str) -> list[dict[str, Any]]:
+    """Return the jobs of fio's JSON output, which warnings may precede.
+
+    Raises `UnavailableError` when there is none.
+    """
+    start = output.find("{")
+    try:
+        return list(json.loads(output[max(start, 0) :])["jobs"])
+    except (ValueError, KeyError, TypeError) as error:
+        because = output.strip()[:200] or "it printed nothing"
+        raise UnavailableError("fio's output cannot be read", because=because) from error
+
+
+class DeepSpeedHandle:
+    """`aio_handle` with locked tensors of one chunk, at its best: two handles per direction.
+
+    A handle's `wait` means "everything", so one handle alone would run dry at each wait; with two
+    the other one's requests keep the drive busy.
+    """
+
+    family = "deepspeed"
+
+    def __init__(self, testbed: Testbed, block_size: int, depth: int, num_threads: int) -> None:
+        self._testbed = testbed
+        self.name = f"deepspeed {format_size(block_size)} x {depth}, {num_threads} thread(s)"
+        if not all(testbed.direct):
+            raise UnavailableError("deepspeed needs O_DIRECT, which this file system does not take")
+        make_handle = _handle_type()
+        arguments = (block_size, depth, True, True, num_threads)
+        self._handles = [make_handle(*arguments) for _ in range(4)]
+        self._tensors: list[Any] = []
+        example = torch.empty(0, dtype=torch.uint8)
+        for _ in range(2 * NUM_SLOTS):
+            tensor = self._handles[0].new_cpu_locked_tensor(testbed.chunk_bytes, example)
+            tensor.fill_(1)
+            self._tensors.append(tensor)
+
+    def run(self, load: Load) -> Sample:
+        """Move the load and check the chunks that were read last; raises our errors."""
+        targets, sources = self._tensors[:NUM_SLOTS], self._tensors[NUM_SLOTS:]
+        pieces = [(i, piece) for i in range(load.num_files) for piece in load.pieces(i)]
+        # Its write buffers are filled beforehand: four chunks of random data, ours and its own.
+        for number, tensor in enumerate(sources):
+            tensor.copy_(torch.from_numpy(self._testbed.pattern(number, load.salt).copy()))
+        reads = [found for found in pieces if not found[1].is_write]
+        writes = [found for found in pieces if found[1].is_write]
+        sample = timed(lambda: self._move(reads, writes, targets, sources), load)
+        for number in range(max(0, len(reads) - NUM_SLOTS), len(reads)):
+            file_index, piece = reads[number]
+            truth = torch.from_numpy(self._testbed.pattern(piece.index).copy())
+            if not torch.equal(targets[number % NUM_SLOTS], truth):
+                raise self._testbed.wrong_bytes("read", file_index, piece.offset)
+        return sample
+
+    def _move(
+        self,
+        reads: list[tuple[int, Piece]],
+        writes: list[tuple[int, Piece]],
+        targets: list[Any],
+        sources: list[Any],
+    ) -> None:
+        """Let two halves of the buffers take turns: one is waited for while the other moves."""
+        half = NUM_SLOTS // 2
+        waiting: list[bool] = [False] * 4
+        turns = zip(
+            itertools.count(),
+            itertools.zip_longest(range(0, len(reads), half), range(0, len(writes), half)),
+        )
+        for turn, (first_read, first_write) in turns:
+            side = turn % 2
+            for handle in (side, 2 + side):
+                if waiting[handle]:
+                    self._handles[handle].wait()
+                    waiting[handle] = False
+            for number in () if first_read is None else range(first_read, first_read + half):
+                if number < len(reads):
+                    self._start("async_pread", side, reads[number], targets[number % NUM_SLOTS])
+                    waiting[side] = True
+            for number in () if first_write is None else range(first_write, first_write + half):
+                if number < len(writes):
+                    data = sources[number % NUM_SLOTS]
+                    self._start("async_pwrite", 2 + side, writes[number], data)
+                    waiting[2 + side] = True
+        for handle in range(4):
+            if waiting[handle]:
+                self._handles[handle].wait()
+
+    def _start(self, call: str, handle: int, found: tuple[int, Piece], tensor: Any) -> None:
+        file_index, piece = found
+        path = str(self._testbed.file_paths[file_index])
+        if getattr(self._handles[handle], call)(tensor, path, piece.offset) != 0:
+            raise UnavailableError(f"{self.name}: {call} failed at offset {piece.offset} of {path}")
+
+    def close(self) -> None:
+        while self._tensors:
+            self._handles[0].free_cpu_locked_tensor(self._tensors.pop())
+
+
+def _handle_type() -> Any:
+    """Return the class; raises `UnavailableError` when it cannot be imported or built."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise UnavailableError("deepspeed is not importable")
+    try:
+        builder = importlib.import_module("deepspeed.ops.op_builder")
+        return builder.AsyncIOBuilder().load().aio_handle
+    except Exception as error:  # its build fails in many ways, none of them ours
+        because = str(error).strip()[-300:]
+        raise UnavailableError("deepspeed's asynchronous I/O does not load", because=because) from (
+            error
+        )

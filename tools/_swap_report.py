@@ -1,0 +1,374 @@
+"""From samples to the report, and to the page that people read."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from _bench_ratios import CONFIDENCE, TARGET, Ratio, geometric_mean, ratio_of
+from _swap_contenders import Sample
+from _swap_load import MODES, Mode
+from _swap_rounds import Calibration, Samples, Tuned, choose, median_rate
+
+from infinity.cli.screen import Page
+from infinity.sizes import format_count, format_duration, format_size
+
+# bf16 AdamW with one micro-batch; bytes per parameter and step.
+STATE_BYTES = 12  # weight 2, residual 2, two moments 4 each
+SWEEP_BYTES = 2 * STATE_BYTES  # each is read and written once
+FETCH_BYTES = 2  # the weights once more, for backward
+EXAMPLE_PARAMETERS = 7_000_000_000
+_TERABYTE = 10**12
+
+
+@dataclass(frozen=True)
+class TrainingTerms:
+    """A step with all state on disk and gradients in RAM, one micro-batch."""
+
+    sweep_parameters_per_s: float
+    """How fast the optimizer's state streams through: read, updated, written back."""
+    num_parameters: int
+    read_bytes: int
+    written_bytes: int
+    step_s: float
+    """The step cannot be shorter: reads and writes of the sweep, then the fetch for backward."""
+    steps_per_100_tbw: float
+    """How many steps use up 100 TB of what a drive is rated to have written to it."""
+
+
+def training_terms(
+    mixed_bytes_per_s: float,
+    read_bytes_per_s: float,
+    num_parameters: int = EXAMPLE_PARAMETERS,
+) -> TrainingTerms:
+    """Translate rates; `mixed_bytes_per_s` counts both directions, moved 1:1."""
+    written = STATE_BYTES * num_parameters
+    return TrainingTerms(
+        sweep_parameters_per_s=mixed_bytes_per_s / SWEEP_BYTES,
+        num_parameters=num_parameters,
+        read_bytes=(STATE_BYTES + FETCH_BYTES) * num_parameters,
+        written_bytes=written,
+        step_s=num_parameters * (SWEEP_BYTES / mixed_bytes_per_s + FETCH_BYTES / read_bytes_per_s),
+        steps_per_100_tbw=100 * _TERABYTE / written,
+    )
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Everything that was measured; rates in bytes per second."""
+
+    drive_rates: list[dict[Mode, float]]
+    tuned: Tuned
+    calibration: Calibration
+    reference_names: dict[Mode, str]
+    ours: dict[str, str]  # the name of our contender for each back end
+    families: dict[str, str]
+    paired: Samples
+    left_out: dict[str, str]
+    sample_bytes: dict[Mode, int]
+
+
+_GIB = 2**30
+UNITS = (
+    "rates in GiB/s (2**30 bytes), mixed counts both directions; durations in s; ratios are ours"
+    " divided by the reference, the median over rounds; intervals are order statistics of it"
+)
+
+
+def assemble(
+    found: Findings,
+    *,
+    drives: list[dict[str, Any]],
+    notes: list[str],
+    machine: dict[str, Any],
+    command: list[str],
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """Put the report together.
+
+    `ratio` belongs to io_uring where it works, else to threads (`ratio_backend` says which), and
+    `threads_ratio` always to threads. `best` is the same back end as `ratio`, unless the other one
+    is clearly faster over all modes.
+    """
+    main = "io_uring" if "io_uring" in found.ours else "threads"
+    speeds = {backend: _overall(found, name) for backend, name in found.ours.items()}
+    best = choose({backend: speed / speeds[main] for backend, speed in speeds.items()}, main)
+    ratios = {backend: _ratios(found, name) for backend, name in found.ours.items()}
+    rates = _rates(found, dict.fromkeys(MODES, found.ours[best]))
+    report: dict[str, Any] = {
+        "best": {**_gib(rates), "config": vars(found.tuned.settings[best])},
+        "reference": {
+            **_gib(_rates(found, found.reference_names)),
+            "name": _one_name(found.reference_names),
+            "names": dict(found.reference_names),
+        },
+        "ratio_backend": main,
+        **_ratio_keys("ratio", ratios[main]),
+        **(_ratio_keys("threads_ratio", ratios["threads"]) if "threads" in ratios else {}),
+        "target": TARGET,
+        "holds": {
+            backend: {mode: ratio.holds for mode, ratio in by_mode.items()}
+            for backend, by_mode in ratios.items()
+        },
+        "interval": f"{CONFIDENCE:.0%} of the median, by order statistics",
+        "rounds": options["rounds"],
+        "cpu_s_per_gib": _cpu(found),
+        "configs": {name: vars(s) for name, s in found.tuned.settings.items()},
+        "training": asdict(training_terms(rates["mixed"], rates["read"])),
+        "contenders": _contenders(found),
+        "left_out": found.left_out,
+        "notes": notes,
+        "drives": [
+            drive | {f"alone_{mode}_gib_s": rates_of[mode] / _GIB for mode in MODES}
+            for drive, rates_of in zip(drives, found.drive_rates, strict=True)
+        ],
+        "file_system": [drive["file_system"] for drive in drives],
+        "machine": machine,
+        "kernel": machine["kernel"],
+        "date": machine["date"],
+        "command": command,
+        "options": options,
+        "sample_bytes": dict(found.sample_bytes),
+        "units": UNITS,
+        "tuning": found.tuned.tried,
+        "calibration": {
+            "num_samples": found.calibration.num_samples,
+            "gib_s": {m: _over_gib(r) for m, r in found.calibration.rates.items()},
+        },
+        "samples": {
+            mode: {name: [_as_dict(s) for s in samples] for name, samples in by_name.items()}
+            for mode, by_name in found.paired.items()
+        },
+    }
+    return report
+
+
+def _overall(found: Findings, name: str) -> float:
+    return geometric_mean([median_rate(found.paired[mode][name]) for mode in MODES])
+
+
+def _rates(found: Findings, names: Mapping[Mode, str]) -> dict[Mode, float]:
+    return {mode: median_rate(found.paired[mode][names[mode]]) for mode in MODES}
+
+
+def _gib(rates: Mapping[Mode, float]) -> dict[str, float]:
+    return {f"{mode}_gib_s": rate / _GIB for mode, rate in rates.items()}
+
+
+def _over_gib(rates: Mapping[str, float]) -> dict[str, float]:
+    return {name: rate / _GIB for name, rate in rates.items()}
+
+
+def _one_name(names: Mapping[Mode, str]) -> str:
+    distinct = list(dict.fromkeys(names.values()))
+    if len(distinct) == 1:
+        return distinct[0]
+    return "; ".join(f"{mode}: {name}" for mode, name in names.items())
+
+
+def _ratios(found: Findings, name: str) -> dict[Mode, Ratio]:
+    def speeds(mode: Mode, of: str) -> list[float]:
+        return [sample.rate for sample in found.paired[mode][of]]
+
+    return {m: ratio_of(speeds(m, name), speeds(m, found.reference_names[m])) for m in MODES}
+
+
+def _ratio_keys(key: str, ratios: Mapping[Mode, Ratio]) -> dict[str, Any]:
+    return {
+        key: {mode: ratio.median for mode, ratio in ratios.items()},
+        f"{key}_interval": {mode: [ratio.low, ratio.high] for mode, ratio in ratios.items()},
+        f"{key}_coverage": {mode: ratio.coverage for mode, ratio in ratios.items()},
+        f"{key}_values": {mode: list(ratio.values) for mode, ratio in ratios.items()},
+    }
+
+
+def _cpu(found: Findings) -> dict[str, dict[Mode, float | None]]:
+    names: dict[str, Mapping[Mode, str]] = {
+        backend: dict.fromkeys(MODES, name) for backend, name in found.ours.items()
+    }
+    names["reference"] = found.reference_names
+    return {
+        who: {mode: median_cpu(found.paired[mode][of[mode]]) for mode in MODES}
+        for who, of in names.items()
+    }
+
+
+def median_cpu(samples: Sequence[Sample]) -> float | None:
+    """Return processor seconds per GiB; None where they are not known."""
+    known = [cpu for sample in samples if (cpu := sample.cpu_s_per_gib) is not None]
+    return statistics.median(known) if known else None
+
+
+def _contenders(found: Findings) -> dict[str, Any]:
+    """Per contender and mode: family, median and spread, processor time."""
+    table: dict[str, Any] = {}
+    ours = {name: backend for backend, name in found.ours.items()}
+    for mode, by_name in found.paired.items():
+        for name, samples in by_name.items():
+            family = ours.get(name) or found.families[name]
+            entry = table.setdefault(name, {"family": family, "ours": name in ours})
+            rates = [sample.rate / _GIB for sample in samples]
+            entry[mode] = {
+                "median_gib_s": statistics.median(rates),
+                "min_gib_s": min(rates),
+                "max_gib_s": max(rates),
+                "cpu_s_per_gib": median_cpu(samples),
+                "num_samples": len(samples),
+                "median_duration_s": statistics.median(s.duration_s for s in samples),
+                "is_reference": name == found.reference_names[mode],
+            }
+    return table
+
+
+def _as_dict(sample: Sample) -> dict[str, float | int | None]:
+    return {
+        "gib_s": sample.rate / _GIB,
+        "duration_s": sample.duration_s,
+        "nbytes": sample.nbytes,
+        "cpu_s": sample.cpu_s,
+    }
+
+
+def show_disk(report: dict[str, Any]) -> None:
+    """Print tables, the recommended `io:` block, and what it means for training."""
+    page = Page()
+    machine = report["machine"]
+    page.say(
+        f"{machine['processor']}, {machine['num_cpus']} CPUs, Linux {machine['kernel']}, "
+        f"{machine['date']}, load {machine['load_average']:.1f} before and "
+        f"{machine['load_average_after']:.1f} after"
+    )
+    for drive in report["drives"]:
+        _say_drive(page, drive)
+    for note in report["notes"]:
+        page.say(f"note: {note}")
+    page.say()
+    _table(page, report)
+    _say_ratios(page, report)
+    for name, reason in report["left_out"].items():
+        page.say(f"left out: {name}: {reason}")
+    page.say()
+    page.say(f"recommended, for your configuration:\n\n{recommended_yaml(report)}")
+    _say_training(page, report)
+
+
+def _say_drive(page: Page, drive: dict[str, Any]) -> None:
+    if drive["direct"]:
+        how = f"direct, aligned to {drive['offset_alignment']} B"
+    else:
+        how = f"BUFFERED: {drive['direct_reason']}; rates include the page cache"
+    device = " ".join(part for part in (drive["device"], drive["model"]) if part)
+    page.say(
+        f"{drive['path']}: {drive['file_system']} on {device}, {how}, "
+        f"{format_size(drive['free_bytes'])} free"
+    )
+    for name, answer in drive["backends"].items():
+        if not answer["ok"]:
+            page.say(f"  {name} does not work here: {answer['reason']}")
+
+
+def _table(page: Page, report: dict[str, Any]) -> None:
+    rows = []
+    for name, entry in report["contenders"].items():
+        cells = []
+        for mode in MODES:
+            found = entry.get(mode)
+            if found is None:
+                cells.append("")
+                continue
+            star = " *" if found["is_reference"] else ""
+            spread = f"{found['min_gib_s']:.2f}-{found['max_gib_s']:.2f}"
+            cells.append(f"{found['median_gib_s']:.2f} ({spread}){star}")
+        cpu = [
+            f"{entry[mode]['cpu_s_per_gib']:.3f}"
+            if mode in entry and entry[mode]["cpu_s_per_gib"] is not None
+            else "-"
+            for mode in MODES
+        ]
+        rows.append([name, *cells, " / ".join(cpu)])
+    page.table(
+        f"GiB/s, median (range) of {report['rounds']} interleaved round(s); mixed counts both ways",
+        ["contender (* reference)", *MODES, "CPU s/GiB r / w / m"],
+        rows,
+    )
+
+
+def _say_ratios(page: Page, report: dict[str, Any]) -> None:
+    names = report["reference"]["names"]
+    keys = [("ratio", report["ratio_backend"])]
+    if "threads_ratio" in report and report["ratio_backend"] != "threads":
+        keys.append(("threads_ratio", "threads"))
+    for key, backend in keys:
+        for mode in MODES:
+            low, high = report[f"{key}_interval"][mode]
+            coverage = report[f"{key}_coverage"][mode]
+            verdict = "holds" if report["holds"][backend][mode] else "BELOW"
+            page.say(
+                f"{mode:5}  {backend} / {names[mode]}: {report[key][mode]:.3f}, "
+                f"{coverage:.0%} interval {low:.3f} to {high:.3f}: {verdict} "
+                f"(target {report['target']})"
+            )
+
+
+def recommended_yaml(report: dict[str, Any]) -> str:
+    """Return the lines to paste into a configuration."""
+    best = report["best"]["config"]
+    threads = report["configs"].get("threads", best)
+    paths = [drive["path"] for drive in report["drives"]]
+    value = paths[0] if len(paths) == 1 else f"[{', '.join(paths)}]"
+    # "auto" is io_uring where it works; a container that forbids it then still trains.
+    backend = "auto" if best["backend"] == "io_uring" else best["backend"]
+    return "\n".join(
+        [
+            f"nvme_path: {value}",
+            "io:",
+            f"  backend: {backend}",
+            f"  block_size: {_mib_text(best['block_size'])}",
+            f"  queue_depth: {best['queue_depth']}",
+            f"  num_threads: {threads['num_threads']}",
+        ]
+    )
+
+
+def _mib_text(num_bytes: int) -> str:
+    return f"{num_bytes // 2**20}MiB" if num_bytes % 2**20 == 0 else f"{num_bytes // 2**10}KiB"
+
+
+def _say_training(page: Page, report: dict[str, Any]) -> None:
+    terms = report["training"]
+    count = format_count(terms["num_parameters"])
+    page.say()
+    page.say(
+        f"bf16 AdamW state streams at {terms['sweep_parameters_per_s'] / 1e9:.3f} Gparam/s "
+        "(read, updated and written back).\n"
+        f"A {count} step with its state on disk, gradients in RAM and one micro-batch reads "
+        f"{format_size(terms['read_bytes'])}, writes {format_size(terms['written_bytes'])}, and "
+        f"takes >= {format_duration(terms['step_s'])} on this disk.\n"
+        f"It wears the drive by {terms['written_bytes'] / 1e9:.0f} GB a step: 100 TB of its "
+        f"rated writes last for {terms['steps_per_100_tbw']:.0f} steps."
+    )
+
+
+def show_faults(report: dict[str, Any]) -> None:
+    """Print what happened under each kind of fault."""
+    page = Page()
+    rows = [
+        [
+            f"{entry['kind']} ({entry['backend']})",
+            str(entry["requests"]),
+            str(entry["right"]),
+            ", ".join(f"{name} {count}" for name, count in entry["raised"].items()) or "-",
+            str(entry["caught"]),
+            str(entry["silent"]),
+            str(entry["wrong_error"]),
+        ]
+        for entry in report["kinds"]
+    ]
+    page.table(
+        f"injected faults, seed {report['seed']}, {report['path']}",
+        ["kind", "requests", "right", "raised", "caught by CRC32C", "SILENT", "wrong error"],
+        rows,
+    )
+    page.say("every request was right or said so" if report["ok"] else "WRONG: see above")

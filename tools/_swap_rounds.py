@@ -1,0 +1,377 @@
+"""Contenders take turns: settings for ours, the strongest of the others, then both side by side.
+
+What slows the machine for a while slows all of them alike. Calibration rounds pick, for each mode
+apart, the fastest of fio, plain O_DIRECT threads and the peer's handle; only that one is then
+paired with ours, in rounds of their own, so that luck in the calibration does not count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from _bench_ratios import geometric_mean
+from _swap_contenders import (
+    AiofilesLoop,
+    BufferedFiles,
+    Contender,
+    DeepSpeedHandle,
+    EngineContender,
+    Fio,
+    IoSettings,
+    PlainThreads,
+    Sample,
+    UnavailableError,
+)
+from _swap_load import Load, Mode, Testbed
+
+from infinity.memory.file_systems import BACKENDS
+
+Item = TypeVar("Item")
+Samples = dict[Mode, dict[str, list[Sample]]]
+_salts = itertools.count(1)
+
+
+def rotated(items: Sequence[Item], by: int) -> list[Item]:
+    """Return the items, beginning with another one each time."""
+    by %= max(1, len(items))
+    return [*items[by:], *items[:by]]
+
+
+def salted(load: Load) -> Load:
+    """Return the same load with another salt."""
+    return dataclasses.replace(load, salt=next(_salts))
+
+
+def take_turns(
+    contenders: Mapping[Mode, Sequence[Contender]],
+    loads: Mapping[Mode, Load],
+    num_rounds: int,
+    *,
+    left_out: dict[str, str],
+    on_sample: Callable[[], None] = lambda: None,
+) -> Samples:
+    """Run every contender of a mode once per round, in an order that rotates.
+
+    Returns {mode: {contender: samples, one per round}}. Who cannot go on is moved to `left_out`
+    with the reason and has no samples in that mode.
+    """
+    samples: Samples = {mode: {c.name: [] for c in who} for mode, who in contenders.items()}
+    for number in range(num_rounds):
+        for mode, who in contenders.items():
+            present = [c for c in who if c.name in samples[mode]]
+            for contender in rotated(present, number):
+                try:
+                    sample = contender.run(salted(loads[mode]))
+                except UnavailableError as error:
+                    left_out[contender.name] = " ".join(str(error).split())
+                    del samples[mode][contender.name]
+                else:
+                    samples[mode][contender.name].append(sample)
+                on_sample()
+    return samples
+
+
+def median_rate(samples: Sequence[Sample]) -> float:
+    return statistics.median(sample.rate for sample in samples)
+
+
+def relative(samples: Mapping[str, Sequence[Sample]]) -> dict[str, float]:
+    """Return each contender's median speed against the mean of its round; 1 is average.
+
+    All must have taken part in the same rounds.
+    """
+    names = list(samples)
+    rounds = list(zip(*(samples[name] for name in names), strict=True))
+    means = [statistics.fmean(sample.rate for sample in turn) for turn in rounds]
+    return {
+        name: statistics.median(
+            sample.rate / mean for sample, mean in zip(samples[name], means, strict=True)
+        )
+        for name in names
+    }
+
+
+def best_first(samples: Mapping[str, Sequence[Sample]]) -> list[str]:
+    """Names from the fastest to the slowest."""
+    speeds = relative(samples)
+    return sorted(speeds, key=lambda name: -speeds[name])
+
+
+_KIB, _MIB = 2**10, 2**20
+DEFAULTS = {name: IoSettings(name) for name in BACKENDS}
+GRID = {
+    "io_uring": [
+        IoSettings("io_uring", block_size=block, queue_depth=depth)
+        for block in (512 * _KIB, _MIB, 2 * _MIB, 4 * _MIB)
+        for depth in (4, 8, 16, 32)
+    ],
+    "threads": [
+        IoSettings("threads", block_size=block, queue_depth=2 * count, num_threads=count)
+        for block in (512 * _KIB, _MIB, 4 * _MIB)
+        for count in (2, 4, 8, 16)
+    ],
+}
+_NUM_OF_OURS = 3  # that are looked at again
+_NUM_OF_OTHERS = 5
+_NUM_FINAL_ROUNDS = 3
+# A virtual disk's mood is worth more than this; less is no reason to leave the default.
+WORTH_LEAVING = 1.03
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The settings chosen for each back end that works, and everything that was tried."""
+
+    settings: dict[str, IoSettings]
+    tried: list[dict[str, Any]]
+    """Per settings: the settings, `mixed_bytes_per_s`, and `score` if it came to the second look
+    (speed over all modes against the default's)."""
+
+
+def tune(
+    testbed: Testbed,
+    backends: Sequence[str],
+    loads: Mapping[Mode, Load],
+    *,
+    on_sample: Callable[[], None] = lambda: None,
+) -> Tuned:
+    """Try the grid once with the mixed load, then the best few and the default in all modes.
+
+    Raises `UnavailableError` when a back end of `backends` does not start.
+    """
+    field = {
+        name: EngineContender(testbed, settings)
+        for backend in backends
+        for settings in GRID[backend]
+        for name in [settings.name]
+    }
+    try:
+        first = take_turns(
+            {"mixed": list(field.values())}, loads, 1, left_out={}, on_sample=on_sample
+        )["mixed"]
+        chosen: dict[str, IoSettings] = {}
+        scores: dict[str, float] = {}
+        for backend in backends:
+            mine = {n: s for n, s in first.items() if field[n].settings.backend == backend}
+            default = DEFAULTS[backend].name
+            names = [default, *best_first(mine)[:_NUM_OF_OURS]]
+            finalists = [field[name] for name in dict.fromkeys(names)]
+            again = take_turns(
+                dict.fromkeys(loads, finalists),
+                loads,
+                _NUM_FINAL_ROUNDS,
+                left_out={},
+                on_sample=on_sample,
+            )
+            mine_scores = scores_against(again, default)
+            chosen[backend] = field[choose(mine_scores, default)].settings
+            scores |= mine_scores
+    finally:
+        for contender in field.values():
+            contender.close()
+    tried = [
+        {
+            **vars(field[name].settings),
+            "mixed_bytes_per_s": median_rate(samples),
+            "score": scores.get(name),
+        }
+        for name, samples in first.items()
+    ]
+    return Tuned(chosen, tried)
+
+
+def num_tuning_samples(backends: Sequence[str], num_modes: int) -> int:
+    """How many samples `tune` takes at most, for a progress bar."""
+    grid = sum(len(GRID[backend]) for backend in backends)
+    return grid + len(backends) * (_NUM_OF_OURS + 1) * _NUM_FINAL_ROUNDS * num_modes
+
+
+def scores_against(samples: Samples, default: str) -> dict[str, float]:
+    """Return each contender's speed over all modes; the default has 1."""
+    by_mode = [relative(found) for found in samples.values()]
+    return {
+        name: geometric_mean([speeds[name] / speeds[default] for speeds in by_mode])
+        for name in by_mode[0]
+    }
+
+
+def choose(scores: Mapping[str, float], default: str) -> str:
+    """Return the fastest, or the default where the fastest is hardly faster."""
+    best = max(scores, key=lambda name: scores[name])
+    return best if scores[best] > WORTH_LEAVING else default
+
+
+def usable_backends(answers: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[str]:
+    """Return the back ends that work on every path, best first.
+
+    `answers` are `Drive.backends`. Raises `UnavailableError` when none works everywhere.
+    """
+    usable = [name for name in DEFAULTS if all(answer[name]["ok"] for answer in answers)]
+    if not usable:
+        raise UnavailableError("no I/O back end works on all paths")
+    return usable
+
+
+REFERENCE_FAMILIES = ("fio", "plain", "deepspeed")
+COMPARABLE = (*REFERENCE_FAMILIES, "buffered", "aiofiles")
+# (block, depth), (block, jobs or threads), (block, depth, threads).
+_ASYNC = (
+    (512 * _KIB, 16),
+    *((block, depth) for block in (_MIB, 4 * _MIB) for depth in (4, 8, 16, 32)),
+)
+_JOBS = ((_MIB, 4), (_MIB, 8), (_MIB, 16), (4 * _MIB, 4))
+_THREADS = tuple((block, count) for block in (_MIB, 4 * _MIB) for count in (2, 4, 8, 16))
+_HANDLES = ((_MIB, 8, 1), (_MIB, 8, 2), (_MIB, 16, 1), (4 * _MIB, 16, 1))
+
+Maker = Callable[[], Contender]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was found: rates in bytes per second, fastest names first."""
+
+    rates: dict[Mode, dict[str, float]]
+    num_samples: int
+
+    def best(self, mode: Mode, families: Mapping[str, str], family: str | None = None) -> str:
+        """Return the fastest name in a mode, among one family if given.
+
+        `families` tells each name's. Raises `UnavailableError` if there is none.
+        """
+        for name in self.rates[mode]:
+            if family is None or families[name] == family:
+                return name
+        raise UnavailableError(f"no {family or 'contender'} took part in {mode}")
+
+
+class Field:
+    """The contenders of a benchmark that are not ours; made once, closed together."""
+
+    def __init__(self) -> None:
+        self.contenders: dict[str, Contender] = {}
+        self.left_out: dict[str, str] = {}
+
+    @property
+    def families(self) -> dict[str, str]:
+        return {name: contender.family for name, contender in self.contenders.items()}
+
+    def add(self, label: str, make: Maker) -> None:
+        """Add one; if it cannot take part, note under `label` why."""
+        try:
+            contender = make()
+        except UnavailableError as error:
+            self.left_out[label] = " ".join(str(error).split())
+        else:
+            self.contenders[contender.name] = contender
+
+    def of(self, families: Sequence[str]) -> list[Contender]:
+        return [c for c in self.contenders.values() if c.family in families]
+
+    def close(self) -> None:
+        for contender in self.contenders.values():
+            contender.close()
+
+
+def gather(testbed: Testbed, compare: Sequence[str], ours: Sequence[IoSettings]) -> Field:
+    """Return every reference candidate, and what `compare` asks for beside them.
+
+    The settings found best for `ours` are tried with the others' engines too.
+    """
+    field = Field()
+    for label, make in _candidates(testbed, ours):
+        field.add(label, make)
+    if "buffered" in compare:
+        field.add("buffered", lambda: BufferedFiles(testbed))
+    if "aiofiles" in compare:
+        field.add("aiofiles", lambda: AiofilesLoop(testbed))
+    return field
+
+
+def _candidates(testbed: Testbed, ours: Sequence[IoSettings]) -> Iterator[tuple[str, Maker]]:
+    chunk = testbed.chunk_bytes
+    depths = dict.fromkeys([*_ASYNC, *((s.block_size, s.queue_depth) for s in ours)])
+    threads = dict.fromkeys([*_THREADS, *((s.block_size, s.num_threads) for s in ours)])
+    for engine in ("io_uring", "libaio"):
+        for block, depth in depths:
+            if block <= chunk:
+                yield "fio", partial(Fio, testbed, engine, block, depth)
+    for block, jobs in _JOBS:
+        if block * jobs <= chunk:  # jobs divide a span of whole chunks among them
+            yield "fio", partial(Fio, testbed, "psync", block, jobs)
+    for block, count in threads:
+        if block <= chunk:
+            yield "plain", partial(PlainThreads, testbed, block, count)
+    for block, depth, count in _HANDLES:
+        if block <= chunk:
+            yield "deepspeed", partial(DeepSpeedHandle, testbed, block, depth, count)
+
+
+def calibrate(
+    field: Field, loads: Mapping[Mode, Load], *, on_sample: Callable[[], None] = lambda: None
+) -> Calibration:
+    """Run every candidate once in each mode, then the best few of each mode again.
+
+    A candidate that fails goes to `field.left_out`. Raises `UnavailableError` if none is left.
+    """
+    everyone = field.of(REFERENCE_FAMILIES)
+    first = take_turns(
+        dict.fromkeys(loads, everyone),
+        loads,
+        1,
+        left_out=field.left_out,
+        on_sample=on_sample,
+    )
+    finalists: dict[Mode, list[Contender]] = {
+        mode: [field.contenders[name] for name in best_first(found)[:_NUM_OF_OTHERS]]
+        for mode, found in first.items()
+    }
+    again = take_turns(
+        finalists, loads, _NUM_FINAL_ROUNDS, left_out=field.left_out, on_sample=on_sample
+    )
+    rates = {mode: _ranked(first[mode], again[mode]) for mode in loads}
+    for ranked in rates.values():
+        for name in field.left_out:
+            ranked.pop(name, None)
+    return Calibration(rates, _count(first) + _count(again))
+
+
+def _ranked(
+    first: Mapping[str, Sequence[Sample]], again: Mapping[str, Sequence[Sample]]
+) -> dict[str, float]:
+    """Finalists by their second look, then the others by their only one."""
+    ranked = {name: median_rate(again[name]) for name in best_first(again)}
+    for name in best_first(first):
+        ranked.setdefault(name, median_rate(first[name]))
+    return ranked
+
+
+def _count(samples: Samples) -> int:
+    return sum(len(found) for by_name in samples.values() for found in by_name.values())
+
+
+def num_calibration_samples(field: Field, num_modes: int) -> int:
+    """How many samples `calibrate` takes at most, for a progress bar."""
+    num_candidates = len(field.of(REFERENCE_FAMILIES))
+    num_finalists = min(_NUM_OF_OTHERS, num_candidates)
+    return num_modes * (num_candidates + num_finalists * _NUM_FINAL_ROUNDS)
+
+
+def compared(
+    field: Field, calibration: Calibration, mode: Mode, compare: Sequence[str]
+) -> list[Contender]:
+    """Return who `compare` names in a mode: the best of each family."""
+    chosen = []
+    for family in compare:
+        if family in REFERENCE_FAMILIES:
+            with suppress(UnavailableError):
+                chosen.append(field.contenders[calibration.best(mode, field.families, family)])
+        else:
+            chosen += field.of([family])
+    return chosen

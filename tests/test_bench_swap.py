@@ -139,10 +139,10 @@ def test_the_default_stays_unless_another_is_clearly_faster() -> None:
 
 def test_training_terms_by_hand() -> None:
     terms = training_terms(2.4e9, 2e9, 1_000_000_000)
-    assert terms.sweep_parameters_per_s == pytest.approx(1e8)
-    assert (terms.read_bytes, terms.written_bytes) == (14 * 10**9, 12 * 10**9)
-    assert terms.step_s == pytest.approx(10 + 1)
-    assert terms.steps_per_100_tbw == pytest.approx(100e12 / 12e9)
+    assert terms["sweep_parameters_per_s"] == pytest.approx(1e8)
+    assert (terms["read_bytes"], terms["written_bytes"]) == (14 * 10**9, 12 * 10**9)
+    assert terms["step_s"] == pytest.approx(10 + 1)
+    assert terms["steps_per_100_tbw"] == pytest.approx(100e12 / 12e9)
 
 
 def test_training_terms_agree_with_the_architecture() -> None:
@@ -319,7 +319,7 @@ def test_a_contender_moves_the_load(
         contender.close()
     assert found.nbytes == load.total_bytes > 0
     assert found.duration_s > 0
-    assert found.cpu_s is not None
+    assert found.cpu_s >= 0
     for index, path in enumerate(bed.file_paths):
         after = path.read_bytes()
         written = {p.offset: p for p in load.pieces(index) if p.is_write}
@@ -709,91 +709,45 @@ def test_a_signal_ends_it_and_leaves_nothing(
         assert not any(Path(f"/proc/{pid}").exists() for pid in fios)
 
 
-def a_report() -> dict[str, Any]:
-    """A report as `assemble` makes it, with round numbers."""
-    ours = {"median_gib_s": 2.0, "min_gib_s": 1.0, "max_gib_s": 3.0, "cpu_s_per_gib": 0.05}
-    other = ours | {"cpu_s_per_gib": None, "is_reference": True}
-    modes = ("read", "write", "mixed")
-    settings = {"block_size": 2**20, "queue_depth": 16, "num_threads": 4}
-    return {
-        "best": {"config": settings | {"backend": "io_uring"}},
-        "configs": {"threads": settings | {"backend": "threads", "num_threads": 8}},
-        "reference": {"names": dict.fromkeys(modes, "plain")},
-        "ratio_backend": "io_uring",
-        "holds": {"io_uring": {"read": True, "write": True, "mixed": False}},
-        "ratio": dict.fromkeys(modes, 0.9),
-        "ratio_interval": {mode: [0.8, 1.0] for mode in modes},
-        "ratio_coverage": dict.fromkeys(modes, 0.93),
-        "target": 0.97,
-        "rounds": 11,
-        "contenders": {
-            "mine": dict.fromkeys(modes, ours | {"is_reference": False}),
-            "plain": {"read": other},
-        },
-        "left_out": {"deepspeed": "deepspeed is not importable"},
-        "notes": ["it is slow"],
-        "machine": {
-            "processor": "cpu",
-            "num_cpus": 2,
-            "kernel": "6",
-            "date": "today",
-            "load_average": 1.0,
-            "load_average_after": 2.0,
-        },
-        "drives": [
-            {
-                "path": "/mnt/a",
-                "file_system": "fuse",
-                "device": "0:44",
-                "model": "",
-                "direct": False,
-                "direct_reason": "open with O_DIRECT failed",
-                "free_bytes": 2**30,
-                "backends": {"io_uring": {"ok": False, "reason": "seccomp"}},
-            }
-        ],
-        "training": {
-            "sweep_parameters_per_s": 73e6,
-            "num_parameters": 7 * 10**9,
-            "read_bytes": 98 * 10**9,
-            "written_bytes": 84 * 10**9,
-            "step_s": 96.0,
-            "steps_per_100_tbw": 1190.0,
-        },
-    }
-
-
-def test_the_page_says_what_the_report_holds(capsys: pytest.CaptureFixture[str]) -> None:
-    show_disk(a_report())
+def test_the_page_says_what_the_report_holds(
+    report: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (drive,) = report["drives"]
+    refused = {"io_uring": {"ok": False, "reason": "seccomp"}}
+    drive = drive | {"direct": False, "direct_reason": "O_DIRECT failed", "backends": refused}
+    show_disk(report | {"drives": [drive], "notes": ["it is slow"]})
     out = capsys.readouterr().out
+    found = report["contenders"][report["reference"]["names"]["read"]]["read"]
+    low, high = report["ratio_interval"]["mixed"]
     for part in (
-        "2.00 (1.00-3.00) *",
-        "0.050 / 0.050 / 0.050",
-        "BUFFERED: open with O_DIRECT failed",
+        f"{found['median_gib_s']:.2f} ({found['min_gib_s']:.2f}-{found['max_gib_s']:.2f}) *",
+        "BUFFERED: O_DIRECT failed",
         "io_uring does not work here: seccomp",
-        "left out: deepspeed: deepspeed is not importable",
+        "left out: fio: fio is not installed",
         "note: it is slow",
-        "mixed  io_uring / plain: 0.900, 93% interval 0.800 to 1.000: BELOW (target 0.97)",
-        "bf16 AdamW state streams at 0.073 Gparam/s",
+        f"{report['ratio']['mixed']:.3f}, 50% interval {low:.3f} to {high:.3f}: ",
+        "aiofiles loop",
         "A 7.0B step",
-        "reads 91.27 GiB, writes 78.23 GiB, and takes >= 1 min 36 s",
+        "reads 91.27 GiB, writes 78.23 GiB, and takes >= ",
         "84 GB a step: 100 TB of its rated writes last for 1190 steps",
     ):
         assert part in out, part
 
 
 def test_the_recommended_block_is_a_configuration(tmp_path: Path) -> None:
+    best = {"backend": "io_uring", "block_size": 2**20, "queue_depth": 16, "num_threads": 4}
+    threads = best | {"backend": "threads", "num_threads": 8}
+    given = {"configs": {"threads": threads}, "best": {"config": best}}
     path = tmp_path / "run.yaml"
-    path.write_text(recommended_yaml(a_report()))
+    path.write_text(recommended_yaml(given | {"drives": [{"path": "/mnt/a"}]}))
     config = load_config(path)
     assert [str(place) for place in config.nvme_path] == ["/mnt/a"]
     assert config.io.backend == "auto", "io_uring where it works, threads where it does not"
     assert (config.io.block_size, config.io.queue_depth) == (2**20, 16)
     assert config.io.num_threads == 8, "for the fall-back"
-    report = a_report()
-    report["best"]["config"] |= {"backend": "threads", "block_size": 512 * 2**10}
-    report["drives"].append({"path": "/mnt/b c"})
-    path.write_text(recommended_yaml(report))
+    given["best"]["config"] = threads | {"block_size": 512 * 2**10}
+    drives = [{"path": "/mnt/a"}, {"path": "/mnt/b c"}]
+    path.write_text(recommended_yaml(given | {"drives": drives}))
     config = load_config(path)
     assert (config.io.backend, config.io.block_size) == ("threads", 512 * 2**10)
     assert [str(place) for place in config.nvme_path] == ["/mnt/a", "/mnt/b c"]

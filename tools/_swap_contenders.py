@@ -36,12 +36,11 @@ class UnavailableError(InfinityError):
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement."""
+    """One measurement; `cpu_s` is of the whole process, native threads included."""
 
     duration_s: float
     nbytes: int
-    cpu_s: float | None
-    """Processor time of the whole process, native threads included; None where it is not known."""
+    cpu_s: float
 
     @property
     def rate(self) -> float:
@@ -49,9 +48,8 @@ class Sample:
         return self.nbytes / self.duration_s
 
     @property
-    def cpu_s_per_gib(self) -> float | None:
-        """Processor seconds for each GiB moved."""
-        return None if self.cpu_s is None else self.cpu_s / (self.nbytes / 2**30)
+    def cpu_s_per_gib(self) -> float:
+        return self.cpu_s / (self.nbytes / 2**30)
 
 
 class Contender(Protocol):
@@ -72,6 +70,19 @@ def timed(work: Callable[[], None], load: Load) -> Sample:
     work()
     duration_s = time.perf_counter() - started_s
     return Sample(duration_s, load.total_bytes, time.process_time() - cpu_s)
+
+
+def checked(testbed: Testbed, work: Callable[[], None], load: Load) -> Sample:
+    """Measure `work`, which reads into the slots; raises our errors, those for wrong bytes too."""
+    if load.mode != "write":
+        testbed.poison()
+    try:
+        sample = timed(work, load)
+    except OSError as error:
+        raise path_error(error, ", ".join(map(str, testbed.file_paths))) from error
+    testbed.check_slots(load)
+    testbed.check_written(load)
+    return sample
 
 
 @dataclass(frozen=True)
@@ -112,13 +123,7 @@ class EngineContender:
         self._files = [_aio.File(str(path)) for path in testbed.file_paths]
 
     def run(self, load: Load) -> Sample:
-        """Move the load; raises `TransferError`, or `InfinityError` for wrong bytes."""
-        if load.mode != "write":
-            self._testbed.poison()
-        sample = timed(lambda: self._drive_all(load), load)
-        self._testbed.check_slots(load)
-        self._testbed.check_written(load)
-        return sample
+        return checked(self._testbed, lambda: self._drive_all(load), load)
 
     def _drive_all(self, load: Load) -> None:
         if load.num_files == 1:
@@ -133,25 +138,20 @@ class EngineContender:
         limit = NUM_SLOTS * (2 if load.mode == "mixed" else 1)
         in_flight: deque[_aio.Ticket] = deque()
         file, num_reads = self._files[file_index], 0
-        try:
-            for piece in load.pieces(file_index):
-                if len(in_flight) == limit:
-                    in_flight.popleft().wait()
-                if piece.is_write:
-                    buffer = self._testbed.pattern(piece.index, load.salt)
-                else:
-                    buffer = self._testbed.slot(file_index, num_reads)
-                    num_reads += 1
-                segment = (file, piece.offset, load.chunk_bytes, address_of(buffer))
-                # As a sweep does: write-back gives way to read-ahead.
-                op, priority = (
-                    (_aio.WRITE, _aio.BACKGROUND) if piece.is_write else (_aio.READ, _aio.NORMAL)
-                )
-                in_flight.append(self._engine.submit(op, [segment], priority=priority))
-            for ticket in in_flight:
-                ticket.wait()
-        except OSError as error:
-            raise path_error(error, self._testbed.file_paths[file_index]) from error
+        for piece in load.pieces(file_index):
+            if len(in_flight) == limit:
+                in_flight.popleft().wait()
+            # As a sweep does: write-back gives way to read-ahead.
+            if piece.is_write:
+                buffer = self._testbed.pattern(piece.index, load.salt)
+                how = _aio.WRITE, _aio.BACKGROUND
+            else:
+                buffer, num_reads = self._testbed.slot(file_index, num_reads), num_reads + 1
+                how = _aio.READ, _aio.NORMAL
+            segment = (file, piece.offset, load.chunk_bytes, address_of(buffer))
+            in_flight.append(self._engine.submit(how[0], [segment], priority=how[1]))
+        for ticket in in_flight:
+            ticket.wait()
 
     def close(self) -> None:
         self._engine.close()
@@ -243,17 +243,10 @@ class _Buffered:
     def run(self, load: Load) -> Sample:
         """Move the load; writes count until they are on the drive, as with O_DIRECT."""
         self.drop_cache()
-        if load.mode != "write":
-            self._testbed.poison()
         try:
-            sample = timed(lambda: self.move(load), load)
-        except OSError as error:
-            raise path_error(error, self._testbed.file_paths[0]) from error
+            return checked(self._testbed, lambda: self.move(load), load)
         finally:
             self.drop_cache()
-        self._testbed.check_slots(load)
-        self._testbed.check_written(load)
-        return sample
 
     def drop_cache(self) -> None:
         for fd in self._fds:
@@ -354,9 +347,8 @@ class Fio:
         return Sample(max(busy_s, 1e-3), moved, cpu_s)
 
     def _common(self) -> list[str]:
-        direct = all(self._testbed.direct)
         return [
-            f"--direct={int(direct)}",
+            f"--direct={int(all(self._testbed.direct))}",
             "--thread",
             "--output-format=json",
             f"--ioengine={self._engine}",
@@ -480,29 +472,22 @@ class DeepSpeedHandle:
     ) -> None:
         """Let two halves of the buffers take turns: one is waited for while the other moves."""
         half = NUM_SLOTS // 2
-        waiting: list[bool] = [False] * 4
-        turns = zip(
-            itertools.count(),
-            itertools.zip_longest(range(0, len(reads), half), range(0, len(writes), half)),
-        )
-        for turn, (first_read, first_write) in turns:
-            side = turn % 2
-            for handle in (side, 2 + side):
-                if waiting[handle]:
+        busy: set[int] = set()
+        for first in range(0, max(len(reads), len(writes)), half):
+            side = first // half % 2
+            ways = (
+                ("async_pread", side, reads, targets),
+                ("async_pwrite", 2 + side, writes, sources),
+            )
+            for call, handle, pieces, tensors in ways:
+                if handle in busy:
                     self._handles[handle].wait()
-                    waiting[handle] = False
-            for number in () if first_read is None else range(first_read, first_read + half):
-                if number < len(reads):
-                    self._start("async_pread", side, reads[number], targets[number % NUM_SLOTS])
-                    waiting[side] = True
-            for number in () if first_write is None else range(first_write, first_write + half):
-                if number < len(writes):
-                    data = sources[number % NUM_SLOTS]
-                    self._start("async_pwrite", 2 + side, writes[number], data)
-                    waiting[2 + side] = True
-        for handle in range(4):
-            if waiting[handle]:
-                self._handles[handle].wait()
+                    busy.discard(handle)
+                for number in range(first, min(first + half, len(pieces))):
+                    self._start(call, handle, pieces[number], tensors[number % NUM_SLOTS])
+                    busy.add(handle)
+        for handle in busy:
+            self._handles[handle].wait()
 
     def _start(self, call: str, handle: int, found: tuple[int, Piece], tensor: Any) -> None:
         file_index, piece = found

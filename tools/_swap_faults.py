@@ -39,9 +39,7 @@ RIGHT_ERRORS: dict[str, frozenset[int]] = {
 }
 _TOGETHER = "+".join(RIGHT_ERRORS)
 _NUM_CHUNKS = 32
-_CHUNK = 256 * 2**10
-_BLOCK = 16 * 2**10
-_PAGE = 4096
+_CHUNK, _BLOCK, _PAGE = 256 * 2**10, 16 * 2**10, 4096
 _WINDOW = 8  # requests in flight
 _RATE = 0.03  # of blocks; a chunk has 16
 _STUCK_AFTER_S = 0.25
@@ -56,14 +54,10 @@ class Outcome:
     backend: str
     requests: int = 0
     right: int = 0
-    raised: Counter[str] = field(default_factory=Counter)
-    """The right errors, by name."""
-    caught: int = 0
-    """Reads of flipped bits that the checksum told from good ones."""
-    silent: int = 0
-    """Requests that ended well with wrong bytes, and no checksum said so."""
-    wrong_error: int = 0
-    """Errors that do not belong to the fault, hangs included."""
+    raised: Counter[str] = field(default_factory=Counter)  # the right errors, by name
+    caught: int = 0  # reads of flipped bits that the checksum told from good ones
+    silent: int = 0  # ended well with wrong bytes, and no checksum said so
+    wrong_error: int = 0  # errors that do not belong to the fault, hangs included
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -80,8 +74,7 @@ def check_faults(paths: Sequence[Path], seed: int, watcher: ProgressLine) -> dic
     `ok` is False if a request delivered wrong bytes silently, raised an error that is not its
     fault's, or hung. Raises `MachineError` or `DoesNotFitError` if a path cannot be used.
     """
-    drives = [look_at(path) for path in paths]
-    backends = usable_backends([drive.backends for drive in drives])
+    backends = usable_backends([look_at(path).backends for path in paths])
     kinds = [*RIGHT_ERRORS, _TOGETHER]
     watcher.begin("injecting faults", len(paths) * len(backends) * len(kinds))
     outcomes: list[Outcome] = []
@@ -111,8 +104,7 @@ class _Trial:
         self._path, self._backend, self._kind, self._seed = path, backend, kind, seed
         kinds = kind.split("+")
         self._errors = frozenset[int]().union(*(RIGHT_ERRORS[name] for name in kinds))
-        self._may_flip = "flip" in kinds
-        self._may_stick = "stuck" in kinds
+        self._may_flip, self._may_stick = "flip" in kinds, "stuck" in kinds
         self._outcome = Outcome("all together" if len(kinds) > 1 else kind, backend)
         bytes_of = random.Random(seed)
         self._truth = [bytes_of.randbytes(_CHUNK) for _ in range(_NUM_CHUNKS)]
@@ -120,16 +112,16 @@ class _Trial:
     def run(self) -> Outcome:
         with contextlib.closing(_aio.File(self._path, create=True)) as file:
             file.allocate(_NUM_CHUNKS * _CHUNK)
-            for first in range(0, _NUM_CHUNKS, _WINDOW):
-                self._write(file, range(first, first + _WINDOW))
-            for first in range(0, _NUM_CHUNKS, _WINDOW):
-                self._read(file, range(first, first + _WINDOW))
+            for go in (self._write, self._read):
+                for first in range(0, _NUM_CHUNKS, _WINDOW):
+                    go(file, range(first, first + _WINDOW))
         return self._outcome
 
-    @contextlib.contextmanager
-    def _engine(self, salt: int) -> Iterator[_aio.Engine]:
-        """An engine for one window: what is stuck in it must not outlive it."""
-        engine = _aio.Engine(
+    def _move(
+        self, op: int, salt: int, file: _aio.File, chunks: range
+    ) -> Iterator[tuple[int, mmap.mmap]]:
+        """Start all, wait for all, and yield those that ended well."""
+        engine = _aio.Engine(  # for one window: what is stuck in it must not outlive it
             backend=self._backend,
             block_size=_BLOCK,
             queue_depth=_WINDOW,
@@ -137,7 +129,12 @@ class _Trial:
             faults=f"seed={self._seed * 1000 + salt},kinds={self._kind},rate={_RATE}",
         )
         try:
-            yield engine
+            started = []
+            for index in chunks:
+                memory = _filled(self._truth[index] if op == _aio.WRITE else b"")
+                segment = (file, index * _CHUNK, _CHUNK, _address(memory))
+                started.append((index, memory, engine.submit(op, [segment], keep=memory)))
+            yield from ((i, memory) for i, memory, ticket in started if self._ends_well(ticket))
         finally:
             try:
                 engine.close()
@@ -147,13 +144,7 @@ class _Trial:
                     self._wrong(f"close: {error}")
 
     def _write(self, file: _aio.File, chunks: range) -> None:
-        started = []
-        with self._engine(chunks.start) as engine:
-            for index in chunks:
-                memory = _memory()
-                memory[:] = self._truth[index]
-                started.append((index, _start(engine, _aio.WRITE, file, index, memory)))
-            good = {index for index, ticket in started if self._ends_well(ticket)}
+        good = {index for index, _ in self._move(_aio.WRITE, chunks.start, file, chunks)}
         # Plain reads and writes are the oracle, and put right what failed.
         fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -171,34 +162,22 @@ class _Trial:
             os.close(fd)
 
     def _read(self, file: _aio.File, chunks: range) -> None:
-        with self._engine(500 + chunks.start) as engine:
-            started = []
-            for index in chunks:
-                memory = _memory()
-                started.append((index, memory, _start(engine, _aio.READ, file, index, memory)))
-            for index, memory, ticket in started:
-                if self._ends_well(ticket):
-                    self._judge(index, memory)
-
-    def _judge(self, index: int, memory: mmap.mmap) -> None:
         """Hold what was read against the truth, and against its checksums."""
-        is_right = memory[:] == self._truth[index]
-        expected = _memory()
-        expected[:] = self._truth[index]
-        passes = checksums(memory) == checksums(expected)
-        if is_right and passes:
-            self._outcome.right += 1
-        elif is_right:
-            self._wrong(f"chunk {index}: the checksum refuses good bytes")
-        elif passes:
-            self._silent(f"chunk {index}: wrong bytes, and the checksum does not see it")
-        elif self._may_flip:
-            self._outcome.caught += 1
-        else:
-            self._silent(f"chunk {index}: wrong bytes, although no bit was flipped")
+        for index, memory in self._move(_aio.READ, 500 + chunks.start, file, chunks):
+            is_right = memory[:] == self._truth[index]
+            passes = checksums(memory) == checksums(_filled(self._truth[index]))
+            if is_right and passes:
+                self._outcome.right += 1
+            elif is_right:
+                self._wrong(f"chunk {index}: the checksum refuses good bytes")
+            elif passes:
+                self._silent(f"chunk {index}: wrong bytes, and the checksum does not see it")
+            elif self._may_flip:
+                self._outcome.caught += 1
+            else:
+                self._silent(f"chunk {index}: wrong bytes, although no bit was flipped")
 
     def _ends_well(self, ticket: _aio.Ticket) -> bool:
-        """Wait, and note how it ended."""
         self._outcome.requests += 1
         try:
             if ticket.wait(_PATIENCE_S):
@@ -220,19 +199,14 @@ class _Trial:
         self._outcome.notes.append(note)
 
 
-def _memory() -> mmap.mmap:
-    return mmap.mmap(-1, _CHUNK)
+def _filled(data: bytes) -> mmap.mmap:
+    memory = mmap.mmap(-1, _CHUNK)
+    memory[: len(data)] = data
+    return memory
 
 
 def _address(memory: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
-
-
-def _start(
-    engine: _aio.Engine, op: int, file: _aio.File, index: int, memory: mmap.mmap
-) -> _aio.Ticket:
-    segment = (file, index * _CHUNK, _CHUNK, _address(memory))
-    return engine.submit(op, [segment], keep=memory)
 
 
 def checksums(memory: mmap.mmap) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from _bench_ratios import CONFIDENCE, TARGET, Ratio, geometric_mean, ratio_of
@@ -20,39 +20,26 @@ STATE_BYTES = 12  # weight 2, residual 2, two moments 4 each
 SWEEP_BYTES = 2 * STATE_BYTES  # each is read and written once
 FETCH_BYTES = 2  # the weights once more, for backward
 EXAMPLE_PARAMETERS = 7_000_000_000
-_TERABYTE = 10**12
-
-
-@dataclass(frozen=True)
-class TrainingTerms:
-    """A step with all state on disk and gradients in RAM, one micro-batch."""
-
-    sweep_parameters_per_s: float
-    """How fast the optimizer's state streams through: read, updated, written back."""
-    num_parameters: int
-    read_bytes: int
-    written_bytes: int
-    step_s: float
-    """The step cannot be shorter: reads and writes of the sweep, then the fetch for backward."""
-    steps_per_100_tbw: float
-    """How many steps use up 100 TB of what a drive is rated to have written to it."""
 
 
 def training_terms(
-    mixed_bytes_per_s: float,
-    read_bytes_per_s: float,
-    num_parameters: int = EXAMPLE_PARAMETERS,
-) -> TrainingTerms:
-    """Translate rates; `mixed_bytes_per_s` counts both directions, moved 1:1."""
+    mixed_bytes_per_s: float, read_bytes_per_s: float, num_parameters: int = EXAMPLE_PARAMETERS
+) -> dict[str, float]:
+    """A step with all state on disk and gradients in RAM, one micro-batch, at these rates.
+
+    `mixed_bytes_per_s` counts both directions, moved 1:1. The step cannot be shorter: reads and
+    writes of the sweep, then the fetch for backward.
+    """
     written = STATE_BYTES * num_parameters
-    return TrainingTerms(
-        sweep_parameters_per_s=mixed_bytes_per_s / SWEEP_BYTES,
-        num_parameters=num_parameters,
-        read_bytes=(STATE_BYTES + FETCH_BYTES) * num_parameters,
-        written_bytes=written,
-        step_s=num_parameters * (SWEEP_BYTES / mixed_bytes_per_s + FETCH_BYTES / read_bytes_per_s),
-        steps_per_100_tbw=100 * _TERABYTE / written,
-    )
+    step_s = SWEEP_BYTES / mixed_bytes_per_s + FETCH_BYTES / read_bytes_per_s
+    return {
+        "sweep_parameters_per_s": mixed_bytes_per_s / SWEEP_BYTES,
+        "num_parameters": num_parameters,
+        "read_bytes": (STATE_BYTES + FETCH_BYTES) * num_parameters,
+        "written_bytes": written,
+        "step_s": num_parameters * step_s,
+        "steps_per_100_tbw": 100 * 10**12 / written,  # of what a drive is rated to have written
+    }
 
 
 @dataclass(frozen=True)
@@ -97,7 +84,7 @@ def assemble(
     best = choose({backend: speed / speeds[main] for backend, speed in speeds.items()}, main)
     ratios = {backend: _ratios(found, name) for backend, name in found.ours.items()}
     rates = _rates(found, dict.fromkeys(MODES, found.ours[best]))
-    report: dict[str, Any] = {
+    return {
         "best": {**_gib(rates), "config": vars(found.tuned.settings[best])},
         "reference": {
             **_gib(_rates(found, found.reference_names)),
@@ -116,7 +103,7 @@ def assemble(
         "rounds": options["rounds"],
         "cpu_s_per_gib": _cpu(found),
         "configs": {name: vars(s) for name, s in found.tuned.settings.items()},
-        "training": asdict(training_terms(rates["mixed"], rates["read"])),
+        "training": training_terms(rates["mixed"], rates["read"]),
         "contenders": _contenders(found),
         "left_out": found.left_out,
         "notes": notes,
@@ -135,14 +122,19 @@ def assemble(
         "tuning": found.tuned.tried,
         "calibration": {
             "num_samples": found.calibration.num_samples,
-            "gib_s": {m: _over_gib(r) for m, r in found.calibration.rates.items()},
+            "gib_s": {
+                mode: {name: rate / _GIB for name, rate in rates.items()}
+                for mode, rates in found.calibration.rates.items()
+            },
         },
         "samples": {
-            mode: {name: [_as_dict(s) for s in samples] for name, samples in by_name.items()}
+            mode: {
+                name: [{"gib_s": s.rate / _GIB, **vars(s)} for s in samples]
+                for name, samples in by_name.items()
+            }
             for mode, by_name in found.paired.items()
         },
     }
-    return report
 
 
 def _overall(found: Findings, name: str) -> float:
@@ -155,10 +147,6 @@ def _rates(found: Findings, names: Mapping[Mode, str]) -> dict[Mode, float]:
 
 def _gib(rates: Mapping[Mode, float]) -> dict[str, float]:
     return {f"{mode}_gib_s": rate / _GIB for mode, rate in rates.items()}
-
-
-def _over_gib(rates: Mapping[str, float]) -> dict[str, float]:
-    return {name: rate / _GIB for name, rate in rates.items()}
 
 
 def _one_name(names: Mapping[Mode, str]) -> str:
@@ -184,21 +172,19 @@ def _ratio_keys(key: str, ratios: Mapping[Mode, Ratio]) -> dict[str, Any]:
     }
 
 
-def _cpu(found: Findings) -> dict[str, dict[Mode, float | None]]:
+def _cpu(found: Findings) -> dict[str, dict[Mode, float]]:
     names: dict[str, Mapping[Mode, str]] = {
         backend: dict.fromkeys(MODES, name) for backend, name in found.ours.items()
     }
     names["reference"] = found.reference_names
     return {
-        who: {mode: median_cpu(found.paired[mode][of[mode]]) for mode in MODES}
+        who: {mode: _median_cpu(found.paired[mode][of[mode]]) for mode in MODES}
         for who, of in names.items()
     }
 
 
-def median_cpu(samples: Sequence[Sample]) -> float | None:
-    """Return processor seconds per GiB; None where they are not known."""
-    known = [cpu for sample in samples if (cpu := sample.cpu_s_per_gib) is not None]
-    return statistics.median(known) if known else None
+def _median_cpu(samples: Sequence[Sample]) -> float:
+    return statistics.median(sample.cpu_s_per_gib for sample in samples)
 
 
 def _contenders(found: Findings) -> dict[str, Any]:
@@ -214,21 +200,12 @@ def _contenders(found: Findings) -> dict[str, Any]:
                 "median_gib_s": statistics.median(rates),
                 "min_gib_s": min(rates),
                 "max_gib_s": max(rates),
-                "cpu_s_per_gib": median_cpu(samples),
+                "cpu_s_per_gib": _median_cpu(samples),
                 "num_samples": len(samples),
                 "median_duration_s": statistics.median(s.duration_s for s in samples),
                 "is_reference": name == found.reference_names[mode],
             }
     return table
-
-
-def _as_dict(sample: Sample) -> dict[str, float | int | None]:
-    return {
-        "gib_s": sample.rate / _GIB,
-        "duration_s": sample.duration_s,
-        "nbytes": sample.nbytes,
-        "cpu_s": sample.cpu_s,
-    }
 
 
 def show_disk(report: dict[str, Any]) -> None:
@@ -281,12 +258,7 @@ def _table(page: Page, report: dict[str, Any]) -> None:
             star = " *" if found["is_reference"] else ""
             spread = f"{found['min_gib_s']:.2f}-{found['max_gib_s']:.2f}"
             cells.append(f"{found['median_gib_s']:.2f} ({spread}){star}")
-        cpu = [
-            f"{entry[mode]['cpu_s_per_gib']:.3f}"
-            if mode in entry and entry[mode]["cpu_s_per_gib"] is not None
-            else "-"
-            for mode in MODES
-        ]
+        cpu = [f"{entry[m]['cpu_s_per_gib']:.3f}" if m in entry else "-" for m in MODES]
         rows.append([name, *cells, " / ".join(cpu)])
     page.table(
         f"GiB/s, median (range) of {report['rounds']} interleaved round(s); mixed counts both ways",

@@ -163,12 +163,9 @@ def tune(
             default = DEFAULTS[backend].name
             names = [default, *best_first(mine)[:_NUM_OF_OURS]]
             finalists = [field[name] for name in dict.fromkeys(names)]
+            everywhere = dict.fromkeys(loads, finalists)
             again = take_turns(
-                dict.fromkeys(loads, finalists),
-                loads,
-                _NUM_FINAL_ROUNDS,
-                left_out={},
-                on_sample=on_sample,
+                everywhere, loads, _NUM_FINAL_ROUNDS, left_out={}, on_sample=on_sample
             )
             mine_scores = scores_against(again, default)
             chosen[backend] = field[choose(mine_scores, default)].settings
@@ -177,11 +174,8 @@ def tune(
         for contender in field.values():
             contender.close()
     tried = [
-        {
-            **vars(field[name].settings),
-            "mixed_bytes_per_s": median_rate(samples),
-            "score": scores.get(name),
-        }
+        vars(field[name].settings)
+        | {"mixed_bytes_per_s": median_rate(samples), "score": scores.get(name)}
         for name, samples in first.items()
     ]
     return Tuned(chosen, tried)
@@ -320,14 +314,8 @@ def calibrate(
 
     A candidate that fails goes to `field.left_out`. Raises `UnavailableError` if none is left.
     """
-    everyone = field.of(REFERENCE_FAMILIES)
-    first = take_turns(
-        dict.fromkeys(loads, everyone),
-        loads,
-        1,
-        left_out=field.left_out,
-        on_sample=on_sample,
-    )
+    everyone = dict.fromkeys(loads, field.of(REFERENCE_FAMILIES))
+    first = take_turns(everyone, loads, 1, left_out=field.left_out, on_sample=on_sample)
     finalists: dict[Mode, list[Contender]] = {
         mode: [field.contenders[name] for name in best_first(found)[:_NUM_OF_OTHERS]]
         for mode, found in first.items()

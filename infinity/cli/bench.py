@@ -24,8 +24,8 @@ def bench(
 ) -> None:
     """Measure this machine: disk, copies, optimizer updates and matrix products.
 
-    Takes a few seconds; `infinity plan` and every run go by what was measured last. How much of
-    what a drive can do is reached, and beside whom: tools/bench_swap.py of the source code.
+    Takes a few seconds, and is kept: `infinity plan` and runs with these paths and the defaults of
+    `io` go by it. How near that is to what the drives can do: tools/bench_swap.py of the source.
     """
     with command():
         from infinity.cli.checkup import describe

@@ -14,6 +14,7 @@ import infinity
 width, depth = 256, 8
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
+torch.manual_seed(0)
 with infinity.Init():  # no memory is taken until the engine takes over
     blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)]
     model = nn.Sequential(*blocks, nn.Linear(width, 10))
@@ -22,7 +23,7 @@ config = {
     "nvme_path": tempfile.mkdtemp(),  # a directory on your fastest drive
     "homes": {"weights": "disk", "moments": "disk"},  # or leave it out: the plan decides
     "precision": "bf16" if device == "cuda" else "fp32",
-    "optimizer": {"type": "AdamW", "lr": 3e-3},
+    "optimizer": {"type": "AdamW", "lr": 1e-3},
 }
 engine, *_ = infinity.initialize(model, config)
 print(engine.plan.describe())

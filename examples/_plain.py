@@ -21,7 +21,7 @@ import torch
 from _process import peak_rss_bytes
 from torch import Tensor, nn
 
-from infinity.config import Config, load_config
+from infinity.config.schema import Config, load_config
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

@@ -22,7 +22,7 @@ from _process import Phase, Signals, peak_rss_bytes
 from _ui import Screen, StepLine, closing_rows
 
 import infinity
-from infinity.config import Config, load_config
+from infinity.config.schema import Config, load_config
 from infinity.errors import ConfigError, MachineError, TrainingError
 
 REPOSITORY = Path(__file__).resolve().parent.parent

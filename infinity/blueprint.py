@@ -10,28 +10,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.config import Config
-from infinity.config_optimizer import OptimizerConfig
+from infinity.checkpoint.durable_runs import find_run, model_facts
+from infinity.config.schema import Config, OptimizerConfig
 from infinity.cutting import AUTO_DEVICE_BUDGET, PROCESS_BASE_BYTES, Cut
 from infinity.errors import ConfigError
 from infinity.formats import MomentFormat
 from infinity.heap import return_freed_memory
-from infinity.memory.device import Device
-from infinity.memory.durable_runs import find_run, model_facts
-from infinity.memory.reservations import PROCESS
-from infinity.model.installation import ParameterMap
-from infinity.optim.built_in import BuiltInRule
-from infinity.optim.guest import GuestRule
-from infinity.optim.guest_probe import GuestMaker, open_guest
+from infinity.model.parameters import ParameterMap
+from infinity.optim.adapter import GuestRule
+from infinity.optim.adapter_probe import GuestMaker, open_guest
 from infinity.optim.offloaded import OffloadedOptimizer
-from infinity.optim.standalone_rule import built_in_of
-from infinity.optim.tiles import Rule
+from infinity.optim.standalone import built_in_of
+from infinity.optim.update import BuiltInRule, Rule
+from infinity.plan.budget import Limits
+from infinity.plan.cost import Rates
 from infinity.plan.layout import Tier, UnitLayout
 from infinity.plan.machine import default_host_budget_bytes, read_machine
 from infinity.plan.plan import Plan, RuleFacts
 from infinity.plan.planner import gradient_itemsize, make_plan
-from infinity.plan.rates import Rates
-from infinity.plan.reserve import Limits
+from infinity.storage.device import PROCESS, Device
 
 _TRAINABLE = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -16,7 +16,9 @@ import hashlib
 import json
 import math
 import os
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, date, datetime
@@ -26,20 +28,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infinity.config import IoConfig
+from infinity.config.schema import IoConfig
+from infinity.files import atomic_write
 from infinity.formats import MomentFormat
-from infinity.memory.device import HAPPENED, CpuDevice, Device, DeviceArena, Event
-from infinity.memory.disk import Disk
-from infinity.memory.disk_speed import measure_tier
-from infinity.memory.host import HostArena
 from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.moments import VALUE_DTYPES, Moment
 from infinity.optim.rules import AdamHyper
-from infinity.plan import rates as names
+from infinity.plan import cost as names
+from infinity.plan.cost import Rates
 from infinity.plan.layout import PAGE, round_up
 from infinity.plan.machine import cpu_model, mount_of, read_machine
-from infinity.plan.rates import Rates
-from infinity.stable import atomic_write
+from infinity.storage.device import HAPPENED, CpuDevice, Device, DeviceArena, Event, HostArena
+from infinity.storage.disk import Disk, DiskTicket, Extent
 
 SECONDS = 2.0  # of everything; more with several paths, or on a machine that is very slow
 # Shares of the time. The disk binds most runs, and wanders most; the host's updates are of all
@@ -397,3 +397,101 @@ def _linear_layer(device: Device, noise: Tensor, size: int) -> Callable[..., Non
         device.compute_event().wait()
 
     return work
+
+
+# --- the disk tier, measured as a sweep uses it: chunk records in flight, through the same striping
+
+_RECORD_BYTES = 12 << 20  # of the tier: a chunk of 2**20 parameters
+_LEAST_BYTES, _TRIAL_BYTES = 1 << 20, 4 << 20
+_NUM_IN_FLIGHT = 4
+_NUM_PASSES = 3  # the kinds take turns: virtual disks wander
+_PREPARE_SHARE = 0.25  # of the time, at most, is for the first write
+_READ, _WRITE = False, True
+_KINDS = {"disk_read": (_READ,), "disk_write": (_WRITE,), "disk_mixed": (_READ, _WRITE)}
+
+
+def measure_tier(disk: Disk, seconds: float, most_bytes: int) -> dict[str, float]:
+    """Bytes per second of the whole tier, not yet allocated: `disk_read`, `_write` and `_mixed`.
+
+    Writes `most_bytes` at most, and a quarter of what is free. Raises what the disk raises.
+    """
+    free_bytes = sum(scratch.free_bytes() for scratch in disk.scratches)
+    span = min(most_bytes, max(free_bytes // 4, 2 * _LEAST_BYTES)) // _LEAST_BYTES * _LEAST_BYTES
+    region = disk.extent(span, "the measurement of the disk's speed")
+    disk.allocate()
+    return _Tier(disk, region, seconds).rates()
+
+
+class _Tier:
+    """Moves records of a region; reads come from its first half, writes go to its second."""
+
+    def __init__(self, disk: Disk, region: Extent, seconds: float) -> None:
+        self._disk, self._region, self._seconds = disk, region, seconds
+        self._pass_s = seconds * (1 - _PREPARE_SHARE) / (_NUM_PASSES * len(_KINDS))
+        nbytes = self._nbytes = min(_RECORD_BYTES, region.nbytes // 2)
+        arena = HostArena(_NUM_IN_FLIGHT * nbytes)
+        self._buffers = [arena.view(i * nbytes, nbytes) for i in range(_NUM_IN_FLIGHT)]
+        noise = torch.frombuffer(bytearray(os.urandom(nbytes)), dtype=torch.uint8)
+        for buffer in self._buffers:
+            buffer.copy_(noise)
+        self._in_flight: deque[DiskTicket] = deque()
+        self._next = {_READ: 0, _WRITE: 0}
+
+    def rates(self) -> dict[str, float]:
+        """The three medians."""
+        started = time.perf_counter()
+        self._choose_size()
+        half = self._prepare() // 2
+        passes: dict[str, list[float]] = {name: [] for name in _KINDS}
+        for _ in range(_NUM_PASSES):
+            for name, kinds in _KINDS.items():
+                passes[name].append(self._run(kinds, half))
+            if time.perf_counter() - started > self._seconds:
+                break
+        return {name: statistics.median(found) for name, found in passes.items()}
+
+    def _choose_size(self) -> None:
+        """Records so small that several go into a pass."""
+        most, self._nbytes = self._nbytes, min(_TRIAL_BYTES, self._nbytes)
+        for _ in range(2):  # the first write of reserved space is slower
+            once_s = time.perf_counter()
+            self._move(_WRITE, 0)
+            self._wait()
+            once_s = time.perf_counter() - once_s
+        wanted = int(self._nbytes / once_s * self._pass_s / _NUM_IN_FLIGHT) // PAGE * PAGE
+        self._nbytes = min(most, max(wanted, _LEAST_BYTES))
+
+    def _prepare(self) -> int:
+        """Write records from the beginning, as far as time goes, two at least; how many."""
+        count, most = 0, self._region.nbytes // self._nbytes
+        end = time.perf_counter() + self._seconds * _PREPARE_SHARE
+        while count < most and (count < 2 or time.perf_counter() < end):
+            self._move(_WRITE, count)
+            count += 1
+        self._wait()
+        return count
+
+    def _run(self, kinds: Sequence[bool], half: int) -> float:
+        """Move records for the time of a pass, `kinds` taking turns; bytes per second."""
+        count = 0
+        started = time.perf_counter()
+        while count == 0 or time.perf_counter() - started < self._pass_s:
+            for kind in kinds:
+                self._move(kind, self._next[kind] % half + (half if kind is _WRITE else 0))
+                self._next[kind] += 1
+                count += 1
+        self._wait()
+        return count * self._nbytes / (time.perf_counter() - started)
+
+    def _move(self, kind: bool, index: int) -> None:
+        if len(self._in_flight) == _NUM_IN_FLIGHT:
+            self._in_flight.popleft().wait()
+            self._buffers.append(self._buffers.pop(0))  # the one that is free now
+        buffer = self._buffers[len(self._in_flight)][: self._nbytes]
+        piece = (self._region.part(index * self._nbytes, self._nbytes), buffer)
+        start = self._disk.write if kind is _WRITE else self._disk.read
+        self._in_flight.append(start([piece]))
+
+    def _wait(self) -> None:
+        while self._in_flight:
+            self._in_flight.popleft().wait()

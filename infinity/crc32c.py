@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from infinity import _aio
+import infinity._aio as _aio
 
 
 def crc32c(data: bytes) -> int:

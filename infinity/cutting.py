@@ -9,16 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from infinity.config import Config
+from infinity.config.schema import Config
 from infinity.formats import MomentFormat
 from infinity.model.cut import Cutter, UnitCut, UnitSpec
-from infinity.model.outline import Outline
-from infinity.model.target import Target
-from infinity.optim.hypers import rule_facts
-from infinity.plan.case import Case
+from infinity.model.shapes import Outline, Target
+from infinity.optim.rules import rule_facts
 from infinity.plan.cost import Work
 from infinity.plan.layout import PRECISIONS, ParameterFacts, UnitLayout, lay_out
-from infinity.plan.machine_file import PlanMachine
+from infinity.plan.machine import PlanMachine
+from infinity.plan.planner import Case
 
 if TYPE_CHECKING:
     import torch

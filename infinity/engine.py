@@ -21,25 +21,19 @@ from infinity.errors import (
     TransferError,
 )
 from infinity.journal import Journal
-from infinity.model.ownership import freeze, name_engine
+from infinity.model.parameters import freeze, name_engine
+from infinity.offload.owner import exclusive
+from infinity.offload.prefetch import Cycles
+from infinity.offload.report import StepReport
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.parts import Parts
 from infinity.plan.forecast import forecast_bytes
 from infinity.plan.plan import Plan
 from infinity.training.checkpoints import Checkpoints, Wanted
-from infinity.training.cycles import Cycles
-from infinity.training.inputs import check_frozen, check_inputs
-from infinity.training.loss_scale import ScaleRules
-from infinity.training.merge_guard import MergeGuard
-from infinity.training.optimizer_state import write_state
-from infinity.training.owner import exclusive
-from infinity.training.recovery import Recovery
-from infinity.training.report import StepReport
+from infinity.training.parameter_access import MergeGuard, Values, targets, write_state
 from infinity.training.run_state import RunState, Stateful
 from infinity.training.state_dict import ModuleStateHooks, StateDict, state_dict_of
-from infinity.training.stepper import Stepper
-from infinity.training.values import Values, targets
-from infinity.training.window import Window
+from infinity.training.step import Recovery, ScaleRules, Stepper, Window, check_frozen, check_inputs
 
 _IN_PLACE = "has been modified by an inplace operation: [torch."  # torch's own words
 

@@ -9,35 +9,33 @@ from pathlib import Path
 from torch import nn
 
 from infinity.blueprint import largest_trained_of
-from infinity.config import Config
+from infinity.checkpoint.durability import Durability
+from infinity.checkpoint.durable_runs import model_facts, read_run, remarks
+from infinity.config.schema import Config
 from infinity.cutting import Cut
 from infinity.errors import EngineFailedError
 from infinity.heap import return_freed_memory
-from infinity.memory.activations import ActivationStore
-from infinity.memory.device import CpuDevice, Device
-from infinity.memory.disk import Disk
-from infinity.memory.durability import Durability
-from infinity.memory.durable_runs import model_facts, read_run, remarks
-from infinity.memory.gradients import GradientStore
-from infinity.memory.lanes import Lanes
-from infinity.memory.mover import Mover
-from infinity.memory.reservations import PROCESS
-from infinity.memory.state import StateStore
-from infinity.model.installation import Installation
-from infinity.model.materialize import Origins
-from infinity.model.presence import Presence, move_buffers
+from infinity.model.meta_init import Origins
+from infinity.model.parameters import Installation, Presence, move_buffers
+from infinity.offload.activations import ActivationStore
+from infinity.offload.block_forward import UnitForwards
+from infinity.offload.gradients import GradientStore
+from infinity.offload.hooks import Hooks
+from infinity.offload.memory_watch import MemoryWatch
+from infinity.offload.prefetch import Mover
+from infinity.offload.report import Timeline
+from infinity.offload.state import StateStore
+from infinity.offload.transfers import Lanes
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.plan.machine import read_machine
 from infinity.plan.plan import Plan
+from infinity.storage.device import PROCESS, CpuDevice, Device
+from infinity.storage.disk import Disk
 from infinity.trace.recorder import Trace
-from infinity.training.birth import Birth, Progress
-from infinity.training.hooks import Hooks
-from infinity.training.saving import Saver
-from infinity.training.sweep import Sweep
-from infinity.training.timeline import Timeline
-from infinity.training.unit_forwards import UnitForwards
-from infinity.training.watch import MemoryWatch
+from infinity.training.async_save import Saver
+from infinity.training.initial_write import Birth, Progress
+from infinity.training.optimizer_pass import Sweep
 
 
 class Parts:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from infinity.config import Config, load_config
+from infinity.config.schema import Config, load_config
 from infinity.deepspeed.config import Translation, find_translation
 from infinity.errors import ConfigError
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer, lr_scheduler
 
-from infinity.config_optimizer import SCHEDULES, torch_schedules
+from infinity.config.schema import SCHEDULES, torch_schedules
 from infinity.errors import ConfigError, InfinityError, InfinityWarning, first_lines
 
 _SECOND_BETA = 0.99  # what OneCycle sets beside the momentum it cycles

@@ -16,24 +16,25 @@ from torch.utils.data import Dataset
 
 from infinity.blueprint import check_model, make_optimizer, plan_for
 from infinity.calibration import KnownRates, kept_rates
-from infinity.config import Config
+from infinity.config.schema import Config
 from infinity.cutting import Cut, cut_model
 from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityWarning
 from infinity.journal import Journal
-from infinity.memory.device import Device, find_device
 from infinity.model.cut import UnitSpec
-from infinity.model.materialize import Origins
-from infinity.optim.guest_probe import GuestMaker
+from infinity.model.meta_init import Origins
+from infinity.optim.adapter_probe import GuestMaker
 from infinity.optim.offloaded import OffloadedOptimizer, mark_stepped
 from infinity.parts import Parts
 from infinity.plan.plan import Plan
 from infinity.read_settings import Settings, read_settings, sort_arguments
 from infinity.schedules import make_schedule
-from infinity.training.birth import Progress
-from infinity.training.data import ResumableLoader
-from infinity.training.loss_scale import ScaleRules
+from infinity.storage.cuda import find_device
+from infinity.storage.device import Device
+from infinity.training.initial_write import Progress
+from infinity.training.run_state import ResumableLoader
+from infinity.training.step import ScaleRules
 
 
 def initialize(
@@ -85,7 +86,7 @@ def initialize(
     require no grad until it is closed, `backward` and `step` are refused.
 
     The model may be larger than RAM: built under `infinity.Init`, under `torch.device("meta")`
-    (then the modules' own initialisers make the values, see `model/initialisers.py`), or with
+    (then the modules' own initialisers make the values, see `model/meta_init.py`), or with
     `remember_values`. Its values are made one tensor at a time.
 
     A `Device` object that is passed belongs to the engine from then on: `engine.close()` closes

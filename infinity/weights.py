@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityError, MachineError
-from infinity.model.installation import ParameterMap
-from infinity.model.materialize import remember_values
-from infinity.model.safetensors_file import TensorFacts
-from infinity.model.weight_files import WeightFiles
-from infinity.training.buffers import persistent_buffers
+from infinity.model.buffers import persistent_buffers
+from infinity.model.meta_init import remember_values
+from infinity.model.parameters import ParameterMap
+from infinity.model.weight_files import TensorFacts, WeightFiles
 from infinity.training.state_dict import Place, copy_into
 
 Rename = Callable[[str], str | None]

@@ -8,18 +8,15 @@ from typing import Any
 import pytest
 from test_activations import one_unit
 
-from infinity.config import load_config
+from infinity.config.schema import load_config
 from infinity.errors import DoesNotFitError
-from infinity.plan.activations import block_widths
-from infinity.plan.case import Case, price
-from infinity.plan.cost import Work
+from infinity.plan.activations import away_bytes, block_widths
+from infinity.plan.budget import Limits
+from infinity.plan.cost import Work, nominal
 from infinity.plan.layout import Tier
-from infinity.plan.machine_file import PlanMachine
+from infinity.plan.machine import PlanMachine
 from infinity.plan.plan import RuleFacts
-from infinity.plan.planner import make_plan
-from infinity.plan.rates import nominal
-from infinity.plan.reserve import Limits
-from infinity.plan.saved import away_bytes
+from infinity.plan.planner import Case, make_plan, price
 
 H, TOKENS, BLOCKS = 64, 1000, 6
 SHAPES = [(3 * H, H), (H, H), (4 * H, H), (H, 4 * H), (H,)]

@@ -15,10 +15,9 @@ from support.small import SmallModel, batch, small_engine, small_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from infinity.config import load_config
+from infinity.config.schema import load_config
 from infinity.engine import Engine
 from infinity.errors import ConfigError, EngineClosedError, TransferError
-from infinity.memory.activations import ActivationStore
 from infinity.model.torch_private import (
     TensorIdentity,
     checkpoint_packs,
@@ -26,8 +25,9 @@ from infinity.model.torch_private import (
     saved_by_checkpoint,
     top_saved_tensors_hooks,
 )
+from infinity.offload.activations import ActivationStore
+from infinity.plan.activations import TRANSIT, Ranges, SavedPlan, homes_of, saved_moves
 from infinity.plan.layout import PAGE, Tier, round_up
-from infinity.plan.saved import TRANSIT, Ranges, SavedPlan, homes_of, saved_moves
 
 DISK: dict[str, Any] = {"checkpoint": "units", "offload": "disk", "tokens": 18, "min_bytes": 1}
 HOST: dict[str, Any] = {**DISK, "offload": "host"}

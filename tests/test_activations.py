@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from infinity.config import load_config
+from infinity.config.schema import load_config
 from infinity.cutting import cut_model
-from infinity.model.target import target_of
+from infinity.model.shapes import target_of
 from infinity.plan.activations import LOGIT_BYTES, Activations, estimate_activations
 from infinity.plan.layout import (
     PRECISIONS,

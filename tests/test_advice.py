@@ -9,17 +9,24 @@ from typing import Any
 
 import pytest
 
-from infinity.config import load_config
+from infinity.config.schema import load_config
 from infinity.errors import DoesNotFitError
 from infinity.formats import MomentFormat
-from infinity.plan.advice import LEAST_GAIN, MOST_MICRO_BATCHES, faster, ways_to_fit
-from infinity.plan.case import Case, Priced, price
-from infinity.plan.cost import Work
+from infinity.plan.advice import (
+    LEAST_GAIN,
+    MOST_MICRO_BATCHES,
+    Way,
+    faster,
+    round_down,
+    round_size,
+    size_text,
+    ways_to_fit,
+)
+from infinity.plan.cost import Work, nominal
 from infinity.plan.layout import PRECISIONS, ParameterFacts, UnitLayout, lay_out
-from infinity.plan.machine_file import PlanMachine
+from infinity.plan.machine import PlanMachine
 from infinity.plan.plan import RuleFacts
-from infinity.plan.rates import nominal
-from infinity.plan.way import Way, round_down, round_size, size_text
+from infinity.plan.planner import Case, Priced, price
 
 MIB, GIB = 1 << 20, 1 << 30
 SIDE = 512

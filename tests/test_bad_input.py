@@ -37,8 +37,8 @@ from infinity.errors import (
     PresenceError,
     TrainingError,
 )
-from infinity.memory.reservations import PROCESS
-from infinity.memory.scratch import Scratch
+from infinity.storage.device import PROCESS
+from infinity.storage.run_dir import Scratch
 
 TIERS = ("device", "host", "disk")
 

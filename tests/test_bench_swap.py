@@ -23,7 +23,7 @@ from support.patience import wait_until
 from torch import Tensor
 from typer.testing import CliRunner
 
-from infinity.config import load_config
+from infinity.config.schema import load_config
 from infinity.errors import ConfigError, DoesNotFitError, InfinityError, MachineError
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))

@@ -12,8 +12,7 @@ import torch
 from support.checkpoint_files import sample, save
 from typer.testing import CliRunner
 
-from infinity.checkpoint.masters import join, split
-from infinity.checkpoint.reader import CheckpointReader
+from infinity.checkpoint.reader import CheckpointReader, join, split
 from infinity.cli.main import app
 from infinity.model.weight_files import WeightFiles
 from infinity.optim.cpu import CpuKernels

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from infinity.checkpoint.masters import join
-from infinity.checkpoint.reader import CheckpointReader
+from infinity.checkpoint.reader import CheckpointReader, join
 from infinity.cli.main import app
 from infinity.deepspeed.import_checkpoint import import_deepspeed
 from infinity.errors import CheckpointError, ConfigError

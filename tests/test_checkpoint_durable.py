@@ -12,8 +12,8 @@ import torch
 from support.durable import HOMES, durable_engine, gated, step
 from test_checkpoint_cli import flip, run
 
-from infinity.memory.durable_plan import committed_extents
-from infinity.memory.durable_reader import DurableReader
+from infinity.checkpoint.commits import committed_extents
+from infinity.checkpoint.durable_reader import DurableReader
 from infinity.model.weight_files import WeightFiles
 
 CASES: dict[str, dict[str, Any]] = {

@@ -14,12 +14,13 @@ from support.checkpoint_files import checksum, sample, save
 from torch import nn
 
 import infinity
-from infinity.checkpoint.layout import cut, is_our_file
 from infinity.checkpoint.manifest import (
     BufferRecord,
     FileRecord,
     Manifest,
     ParameterRecord,
+    cut,
+    is_our_file,
 )
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.checkpoint.writer import CheckpointWriter, TensorSpec

@@ -16,9 +16,9 @@ from support.rough import rough_io
 from torch import Tensor
 
 from infinity.checkpoint import blocks
-from infinity.checkpoint.layout import BLOCK_BYTES
+from infinity.checkpoint.directory import no_latest
+from infinity.checkpoint.manifest import BLOCK_BYTES
 from infinity.checkpoint.reader import CheckpointReader
-from infinity.checkpoint.root import no_latest
 from infinity.errors import CheckpointError, ConfigError, InfinityError, MachineError
 
 SHAPES = {"a": (1000, 900), "b": (3,), "c": (2000, 1100), "d": (0, 4), "e": ()}

@@ -17,11 +17,9 @@ from support.durable import gated
 from support.small import MIXED, ON_DEVICE, ON_DISK, batch, masters, same, small_engine, train
 from torch import Tensor
 
-from infinity.checkpoint import sharing
+from infinity.checkpoint.directory import prune
 from infinity.checkpoint.reader import CheckpointReader
-from infinity.checkpoint.root import prune
-from infinity.checkpoint.sharing import Written
-from infinity.checkpoint.writer import CheckpointWriter
+from infinity.checkpoint.writer import _FICLONE, CheckpointWriter, Written
 from infinity.engine import Engine
 from infinity.errors import PresenceError
 
@@ -166,7 +164,7 @@ def test_reflinks_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     one = write(tmp_path, "a", made)
 
     def clone(new: int, request: int, old: int) -> int:
-        assert request == sharing._FICLONE
+        assert request == _FICLONE
         return os.sendfile(new, old, 0, os.fstat(old).st_size)
 
     monkeypatch.setattr(fcntl, "ioctl", clone)

@@ -24,11 +24,11 @@ from support import checkpoint_crash, forked
 from support.checkpoint_files import content, feed, same_content, sample, save
 from support.rough import rough_io
 
-from infinity.checkpoint import blocks, ownership
-from infinity.checkpoint import root as root_module
+from infinity.checkpoint import blocks, directory
+from infinity.checkpoint import directory as root_module
+from infinity.checkpoint.directory import checkpoints, prune
 from infinity.checkpoint.manifest import Manifest
 from infinity.checkpoint.reader import CheckpointReader, find_tag
-from infinity.checkpoint.root import checkpoints, prune
 from infinity.checkpoint.writer import CheckpointWriter, TensorSpec
 from infinity.errors import (
     CheckpointError,
@@ -453,7 +453,7 @@ def test_a_directory_that_vanishes(tmp_path: Path, what: str) -> None:
         if what == "root":
             assert not root.exists()
             (tmp_path / "moved").rename(root)
-            ownership.remove_stale(root)
+            directory.remove_stale(root)
         else:
             shutil.rmtree(tmp_path / "moved")
         assert listed(root) == ["former", "latest"]
@@ -599,7 +599,7 @@ def test_a_child_that_outlives_its_parent_holds_no_lock(tmp_path: Path) -> None:
     try:
         assert writer._lock is not None
         writer._lock.let_go()  # as if this process died
-        assert ownership.remove_stale(tmp_path) == [tmp_path / "t.tmp"]
+        assert directory.remove_stale(tmp_path) == [tmp_path / "t.tmp"]
     finally:
         child.terminate()
         child.join()
@@ -703,10 +703,10 @@ def test_a_removal_that_fails_is_finished_by_the_next(
         raise OSError(errno.EIO, "it hurts")
 
     with monkeypatch.context() as patch:
-        patch.setattr(root_module.ownership.os, "rmdir", failing)
+        patch.setattr(root_module.os, "rmdir", failing)
         with pytest.raises(MachineError, match="it hurts"):
             prune(tmp_path, 1)
     assert (tmp_path / "s0.tmp").exists()
     assert not (tmp_path / "s0").exists()
-    assert ownership.remove_stale(tmp_path) == [tmp_path / "s0.tmp"]
+    assert directory.remove_stale(tmp_path) == [tmp_path / "s0.tmp"]
     assert listed(tmp_path) == ["latest", "s1"]

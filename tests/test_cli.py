@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 import infinity
 from infinity import calibration
-from infinity.cli import ending
+from infinity.cli import terminal
 from infinity.cli.main import app
 from infinity.errors import ConfigError, DoesNotFitError, InfinityError, MachineError
-from infinity.memory.device import CpuDevice
+from infinity.storage.device import CpuDevice
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -146,7 +146,7 @@ def test_errors_of_the_system_are_words(
     def fail(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr("infinity.cli.checkup.describe", fail)
+    monkeypatch.setattr("infinity.cli.doctor.describe", fail)
     found, out, told = run("bench", "--path", ".")
     assert (found, out) == (code, "")
     assert told.startswith("error: ")
@@ -157,7 +157,7 @@ def test_an_error_of_the_program_keeps_its_traceback(monkeypatch: pytest.MonkeyP
     def fail(*arguments: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("infinity.cli.checkup.describe", fail)
+    monkeypatch.setattr("infinity.cli.doctor.describe", fail)
     result = CliRunner().invoke(app, ["bench", "--path", "."])
     assert isinstance(result.exception, RuntimeError)
 
@@ -175,7 +175,7 @@ def test_exit_codes_are_the_errors_own(
     def fail(*arguments: object) -> None:
         raise error("what", because="why", remedy="this")
 
-    monkeypatch.setattr("infinity.cli.checkup.describe", fail)
+    monkeypatch.setattr("infinity.cli.doctor.describe", fail)
     assert run("bench", "--path", str(tmp_path)) == (
         code,
         "",
@@ -185,7 +185,7 @@ def test_exit_codes_are_the_errors_own(
 
 def test_libraries_may_talk_on_stdout(capfd: pytest.CaptureFixture[str]) -> None:
     os.write(1, b"before\n")
-    with ending.stdout_is_ours():
+    with terminal.stdout_is_ours():
         os.write(1, b"noise of a library\n")
         subprocess.run(["echo", "noise of its compiler"], check=True)
     os.write(1, b"after\n")
@@ -196,7 +196,7 @@ def test_libraries_may_talk_on_stdout(capfd: pytest.CaptureFixture[str]) -> None
 
 
 def test_stdout_comes_back_after_an_error(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(KeyError), ending.stdout_is_ours():
+    with pytest.raises(KeyError), terminal.stdout_is_ours():
         raise KeyError
     os.write(1, b"after\n")
     assert capfd.readouterr().out == "after\n"

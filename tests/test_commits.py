@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from support.durable import HOMES, durable_engine, gated, state_of, step
 from torch import Tensor
 
+from infinity.checkpoint.commits import COMMIT_NAMES, CommitFiles, CommitRecord, last_commit
+from infinity.checkpoint.durable_reader import SCALES, DurableReader
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, MachineError
-from infinity.memory.commits import COMMIT_NAMES, CommitFiles, CommitRecord, last_commit
-from infinity.memory.durable_reader import SCALES, DurableReader
-from infinity.optim.tiles import moment_in
+from infinity.optim.update import moment_in
 from infinity.plan.layout import Kind
 
 # --- records -------------------------------------------------------------------------------------

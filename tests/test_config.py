@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from infinity.config import Config, load_config
-from infinity.config_source import apply_overrides
+from infinity.config.schema import Config, load_config
+from infinity.config.source import apply_overrides
 from infinity.errors import ConfigError
 
 FULL = {

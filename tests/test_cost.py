@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 from test_planner import plan_of
 
-from infinity.config import load_config
+from infinity.config.schema import load_config
 from infinity.formats import MomentFormat
-from infinity.plan.cost import Work, disk_days, step_cost, update_s
+from infinity.plan.budget import Limits
+from infinity.plan.cost import Rates, Work, disk_days, step_cost, update_s
 from infinity.plan.forecast import forecast_bytes, forecast_phases
 from infinity.plan.layout import BF16, ParameterFacts, lay_out
 from infinity.plan.plan import LANES, RuleFacts
 from infinity.plan.planner import make_plan
-from infinity.plan.rates import Rates
-from infinity.plan.reserve import Limits
 
 ON_DISK = dict.fromkeys(("weights", "moments", "gradients"), "disk")
 GB = 1e9

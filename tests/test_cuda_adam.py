@@ -19,8 +19,7 @@ from support.reference import reference_update
 from infinity.errors import ConfigError, InfinityError, PresenceError
 from infinity.formats import MomentFormat
 from infinity.optim.cpu import CpuKernels, Piece
-from infinity.optim.cuda import CudaKernels
-from infinity.optim.cuda_tables import SQUARE_TILE, TILE
+from infinity.optim.cuda import SQUARE_TILE, TILE, CudaKernels
 from infinity.optim.moments import Moment
 from infinity.optim.rules import AdamHyper
 

@@ -20,9 +20,8 @@ from support.small import ON_DISK, assert_nothing_left, batch, masters, same, sm
 from torch.utils.data import TensorDataset
 
 import infinity
-from infinity.config import Config, load_config
-from infinity.config_optimizer import LossScaleConfig
-from infinity.config_problems import DEEPSPEED_NAMES
+from infinity.config.schema import Config, LossScaleConfig, load_config
+from infinity.config.source import DEEPSPEED_NAMES
 from infinity.deepspeed.config import Translation, translate_deepspeed
 from infinity.deepspeed.keys import KEYS, OLD_NAMES, SECTIONS, Key, Verdict, as_markdown
 from infinity.deepspeed.source import find_source, is_deepspeed

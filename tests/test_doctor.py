@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 
 import infinity
 from infinity import _aio, calibration
-from infinity.cli import checkup
+from infinity.cli import doctor as doctor_module
 from infinity.cli.doctor import text_of
 from infinity.cli.main import app
-from infinity.memory import file_systems
-from infinity.plan.machine_file import read_machine_file
+from infinity.plan.machine import read_machine_file
+from infinity.storage import striping
 
 
 def doctor(*arguments: str) -> tuple[int, str]:
@@ -87,7 +87,7 @@ def test_a_missing_path_and_a_file(tmp_path: Path) -> None:
 def test_the_first_problem_gives_the_code_and_all_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkup, "LEAST_HOST_BYTES", 2**60)
+    monkeypatch.setattr(doctor_module, "LEAST_HOST_BYTES", 2**60)
     code, facts = facts_of("--path", str(tmp_path / "none"))
     assert code == 3
     assert [problem["exit_code"] for problem in facts["problems"]] == [3, 4]
@@ -151,7 +151,7 @@ def test_a_tmpfs_is_ram_and_said_to_be(tmp_path: Path) -> None:
 
 def test_no_back_end_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = {"ok": False, "reason": "seccomp forbids it"}
-    monkeypatch.setattr(file_systems, "_answer", lambda found: answer)
+    monkeypatch.setattr(striping, "_answer", lambda found: answer)
     code, out = doctor("--path", str(tmp_path))
     assert code == 4
     assert "no I/O back end works" in out
@@ -175,7 +175,7 @@ def test_a_back_end_that_does_not_work_is_explained(
 def test_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     problems: list[dict[str, Any]] = []
-    assert checkup._part(checkup._torch, problems) is None
+    assert doctor_module._part(doctor_module._torch, problems) is None
     assert problems[0]["what"] == "torch cannot be imported"
     assert problems[0]["exit_code"] == 4
     assert "pip install" in problems[0]["remedy"]
@@ -194,7 +194,7 @@ def computer(root: Path, files: dict[str, str]) -> Path:
 
 def test_too_little_memory(tmp_path: Path) -> None:
     root = computer(tmp_path, {"proc/meminfo": MEMINFO.format(total=4 << 20, free=1 << 18)})
-    facts = checkup.examine([], root)
+    facts = doctor_module.examine([], root)
     (problem,) = facts["problems"]
     assert problem["exit_code"] == 3
     assert "204.80 MiB of RAM can be planned with" in problem["what"]
@@ -213,7 +213,7 @@ def test_what_bounds_the_memory(tmp_path: Path) -> None:
         "sys/devices/system/node/node1/cpulist": "4-7\n",
         "sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]\n",
     }
-    facts = checkup.examine([], computer(tmp_path, files))
+    facts = doctor_module.examine([], computer(tmp_path, files))
     memory = facts["memory"]
     assert (memory["usable_bytes"], memory["physical_bytes"]) == (8 << 30, 64 << 30)
     assert memory["bounded_by"] == "memory cgroup /box"
@@ -224,7 +224,7 @@ def test_what_bounds_the_memory(tmp_path: Path) -> None:
     assert "8.00 GiB usable, bounded by memory cgroup /box; 64.00 GiB in the machine" in out
     assert "node1: CPUs 4-7" in out
     (tmp_path / "sys/fs/cgroup/box/memory.max").write_text("max")
-    assert checkup.examine([], tmp_path)["memory"]["bounded_by"] == "the machine's RAM"
+    assert doctor_module.examine([], tmp_path)["memory"]["bounded_by"] == "the machine's RAM"
 
 
 # The machine file

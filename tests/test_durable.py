@@ -32,6 +32,7 @@ from torch import nn
 
 import infinity
 from infinity import Engine
+from infinity.checkpoint.commits import COMMIT_NAMES, SmallFile, last_commit
 from infinity.errors import (
     CheckpointError,
     ConfigError,
@@ -41,10 +42,9 @@ from infinity.errors import (
     MachineError,
     TransferError,
 )
-from infinity.memory.commits import COMMIT_NAMES, SmallFile, last_commit
-from infinity.memory.disk import STATE_NAME as STATE
-from infinity.memory.disk import Disk
-from infinity.memory.scratch import remove_dead_runs
+from infinity.storage.disk import STATE_NAME as STATE
+from infinity.storage.disk import Disk
+from infinity.storage.run_dir import remove_dead_runs
 
 STEPS = 5
 TWO_DRIVES = {"weights": [2, 1], "block_size": 4096}

@@ -15,10 +15,10 @@ import pytest
 import torch
 from parity.test_resume import SIMPLEST, Ending, Run, ending, micro_step, straight
 
+from infinity.checkpoint.commits import last_commit
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, InfinityWarning
-from infinity.memory.commits import last_commit
-from infinity.training.committed import read_document
+from infinity.training.run_state import read_document
 
 DISK = ("disk", "disk", "disk")
 IN_RAM = ("host", "host", "host")

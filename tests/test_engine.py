@@ -38,7 +38,7 @@ from infinity.errors import (
     PresenceError,
     TrainingError,
 )
-from infinity.memory.reservations import PROCESS
+from infinity.storage.device import PROCESS
 
 
 class Poisonable(nn.Module):

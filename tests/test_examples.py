@@ -29,10 +29,8 @@ from test_planner import plan_of
 import infinity
 from infinity.engine import Engine
 from infinity.errors import ConfigError
-from infinity.plan.cost import step_cost
-from infinity.plan.rates import Rates
-from infinity.trace.reader import read_timeline
-from infinity.trace.shares import Shares
+from infinity.plan.cost import Rates, step_cost
+from infinity.trace.reader import Shares, read_timeline
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
@@ -192,7 +190,7 @@ def test_a_tied_head_is_counted_once() -> None:
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_the_baseline_is_adamw_with_clipping(micro_batches: int) -> None:
-    from infinity.config import load_config
+    from infinity.config.schema import load_config
 
     shape = gpt.GPTConfig(vocab_size=32, context=8, num_layers=1, num_heads=2, width=16)
     config = load_config(
@@ -233,7 +231,7 @@ def test_the_baseline_is_adamw_with_clipping(micro_batches: int) -> None:
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_the_bf16_baseline_learns(micro_batches: int) -> None:
-    from infinity.config import load_config
+    from infinity.config.schema import load_config
 
     config = load_config({"gradient_accumulation_steps": micro_batches, "optimizer": {"lr": 1e-2}})
     shape = gpt.GPTConfig(vocab_size=32, context=8, num_layers=1, num_heads=2, width=16)
@@ -257,7 +255,7 @@ def test_a_processor_that_is_slow_with_bf16_gets_fp32(
 ) -> None:
     times = {torch.bfloat16: bf16_s, torch.float32: 1.0}
     monkeypatch.setattr(_training, "_product_s", times.__getitem__)
-    config = infinity.config.load_config(given)
+    config = infinity.config.schema.load_config(given)
     assert _training._with_precision(config, torch.device("cpu")).precision == expected
     assert _training._with_precision(config, torch.device("cuda")).precision == "bf16"
 
@@ -334,7 +332,7 @@ def test_the_closing_table_says_what_held() -> None:
 # The bounds of bench_step
 
 
-def test_the_bounds_are_those_of_the_design() -> None:
+def test_the_bounds_are_those_of_the_architecture() -> None:
     """State and weights on disk, gradients in RAM: 12 bytes a parameter each way, one sweep."""
     homes = {"weights": "disk", "moments": "disk", "gradients": "host"}
     sizes = [102_400] * 8

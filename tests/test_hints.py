@@ -12,12 +12,11 @@ from support.small import SmallModel, batch, masters, same
 from test_activations import one_unit
 
 import infinity
-from infinity.config import load_config
-from infinity.plan.hints import live_parameters
+from infinity.config.schema import load_config
+from infinity.plan.budget import Limits
 from infinity.plan.layout import Tier
 from infinity.plan.plan import Plan
-from infinity.plan.planner import make_plan
-from infinity.plan.reserve import Limits
+from infinity.plan.planner import live_parameters, make_plan
 
 UNITS = tuple(
     replace(one_unit(f"blocks.{i}", (2048, 64), first=i), index=i) for i in range(8)

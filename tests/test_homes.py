@@ -11,15 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_planner import units
 
-from infinity.config import load_config
+from infinity.config.schema import load_config
 from infinity.errors import DoesNotFitError
-from infinity.plan.cost import step_cost
-from infinity.plan.homes import best_homes, score
+from infinity.plan.budget import Limits, excess, with_memory
+from infinity.plan.cost import nominal, step_cost
 from infinity.plan.layout import Tier
+from infinity.plan.placement import best_homes, score
 from infinity.plan.plan import Plan, UnitHomes
 from infinity.plan.planner import make_plan
-from infinity.plan.rates import nominal
-from infinity.plan.reserve import Limits, excess, with_memory
 
 SIZES = st.sampled_from([5_000, 20_000, 40_000, 60_000, 100_000])
 KIB = 1 << 10

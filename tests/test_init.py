@@ -36,8 +36,8 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.errors import ConfigError, PresenceError
-from infinity.memory.reservations import PROCESS
-from infinity.model.materialize import Origins, is_unborn, remember_values
+from infinity.model.meta_init import Origins, is_unborn, remember_values
+from infinity.storage.device import PROCESS
 
 SMALL = 64  # bytes; so that nearly every tensor of a test's small models is deferred
 TIERS = ("device", "host", "disk")

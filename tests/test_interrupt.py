@@ -34,7 +34,7 @@ from torch import Tensor
 import infinity
 from infinity.engine import Engine
 from infinity.errors import EngineFailedError, PresenceError
-from infinity.training.interrupts import DEFERRAL
+from infinity.offload.owner import DEFERRAL
 
 STEPS = 3
 TWO = {"gradient_accumulation_steps": 2}

@@ -10,9 +10,9 @@ from test_rates import Measurements, cached, folder, measurements  # noqa: F401 
 
 import infinity
 from infinity.calibration import kept_rates
-from infinity.memory.device import CpuDevice
+from infinity.plan.cost import nominal
 from infinity.plan.plan import Plan
-from infinity.plan.rates import nominal
+from infinity.storage.device import CpuDevice
 
 AUTO = {"weights": "auto", "moments": "auto", "gradients": "auto"}
 

@@ -16,10 +16,10 @@ from support.trainer import make_config, same_bits
 from torch import Tensor, nn
 
 import infinity
-from infinity.config import load_config
+from infinity.config.schema import load_config
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, ConfigError, TrainingError
-from infinity.training.loss_scale import ScaleRules
+from infinity.training.step import ScaleRules
 
 DISK = ("disk", "disk", "disk")
 INF, NAN = math.inf, math.nan

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.small import small_engine, train
 
-from infinity.config import load_config
+from infinity.config.schema import load_config
 from infinity.errors import ConfigError, InfinityWarning
 from infinity.schedules import OURS, known_schedules, make_schedule
 

@@ -12,9 +12,9 @@ import pytest
 from test_machine import GIB, computer
 
 from infinity.errors import ConfigError, MachineError
-from infinity.memory.device import CpuDevice
-from infinity.plan.machine_file import PlanMachine, read_machine_file
-from infinity.plan.rates import NOMINAL, NOMINAL_CPU, Rates, completed, nominal
+from infinity.plan.cost import NOMINAL, NOMINAL_CPU, Rates, completed, nominal
+from infinity.plan.machine import PlanMachine, read_machine_file
+from infinity.storage.device import CpuDevice
 
 FULL: dict[str, Any] = {
     "format": 1,

@@ -19,9 +19,9 @@ import torch
 from support.cuda_pieces import combinations
 
 from infinity.errors import MachineError
-from infinity.optim import cuda, cuda_tables, nvrtc
+from infinity.optim import cuda, nvrtc
 from infinity.optim.cuda import CudaKernels
-from infinity.optim.kernel_cache import KernelCache, default_folder
+from infinity.optim.nvrtc import KernelCache, default_folder
 
 CSRC = Path(__file__).parents[1] / "csrc" / "adam"
 ARCHES = ("sm_80", "sm_90")
@@ -59,14 +59,14 @@ def cache(tmp_path: Path) -> KernelCache:
     return KernelCache(tmp_path / "kernels")
 
 
-def variant_of(combination) -> cuda_tables.Variant:
+def variant_of(combination) -> cuda.Variant:
     rule, weight, gradient, format = combination
-    names = (rule.capitalize(), cuda_tables.LAYOUTS[weight], cuda_tables.TYPES[gradient])
+    names = (rule.capitalize(), cuda.LAYOUTS[weight], cuda.TYPES[gradient])
     macros = ("INFINITY_RULE", "INFINITY_LAYOUT", "INFINITY_GRADIENT", "INFINITY_MOMENTS")
-    return tuple(zip(macros, (*names, cuda_tables.FORMATS[format]), strict=True))
+    return tuple(zip(macros, (*names, cuda.FORMATS[format]), strict=True))
 
 
-def ptx(variant: cuda_tables.Variant) -> str:
+def ptx(variant: cuda.Variant) -> str:
     """PTX of a variant, by the options that machine code is made with (cuda-core asks the driver
     before it makes PTX, so this goes below it)."""
     bindings = importlib.import_module("cuda.bindings.nvrtc")
@@ -85,7 +85,7 @@ def ptx(variant: cuda_tables.Variant) -> str:
     return text.decode()
 
 
-def variants() -> list[cuda_tables.Variant]:
+def variants() -> list[cuda.Variant]:
     """In an order that is always the same."""
     return sorted({variant_of(c) for c in combinations(every=False)} | {VARIANT})
 
@@ -97,11 +97,11 @@ def test_every_combination_compiles(compiler, cache, start: int) -> None:
         code = nvrtc.cubin(ARCHES[number % 2], variant, cache)
         assert code.startswith(b"\x7fELF")
     for arch in ARCHES:
-        assert nvrtc.cubin(arch, cuda_tables.HELPERS, cache).startswith(b"\x7fELF")
+        assert nvrtc.cubin(arch, cuda.HELPERS, cache).startswith(b"\x7fELF")
 
 
 def test_the_instructions_are_exact_and_wide(compiler) -> None:
-    texts = {variant: ptx(variant) for variant in [*variants(), cuda_tables.HELPERS]}
+    texts = {variant: ptx(variant) for variant in [*variants(), cuda.HELPERS]}
     for variant, text in texts.items():
         assert FORBIDDEN.findall(text) == [], variant
         assert ".local" not in text, variant  # nothing spills into memory

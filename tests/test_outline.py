@@ -12,11 +12,17 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.config import load_config
+from infinity.config.schema import load_config
 from infinity.cutting import cut_model, groups_of
-from infinity.model.outline import Lookup, Outline, OutlineList, Shape
-from infinity.model.skeleton import FAMILIES, build_skeleton
-from infinity.model.target import target_of
+from infinity.model.shapes import (
+    FAMILIES,
+    Lookup,
+    Outline,
+    OutlineList,
+    Shape,
+    build_skeleton,
+    target_of,
+)
 from infinity.plan.machine import may_have_gpu
 
 SMALL: dict[str, Any] = {

@@ -19,9 +19,8 @@ from infinity.calibration import KnownRates
 from infinity.cli.main import app
 from infinity.cli.plan import Wishes, report_of
 from infinity.errors import ConfigError, MachineError
-from infinity.model.skeleton import NAMED, build_skeleton
-from infinity.model.target import MAX_LAYERS, find_model, target_of
-from infinity.plan.rates import Rates, nominal
+from infinity.model.shapes import MAX_LAYERS, NAMED, build_skeleton, find_model, target_of
+from infinity.plan.cost import Rates, nominal
 
 GIB = 1 << 30
 DESKTOP = ["--device", "24GiB", "--host", "64GiB", "--disk", "2TiB"]
@@ -113,7 +112,7 @@ def test_the_page_of_a_large_model_can_be_checked_by_hand() -> None:
 
 
 def test_every_key_that_is_documented_is_there(tiny: str) -> None:
-    import infinity.cli.plan_report as documented
+    import infinity.cli.plan_page as documented
 
     report = answer(tiny, *DESKTOP)
     assert set(report) == TOP_KEYS
@@ -430,8 +429,8 @@ def test_torch_is_not_made_to_import_its_compiler() -> None:
     """Seconds, each time; a random number on meta would do it. (No outline: see test_outline.)"""
     code = (
         "import sys, torch\n"
-        "from infinity.model import foreign\n"
-        "with torch.device('meta'), foreign._Unset():\n"
+        "from infinity.model import config_shapes\n"
+        "with torch.device('meta'), config_shapes._Unset():\n"
         "    torch.nn.init.normal_(torch.nn.Linear(8, 8).weight)\n"
         "assert 'torch._dynamo' not in sys.modules"
     )
@@ -476,7 +475,7 @@ def test_an_error_that_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def fail(config: Any) -> None:
         raise OverflowError
 
-    monkeypatch.setattr("infinity.model.target.build_skeleton", fail)
+    monkeypatch.setattr("infinity.model.shapes.build_skeleton", fail)
     with pytest.raises(ConfigError, match="cannot be: OverflowError"):
         find_model("7b")
 

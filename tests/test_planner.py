@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.config import load_config
+from infinity.config.schema import load_config
 from infinity.errors import ConfigError, DoesNotFitError
 from infinity.formats import MomentFormat
+from infinity.plan.budget import Limits
 from infinity.plan.forecast import forecast_bytes
 from infinity.plan.layout import PRECISIONS, Kind, ParameterFacts, Tier, UnitLayout, lay_out
 from infinity.plan.plan import LANES, Plan, RuleFacts
 from infinity.plan.planner import make_plan
-from infinity.plan.reserve import Limits
 
 TIERS = ("device", "host", "disk")
 MIB = 1 << 20
@@ -274,8 +274,8 @@ def test_the_gradient_is_wide_only_where_it_is_summed() -> None:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_bytes_per_step_are_those_of_the_design_table(micro_batches: int) -> None:
-    """DESIGN section 3: bytes per parameter and step, with everything but the gradient on disk."""
+def test_bytes_per_step_are_those_of_the_table(micro_batches: int) -> None:
+    """The table of ARCHITECTURE, with everything but the gradient on disk."""
     count = 2048 * 16
     wish = {"weights": "disk", "moments": "disk", "gradients": "host"}
     plan = plan_of(

@@ -27,10 +27,9 @@ from torch import nn
 
 from infinity.engine import Engine
 from infinity.errors import PresenceError
-from infinity.memory.residency import Where
-from infinity.model.installation import ParameterMap
-from infinity.model.presence import placeholder
-from infinity.training.saved_tensors import SavedTensors
+from infinity.model.parameters import ParameterMap, placeholder
+from infinity.offload.saved_tensors import SavedTensors
+from infinity.offload.slots import Where
 
 CPU = torch.device("cpu")
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64]

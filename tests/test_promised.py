@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.errors import ConfigError
-from infinity.model.promised import Promised
+from infinity.model.lazy_tensor import Promised
 from infinity.model.torch_private import tensor_without_memory
 
 

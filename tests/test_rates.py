@@ -17,12 +17,12 @@ from test_machine import GIB, computer
 
 from infinity import calibration
 from infinity.calibration import KnownRates, cached_rates
-from infinity.config import IoConfig
+from infinity.config.schema import IoConfig
 from infinity.errors import DoesNotFitError, MachineError, TransferError
-from infinity.memory.device import CpuDevice, Device
-from infinity.memory.disk import Disk
+from infinity.plan.cost import COMPUTE, COPIES, DEVICE_UPDATE, DISK, NOMINAL_CPU, UPDATE, Rates
 from infinity.plan.machine import Machine, read_machine
-from infinity.plan.rates import COMPUTE, COPIES, DEVICE_UPDATE, DISK, NOMINAL_CPU, UPDATE, Rates
+from infinity.storage.device import CpuDevice, Device
+from infinity.storage.disk import Disk
 
 BRIEF_S = 0.2
 
@@ -145,7 +145,7 @@ def test_nothing_is_left_after_an_interruption(
     def interrupt(*arguments: object) -> float:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("infinity.memory.disk_speed._Tier._run", interrupt)
+    monkeypatch.setattr("infinity.calibration._Tier._run", interrupt)
     with pytest.raises(KeyboardInterrupt):
         calibration.measure_disk([tmp_path], IoConfig(), BRIEF_S)
     assert list(tmp_path.iterdir()) == []
@@ -154,7 +154,7 @@ def test_nothing_is_left_after_an_interruption(
 def test_paths_that_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MachineError, match="mkdir -p"):
         calibration.measure_disk([tmp_path / "none"], IoConfig(), BRIEF_S)
-    monkeypatch.setattr("infinity.memory.scratch.Scratch.free_bytes", lambda self: 4096)
+    monkeypatch.setattr("infinity.storage.run_dir.Scratch.free_bytes", lambda self: 4096)
     with pytest.raises(DoesNotFitError, match="missing"):
         calibration.measure_disk([tmp_path], IoConfig(), BRIEF_S)
     assert list(tmp_path.iterdir()) == []

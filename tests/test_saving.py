@@ -27,8 +27,7 @@ from support.small import (
 from torch import Tensor
 
 import infinity
-from infinity.checkpoint.masters import CheckpointWeights
-from infinity.checkpoint.reader import CheckpointReader
+from infinity.checkpoint.reader import CheckpointReader, CheckpointWeights
 from infinity.checkpoint.writer import CheckpointWriter
 from infinity.deepspeed.import_checkpoint import import_deepspeed
 from infinity.engine import Engine

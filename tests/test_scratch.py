@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from support.leaks import descriptors
 
-from infinity.memory import scratch as module
-from infinity.memory.scratch import Scratch, remove_dead_runs
+from infinity.storage import run_dir as module
+from infinity.storage.run_dir import Scratch, remove_dead_runs
 
 # Bare packages: what `infinity/__init__.py` imports, torch above all, would take seconds a run.
 BARE = """
@@ -32,7 +32,7 @@ RUN = (
     f"root = {str(ROOT)!r}{BARE}"
     """
 import sys, time
-from infinity.memory.scratch import Scratch
+from infinity.storage.run_dir import Scratch
 scratch = Scratch.create(sys.argv[1])
 scratch.path("state").write_bytes(b"x" * 4096)
 print(scratch.directory, flush=True)

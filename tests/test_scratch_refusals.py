@@ -13,8 +13,8 @@ import pytest
 from support.leaks import descriptors
 
 from infinity.errors import DoesNotFitError, InfinityError, MachineError
-from infinity.memory import scratch as module
-from infinity.memory.scratch import Scratch
+from infinity.storage import run_dir as module
+from infinity.storage.run_dir import Scratch
 
 
 def names_in(root: Path) -> list[str]:
@@ -83,7 +83,7 @@ def test_a_refusing_disk(
 def test_a_directory_that_this_user_may_not_write() -> None:
     script = """
 import os, sys
-from infinity.memory.scratch import Scratch
+from infinity.storage.run_dir import Scratch
 from infinity.errors import MachineError
 os.setgid(65534); os.setuid(65534)
 try: Scratch.create(sys.argv[1])

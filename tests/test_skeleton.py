@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from infinity.errors import ConfigError, MachineError
+from infinity.model.config_shapes import explained
 from infinity.model.cut import Cutter
-from infinity.model.foreign import explained
-from infinity.model.skeleton import FAMILIES, NAMED, build_skeleton, read_model_config
+from infinity.model.shapes import FAMILIES, NAMED, build_skeleton, read_model_config
 
 _LLAMA = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
 # Numbers of the published config.json; parameters as the model card or hub page says.

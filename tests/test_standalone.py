@@ -23,9 +23,9 @@ from torch import Tensor, nn
 import infinity
 from infinity.errors import ConfigError, EngineClosedError, InfinityError
 from infinity.formats import MomentFormat
-from infinity.optim.built_in import rounding_key
 from infinity.optim.moments import Moment
 from infinity.optim.rules import AdamHyper
+from infinity.optim.update import rounding_key
 
 SHAPES = ((17, 9), (33,), (), (2, 3, 4, 5), (0, 4), (700, 11))
 CLASSES = (infinity.CPUAdam, infinity.FusedAdam)

@@ -24,8 +24,7 @@ from torch.utils.data import TensorDataset
 import infinity
 from infinity import startup
 from infinity.errors import ConfigError, DoesNotFitError, InfinityWarning
-from infinity.memory.device import CpuDevice, Device
-from infinity.memory.reservations import PROCESS
+from infinity.storage.device import PROCESS, CpuDevice, Device
 
 HOMES = {"disk": ON_DISK, "device": ON_DEVICE, "mixed": MIXED}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.plan.tape import NEVER, Tape, guess_cycle
+from infinity.plan.access_order import NEVER, Tape, guess_cycle
 
 sequences = st.lists(st.integers(0, 5), min_size=1, max_size=20)
 

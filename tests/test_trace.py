@@ -23,11 +23,10 @@ from support.small import MIXED, ON_DEVICE, ON_DISK, batch, settings, small_engi
 from support.trainer import Run, make_config, make_device
 
 import infinity
-from infinity.config import load_config
+from infinity.config.schema import load_config
 from infinity.errors import ConfigError, MachineError
-from infinity.memory.device import Event
-from infinity.trace.reader import Slice, Timeline, read_timeline
-from infinity.trace.shares import Shares, verdict
+from infinity.storage.device import Event
+from infinity.trace.reader import Shares, Slice, Timeline, read_timeline, verdict
 
 LANES = ("disk_read", "disk_write", "to_device", "from_device")
 IN_RAM = dict.fromkeys(("weights", "moments", "gradients"), "host")

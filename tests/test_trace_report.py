@@ -15,21 +15,22 @@ import pytest
 from typer.testing import CliRunner
 
 from infinity.cli.main import app
-from infinity.trace.reader import Timeline, read_timeline
-from infinity.trace.recorder import NO_UNIT, Trace
-from infinity.trace.report import report_lines
-from infinity.trace.shares import (
+from infinity.trace.reader import (
     MOVERS,
     Interval,
     Shares,
+    Timeline,
     binds,
     clip,
     length,
     overlap,
+    read_timeline,
     union,
     verdict,
     without,
 )
+from infinity.trace.recorder import NO_UNIT, Trace
+from infinity.trace.report import report_lines
 
 TICK_S = 0.001
 SPAN = 4000  # ticks

@@ -18,7 +18,7 @@ from infinity.cli.init import PRESETS
 from infinity.cli.main import app
 from infinity.cli.train_page import format_stalls, format_step
 from infinity.errors import ConfigError
-from infinity.plan.rates import Rates, nominal
+from infinity.plan.cost import Rates, nominal
 from infinity.runs.metrics import StepFacts
 from infinity.runs.settings import load_run_config
 

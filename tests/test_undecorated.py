@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import infinity
-from infinity.optim.undecorated import optimizer_method
+from infinity.optim.offloaded import optimizer_method
 
 ENGINE = """
 import torch, infinity

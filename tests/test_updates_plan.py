@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 from test_planner import UNLIMITED, units
 
-from infinity.config import load_config
+from infinity.config.schema import load_config
 from infinity.errors import DoesNotFitError
-from infinity.plan.cost import step_cost, stream_s, update_s
+from infinity.plan.budget import AUTO_SHARE, Limits, with_memory
+from infinity.plan.cost import NOMINAL, Rates, step_cost, stream_s, update_s
 from infinity.plan.forecast import forecast_phases
 from infinity.plan.layout import Tier
 from infinity.plan.plan import Plan, RuleFacts, UnitHomes, UpdatePlace, update_place
 from infinity.plan.planner import make_plan
-from infinity.plan.rates import NOMINAL, Rates
-from infinity.plan.reserve import AUTO_SHARE, Limits, with_memory
 
 IN_RAM = dict.fromkeys(("weights", "moments", "gradients"), "host")
 ON_DISK = dict.fromkeys(("weights", "moments", "gradients"), "disk")

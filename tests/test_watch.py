@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.errors import DoesNotFitError, InfinityWarning
-from infinity.training import watch
+from infinity.offload import memory_watch
 
 MIB = 1 << 20
 
@@ -53,7 +53,7 @@ def budget_above_now(nbytes: int) -> dict[str, Any]:
 def test_memory_past_the_budget_is_an_error_with_names_and_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "SAMPLE_S", 0.0)
+    monkeypatch.setattr(memory_watch, "SAMPLE_S", 0.0)
     model = hoarding_model()
     hoarder = model.blocks[0]
     assert isinstance(hoarder, Hoarder)
@@ -75,8 +75,8 @@ def test_memory_past_the_budget_is_an_error_with_names_and_numbers(
 def test_memory_near_the_budget_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "SAMPLE_S", 0.0)
-    monkeypatch.setattr(watch, "NEAR_SHARE", 0.0)
+    monkeypatch.setattr(memory_watch, "SAMPLE_S", 0.0)
+    monkeypatch.setattr(memory_watch, "NEAR_SHARE", 0.0)
     given = settings(tmp_path, **budget_above_now(256 * MIB))
     with infinity.initialize(hoarding_model(), given)[0] as engine:
         with warnings.catch_warnings(record=True) as told:
@@ -91,11 +91,11 @@ def test_memory_near_the_budget_is_told_once(
 def test_a_full_machine_is_an_error_before_the_kernel_strikes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "SAMPLE_S", 0.0)
+    monkeypatch.setattr(memory_watch, "SAMPLE_S", 0.0)
     with infinity.initialize(hoarding_model(), settings(tmp_path))[0] as engine:
         train(engine, 1)
-        monkeypatch.setattr(watch, "ROOM_S", 0.0)
-        monkeypatch.setattr(watch, "memory_room", lambda: (1000 * MIB, 15 * MIB))
+        monkeypatch.setattr(memory_watch, "ROOM_S", 0.0)
+        monkeypatch.setattr(memory_watch, "memory_room", lambda: (1000 * MIB, 15 * MIB))
         engine._parts.hooks.watch._next_room_s = 0.0
         with pytest.raises(DoesNotFitError, match=r"1000.00 MiB .* 15.00 MiB are left"):
             train(engine, 1)
@@ -122,19 +122,19 @@ def test_few_looks_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         watcher = engine._parts.hooks.watch
         samples: list[float] = []
         monkeypatch.setattr(watcher, "_sample", lambda *given: samples.append(given[2]))
-        ticks = itertools.count(time.monotonic() + 10, watch.SAMPLE_S / 100)
-        monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=ticks.__next__))
+        ticks = itertools.count(time.monotonic() + 10, memory_watch.SAMPLE_S / 100)
+        monkeypatch.setattr(memory_watch, "time", SimpleNamespace(monotonic=ticks.__next__))
         for _ in range(10_000):
             watcher.at(0, "forward")
         monkeypatch.undo()
         assert 90 <= len(samples) <= 101  # every hundredth
-        assert all(b - a >= watch.SAMPLE_S for a, b in pairwise(samples))
+        assert all(b - a >= memory_watch.SAMPLE_S for a, b in pairwise(samples))
 
 
 def test_what_another_engine_reserved_later_is_not_held_against_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "SAMPLE_S", 0.0)
+    monkeypatch.setattr(memory_watch, "SAMPLE_S", 0.0)
     wide = SmallModel(num_blocks=2, width=2048)  # 128 MiB of weights, 512 MiB with all that rests
     given = settings(tmp_path, **budget_above_now(128 * MIB))
     homes = {"weights": "device", "moments": "host", "gradients": "host"}

@@ -1,4 +1,4 @@
-"""How fast a step could be: the two bounds of DESIGN, section 1, from a plan and measured rates.
+"""How fast a step could be: the two bounds of docs/ARCHITECTURE.md, from a plan and measured rates.
 
 Bytes of each lane, the update's time and what overlaps what come from `infinity.plan.cost`;
 what is added here is how long the products of a micro-batch take, as measured.
@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.calibration import measure_disk
-from infinity.config import IoConfig
-from infinity.plan.cost import step_cost
+from infinity.config.schema import IoConfig
+from infinity.plan.cost import DISK, Rates, step_cost
 from infinity.plan.plan import Plan
-from infinity.plan.rates import DISK, Rates
-from infinity.trace.shares import Shares, length, union, without
+from infinity.trace.reader import Shares, length, union, without
 
 MEASURE_S = 2.0
 

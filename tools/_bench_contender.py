@@ -34,13 +34,12 @@ from _process import peak_rss_bytes
 
 import infinity
 from infinity.calibration import KnownRates, cached_rates
-from infinity.config import load_config
-from infinity.memory.device import find_device
-from infinity.model.materialize import remember_values
+from infinity.config.schema import load_config
+from infinity.model.meta_init import remember_values
 from infinity.sizes import parse_size
-from infinity.trace.reader import read_timeline
+from infinity.storage.cuda import find_device
+from infinity.trace.reader import Shares, read_timeline
 from infinity.trace.report import step_data
-from infinity.trace.shares import Shares
 
 
 class Contender:

@@ -19,7 +19,7 @@ from _bench_targets import judged
 from rich.console import Console
 from rich.table import Table
 
-from infinity.plan.rates import DISK
+from infinity.plan.cost import DISK
 from infinity.sizes import format_count, format_rate, format_size, parse_size
 
 # Ratio of step times -> whose, to whose.

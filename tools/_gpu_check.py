@@ -32,7 +32,7 @@ FACTS_S = 30.0
 BUILT = REPOSITORY / "build" / "gpu_site"  # git ignores it: kept on the machine between calls
 # What the built package is made of.
 SOURCES = ("infinity", "csrc", "CMakeLists.txt", "pyproject.toml", ".whl")
-LIMIT_S = 560.0  # of everything; a lent machine ends a command after 600
+LIMIT_S = 560.0  # of everything: a stage ends within ten minutes, wherever it runs
 SHOWN_LINES = 60  # of a check's output in the report
 GRACE_S = 10.0  # to clean up in
 MISSING, NO_GPU, STOPPED = 3, 4, 124

@@ -39,7 +39,7 @@ class Target:
 
 
 def table(results: Results) -> list[str]:
-    """All targets of the issue, as lines of Markdown."""
+    """All targets, as lines of Markdown."""
     return [
         "| target | wanted | found | |",
         "| --- | --- | --- | --- |",

@@ -26,8 +26,8 @@ from _swap_load import NUM_SLOTS, Array, Load, Piece, Span, Testbed, address_of,
 
 from infinity import _aio
 from infinity.errors import InfinityError
-from infinity.memory.disk_errors import path_error
 from infinity.sizes import format_size
+from infinity.storage.os_errors import path_error
 
 
 class UnavailableError(InfinityError):

@@ -22,10 +22,10 @@ from typing import Any
 from _swap_rounds import usable_backends
 
 from infinity import _aio
-from infinity.cli.screen import ProgressLine
-from infinity.memory.disk_errors import path_error
-from infinity.memory.file_systems import look_at
-from infinity.memory.scratch import Scratch
+from infinity.cli.terminal import ProgressLine
+from infinity.storage.os_errors import path_error
+from infinity.storage.run_dir import Scratch
+from infinity.storage.striping import look_at
 
 # Which errno a fault may end in; short, delayed and reordered transfers must end well.
 RIGHT_ERRORS: dict[str, frozenset[int]] = {

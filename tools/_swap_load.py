@@ -20,10 +20,10 @@ import numpy as np
 
 from infinity import _aio
 from infinity.errors import DoesNotFitError, InfinityError, MachineError
-from infinity.memory.disk_errors import path_error
-from infinity.memory.scratch import Scratch
 from infinity.plan.machine import disk_free_bytes
 from infinity.sizes import format_size
+from infinity.storage.os_errors import path_error
+from infinity.storage.run_dir import Scratch
 
 Mode: TypeAlias = Literal["read", "write", "mixed"]
 MODES: tuple[Mode, ...] = ("read", "write", "mixed")

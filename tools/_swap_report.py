@@ -12,7 +12,7 @@ from _swap_contenders import Sample
 from _swap_load import MODES, Mode
 from _swap_rounds import Calibration, Samples, Tuned, choose, median_rate
 
-from infinity.cli.screen import Page
+from infinity.cli.terminal import Page
 from infinity.sizes import format_count, format_duration, format_size
 
 # bf16 AdamW with one micro-batch; bytes per parameter and step.

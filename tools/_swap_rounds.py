@@ -31,7 +31,7 @@ from _swap_contenders import (
 )
 from _swap_load import Load, Mode, Testbed
 
-from infinity.memory.file_systems import BACKENDS
+from infinity.storage.striping import BACKENDS
 
 Item = TypeVar("Item")
 Samples = dict[Mode, dict[str, list[Sample]]]

@@ -27,7 +27,7 @@ from _bench_adam_contenders import Contender, deepspeed_adam, take_turns, torch_
 from _bench_ratios import Ratio, ratio_of
 
 from infinity import _adam
-from infinity.cli.checkup import machine_facts
+from infinity.cli.doctor import machine_facts
 from infinity.optim.cpu import CpuKernels
 
 TARGET = 0.95  # of the limit

@@ -42,13 +42,12 @@ from support.rough import initialize, rough_io
 
 import infinity
 from infinity.calibration import measure_disk, measure_processors
-from infinity.config import IoConfig
-from infinity.memory.device import find_device
-from infinity.model.target import target_of
-from infinity.plan.cost import StepCost, Work, step_cost
+from infinity.config.schema import IoConfig
+from infinity.model.shapes import target_of
+from infinity.plan.cost import Rates, StepCost, Work, step_cost
 from infinity.plan.machine import read_machine
 from infinity.plan.plan import LANES, Plan
-from infinity.plan.rates import Rates
+from infinity.storage.cuda import find_device
 
 STEADY = 1.25  # rates before and after a turn agree to this factor, or it does not count
 TRIES = 2

@@ -38,7 +38,7 @@ from torch import nn
 
 import infinity
 from infinity import _aio
-from infinity.checkpoint.root import prune
+from infinity.checkpoint.directory import prune
 from infinity.engine import Engine
 
 HOMES = {

@@ -13,7 +13,7 @@ slows all alike: only ratios within a round are compared. Where they do not fit 
 
 Prints step times, tokens and model FLOP per second (6 per parameter and token), those of the
 hardware beside them (8, where `--checkpointing` computes blocks twice), peak memory, bytes moved
-beside bytes predicted, the bounds of DESIGN section 1 from the plan and what was measured here,
+beside bytes predicted, the bounds of ARCHITECTURE from the plan and what was measured here,
 ratios (step times beside plain PyTorch's, the bounds, the peer's), and whether targets were met.
 Two more steps of ours, after the timed ones, are traced: busy shares of all lanes, and what compute
 leaves, the GPU's idle share (on a CPU: the CPU's, waits taken out).

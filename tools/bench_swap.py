@@ -37,12 +37,11 @@ from _swap_rounds import (
     usable_backends,
 )
 
-from infinity.cli.checkup import machine_facts
-from infinity.cli.ending import command, stdout_is_ours
-from infinity.cli.screen import ProgressLine
+from infinity.cli.doctor import machine_facts
+from infinity.cli.terminal import ProgressLine, command, stdout_is_ours
 from infinity.errors import ConfigError
-from infinity.memory.file_systems import look_at, shared_drives
 from infinity.sizes import parse_size
+from infinity.storage.striping import look_at, shared_drives
 
 # A guess for the very first sample, in bytes per second; only its length depends on it.
 _FIRST_RATE = 10**9

@@ -12,9 +12,8 @@
 #   tools/gpu_check.sh --table FILE..       targets found by several calls (their results.json)
 #
 # What lies in .whl/ is installed first. What a machine with the image `cuda` lacks is pydantic, and
-# maybe what builds and compiles kernels; `--fetch` brings both for Python 3.12. To a lent machine the
-# folder, which git ignores, travels if `carry` names it:
-#   run(command="tools/gpu_check.sh", carry=[".whl"])
+# maybe what builds and compiles kernels; `--fetch` brings both for Python 3.12. Copy the folder, which
+# git ignores, to a machine without a network.
 # What was built stays in build/gpu_site, and serves the next call on the same machine.
 # Results go to $OUT (default: build/gpu_check): gpu_*.md, log.txt, machine.json, results.json of the
 # benchmarks, traces and their drawings. $PYTHON names the interpreter (default: python3, with torch

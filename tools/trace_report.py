@@ -15,9 +15,8 @@ import sys
 from typing import Any
 
 from infinity.cli.main import main
-from infinity.trace.reader import Timeline, read_timeline
+from infinity.trace.reader import Shares, Timeline, read_timeline, verdict
 from infinity.trace.recorder import LANES
-from infinity.trace.shares import Shares, verdict
 
 HIDDEN = ("step", "micro_batch")  # lines, not lanes
 

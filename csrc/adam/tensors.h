@@ -2,7 +2,7 @@
 //
 // Asking a tensor from Python for its type, size, strides and address costs half a microsecond, and
 // a piece has five to seven tensors. Here that costs a tenth. This is the quick way only: what is
-// not plainly good is left to the checks in infinity/optim/checks.py, which have the words for it.
+// not plainly good is left to the checks in infinity/optim/cpu.py, which have the words for it.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from infinity import _aio
-from infinity.stable import open_new
+import infinity._aio as _aio
+from infinity.files import open_new
 
 RING_BLOCKS = 4  # of a reader: in flight or in hand at once
 # In flight at once by a writer. A drive is faster with more, and whoever fills the blocks may be

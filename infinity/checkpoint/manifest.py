@@ -2,23 +2,318 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from os import PathLike
-from typing import Any, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
-from infinity.checkpoint.layout import (
-    FORMAT_NAME,
-    INDEX,
-    VERSION,
-    file_names,
-)
+import torch
+
 from infinity.checkpoint.plain import DTYPES
-from infinity.checkpoint.sealed_json import LARGEST, Fields, sealed
-from infinity.errors import CheckpointError
+from infinity.crc32c import crc32c
+from infinity.errors import CheckpointError, ConfigError
 from infinity.formats import MomentFormat
 from infinity.model.weight_directory import INDEX_NAME
+from infinity.model.weight_files import DTYPE_NAMES, encode_header
+
+# JSON that ends with its own checksum, and the cautious reading of what may be hostile.
+#
+# A sealed text is one object with a member per line (a list of objects: with one of those per
+# line). Its last member is "checksum", the CRC32C of all bytes before the comma that precedes it.
+
+
+LARGEST = 2**63 - 1
+_SEAL = re.compile(r',\n"checksum": "([0-9a-f]{8})"\n}\n')
+_SEAL_LENGTH = len(',\n"checksum": "00000000"\n}\n')
+
+
+def sealed(members: Mapping[str, Any], lists: Mapping[str, Sequence[Any]]) -> str:
+    """The text of `members` and, an element per line, of `lists`.
+
+    Raises `ConfigError` for what is no JSON; infinities are none.
+    """
+    lines = [f"{_dump(key, key)}: {_dump(value, key)}" for key, value in members.items()]
+    for key, items in lists.items():
+        inner = ",".join(f"\n {_dump(item, key)}" for item in items)
+        lines.append(f"{_dump(key, key)}: [{inner}]")
+    body = "{\n" + ",\n".join(lines)
+    return f'{body},\n"checksum": "{crc32c(body.encode()):08x}"\n}}\n'
+
+
+def _dump(value: Any, what: str) -> str:
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{what} cannot be saved as JSON: {error}",
+            remedy="encode it with infinity.checkpoint.plain.encode",
+        ) from None
+
+
+class Fields:
+    """Members of parsed JSON by kind; what is not of that kind raises `CheckpointError`.
+
+    `where` is the file that the errors name.
+    """
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def fail(self, problem: str) -> NoReturn:
+        """Raise the error for a file that is unsound."""
+        raise CheckpointError(
+            f"{self.where} is not sound: {problem}",
+            because="it is damaged, was changed, or was written by something else",
+            remedy="use another checkpoint: infinity checkpoint verify DIR --all names the sound",
+        )
+
+    def parse(self, text: str) -> dict[str, Any]:
+        """The one JSON object in `text`: no name twice, no infinities, not too deep."""
+        try:
+            found = json.loads(
+                text,
+                object_pairs_hook=self._unique,
+                parse_constant=self._no_number,
+                parse_float=self._finite,
+            )
+        except (ValueError, RecursionError) as error:
+            self.fail(f"it is not JSON: {str(error)[:200]}")
+        if type(found) is not dict:
+            self.fail("it is no JSON object")
+        return found
+
+    def check_seal(self, text: str) -> None:
+        """Hold `text` to the checksum at its end."""
+        seal = _SEAL.fullmatch(text[-_SEAL_LENGTH:])
+        if seal is None:
+            self.fail("it does not end with its checksum")
+        try:
+            crc = crc32c(text[:-_SEAL_LENGTH].encode())
+        except UnicodeEncodeError:
+            self.fail("it is no UTF-8")
+        if crc != int(seal[1], 16):
+            self.fail(f"its CRC32C is {crc:08x}, and its checksum {seal[1]}")
+
+    def _unique(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            seen: set[str] = set()
+            for name, _ in pairs:
+                if name in seen:
+                    self.fail(f"the member {name!r:.80} is there twice")
+                seen.add(name)
+        return found
+
+    def _no_number(self, text: str) -> NoReturn:
+        self.fail(f"{text} is no JSON")
+
+    def _finite(self, text: str) -> float:
+        number = float(text)
+        if not math.isfinite(number):
+            self.fail(f"the number {text:.40} is too large")
+        return number
+
+    def member(self, members: Any, key: str, place: str) -> Any:
+        """The member, whatever it is."""
+        if type(members) is not dict:
+            self.fail(f"{place or 'it'} is no object")
+        if key not in members:
+            self.fail(f"{_joined(place, key)} is missing")
+        return members[key]
+
+    def _of(self, kind: type, members: Any, key: str, place: str) -> Any:
+        value = self.member(members, key, place)
+        if type(value) is not kind:
+            self.fail(f"{_joined(place, key)} is {value!r:.60}, not of type {kind.__name__}")
+        return value
+
+    def text(self, members: Any, key: str, place: str = "") -> str:
+        """A text that has an encoding."""
+        found: str = self._of(str, members, key, place)
+        self._check_text(found, _joined(place, key))
+        return found
+
+    def _check_text(self, text: str, place: str) -> None:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            self.fail(f"{place} is no text: {text!r:.60}")
+
+    def flag(self, members: Any, key: str, place: str = "") -> bool:
+        """True or false."""
+        found: bool = self._of(bool, members, key, place)
+        return found
+
+    def number(self, members: Any, key: str, place: str = "", limit: int = LARGEST) -> int:
+        """A whole number from 0 to `limit`."""
+        found: int = self._of(int, members, key, place)
+        if not 0 <= found <= limit:
+            self.fail(f"{_joined(place, key)} is {_number(found)}, not from 0 to {limit}")
+        return found
+
+    def items(self, members: Any, key: str, place: str = "") -> list[Any]:
+        """A list of anything."""
+        found: list[Any] = self._of(list, members, key, place)
+        return found
+
+    def texts(self, members: Any, key: str, place: str = "") -> tuple[str, ...]:
+        """A list of texts."""
+        found = self.items(members, key, place)
+        for item in found:
+            if type(item) is not str:
+                self.fail(f"{_joined(place, key)} holds {item!r:.60}, not texts alone")
+            self._check_text(item, _joined(place, key))
+        return tuple(found)
+
+    def numbers(
+        self, members: Any, key: str, place: str = "", limit: int = LARGEST
+    ) -> tuple[int, ...]:
+        """A list of whole numbers from 0 to `limit`."""
+        found = self.items(members, key, place)
+        for item in found:
+            if type(item) is not int or not 0 <= item <= limit:
+                text = _number(item) if type(item) is int else f"{item!r:.60}"
+                self.fail(f"{_joined(place, key)} holds {text}, not numbers from 0 to {limit}")
+        return tuple(found)
+
+
+def _joined(place: str, key: str) -> str:
+    return f"{place}.{key}" if place else key
+
+
+def _number(number: int) -> str:
+    return str(number) if abs(number) <= LARGEST else f"a number of {number.bit_length()} bits"
+
+
+# Which bytes of a checkpoint lie in which file: streams, shards, names and headers.
+#
+# A stream is a sequence of tensors. It is cut into safetensors files between tensors, so every
+# file
+# can be read alone, by anything that reads safetensors.
+
+
+FORMAT_NAME = "torch-infinity-checkpoint"
+VERSION = (1, 0)
+MANIFEST_NAME = "manifest.json"
+LATEST_NAME = "latest"
+BLOCK_BYTES = 1 << 20
+MAX_SHARD_BYTES = 5 << 30
+
+MODEL, FROZEN, BUFFERS = "model", "frozen", "buffers"
+RESIDUAL, MASTER, GRADIENT = "residual", "master", "gradient"
+INDEX = "index"  # the stream that INDEX_NAME is counted to; it holds no tensors
+
+_STREAM = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_FILE = re.compile(r"([a-z][a-z0-9_]{0,63})(?:-([0-9]{5,9})-of-([0-9]{5,9}))?\.safetensors")
+_TAG_BYTES = 200
+TEMPORARY_SUFFIX = ".tmp"
+
+
+class TensorSpec(NamedTuple):
+    """A tensor that a stream holds; its bytes are its elements in row-major order."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One file of a stream: its name, what stands before the tensors, and the tensors."""
+
+    name: str
+    header: bytes
+    tensors: tuple[TensorSpec, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return len(self.header) + sum(t.nbytes for t in self.tensors)
+
+
+def moment_stream(index: int) -> str:
+    """The stream of a moment, counted from 1."""
+    return f"moment{index}"
+
+
+def cut(
+    stream: str, tensors: Sequence[TensorSpec], max_shard_bytes: int, *, numbered: bool
+) -> list[Shard]:
+    """The files of a stream; none if it has no tensors. A shard holds at least one tensor.
+
+    `numbered`: a single file is "model-00001-of-00001.safetensors" and not "model.safetensors".
+    Raises `ConfigError` for a name or a dtype that the format does not know, and for names twice.
+    """
+    if _STREAM.fullmatch(stream) is None or stream == INDEX:
+        raise ConfigError(f"{stream!r} is no name for a stream of tensors")
+    seen: set[str] = set()
+    for tensor in tensors:
+        if tensor.dtype not in DTYPE_NAMES:
+            raise ConfigError(f"tensor {tensor.name!r}: safetensors files hold no {tensor.dtype}")
+        if tensor.name in seen:
+            raise ConfigError(f"tensor {tensor.name!r} is in the stream {stream!r} twice")
+        seen.add(tensor.name)
+    groups: list[list[TensorSpec]] = []
+    size = 0
+    for tensor in tensors:
+        if not groups or size + tensor.nbytes > max_shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.nbytes
+    names = file_names(stream, len(groups), numbered=numbered)
+    return [
+        Shard(name, encode_header(group), tuple(group))
+        for name, group in zip(names, groups, strict=True)
+    ]
+
+
+def file_names(stream: str, count: int, *, numbered: bool) -> list[str]:
+    """What the files of a stream are called."""
+    if count == 1 and not numbered:
+        return [f"{stream}.safetensors"]
+    return [f"{stream}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+
+
+def is_our_file(name: str) -> bool:
+    """Whether a checkpoint may contain a file of this name."""
+    return name in (MANIFEST_NAME, INDEX_NAME) or _FILE.fullmatch(name) is not None
+
+
+def check_tag(tag: str) -> str:
+    """`tag`, if it can be the name of a checkpoint's directory; raises `ConfigError`."""
+    problem = None
+    if not isinstance(tag, str) or not tag:
+        problem = "is no text" if not isinstance(tag, str) else "is empty"
+    elif "/" in tag or not tag.isprintable() or tag != tag.strip():
+        problem = "has a slash, a space at its ends, or a character that cannot be printed"
+    elif tag.startswith(".") or tag == LATEST_NAME or tag.endswith(TEMPORARY_SUFFIX):
+        problem = f"begins with a dot, ends with {TEMPORARY_SUFFIX!r} or is {LATEST_NAME!r}"
+    else:
+        try:
+            length = len(tag.encode())
+        except UnicodeEncodeError:
+            problem = "is no text"
+        else:
+            if length > _TAG_BYTES:
+                problem = f"has {length} bytes, more than {_TAG_BYTES}"
+    if problem is not None:
+        raise ConfigError(
+            f"the tag {tag!r:.80} {problem}",
+            because="a tag names a directory",
+            remedy='choose one like "global_step100"',
+        )
+    return tag
+
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 MAX_MANIFEST_BYTES = 512 << 20
@@ -246,3 +541,87 @@ def _file(fields: Fields, members: Any, place: str) -> FileRecord:
             f"for {record.nbytes} bytes in blocks of {size}"
         )
     return record
+
+
+# Whether the tensors of a checkpoint's files are those that its manifest speaks of.
+
+
+_MOMENT = re.compile(r"moment([1-9][0-9]?)(_scales)?")
+_BESIDE = {RESIDUAL: torch.int16, MASTER: torch.float32}  # what stands beside weights
+_MOMENT_DTYPES = {MomentFormat.FP32: torch.float32, MomentFormat.INT8: torch.uint8}
+
+Records = Mapping[str, ParameterRecord | BufferRecord]
+
+
+def problems(manifest: Manifest, streams: Mapping[str, Sequence[TensorSpec]]) -> Iterator[str]:
+    """What does not agree, each naming stream and tensor; streams of other names are not judged."""
+    trained: Records = {p.name: p for p in manifest.parameters if p.trained}
+    frozen: Records = {p.name: p for p in manifest.parameters if not p.trained}
+    buffers: Records = {b.name: b for b in manifest.buffers}
+    for stream, records in ((MODEL, trained), (FROZEN, frozen), (BUFFERS, buffers)):
+        specs = streams.get(stream, ())
+        found = {spec.name for spec in specs}
+        for name in records:
+            if name not in found:
+                yield f"{name!r} is missing in the stream {stream!r}"
+        for spec, record in _known(stream, specs, records):
+            yield from (
+                _differences(stream, spec, record, DTYPES[record.dtype])
+                if record
+                else (_unknown(stream, spec),)
+            )
+    for stream, specs in streams.items():
+        if stream in (*_BESIDE, GRADIENT) or _MOMENT.fullmatch(stream):
+            yield from _state_problems(manifest, stream, specs, trained)
+
+
+def _state_problems(
+    manifest: Manifest, stream: str, specs: Sequence[TensorSpec], trained: Records
+) -> Iterator[str]:
+    """A stream with something for each of the trained parameters, or for some of them."""
+    dtype = _BESIDE.get(stream)
+    scaled = None
+    if match := _MOMENT.fullmatch(stream):
+        index = int(match[1])
+        if index > len(manifest.moments):
+            yield f"the stream {stream!r} is there, and {len(manifest.moments)} moments are known"
+            return
+        format = MomentFormat(manifest.moments[index - 1])
+        dtype = _MOMENT_DTYPES.get(format, torch.bfloat16)
+        if match[2]:
+            scaled, dtype = format, torch.float32
+    for spec, record in _known(stream, specs, trained):
+        if record is None:
+            yield _unknown(stream, spec)
+        elif scaled is None:
+            yield from _differences(stream, spec, record, dtype)
+        elif prod(spec.shape) != scaled.num_scales(prod(record.shape)) or spec.dtype is not dtype:
+            yield (
+                f"{spec.name!r} in the stream {stream!r} is {spec.dtype} of shape {spec.shape}, "
+                f"not {dtype} with {scaled.num_scales(prod(record.shape))} elements"
+            )
+
+
+def _known(
+    stream: str, specs: Sequence[TensorSpec], records: Records
+) -> Iterator[tuple[TensorSpec, ParameterRecord | BufferRecord | None]]:
+    for spec in specs:
+        yield spec, records.get(spec.name)
+
+
+def _unknown(stream: str, spec: TensorSpec) -> str:
+    return f"{spec.name!r} in the stream {stream!r} is not in the manifest, or not of that kind"
+
+
+def _differences(
+    stream: str,
+    spec: TensorSpec,
+    record: ParameterRecord | BufferRecord,
+    dtype: torch.dtype | None,
+) -> Iterator[str]:
+    if spec.shape != record.shape:
+        yield (
+            f"{spec.name!r} in the stream {stream!r} has the shape {spec.shape}, not {record.shape}"
+        )
+    if dtype is not None and spec.dtype is not dtype:
+        yield f"{spec.name!r} in the stream {stream!r} is {spec.dtype}, not {dtype}"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from infinity.errors import CheckpointError, ConfigError
-from infinity.model.safetensors_file import DTYPE_NAMES
+from infinity.model.weight_files import DTYPE_NAMES
 from infinity.sizes import format_size
 
 

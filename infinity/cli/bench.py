@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from infinity.cli.doctor import rate_lines
-from infinity.cli.ending import command, stdout_is_ours
+from infinity.cli.terminal import command, stdout_is_ours
 from infinity.sizes import format_count
 
 _STATE_BYTES = 12  # per parameter, AdamW in bf16; each is read and written once a step
@@ -28,7 +28,7 @@ def bench(
     `io` go by it. How near that is to what the drives can do: tools/bench_swap.py of the source.
     """
     with command():
-        from infinity.cli.checkup import describe
+        from infinity.cli.doctor import describe
 
         with stdout_is_ours():
             machine = describe([part.expanduser() for part in path or []], True)

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from infinity.cli.ending import command, say
+from infinity.cli.terminal import command, say
 from infinity.errors import ConfigError, MachineError
-from infinity.stable import atomic_write, open_new
+from infinity.files import atomic_write, open_new
 
 PRESETS = {
     "tiny-cpu": "0.8M parameters from scratch, any computer, under a minute",

@@ -1,28 +1,58 @@
 """The `infinity` command: `doctor` looks at a machine, `plan` at a run, `bench` measures.
 
 `init` writes a configuration, `train` trains with one, `trace` says what a run waited for,
-`checkpoint` looks after saved state.
+`checkpoint` looks after saved state. A verb's module is imported when the verb is used.
 """
 
 from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from infinity import __version__
-from infinity.cli.bench import bench
-from infinity.cli.checkpoint import checkpoint
-from infinity.cli.doctor import doctor
-from infinity.cli.ending import say
-from infinity.cli.init import init
-from infinity.cli.plan import plan
-from infinity.cli.trace import trace
-from infinity.cli.train import train
+from infinity._version import __version__
+
+VERBS = {  # infinity.cli.VERB has what is called, or a Typer of several calls, by the same name
+    "doctor": "Say what this machine offers, and whether a run could start.",
+    "plan": "Say what a run would take and how fast it would be.",
+    "init": "Write a configuration for `infinity train`, with comments.",
+    "train": "Train a causal language model of transformers, new or pretrained.",
+    "trace": "Say who was busy when in a training run, and what it waited for.",
+    "bench": "Measure this machine.",
+    "checkpoint": "Look at checkpoints, verify, export and prune them.",
+}
+
+
+class Verbs(TyperGroup):
+    """The verbs by name, each imported when it is asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """In the order of the table."""
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The verb, or None."""
+        if cmd_name not in VERBS:
+            return None
+        found = getattr(import_module(f"infinity.cli.{cmd_name}"), cmd_name)
+        if isinstance(found, typer.Typer):
+            return typer.main.get_group(found)
+        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+        alone.command(cmd_name)(found)
+        return typer.main.get_command(alone)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """As click does, from the table: nothing is imported for it."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(VERBS.items()))
+
 
 app = typer.Typer(
+    cls=Verbs,
     name="infinity",
     help="Train models larger than the GPU, and larger than RAM, on one machine.",
     invoke_without_command=True,
@@ -31,13 +61,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(doctor)
-app.command()(plan)
-app.command()(init)
-app.command()(train)
-app.command()(trace)
-app.command()(bench)
-app.add_typer(checkpoint)
 
 
 def _show_version(wanted: bool) -> None:
@@ -66,5 +89,5 @@ def main(arguments: list[str] | None = None, name: str = "infinity") -> None:
         app(arguments, prog_name=name)
     except KeyboardInterrupt:
         # Between commands: nothing is open yet, or nothing is any more.
-        say("stopped")
+        print("stopped", file=sys.stderr)
         sys.exit(130)

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infinity.cli.ending import command, stdout_is_ours
 from infinity.cli.plan_run import engine_of, find_run_config, model_of, tokens_of
+from infinity.cli.terminal import command, stdout_is_ours
 from infinity.errors import ConfigError, DoesNotFitError
 from infinity.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
-    from infinity.config import Config
+    from infinity.config.schema import Config
     from infinity.cutting import Cut
     from infinity.deepspeed.config import Translation
-    from infinity.model.target import Target
+    from infinity.model.shapes import Target
     from infinity.plan.layout import UnitLayout
-    from infinity.plan.machine_file import PlanMachine
+    from infinity.plan.machine import PlanMachine
     from infinity.runs.settings import RunConfig
 
 DEFAULT_TOKENS = 2048
@@ -184,8 +184,8 @@ def _no_collections() -> Iterator[None]:
 
 
 def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
-    """The answer, JSON-able; the keys are told in `infinity.cli.plan_report`."""
-    from infinity.cli.plan_report import report
+    """The answer, JSON-able; the keys are told in `infinity.cli.plan_page`."""
+    from infinity.cli.plan_page import report
     from infinity.cutting import case_for, cut_model, groups_of
     from infinity.plan.advice import split_to_fit
 
@@ -218,10 +218,10 @@ def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
 
 def _find(wishes: Wishes) -> tuple[Config, Target, Translation | None]:
     """The configuration that was asked for, and the model; what a DeepSpeed one came to."""
-    from infinity.config import load_config
+    from infinity.config.schema import load_config
     from infinity.deepspeed.config import find_translation
     from infinity.deepspeed.source import find_source
-    from infinity.model.target import find_model, names_a_model
+    from infinity.model.shapes import find_model, names_a_model
 
     run = wishes.run
     theirs = run is None and find_source(wishes.target) is not None
@@ -255,8 +255,7 @@ def _find(wishes: Wishes) -> tuple[Config, Target, Translation | None]:
 
 def _machine(wishes: Wishes, config: Config) -> PlanMachine:
     """The machine to plan for, with the sizes that were given."""
-    from infinity.plan.machine import may_have_gpu
-    from infinity.plan.machine_file import HostOnly, PlanMachine, read_machine_file
+    from infinity.plan.machine import HostOnly, PlanMachine, may_have_gpu, read_machine_file
 
     if wishes.machine_file is not None:
         if wishes.paths or wishes.refresh:
@@ -271,7 +270,7 @@ def _machine(wishes: Wishes, config: Config) -> PlanMachine:
     unmeasured = wishes.device is not None and not paths
     if unmeasured and not may_have_gpu():
         return _sized(PlanMachine.here((), HostOnly(), name=_COMMON), wishes)
-    from infinity.memory.device import find_device
+    from infinity.storage.cuda import find_device
 
     with closing(find_device(None)) as device:
         if unmeasured and device.unified:
@@ -286,7 +285,7 @@ def _machine(wishes: Wishes, config: Config) -> PlanMachine:
 
 def _sized(machine: PlanMachine, wishes: Wishes) -> PlanMachine:
     """With other sizes; a GPU that is not there brings the rates of a common one."""
-    from infinity.plan.rates import COMPUTE, completed
+    from infinity.plan.cost import COMPUTE, completed
 
     if wishes.device is not None:
         if machine.unified:
@@ -307,7 +306,7 @@ def _sized(machine: PlanMachine, wishes: Wishes) -> PlanMachine:
 
 def _on_machine(config: Config, wishes: Wishes, machine: PlanMachine) -> Config:
     """The configuration with a path where the machine has a disk, and none where it has not."""
-    from infinity.plan.way import SOME_DISK
+    from infinity.plan.advice import SOME_DISK
 
     budget = config.budget.host
     if budget is not None and budget > machine.host_bytes:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from infinity.errors import ConfigError
 
 if TYPE_CHECKING:
-    from infinity.config import Config
-    from infinity.model.target import Target
+    from infinity.config.schema import Config
+    from infinity.model.shapes import Target
     from infinity.runs.settings import RunConfig
 
 
@@ -21,7 +21,7 @@ def find_run_config(text: str) -> RunConfig | None:
     path = Path(text).expanduser()
     if path.suffix.lower() not in (".yaml", ".yml", ".json") or not path.is_file():
         return None
-    from infinity.config_source import read_config_file
+    from infinity.config.source import read_config_file
     from infinity.runs.settings import is_run_config, load_run_config
 
     try:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from infinity.cli.ending import command
+from infinity.cli.terminal import command
 from infinity.errors import InfinityError
 
 if TYPE_CHECKING:
-    from infinity.trace.shares import Shares, StepShares
+    from infinity.trace.reader import Shares, StepShares
 
 
 def trace(
@@ -32,9 +32,8 @@ def trace(
     For example: infinity trace run.json --step 3; ui.perfetto.dev shows the lanes of that file.
     """
     with command():
-        from infinity.trace.reader import read_timeline
+        from infinity.trace.reader import Shares, read_timeline
         from infinity.trace.report import report_data, report_lines
-        from infinity.trace.shares import Shares
 
         shares = Shares(read_timeline(file))
         only = None if step is None else _find(shares, step)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infinity.cli.ending import Stopped, command, say, stdout_is_ours
+from infinity.cli.terminal import Stopped, command, say, stdout_is_ours
 from infinity.errors import DoesNotFitError, EngineFailedError, MachineError
 
 if TYPE_CHECKING:
@@ -108,13 +108,12 @@ def _train(config: Path, overrides: list[str], resume: str) -> Result:
 def _show_plan(run: Run, page: TrainPage) -> None:
     """Plan for what is there now, keep it and show it; ends the command where it does not fit."""
     from infinity.cli.plan import DEFAULT_ENDURANCE, parts_of_blocks
-    from infinity.cli.plan_page import show_plan
-    from infinity.cli.plan_report import report
+    from infinity.cli.plan_page import report, show_plan
     from infinity.cutting import cut_model, groups_of
-    from infinity.memory.device import find_device
     from infinity.runs.model import model_on_meta
     from infinity.runs.preparation import case_of
     from infinity.sizes import parse_size
+    from infinity.storage.cuda import find_device
 
     assert run.prepared is not None
     engine = run.prepared.engine
@@ -159,7 +158,7 @@ def _warnings_as_notes(page: TrainPage) -> Iterator[None]:
 class _Signals:
     """While training: the first signal asks for a stop between steps, the second stops at once."""
 
-    defers = True  # see [Note: Ctrl-C] in `training/interrupts.py`
+    defers = True  # see [Note: Ctrl-C] in `offload/owner.py`
 
     def __init__(self, page: TrainPage) -> None:
         self._page = page

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from infinity.cli.screen import Page
+from infinity.cli.terminal import Page
 from infinity.sizes import format_count, format_duration, format_size
 
 if TYPE_CHECKING:

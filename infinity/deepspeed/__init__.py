@@ -42,7 +42,7 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "runtime.zero": {},
     "runtime.zero.offload_config": {
-        "infinity.training.state_places": "OffloadDeviceEnum OffloadStateTypeEnum",
+        "infinity.training.parameter_access": "OffloadDeviceEnum OffloadStateTypeEnum",
     },
 }
 

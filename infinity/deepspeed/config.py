@@ -15,8 +15,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from infinity.config import BLOCK_MULTIPLE, CHUNK_MULTIPLE, Config, IoConfig, load_config
-from infinity.config_optimizer import OptimizerConfig
+from infinity.config.schema import (
+    BLOCK_MULTIPLE,
+    CHUNK_MULTIPLE,
+    Config,
+    IoConfig,
+    OptimizerConfig,
+    load_config,
+)
 from infinity.deepspeed.keys import (
     KEYS,
     OLD_NAMES,

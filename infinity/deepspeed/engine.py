@@ -14,16 +14,16 @@ from torch import Tensor
 
 from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityWarning, TrainingError
+from infinity.files import atomic_write, make_directories
+from infinity.offload.owner import exclusive
 from infinity.plan.layout import Tier
-from infinity.stable import atomic_write, make_directories
-from infinity.training.owner import exclusive
-from infinity.training.state_dict import StateDict
-from infinity.training.state_places import (
+from infinity.training.parameter_access import (
     OffloadDevice,
     OffloadStateTypeEnum,
     places_of,
     refuse_to_move,
 )
+from infinity.training.state_dict import StateDict
 
 _PICKLED = (".bin", ".pt", ".pth")
 

@@ -20,18 +20,20 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from infinity.checkpoint.layout import (
+from infinity.checkpoint.manifest import (
     BUFFERS,
     FROZEN,
     MASTER,
     MODEL,
     RESIDUAL,
+    BufferRecord,
+    Manifest,
+    ParameterRecord,
     TensorSpec,
     moment_stream,
 )
-from infinity.checkpoint.manifest import BufferRecord, Manifest, ParameterRecord
-from infinity.checkpoint.masters import split
 from infinity.checkpoint.plain import dtype_name
+from infinity.checkpoint.reader import split
 from infinity.checkpoint.writer import CheckpointWriter
 from infinity.errors import CheckpointError, ConfigError, first_lines
 from infinity.model.weight_files import Outgoing

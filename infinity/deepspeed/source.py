@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infinity.config import Config
-from infinity.config_problems import DEEPSPEED_NAMES
-from infinity.config_source import json_and_repeated, read_config_file
+from infinity.config.schema import Config
+from infinity.config.source import DEEPSPEED_NAMES, json_and_repeated, read_config_file
 from infinity.errors import ConfigError
 
 _UNMISTAKABLE = (
@@ -61,7 +60,7 @@ def is_deepspeed(raw: Mapping[str, Any]) -> bool:
 def find_source(source: Any) -> Source | None:
     """The DeepSpeed configuration in `source`, or None if it is not one.
 
-    None is for `infinity.config.load_config`, which then says what is wrong with it, if anything.
+    None is for `load_config`, which then says what is wrong with it, if anything.
     Raises `ConfigError` for what can only be meant as DeepSpeed's and cannot be read.
     """
     found = None

@@ -9,12 +9,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-import infinity.model.materialize as materialize
-from infinity.config import load_config
+import infinity.model.meta_init as materialize
+from infinity.config.schema import load_config
 from infinity.deepspeed.config import find_translation
 from infinity.engine import Engine
 from infinity.errors import ConfigError, PresenceError
-from infinity.model.ownership import engine_of
+from infinity.model.parameters import engine_of
 
 
 class Init:

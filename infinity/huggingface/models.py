@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,16 +15,209 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infinity.config import Config
-from infinity.errors import ConfigError
-from infinity.huggingface.library import transformers
-from infinity.huggingface.sources import find_directory
-from infinity.model.foreign import explained
-from infinity.model.materialize import Init
-from infinity.model.promised import Promised
-from infinity.model.weight_files import WeightFiles
-from infinity.read_settings import read_settings
-from infinity.training.state_dict import COMPUTE_DTYPES
+from infinity.config.schema import Config
+from infinity.engine import Engine
+from infinity.errors import ConfigError, MachineError, first_lines
+from infinity.model.config_shapes import explained
+from infinity.model.lazy_tensor import Promised
+from infinity.model.meta_init import Init
+from infinity.model.weight_directory import saving
+from infinity.model.weight_files import Outgoing, WeightFiles, write_shards
+from infinity.optim.offloaded import OffloadedOptimizer
+from infinity.read_settings import Settings, read_settings
+from infinity.sizes import parse_size
+from infinity.startup import initialize
+from infinity.training.state_dict import COMPUTE_DTYPES, StateDict
+
+# The transformers package, asked for when it is used.
+
+
+def transformers() -> Any:
+    """The module; raises `ConfigError` saying what to install where it is missing."""
+    return _package("transformers")
+
+
+def hub() -> Any:
+    """The module `huggingface_hub`, which transformers brings along."""
+    return _package("huggingface_hub")
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"the package {name} cannot be imported: {error}",
+            remedy="pip install transformers",
+        ) from error
+
+
+# Where a pretrained model comes from: a directory, or a repository of the Hugging Face Hub.
+
+
+_WANTED = [
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "model-*-of-*.safetensors",
+]
+
+
+def find_directory(source: str | os.PathLike[str], revision: str | None = None) -> Path:
+    """The directory with the model's files; a Hub id is downloaded, or found in the Hub's cache.
+
+    Raises `ConfigError` for what is neither, `MachineError` where the Hub cannot be asked.
+    """
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(
+            f"{source!r} names no model", remedy="give a directory, or the id of a model on the Hub"
+        )
+    path = Path(source).expanduser()
+    if path.is_dir():
+        _refuse_adapter(path)
+        return path
+    if path.exists():
+        raise ConfigError(f"{path} is a file", remedy="give the directory with its config.json")
+    name = os.fspath(source)
+    if name.count("/") > 1 or name.startswith((".", "/", "~")):
+        raise ConfigError(f"there is no directory {name}")
+    library = hub()
+    try:
+        return Path(library.snapshot_download(name, revision=revision, allow_patterns=_WANTED))
+    except (OSError, ValueError, library.errors.HfHubHTTPError) as error:
+        raise MachineError(
+            f"{name!r} is no directory here, and the Hugging Face Hub did not give it",
+            because=first_lines(error),
+            remedy=f"where there is a network: hf download {name} --local-dir DIR; then "
+            "from_pretrained('DIR')",
+        ) from error
+
+
+def _refuse_adapter(path: Path) -> None:
+    if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
+        raise ConfigError(
+            f"{path} holds an adapter, not a model",
+            remedy="load its base: from_pretrained(base, prepare=lambda model: "
+            f"peft.PeftModel.from_pretrained(model, {str(path)!r}, is_trainable=True))",
+        )
+
+
+# `save_pretrained`: an engine's model as a directory that transformers loads.
+
+
+def save_pretrained(
+    engine: Engine,
+    directory: str | os.PathLike[str],
+    *,
+    tokenizer: Any = None,
+    dtype: torch.dtype | str | None = None,
+    max_shard: int | str = "5GiB",
+    original_format: bool = True,
+) -> list[Path]:
+    """Write config.json, generation_config.json and safetensors; returns the weight files.
+
+    Tensor by tensor out of any homes, tied weights once, in the names and shapes that transformers
+    itself saves (`original_format`: experts one by one, say, where the model holds them fused).
+    RAM holds the largest tensor, twice where tensors are split. `dtype` as in
+    `engine.save_weights`. `tokenizer` is anything with a `save_pretrained`. Of a model with
+    adapters (peft) the adapters are saved, as by its own `save_pretrained`, which keeps a whole
+    copy of the base in RAM meanwhile; this does not.
+
+    All files appear when all are complete, as with `save_weights`, those beside the weights just
+    before these. Raises `ConfigError` for other models, `DoesNotFitError` or `MachineError` as
+    `save_weights`; training may go on after any, and weights saved there before stay.
+    """
+    module: Any = engine.module
+    target = Path(directory).expanduser()
+    state = engine.state_dict()
+
+    def save_tokenizer(folder: Path) -> None:
+        if tokenizer is not None:
+            tokenizer.save_pretrained(os.fspath(folder))
+
+    if hasattr(module, "peft_config"):
+        with saving(target) as folder:
+            with suppress(FileNotFoundError):  # peft writes into the one that is there
+                shutil.copyfile(target / "README.md", folder / "README.md")
+            module.save_pretrained(os.fspath(folder), state_dict=state)
+            save_tokenizer(folder)
+        return sorted(target.glob("*.safetensors"))
+    _check(module)
+    outgoing = _outgoing(module, state, dtype, original_format)
+
+    def save_others(folder: Path) -> None:
+        _save_configs(module, folder, next((t.dtype for t in outgoing), torch.float32))
+        save_tokenizer(folder)
+
+    try:
+        return write_shards(target, outgoing, parse_size(max_shard), beside=save_others)
+    finally:
+        state.flush()  # nothing was edited: only forgets what is cached
+
+
+def _check(module: Any) -> None:
+    if not isinstance(module, transformers().PreTrainedModel):
+        raise ConfigError(
+            f"save_pretrained takes models of transformers and peft, not {type(module).__name__}",
+            remedy="engine.save_weights(directory)",
+        )
+    if getattr(module, "hf_quantizer", None) is not None:
+        raise ConfigError(
+            "a quantised model cannot be saved by save_pretrained",
+            remedy="engine.save_weights(directory), or save its adapters",
+        )
+
+
+def _outgoing(
+    module: Any, state: StateDict, dtype: torch.dtype | str | None, original_format: bool
+) -> list[Outgoing]:
+    tied = set(module.all_tied_weights_keys)
+    ignored = set(module._keys_to_ignore_on_save or ())
+    last = _LastRead()
+    given: dict[str, Tensor] = {}
+
+    def tied_name(names: tuple[str, ...]) -> str:
+        return next((name for name in names if name not in tied), names[0])
+
+    for tensor in state.outgoing(dtype, tied_name):
+        if tensor.name not in ignored:
+            read = partial(last.read, tensor.name, tensor.read)
+            given[tensor.name] = Promised(tensor.shape, tensor.dtype, read)
+    if original_format:
+        conversions = importlib.import_module("transformers.core_model_loading")
+        given = conversions.revert_weight_conversion(module, given)
+    outgoing = []
+    for name, value in given.items():
+        assert isinstance(value, Promised)
+        outgoing.append(Outgoing(name, tuple(value.shape), value.dtype, value.value))
+    return outgoing
+
+
+def _save_configs(module: Any, target: Path, dtype: torch.dtype) -> None:
+    config = copy.deepcopy(module.config)
+    config.dtype = dtype
+    config.architectures = [type(module).__name__]
+    config.save_pretrained(os.fspath(target))
+    if module.can_generate():
+        module.generation_config.save_pretrained(os.fspath(target))
+
+
+class _LastRead:
+    """Keeps the tensor read last: of one that is split, the parts are written one by one."""
+
+    def __init__(self) -> None:
+        self._name = ""
+        self._value = torch.empty(0)
+
+    def read(self, name: str, read: Callable[[], Tensor]) -> Tensor:
+        """The values; those of another name are let go of first."""
+        if name != self._name:
+            self._name, self._value = "", torch.empty(0)
+            self._value = read()
+            self._name = name
+        return self._value
+
 
 AnyConfig = Config | Mapping[str, Any] | str | Path | None
 
@@ -44,7 +241,7 @@ def load_model(
     rules. The arguments are those of `from_pretrained`. The files must stay until `initialize`.
 
     Parameters that the files do not have (a new head) are initialised and have memory, with
-    transformers' report of them; the others are promises on the CPU (`model/promised.py`), of
+    transformers' report of them; the others are promises on the CPU (`model/lazy_tensor.py`), of
     values as in the files: fp32 files give fp32 masters, also where `precision` is bf16.
 
     Raises `ConfigError` where files and model do not fit, `MachineError` for an id the Hub does
@@ -168,3 +365,88 @@ def _num_promised(model: nn.Module) -> int:
     for parameter in model.parameters():
         count += isinstance(parameter, Promised)
     return count
+
+
+# `from_pretrained` and `from_config`: from a Hugging Face model to an engine.
+
+
+Prepare = Callable[[Any], nn.Module | None]
+
+
+def from_pretrained(
+    source: str | os.PathLike[str],
+    config: AnyConfig = None,
+    *,
+    model_class: Any = None,
+    model_config: Any = None,
+    model_kwargs: Mapping[str, Any] | None = None,
+    revision: str | None = None,
+    prepare: Prepare | None = None,
+    **arguments: Any,
+) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
+    """A pretrained transformers model, trained by an engine: `(engine, optimizer, loader,
+    scheduler)` as `initialize` returns them.
+
+    `source` is a directory with a config.json and safetensors, or a Hub id. Weights go from the
+    files to their homes one at a time: RAM holds one tensor, and of fused ones (experts) its parts
+    beside it. `engine.module` is the transformers model, in eval mode as there: `engine.train()`.
+
+    `model_class`: a class of transformers or its name, `AutoModelForSequenceClassification` say;
+    without it, the class that was saved. `model_config` replaces the config.json; `model_kwargs`
+    go to the model's own `from_pretrained` (`attn_implementation`, ...). `prepare(model)` is
+    called before the engine takes over, and may return another module: freezing, adapters
+    (`lambda model: peft.get_peft_model(model, peft_config)`). All other arguments, and `config`,
+    are those of `initialize`.
+    """
+    _check_prepare(prepare)
+    told = _read(config, arguments)
+    model = load_model(
+        source,
+        told.config,
+        model_class=model_class,
+        model_config=model_config,
+        model_kwargs=model_kwargs,
+        revision=revision,
+    )
+    return initialize(_prepared(model, prepare), told, **arguments)
+
+
+def from_config(
+    source: Any,
+    config: AnyConfig = None,
+    *,
+    model_class: Any = None,
+    model_kwargs: Mapping[str, Any] | None = None,
+    prepare: Prepare | None = None,
+    **arguments: Any,
+) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
+    """A new transformers model with random weights, never whole in RAM; see `from_pretrained`.
+
+    `source` is a transformers config, a dict as in a config.json, or a directory or Hub id with
+    one. The values are those of an ordinary build with the config's `seed`, bit for bit.
+    """
+    _check_prepare(prepare)
+    told = _read(config, arguments)
+    model = build_model(source, told.config, model_class=model_class, model_kwargs=model_kwargs)
+    return initialize(_prepared(model, prepare), told, **arguments)
+
+
+def _read(config: AnyConfig, arguments: dict[str, Any]) -> Settings:
+    """What `initialize` would be told; takes the arguments that told it out of `arguments`."""
+    ways = [arguments.pop(name, None) for name in ("config_params", "args")]
+    names = ("batch_size", "optimizer", "lr_scheduler", "model_parameters")
+    return read_settings(config, *ways, **{name: arguments.get(name) for name in names})
+
+
+def _check_prepare(prepare: Any) -> None:
+    """Before anything is read or built."""
+    if prepare is not None and not callable(prepare):
+        raise ConfigError(
+            f"prepare is {prepare!r}, which cannot be called",
+            remedy="prepare=lambda model: peft.get_peft_model(model, peft_config), say",
+        )
+
+
+def _prepared(model: nn.Module, prepare: Prepare | None) -> nn.Module:
+    made = prepare(model) if prepare is not None else None
+    return model if made is None else made

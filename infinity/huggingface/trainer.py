@@ -5,44 +5,455 @@ What of transformers it touches that is not public is listed in `trainer_private
 
 from __future__ import annotations
 
+import importlib
 import os
+import re
+import shutil
 import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Sampler
 
+from infinity.checkpoint.manifest import MANIFEST_NAME
 from infinity.engine import Engine
-from infinity.errors import ConfigError, EngineClosedError, InfinityWarning
-from infinity.huggingface.library import transformers
-from infinity.huggingface.saving import save_pretrained
-from infinity.huggingface.trainer_checkpoint import (
-    LoopState,
-    has_engine,
-    load_engine,
-    newest_whole,
-    refuse_foreign,
-    save_engine,
-)
-from infinity.huggingface.trainer_data import DataNotes, note_draws
-from infinity.huggingface.trainer_model import OffloadAccelerator, OffloadedModel
-from infinity.huggingface.trainer_optimizer import (
+from infinity.errors import CheckpointError, ConfigError, EngineClosedError, InfinityWarning
+from infinity.huggingface.models import save_pretrained, transformers
+from infinity.huggingface.settings import (
     Choice,
     GroupsOnly,
+    TrainerSettings,
     adopt_scheduler,
     all_in_one,
     check_name,
     choose_class,
     choose_instance,
+    find_settings,
+    refuse_arguments,
 )
-from infinity.huggingface.trainer_settings import TrainerSettings, find_settings, refuse_arguments
-from infinity.model.promised import Promised
+from infinity.model.lazy_tensor import Promised
 from infinity.read_settings import Settings
 from infinity.schedules import make_schedule
 from infinity.startup import initialize
-from infinity.training.rng import capture_rng, restore_rng
+from infinity.training.run_state import capture_rng, restore_rng
+from infinity.training.state_dict import COMPUTE_DTYPES
 from infinity.weights import load_weights
+
+# What a Trainer is shown of an engine: a module to call, and an accelerator that leaves it alone.
+#
+# [Note: micro-batches]
+# A Trainer says by `accelerator.sync_gradients` whether the micro-batch that begins is the last of
+# its window, which may be shorter at the end of an epoch. The engine is told at the forward; a
+# micro-batch that is not the last ends when the next forward comes.
+
+
+_Accelerator: Any = importlib.import_module("accelerate").Accelerator
+
+
+class OffloadAccelerator(_Accelerator):  # type: ignore[misc]
+    """`accelerate.Accelerator` for a model whose memory is an engine's.
+
+    A Trainer's accelerator becomes one by its class. What it does for other modules, loaders
+    and trackers is as before.
+    """
+
+    engine: Engine | None = None
+    grad_norm: Tensor | None = None  # of the step that comes, NaN until it has happened
+    _open = False  # a window with gradients
+    _due = False  # the end of a micro-batch that has them, and is not the last
+    _ends_window = True  # the current micro-batch
+
+    def attach(self, engine: Engine) -> None:
+        """From now on `backward` is the engine's."""
+        self.engine = engine
+        self._start_over()
+        self.grad_norm = None
+        engine.optimizer.register_step_post_hook(self._stepped)
+
+    def begin_micro_batch(self) -> None:
+        """A forward that gradients will be asked of; see the note."""
+        engine = self._engine()
+        if self._due:
+            engine.step()
+            self._due = False
+        self._ends_window = self.sync_gradients
+        engine.set_gradient_accumulation_boundary(self._ends_window)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """The engine's backward; the Trainer has divided the loss."""
+        try:
+            self._engine().backward(loss, scale_wrt_gas=False)
+        except BaseException:
+            self._start_over()  # as the engine has
+            raise
+        self._open, self._due = True, not self._ends_window
+
+    def forget_window(self) -> None:
+        """Drop the gradients of a window that has begun."""
+        if self._open:
+            self._engine().zero_grad()
+        self._start_over()
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """The norm of the step that comes: NaN, and the number once `optimizer.step()` is done.
+
+        The engine clips as it steps, by `max_grad_norm` of the TrainingArguments.
+        """
+        if norm_type != 2:
+            raise ConfigError(f"the engine clips by the 2-norm, not by norm {norm_type}")
+        if self.grad_norm is None:
+            self.grad_norm = torch.full((), float("nan"))
+        return self.grad_norm
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The user's module."""
+        model = model.module if isinstance(model, OffloadedModel) else model
+        return super().unwrap_model(model, *args, **kwargs)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step found gradients that were not finite."""
+        if self.engine is None:
+            return bool(super().optimizer_step_was_skipped)
+        report = self.engine.last_report
+        return report is not None and report.skipped
+
+    def _engine(self) -> Engine:
+        if self.engine is None:
+            raise ConfigError(
+                "the Trainer has no engine yet", remedy="call trainer.train() or evaluate() first"
+            )
+        return self.engine
+
+    def _start_over(self) -> None:
+        self._open, self._due, self._ends_window = False, False, True
+
+    def _stepped(self, *_: Any) -> None:
+        self._start_over()
+        norm = self._engine().grad_norm
+        if self.grad_norm is not None and norm is not None:
+            self.grad_norm.fill_(norm)  # the Trainer holds it, and logs it from now on
+        self.grad_norm = None
+
+
+class OffloadedModel(nn.Module):
+    """Calls the engine; `module` is the user's module. What a Trainer calls `model_wrapped`."""
+
+    def __init__(self, engine: Engine, accelerator: OffloadAccelerator) -> None:
+        super().__init__()
+        self.module = engine.module
+        # Past nn.Module: neither is a part of this module.
+        object.__setattr__(self, "engine", engine)
+        object.__setattr__(self, "_accelerator", accelerator)
+        object.__setattr__(self, "_dtype", COMPUTE_DTYPES[engine.plan.precision.name])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The engine's forward; floats are brought to what it computes in, where that is 16 bits.
+
+        As transformers does for DeepSpeed: images and sound come in fp32.
+        """
+        if torch.is_grad_enabled():
+            self._accelerator.begin_micro_batch()
+        if self._dtype is not torch.float32:
+            args, kwargs = _cast(args, self._dtype), _cast(kwargs, self._dtype)
+        return self.engine(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of a window that has begun; after a step there are none."""
+        self._accelerator.forget_window()
+
+    def to(self, *args: Any, **kwargs: Any) -> OffloadedModel:
+        """Stay; raises `ConfigError` for another dtype than the engine computes in."""
+        asked = [*args, *kwargs.values()]
+        other = [a for a in asked if isinstance(a, torch.dtype) and a is not self._dtype]
+        if other:
+            raise ConfigError(
+                f"the model was to become {other[0]}, the engine computes in {self._dtype}",
+                remedy="choose bf16 or fp16 in TrainingArguments",
+            )
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        kind: Any = type(value)
+        return kind({key: _cast(item, dtype) for key, item in value.items()})
+    if type(value) in (list, tuple):
+        return type(value)(_cast(item, dtype) for item in value)
+    return value
+
+
+# Random draws of collators and datasets, the same after a resume.
+#
+# [Note: look-ahead]
+# accelerate's loader reads one batch ahead: when a checkpoint is saved, the first batch of the
+# next window has been drawn, with the random generators as they were before the window that was
+# trained. A Trainer that resumes reads that batch again, and puts the generators back afterwards,
+# so that batches with random masks differ. Here the generators are noted before each batch is
+# read, and put back as they were before that one and the one after it.
+
+
+class DataNotes:
+    """The batch that was read last, and the generators before it; puts both back on a resume."""
+
+    def __init__(self) -> None:
+        self.last: dict[str, Any] | None = None
+        self._ahead: dict[str, Any] | None = None
+        self._saved: dict[str, Any] | None = None
+
+    def resume(self, last: dict[str, Any] | None, saved: dict[str, Any]) -> None:
+        """Go on after a checkpoint: `last` as it was then, `saved` the generators then."""
+        self._ahead, self._saved = last, saved
+
+    def before_batch(self, number: int) -> None:
+        """A batch of this pass is about to be read."""
+        if self._ahead is not None and self._saved is not None:
+            if number == self._ahead["batch"]:
+                restore_rng(self._ahead["generators"])
+            elif number == self._ahead["batch"] + 1:
+                self.finish()
+        self.last = {"batch": number, "generators": capture_rng()}
+
+    def finish(self) -> None:
+        """Generators as they were when the checkpoint was saved, unless that is behind us."""
+        if self._saved is not None:
+            restore_rng(self._saved)
+        self._ahead = self._saved = None
+
+
+class NotedSampler(Sampler[Any]):
+    """Another sampler's indices; tells the notes when the first of a batch is asked for."""
+
+    def __init__(self, sampler: Any, batch_size: int, notes: DataNotes) -> None:
+        self.sampler = sampler
+        self._batch_size = batch_size
+        self._notes = notes
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, index in enumerate(self.sampler):
+            if number % self._batch_size == 0:
+                self._notes.before_batch(number // self._batch_size)
+            yield index
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Passed on to a sampler that takes it."""
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+
+def note_draws(loader: Any, notes: DataNotes) -> Any:
+    """The loader, which tells `notes` of each batch; worker processes draw for themselves."""
+    batches: Any = getattr(loader, "batch_sampler", None)
+    known = hasattr(batches, "sampler") and isinstance(getattr(batches, "batch_size", None), int)
+    if isinstance(loader, DataLoader) and loader.num_workers == 0 and known:
+        batches.sampler = NotedSampler(batches.sampler, batches.batch_size, notes)
+    return loader
+
+
+# What a Trainer's `checkpoint-N` holds of an engine, and how it comes back.
+#
+# `checkpoint-N/engine` is the engine's checkpoint, with the schedule and the random generators in
+# it: it stands for optimizer.pt, scheduler.pt and rng_state.pth, and nothing of it is unpickled.
+# The other files are as `Trainer` writes them.
+
+
+TAG = "engine"
+STATE = "trainer_state.json"
+_FOLDER = re.compile(r"checkpoint-(\d+)")
+
+
+class LoopState:
+    """What the Trainer, not the engine, keeps of a run: the schedule, the random generators.
+
+    Registered with the engine, so that it is in every checkpoint; `scheduler` is set when it is
+    made.
+    """
+
+    def __init__(self, notes: DataNotes) -> None:
+        self.scheduler: Any = None
+        self.notes = notes
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states now, as plain data."""
+        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
+        return {"scheduler": scheduler, "rng": capture_rng(), "data": self.notes.last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take them back: the schedule now, the generators when the data is where it was."""
+        self.notes.resume(state["data"], state["rng"])
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+
+
+def has_engine(folder: str | os.PathLike[str]) -> bool:
+    """Whether the folder holds a checkpoint of an engine, complete."""
+    return (Path(folder) / TAG / MANIFEST_NAME).is_file()
+
+
+def save_engine(engine: Engine, folder: str) -> None:
+    """Write `folder/engine`; returns when it is on stable storage.
+
+    One that is there is of a run that went on from before this step, and goes: as Trainer does.
+    """
+    shutil.rmtree(Path(folder) / TAG, ignore_errors=True)
+    engine.save_checkpoint(folder, TAG, save_latest=False, wait=True)
+
+
+def load_engine(engine: Engine, folder: str) -> None:
+    """Go on from `folder/engine`: same bits as without the break."""
+    path, _ = engine.load_checkpoint(folder, TAG)
+    if path is None:
+        raise CheckpointError(f"there is no checkpoint of an engine in {folder}")
+
+
+def newest_whole(directory: str) -> str | None:
+    """The newest `checkpoint-N` of an engine that is complete; None where there is no folder.
+
+    A crash while one is saved leaves a folder without its last file: such are passed over. Warns
+    where newer ones hold weights only. Raises `ConfigError` where none of them is complete.
+    """
+    root = Path(directory)
+    numbers = {int(m[1]): p for p in _folders(root) if (m := _FOLDER.fullmatch(p.name))}
+    newer: list[Path] = []
+    for number in sorted(numbers, reverse=True):
+        folder = numbers[number]
+        if has_engine(folder) and (folder / STATE).is_file():
+            _warn_of_newer(folder, [path for path in newer if _weights_only(path)])
+            return str(folder)
+        newer.append(folder)
+    if newer:
+        raise _nothing_whole(newer)
+    return None
+
+
+def refuse_foreign(folder: str) -> None:
+    """Raise for a folder from which nothing can be resumed."""
+    if not Path(folder).is_dir():
+        raise ConfigError(
+            f"resume_from_checkpoint={folder!r} is no directory",
+            remedy="the path of a checkpoint-N, or True for the newest in output_dir",
+        )
+    if not (Path(folder) / STATE).is_file():
+        raise ConfigError(
+            f"resume_from_checkpoint={folder!r} has no {STATE}",
+            because="that is written last: a crash cut the saving short, or it is no checkpoint-N",
+            remedy="True for the newest complete one in output_dir, or train() to start anew",
+        )
+
+
+def _folders(root: Path) -> list[Path]:
+    return [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+
+
+def _weights_only(folder: Path) -> bool:
+    return (folder / STATE).is_file() and not (folder / TAG).exists()
+
+
+def _warn_of_newer(taken: Path, newer: list[Path]) -> None:
+    if newer:
+        warnings.warn(
+            f"going on from {taken}; {len(newer)} newer ones, to {newer[0].name}, hold weights "
+            "only (saved with save_only_model, or by another Trainer). To take these, with a new "
+            f"optimizer: resume_from_checkpoint={str(newer[0])!r}",
+            InfinityWarning,
+            stacklevel=4,
+        )
+
+
+def _nothing_whole(folders: list[Path]) -> ConfigError:
+    """For folders, newest first, of which none can be resumed as it was."""
+    weights = next((folder for folder in folders if _weights_only(folder)), None)
+    if weights is not None:
+        return ConfigError(
+            f"resume_from_checkpoint=True: no complete checkpoint of an engine in {weights.parent}",
+            because=f"{weights.name} holds weights only: saved with save_only_model, or by another "
+            "Trainer",
+            remedy=f"resume_from_checkpoint={str(weights)!r} takes its weights, with a new "
+            "optimizer; or train() without it starts anew",
+        )
+    newest = folders[0]
+    missing = STATE if has_engine(newest) else f"{TAG}/{MANIFEST_NAME}"
+    return ConfigError(
+        f"resume_from_checkpoint=True: no complete checkpoint in {newest.parent}",
+        because=f"{newest.name} has no {missing}: its saving was cut short",
+        remedy=f"rm -r {newest}, and train() without resume_from_checkpoint: it starts anew",
+    )
+
+
+# Everything that `InfinityTrainer` touches of transformers and accelerate that is not public.
+#
+# A test holds each name, its parameters and where it is called to what is written here, so that
+# a release that changes one fails there and not in somebody's training.
+
+
+class Touch(NamedTuple):
+    """A private name: its parameters after `self`, who calls it there, and why it is touched."""
+
+    parameters: tuple[str, ...]
+    called_by: tuple[str, ...]
+    why: str
+
+
+# Methods of `transformers.Trainer` that are replaced.
+REPLACED: dict[str, Touch] = {
+    "_build_accelerator_args": Touch(
+        ("kwargs",),
+        ("create_accelerator_and_postprocess",),
+        "no mixed precision, no DeepSpeed and no compilation by accelerate",
+    ),
+    "_move_model_to_device": Touch(
+        ("model", "device"), ("__init__", "train"), "the engine places the model"
+    ),
+    "_wrap_model": Touch(
+        ("model", "training", "dataloader"),
+        ("_prepare_for_training", "evaluation_loop"),
+        "the model that is called is the engine's",
+    ),
+    "_prepare_for_training": Touch(
+        ("max_steps", "train_dataloader", "resume_from_checkpoint"),
+        ("_inner_training_loop",),
+        "engine, optimizer, schedule and checkpoint, without accelerator.prepare",
+    ),
+    "_save": Touch(
+        ("output_dir", "state_dict"), ("save_model",), "weights tensor by tensor from their homes"
+    ),
+    "_save_optimizer_and_scheduler": Touch(
+        ("output_dir",), ("_save_checkpoint",), "the engine's checkpoint in the place of both"
+    ),
+    "_save_rng_state": Touch(("output_dir",), ("_save_checkpoint",), "in that checkpoint too"),
+    "_load_rng_state": Touch(("checkpoint",), ("_run_epoch",), "from that checkpoint"),
+    "_load_from_checkpoint": Touch(
+        ("resume_from_checkpoint", "model"), ("train",), "weights come with that checkpoint"
+    ),
+    "_load_best_model": Touch((), ("_finalize_training",), "exact weights, to their homes"),
+}
+
+# Attributes of `transformers.Trainer` that are set.
+SET: dict[str, Touch] = {
+    "_created_lr_scheduler": Touch(
+        (), ("_prepare_for_training",), "a second train() makes the schedule anew"
+    ),
+}
+
+# Attributes of `transformers.TrainingArguments` that are set.
+SET_OF_ARGUMENTS: dict[str, Touch] = {
+    "_n_gpu": Touch((), (), "one GPU is used, however many there are; Trainer sets it so as well"),
+}
+
 
 _Trainer: Any = transformers().Trainer
 

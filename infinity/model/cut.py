@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from infinity.errors import ConfigError
-from infinity.model.outline import Outline, is_list
+from infinity.model.shapes import Outline, is_list
 
 if TYPE_CHECKING:
     from torch import nn

@@ -22,8 +22,8 @@ from errno import EDQUOT, ENOLCK, ENOSPC, ENOSYS, EOPNOTSUPP
 from pathlib import Path
 
 from infinity.errors import DoesNotFitError, MachineError
+from infinity.files import FOLDER_MODE, LockFile, make_directories, sync_directory
 from infinity.sizes import format_size
-from infinity.stable import FOLDER_MODE, LockFile, make_directories, sync_directory
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"

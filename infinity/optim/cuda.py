@@ -8,29 +8,353 @@ know units, tiers or files.
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import math
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+import struct
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from infinity.optim import cuda_launcher
-from infinity.optim.checks import FLOATS, check_all_apart, check_apart, check_piece, check_tensor
-from infinity.optim.cpu import Piece
-from infinity.optim.cuda_launcher import CudaLauncher
-from infinity.optim.cuda_tables import (
-    HELPERS,
-    Launch,
-    Variant,
-    accumulate_launch,
-    num_square_tiles,
-    square_launches,
-    update_launches,
+from infinity.errors import MachineError
+from infinity.formats import MomentFormat
+from infinity.optim import nvrtc
+from infinity.optim.cpu import (
+    FLOATS,
+    Piece,
+    check_all_apart,
+    check_apart,
+    check_piece,
+    check_tensor,
 )
+from infinity.optim.nvrtc import KernelCache
+from infinity.optim.rules import Rule
 
-__all__ = ["CudaKernels", "why_not"]
+# From checked tensors to launches: the tables that csrc/adam/segments.cuh reads, as ctypes.
+#
+# A launch is (variant, kernel, number of blocks of threads, argument). Segments of one variant
+# share launches, whatever their groups; a table holds as many as fit into kernel parameters. Pure:
+# touches no device, so that everything but the launch itself is tested without one.
 
-why_not = cuda_launcher.why_not
+
+THREADS = 256
+FOLD_THREADS = 1024
+TILE = 4096  # elements that one block of threads pieces
+SQUARE_TILE = 65536  # elements whose squares one block of threads sums
+_PER_THREAD = 4
+_NUM_SCALARS = 10
+
+TYPES = {torch.float32: "Fp32", torch.bfloat16: "Bf16", torch.float16: "Fp16"}
+LAYOUTS = {torch.float32: "Whole", torch.bfloat16: "Split", torch.float16: "Half"}
+FORMATS = {
+    MomentFormat.FP32: "Exact",
+    MomentFormat.BF16: "Rounded",
+    MomentFormat.BF16_STOCHASTIC: "Stochastic",
+    MomentFormat.INT8: "Blocks",
+}
+_RULES = {rule: rule.name.capitalize() for rule in Rule}
+
+Variant = tuple[tuple[str, str], ...]  # macros; none for the helpers
+HELPERS: Variant = ()
+
+
+class Launch(NamedTuple):
+    """One kernel of a variant on `blocks` x `threads` threads; arguments are passed by value."""
+
+    variant: Variant
+    kernel: str
+    blocks: int
+    threads: int
+    arguments: tuple[ctypes.Structure | ctypes.c_uint64 | ctypes.c_uint32, ...]
+
+
+class _Segment(ctypes.Structure):
+    _fields_ = [
+        ("weight", ctypes.c_uint64),
+        ("rest", ctypes.c_uint64),
+        ("moment1", ctypes.c_uint64),
+        ("moment2", ctypes.c_uint64),
+        ("scales1", ctypes.c_uint64),
+        ("scales2", ctypes.c_uint64),
+        ("gradient", ctypes.c_uint64),
+        ("n", ctypes.c_uint64),
+        ("first", ctypes.c_uint64),
+        ("key", ctypes.c_uint64),
+        ("first_tile", ctypes.c_uint32),
+        ("scalars", ctypes.c_uint16),
+        ("wide", ctypes.c_uint16),
+    ]
+
+
+class _SumSegment(ctypes.Structure):
+    _fields_ = [
+        ("source", ctypes.c_uint64),
+        ("sum", ctypes.c_uint64),
+        ("n", ctypes.c_uint64),
+        ("first_tile", ctypes.c_uint32),
+        ("num_tiles", ctypes.c_uint32),
+    ]
+
+
+class _SumTable(ctypes.Structure):
+    num_slots = 127
+    _fields_ = [
+        ("num_segments", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
+        ("partials", ctypes.c_uint64),
+        ("segments", _SumSegment * num_slots),
+    ]
+
+
+class _SmallUpdate(ctypes.Structure):
+    num_rows, num_slots = 14, 40
+    _fields_ = [
+        ("num_segments", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
+        ("scalars", (ctypes.c_float * _NUM_SCALARS) * num_rows),
+        ("segments", _Segment * num_slots),
+    ]
+
+
+class _LargeUpdate(ctypes.Structure):
+    num_rows, num_slots = 70, 340
+    _fields_ = [
+        ("num_segments", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
+        ("scalars", (ctypes.c_float * _NUM_SCALARS) * num_rows),
+        ("segments", _Segment * num_slots),
+    ]
+
+
+def variant_of(piece: Piece) -> Variant:
+    """The macros that choose the kernel for a segment."""
+    moments = piece.moments
+    return (
+        ("INFINITY_RULE", _RULES[piece.hyper.rule]),
+        ("INFINITY_LAYOUT", LAYOUTS[piece.weight.dtype]),
+        ("INFINITY_GRADIENT", TYPES[piece.gradient.dtype]),
+        ("INFINITY_MOMENTS", FORMATS[moments[0].format] if moments else "Exact"),
+    )
+
+
+def update_launches(pieces: Sequence[Piece]) -> Iterator[Launch]:
+    """As few launches as will do: one per variant, unless a table overflows."""
+    by_variant: dict[Variant, list[Piece]] = {}
+    for piece in pieces:
+        if piece.weight.numel():
+            by_variant.setdefault(variant_of(piece), []).append(piece)
+    for variant, members in by_variant.items():
+        yield from _launches_of(variant, members)
+
+
+def _launches_of(variant: Variant, pieces: list[Piece]) -> Iterator[Launch]:
+    rows: dict[bytes, int] = {}  # by bits: +0 and -0 are not the same
+    batch: list[tuple[Piece, int]] = []
+    for piece in pieces:
+        numbers = piece.hyper.scalars(piece.step, piece.grad_scale)
+        scalars = struct.pack(f"{len(numbers)}f", *numbers)
+        full = len(rows) == _LargeUpdate.num_rows and scalars not in rows
+        if full or len(batch) == _LargeUpdate.num_slots:
+            yield _launch(variant, batch, rows)
+            rows, batch = {}, []
+        batch.append((piece, rows.setdefault(scalars, len(rows))))
+    yield _launch(variant, batch, rows)
+
+
+def _launch(
+    variant: Variant,
+    batch: list[tuple[Piece, int]],
+    rows: dict[bytes, int],
+) -> Launch:
+    small = len(batch) <= _SmallUpdate.num_slots and len(rows) <= _SmallUpdate.num_rows
+    table: _SmallUpdate | _LargeUpdate = _SmallUpdate() if small else _LargeUpdate()
+    table.num_segments = len(batch)
+    for scalars, row in rows.items():
+        ctypes.memmove(table.scalars[row], scalars, len(scalars))
+    tiles = 0
+    for slot, (piece, row) in enumerate(batch):
+        _fill(table.segments[slot], piece)
+        table.segments[slot].scalars = row
+        table.segments[slot].first_tile = tiles
+        tiles += -(-piece.weight.numel() // TILE)
+    name = "update_small" if small else "update_large"
+    return Launch(variant, name, tiles, THREADS, (table,))
+
+
+def _fill(segment: _Segment, piece: Piece) -> None:
+    tensors = {"weight": piece.weight, "rest": piece.rest, "gradient": piece.gradient}
+    for number, moment in enumerate(piece.moments, 1):
+        tensors[f"moment{number}"] = moment.values
+        if moment.scales is not None:
+            setattr(segment, f"scales{number}", moment.scales.data_ptr())
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    for name, tensor in present.items():
+        setattr(segment, name, tensor.data_ptr())
+    segment.n = piece.weight.numel()
+    segment.first = piece.first
+    segment.key = piece.key
+    segment.wide = all(map(_is_wide, present.values()))
+
+
+def _is_wide(tensor: torch.Tensor) -> bool:
+    """Whether four neighbours may be moved as one vector."""
+    return tensor.data_ptr() % (_PER_THREAD * tensor.element_size()) == 0
+
+
+def num_square_tiles(tensors: Sequence[torch.Tensor]) -> int:
+    """Partial sums (fp64) that `square_launches` needs room for."""
+    return sum(-(-tensor.numel() // SQUARE_TILE) for tensor in tensors)
+
+
+def square_launches(
+    tensors: Sequence[torch.Tensor], sums: torch.Tensor, partials: torch.Tensor
+) -> Iterator[Launch]:
+    """Sums of squares of `tensors` into the fp64 `sums`, one each, by way of `partials`."""
+    by_dtype: dict[torch.dtype, list[tuple[torch.Tensor, int]]] = {}
+    for index, tensor in enumerate(tensors):
+        by_dtype.setdefault(tensor.dtype, []).append((tensor, index))
+    used = 0
+    for dtype, members in by_dtype.items():
+        for start in range(0, len(members), _SumTable.num_slots):
+            batch = members[start : start + _SumTable.num_slots]
+            table = _SumTable(num_segments=len(batch))
+            table.partials = partials.data_ptr() + used * partials.element_size()
+            tiles = 0
+            for slot, (tensor, index) in enumerate(batch):
+                segment = table.segments[slot]
+                segment.source = tensor.data_ptr()
+                segment.sum = sums.data_ptr() + index * sums.element_size()
+                segment.n = tensor.numel()
+                segment.first_tile = tiles
+                segment.num_tiles = num_square_tiles([tensor])
+                tiles += segment.num_tiles
+            used += tiles
+            if tiles:
+                yield Launch(HELPERS, f"square_tiles_{TYPES[dtype]}", tiles, THREADS, (table,))
+            yield Launch(HELPERS, "fold_partials", len(batch), FOLD_THREADS, (table,))
+
+
+def accumulate_launch(target: torch.Tensor, source: torch.Tensor) -> Launch:
+    """`target += source` in fp32, stored as `target` is."""
+    n = target.numel()
+    return Launch(
+        HELPERS,
+        f"accumulate_{TYPES[target.dtype]}_{TYPES[source.dtype]}",
+        -(-n // (THREADS * _PER_THREAD)),
+        THREADS,
+        (
+            ctypes.c_uint64(target.data_ptr()),
+            ctypes.c_uint64(source.data_ptr()),
+            ctypes.c_uint64(n),
+            ctypes.c_uint32(_is_wide(target) and _is_wide(source)),
+        ),
+    )
+
+
+# Launches on a CUDA device: kernels compiled on first use and kept, arguments passed by value.
+#
+# `cuda-core` compiles and loads. It launches with scalars and pointers only, so launches go
+# through `cuda-bindings`, on which it rests: the driver takes a table of up to 32764 bytes by
+# value.
+
+
+_OLDEST_DRIVER = 12010  # CUDA 12.1: parameters of more than 4 KiB
+_OLDEST_DEVICE = (7, 0)
+
+
+def why_not(device: torch.device) -> str | None:
+    """Why `device` cannot run the kernels, in one line; None if it can. Compiles nothing."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return f"{device} is not a CUDA device that torch can use"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _OLDEST_DEVICE:
+        return f"compute capability {capability[0]}.{capability[1]} is below 7.0"
+    if (reason := nvrtc.why_not()) is not None:
+        return reason
+    version = int(_checked(_driver().cuDriverGetVersion()))
+    if version < _OLDEST_DRIVER:
+        return f"the driver is of CUDA {version // 1000}.{version % 1000 // 10}, older than 12.1"
+    return None
+
+
+class CudaLauncher:
+    """The kernels of one device."""
+
+    def __init__(self, device: torch.device, cache: KernelCache | None = None) -> None:
+        """Raises `MachineError` where `why_not` gives a reason."""
+        if (reason := why_not(device)) is not None:
+            raise MachineError(f"no kernels for {device}", because=reason)
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", self._index)
+        major, minor = torch.cuda.get_device_capability(self._index)
+        self._arch = f"sm_{major}{minor}"
+        self._cache = KernelCache() if cache is None else cache
+        self._modules: dict[Variant, Any] = {}
+        self._kernels: dict[tuple[Variant, str], int] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, launch: Launch, stream: torch.cuda.Stream | None) -> None:
+        """Queue a launch on `stream`, by default torch's current one."""
+        with torch.cuda.device(self._index):
+            self._enter()
+            kernel = self._kernel(launch.variant, launch.kernel)
+            queue = torch.cuda.current_stream(self._index) if stream is None else stream
+            addresses = (ctypes.c_void_p * len(launch.arguments))(
+                *(ctypes.addressof(argument) for argument in launch.arguments)
+            )
+            driver = _driver()
+            _checked(
+                driver.cuLaunchKernel(
+                    driver.CUfunction(kernel),
+                    *(launch.blocks, 1, 1),
+                    *(launch.threads, 1, 1),
+                    0,
+                    driver.CUstream(queue.cuda_stream),
+                    ctypes.addressof(addresses),
+                    0,
+                )
+            )
+
+    def load(self, variant: Variant) -> None:
+        """Compile a variant, or take it from the cache, and load it."""
+        with self._lock:
+            if variant in self._modules:
+                return
+            code = nvrtc.cubin(self._arch, variant, self._cache)
+            self._modules[variant] = nvrtc.core().ObjectCode.from_cubin(code)
+
+    def room(self, num_elements: int, stream: torch.cuda.Stream | None) -> torch.Tensor:
+        """fp64 memory of torch's allocator, which orders its reuse behind `stream`."""
+        queue = torch.cuda.current_stream(self._index) if stream is None else stream
+        with torch.cuda.stream(queue):
+            return torch.empty(num_elements, dtype=torch.float64, device=self.device)
+
+    def _kernel(self, variant: Variant, name: str) -> int:
+        """The driver's handle of a kernel."""
+        found = self._kernels.get((variant, name))
+        if found is None:
+            self.load(variant)
+            found = int(self._modules[variant].get_kernel(name).handle)
+            self._kernels[variant, name] = found
+        return found
+
+    def _enter(self) -> None:
+        """Make torch's context current in this thread: the driver asks for one, torch does not."""
+        nvrtc.core().Device(self._index).set_current()
+
+
+def _driver() -> Any:
+    return importlib.import_module("cuda.bindings.driver")
+
+
+def _checked(answer: tuple[Any, ...]) -> Any:
+    """What a driver call returned; raises `MachineError` with its error's name."""
+    status, *values = answer
+    if int(status) != 0:
+        raise MachineError(f"the CUDA driver answered {status!r}")
+    return values[0] if values else None
 
 
 class Launcher(Protocol):

@@ -11,34 +11,175 @@ Moments are fp32 unless `moments=` names a lossy format. What is kept is in `sta
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from infinity.errors import ConfigError, EngineClosedError, PresenceError
 from infinity.formats import MomentFormat
-from infinity.optim.built_in import rounding_key
-from infinity.optim.checks import FLOATS
-from infinity.optim.cpu import CpuKernels, Piece
+from infinity.optim.cpu import FLOATS, CpuKernels, Piece
 from infinity.optim.cuda import CudaKernels
-from infinity.optim.rules import Hyper
-from infinity.optim.standalone_groups import finite_scale, group_hyper, taken_groups
-from infinity.optim.standalone_ready import Ready, flat_gradient
+from infinity.optim.offloaded import optimizer_method
+from infinity.optim.rules import Hyper, hyper_of
 from infinity.optim.standalone_state import (
     FINGERPRINT,
     State,
     fresh_state,
+    moments_of,
     needs_seal,
     rest_of,
     seal,
     settle,
     taken_state,
 )
-from infinity.optim.undecorated import optimizer_method
+from infinity.optim.update import BuiltInRule, rounding_key
 from infinity.plan.machine import read_machine
+
+# The numbers of `CPUAdam` and `FusedAdam`: read from their groups, or refused by name.
+
+
+_NUMBERS = ("lr", "betas", "eps", "weight_decay")
+_FP32_MAX = torch.finfo(torch.float32).max
+
+
+def group_hyper(group: Mapping[str, Any]) -> Hyper:
+    """A group's hyper-parameters now; raises `ConfigError` for what makes no sense."""
+    if group["amsgrad"]:
+        raise ConfigError(
+            "amsgrad is not supported", remedy="use torch.optim.AdamW(amsgrad=True), or leave it"
+        )
+    try:
+        return hyper_of("AdamW" if group["adamw_mode"] else "Adam", group)
+    except (TypeError, ValueError, RuntimeError) as error:  # of `float`, also of a tensor
+        shown = ", ".join(f"{name}={group[name]!r}" for name in _NUMBERS)
+        raise ConfigError(
+            f"a parameter group has {shown}",
+            because=str(error),
+            remedy="numbers, or tensors of one element; two of them for betas",
+        ) from error
+
+
+def taken_groups(
+    ours: Iterable[Mapping[str, Any]],
+    theirs: Iterable[Mapping[str, Any]],
+    defaults: Iterable[str],
+) -> list[dict[str, Any]]:
+    """Given groups, complete; raises `ConfigError` if they cannot go on where they were saved.
+
+    What a given group does not say stays as it is in ours: torch's know fewer names.
+    """
+    taken = []
+    for group, given in zip(ours, theirs, strict=True):
+        decoupled = given.get("adamw_mode", given.get("decoupled_weight_decay"))
+        if decoupled is not None and bool(decoupled) != bool(group["adamw_mode"]):
+            rules = "Adam with L2", "AdamW"
+            raise ConfigError(
+                f"the state is of {rules[bool(decoupled)]}, this optimizer is "
+                f"{rules[not decoupled]}",
+                remedy=f"make it with adamw_mode={bool(decoupled)}",
+            )
+        merged = {**{name: group[name] for name in defaults if name in group}, **given}
+        group_hyper(merged)
+        taken.append(merged)
+    return taken
+
+
+def finite_scale(given: Any) -> float:
+    """`given` as a number that is finite in fp32, in which the kernels compute."""
+    try:
+        scale = float(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"grad_scale is {given!r}", remedy="a number") from error
+    if not abs(scale) <= _FP32_MAX:
+        raise ConfigError(
+            f"grad_scale is {scale}",
+            because="a norm or a loss scale is not finite: the parameters would not be either",
+            remedy="leave this step out",
+        )
+    return scale
+
+
+# Flat views of one parameter and its state, kept from step to step while nothing replaced them.
+#
+# Making them anew takes several times as long as the update of a small parameter.
+
+
+class Ready:
+    """What the kernels take of a parameter; `rest` is None without a master.
+
+    Between steps the parameter must not be edited: `is_marked` tells, as far as torch can.
+    """
+
+    __slots__ = (
+        "_address",
+        "_count",
+        "_dtype",
+        "_num_elements",
+        "_parameter",
+        "_values",
+        "_version",
+        "device",
+        "moments",
+        "rest",
+        "weight",
+    )
+
+    def __init__(
+        self, parameter: Tensor, state: State, kind: MomentFormat, *, master: bool
+    ) -> None:
+        self.weight = parameter.detach().view(-1)
+        self.rest = rest_of(state, parameter) if master else None
+        self.moments = moments_of(state, kind)
+        self.device = parameter.device
+        count = state["step"]
+        if not isinstance(count, Tensor) or count.device.type != "cpu":
+            count = state["step"] = torch.tensor(float(count))
+        self._count = count.detach().numpy()  # the same memory
+        self._parameter = parameter
+        self._address = parameter.data_ptr()
+        self._dtype = parameter.dtype
+        self._num_elements = parameter.numel()
+        self._values = tuple(state.values())
+        self._version = parameter._version
+
+    def is_marked(self) -> bool:
+        """Whether the master is known to be the parameter's: another version means an edit."""
+        parameter = self._parameter
+        return parameter._version == self._version and parameter.dtype is self._dtype
+
+    def fits(self, state: State) -> bool:
+        """Whether the parameter has the memory it had, and the state the tensors it had."""
+        parameter = self._parameter
+        return (
+            parameter.data_ptr() == self._address
+            and parameter.numel() == self._num_elements
+            and parameter.is_contiguous()
+            and len(state) == len(self._values)
+            and all(map(is_, state.values(), self._values))
+            and self.is_marked()
+        )
+
+    @property
+    def next_step(self) -> int:
+        """Number of the step to come; from 1."""
+        return int(self._count) + 1
+
+    def advance(self) -> None:
+        """A step was taken, of which the parameter's version knows."""
+        self._count[...] = self.next_step
+        self._version = self._parameter._version
+
+
+def flat_gradient(gradient: Tensor) -> Tensor:
+    """The gradient's values in one dimension; a copy where they are not in order."""
+    if gradient.is_contiguous():
+        return gradient.view(-1) if gradient.dim() != 1 else gradient
+    return gradient.contiguous().view(-1)
+
 
 _NO_CORRECTION = 1 << 62  # a step so late that beta ** step is 0
 
@@ -368,3 +509,64 @@ class FusedAdam(_Adam):
     """
 
     _takes = ("cpu", "cuda")
+
+
+# `CPUAdam` and `FusedAdam` passed to the engine: the built-in rule with their settings.
+#
+# Their kernels are the engine's, but their state lies in the memory of a model; the engine keeps
+# it
+# in its tiers.
+
+
+_PER_GROUP = ("lr", "betas", "eps", "weight_decay", "maximize")
+
+
+@dataclass(frozen=True)
+class SameRule:
+    """A built-in rule, and the groups and defaults of the optimizer it stands for."""
+
+    rule: BuiltInRule
+    groups: list[dict[str, Any]]
+    defaults: dict[str, Any]
+
+
+def built_in_of(given: Any, groups: Sequence[dict[str, Any]]) -> SameRule | None:
+    """What the engine runs for `given`: an instance, or the class itself; None if it is no such.
+
+    The groups of an instance stay the same objects: schedulers over it keep working. Raises
+    `ConfigError` for settings that the engine has not.
+    """
+    is_class = isinstance(given, type) and issubclass(given, CPUAdam | FusedAdam)
+    if is_class:  # its defaults, from stand-ins of no size
+        stand_in = nn.Parameter(torch.zeros(0))
+        optimizer, groups = given([stand_in]), [dict(group) for group in groups]
+    elif isinstance(given, CPUAdam | FusedAdam):
+        optimizer, groups = given, given.param_groups
+    else:
+        return None
+    name = type(optimizer).__name__
+    if any(optimizer.state.values()):
+        raise ConfigError(
+            f"the {name} has state already",
+            because="it has stepped, or loaded a state dict",
+            remedy="pass one that is new, and load a checkpoint into the engine",
+        )
+    for group in groups:
+        for key, value in optimizer.defaults.items():
+            group.setdefault(key, value)
+    modes = {bool(group["adamw_mode"]) for group in groups}
+    if len(modes) > 1:
+        raise ConfigError(
+            f"groups of the {name} differ in adamw_mode: AdamW and Adam with L2 are two rules",
+            remedy="one of them for all groups",
+        )
+    for key, wanted in (("bias_correction", True), ("amsgrad", False)):
+        if any(bool(group[key]) is not wanted for group in groups):
+            raise ConfigError(
+                f"the {name} has {key}={not wanted}",
+                because="no kernel of the engine does that",
+                remedy=f"{key}={wanted}, or pass torch.optim.AdamW, which torch runs, slower",
+            )
+    rule = BuiltInRule("AdamW" if modes == {True} else "Adam", optimizer.moments)
+    defaults = {key: optimizer.defaults[key] for key in _PER_GROUP}
+    return SameRule(rule, list(groups), defaults)

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from infinity.errors import ConfigError
 from infinity.formats import MomentFormat
-from infinity.optim.built_in import STATE_NAMES
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.moments import VALUE_DTYPES, Moment
+from infinity.optim.update import STATE_NAMES
 
 State = dict[str, Any]
 

@@ -11,7 +11,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from infinity.plan import policy
+from infinity.plan import access_order
+from infinity.plan.access_order import Tape, guess_cycle
+from infinity.plan.activations import saved_moves
 from infinity.plan.layout import Kind, Tier, UnitLayout
 from infinity.plan.plan import (
     LANES,
@@ -23,8 +25,6 @@ from infinity.plan.plan import (
     streamed_bytes,
     update_place,
 )
-from infinity.plan.saved import saved_moves
-from infinity.plan.tape import Tape, guess_cycle
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,13 +289,13 @@ class _CountedRun:
         slot_class = self.class_of(unit)
         if slot_class is not None and not self.holds_slot(unit):
             if not self.num_free(slot_class):
-                policy.make_slot_free(
+                access_order.make_slot_free(
                     self, slot_class, lambda u: self.tape.distance(u, wraps=self.wraps)
                 )
             self._run_sweep()
             if not self.holds_slot(unit):
                 self.fetch(unit)
-        policy.look_ahead(self, self.tape, self.course.look_ahead, wraps=self.wraps)
+        access_order.look_ahead(self, self.tape, self.course.look_ahead, wraps=self.wraps)
         self._run_sweep()
 
     def _run_sweep(self) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from infinity.formats import MomentFormat
+from infinity.plan.activations import NOTHING_SAVED, SavedPlan
 from infinity.plan.layout import (
     Kind,
     Precision,
@@ -13,7 +14,6 @@ from infinity.plan.layout import (
     Tier,
     UnitLayout,
 )
-from infinity.plan.saved import NOTHING_SAVED, SavedPlan
 from infinity.sizes import format_count, format_size
 
 LANES = ("disk_read", "disk_write", "to_device", "from_device")

@@ -5,26 +5,201 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from infinity.config import Config
+from infinity.config.schema import Config, HintsConfig
 from infinity.errors import ConfigError, DoesNotFitError
-from infinity.plan.cost import step_cost
+from infinity.formats import MomentFormat
+from infinity.plan.activations import Activations, away_bytes, estimate_activations, plan_saved
+from infinity.plan.budget import (
+    AUTO_SHARE,
+    NUM_STREAM_BUFFERS,
+    Limits,
+    budgeted_bytes,
+    excess,
+    largest_slot,
+    stream_bytes,
+    with_memory,
+)
+from infinity.plan.cost import Rates, StepCost, Work, nominal, step_cost
 from infinity.plan.forecast import forecast_bytes
-from infinity.plan.hints import may_look_nearer, with_live_note, with_weights_in_ram
-from infinity.plan.homes import FIELDS, best_homes
 from infinity.plan.layout import (
     ELEMENT_ALIGN,
     PRECISIONS,
+    ParameterFacts,
     Tier,
     UnitLayout,
+    lay_out,
     round_up,
 )
-from infinity.plan.plan import Plan, RuleFacts, UnitHomes
-from infinity.plan.rates import Rates, nominal
-from infinity.plan.reserve import Limits, excess, largest_slot, with_memory
-from infinity.plan.saved import plan_saved
-from infinity.plan.updates import leaving_room, with_updates
-from infinity.sizes import format_size
+from infinity.plan.machine import PlanMachine
+from infinity.plan.placement import FIELDS, best_homes, score
+from infinity.plan.plan import Plan, RuleFacts, UnitHomes, UpdatePlace, update_place, why_only_cpu
+from infinity.sizes import format_count, format_size
+
+# Hints: numbers of parameters that a plan keeps to where it can, and never fails for.
+#
+# They come from configurations of DeepSpeed's. A budget is a promise; a hint that cannot be met is
+# met as far as goes, and a note says how far.
+
+
+LEAST_AHEAD = 1  # with less nothing is fetched while something computes
+
+
+def live_parameters(plan: Plan) -> int:
+    """The most parameters that slots hold at a time: of each class, its largest units."""
+    return sum(
+        sum(sorted((_elements(plan.units[u]) for u in c.members), reverse=True)[: c.count])
+        for c in plan.slot_classes
+    )
+
+
+def _elements(unit: UnitLayout) -> int:
+    return sum(segment.numel for segment in unit.segments)
+
+
+def may_look_nearer(plan: Plan, hints: HintsConfig) -> bool:
+    """Whether slots hold more than was hinted, and a shorter look-ahead may hold less."""
+    most = hints.live_parameters
+    return most is not None and plan.look_ahead > LEAST_AHEAD and live_parameters(plan) > most
+
+
+def with_live_note(plan: Plan, hints: HintsConfig) -> Plan:
+    """`plan` with a note if slots hold more than was hinted although nothing more can be done."""
+    most, found = hints.live_parameters, live_parameters(plan)
+    if most is None or found <= most:
+        return plan
+    why = (
+        "the least with which something is fetched while something computes"
+        if plan.look_ahead >= LEAST_AHEAD
+        else "one unit computes and one takes its place"
+    )
+    note = f"hints.live_parameters is {format_count(most)}, slots hold {format_count(found)}: {why}"
+    return replace(plan, notes=(*plan.notes, note))
+
+
+def with_weights_in_ram(plan: Plan, hints: HintsConfig, limits: Limits) -> Plan:
+    """Weights that rest on disk kept in RAM instead: first units, as many as hinted, if they fit.
+
+    Where the device is the host, in its memory: see `UnitHomes`.
+    """
+    most = hints.weights_in_ram
+    if most is None:
+        return plan
+    tier = Tier.DEVICE if plan.unified else Tier.HOST
+    kept, homes = 0, list(plan.homes)
+    for unit in plan.units:
+        size = _elements(unit)
+        if homes[unit.index].weight is not Tier.DISK or kept + size > most:
+            continue
+        tried = list(homes)
+        tried[unit.index] = replace(homes[unit.index], weight=tier)
+        if excess(with_memory(replace(plan, homes=tuple(tried)), limits), limits, auto=True):
+            break
+        kept, homes = kept + size, tried
+    note = (
+        f"hints.weights_in_ram is {format_count(most)}: {format_count(kept)} parameters' weights "
+        "are kept in RAM" + ("" if kept else ", where none more find room")
+    )
+    plan = replace(plan, homes=tuple(homes), notes=(*plan.notes, note))
+    return with_memory(plan, limits)
+
+
+# Which updates are streamed through the device, where that is left to the plan.
+#
+# Units with equal homes are treated alike. Homes are chosen first, as if the CPU updated whatever
+# does not rest on the device; then every set of homes is streamed that makes the step shorter.
+
+
+# The share of a step that streaming must save. Each lane's rate was measured alone, and what
+# streams takes the links from weights and gradients: a close call is not one.
+WORTH = 0.05
+
+
+# Of the device's budget; where the buffers would take more, homes are chosen without them.
+MOST_ROOM = 0.1
+
+
+def leaving_room(plan: Plan, wish: str, limits: Limits) -> Limits:
+    """`limits` less the buffers that streaming would take, for a search of the best homes.
+
+    `wish` is `Config.update`. The search fills a share of the device; what comes on top would take
+    the place of activations.
+    """
+    if wish == "cpu" or why_only_cpu(plan) or limits.device is None:
+        return limits
+    room = NUM_STREAM_BUFFERS * stream_bytes(replace(plan, streamed=frozenset(plan.homes)))
+    if wish == "auto" and room > MOST_ROOM * limits.device:
+        return limits
+    return replace(limits, device=max(0, limits.device - int(room / AUTO_SHARE)))
+
+
+def with_updates(plan: Plan, wish: str, limits: Limits, rates: Rates, *, leave_share: bool) -> Plan:
+    """`plan`, whose homes are chosen, with `streamed` filled in; `wish` is `Config.update`.
+
+    With "device" everything is streamed that can be, whether it fits or not. "auto" takes nothing
+    that does not fit; with `leave_share` nothing of the share of the device that a search of homes
+    leaves to activations either.
+    """
+    homes = frozenset(
+        homes
+        for unit, homes in zip(plan.units, plan.homes, strict=True)
+        if unit.numel and update_place(plan, unit.index) is UpdatePlace.CPU
+    )
+    why_not = why_only_cpu(plan)
+    if wish == "device" and why_not:
+        return replace(plan, notes=(*plan.notes, f"update: device is not used: {why_not}"))
+    if wish == "cpu" or not homes or why_not:
+        return plan
+    if wish == "device":
+        return _streaming(plan, homes, limits)
+    starts: tuple[frozenset[UnitHomes], ...] = (frozenset(), homes)
+    found = min(
+        (_shortest(plan, start, homes, limits, rates, leave_share) for start in starts),
+        key=lambda plan: score(plan, rates),
+    )
+    before, after = (step_cost(p, rates).seconds for p in (plan, found))
+    return found if after <= (1 - WORTH) * before else plan
+
+
+def _streaming(plan: Plan, streamed: frozenset[UnitHomes], limits: Limits) -> Plan:
+    return with_memory(replace(plan, streamed=streamed), limits)
+
+
+def _shortest(
+    plan: Plan,
+    start: frozenset[UnitHomes],
+    homes: frozenset[UnitHomes],
+    limits: Limits,
+    rates: Rates,
+    leave_share: bool,
+) -> Plan:
+    """From `start`, one set of homes more or fewer while that makes the step shorter and fits."""
+    best = _streaming(plan, start, limits)
+    if _too_much(best, plan, limits, leave_share):
+        return plan
+    improved = True
+    while improved:
+        improved = False
+        for one in sorted(homes, key=_order):
+            other = _streaming(best, best.streamed ^ {one}, limits)
+            shorter = score(other, rates) < score(best, rates) * (1 - 1e-9)
+            if shorter and not _too_much(other, plan, limits, leave_share):
+                best, improved = other, True
+    return best
+
+
+def _too_much(changed: Plan, before: Plan, limits: Limits, leave_share: bool) -> bool:
+    """Whether a budget is exceeded that was not exceeded as much."""
+    had = excess(before, limits, auto=leave_share)
+    over = excess(changed, limits, auto=leave_share)
+    return any(nbytes > had.get(tier, 0) for tier, nbytes in over.items())
+
+
+def _order(homes: UnitHomes) -> list[int]:
+    tiers = list(Tier)
+    return [tiers.index(tier) for tier in (homes.weight, homes.state, homes.gradient)]
+
 
 CHUNK_ELEMENTS = 1 << 20  # 12 MiB records: inside the 8-64 MiB that disks like
 DURABLE_COST = 0.05  # of a step's time: what commits may cost where the plan chooses how often
@@ -248,3 +423,183 @@ def _remedy(tier: str, config: Config, rule: RuleFacts) -> str:
             f"use an optimizer that does not need whole parameters as {rule.name} does"
         )
     return f"raise budget.{tier}, lower chunk_size, or cut the model into smaller units"
+
+
+# A case: what a plan, its times and its activations are computed from, and what comes of it.
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything that a plan, its times and its activations are computed from.
+
+    `heads` are parameters that make logits. `base` is RAM in bytes that the process needs itself,
+    `made` the largest value made at birth (see `Limits`), `device_share` the part of the device's
+    memory that a run takes.
+    """
+
+    units: tuple[UnitLayout, ...]
+    config: Config
+    machine: PlanMachine
+    work: Work
+    rule: RuleFacts
+    heads: frozenset[int] = frozenset()
+    base: int = 0
+    made: int = 0
+    device_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.config.activations.checkpoint == "units" and not self.work.recompute:
+            object.__setattr__(self, "work", replace(self.work, recompute=True))
+
+    @property
+    def limits(self) -> Limits:
+        """Budgets as a run would derive them on this machine."""
+        budget, machine = self.config.budget, self.machine
+        device = None
+        if machine.device_bytes is not None:
+            device = budget.device or int(self.device_share * machine.device_bytes)
+        disk = machine.disk_bytes if budget.disk is None else min(budget.disk, machine.disk_bytes)
+        host = budget.host or machine.host_budget_bytes
+        return Limits(device=device, host=host, disk=disk, base=self.base, made=self.made)
+
+    @property
+    def compute_tier(self) -> str:
+        """The tier whose memory holds activations."""
+        return "host" if self.machine.unified else "device"
+
+    @property
+    def compute_bytes(self) -> int:
+        """What a run could take of that tier, whatever its configuration leaves to the plan."""
+        if self.machine.device_bytes is None:
+            return self.machine.host_budget_bytes
+        return int(self.device_share * self.machine.device_bytes)
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step."""
+        return self.config.gradient_accumulation_steps
+
+    def activations(self) -> Activations:
+        """Of one micro-batch; inputs of blocks that wait elsewhere are not counted."""
+        work = self.work
+        found = estimate_activations(
+            self.units,
+            work.tokens,
+            lookups=work.lookups,
+            heads=self.heads,
+            shares=work.shares,
+            recompute=work.recompute,
+        )
+        told = self._with_tokens(self.config).activations
+        saved, _ = plan_saved(told, self.units, unified=self.machine.unified)
+        away = away_bytes(saved)
+        return replace(found, boundaries=max(found.boundaries - away, 0)) if away else found
+
+    def _with_tokens(self, config: Config) -> Config:
+        """With the tokens of a micro-batch told where only the case knows them."""
+        told = config.activations
+        if told.offload == "none" or told.tokens is not None:
+            return config
+        told = told.model_copy(update={"tokens": self.work.tokens})
+        return config.model_copy(update={"activations": told})
+
+    def plan(self, config: Config | None = None) -> Plan:
+        """The plan of this case; raises `DoesNotFitError` or `ConfigError`."""
+        return make_plan(
+            self.units,
+            self._with_tokens(config or self.config),
+            self.limits,
+            unified=self.machine.unified,
+            rule=self.rule,
+            device_kernels=not self.machine.unified and bool(self.machine.rates.device_update),
+            rates=self.machine.rates,
+        )
+
+    def with_config(self, **changes: Any) -> Case:
+        """With other values in the configuration."""
+        return replace(self, config=self.config.model_copy(update=changes))
+
+    def with_budget(self, tier: str, nbytes: int | None) -> Case:
+        """With another budget in the configuration; None leaves it to the machine."""
+        return self.with_config(budget=self.config.budget.model_copy(update={tier: nbytes}))
+
+    def with_machine(self, **changes: Any) -> Case:
+        """With other facts of the machine."""
+        return replace(self, machine=replace(self.machine, **changes))
+
+    def with_moments(self, name: str) -> Case:
+        """With moments in another format."""
+        form = MomentFormat(name)
+        settings = self.config.optimizer.model_copy(update={"moments": name})
+        notes = tuple(n for n in self.rule.notes if "lossy" not in n)
+        rule = replace(self.rule, moments=(form,) * len(self.rule.moments), notes=notes)
+        return replace(self.with_config(optimizer=settings), rule=rule)
+
+    def with_precision(self, name: str) -> Case:
+        """With all parameters, which must be trained ones, in another precision."""
+        precision = PRECISIONS[name]
+        units = []
+        for unit in self.units:
+            facts = [
+                ParameterFacts(s.name, s.parameter, s.shape, precision.dtype, s.numel,
+                               precision.weight, s.trained, s.group)
+                for s in unit.segments
+            ]  # fmt: skip
+            units.append(lay_out(unit.index, unit.name, facts, precision))
+        return replace(self.with_config(precision=name), units=tuple(units))
+
+    def with_step(self, tokens: int, micro_batches: int, recompute: bool | None = None) -> Case:
+        """With other micro-batches, of `tokens` each."""
+        again = self.work.recompute if recompute is None else recompute
+        case = replace(self, work=replace(self.work, tokens=tokens, recompute=again))
+        return case.with_config(gradient_accumulation_steps=micro_batches)
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A case with its plan, and what follows from it."""
+
+    case: Case
+    plan: Plan
+    cost: StepCost
+    activations: Activations
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of a steady step; 0 where nothing costs time."""
+        tokens = self.case.work.tokens * self.case.micro_batches
+        return tokens / self.cost.seconds if self.cost.seconds else 0.0
+
+    @property
+    def room(self) -> int:
+        """Bytes that the plan leaves to activations."""
+        return self.case.compute_bytes - budgeted_bytes(self.plan)[self.case.compute_tier]
+
+    @property
+    def missing(self) -> int:
+        """Bytes of activations that find no room; 0 where all do."""
+        return max(self.activations.total - self.room, 0)
+
+    def require_room(self) -> None:
+        """Raise `DoesNotFitError` if activations find no room."""
+        if not self.missing:
+            return
+        tier, parts = self.case.compute_tier, self.activations
+        raise DoesNotFitError(
+            f"the plan leaves {format_size(max(self.room, 0))} of the {tier}'s "
+            f"{format_size(self.case.compute_bytes)} to activations, and "
+            f"{self.case.work.tokens:,} tokens at once need about {format_size(parts.total)}: "
+            f"{format_size(self.missing)} too much",
+            because=f"saved {format_size(parts.saved)}, boundaries {format_size(parts.boundaries)}"
+            f", logits {format_size(parts.logits)}, gradients {format_size(parts.gradients)}",
+            remedy="more and smaller micro-batches, recompute blocks in backward, or more memory",
+        )
+
+
+def price(case: Case) -> Priced:
+    """The plan of a case with times and activations; raises where no plan fits.
+
+    Activations that find no room are not an error here: see `Priced.missing`.
+    """
+    plan = case.plan()
+    return Priced(case, plan, step_cost(plan, case.machine.rates, case.work), case.activations())

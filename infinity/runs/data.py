@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from infinity.errors import CheckpointError, ConfigError, DoesNotFitError, MachineError
-from infinity.memory.run_record import seal, unseal
+from infinity.files import FOLDER_MODE, open_new, read_small, sync_directory, write_new
 from infinity.runs.texts import Source, Tokenizer, read_texts
 from infinity.sizes import format_size
-from infinity.stable import FOLDER_MODE, open_new, read_small, sync_directory, write_new
+from infinity.storage.run_dir import seal, unseal
 
 FORMAT = 3
 _INDEX, _TOKENS, _PARTIAL = "index.json", "tokens.bin", ".partial-"

@@ -21,10 +21,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from infinity import __version__
+from infinity._version import __version__
 from infinity.errors import CheckpointError, ConfigError, MachineError, listed
-from infinity.memory.run_record import seal, unseal
-from infinity.stable import TEMPORARY_NAME, atomic_write, make_directories, read_small
+from infinity.files import TEMPORARY_NAME, atomic_write, make_directories, read_small
+from infinity.storage.run_dir import seal, unseal
 
 _RUN = "run.json"
 _LOCK = ".lock"

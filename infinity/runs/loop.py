@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infinity.checkpoint.root import discard, find_tag
+from infinity.checkpoint.directory import discard, find_tag
 from infinity.engine import Engine
 from infinity.errors import (
     CheckpointError,

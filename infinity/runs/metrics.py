@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from infinity.errors import MachineError
-from infinity.stable import atomic_write, json_lines
+from infinity.files import atomic_write, json_lines
 
 _CURVES = ("loss", "lr", "grad_norm", "tokens_per_s", "step_s", "epoch")
 

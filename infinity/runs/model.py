@@ -13,13 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infinity.config import Config
+from infinity.config.schema import Config
 from infinity.errors import ConfigError
-from infinity.huggingface.library import transformers
-from infinity.huggingface.models import build_model, load_model
-from infinity.huggingface.sources import find_directory
-from infinity.model.foreign import explained
-from infinity.model.target import Target, target_of
+from infinity.huggingface.models import build_model, find_directory, load_model, transformers
+from infinity.model.config_shapes import explained
+from infinity.model.shapes import Target, target_of
 from infinity.runs.settings import BYTES, ModelSection, RunConfig
 
 CAUSAL = "AutoModelForCausalLM"

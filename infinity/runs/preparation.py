@@ -12,21 +12,21 @@ from torch import nn
 
 from infinity.blueprint import limits_for
 from infinity.calibration import kept_rates
-from infinity.checkpoint.layout import MANIFEST_NAME
+from infinity.checkpoint.manifest import MANIFEST_NAME
 from infinity.checkpoint.plain import decode
 from infinity.checkpoint.reader import CheckpointReader
-from infinity.config import Config
+from infinity.config.schema import Config
 from infinity.cutting import Cut, case_for, cut_model, groups_of
 from infinity.errors import ConfigError
-from infinity.memory.device import Device
-from infinity.model.target import Target, target_of
-from infinity.plan.case import Case
-from infinity.plan.machine_file import PlanMachine
+from infinity.model.shapes import Target, target_of
+from infinity.plan.machine import PlanMachine
+from infinity.plan.planner import Case
 from infinity.runs.data import Corpus, Progress, Recipe, Windows, prepare, split
 from infinity.runs.directory import RunDirectory
 from infinity.runs.model import ModelFacts, read_facts
 from infinity.runs.settings import AUTO, DEFAULT_LENGTH, RunConfig, micro_batches
 from infinity.runs.texts import Source, Tokenizer, find_sources, find_tokenizer
+from infinity.storage.device import Device
 
 T = TypeVar("T")
 _DECIDE = (  # keys of the engine that its numbers depend on

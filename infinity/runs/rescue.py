@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from infinity.checkpoint.durable_runs import read_run
 from infinity.errors import InfinityError, MachineError, TransferError
-from infinity.memory.durable_runs import read_run
-from infinity.memory.scratch import durable_records
 from infinity.runs.run import Run
+from infinity.storage.run_dir import durable_records
 
 OTHER = Path("/other/drive")  # what people put their own in the place of
 

@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from infinity.checkpoint.layout import LATEST_NAME
-from infinity.checkpoint.root import checkpoints, find_tag
-from infinity.config import Config
+from infinity.checkpoint.directory import checkpoints, find_tag
+from infinity.checkpoint.manifest import LATEST_NAME
+from infinity.config.schema import Config
 from infinity.engine import Engine
 from infinity.errors import (
     CheckpointError,
@@ -24,9 +24,8 @@ from infinity.errors import (
     InfinityError,
     MachineError,
 )
-from infinity.huggingface.library import transformers
-from infinity.huggingface.saving import save_pretrained
-from infinity.memory.scratch import run_records
+from infinity.files import sync_directory
+from infinity.huggingface.models import save_pretrained, transformers
 from infinity.model.weight_directory import holds_weights
 from infinity.runs.data import Progress, Reel
 from infinity.runs.directory import RunDirectory
@@ -35,8 +34,8 @@ from infinity.runs.metrics import LastStep, Metrics, Result, Watcher, steps_told
 from infinity.runs.model import build, loss_of
 from infinity.runs.preparation import Prepared, check_schedule, prepare_run
 from infinity.runs.settings import AUTO, RunConfig, as_yaml
-from infinity.stable import sync_directory
 from infinity.startup import initialize
+from infinity.storage.run_dir import run_records
 
 NEVER = "never"
 _HEADING = """\

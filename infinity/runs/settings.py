@@ -11,10 +11,8 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
-from infinity.config import Config, entries
-from infinity.config_problems import DEEPSPEED_NAMES, explain
-from infinity.config_source import apply_overrides, read_config_file
-from infinity.config_values import Number, OnePath, Section, as_path
+from infinity.config.schema import Config, Number, OnePath, Section, as_path, entries
+from infinity.config.source import DEEPSPEED_NAMES, apply_overrides, explain, read_config_file
 from infinity.errors import ConfigError
 
 AUTO = "auto"  # in scheduler.params: the number of steps of the run

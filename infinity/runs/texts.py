@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infinity.errors import ConfigError, first_lines, listed
-from infinity.huggingface.library import transformers
+from infinity.huggingface.models import transformers
 from infinity.runs.settings import BYTES
 
 HUB = "hub:"

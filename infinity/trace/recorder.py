@@ -4,7 +4,7 @@
 Whoever records appends one tuple to a bounded queue, and never waits: where the queue is full the
 event is dropped and counted, and the file says how many were. A thread takes the queue every
 `FLUSH_S` and writes it out, so a killed process loses that much. Which steps are recorded at all
-is for `training/timeline.py` (`trace_steps`).
+is for `offload/report.py` (`trace_steps`).
 
 [Note: a file that is always whole]
 The closing bracket is written with every flush and overwritten by the next one, in one call each.
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from infinity.errors import MachineError
-from infinity.stable import atomic_write
+from infinity.files import atomic_write
 
 FLUSH_S = 0.1
 CAPACITY = 1 << 16  # events that wait to be written; about 15 MB

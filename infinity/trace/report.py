@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from infinity.trace.reader import Timeline
-from infinity.trace.shares import SHOWN, Shares, StepShares, binds, percent, verdict
+from infinity.trace.reader import SHOWN, Shares, StepShares, Timeline, binds, percent, verdict
 
 
 def notes(timeline: Timeline) -> list[str]:

@@ -12,12 +12,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from infinity.checkpoint.layout import BUFFERS, FROZEN, GRADIENT
-from infinity.checkpoint.manifest import BufferRecord, Manifest, ParameterRecord
-from infinity.checkpoint.masters import CheckpointWeights
+from infinity.checkpoint.directory import no_latest
+from infinity.checkpoint.durability import Durability
+from infinity.checkpoint.manifest import (
+    BUFFERS,
+    FROZEN,
+    GRADIENT,
+    BufferRecord,
+    Manifest,
+    ParameterRecord,
+)
 from infinity.checkpoint.plain import decode, dtype_name, encode
-from infinity.checkpoint.reader import CheckpointReader, find_tag
-from infinity.checkpoint.root import no_latest
+from infinity.checkpoint.reader import CheckpointReader, CheckpointWeights, find_tag
 from infinity.checkpoint.writer import CheckpointWriter, TensorSpec
 from infinity.errors import (
     CheckpointError,
@@ -26,20 +32,100 @@ from infinity.errors import (
     PresenceError,
     listed,
 )
-from infinity.memory.durability import Durability
-from infinity.memory.gradients import GradientStore
-from infinity.memory.mover import Mover
-from infinity.memory.state import StateStore
+from infinity.model.buffers import Buffer, check_buffers, find_buffers, put_buffers
+from infinity.offload.gradients import GradientStore
+from infinity.offload.prefetch import Mover
+from infinity.offload.state import StateStore
+from infinity.plan.layout import Kind, UnitLayout
 from infinity.plan.plan import Plan
-from infinity.training.buffers import Buffer, check_buffers, find_buffers, put_buffers
-from infinity.training.committed import OpenWindow, read_document, write_document
-from infinity.training.loading import Loader, check_state
-from infinity.training.run_state import RunState
-from infinity.training.saving import Saver, state_streams
-from infinity.training.stepper import Stepper
-from infinity.training.sweep import Sweep
-from infinity.training.values import Values
-from infinity.training.window import Window
+from infinity.storage.device import HostArena
+from infinity.training.async_save import Saver, state_streams, stream_parts
+from infinity.training.optimizer_pass import Sweep
+from infinity.training.parameter_access import Values
+from infinity.training.run_state import OpenWindow, RunState, read_document, write_document
+from infinity.training.step import Stepper, Window
+
+# The streams of a checkpoint into homes, whatever their placement, unit by unit.
+
+
+def check_state(reader: CheckpointReader, plan: Plan, rule: str) -> None:
+    """Raise one `CheckpointError` with all that does not fit the homes of this engine.
+
+    Names, shapes, dtypes, precision, update rule and moment formats; nothing is changed.
+    """
+    manifest = reader.manifest
+    problems = []
+    for what, there, here in (
+        ("precision", manifest.precision, plan.precision.name),
+        ("optimizer", manifest.rule, rule),
+        ("moments", list(manifest.moments), [m.value for m in plan.precision.moments]),
+    ):
+        if there != here:
+            problems.append(f"{what} {there!r} there, {here!r} here")
+    if not problems:
+        for stream, specs in state_streams(plan).items():
+            problems += _differences(reader, stream, specs)
+    if problems:
+        raise CheckpointError(
+            f"the checkpoint {reader.directory} does not fit this engine: "
+            + listed(problems, separator="; "),
+            remedy="make the engine with the settings it was saved under, or take the weights "
+            "only: load_checkpoint(..., load_optimizer_states=False)",
+        )
+
+
+def _differences(reader: CheckpointReader, stream: str, specs: list[TensorSpec]) -> list[str]:
+    there, here = set(reader.names(stream)), {spec.name for spec in specs}
+    problems = [f"{name!r} is missing in {stream}" for name in sorted(here - there)]
+    problems += [f"{name!r} is in {stream}, but not in the model" for name in sorted(there - here)]
+    for spec in specs:
+        if spec.name in there:
+            facts = reader.facts(stream, spec.name)
+            if facts.shape != tuple(spec.shape):
+                problems.append(f"{spec.name!r} has shape {facts.shape}, not {tuple(spec.shape)}")
+            elif facts.dtype is not spec.dtype:
+                problems.append(f"{spec.name!r} is {facts.dtype} in {stream}, not {spec.dtype}")
+    return problems
+
+
+class Loader:
+    """Reads streams in the order of homes; one kind of one unit in RAM at a time."""
+
+    def __init__(self, reader: CheckpointReader, plan: Plan, store: StateStore) -> None:
+        self._reader = reader
+        self._plan = plan
+        self._store = store
+
+    def load(self) -> None:
+        """Replace every home; raises `CheckpointError` at the first byte that is not as saved."""
+        for layout in self._plan.units:
+            self._load_unit(layout)
+
+    def _load_unit(self, layout: UnitLayout) -> None:
+        for kind in self._plan.precision.kinds:
+            nbytes = self._store.home_bytes(layout, kind)
+            if not nbytes:
+                continue
+            flat = HostArena(nbytes).view(0, nbytes)  # zeroed
+            self._load_trained(layout, kind, flat)
+            if kind is Kind.WEIGHT:
+                self._load_frozen(layout, flat[layout.trained_bytes :])
+            self._store.write(layout.index, kind, flat)
+
+    def _load_trained(self, layout: UnitLayout, kind: Kind, flat: Tensor) -> None:
+        plan, done = self._plan, dict[tuple[str, str], int]()
+        for chunk in range(layout.num_chunks(plan.chunk_elements)):
+            view = flat[plan.part(layout, kind, chunk)]
+            for segment in layout.trained_segments:
+                for stream, part in stream_parts(plan, layout, segment, chunk, kind, view):
+                    first = done.get((stream, segment.name), 0)
+                    self._reader.read_into(stream, segment.name, first, part)
+                    done[stream, segment.name] = first + part.numel()
+
+    def _load_frozen(self, layout: UnitLayout, flat: Tensor) -> None:
+        for segment in (s for s in layout.segments if not s.trained):
+            part = flat[segment.offset : segment.offset + segment.nbytes]
+            self._reader.read_into(FROZEN, segment.name, 0, part)
 
 
 class Rooms(Protocol):
@@ -346,7 +432,7 @@ class Checkpoints:
     # --- durable steps -----------------------------------------------------------------------
 
     def document(self, window: OpenWindow | None = None) -> bytes:
-        """All that a committed step needs beside the homes; see `memory/commits.py`."""
+        """All that a committed step needs beside the homes; see `checkpoint/commits.py`."""
         return write_document(self._module, self.run_state.capture(), window)
 
     def restore_document(self, document: bytes) -> None:

@@ -6,18 +6,301 @@ weights, moments, buffers and gradients it is all that decides what the next ste
 
 from __future__ import annotations
 
+import json
+import random
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import islice
+from pathlib import Path
 from typing import Any, Protocol
 
-from infinity.errors import CheckpointError, InfinityWarning
-from infinity.optim.built_in import KernelUpdater
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
+
+from infinity.checkpoint.durable_reader import DurableReader
+from infinity.checkpoint.manifest import BufferRecord, ParameterRecord
+from infinity.checkpoint.plain import DTYPES, decode, dtype_name, encode
+from infinity.checkpoint.reader import CheckpointReader, empty, join
+from infinity.errors import CheckpointError, InfinityError, InfinityWarning
+from infinity.model.buffers import find_buffers
 from infinity.optim.offloaded import OffloadedOptimizer
-from infinity.optim.tiles import Updater
-from infinity.training.loss_scale import as_data
-from infinity.training.rng import capture_rng, moved_since, restore_rng
-from infinity.training.stepper import Progress, Stepper
+from infinity.optim.update import KernelUpdater, Updater
+from infinity.plan.layout import REST_DTYPES, Kind
+from infinity.training.step import Progress, Stepper, as_data
+
+# The states of every random generator a training loop may draw from, taken and put back.
+
+
+def capture_rng() -> dict[str, Any]:
+    """The states of torch's CPU and accelerator generators, NumPy's global one and Python's."""
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Put back what `capture_rng` took; generators of devices that are not here are left out.
+
+    Raises `CheckpointError` if these are no such states; some may be put back then.
+    """
+    try:
+        torch.set_rng_state(state["torch"])
+        np.random.set_state(state["numpy"])
+        random.setstate(state["python"])
+        if torch.cuda.is_available():
+            for index, value in enumerate(state.get("cuda", ())[: torch.cuda.device_count()]):
+                torch.cuda.set_rng_state(value, index)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the saved states of random generators cannot be put back: {error}",
+            because="they were saved by another version of torch, NumPy or Python",
+        ) from error
+
+
+def moved_since(state: dict[str, Any]) -> list[str]:
+    """Which generators are not where `capture_rng` found them: "torch", "numpy", ..."""
+    now = capture_rng()
+    return [name for name in state if name in now and not _equal(now[name], state[name])]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor | np.ndarray):
+        return bool((one == other).all())
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)
+
+
+# A DataLoader that knows how far it is, and goes on from there after a resume.
+
+
+class _From(Sampler[int]):
+    """Another sampler's indices; the next time round without the first `skip`."""
+
+    def __init__(self, sampler: Sampler[int]) -> None:
+        self._sampler = sampler
+        self.skip = 0
+
+    def __iter__(self) -> Iterator[int]:
+        skip, self.skip = self.skip, 0
+        return islice(iter(self._sampler), skip, None)
+
+    def __len__(self) -> int:
+        return len(self._sampler)  # type: ignore[arg-type]
+
+
+class ResumableLoader(DataLoader[Any]):
+    """`torch.utils.data.DataLoader` with `state_dict` and `load_state_dict`.
+
+    The position is the number of passes over the data that are over, and of the batches that were
+    handed out since. After `load_state_dict` the next iterator starts there. Batches that are
+    skipped are not read, except those of an `IterableDataset`. Random numbers that workers draw
+    per sample start anew with the iterator that goes on.
+    """
+
+    def __init__(self, dataset: Dataset[Any], **options: Any) -> None:
+        self._indices: _From | None = None
+        if not isinstance(dataset, IterableDataset):
+            self._indices = _From(SequentialSampler(dataset))  # type: ignore[arg-type]
+            options["sampler"] = self._indices
+        self._epoch = 0
+        self._batches = 0
+        self._start: torch.Tensor | None = None  # torch's generator when this pass began
+        self._resume = False
+        super().__init__(dataset, **options)
+
+    def __iter__(self) -> Any:
+        now = torch.get_rng_state()
+        resume = self._resume and self._start is not None
+        if resume:
+            torch.set_rng_state(self._start)  # type: ignore[arg-type]  # an iterator draws from it
+        else:
+            self._start, self._batches = now, 0
+        self._resume = False
+        skip = self._batches
+        if self._indices is not None:
+            self._indices.skip = skip * (self.batch_size or 1)
+            skip = 0
+        batches = super().__iter__()
+        if resume:
+            torch.set_rng_state(now)
+        return self._counted(islice(batches, skip, None))
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._batches += 1
+            yield batch
+        self._epoch, self._batches, self._start = self._epoch + 1, 0, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this is: plain data and, within a pass, one tensor."""
+        return {"epoch": self._epoch, "batches": self._batches, "start": self._start}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there, with the next iterator."""
+        self._epoch, self._batches = int(state["epoch"]), int(state["batches"])
+        self._start = state["start"]
+        self._resume = True
+
+
+# What a committed step holds beside the homes: counters, groups, generators, buffers.
+#
+# The document is opaque to `checkpoint/`, which keeps it with the commit. Within an accumulation
+# window, where only a load can commit, it also says which checkpoint the window's gradients are
+# read from: they have no place in a commit, and that checkpoint holds them.
+
+
+@dataclass(frozen=True)
+class OpenWindow:
+    """The checkpoint that was loaded within an accumulation window, and the CRC of its manifest."""
+
+    root: str
+    tag: str
+    manifest_crc32c: int
+
+    def open(self) -> CheckpointReader:
+        """That very checkpoint; raises `CheckpointError` if it is gone, or another."""
+        where = Path(self.root) / self.tag
+        try:
+            reader = CheckpointReader(Path(self.root), self.tag)
+        except InfinityError as error:
+            raise self._refusal(where, error.what) from error
+        if reader.manifest_crc32c != self.manifest_crc32c:
+            reader.close()
+            raise self._refusal(where, "another checkpoint has that name now")
+        return reader
+
+    def _refusal(self, where: Path, why: str) -> CheckpointError:
+        return CheckpointError(
+            f"the committed state is that of {where}, which was loaded within an accumulation "
+            f"window; the gradients of that window cannot be read from there: {why}",
+            because="no step was committed since",
+            remedy="bring that checkpoint back; or start with resume: never, and load another",
+        )
+
+
+@dataclass(frozen=True)
+class Document:
+    """`run` is what `RunState.capture` took; `persistent` names those buffers of the state dict."""
+
+    run: dict[str, Any] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    persistent: frozenset[str] = frozenset()
+    window: OpenWindow | None = None
+
+
+def write_document(module: nn.Module, run: dict[str, Any], window: OpenWindow | None) -> bytes:
+    """The state of a run as a commit keeps it."""
+    buffers = find_buffers(module)
+    data = {
+        "run": run,
+        "buffers": {b.names[0]: b.value.detach().cpu() for b in buffers},
+        "persistent": [b.names[0] for b in buffers if b.persistent],
+        "window": None if window is None else asdict(window),
+    }
+    return json.dumps(encode(data, "the run's state"), allow_nan=False).encode()
+
+
+def read_document(document: bytes) -> Document:
+    """The inverse; empty where no step was committed. Raises `CheckpointError`."""
+    if not document:
+        return Document()
+    data = decode(json.loads(document))
+    buffers, window = data["buffers"], data.get("window")
+    return Document(
+        run=data["run"],
+        buffers=buffers,
+        persistent=frozenset(data.get("persistent", buffers)),
+        window=None if window is None else OpenWindow(**window),
+    )
+
+
+# The committed state of a durable run as weights and buffers by name, without an engine.
+#
+# The state files hold parameters, which `checkpoint/durable_reader.py` finds; buffers and counters
+# are in the commit's document.
+
+
+_PIECE = 1 << 20  # elements, a multiple of what pages hold
+
+
+class DurableWeights:
+    """A `WeightSource` over the directory of a durable run; raises as its reader does.
+
+    `document` is what the commit holds beside; where no step was committed it is empty, and
+    nothing is known of buffers.
+    """
+
+    def __init__(self, reader: DurableReader) -> None:
+        """Raises `CheckpointError` for a document that cannot be understood."""
+        self._reader = reader
+        self.document = read_document(reader.document)
+        steps = self.document.run.get("steps", {})
+        self.parameters = [
+            ParameterRecord(
+                name, (), segment.shape, segment.dtype, segment.trained, steps.get(name, 0)
+            )
+            for name, segment in ((name, reader.segment(name)) for name in reader.names)
+        ]
+        self.buffers = [
+            BufferRecord(
+                name,
+                (),
+                tuple(value.shape),
+                dtype_name(value.dtype),
+                name in self.document.persistent,
+            )
+            for name, value in self.document.buffers.items()
+        ]
+
+    def weight(self, name: str) -> Tensor:
+        """What a parameter computes with."""
+        return self._whole(name, Kind.WEIGHT, DTYPES[self._reader.segment(name).dtype])
+
+    def has_master(self, name: str) -> bool:
+        """Whether there is a residual or a master beside the weight."""
+        trained = self._reader.segment(name).trained
+        return trained and self._reader.plan.precision.rest_kind is not None
+
+    def master(self, name: str) -> Tensor:
+        """The fp32 master."""
+        kind = self._reader.plan.precision.rest_kind
+        assert kind is not None
+        if kind is Kind.MASTER:
+            return self._whole(name, kind, torch.float32)
+        segment = self._reader.segment(name)
+        master = empty(name, segment.numel, torch.float32)
+        for first in range(0, segment.numel, _PIECE):
+            count = min(_PIECE, segment.numel - first)
+            weight = self._reader.read(name, Kind.WEIGHT, first, count).view(torch.bfloat16)
+            rest = self._reader.read(name, kind, first, count)
+            master[first : first + count] = join(
+                weight, rest.view(getattr(torch, REST_DTYPES[kind]))
+            )
+        return master.view(segment.shape)
+
+    def buffer(self, name: str) -> Tensor:
+        """A buffer's value."""
+        return self.document.buffers[name]
+
+    def _whole(self, name: str, kind: Kind, dtype: torch.dtype) -> Tensor:
+        """In pieces: what is read lies in memory twice."""
+        segment = self._reader.segment(name)
+        flat = empty(name, segment.numel, dtype)
+        for first in range(0, segment.numel, _PIECE):
+            count = min(_PIECE, segment.numel - first)
+            part = self._reader.read(name, kind, first, count)
+            flat.view(torch.uint8)[first * dtype.itemsize :][: part.numel()] = part
+        return flat.view(segment.shape)
+
 
 # The state of the loss scale is saved beside them, for it is of one precision only.
 _COUNTERS = tuple(field.name for field in fields(Progress) if field.name != "loss_scale")

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from infinity.errors import ConfigError, PresenceError
+from infinity.model.buffers import persistent_buffers
 from infinity.model.weight_files import Outgoing, write_shards
 from infinity.sizes import parse_size
-from infinity.training.buffers import persistent_buffers
-from infinity.training.values import Values
+from infinity.training.parameter_access import Values
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from support.durable import HOMES, durable_engine, gated, step
 
 import infinity
 from infinity.errors import InfinityWarning, MachineError
-from infinity.memory import scratch
-from infinity.memory.scratch import Scratch, remove_dead_runs
+from infinity.storage import run_dir
+from infinity.storage.run_dir import Scratch, remove_dead_runs
 
 IO = {"weights": [2, 1, 1], "block_size": 4096}
 
@@ -62,7 +62,7 @@ def start_and_die(paths: list[Path], after: int) -> None:
 
     def begin(first: Scratch, *rest: Any) -> None:
         for name in ("write_record", "sync_directory"):
-            setattr(scratch, name, counted(getattr(scratch, name)))
+            setattr(run_dir, name, counted(getattr(run_dir, name)))
         Path.rename = counted(Path.rename)  # type: ignore[method-assign]
         announce(first, *rest)
 

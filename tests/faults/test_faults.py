@@ -36,8 +36,8 @@ import infinity
 from infinity import _aio
 from infinity.engine import Engine
 from infinity.errors import EngineFailedError, TransferError
-from infinity.memory.disk import Disk, Extent, Priority
-from infinity.memory.reservations import PROCESS
+from infinity.storage.device import PROCESS
+from infinity.storage.disk import Disk, Extent, Priority
 
 # Two directories on one device are what is wanted here.
 pytestmark = pytest.mark.filterwarnings("ignore::infinity.errors.InfinityWarning")

@@ -32,8 +32,8 @@ from support.durable import (
     undisturbed,
 )
 
+from infinity.checkpoint.commits import COMMIT_NAMES, CommitRecord
 from infinity.errors import InfinityError
-from infinity.memory.commits import COMMIT_NAMES, CommitRecord
 
 STEPS = 2  # that are recorded
 MORE: dict[str, Any] = {

@@ -20,7 +20,7 @@ from support.durable import HOMES, durable_engine, gated, step
 from support.runs import losses_of, metrics_of, settings, train
 
 from infinity.errors import ConfigError, InfinityError
-from infinity.memory.scratch import run_records
+from infinity.storage.run_dir import run_records
 
 DRIVES = ("d0", "d1")
 Sabotage = Callable[[Path], Any]

@@ -23,12 +23,12 @@ from infinity.checkpoint import writer
 from infinity.cli.main import app
 from infinity.cli.train_page import TrainPage
 from infinity.errors import DoesNotFitError, MachineError, TransferError
-from infinity.memory.disk import Disk
-from infinity.plan.rates import Rates, nominal
+from infinity.plan.cost import Rates, nominal
 from infinity.runs import rescue
 from infinity.runs.metrics import Metrics
 from infinity.runs.run import Run
 from infinity.runs.settings import load_run_config
+from infinity.storage.disk import Disk
 from infinity.training import checkpoints
 
 Failing = Callable[..., None]

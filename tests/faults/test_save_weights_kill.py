@@ -21,11 +21,11 @@ from support import forked
 from infinity.cli.doctor import _write as write_machine_file
 from infinity.cli.init import _write as write_preset
 from infinity.errors import ConfigError, DoesNotFitError, InfinityError, MachineError
+from infinity.files import TEMPORARY_NAME, atomic_write
 from infinity.model.weight_directory import INDEX_NAME, SINGLE_NAME
 from infinity.model.weight_files import Outgoing, WeightFiles, write_shards
 from infinity.runs.directory import RunDirectory
 from infinity.runs.metrics import Metrics
-from infinity.stable import TEMPORARY_NAME, atomic_write
 from infinity.trace.recorder import Trace
 
 NAMES = "abc"

@@ -30,7 +30,7 @@ from torch import Tensor
 import infinity
 from infinity.engine import Engine
 from infinity.errors import EngineClosedError, PresenceError
-from infinity.memory.reservations import PROCESS
+from infinity.storage.device import PROCESS
 
 
 def elsewhere(do: Callable[[], Any]) -> BaseException | None:

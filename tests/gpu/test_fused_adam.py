@@ -14,10 +14,8 @@ from infinity.errors import ConfigError, PresenceError
 from infinity.formats import MomentFormat
 from infinity.optim import cuda, nvrtc
 from infinity.optim.cpu import CpuKernels
-from infinity.optim.cuda import CudaKernels
-from infinity.optim.cuda_launcher import CudaLauncher
-from infinity.optim.cuda_tables import HELPERS, SQUARE_TILE, TILE
-from infinity.optim.kernel_cache import KernelCache
+from infinity.optim.cuda import HELPERS, SQUARE_TILE, TILE, CudaKernels, CudaLauncher
+from infinity.optim.nvrtc import KernelCache
 from infinity.optim.rules import AdamHyper
 
 NO_CUDA = not torch.cuda.is_available()

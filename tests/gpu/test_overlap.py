@@ -17,10 +17,9 @@ from support.small import VOCABULARY, small_model
 from torch import Tensor
 
 import infinity
-from infinity.memory.cuda_events import CudaEvent
 from infinity.plan.plan import UpdatePlace, update_place
-from infinity.trace.reader import read_timeline
-from infinity.trace.shares import Shares
+from infinity.storage.cuda import CudaEvent
+from infinity.trace.reader import Shares, read_timeline
 
 pytestmark = [
     pytest.mark.gpu,

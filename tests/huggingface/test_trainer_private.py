@@ -12,9 +12,13 @@ import pytest
 import transformers as hf
 from accelerate import Accelerator
 
-from infinity.huggingface.trainer import InfinityTrainer
-from infinity.huggingface.trainer_model import OffloadAccelerator
-from infinity.huggingface.trainer_private import REPLACED, SET, SET_OF_ARGUMENTS
+from infinity.huggingface.trainer import (
+    REPLACED,
+    SET,
+    SET_OF_ARGUMENTS,
+    InfinityTrainer,
+    OffloadAccelerator,
+)
 
 
 def parameters(function: Any) -> tuple[str, ...]:

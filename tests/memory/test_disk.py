@@ -19,12 +19,12 @@ from support.rough import rough_io
 from torch import Tensor
 
 from infinity import _aio
-from infinity.config import IoConfig
+from infinity.config.schema import IoConfig
 from infinity.errors import ConfigError, DoesNotFitError, TransferError
-from infinity.memory.disk import Disk, Extent
-from infinity.memory.disk_speed import measure_speeds
-from infinity.memory.host import HostArena
 from infinity.plan.layout import PAGE
+from infinity.storage.device import HostArena
+from infinity.storage.disk import Disk, Extent
+from infinity.storage.disk_speed import measure_speeds
 
 SIZES = [1, PAGE, 3 * PAGE + 1, 40 * PAGE, 7 * PAGE, 129 * PAGE]
 

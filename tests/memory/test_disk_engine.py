@@ -19,11 +19,11 @@ from support.small import MIXED, ON_DISK, batch, masters, same, small_engine, tr
 from torch import Tensor
 
 from infinity import _aio
-from infinity.config import IoConfig, load_config
+from infinity.config.schema import IoConfig, load_config
 from infinity.errors import ConfigError, EngineFailedError, TransferError
-from infinity.memory.disk import Disk, Extent, Priority
-from infinity.memory.host import HostArena
 from infinity.plan.layout import PAGE
+from infinity.storage.device import HostArena
+from infinity.storage.disk import Disk, Extent, Priority
 
 Pieces = list[tuple[Extent, Tensor]]
 

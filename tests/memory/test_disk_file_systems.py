@@ -15,8 +15,8 @@ from support.small import masters, same, settings, small_engine, small_model, tr
 import infinity
 from infinity import _aio
 from infinity.errors import InfinityWarning
-from infinity.memory import file_systems
-from infinity.memory.file_systems import (
+from infinity.storage import striping
+from infinity.storage.striping import (
     device_of,
     drive_of,
     file_system_warnings,
@@ -87,7 +87,7 @@ def test_a_tmpfs_is_told_and_trained_on() -> None:
 
 def test_initialize_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        file_systems, "file_system_warnings", lambda path, file, nbytes: [f"{path} is odd"]
+        striping, "file_system_warnings", lambda path, file, nbytes: [f"{path} is odd"]
     )
     with pytest.warns(InfinityWarning, match="is odd") as caught:
         engine, *_ = infinity.initialize(small_model(), settings(tmp_path))
@@ -136,7 +136,7 @@ def test_partitions_of_one_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "0:45",
     ]
     devices = {Path("/a"): "8:1", Path("/b"): "8:2", Path("/c"): "259:0"}
-    monkeypatch.setattr(file_systems, "device_of", devices.__getitem__)
+    monkeypatch.setattr(striping, "device_of", devices.__getitem__)
     (warning,) = shared_drives(list(devices), tmp_path)
     assert "/a and /b share one drive (8:0)" in warning
 

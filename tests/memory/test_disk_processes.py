@@ -208,7 +208,7 @@ def test_a_drive_that_dies_while_training(tmp_path: Path) -> None:
         assert "dmesg" in str(error)
         with pytest.raises(InfinityError):
             engine.close()
-        assert infinity.memory.reservations.PROCESS.total("host") == 0
+        assert infinity.storage.device.PROCESS.total("host") == 0
 
 
 def test_a_path_without_room_is_refused_before_training(tmp_path: Path) -> None:

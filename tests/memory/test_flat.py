@@ -18,7 +18,7 @@ from support.small import MIXED, ON_DISK, batch, settings, small_model, train
 
 import infinity
 from infinity.heap import return_freed_memory
-from infinity.memory.reservations import PROCESS
+from infinity.storage.device import PROCESS
 
 MIB = 1 << 20
 

@@ -32,10 +32,10 @@ from support.small import (
 from torch import Tensor
 
 from infinity.errors import TransferError
-from infinity.memory.device import HAPPENED, CpuDevice, Event
-from infinity.memory.gradient_worker import GradientWorker
-from infinity.memory.homeward import Copy
-from infinity.memory.lanes import Lanes
+from infinity.offload.gradient_buffers import GradientWorker
+from infinity.offload.gradients import Copy
+from infinity.offload.transfers import Lanes
+from infinity.storage.device import HAPPENED, CpuDevice, Event
 from infinity.trace.reader import read_timeline
 
 THREAD = "infinity-gradients"

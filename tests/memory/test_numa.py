@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from infinity.memory.host import HostArena
-from infinity.memory.numa import node_of_pci, prefer_node, preferred_node
+from infinity.storage.cuda import node_of_pci, prefer_node, preferred_node
+from infinity.storage.device import HostArena
 
 HAS_NODES = Path("/sys/devices/system/node/node0").is_dir()
 

@@ -13,10 +13,10 @@ import psutil
 import pytest
 import torch
 
-from infinity.memory import host as host_module
-from infinity.memory.cuda_device import CudaDevice
-from infinity.memory.host import HostArena, arena_for
 from infinity.plan.layout import PAGE
+from infinity.storage import device as host_module
+from infinity.storage.cuda import CudaDevice
+from infinity.storage.device import HostArena, arena_for
 
 MIB, GIB = 1 << 20, 1 << 30
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")

@@ -12,11 +12,10 @@ from support.adam_values import Source
 
 from infinity.errors import ConfigError
 from infinity.formats import MomentFormat
-from infinity.optim.built_in import KernelUpdater
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.moments import Moment
 from infinity.optim.rules import AdagradHyper, AdamHyper, Hyper, LionHyper, SgdHyper
-from infinity.optim.tiles import Tile
+from infinity.optim.update import KernelUpdater, Tile
 
 Make = Callable[..., torch.optim.Optimizer]
 CASES: list[tuple[Hyper, Make, dict[str, Any]]] = [

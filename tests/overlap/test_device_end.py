@@ -11,7 +11,7 @@ from support.fake_accelerator import FakeAccelerator
 from support.small import ON_DEVICE, ON_DISK, batch, small_engine
 from torch import Tensor
 
-from infinity.memory.device import HAPPENED, Event
+from infinity.storage.device import HAPPENED, Event
 
 IN_RAM = {"weights": "host", "moments": "host", "gradients": "host"}
 

@@ -24,20 +24,18 @@ from torch import Tensor
 
 import infinity
 from infinity.errors import InfinityWarning
-from infinity.memory import activations as activations_module
-from infinity.memory import gradient_worker as gradient_worker_module
-from infinity.memory import homeward as homeward_module
-from infinity.memory import slots as slots_module
-from infinity.memory.activations import ActivationStore
-from infinity.memory.cuda_device import CudaDevice
-from infinity.memory.device import HAPPENED
-from infinity.memory.gradients import GradientStore
-from infinity.memory.host import HostArena
-from infinity.memory.lanes import Lanes
+from infinity.offload import activations as activations_module
+from infinity.offload import gradient_buffers as gradient_worker_module
+from infinity.offload import gradients as homeward_module
+from infinity.offload import prefetch as slots_module
+from infinity.offload.activations import ActivationStore
+from infinity.offload.gradients import GradientStore
+from infinity.offload.transfers import Lanes
 from infinity.plan.layout import PAGE
-from infinity.training import streams as streams_module
-from infinity.training.streams import Streams
-from infinity.training.updates import Updates
+from infinity.storage.cuda import CudaDevice
+from infinity.storage.device import HAPPENED, HostArena
+from infinity.training import optimizer_pass as streams_module
+from infinity.training.optimizer_pass import Streams, Updates
 
 CASE = CASES["gpt"]
 IN_RAM = ("host", "host", "host")
@@ -308,20 +306,20 @@ def test_what_is_being_copied_may_not_be_written_by_compute() -> None:
 
 # Who pins: the function, and a run that copies to or from what it pinned.
 PINNED: dict[tuple[str, str], tuple[tuple[str, str, str], dict[str, Any]]] = {
-    ("infinity.memory.state", "_reserve_ram"): (IN_RAM, {}),
-    ("infinity.memory.gradients", "_reserve"): (IN_RAM, {}),
-    ("infinity.memory.gradients", "_reserve_bounce"): (
+    ("infinity.offload.state", "_reserve_ram"): (IN_RAM, {}),
+    ("infinity.offload.gradients", "_reserve"): (IN_RAM, {}),
+    ("infinity.offload.gradients", "_reserve_bounce"): (
         IN_RAM,
         {"precision": "bf16", "gradient_accumulation_steps": 2},
     ),
-    ("infinity.memory.landing", "__init__"): (ON_DISK, {}),
-    ("infinity.training.updates", "__init__"): (ON_DISK, {}),
-    ("infinity.memory.activation_places", "__init__"): (IN_RAM, {"activations": OFFLOADS["host"]}),
-    ("infinity.memory.durability", "__init__"): (
+    ("infinity.offload.slots", "__init__"): (ON_DISK, {}),
+    ("infinity.training.optimizer_pass", "__init__"): (ON_DISK, {}),
+    ("infinity.offload.activations", "__init__"): (IN_RAM, {"activations": OFFLOADS["host"]}),
+    ("infinity.checkpoint.durability", "__init__"): (
         ON_DEVICE,
         {"durable": True, "durable_every": 1, "resume": "never"},
     ),
-    ("infinity.training.saving", "_buffers"): (ON_DEVICE, {}),
+    ("infinity.training.async_save", "_buffers"): (ON_DEVICE, {}),
 }
 
 

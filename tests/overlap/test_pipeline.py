@@ -18,8 +18,7 @@ from support.held import LONG_S
 from torch import Tensor, nn
 
 import infinity
-from infinity.training.jobs import SweepJob
-from infinity.training.updates import Updates
+from infinity.training.optimizer_pass import SweepJob, Updates
 
 BLOCKS, DIM, SLEEP_S = 8, 64, 0.01
 BLOCK_BYTES = 12 * (DIM * DIM + 2048)  # about what one block costs a sweep, each way

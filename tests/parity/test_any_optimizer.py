@@ -14,8 +14,8 @@ from support.trainer import PLACEMENTS, Run, make_config, make_device, same_bits
 from torch import Tensor, nn, optim
 
 from infinity.errors import ConfigError, DoesNotFitError
-from infinity.optim.guest import TILE_ELEMENTS
-from infinity.optim.guest_probe import open_guest
+from infinity.optim.adapter import TILE_ELEMENTS
+from infinity.optim.adapter_probe import open_guest
 
 STEPS = 4
 CASE = CASES["gpt"]

@@ -23,7 +23,7 @@ from support.models import CASES, CHECKPOINTINGS, LENGTH, Batch, Checkpointing
 from support.trainer import TIERS, Result, Run, make_config, make_device, train_exactly
 
 from infinity import _adam, _aio
-from infinity.memory.device import Device
+from infinity.storage.device import Device
 
 STEPS = 6
 TIGHT = 0.5  # below the gradient norm of most steps: it acts

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from infinity import deepspeed
-from infinity.config import load_config
+from infinity.config.schema import load_config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -13,7 +13,7 @@ from support.trainer import Run, make_config, make_device, same_bits
 from torch import Tensor, nn, optim
 
 from infinity.errors import ConfigError
-from infinity.optim.guest_groups import outline, same
+from infinity.optim.adapter import outline, same
 
 CASE = CASES["gpt"]
 Edits = dict[int, dict[str, Any]]  # before which step, what

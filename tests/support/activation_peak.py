@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.config import load_config
+from infinity.config.schema import load_config
 from infinity.cutting import Cut, cut_model, groups_of
-from infinity.model.target import target_of
+from infinity.model.shapes import target_of
 from infinity.plan.activations import Activations, estimate_activations
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.model.materialize import remember_values
+from infinity.model.meta_init import remember_values
 
 WIDTH, NUM_LAYERS = 1536, 32
 

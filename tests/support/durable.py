@@ -18,9 +18,9 @@ from support.small import batch, settings, small_model
 from torch import Tensor, nn
 
 import infinity
+from infinity.checkpoint.commits import SmallFile
 from infinity.engine import Engine
-from infinity.memory.commits import SmallFile
-from infinity.memory.disk import Disk
+from infinity.storage.disk import Disk
 
 State = dict[tuple[int, str], Tensor]
 SECTOR = 512

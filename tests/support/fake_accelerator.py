@@ -31,10 +31,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from infinity.errors import DoesNotFitError
-from infinity.memory.device import HAPPENED, Device, Event, SquareSums
-from infinity.memory.host import HostArena
 from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.moments import Moment
+from infinity.storage.device import HAPPENED, Device, Event, HostArena, SquareSums
 
 _AGAIN_S = 1e-3  # until something that waits for nothing of ours is looked at again
 _LOST_S = 120.0  # so that a mistake of the fake hangs one test, and not all that follow
@@ -42,16 +41,16 @@ _LOST_S = 120.0  # so that a mistake of the fake hangs one test, and not all tha
 # Who may copy to and from memory that is not pinned: before training, and where a user asks for or
 # sets values. (The last measures both kinds.)
 UNPINNED = {
-    ("infinity.training.birth", "_copy_to_memory"),
-    ("infinity.training.birth", "_write_frozen"),
-    ("infinity.memory.durability", "fill_memory"),
-    ("infinity.memory.state", "read"),
-    ("infinity.memory.state", "write"),
-    ("infinity.memory.gradients", "read"),
+    ("infinity.training.initial_write", "_copy_to_memory"),
+    ("infinity.training.initial_write", "_write_frozen"),
+    ("infinity.checkpoint.durability", "fill_memory"),
+    ("infinity.offload.state", "read"),
+    ("infinity.offload.state", "write"),
+    ("infinity.offload.gradients", "read"),
     ("infinity.calibration", "<lambda>"),
 }
-_PASSED_ON_BY = {f"infinity.memory.{name}" for name in ("device", "lanes", "traced")}
-_STAGE = ("infinity.memory.state", "stage")  # into a buffer of whoever calls it
+_PASSED_ON_BY = {"infinity.storage.device", "infinity.offload.transfers"}
+_STAGE = ("infinity.offload.state", "stage")  # into a buffer of whoever calls it
 
 
 @dataclass(frozen=True)

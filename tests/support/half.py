@@ -26,10 +26,10 @@ from support.trainer import (
 )
 from torch import Tensor, nn
 
-from infinity.config import Config
-from infinity.optim.built_in import rounding_key
+from infinity.config.schema import Config
 from infinity.optim.moments import Moment
 from infinity.optim.rules import Hyper
+from infinity.optim.update import rounding_key
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.model.target import target_of
+from infinity.model.shapes import target_of
 from infinity.plan.activations import estimate_activations
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))

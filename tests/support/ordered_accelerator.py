@@ -38,9 +38,9 @@ from support.fake_accelerator import (
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from infinity.memory.device import HAPPENED, Event, SquareSums
 from infinity.model.torch_private import DispatchMode
 from infinity.optim.cpu import Piece
+from infinity.storage.device import HAPPENED, Event, SquareSums
 
 
 @dataclass(eq=False)

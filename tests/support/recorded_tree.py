@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from infinity.checkpoint.blocks import BlockWriter
-from infinity.memory.disk import Disk
+from infinity.storage.disk import Disk
 
 SECTOR = 512
 # Those of `os` that change names or sizes, or open what may be new; the library uses no others.

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import infinity
 from infinity import _aio
-from infinity.config import Config
-from infinity.memory.residency import Residency
+from infinity.config.schema import Config
+from infinity.offload.slots import Residency
 from infinity.sizes import parse_size
 
 Poison = Callable[[Tensor], None]

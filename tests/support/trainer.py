@@ -31,15 +31,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from infinity.config import Config, load_config
+from infinity.config.schema import Config, load_config
 from infinity.engine import Engine
 from infinity.formats import MomentFormat
-from infinity.memory.device import Device
-from infinity.optim.built_in import rounding_key
+from infinity.offload.report import StepReport
 from infinity.optim.moments import Moment
 from infinity.optim.rules import AdagradHyper, AdamHyper, Hyper, LionHyper, SgdHyper
+from infinity.optim.update import rounding_key
 from infinity.plan.plan import Plan
-from infinity.training.report import StepReport
+from infinity.storage.device import Device
 
 TIERS = ("device", "host", "disk")
 PLACEMENTS = [(w, m, g) for w in TIERS for m in TIERS for g in TIERS]
@@ -323,7 +323,7 @@ def train_exactly(
     *,
     groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
 ) -> Result:
-    """Plain forward and backward, DESIGN's update rule written out; nothing of the engine's.
+    """Plain forward and backward, the update rule written out; nothing of the engine's.
 
     Gradients of one micro-batch stay in the compute dtype; several are summed in fp32, each
     arrival by itself. The norm is summed per parameter in fp64, in the model's order.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from infinity.engine import Engine
 from infinity.errors import ConfigError, TrainingError
-from infinity.model.ownership import engine_of
+from infinity.model.parameters import engine_of
 
 logger = logging.getLogger("infinity")
 Classes = Sequence[type[nn.Module] | str]

@@ -11,13 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from infinity.checkpoint.masters import CheckpointWeights, outgoing
-from infinity.checkpoint.reader import CheckpointReader, find_tag
+from infinity.checkpoint.reader import CheckpointReader, CheckpointWeights, find_tag, outgoing
 from infinity.deepspeed.import_checkpoint import deepspeed_weights, is_zero
 from infinity.errors import CheckpointError
+from infinity.files import atomic_write, make_directories
 from infinity.model.weight_files import Outgoing, write_shards
 from infinity.sizes import parse_size
-from infinity.stable import atomic_write, make_directories
 
 Where = str | os.PathLike[str]
 

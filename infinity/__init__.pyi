@@ -1,0 +1,44 @@
+from infinity import deepspeed as deepspeed
+from infinity._version import __version__ as __version__
+from infinity.config.schema import Config as Config
+from infinity.config.schema import load_config as load_config
+from infinity.deepspeed.config import translate_deepspeed as translate_deepspeed
+from infinity.deepspeed.engine import DeepSpeedEngine as DeepSpeedEngine
+from infinity.deepspeed.one_process import add_config_arguments as add_config_arguments
+from infinity.deepspeed.one_process import init_distributed as init_distributed
+from infinity.deepspeed.utils import OnDevice as OnDevice
+from infinity.engine import Engine as Engine
+from infinity.errors import InfinityError as InfinityError
+from infinity.huggingface.models import from_config as from_config
+from infinity.huggingface.models import from_pretrained as from_pretrained
+from infinity.huggingface.models import save_pretrained as save_pretrained
+from infinity.huggingface.settings import TrainingArguments as TrainingArguments
+from infinity.huggingface.trainer import InfinityTrainer as InfinityTrainer
+from infinity.model.meta_init import Init as Init
+from infinity.offload.report import StepReport as StepReport
+from infinity.optim.standalone import CPUAdam as CPUAdam
+from infinity.optim.standalone import FusedAdam as FusedAdam
+from infinity.startup import initialize as initialize
+from infinity.weights import load_weights as load_weights
+
+__all__ = [
+    "CPUAdam",
+    "Config",
+    "DeepSpeedEngine",
+    "Engine",
+    "FusedAdam",
+    "InfinityError",
+    "Init",
+    "OnDevice",
+    "StepReport",
+    "__version__",
+    "add_config_arguments",
+    "from_config",
+    "from_pretrained",
+    "init_distributed",
+    "initialize",
+    "load_config",
+    "load_weights",
+    "save_pretrained",
+    "translate_deepspeed",
+]

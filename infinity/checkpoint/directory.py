@@ -1,0 +1,342 @@
+"""What lies below a root: checkpoints, `latest`, and the removal of old ones."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import infinity._aio as _aio
+from infinity.checkpoint.manifest import (
+    FORMAT_NAME,
+    LATEST_NAME,
+    MANIFEST_NAME,
+    TEMPORARY_SUFFIX,
+    check_tag,
+    is_our_file,
+)
+from infinity.errors import (
+    CheckpointError,
+    ConfigError,
+    DoesNotFitError,
+    InfinityError,
+    MachineError,
+    TransferError,
+)
+from infinity.files import LockFile
+from infinity.sizes import format_size
+
+# What the system refuses while a checkpoint is written or read, as errors of ours.
+
+
+_CAUSES: dict[int, tuple[str, str]] = {
+    errno.EIO: (
+        "the drive or the file system reports a failure",
+        "check `dmesg` and the drive's health (`smartctl -a`)",
+    ),
+    errno.EROFS: (
+        "the file system is read-only, as file systems become after an error of the drive",
+        "mount it writable, or save somewhere else",
+    ),
+    errno.EACCES: ("its permissions forbid it", "chown or chmod it, or use another directory"),
+    errno.EPERM: ("its permissions forbid it", "chown or chmod it, or use another directory"),
+    errno.ENOENT: ("it is not there, or was removed meanwhile", "look who removes files there"),
+    errno.ENOTDIR: (
+        "a file is where a directory should be",
+        "give the directory that checkpoints are saved to",
+    ),
+    errno.EFBIG: (
+        "the process or the file system does not allow files of this size",
+        "raise `ulimit -f`, or save smaller shards",
+    ),
+    errno.ENOLCK: ("its file system has no locks", "use a directory on a local file system"),
+    errno.EOPNOTSUPP: ("its file system lacks that", "use a directory on a local file system"),
+    errno.ETIMEDOUT: ("the drive hangs, or the network behind it", "check `dmesg`"),
+}
+
+
+def refusal(doing: str, path: Path, error: OSError, nbytes: int | None = None) -> InfinityError:
+    """The error for `error`, met while `doing` ("writing") something to `path`.
+
+    `nbytes` is what the whole needs. `DoesNotFitError` for a full disk, else `MachineError`.
+    """
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        needed = "" if nbytes is None else f"; the checkpoint needs {format_size(nbytes)}"
+        return DoesNotFitError(
+            f"{doing} {path}: the disk is full{needed}",
+            because=f"{error.strerror} (errno {error.errno}); {free_text(path)}",
+            remedy="free space there, or save somewhere else",
+        )
+    because, remedy = _CAUSES.get(error.errno or 0, (None, None))
+    what = f"{doing} {path} failed: {error.strerror or error} (errno {error.errno})"
+    if isinstance(error, _aio.AioError) and error.op in ("read", "write"):
+        return TransferError(
+            what,
+            path=str(path),
+            offset=error.offset,
+            length=error.length,
+            errno=error.errno or 0,
+            because=because,
+            remedy=remedy,
+        )
+    return MachineError(what, because=because, remedy=remedy)
+
+
+def free_bytes(path: Path) -> int:
+    """What a process may still write there. Raises `OSError`."""
+    facts = os.statvfs(path)
+    return facts.f_bavail * facts.f_frsize
+
+
+def free_text(path: Path) -> str:
+    """How much is free at a path, or above it where it does not exist."""
+    for place in (path, *path.parents):
+        try:
+            return f"{format_size(free_bytes(place))} free there"
+        except OSError:
+            continue
+    return "free space unknown"
+
+
+# Who may write a checkpoint's directory, and the removal of what dead writers left.
+#
+# A writer of TAG holds the lock of `.TAG.infinity-lock` from before `TAG.tmp` exists until `TAG`
+# is in its place, so a lock that can be taken beside a `TAG.tmp` belongs to the dead. The lock
+# file goes last. Only files that a checkpoint can contain are ever removed, and never through
+# links.
+
+
+_LOCK_PREFIX, _LOCK_SUFFIX = ".", ".infinity-lock"
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class TagLock(LockFile):
+    """The right to make or remove `ROOT/TAG.tmp`, held until `release`."""
+
+    def __init__(self, root: Path, tag: str) -> None:
+        """Raises `CheckpointError` if another writer has it, `MachineError` if nobody can."""
+        path = root / f"{_LOCK_PREFIX}{tag}{_LOCK_SUFFIX}"
+        try:
+            super().__init__(path)
+        except BlockingIOError:
+            raise CheckpointError(
+                f"the checkpoint {root / tag} is being written by another process",
+                remedy="wait for it, or choose another tag",
+            ) from None
+        except OSError as error:
+            raise refusal("locking", path, error) from error
+
+
+def new_latest_name(tag: str) -> str:
+    """What the next `latest` is called until it is in its place."""
+    return f".latest.{tag}.infinity-new"
+
+
+def remove_stale(root: Path) -> list[Path]:
+    """Remove what writers that died left under `root`; returns the directories that are gone.
+
+    What is locked, somebody else's, or cannot be removed stays. Never raises `OSError`.
+    """
+    removed: list[Path] = []
+    try:
+        names = sorted(os.listdir(root))
+    except OSError:
+        return removed
+    for name in names:
+        tag = name.removeprefix(_LOCK_PREFIX).removesuffix(_LOCK_SUFFIX)
+        if name != f"{_LOCK_PREFIX}{tag}{_LOCK_SUFFIX}":
+            continue
+        with suppress(OSError, ConfigError):
+            check_tag(tag)
+            lock = LockFile(root / name, create=False)
+            try:
+                if remove_temporary(root, tag):
+                    removed.append(root / f"{tag}{TEMPORARY_SUFFIX}")
+                lock.release()
+            finally:
+                lock.let_go()
+    return removed
+
+
+def remove_temporary(root: Path, tag: str) -> bool:
+    """Remove `TAG.tmp`, whose lock is held; whether there was one. Raises `OSError`."""
+    with suppress(FileNotFoundError):
+        (root / new_latest_name(tag)).unlink()
+    return remove_files(root / f"{tag}{TEMPORARY_SUFFIX}")
+
+
+def remove_files(directory: Path) -> bool:
+    """Remove a directory of files of ours; whether there was one.
+
+    Raises `OSError`: ENOTEMPTY if it holds anything else, which then stays.
+    """
+    try:
+        descriptor = os.open(directory, _DIRECTORY)
+    except FileNotFoundError:
+        return False
+    try:
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, "it belongs to another user")
+        with os.scandir(descriptor) as found:
+            entries = [entry for entry in found if is_our_file(entry.name)]
+        for entry in entries:
+            if not entry.is_dir(follow_symlinks=False):
+                with suppress(FileNotFoundError):
+                    os.unlink(entry.name, dir_fd=descriptor)
+    finally:
+        os.close(descriptor)
+    os.rmdir(directory)
+    return True
+
+
+_MAX_LATEST_BYTES = 4096
+_BEGIN = f'{{\n"format": "{FORMAT_NAME}"'.encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint below a root: its tag, when its manifest was written, and its size."""
+
+    tag: str
+    written_ns: int
+    nbytes: int
+
+
+def find_tag(root: Path, tag: str | None) -> str | None:
+    """`tag`, or without one what `latest` names; None if there is no `latest`.
+
+    Raises `ConfigError` for a tag that cannot be one, `CheckpointError` for a `latest` that is
+    damaged, `MachineError` if it cannot be read.
+    """
+    if tag is not None:
+        return check_tag(tag)
+    path = Path(root).expanduser() / LATEST_NAME
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            text = file.read(_MAX_LATEST_BYTES).decode()
+        return check_tag(text.removesuffix("\n"))
+    except FileNotFoundError:
+        return None
+    except (ConfigError, UnicodeDecodeError) as error:
+        reason = error.what if isinstance(error, ConfigError) else "it is no text"
+        raise CheckpointError(
+            f"{path} does not name a checkpoint: {reason}",
+            remedy="name the tag, and save again or write the tag into that file",
+        ) from None
+    except OSError as error:
+        if os.path.islink(path):
+            raise CheckpointError(f"{path} is a symbolic link, which is not followed") from None
+        raise refusal("reading", path, error) from error
+
+
+def no_latest(root: Path) -> str:
+    """Why `find_tag` found nothing there, in words; told too where `root` is a tag's directory."""
+    why = f"{root} has no checkpoint that is called the latest"
+    if not (root / MANIFEST_NAME).is_file():
+        return why
+    whole = root.absolute()
+    call = f'load_checkpoint("{whole.parent}", tag="{whole.name}")'
+    return f"{why}, but is a checkpoint itself: {call}"
+
+
+def checkpoints(root: Path) -> list[Found]:
+    """All checkpoints below `root`, the last written first. Raises `MachineError`."""
+    found = []
+    try:
+        for entry in os.scandir(root):
+            with suppress(OSError, ConfigError):
+                if entry.is_dir(follow_symlinks=False) and check_tag(entry.name):
+                    found += _found(Path(entry.path))
+    except OSError as error:
+        raise refusal("reading", root, error) from error
+    return sorted(found, key=lambda one: (-one.written_ns, one.tag))
+
+
+def tags(root: Path) -> list[str]:
+    """Names of the directories that have a manifest, sound or not, and what `latest` names.
+
+    The last written first. Raises `MachineError`.
+    """
+    found: dict[str, int] = {}
+    try:
+        for entry in os.scandir(root):
+            with suppress(OSError, ConfigError):
+                if entry.is_dir(follow_symlinks=False):
+                    facts = os.lstat(Path(entry.path) / MANIFEST_NAME)
+                    found[check_tag(entry.name)] = -facts.st_mtime_ns
+    except OSError as error:
+        raise refusal("reading", root, error) from error
+    latest = find_tag(root, None)
+    if latest is not None:
+        found.setdefault(latest, 0)
+    return sorted(found, key=lambda tag: (found[tag], tag))
+
+
+def _found(directory: Path) -> list[Found]:
+    """The checkpoint in a directory, if there is nothing there but one of ours."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with os.fdopen(os.open(directory / MANIFEST_NAME, flags), "rb") as file:
+        if file.read(len(_BEGIN)) != _BEGIN:
+            return []
+        written_ns = os.fstat(file.fileno()).st_mtime_ns
+    with os.scandir(directory) as entries:
+        sizes = [entry.stat(follow_symlinks=False).st_size for entry in entries]
+    return [Found(directory.name, written_ns, sum(sizes))]
+
+
+def prune(
+    root: Path, keep: int, *, keep_too: Sequence[str] = (), dry_run: bool = False
+) -> list[Found]:
+    """Remove all but the last `keep` checkpoints; returns what was removed, or would be.
+
+    Never what `latest` names, nor a tag in `keep_too`, nor a directory that holds anything else
+    but a checkpoint. Raises `ConfigError` for `keep` below 1, `MachineError` if the system
+    refuses; what was removed before stays removed.
+    """
+    if keep < 1:
+        raise ConfigError(f"at least 1 checkpoint is kept, not {keep}")
+    root = Path(root).expanduser()
+    kept = {find_tag(root, None), *keep_too}
+    found = checkpoints(root)
+    others = [one for one in found if one.tag not in kept]
+    room = max(keep - (len(found) - len(others)), 0)
+    doomed = [one for one in others[room:] if _is_ours_alone(root / one.tag)]
+    if not dry_run:
+        for one in doomed:
+            _remove(root, one)
+    return doomed
+
+
+def discard(root: Path, tag: str) -> None:
+    """Remove a checkpoint, if there is one and nothing else is in its directory.
+
+    Raises `MachineError` if the system refuses.
+    """
+    with suppress(FileNotFoundError):
+        for one in _found(root / tag):
+            if _is_ours_alone(root / tag):
+                _remove(root, one)
+
+
+def _is_ours_alone(directory: Path) -> bool:
+    with os.scandir(directory) as entries:
+        return all(is_our_file(e.name) and e.is_file(follow_symlinks=False) for e in entries)
+
+
+def _remove(root: Path, one: Found) -> None:
+    """Renamed first: what is half removed must not look like a checkpoint."""
+    lock = TagLock(root, one.tag)
+    try:
+        remove_temporary(root, one.tag)
+        os.rename(root / one.tag, root / f"{one.tag}{TEMPORARY_SUFFIX}")
+        remove_temporary(root, one.tag)
+        lock.release()
+    except OSError as error:
+        doing = f"removing the checkpoint of {format_size(one.nbytes)} in"
+        raise refusal(doing, root / one.tag, error) from error
+    finally:
+        lock.let_go()

@@ -1,0 +1,328 @@
+"""Commits: from a finished sweep to a step that no crash can take back.
+
+[Note: commit of a step]
+1. What rests in RAM of units that changed goes to the side that is current on disk, where the
+   sweep has put the rest.
+2. Every write of every unit is waited for, and every state file synced.
+3. With `io.verify` the checksums of what changed follow, into a file with a place for each page.
+4. One record is written and synced, twice (`commits.py`). It holds the sides and the document.
+Only then is the former committed side free to be written. All of this runs on the sweep thread,
+behind the training thread, before the next sweep begins.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from itertools import cycle
+from typing import Any
+
+from torch import Tensor
+
+from infinity.checkpoint.commits import CommitFiles, CommitRecord, SmallFile, newest, read_commits
+from infinity.checkpoint.durable_runs import PLAN_NAME, StoredRun, plan_text, state_tag, write_plan
+from infinity.errors import CheckpointError
+from infinity.offload.state import StateStore, UnitState
+from infinity.offload.transfers import Label, Lanes
+from infinity.plan.budget import NUM_COMMIT_BUFFERS, commit_buffer_bytes
+from infinity.plan.layout import PAGE, Kind
+from infinity.plan.plan import Plan
+from infinity.storage.device import Event, HostArena, arena_for
+from infinity.storage.disk import CHECKSUM_BYTES, STATE_NAME, Extent, Ticket
+from infinity.trace.recorder import NO_UNIT
+
+SUMS_NAME = "checksums.bin"
+_IN_FLIGHT = 8  # writes of a commit at a time
+_LABEL: Label = (NO_UNIT, "commit")
+
+
+class Durability:
+    """Commits the steps of one run; used by the sweep thread, and by whoever opens and closes.
+
+    `step` counts updates; whoever loads a state of another step may set it.
+    """
+
+    def __init__(
+        self, plan: Plan, lanes: Lanes, store: StateStore, stored: StoredRun | None
+    ) -> None:
+        assert lanes.disk is not None
+        self.plan = plan
+        self.lanes = lanes
+        self.store = store
+        self.step = 0
+        self._disk = lanes.disk
+        self._primary = self._disk.scratches[0]
+        self._run = self._primary.directory.name.rpartition("-")[2]
+        self._sequence = 0
+        self._since = 0  # steps since the last commit
+        self.document: bytes | None = b""  # of the last step
+        nbytes = commit_buffer_bytes(plan)
+        arena = arena_for([nbytes] * NUM_COMMIT_BUFFERS)
+        if nbytes:
+            lanes.device.pin(arena)
+        self._buffers = [arena.carve(nbytes) for _ in range(NUM_COMMIT_BUFFERS)]
+        self._records = CommitFiles(self._primary.directory)
+        self._sums: SmallFile | None = None
+        try:
+            if self._disk.checksums is not None:
+                self._sums = self._open_sums(stored)
+            if stored is not None:
+                self._take_over(stored)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_sums(self, stored: StoredRun | None) -> SmallFile:
+        path = self._primary.path(SUMS_NAME)
+        if stored is not None and stored.record.checksums and not path.exists():
+            raise CheckpointError(
+                f"{path} is missing, which holds the checksums of the state",
+                remedy="bring it back; or take the state as it is: io.verify: false",
+            )
+        return SmallFile(path)
+
+    # --- beginning and end -------------------------------------------------------------------
+
+    def begin(self, facts: Mapping[str, Any]) -> None:
+        """Commit the initial state as step 0; from then on the directories are never removed.
+
+        `facts` are those of `durable_runs.model_facts`. The first sides of all units are written.
+        """
+        self._records.reserve()
+        directories = [scratch.directory for scratch in self._disk.scratches]
+        placement = self._disk.placement
+        write_plan(self._primary.path(PLAN_NAME), plan_text(self._run, facts, self.plan, placement))
+        for index, (scratch, used) in enumerate(
+            zip(self._disk.scratches, placement.used, strict=True)
+        ):
+            with closing(SmallFile(scratch.path(STATE_NAME))) as file:  # a page behind its extents
+                file.write(used, state_tag(self._run, index))
+                file.sync()
+        for state in self.store.units:
+            state.turn.dirty = state.frozen_turn.dirty = True
+        self._commit(b"", in_memory=False)
+        tie = {"run": self._run, "primary": str(directories[0])}
+        try:
+            if len(directories) > 1:
+                self._primary.announce(self._run, directories[1:])
+            for index, scratch in reversed(list(enumerate(self._disk.scratches))):
+                scratch.keep({**tie, "index": index})  # the first one last: it decides for all
+        except BaseException:
+            for scratch in self._disk.scratches:
+                scratch.durable = False  # nothing was promised: they go with the others
+            raise
+
+    def forget(self) -> None:
+        """Drop the reserved ranges."""
+        self._buffers.clear()
+
+    def close(self) -> None:
+        """Close the files; idempotent."""
+        self._records.close()
+        if self._sums is not None:
+            self._sums.close()
+
+    # --- steps -------------------------------------------------------------------------------
+
+    def finish_step(self, document: bytes | None, stopped: Callable[[], bool]) -> None:
+        """A sweep is over; commit if it is time and there is a document.
+
+        Where `stopped` becomes true this returns early, and nothing is committed. Raises
+        `TransferError` and `MachineError`; the step before is what a new run goes on from then.
+        """
+        self.step += 1
+        self._since += 1
+        self.document, self.store.edited = document, False
+        if document is not None and self._since >= self.plan.durable_every:
+            self._commit(document, stopped=stopped)
+
+    def finish(self) -> None:
+        """Commit the last step, if it is not and nothing was edited since; no sweep may run."""
+        if self._since and self.document is not None and not self.store.edited:
+            self._commit(self.document)
+
+    def commit(self, document: bytes, step: int) -> None:
+        """Commit the state as it is, as that of `step`: after a state was loaded.
+
+        No sweep may run, and nothing may be lent. Raises as `finish_step` does.
+        """
+        self.step, self.document, self.store.edited = step, document, False
+        self._commit(document)
+
+    def _commit(
+        self,
+        document: bytes,
+        *,
+        stopped: Callable[[], bool] = lambda: False,
+        in_memory: bool = True,
+    ) -> None:
+        changed = [state for state in self.store.units if state.turn.dirty]
+        frozen = [state for state in self.store.units if state.frozen_turn.dirty]
+        trace = self.lanes.trace
+        laps = None if trace is None else trace.laps()
+        if in_memory and not self._move_memory(changed, frozen, stopped):
+            return
+        for state in self.store.units:
+            for write in tuple(state.writes):  # the training thread may take them off the list
+                write.wait()
+        if laps is not None:
+            laps.lap("saving", "commit: write what rests in memory")
+        self._disk.sync()
+        if laps is not None:
+            laps.lap("saving", "commit: sync")
+        self._write_sums(changed, frozen)
+        units = self.store.units
+        self._records.write(
+            CommitRecord(
+                run=self._run,
+                sequence=self._sequence,
+                step=self.step,
+                sides=tuple(state.turn.current for state in units),
+                frozen_sides=tuple(state.frozen_turn.current for state in units),
+                checksums=self._sums is not None,
+                document=document,
+            )
+        )
+        if laps is not None:
+            laps.lap("saving", "commit: record")
+        self._sequence += 1
+        self._since = 0
+        for state in units:
+            state.turn.commit()
+            state.frozen_turn.commit()
+
+    # --- memory to disk ----------------------------------------------------------------------
+
+    def _move_memory(
+        self, changed: list[UnitState], frozen: list[UnitState], stopped: Callable[[], bool]
+    ) -> bool:
+        """Write what rests in memory to the current sides; False if it was stopped."""
+        for state in changed:
+            if state.on_device:  # updates and copies into it are queued, perhaps not over
+                for write in tuple(state.writes):
+                    write.wait()
+        writes: deque[Ticket] = deque()
+        buffers = cycle(self._buffers)
+        for extent, home, on_device in self._in_memory(changed, frozen):
+            if stopped():
+                break
+            while len(writes) >= (len(self._buffers) if on_device else _IN_FLIGHT):
+                writes.popleft().wait()
+            source = home
+            if on_device:
+                source = next(buffers)[: home.numel()]
+                self.lanes.copy_out(source, home, label=_LABEL).wait()
+            writes.append(self.lanes.write([(extent, source)], label=_LABEL))
+        for write in writes:
+            write.wait()
+        return not stopped()
+
+    def _in_memory(
+        self, changed: list[UnitState], frozen: list[UnitState]
+    ) -> Iterator[tuple[Extent, Tensor, bool]]:
+        """(place on the current side, home, whether it has to be copied) of state in memory."""
+        plan, whole = self.plan, self.plan.whole_record
+        for state in changed:
+            for index, (_, count) in enumerate(state.layout.chunks(plan.chunk_elements)):
+                extent = state.whole[state.turn.current][index]
+                for kind in whole.kinds:
+                    if kind in state.ram or kind in state.on_device:
+                        home = state.ram.get(kind, state.on_device.get(kind))
+                        assert home is not None
+                        part = home[plan.part(state.layout, kind, index)]
+                        place = extent.part(whole.offset(kind, count), part.numel())
+                        yield place, part, kind in state.on_device
+        for state in frozen:
+            start = state.layout.trained_bytes
+            if state.frozen_sides and not state.frozen_rests:
+                extent = state.frozen_sides[state.frozen_turn.current]
+                if Kind.WEIGHT in state.ram:
+                    yield extent, state.ram[Kind.WEIGHT][start:], False
+                    continue
+                home = state.on_device[Kind.WEIGHT][start:]
+                size = self._buffers[0].numel()
+                for first in range(0, home.numel(), size):
+                    part = home[first : first + size]
+                    yield extent.part(first, part.numel()), part, True
+
+    # --- checksums ---------------------------------------------------------------------------
+
+    def _write_sums(self, changed: list[UnitState], frozen: list[UnitState]) -> None:
+        sums = self._disk.checksums
+        if self._sums is None or sums is None:
+            return
+        for extent in _current_extents(changed, frozen):
+            stored = sums.stored(extent.offset, extent.nbytes)
+            self._sums.write(extent.offset // PAGE * CHECKSUM_BYTES, stored)
+        self._sums.sync()
+
+    def _restore_sums(self, *, stored: bool) -> None:
+        """Checksums of the committed state: as they were, so that rot shows; else as it is now."""
+        sums, file = self._disk.checksums, self._sums
+        if sums is None or file is None:
+            return
+        for extent in _current_extents(self.store.units, self.store.units):
+            if not stored:
+                for start in range(0, extent.nbytes, 1 << 24):
+                    part = extent.part(start, min(1 << 24, extent.nbytes - start))
+                    self._disk.learn(part, HostArena(part.nbytes).view(0, part.nbytes))
+                continue
+            nbytes = extent.nbytes // PAGE * CHECKSUM_BYTES
+            data = file.read(extent.offset // PAGE * CHECKSUM_BYTES, nbytes)
+            # What is missing counts as 0: reading such a page then fails, by name.
+            sums.restore(extent.offset, extent.nbytes, data.ljust(nbytes, b"\0"))
+        if not stored:
+            self._write_sums(self.store.units, self.store.units)
+
+    # --- going on ----------------------------------------------------------------------------
+
+    def _take_over(self, stored: StoredRun) -> None:
+        """The sides, counters and checksums of a run that is continued."""
+        # Read again: the directory is locked now.
+        found = read_commits(stored.directory, stored.record.run)
+        record = newest(stored.directory, found)
+        for path, why in found.items():
+            if isinstance(why, str):
+                self._disk.warnings.append(
+                    f"{path} {why}; its other copy is whole: update {record.step} goes on, and "
+                    "the copy is written again"
+                )
+        self._records.mend(record)
+        self.document = record.document
+        self._run, self.step, self._sequence = record.run, record.step, record.sequence + 1
+        for state, side, frozen in zip(
+            self.store.units, record.sides, record.frozen_sides, strict=True
+        ):
+            state.turn.current = state.turn.committed = side
+            state.frozen_turn.current = state.frozen_turn.committed = frozen
+        self._restore_sums(stored=record.checksums)
+
+    def fill_memory(self, progress: Callable[[int, int, str], None] | None) -> None:
+        """Bring what rests in RAM and on devices from the committed sides; raises as reads do."""
+        units = self.store.units
+        total, done = self.plan.commit_bytes, 0
+        for state in units:
+            waits: list[Ticket | Event] = []
+            for extent, home, on_device in self._in_memory([state], [state]):
+                if on_device:
+                    buffer = HostArena(home.numel()).view(0, home.numel())
+                    self.lanes.read([(extent, buffer)]).wait()
+                    self.lanes.copy_in(home, buffer).wait()
+                else:
+                    waits.append(self.lanes.read([(extent, home)]))
+                done += extent.nbytes
+            for item in waits:
+                item.wait()
+            if progress is not None:
+                progress(min(done, total), total, f"reading the durable state: {state.layout.name}")
+
+
+def _current_extents(changed: list[UnitState], frozen: list[UnitState]) -> Iterator[Extent]:
+    """The current side of all kinds."""
+    for state in changed:
+        if state.whole:
+            yield from state.whole[state.turn.current]
+    for state in frozen:
+        if state.frozen_sides:
+            yield state.frozen_sides[state.frozen_turn.current]

@@ -1,0 +1,400 @@
+"""Durable directories: what their `plan.json` says, which there are, and which fits a model.
+
+`plan.json` is written once, before the first commit: what the model is (names, shapes, dtypes,
+precision, rule, moments), where every kind rests, and how bytes are dealt over the paths. It is
+all that is needed to find any parameter in the state files again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infinity.checkpoint.commits import COMMIT_NAMES, CommitRecord, last_commit
+from infinity.errors import CheckpointError, ConfigError, InfinityError, MachineError
+from infinity.files import json_lines, read_small, write_new
+from infinity.plan.layout import PAGE, Segment, Tier, UnitLayout
+from infinity.plan.plan import Plan, RuleFacts, UnitHomes
+from infinity.plan.planner import Stored
+from infinity.storage.disk import STATE_NAME
+from infinity.storage.run_dir import (
+    RECORD_NAME,
+    durable_records,
+    is_live,
+    never_began,
+    run_records,
+    seal,
+    unseal,
+)
+from infinity.storage.striping import Placement
+
+PLAN_NAME = "plan.json"
+_FORMAT = "torch-infinity-durable"
+_VERSION = 2
+_STATE_FORMAT = "torch-infinity-state"
+MAX_TOLD = 5  # differences between a stored run and this one
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A durable run that is over: its first directory, its facts, and its last commit."""
+
+    directory: Path
+    facts: Mapping[str, Any]
+    placement: Placement
+    record: CommitRecord
+
+    @property
+    def stored(self) -> Stored:
+        """What a plan takes over."""
+        homes = tuple(
+            UnitHomes(*(Tier(name) for name in unit["homes"])) for unit in self.facts["homes"]
+        )
+        return Stored(
+            str(self.directory), self.record.step, homes, int(self.facts["chunk_elements"])
+        )
+
+    def __str__(self) -> str:
+        return f"{self.directory} (update {self.record.step}, {self.record.when})"
+
+
+# --- plan.json -----------------------------------------------------------------------------------
+
+
+def model_facts(
+    units: Sequence[UnitLayout], precision: str, rule: RuleFacts, gradient_itemsize: int
+) -> dict[str, Any]:
+    """What must be equal for a run to be continued, JSON-able."""
+    return {
+        "precision": precision,
+        "rule": rule.name,
+        "moments": [form.value for form in rule.moments],
+        "gradient_itemsize": gradient_itemsize,
+        "units": [
+            {
+                "name": unit.name,
+                "numel": unit.numel,
+                "frozen_bytes": unit.frozen_bytes,
+                "segments": [_segment_facts(segment) for segment in unit.segments],
+            }
+            for unit in units
+        ],
+    }
+
+
+def _segment_facts(segment: Segment) -> dict[str, Any]:
+    names = ("name", "dtype", "numel", "nbytes", "offset", "trained")
+    return {"shape": list(segment.shape), **{name: getattr(segment, name) for name in names}}
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """Why a run cannot go on from a stored one, in words; empty when it can."""
+    found = []
+    for key, what in (("precision", "precision"), ("rule", "optimizer"), ("moments", "moments")):
+        if there[key] != here[key]:
+            found.append(f"{what} {there[key]!r} there, {here[key]!r} here")
+    names = [
+        {s["name"]: s for u in facts["units"] for s in u["segments"]} for facts in (there, here)
+    ]
+    for name in sorted(names[0].keys() ^ names[1].keys()):
+        where = "there, but not in the model" if name in names[0] else "in the model, but not there"
+        found.append(f"{name!r} is {where}")
+    for name in (n for n in names[0] if n in names[1]):
+        for key in ("shape", "dtype", "trained"):
+            old, new = names[0][name][key], names[1][name][key]
+            if old != new:
+                found.append(f"{key} of {name!r} is {old} there, {new} here")
+    if not found and there["units"] != here["units"]:
+        found.append("the model was cut into other units")
+    if not found and there["gradient_itemsize"] != here["gradient_itemsize"]:
+        found.append("gradients were of another dtype (gradient_accumulation_steps 1, or more)")
+    more = [f"and {len(found) - MAX_TOLD} more"] if len(found) > MAX_TOLD else []
+    return found[:MAX_TOLD] + more
+
+
+def plan_text(run: str, facts: Mapping[str, Any], plan: Plan, placement: Placement) -> bytes:
+    """The text of `plan.json`."""
+    content = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "run": run,
+        **facts,
+        "chunk_elements": plan.chunk_elements,
+        "homes": [{"homes": [h.weight.value, h.state.value, h.gradient.value]} for h in plan.homes],
+        "directories": [str(directory) for directory in placement.directories],
+        "stripe_bytes": placement.stripe_bytes,
+        "speeds": placement.speeds,
+        "room": placement.room,
+        "used": placement.used,
+    }
+    return seal(content)
+
+
+def write_plan(path: Path, text: bytes) -> None:
+    """Write and sync it; raises `MachineError`."""
+    try:
+        write_new(path, text)
+    except OSError as error:
+        raise MachineError(
+            f"{path} could not be written: {error.strerror} (errno {error.errno})",
+            remedy="look at the drive and the space on it",
+        ) from error
+
+
+def state_tag(run: str, index: int) -> bytes:
+    """The last page of a state file: whose it is, and which of its run's."""
+    text = json.dumps({"format": _STATE_FORMAT, "run": run, "index": index})
+    return text.encode().ljust(PAGE, b"\0")
+
+
+# --- finding runs --------------------------------------------------------------------------------
+
+
+def read_run(directory: Path, roots: Iterable[Path] = ()) -> StoredRun:
+    """Read a durable directory, any of a run's; directories that were moved are sought in `roots`.
+
+    Raises `CheckpointError` if it is none, is damaged, or one of the run's is missing.
+    """
+    directory = _first_directory(directory, _run_record(directory), roots)
+    facts = _read_plan(directory)
+    commit = last_commit(directory, facts["run"])
+    if len(commit.sides) != len(facts["units"]):
+        raise CheckpointError(f"the commit record in {directory} is of another run")
+    members = _members(directory, facts, roots)
+    placement = Placement(
+        directories=members,
+        stripe_bytes=int(facts["stripe_bytes"]),
+        speeds=tuple(facts["speeds"]),
+        room=tuple(facts["room"]),
+        used=tuple(facts["used"]),
+    )
+    _check_files(placement, facts["run"])
+    return StoredRun(directory, facts, placement, commit)
+
+
+def _first_directory(directory: Path, record: Mapping[str, Any], roots: Iterable[Path]) -> Path:
+    """The directory of a run that holds its plan and its commits; raises `CheckpointError`."""
+    if not record.get("index", 0):
+        return directory
+    first = Path(str(record.get("primary")))
+    pieces = _pieces(record.get("run"), [*roots, first.parent])
+    if 0 not in pieces:
+        raise CheckpointError(
+            f"{directory} holds a part of a durable run; its first directory, {first}, is missing",
+            remedy="mount that drive",
+        )
+    return pieces[0]
+
+
+def _check_files(placement: Placement, run: str) -> None:
+    """Raise `CheckpointError` unless all state files are there, and are this run's."""
+    for index, (directory, used) in enumerate(
+        zip(placement.directories, placement.used, strict=True)
+    ):
+        path = directory / STATE_NAME
+        try:
+            tag = read_small(path, used, PAGE)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        if tag != state_tag(run, index):
+            whose = tag.rstrip(b"\0").decode(errors="replace")
+            why = f"its last page, at byte {used}, says {whose!r:.100}: it was damaged or exchanged"
+            if len(tag) < PAGE:
+                why = f"it was cut short, to less than {used + PAGE} bytes"
+            raise CheckpointError(f"{path} is not part {index} of run {run}", because=why)
+
+
+def _run_record(directory: Path) -> dict[str, Any]:
+    try:
+        record = unseal(read_small(directory / RECORD_NAME))
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory} is not a durable run: {RECORD_NAME} cannot be read ({error.strerror})",
+            remedy="give the directory infinity-run-... below an nvme_path",
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{directory / RECORD_NAME} is damaged: {error}") from error
+    if record.get("durable") is not True:
+        raise CheckpointError(f"{directory} is not a durable run, according to its {RECORD_NAME}")
+    return record
+
+
+def _read_plan(directory: Path) -> dict[str, Any]:
+    path = directory / PLAN_NAME
+    try:
+        facts = unseal(read_small(path))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if facts.get("format") != _FORMAT or facts.get("version") != _VERSION:
+        raise CheckpointError(
+            f"{path} has format {facts.get('format')!r} of version {facts.get('version')}; this is "
+            f"{_FORMAT!r} of version {_VERSION}"
+        )
+    return facts
+
+
+def _members(directory: Path, facts: Mapping[str, Any], roots: Iterable[Path]) -> tuple[Path, ...]:
+    """The directories of a run, one for each of its paths."""
+    named = [Path(name) for name in facts["directories"]]
+    # What the user names comes first: it may be a copy.
+    places = [*roots, directory.parent, *(path.parent for path in named)]
+    found = {**_pieces(facts["run"], places), 0: directory}
+    missing = [str(path) for index, path in enumerate(named) if index not in found]
+    if missing:
+        raise CheckpointError(
+            f"the durable run in {directory} spreads over {len(named)} paths; missing: "
+            f"{', '.join(missing)}",
+            remedy="mount that drive, or name the path where it is now in nvme_path",
+        )
+    return tuple(found[index] for index in range(len(named)))
+
+
+def _pieces(run: object, places: Iterable[Path]) -> dict[int, Path]:
+    """The directories of a run by their index, those of earlier places first."""
+    found: dict[int, Path] = {}
+    for place in dict.fromkeys(places):
+        for path, record in durable_records(place).items() if place.is_dir() else ():
+            if record.get("run") == run:
+                found.setdefault(int(record.get("index", -1)), path)
+    return found
+
+
+def find_run(
+    roots: Sequence[Path],
+    resume: str | Path,
+    here: Mapping[str, Any],
+    journal: Path | None = None,
+) -> StoredRun | None:
+    """The durable run to go on from; None for a new one.
+
+    `resume` is "never", "auto", or a directory; `here` are `model_facts` of this run; `journal` is
+    where an earlier run may have told of its steps. Raises `ConfigError` where "auto" finds several
+    that fit, or signs of one that it cannot go on with, and where the given one does not fit; and
+    what `read_run` raises.
+    """
+    if resume == "never":
+        return None
+    if resume != "auto":
+        directory = Path(resume).expanduser().absolute()
+        run = read_run(directory, roots)
+        wrong = differences(run.facts, here)
+        if wrong:
+            raise ConfigError(
+                f"the durable run in {directory} does not fit this model: {'; '.join(wrong)}",
+                remedy="resume: never starts a new run; the old one stays",
+            )
+        return run
+    found = survey(roots, here)
+    if found.doubtful:
+        raise ConfigError(
+            "resume: auto finds signs of a run that it cannot go on with: "
+            + "; ".join(f"{path}: {why}" for path, why in found.doubtful),
+            because="starting over, or from another one, could lose what was done",
+            remedy="bring back what is missing, or end that process; or name the run to go on "
+            "with (resume: DIRECTORY); or start a new one beside it (resume: never)",
+        )
+    if len(found.fitting) > 1:
+        raise ConfigError(
+            f"{len(found.fitting)} durable runs fit the model: "
+            f"{', '.join(map(str, found.fitting))}",
+            because="resume is auto",
+            remedy=f"resume: {found.fitting[-1].directory}, or remove those that are not needed",
+        )
+    if not found.fitting and journal is not None and (told := _durable_steps(journal)):
+        raise ConfigError(
+            f"resume: auto finds no durable run below {', '.join(map(str, roots))}, but the "
+            f"journal {journal} tells of {told} durable steps",
+            because="a drive is not mounted, or the run was moved or removed",
+            remedy="mount it; or start a new run: resume: never",
+        )
+    return found.fitting[0] if found.fitting else None
+
+
+def _durable_steps(journal: Path) -> int:
+    """How many steps a journal tells of since the last start of a durable run, if that was last."""
+    steps, durable = 0, False
+    with suppress(OSError):
+        for _, record in json_lines(journal):
+            with suppress(KeyError, TypeError):
+                if record["event"] == "start":
+                    steps, durable = 0, record["config"]["durable"]["value"]
+                steps += record["event"] == "step"
+    return steps if durable else 0
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Durable runs under some paths.
+
+    `fitting` can be gone on with. `foreign` are whole, and of other models. `doubtful` might be
+    those that are meant: they are in use, damaged or not complete, or were of other settings.
+    The last two are directories and why, in words.
+    """
+
+    fitting: list[StoredRun]
+    foreign: list[tuple[Path, str]]
+    doubtful: list[tuple[Path, str]]
+
+
+def survey(roots: Iterable[Path], here: Mapping[str, Any]) -> Survey:
+    """What there is below `roots`, for a run whose `model_facts` are `here`."""
+    found, roots = Survey([], [], []), list(roots)
+    there = {path: record for root in roots for path, record in run_records(root).items()}
+    for directory, record in there.items():
+        is_sign = record.get("durable") is not False and (record or _has_commits(directory))
+        if not is_sign or never_began(directory, record):
+            continue
+        try:
+            first = _first_directory(directory, record, roots)
+            if first != directory and first in there:
+                continue  # it is met by itself
+            facts = _read_plan(first)
+            if _shapes(facts) != _shapes(here):
+                found.foreign.append((directory, "; ".join(differences(facts, here))))
+            elif is_live(first):
+                process = f"process {record.get('pid')} on {record.get('hostname')}"
+                found.doubtful.append((directory, f"it is in use by {process}"))
+            elif first != directory:
+                why = f"its run's first directory, {first}, is not below nvme_path"
+                found.doubtful.append((directory, why))
+            elif wrong := differences(facts, here):
+                found.doubtful.append((directory, "; ".join(wrong)))
+            else:
+                found.fitting.append(read_run(directory, roots))
+        except InfinityError as error:
+            found.doubtful.append((directory, error.what))
+    return found
+
+
+def _has_commits(directory: Path) -> bool:
+    """Whether a run without a record may have been durable."""
+    return any((directory / name).exists() for name in (PLAN_NAME, *COMMIT_NAMES))
+
+
+def _shapes(facts: Mapping[str, Any]) -> dict[str, list[int]]:
+    """What a model is, whatever it is trained with."""
+    return {s["name"]: s["shape"] for unit in facts["units"] for s in unit["segments"]}
+
+
+def remarks(roots: Sequence[Path], resume: str | Path, here: Mapping[str, Any]) -> list[str]:
+    """What a new run should say of durable ones that it leaves alone."""
+    seen = survey(roots, here)
+    fitting, others = seen.fitting, seen.foreign + seen.doubtful
+    found = [f"a durable run in {path} is left alone: {why}" for path, why in others]
+    if resume == "never" and len(fitting) == 1:
+        found.append(
+            f"a durable run of this model is in {fitting[0]}; resume: auto (with durable: "
+            "true) would go on from there"
+        )
+    elif resume == "never" and fitting:
+        found.append(
+            f"durable runs of this model are in {', '.join(map(str, fitting))}; resume: DIRECTORY "
+            "would go on from one of them"
+        )
+    return found

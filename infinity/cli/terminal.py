@@ -1,0 +1,180 @@
+"""Progress on stderr, tables on stdout; plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Self
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from infinity.errors import ConfigError, InfinityError, MachineError, first_lines
+
+# How a command ends: errors as text with an exit code, signals after cleaning up.
+
+
+class Stopped(KeyboardInterrupt):
+    """SIGINT or SIGTERM arrived; what is open closes on the way up."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.exit_code = 128 + signum
+        self.text = f"stopped by {signal.Signals(signum).name}; nothing is left on disk"
+
+
+@contextmanager
+def command() -> Iterator[None]:
+    """Wrap the body of a command: errors and signals become a message and `typer.Exit`.
+
+    So do those of the system, whoever forgot them: a name that is too long, a full disk.
+    The first SIGINT or SIGTERM raises `Stopped`; later ones are ignored, because cleaning up must
+    not be interrupted.
+    """
+    received: list[int] = []
+
+    def on_signal(signum: int, frame: FrameType | None) -> None:
+        if not received:
+            received.append(signum)
+            raise Stopped(signum)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            before[signum] = signal.signal(signum, on_signal)
+    try:
+        yield
+    except (InfinityError, OSError, RuntimeError, UnicodeError, MemoryError) as error:
+        found = in_words(error)
+        if found is None:
+            raise
+        say(f"error: {found}")
+        raise typer.Exit(found.exit_code) from None
+    except Stopped as stopped:
+        say(stopped.text)
+        raise typer.Exit(stopped.exit_code) from None
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def in_words(error: Exception) -> InfinityError | None:
+    """Ours for an error that an argument, a file or the machine causes; None where code does."""
+    text = first_lines(error)
+    if isinstance(error, InfinityError):
+        return error
+    if isinstance(error, BrokenPipeError):
+        return None  # whoever read our output has enough: typer ends quietly
+    if isinstance(error, OSError):
+        where = f"{os.fsdecode(error.filename)[:200]!r}: " if error.filename else ""
+        return MachineError(
+            f"{where}{error.strerror or text}",
+            because=f"the system refuses ({errno.errorcode.get(error.errno or 0, 'no number')})",
+        )
+    if isinstance(error, MemoryError):
+        return MachineError(f"there is not enough RAM: {text}", remedy="see `infinity doctor`")
+    if isinstance(error, RecursionError):
+        return ConfigError("something in the arguments, or in a file, is nested too deeply")
+    if isinstance(error, UnicodeError):
+        return ConfigError(f"a name or a text is not UTF-8: {text}")
+    if "home directory" in text:  # of `Path.expanduser`
+        return ConfigError("a path begins with ~ and the name of a user who does not exist")
+    return None
+
+
+def say(text: str) -> None:
+    """Print plain text on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def stdout_is_ours() -> Iterator[None]:
+    """Send what libraries write to descriptor 1 to stderr, so that stdout carries our output only.
+
+    A peer's package and its compiler talk on stdout; `--json` promises one object there.
+    """
+    sys.stdout.flush()
+    saved = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(saved, 1)
+        os.close(saved)
+
+
+_WIDE = 140  # columns where no width is known: never cut a number off
+
+
+class ProgressLine:
+    """Follows long work: one line that moves on a terminal, one plain line per phase elsewhere.
+
+    A context manager.
+    """
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._task: TaskID | None = None
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f} %"),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+
+    def begin(self, title: str, total: int) -> None:
+        """A phase of `total` parts starts."""
+        if not self._console.is_terminal:
+            self._console.print(f"{title} ...")
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+        self._task = self._progress.add_task(title, total=total)
+
+    def advance(self, done: int | None = None) -> None:
+        """One part is through, or `done` of them are."""
+        if self._task is not None:
+            if done is None:
+                self._progress.advance(self._task)
+            else:
+                self._progress.update(self._task, completed=done)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._progress.stop()
+
+
+class Page:
+    """What a command shows on stdout."""
+
+    def __init__(self) -> None:
+        self._console = Console(highlight=False, markup=False, soft_wrap=True)
+        wide = None if self._console.is_terminal else _WIDE
+        self._tables = Console(highlight=False, markup=False, width=wide)
+
+    def say(self, text: str = "") -> None:
+        """Print plain text."""
+        self._console.print(text)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Print a table; the first column names the row, the others are numbers."""
+        table = Table(title=title, title_justify="left", title_style="bold")
+        for index, column in enumerate(columns):
+            table.add_column(column, justify="left" if index == 0 else "right")
+        for row in rows:
+            table.add_row(*row)
+        self._tables.print(table)

@@ -1,0 +1,566 @@
+"""The configuration: one strict schema, every default in it, every mistake told at once.
+
+Nothing here looks at the machine or at a model. `None` and "auto" mean "derived later"; the plan
+derives them and says so.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+
+from infinity.config.source import apply_overrides, explain, read_config_file
+from infinity.errors import ConfigError
+from infinity.sizes import parse_size
+
+# Values and sections that a configuration is made of, and what each may look like.
+
+
+def _size(value: Any) -> int:
+    try:
+        return parse_size(value)
+    except ConfigError as error:
+        details = [part for part in (error.because, error.remedy) if part]
+        raise ValueError("; ".join([error.what, *details])) from None
+
+
+def _number(value: Any) -> Any:
+    # YAML 1.1 reads 1e-4 as text, and so does a dict that came from elsewhere.
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            raise ValueError(f"should be a number, got {value!r}") from None
+    return value
+
+
+def _whole(value: Any) -> Any:
+    # 1e9 is a float to YAML and JSON.
+    number = _number(value)
+    return int(number) if isinstance(number, float) and number.is_integer() else number
+
+
+def as_path(value: Any) -> Path:
+    """A path, `~` expanded."""
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value) or "\0" in str(value):
+        raise ValueError(f"should be a path, got {value!r}")
+    try:
+        return Path(os.fsdecode(value)).expanduser()
+    except RuntimeError:
+        raise ValueError(f"there is no such user, got {value!r}") from None
+
+
+def as_paths(value: Any) -> tuple[Path, ...]:
+    """One path or a list of them; `None` is none of them."""
+    if value is None:
+        return ()
+    parts = value if isinstance(value, (list, tuple)) else [value]
+    paths = tuple(as_path(part) for part in parts)
+    if not paths and not isinstance(value, tuple):
+        raise ValueError("is an empty list; give a path, or leave it out")
+    if len(set(paths)) < len(paths):
+        raise ValueError("names the same path twice")
+    return paths
+
+
+def as_pair(value: Any) -> Any:
+    """A list as a tuple; YAML and JSON know lists only."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+Size: TypeAlias = Annotated[int, BeforeValidator(_size)]
+Whole: TypeAlias = Annotated[int, BeforeValidator(_whole)]
+Number: TypeAlias = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Weight: TypeAlias = Annotated[Number, Field(gt=0)]
+Beta: TypeAlias = Annotated[Number, Field(ge=0, lt=1)]
+OnePath: TypeAlias = Annotated[Path, BeforeValidator(as_path)]
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, strict, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=False)
+
+
+# The optimizer, scheduler and loss scale sections of a configuration.
+
+
+# What each update rule takes and its defaults: torch's, and for Lion the paper's.
+_RULES: dict[str, dict[str, Any]] = {
+    "AdamW": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
+    "Adam": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+    "Lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
+    "SGD": {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
+    "Adagrad": {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0,
+                "initial_accumulator_value": 0.0, "eps": 1e-10},
+}  # fmt: skip
+for _defaults in _RULES.values():
+    _defaults["maximize"] = False
+_RULE_OF = {name.lower(): name for name in _RULES}
+
+
+def _of_the_rule(name: str, **limits: Any) -> Any:
+    """A field whose default depends on `type`; None where the rule does not take it."""
+    return Field(
+        default_factory=lambda given: _RULES[given["type"]].get(name) if "type" in given else None,
+        **limits,
+    )
+
+
+class OptimizerConfig(Section):
+    """The update rule; each takes some of the keys, with torch's names and defaults.
+
+    "AdamW" decays weights directly, "Adam" adds the decay to the gradient. `moments` says how
+    moments are stored: all but fp32 are lossy.
+    """
+
+    type: Literal["AdamW", "Adam", "Lion", "SGD", "Adagrad"] = "AdamW"
+    lr: Number = _of_the_rule("lr", ge=0)
+    betas: Annotated[tuple[Beta, Beta], BeforeValidator(as_pair)] = _of_the_rule("betas")
+    eps: Number = _of_the_rule("eps", ge=0)
+    weight_decay: Number = _of_the_rule("weight_decay", ge=0)
+    momentum: Number = _of_the_rule("momentum", ge=0)
+    dampening: Number = _of_the_rule("dampening")
+    nesterov: bool = _of_the_rule("nesterov")
+    lr_decay: Number = _of_the_rule("lr_decay", ge=0)
+    initial_accumulator_value: Number = _of_the_rule("initial_accumulator_value", ge=0)
+    maximize: bool = _of_the_rule("maximize")
+    moments: Literal["fp32", "bf16", "bf16_stochastic", "8bit"] = "fp32"
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _any_case(cls, value: Any) -> Any:
+        return _RULE_OF.get(value.lower(), value) if isinstance(value, str) else value
+
+    @field_validator(*dict.fromkeys(key for rule in _RULES.values() for key in rule), mode="before")
+    @classmethod
+    def _the_rule_takes_it(cls, value: Any, info: ValidationInfo) -> Any:
+        kind = info.data.get("type")
+        if kind is not None and info.field_name not in _RULES[kind]:
+            takes = ", ".join(_RULES[kind])
+            raise ValueError(f"{kind} does not take it; it takes {takes}, moments")
+        return value
+
+    @field_validator("nesterov")
+    @classmethod
+    def _nesterov_needs_momentum(cls, value: bool, info: ValidationInfo) -> bool:
+        momentum, dampening = info.data.get("momentum", 1.0), info.data.get("dampening", 0.0)
+        if value and (momentum == 0 or dampening != 0):
+            raise ValueError(
+                f"needs momentum above 0 and no dampening, got momentum {momentum:g} and "
+                f"dampening {dampening:g}"
+            )
+        return value
+
+    def parameters(self) -> dict[str, Any]:
+        """What the rule takes, by torch's names: the defaults of its parameter groups."""
+        return {name: getattr(self, name) for name in _RULES[self.type]}
+
+
+class LossScaleConfig(Section):
+    """By how much the loss is multiplied in fp16; see `training/step.py` for the rules."""
+
+    # 0 = dynamic: it halves when gradients overflow, and doubles when they have not for a while.
+    value: Number = Field(default=0.0, ge=0)
+    initial_power: int = Field(default=16, ge=0, le=127)  # it begins at 2 to the power of this
+    window: int = Field(default=1000, ge=1)  # steps without an overflow until it doubles
+    hysteresis: int = Field(default=2, ge=1)  # overflows until it halves
+    # Start counting overflows anew in every good step, not only when the scale doubles.
+    consecutive_hysteresis: bool = False
+    min: Number = Field(default=1.0, gt=0)  # an overflow at this scale is an error
+
+    @field_validator("initial_power", "window", "hysteresis", "consecutive_hysteresis", "min")
+    @classmethod
+    def _is_dynamic(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.data.get("value"):
+            raise ValueError(f"a loss_scale.value of {info.data['value']:g} never changes")
+        return value
+
+    @field_validator("min")
+    @classmethod
+    def _begins_above(cls, value: float, info: ValidationInfo) -> float:
+        power = info.data.get("initial_power")
+        if power is not None and value > 2.0**power:
+            raise ValueError(f"{value:g} is above the first scale, 2 ** {power} = {2**power}")
+        return value
+
+
+NEEDED = inspect.Parameter.empty
+# What DeepSpeed's schedules take, and their defaults; `infinity.schedules` makes them.
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "LRRangeTest": {
+        "lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 2000,
+        "lr_range_test_step_rate": 1.0, "lr_range_test_staircase": False,
+    },
+    "OneCycle": {
+        "cycle_min_lr": NEEDED, "cycle_max_lr": NEEDED, "decay_lr_rate": 0.0,
+        "cycle_first_step_size": 2000, "cycle_second_step_size": None,
+        "cycle_first_stair_count": 0, "cycle_second_stair_count": None, "decay_step_size": 0,
+        "cycle_momentum": True, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9, "decay_mom_rate": 0.0,
+    },
+    "WarmupLR": {
+        "warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_num_steps": 1000,
+        "warmup_type": "log",
+    },
+    "WarmupDecayLR": {
+        "total_num_steps": NEEDED, "warmup_min_lr": 0.0, "warmup_max_lr": 0.001,
+        "warmup_num_steps": 1000, "warmup_type": "log",
+    },
+    "WarmupCosineLR": {
+        "total_num_steps": NEEDED, "warmup_min_ratio": 0.0, "warmup_num_steps": 1000,
+        "cos_min_ratio": 0.0001, "warmup_type": "log",
+    },
+}  # fmt: skip
+for _defaults in SCHEDULES.values():
+    _defaults["last_batch_iteration"] = -1
+
+
+def torch_schedules() -> dict[str, Any]:
+    """The classes of `torch.optim.lr_scheduler` by name; torch is imported when this is asked."""
+    from torch.optim import lr_scheduler
+
+    base = lr_scheduler.LRScheduler
+    return {
+        name: value
+        for name, value in vars(lr_scheduler).items()
+        if inspect.isclass(value)
+        and issubclass(value, base)
+        and value is not base
+        and not name.startswith("_")
+    }
+
+
+def _parameters_of(name: str) -> dict[str, Any] | None:
+    """What a schedule takes, with defaults; None for one that is not known."""
+    if name in SCHEDULES:
+        return SCHEDULES[name]
+    found = torch_schedules().get(name)
+    if found is None:
+        return None
+    takes = inspect.signature(found).parameters.values()
+    return {taken.name: taken.default for taken in takes if taken.name != "optimizer"}
+
+
+class SchedulerConfig(Section):
+    """A class of `torch.optim.lr_scheduler` or `infinity.schedules`, and its arguments."""
+
+    type: str
+    params: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("type")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        if _parameters_of(name) is None:
+            known = sorted({*torch_schedules(), *SCHEDULES})
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            where = "torch.optim.lr_scheduler or infinity.schedules"
+            raise ValueError(f"is not in {where}; {hint}known: {', '.join(known)}")
+        return name
+
+    @field_validator("params")
+    @classmethod
+    def _fit_the_class(cls, params: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        kind = info.data.get("type", "")
+        takes = _parameters_of(kind)
+        if takes is None:
+            return params
+        unknown = [name for name in params if name not in takes]
+        needed = [name for name, default in takes.items() if default is NEEDED]
+        missing = [name for name in needed if name not in params]
+        if unknown or missing:
+            problem = f"does not take {', '.join(unknown)}" if unknown else ""
+            problem += " and " if unknown and missing else ""
+            problem += f"needs {', '.join(missing)}" if missing else ""
+            raise ValueError(f"{kind} {problem}; it takes {', '.join(takes)}")
+        return {name: _number_if_it_looks_like_one(value) for name, value in params.items()}
+
+
+def _number_if_it_looks_like_one(value: Any) -> Any:
+    if isinstance(value, str) and value[:1] in set("+-.0123456789"):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+# The `activations` section: what happens to what autograd keeps between forward and backward.
+
+
+class ActivationsConfig(Section):
+    """Recomputation and slices belong to the computation; where kept tensors wait does not.
+
+    Sizes are bytes. `host` and `disk` follow from `tokens` if they are left out.
+    """
+
+    # "units": a block keeps only its inputs, and runs again in backward.
+    checkpoint: Literal["none", "units"] = "none"
+    # Where inputs of recomputed blocks wait for backward, beyond the device: "disk" is RAM first.
+    offload: Literal["none", "host", "disk"] = "none"
+    # The most tokens of one micro-batch; what the sizes below are made for if they are left out.
+    tokens: int | None = Field(default=None, ge=1)
+    host: Size | None = None  # pinned RAM that is reserved for them
+    disk: Size | None = None  # of scratch space
+    min_bytes: Size = 1 << 20  # smaller tensors stay where they are
+    # A block runs its batch in so many slices, so that its weights are fetched once for all.
+    slices: int = Field(default=1, ge=1)
+
+    @field_validator("host", "disk")
+    @classmethod
+    def _is_used(cls, value: int | None, info: ValidationInfo) -> int | None:
+        offload = info.data.get("offload")
+        if value is not None and offload == "none":
+            raise ValueError("is for activations.offload: host or disk")
+        if value is not None and info.field_name == "disk" and offload == "host":
+            raise ValueError("is for activations.offload: disk")
+        return value
+
+
+Home: TypeAlias = Literal["auto", "device", "host", "disk"]
+
+# Elements; the optimizer works through a chunk in blocks of this many.
+CHUNK_MULTIPLE = 2048
+# Bytes; the largest block size that O_DIRECT asks for on drives of today.
+BLOCK_MULTIPLE = 4096
+_SWITCHES = ("yes", "no", "on", "off", "true", "false", "always")  # which no run is called
+
+
+def _resume(value: Any) -> Any:
+    if value in ("never", "auto"):
+        return value
+    if not isinstance(value, str | os.PathLike) or str(value).lower() in _SWITCHES:
+        raise ValueError(f'should be "auto", "never", or the directory of a run, got {value!r}')
+    return as_path(value)
+
+
+def _first_and_last(value: Any) -> Any:
+    pair = (1, value) if type(value) is int else as_pair(value)
+    whole = isinstance(pair, tuple) and len(pair) == 2 and all(type(n) is int for n in pair)
+    if not whole or not 1 <= pair[0] <= pair[1]:
+        raise ValueError(
+            f"should be a number of steps or [first, last], counted from 1, got {value!r}"
+        )
+    return pair
+
+
+class HomesConfig(Section):
+    """The tier where each kind of state rests; the residual travels with the moments."""
+
+    weights: Home = "auto"
+    moments: Home = "auto"
+    gradients: Home = "auto"
+
+
+class BudgetConfig(Section):
+    """Hard limits per tier in bytes; `None` is derived from the machine."""
+
+    device: Size | None = None
+    host: Size | None = None
+    disk: Size | None = None
+
+
+class HintsConfig(Section):
+    """Numbers of parameters that the plan keeps to where it can; it never fails for one.
+
+    DeepSpeed's `stage3_max_live_parameters` and `max_in_cpu`, see plan/planner.py.
+    """
+
+    live_parameters: Whole | None = Field(default=None, ge=0)  # at most in slots on the device
+    # Of weights that rest on disk, at most so many are kept in RAM instead, within budget.host.
+    weights_in_ram: Whole | None = Field(default=None, ge=0)
+
+
+class IoConfig(Section):
+    """How the disk is read and written."""
+
+    backend: Literal["auto", "io_uring", "threads"] = "auto"
+    # Bytes; 1 MiB at depth 4 to 16 was the fastest wherever it was measured.
+    block_size: Annotated[Size, Field(gt=0, le=2**30, multiple_of=BLOCK_MULTIPLE)] = 2**20
+    queue_depth: int = Field(default=8, ge=1, le=256)
+    # Four plain threads reach the disk; used by the threads back end only.
+    num_threads: int = Field(default=4, ge=1, le=64)
+    # Relative speeds of the paths in nvme_path, in their order; left out: measured at start.
+    weights: Annotated[tuple[Weight, ...] | None, BeforeValidator(as_pair)] = None
+    # Keep a CRC32C of every page on disk in RAM (0.1 % of it), and check it on every read; "auto"
+    # is where steps are durable, so that what a run goes on from is known to be what was written.
+    verify: bool | Literal["auto"] = "auto"
+    # Seconds a request may be in the kernel before waiting for it is an error. 0 = for ever.
+    stuck_after_s: Number = Field(default=120.0, ge=0)
+
+
+class CpuConfig(Section):
+    """How the optimizer uses the CPU."""
+
+    num_threads: int = Field(default=0, ge=0, le=1024)  # 0 = as many as this process may use
+    isa: Literal["auto", "baseline", "avx2", "avx512", "neon"] = "auto"
+
+
+class Config(Section):
+    """Everything a run can be told. Build it with `load_config`, which explains mistakes."""
+
+    nvme_path: Annotated[tuple[Path, ...], BeforeValidator(as_paths)] = ()
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    loss_scale: LossScaleConfig = LossScaleConfig()  # of fp16
+    optimizer: OptimizerConfig = OptimizerConfig()
+    scheduler: SchedulerConfig | None = None
+    gradient_clipping: Number = Field(default=1.0, ge=0)  # largest global norm; 0 = off
+    gradient_accumulation_steps: int = Field(default=1, ge=1)
+    homes: HomesConfig = HomesConfig()
+    # Who updates state that does not rest on the device: the CPU, or the device, through which it
+    # is streamed chunk by chunk; "auto" is whatever makes the shorter step. The bits are the same.
+    update: Literal["auto", "cpu", "device"] = "auto"
+    budget: BudgetConfig = BudgetConfig()
+    hints: HintsConfig = HintsConfig()
+    io: IoConfig = IoConfig()
+    chunk_size: int | Literal["auto"] = "auto"  # elements
+    look_ahead: int = Field(default=2, ge=0)  # units fetched before they are needed
+    seed: int | None = None
+    cpu: CpuConfig = CpuConfig()
+    activations: ActivationsConfig = ActivationsConfig()
+    compile: bool = False  # torch.compile every block's forward; weights stay where they are
+    journal: OnePath | None = None
+    # A timeline of training in Chrome's format, for ui.perfetto.dev and `infinity trace`.
+    trace: OnePath | None = None
+    # The steps of this run that are traced, [first, last], counted from 1; a number is the last.
+    trace_steps: Annotated[tuple[int, int], BeforeValidator(_first_and_last)] = (1, 100)
+    # State on disk is the checkpoint: sweeps write out of place, and steps are committed.
+    durable: bool = False
+    # Steps from one commit to the next; "auto" is every step where all state rests on disk.
+    durable_every: int | Literal["auto"] = "auto"
+    # "auto": go on from the durable run under nvme_path that fits the model; or its directory.
+    resume: Annotated[Literal["never", "auto"] | Path, BeforeValidator(_resume)] = "never"
+
+    @field_validator("loss_scale")
+    @classmethod
+    def _scales_fp16(cls, value: LossScaleConfig, info: ValidationInfo) -> LossScaleConfig:
+        precision = info.data.get("precision")
+        if value.model_fields_set and precision not in (None, "fp16"):
+            raise ValueError(f"is for precision: fp16; nothing is scaled in {precision}")
+        return value
+
+    @field_validator("durable")
+    @classmethod
+    def _durable_has_a_path(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("nvme_path") == ():
+            raise ValueError("true: nvme_path must be given, state is kept there")
+        return value
+
+    @field_validator("durable")
+    @classmethod
+    def _keeps_only_state(cls, value: bool, info: ValidationInfo) -> bool:
+        activations = info.data.get("activations")
+        if value and activations is not None and activations.offload == "disk":
+            raise ValueError("true: activations.offload must be host or none, files are kept")
+        return value
+
+    @field_validator("durable_every", mode="before")
+    @classmethod
+    def _whole_steps(cls, value: Any) -> Any:
+        if value != "auto" and not (type(value) is int and value > 0):
+            raise ValueError(f'should be "auto" or a number of steps, 1 or more, got {value!r}')
+        return value
+
+    @field_validator("durable_every", "resume")
+    @classmethod
+    def _is_durable(cls, value: Any, info: ValidationInfo) -> Any:
+        default = cls.model_fields[info.field_name or ""].default
+        if value != default and info.data.get("durable") is False:
+            raise ValueError(f"{value} needs durable: true")
+        return value
+
+    @field_validator("chunk_size", mode="before")
+    @classmethod
+    def _whole_blocks(cls, value: Any) -> Any:
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if value != "auto" and not (whole and value > 0 and value % CHUNK_MULTIPLE == 0):
+            problem = f'should be "auto" or a positive multiple of {CHUNK_MULTIPLE} elements'
+            raise ValueError(f"{problem}, got {value!r}")
+        return value
+
+    @field_validator("io")
+    @classmethod
+    def _a_weight_per_path(cls, io: IoConfig, info: ValidationInfo) -> IoConfig:
+        paths = info.data.get("nvme_path")
+        if io.weights is not None and paths is not None and len(io.weights) != len(paths):
+            given, needed = len(io.weights), len(paths)
+            raise ValueError(f"weights needs one number per nvme_path: {given} for {needed}")
+        return io
+
+    @field_validator("activations")
+    @classmethod
+    def _waits_somewhere(cls, value: ActivationsConfig, info: ValidationInfo) -> ActivationsConfig:
+        if value.offload == "disk" and info.data.get("nvme_path") == ():
+            raise ValueError("offload: disk: nvme_path must be given")
+        return value
+
+    @field_validator("homes")
+    @classmethod
+    def _disk_has_a_path(cls, homes: HomesConfig, info: ValidationInfo) -> HomesConfig:
+        on_disk = [name for name, home in homes if home == "disk"]
+        if on_disk and info.data.get("nvme_path") == ():
+            raise ValueError(f"{', '.join(on_disk)} on disk: nvme_path must be given")
+        return homes
+
+    def resolved(self) -> dict[str, dict[str, Any]]:
+        """Return every value by dotted name, JSON-able, with its origin.
+
+        For example `{"io.queue_depth": {"value": 16, "origin": "given"}, ...}`; the origin is
+        "given" or "default". Sizes are in bytes.
+        """
+        return dict(entries(self, ""))
+
+
+def entries(section: BaseModel, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The values of a section and of those in it by dotted name, as `Config.resolved` has them."""
+    dumped = section.model_dump(mode="json")
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(section, OptimizerConfig) and value is None:
+            continue  # its rule does not take it
+        if isinstance(value, BaseModel):
+            yield from entries(value, f"{prefix}{name}.")
+        else:
+            origin = "given" if name in section.model_fields_set else "default"
+            yield f"{prefix}{name}", {"value": dumped[name], "origin": origin}
+
+
+def load_config(
+    source: Mapping[str, Any] | str | os.PathLike[str] | Config, overrides: Iterable[str] = ()
+) -> Config:
+    """Return the configuration in `source`: a dict, a YAML or JSON file's path, or a `Config`.
+
+    `overrides` are "section.key=value" texts and win over the source. Raises one `ConfigError`
+    that lists everything that is wrong, each with its dotted name.
+    """
+    where = "the configuration"
+    if isinstance(source, Config):
+        raw: Mapping[str, Any] = source.model_dump(exclude_unset=True)
+    elif isinstance(source, Mapping):
+        raw = source
+    else:
+        try:
+            path = Path(os.fsdecode(source)).expanduser()
+        except TypeError as error:
+            remedy = "give a dict, the path of a YAML or JSON file, or a Config"
+            raise ConfigError(f"not a configuration: {source!r}", remedy=remedy) from error
+        where, raw = str(path), read_config_file(path)
+    merged = apply_overrides(raw, overrides)
+    try:
+        return Config.model_validate(merged)
+    except ValidationError as error:
+        raise ConfigError(explain(Config, where, merged, error)) from None

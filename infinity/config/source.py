@@ -1,0 +1,398 @@
+"""Where raw configuration comes from: YAML and JSON files, and `key=value` overrides.
+
+Gives back plain nested dicts with text keys; what the keys mean is `config.py`'s business. A key
+written twice is an error here, because a dict would silently keep one of the two.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from infinity.errors import ConfigError
+
+# What is wrong with a configuration, said for people: names, nearest names, values given.
+
+
+# Top-level names that only a DeepSpeed configuration has.
+DEEPSPEED_NAMES = frozenset(
+    {
+        "activation_checkpointing",
+        "aio",
+        "allgather_size",
+        "amp",
+        "autotuning",
+        "bf16",
+        "bfloat16",
+        "checkpoint",
+        "comet",
+        "comms_logger",
+        "communication_data_type",
+        "compression_training",
+        "csv_monitor",
+        "curriculum_learning",
+        "data_efficiency",
+        "data_parallel_size",
+        "data_types",
+        "dataloader_drop_last",
+        "datastates_ckpt",
+        "disable_allgather",
+        "disable_python_gc",
+        "dump_state",
+        "eigenvalue",
+        "elasticity",
+        "expert_parallel",
+        "flops_profiler",
+        "fp16",
+        "gradient_allreduce_op",
+        "gradient_predivide_factor",
+        "graph_harvesting",
+        "hybrid_engine",
+        "log_level",
+        "managed_gradient_accumulation",
+        "memory_breakdown",
+        "nebula",
+        "pipeline",
+        "prescale_gradients",
+        "progressive_layer_drop",
+        "quantize_training",
+        "random_ltd",
+        "seq_parallel_communication_data_type",
+        "sequence_parallel_size",
+        "sparse_attention",
+        "sparse_gradients",
+        "steps_per_print",
+        "tensor_parallel",
+        "tensorboard",
+        "timers",
+        "torch_autocast",
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "use_data_before_expert_parallelism",
+        "vocabulary_size",
+        "wall_clock_breakdown",
+        "wandb",
+        "weight_quantization",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "zero_optimization",
+    }
+)
+
+# What people call our words; the first that is among the words of a key is meant.
+_MEANT = {
+    "gpu": ("device",),
+    "cuda": ("device",),
+    "cpu": ("host",),
+    "ram": ("host", "cpu"),
+    "nvme": ("disk",),
+    "ssd": ("disk",),
+}
+
+
+def explain(
+    schema: type[BaseModel], where: str, raw: Mapping[str, Any], error: ValidationError
+) -> str:
+    """Return one text that lists every mistake in `raw`, read as `schema`, by its dotted name."""
+    problems = []
+    foreign = [name for name in raw if name in DEEPSPEED_NAMES]
+    if foreign:
+        names, verb = ", ".join(foreign), "is" if len(foreign) == 1 else "are"
+        problems.append(
+            f"{names} {verb} from a DeepSpeed configuration; initialize() and `infinity plan` take "
+            'such a one as a whole, with keys of ours in its section "infinity"'
+        )
+    for detail in error.errors(include_url=False):
+        # Told above; and a default that waits for another value fails only because that one did.
+        told = detail["type"] == "extra_forbidden" and detail["loc"][0] in foreign
+        if not told and detail["type"] != "default_factory_not_called":
+            problems.append(_problem(schema, detail))
+    heading = "1 mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
+    return f"{heading} in {where}:" + "".join(f"\n  - {problem}" for problem in problems)
+
+
+def _problem(schema: type[BaseModel], detail: ErrorDetails) -> str:
+    name = ".".join(str(part) for part in detail["loc"])
+    given = detail["input"]
+    match detail["type"]:
+        case "extra_forbidden":
+            return _unknown_key(schema, detail["loc"])
+        case "value_error":
+            return f"{name}: {detail['ctx']['error']}"
+        case "missing":
+            return f"{name}: must be given"
+        case "model_type":
+            return f"{name}: is a section of keys and values, got {given!r}"
+        case "literal_error":
+            words = _words(detail["ctx"]["expected"])
+            near = [word for word in _MEANT.get(str(given).lower(), ()) if word in words]
+            near = near or difflib.get_close_matches(str(given), words, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            return f"{name}: should be {detail['ctx']['expected']}, got {given!r}{hint}"
+        case _:
+            message = detail["msg"].removeprefix("Input ")
+            return f"{name}: {message[:1].lower()}{message[1:]}, got {given!r}"
+
+
+def _words(expected: str) -> list[str]:
+    return [word.strip("',") for word in expected.split() if word.startswith("'")]
+
+
+def _unknown_key(schema: type[BaseModel], loc: tuple[int | str, ...]) -> str:
+    *parents, key = (str(part) for part in loc)
+    fields = list(_section_at(schema, parents).model_fields)
+    prefix = "".join(f"{parent}." for parent in parents)
+    near = [prefix + name for name in difflib.get_close_matches(key, fields, n=1)]
+    # A key may also have the right name in the wrong place.
+    near = near or [name for name in _leaf_names(schema) if name.rpartition(".")[2] == key]
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"{prefix}{key}: unknown key; {hint}valid here: {', '.join(fields)}"
+
+
+def _section_at(schema: type[BaseModel], names: Iterable[str]) -> type[BaseModel]:
+    section = schema
+    for name in names:
+        section = _section_of(section.model_fields[name].annotation) or section
+    return section
+
+
+def _section_of(annotation: object) -> type[BaseModel] | None:
+    candidates: tuple[object, ...] = (annotation, *get_args(annotation))
+    for candidate in candidates:
+        if inspect.isclass(candidate) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _leaf_names(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        below = _section_of(field.annotation)
+        if below is None:
+            yield prefix + name
+        else:
+            yield from _leaf_names(below, f"{prefix}{name}.")
+
+
+# What no configuration comes near, and what a slip, or a file made to do harm, goes beyond.
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 100
+MAX_VALUES = 100_000  # aliases count as what they stand for
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 as PyYAML reads it, but 1e-4 is a number and a repeated key is an error."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = self._count = 0
+        self._counts: dict[int, int] = {}  # id of a node that is whole -> values in it
+
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
+        """Compose a value; bounded, whatever its aliases stand for."""
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        before = self._count
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise self._refusal(f"nested deeper than {MAX_DEPTH} levels", event)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if not isinstance(event, yaml.AliasEvent):
+            self._count += 1
+            self._counts[id(node)] = self._count - before
+        elif id(node) in self._counts:
+            self._count += self._counts[id(node)]
+        else:
+            raise self._refusal(f"*{event.anchor} stands inside of what it stands for", event)
+        if self._count > MAX_VALUES:
+            raise self._refusal(f"more than {MAX_VALUES:,} values", event)
+        return node
+
+    @staticmethod
+    def _refusal(problem: str, event: Any) -> Exception:
+        return yaml.composer.ComposerError(None, None, problem, event.start_mark)
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Compose one mapping; every key must be new in it."""
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                name = (key.tag, key.value)
+                if name in seen:
+                    problem = f"the key {key.value!r} is given twice"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                seen.add(name)
+        return node
+
+
+# PyYAML wants a dot and a signed exponent in a float, so it reads 1e-4 and 1.5e9 as text.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+", re.ASCII),
+    list("-+0123456789"),
+)
+
+
+def short(text: str, limit: int = 200) -> str:
+    """The beginning of a text that may be long, or have several lines."""
+    first, *more = text.splitlines() or [""]
+    return first if not more and len(first) <= limit else f"{first[:limit]}..."
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Return the mapping in a `.yaml`, `.yml` or `.json` file; an empty YAML file is `{}`.
+
+    Raises `ConfigError` if the file cannot be read or parsed, is larger or deeper than any
+    configuration, repeats a key, holds a key that is not text, or is not a mapping.
+    """
+    suffix = path.suffix.lower()
+    if suffix not in (".yaml", ".yml", ".json"):
+        ends = f"ends in {short(path.suffix)!r}" if path.suffix else "has no ending"
+        raise ConfigError(
+            f"{short(str(path))}: not a configuration file",
+            because=f"this was taken for the path of a file, and the name {ends}",
+            remedy="use a .yaml, .yml or .json file, or give a dict",
+        )
+    try:
+        text = _read(path)
+    except (OSError, ValueError) as error:
+        because = getattr(error, "strerror", None) or str(error)
+        remedy = "look for a slip in the path" if isinstance(error, FileNotFoundError) else None
+        raise ConfigError(
+            f"{short(str(path))}: cannot be read", because=because, remedy=remedy
+        ) from error
+    raw = _parse_json(path, text) if suffix == ".json" else _parse_yaml(path, text)
+    if not isinstance(raw, dict):
+        because = f"the file holds {_kind(raw)} instead of keys and values"
+        raise ConfigError(f"{path}: not a configuration", because=because)
+    _check_keys(str(path), raw)
+    return raw
+
+
+def _read(path: Path) -> str:
+    """Raises `OSError` or `ValueError`."""
+    # A pipe that nobody writes to would be waited for.
+    with open(path, "rb", opener=lambda name, how: os.open(name, how | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("it is a pipe or a device, not a file")
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
+    return data.decode()
+
+
+def _parse_yaml(path: Path, text: str) -> Any:
+    try:
+        raw = _load_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    return {} if raw is None else raw
+
+
+def _load_yaml(text: str) -> Any:
+    """What YAML says; raises `ValueError` with what is wrong."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None) or str(error)
+        place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        raise ValueError(problem + place) from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        # PyYAML stumbles over tags: !!int '', !!bool maybe.
+        raise ValueError(f"a value does not fit its !!tag: {error}") from error
+
+
+def _parse_json(path: Path, text: str) -> Any:
+    try:
+        raw, repeated = json_and_repeated(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}") from error
+    if repeated:
+        names = ", ".join(repr(key) for key in repeated)
+        raise ConfigError(f"{path}: given twice in one object: {names}")
+    return raw
+
+
+def json_and_repeated(text: str, loads: Callable[..., Any] = json.loads) -> tuple[Any, list[str]]:
+    """What JSON says, and the keys that one of its objects has twice; raises as `loads`."""
+    repeated: list[str] = []
+
+    def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        repeated.extend(dict.fromkeys(key for key in keys if keys.count(key) > 1))
+        return dict(pairs)
+
+    return loads(text, object_pairs_hook=mapping), repeated
+
+
+def _kind(raw: object) -> str:
+    return "a list" if isinstance(raw, list) else f"the single value {raw!r}"
+
+
+def _check_keys(where: str, raw: Any, depth: int = 1) -> None:
+    if depth > MAX_DEPTH:
+        raise ConfigError(f"{short(where)}: nested deeper than {MAX_DEPTH} levels")
+    if isinstance(raw, list):
+        for value in raw:
+            _check_keys(where, value, depth + 1)
+    for key, value in raw.items() if isinstance(raw, dict) else ():
+        if not isinstance(key, str):
+            remedy = f'put it in quotes: "{key}"'
+            raise ConfigError(f"{where}: the key {key!r} is not text", remedy=remedy)
+        _check_keys(f"{where}: {key}", value, depth + 1)
+
+
+def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Return a copy of `raw` with each "section.key=value" set; values are read as YAML.
+
+    "io.queue_depth=16" gives an int, "homes.weights=disk" text, "journal=" a null. Sections that do
+    not exist yet are made. Raises one `ConfigError` that names every override that has no "=", an
+    empty name, a value that is not YAML, or a path through something that is not a section.
+    """
+    result = deepcopy(dict(raw))
+    problems: list[str] = []
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        keys = name.strip().split(".")
+        if not equals or not all(keys):
+            problems.append(f"{short(override)!r}: write key=value, for example io.queue_depth=16")
+            continue
+        if len(keys) > MAX_DEPTH:
+            problems.append(f"{short(override)!r}: nested deeper than {MAX_DEPTH} levels")
+            continue
+        try:
+            value = _load_yaml(text)
+        except ValueError as error:
+            problems.append(f"{short(override)!r}: the value is not YAML: {error}")
+            continue
+        problem = _set(result, keys, value)
+        if problem:
+            problems.append(f"{override!r}: {problem}")
+    if problems:
+        raise ConfigError("; ".join(problems))
+    return result
+
+
+def _set(target: dict[str, Any], keys: list[str], value: Any) -> str | None:
+    for depth, key in enumerate(keys[:-1], start=1):
+        section: object = target.setdefault(key, {})
+        if section is None:
+            section = target[key] = {}
+        if not isinstance(section, dict):
+            return f"{'.'.join(keys[:depth])} holds {section!r}, which has no keys of its own"
+        target = section
+    target[keys[-1]] = value
+    return None

@@ -1,0 +1,457 @@
+"""What a run of `InfinityTrainer` is told: TrainingArguments and one configuration, made one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.config.schema import Config, OptimizerConfig, SchedulerConfig, load_config
+from infinity.config.source import read_config_file
+from infinity.deepspeed.config import Translation, translate_deepspeed
+from infinity.deepspeed.source import Source, find_source
+from infinity.errors import ConfigError
+from infinity.huggingface.models import transformers
+
+# Which update rule a Trainer's optimizer is here: a built-in one, a guest, or a refusal.
+
+
+Groups = list[dict[str, Any]]
+
+_RULES: dict[type, str] = {
+    torch.optim.AdamW: "AdamW",
+    torch.optim.Adam: "Adam",
+    torch.optim.SGD: "SGD",
+    torch.optim.Adagrad: "Adagrad",
+}
+# How torch carries a rule out: nothing here depends on it.
+_HINTS = ("fused", "foreach", "capturable", "differentiable")
+# What a rule of torch may be told, and is, unless another value than this is given.
+_OFF = {"amsgrad": False}
+_OWN_STATE = ("8bit", "4bit", "bnb", "paged")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What `initialize` gets: `guest` is None where `config` names a built-in rule.
+
+    `groups` is None where the guest is an instance, which has its own.
+    """
+
+    config: Config
+    groups: Groups | None
+    guest: Any = None
+
+
+class GroupsOnly(torch.optim.Optimizer):
+    """Takes the parameter groups that a Trainer makes, and no step."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Never: the engine's optimizer takes its place."""
+        raise AssertionError("stands for groups only")
+
+
+def check_name(name: str) -> None:
+    """Raise `ConfigError` for a `TrainingArguments.optim` that keeps state of its own."""
+    name = str(getattr(name, "value", name))
+    if any(word in name for word in _OWN_STATE):
+        raise ConfigError(
+            f"optim={name!r} keeps its state on the GPU, in a format of its own",
+            because="here the state rests with the engine, on the tier that has room",
+            remedy='optim="adamw_torch" with infinity_config={"optimizer": {"moments": "8bit"}}, '
+            "or moments in fp32 on disk",
+        )
+
+
+def choose_class(config: Config, kind: Any, options: Mapping[str, Any], groups: Groups) -> Choice:
+    """A class and its arguments, as `Trainer.get_optimizer_cls_and_kwargs` gives them.
+
+    `groups` may hold a weight decay each. Raises `ConfigError` for what is no optimizer of
+    parameter groups (layer by layer, by the shapes of a model, ...).
+    """
+    is_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    apart = [name for name in ("params", "model", "optimizer_dict") if name in options]
+    if not is_class or apart:
+        raise ConfigError(
+            f"the optimizer {getattr(kind, '__name__', kind)} chooses its parameters by the model",
+            because="the engine steps one tile of any parameter at a time",
+            remedy='optim="adamw_torch"',
+        )
+    rule = _rule_of(kind, options)
+    if rule is None:
+        return Choice(_without_optimizer(config), groups, lambda gs: kind(gs, **options))
+    name, parameters = rule
+    defaults = {"weight_decay": 0.0, **parameters}
+    return Choice(_with_rule(config, name, defaults), groups)
+
+
+def choose_instance(config: Config, given: torch.optim.Optimizer, *, named: bool) -> Choice:
+    """An optimizer object over the model's parameters; `named`: the configuration has one too."""
+    if named:
+        raise ConfigError(
+            f"two optimizers: {type(given).__name__} was given, and the configuration names "
+            f"{config.optimizer.type}",
+            remedy="leave optimizer.type out of the configuration, or give no object",
+        )
+    if given.state:
+        raise ConfigError(
+            f"{type(given).__name__} was given with state of {len(given.state)} parameters",
+            because="it has stepped; its state cannot be taken over",
+            remedy="give a new one",
+        )
+    rules = [_rule_of(type(given), _values(group)) for group in given.param_groups]
+    first = rules[0] if rules else None
+    if first is None or any(rule is None or rule[0] != first[0] for rule in rules):
+        return Choice(_without_optimizer(config), None, given)
+    groups = [
+        {"params": group["params"], **rule[1]}
+        for group, rule in zip(given.param_groups, rules, strict=True)
+        if rule is not None
+    ]
+    return Choice(_with_rule(config, *first), groups)
+
+
+def adopt_scheduler(
+    scheduler: Any, given: torch.optim.Optimizer, optimizer: torch.optim.Optimizer
+) -> None:
+    """Put a schedule that was made over `given` over the engine's `optimizer`.
+
+    Rates it has set already move along. Raises `ConfigError` if it was made over another one.
+    """
+    if getattr(scheduler, "optimizer", None) is not given:
+        raise ConfigError(
+            "optimizers=(optimizer, scheduler): the scheduler was made over another optimizer",
+            remedy="make it over the optimizer that is given with it",
+        )
+    # Torch's schedules count the steps of an optimizer that one was made over.
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    for ours, theirs in zip(optimizer.param_groups, given.param_groups, strict=True):
+        ours.update({key: theirs[key] for key in ("lr", "initial_lr") if key in theirs})
+    scheduler.optimizer = optimizer
+
+
+def all_in_one(parameters: Sequence[Any], weight_decay: float) -> Groups:
+    """One group, as transformers makes where DeepSpeed makes the optimizer: all decay."""
+    return [{"params": list(parameters), "weight_decay": weight_decay}]
+
+
+def _values(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if k not in ("params", "param_names", "initial_lr")}
+
+
+def _rule_of(kind: type, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """Our rule and what it is told, or None where it is not one of ours."""
+    name = _RULES.get(kind)
+    if name is None:
+        return None
+    if name in ("Adam", "AdamW") and options.get("decoupled_weight_decay", name == "AdamW"):
+        name = "AdamW"
+    takes = OptimizerConfig(type=name).parameters()  # type: ignore[arg-type]
+    told = {}
+    for key, value in options.items():
+        if key in takes:
+            told[key] = value
+        elif key in _OFF and value == _OFF[key]:
+            continue
+        elif key not in (*_HINTS, "decoupled_weight_decay"):
+            return None
+    if any(isinstance(value, torch.Tensor) for value in told.values()):
+        return None
+    return name, told
+
+
+def _with_rule(config: Config, name: str, parameters: Mapping[str, Any]) -> Config:
+    raw = config.model_dump(exclude_unset=True)
+    kept = {k: v for k, v in raw.pop("optimizer", {}).items() if k == "moments"}
+    return load_config({**raw, "optimizer": {**kept, "type": name, **parameters}})
+
+
+def _without_optimizer(config: Config) -> Config:
+    """Without our section; `moments` stays, so that `initialize` says it has no meaning."""
+    raw = config.model_dump(exclude_unset=True)
+    kept = {k: v for k, v in raw.pop("optimizer", {}).items() if k == "moments"}
+    return load_config({**raw, "optimizer": kept} if kept else raw)
+
+
+# `TrainingArguments` that keep `deepspeed=` for us, whether or not that package is installed.
+
+
+_Arguments: Any = transformers().TrainingArguments
+
+
+@dataclass
+class TrainingArguments(_Arguments):  # type: ignore[misc]
+    """`transformers.TrainingArguments`, unchanged but for `deepspeed`.
+
+    There `deepspeed="ds_config.json"` needs the package deepspeed, which then takes the process
+    over; here it is the configuration that `InfinityTrainer` translates, as `infinity_config` is.
+    """
+
+    def __post_init__(self) -> None:
+        given, self.deepspeed = self.deepspeed, None  # type: ignore[has-type]
+        super().__post_init__()
+        self.deepspeed = given
+
+
+_ADAMS = ("AdamW", "Adam")
+_PRECISION_OF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")
+_PRECISIONS = ("bf16", "bfloat16", "fp16")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSettings:
+    """What the engine is made with.
+
+    `config` has no schedule: the Trainer steps it, so it is `scheduler`, or None for that of the
+    TrainingArguments. `names_optimizer` says whether the configuration chose the update rule.
+    `translation` is there where it was DeepSpeed's.
+    """
+
+    config: Config
+    scheduler: SchedulerConfig | None
+    names_optimizer: bool
+    translation: Translation | None
+
+
+def find_settings(
+    args: Any, infinity_config: Any, model: nn.Module, num_training_steps: int = 1
+) -> TrainerSettings:
+    """The settings of a run; `num_training_steps` is what an "auto" schedule is filled in with.
+
+    What the configuration leaves out, or calls "auto", comes from `args`; what it gives must be
+    the same there, as transformers demands of a DeepSpeed configuration. Raises `ConfigError`
+    that lists all that differs, or for two configurations.
+    """
+    refuse_arguments(args)
+    theirs = getattr(args, "deepspeed", None)
+    if infinity_config is not None and theirs:
+        raise ConfigError(
+            "two configurations: infinity_config=... and TrainingArguments(deepspeed=...)",
+            remedy="keep one of them",
+        )
+    source = infinity_config if infinity_config is not None else theirs or {}
+    wanted = _precision(args, model)
+    found = find_source(source)
+    if found is not None:
+        settings = _translated(found, source, args, wanted, num_training_steps)
+    elif theirs and infinity_config is None:
+        raise ConfigError(
+            f"TrainingArguments(deepspeed={str(theirs)[:60]!r}) is no DeepSpeed configuration",
+            because="none of its keys is DeepSpeed's alone, or it cannot be read",
+            remedy="InfinityTrainer(infinity_config=...) takes one of ours",
+        )
+    else:
+        settings = _ours(source, args, wanted)
+    _check_full_eval(args, settings.config)
+    return settings
+
+
+def refuse_arguments(args: Any) -> None:
+    """Raise one `ConfigError` for all TrainingArguments that cannot mean anything here."""
+    kwargs = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
+    reasons = {
+        "torch_compile": args.torch_compile and "compiled graphs keep addresses, and weights move",
+        "fsdp": args.fsdp and "the engine owns the weights",
+        "parallelism_config": args.parallelism_config is not None and "there is one process",
+        "world_size": args.world_size > 1 and f"{args.world_size} processes; start one",
+        "auto_find_batch_size": args.auto_find_batch_size
+        and "the plan is made for one batch size; choose per_device_train_batch_size",
+        "accelerator_config.gradient_accumulation_kwargs.sync_each_batch": kwargs.get(
+            "sync_each_batch"
+        )
+        and "gradients are summed by the engine",
+    }
+    found = [f"\n  - {name}: {reason}" for name, reason in reasons.items() if reason]
+    if found:
+        raise ConfigError(
+            f"InfinityTrainer cannot do what TrainingArguments ask for:{''.join(found)}",
+            remedy="leave them out",
+        )
+
+
+def _precision(args: Any, model: nn.Module) -> str:
+    """What is computed in: the flag, else what the model's weights are in, as in `Trainer`."""
+    if args.bf16 or args.fp16:
+        return "bf16" if args.bf16 else "fp16"
+    floats = [p.dtype for p in model.parameters() if p.is_floating_point() and p.requires_grad]
+    return _PRECISION_OF.get(max(set(floats), key=floats.count), "fp32") if floats else "fp32"
+
+
+def _check_full_eval(args: Any, config: Config) -> None:
+    for flag in ("bf16", "fp16"):
+        if getattr(args, f"{flag}_full_eval") and config.precision != flag:
+            raise ConfigError(
+                f"{flag}_full_eval=True, but the engine computes in {config.precision}",
+                because="weights are not converted for an evaluation and back",
+                remedy=f"leave {flag}_full_eval out, or train with {flag}=True",
+            )
+
+
+# --- ours --------------------------------------------------------------------------------------
+
+
+def _ours(source: Any, args: Any, precision: str) -> TrainerSettings:
+    raw = _without_autos(_raw(source))
+    given = load_config(raw)
+    kind = given.optimizer.type
+    named = "type" in given.optimizer.model_fields_set
+    wanted: dict[str, tuple[Any, str]] = {
+        "gradient_accumulation_steps": (args.gradient_accumulation_steps, "itself"),
+        "gradient_clipping": (float(args.max_grad_norm or 0.0), "max_grad_norm"),
+        "optimizer.lr": (args.learning_rate, "learning_rate"),
+        "optimizer.weight_decay": (args.weight_decay, "weight_decay"),
+    }
+    if kind in _ADAMS:
+        wanted["optimizer.betas"] = ((args.adam_beta1, args.adam_beta2), "adam_beta1, adam_beta2")
+        wanted["optimizer.eps"] = (args.adam_epsilon, "adam_epsilon")
+    problems = []
+    for name, (value, told) in wanted.items():
+        section, _, key = name.rpartition(".")
+        part: Any = given.optimizer if section else given
+        if key in part.model_fields_set and getattr(part, key) != value:
+            problems.append(_mismatch(name, getattr(part, key), value, told))
+    if _flags(args) and "precision" in given.model_fields_set and given.precision != precision:
+        problems.append(_mismatch("precision", given.precision, precision, f"{precision}=True"))
+    _raise(problems, "leave it out")
+    merged = {"precision": precision, **given.model_dump(exclude_unset=True)}
+    scheduler = given.scheduler
+    merged.pop("scheduler", None)
+    optimizer = {**merged.get("optimizer", {}), "type": kind}
+    for name, (value, _) in wanted.items():
+        section, _, key = name.rpartition(".")
+        (optimizer if section else merged)[key] = value
+    merged["optimizer"] = optimizer
+    return TrainerSettings(load_config(merged), scheduler, named, None)
+
+
+def _raw(source: Any) -> dict[str, Any]:
+    if isinstance(source, Config):
+        return source.model_dump(exclude_unset=True)
+    if isinstance(source, Mapping):
+        return dict(source)
+    if not isinstance(source, str | os.PathLike):
+        return load_config(source).model_dump(exclude_unset=True)  # which says what is wrong
+    return dict(read_config_file(Path(os.fsdecode(source)).expanduser()))
+
+
+def _without_autos(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Without values that are "auto", where TrainingArguments have one."""
+    keys = ("gradient_accumulation_steps", "gradient_clipping", "precision")
+    kept = {k: v for k, v in raw.items() if not (k in keys and v == "auto")}
+    if isinstance(kept.get("optimizer"), Mapping):
+        kept["optimizer"] = {k: v for k, v in kept["optimizer"].items() if v != "auto"}
+    return kept
+
+
+# --- DeepSpeed's -------------------------------------------------------------------------------
+
+
+def _translated(
+    found: Source, source: Any, args: Any, precision: str, num_training_steps: int
+) -> TrainerSettings:
+    raw: dict[str, Any] = dict(found.raw)
+    named = raw.get("optimizer") is not None
+    fill = _fill(args, precision, num_training_steps)
+    if not any(name in raw for name in _BATCH):
+        raw[_BATCH[1]] = "auto"
+    raw.setdefault("gradient_accumulation_steps", "auto")
+    raw.setdefault("gradient_clipping", "auto")
+    if not any(name in raw for name in _PRECISIONS):
+        raw["bf16" if precision == "bf16" else "fp16"] = {"enabled": "auto"}
+    translation = translate_deepspeed(
+        source if found.repeated else raw, fill=fill, client_optimizer=not named
+    )
+    problems = [
+        _mismatch(row.key, row.given, fill[row.key], _ARGUMENT_OF[row.key])
+        for row in translation.rows
+        if row.key in _ARGUMENT_OF and row.given is not None and row.given != "auto"
+        if not _same(row.given, fill[row.key])
+    ]
+    config = translation.config
+    if _flags(args) and config.precision != precision:
+        problems.append(_mismatch("precision", config.precision, precision, f"{precision}=True"))
+    _raise(problems, 'write "auto" there')
+    merged = config.model_dump(exclude_unset=True)
+    merged.pop("scheduler", None)
+    if not named:
+        ours = merged.get("optimizer", {})
+        merged["optimizer"] = {
+            **{key: ours[key] for key in ("moments",) if key in ours},
+            "type": "AdamW",
+            "lr": args.learning_rate,
+            "betas": (args.adam_beta1, args.adam_beta2),
+            "eps": args.adam_epsilon,
+            "weight_decay": args.weight_decay,
+        }
+    return TrainerSettings(load_config(merged), config.scheduler, named, translation)
+
+
+def _fill(args: Any, precision: str, num_training_steps: int) -> dict[str, Any]:
+    """What "auto" is, by DeepSpeed's names: the same as in transformers."""
+    micro, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    return {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps,
+        "train_batch_size": micro * steps,
+        "gradient_clipping": float(args.max_grad_norm or 0.0),
+        "bf16.enabled": precision == "bf16",
+        "fp16.enabled": precision == "fp16",
+        "optimizer.params.lr": args.learning_rate,
+        "optimizer.params.betas": [args.adam_beta1, args.adam_beta2],
+        "optimizer.params.eps": args.adam_epsilon,
+        "optimizer.params.weight_decay": args.weight_decay,
+        "scheduler.params.warmup_min_lr": 0,
+        "scheduler.params.warmup_max_lr": args.learning_rate,
+        "scheduler.params.warmup_num_steps": max(1, args.get_warmup_steps(num_training_steps)),
+        "scheduler.params.total_num_steps": num_training_steps,
+    }
+
+
+# Keys of which a value that is given must be that of TrainingArguments.
+_ARGUMENT_OF = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "itself",
+    "train_batch_size": "per_device_train_batch_size x gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.betas": "adam_beta1, adam_beta2",
+    "optimizer.params.eps": "adam_epsilon",
+    "optimizer.params.weight_decay": "weight_decay",
+    "scheduler.params.warmup_max_lr": "learning_rate",
+}
+
+
+def _same(given: Any, wanted: Any) -> bool:
+    if isinstance(wanted, list):
+        return len(given) == len(wanted) and all(map(_same, given, wanted))
+    return float(given) == float(wanted)
+
+
+# --- what differs ------------------------------------------------------------------------------
+
+
+def _flags(args: Any) -> bool:
+    return bool(args.bf16 or args.fp16)
+
+
+def _mismatch(name: str, given: Any, wanted: Any, told: str) -> str:
+    where = name if told == "itself" else told
+    return f"{name}: {given!r} in the configuration, {wanted!r} by TrainingArguments ({where})"
+
+
+def _raise(problems: list[str], remedy: str) -> None:
+    if problems:
+        lines = "".join(f"\n  - {problem}" for problem in problems)
+        raise ConfigError(
+            f"the configuration and TrainingArguments differ:{lines}",
+            remedy=f"{remedy}, and the value of TrainingArguments is used; or make them the same",
+        )

@@ -1,1 +1,0 @@
-"""The tier manager: what exists on each tier, and the movement between them."""

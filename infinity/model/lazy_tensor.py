@@ -1,0 +1,630 @@
+"""Build a module larger than RAM: run its initialisers, forget the values, make them again later.
+
+Inside `Deferral` every large tensor that is made is handed out on the meta device; a *shadow* with
+the real values lives only while it is being worked on. Every operation is carried out once for
+real, so that random numbers are drawn and values that steer the initialiser (a rejection loop)
+are read exactly as in an ordinary build, and is written to a log with the generator's state.
+`value` repeats the part of the log that one tensor depends on. So the result equals the ordinary
+build bit for bit, whatever the order in which values are asked for, and RAM holds about one
+tensor at a time. The price is that initialisation runs twice.
+
+Only tensors on the CPU are deferred: one that the model's code puts elsewhere itself stays there.
+
+[Note: storages] A deferred tensor is known by its storage, so that views, `.data`, tied weights
+and `nn.Parameter(...)` need no bookkeeping: real arguments are made from (storage, offset, size,
+stride). The log holds the meta storages, which keeps their addresses from being used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+
+from infinity.errors import ConfigError, InfinityError
+from infinity.heap import return_freed_memory
+from infinity.model.torch_private import (
+    DispatchMode,
+    is_cast,
+    is_weight_norm,
+    tensor_without_memory,
+    weight_norm_anywhere,
+)
+
+# Questions about one operation of torch, as a `DispatchMode` sees it.
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Everything in nested dicts, tuples and lists that is none of these."""
+    if isinstance(value, dict):
+        for item in value.values():
+            yield from leaves(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from leaves(item)
+    else:
+        yield value
+
+
+def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
+    """`value` with every leaf changed."""
+    if isinstance(value, dict):
+        return {name: map_leaves(change, item) for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(map_leaves(change, item) for item in value)
+    return change(value)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors among the leaves."""
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+
+
+def nbytes_of(tensor: Tensor) -> int:
+    """Bytes of the elements; on meta, of those it would have."""
+    return tensor.numel() * tensor.element_size()
+
+
+def mutated_arguments(call: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The arguments an operation writes to, in the order of its schema."""
+    found: list[Tensor] = []
+    for index, argument in enumerate(call._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            found.extend(tensors_in(value))
+    return found
+
+
+def only_makes_views(call: Any) -> bool:
+    """Whether the results are windows on arguments, and nothing is written."""
+    returns = call._schema.returns
+    aliases = bool(returns) and all(
+        r.alias_info is not None and not r.alias_info.is_write for r in returns
+    )
+    return aliases or torch.Tag.inplace_view in call.tags
+
+
+def results_on_meta(call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The results on meta, to see how large they would be; empty if the operation cannot tell."""
+    to_meta = map_leaves(lambda x: x.to("meta") if isinstance(x, Tensor) else x, (args, kwargs))
+    moved = dict(to_meta[1])
+    if "device" in moved:
+        moved["device"] = torch.device("meta")
+    try:
+        return call(*to_meta[0], **moved)
+    except (NotImplementedError, RuntimeError):
+        return ()
+
+
+def generator_state(call: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """The state of the generator an operation draws from, None for one that draws nothing."""
+    if torch.Tag.nondeterministic_seeded not in call.tags:
+        return None
+    own = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
+    return own[0].get_state() if own else torch.get_rng_state()
+
+
+# Tensors whose values are read when they are asked for, and what is made of them.
+#
+# transformers renames, stacks, splits and ties what it loads, and undoes it when it saves, by
+# rules of its own for every family. It is handed promises in place of tensors: they have shape,
+# dtype and device of the real thing and no memory, and an operation on them gives another promise.
+# So its rules are followed to the letter, and one tensor at a time is in memory. A model may hold
+# promises until `initialize` takes it over: code that asks (adapters do) finds its parameters on
+# the CPU.
+
+
+Read = Callable[[], Tensor]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class Promised(Tensor):
+    """A CPU tensor without memory; `value` makes it, each time anew.
+
+    Casts between floating types change `dtype`, not what `value` returns: an fp32 file gives fp32
+    masters whatever the model computes in.
+    """
+
+    _read: Read
+    is_window = True  # others see a change of it: a tensor of a file, or a view
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> Promised:
+        """`read` returns values of this shape, on the CPU."""
+        made: Promised = tensor_without_memory(cls, shape, dtype)
+        made._read = read
+        return made
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> None:
+        super().__init__()
+
+    def value(self) -> Tensor:
+        """The values, in memory of their own; of any floating dtype where this one is floating."""
+        return self._read()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Promised({tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_function__(
+        cls, call: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        inherited: Any = super().__torch_function__
+        result = inherited(call, types, args, kwargs or {})
+        if call == _SET_DATA and isinstance(args[0], Promised):
+            given = args[1]
+            args[0]._read = given._read if isinstance(given, Promised) else given.detach
+        return result
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, call: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        mutated = mutated_arguments(call, args, kwargs)
+        if mutated and not any(isinstance(tensor, Promised) for tensor in mutated):
+            call(*map_leaves(_made, args), **map_leaves(_made, kwargs))
+            return mutated[0]  # a copy into memory
+        if mutated:
+            return _changed(mutated[0], call, args, kwargs)
+        try:
+            found = call(*map_leaves(_on_meta, args), **_with_device_meta(kwargs))
+        except (NotImplementedError, RuntimeError):  # it depends on values, or cannot be
+            return call(*map_leaves(_made, args), **map_leaves(_made, kwargs))
+        args, kwargs = map_leaves(_as_of_now, args), map_leaves(_as_of_now, kwargs)
+        several = isinstance(found, tuple | list)
+        results = list(found) if several else [found]
+        if not tensors_in(results):
+            return found
+        for index, meta in enumerate(results):
+            if isinstance(meta, Tensor):
+                make = partial(_carried_out, call, args, kwargs, index if several else None)
+                if _only_casts(call, args[0], meta):
+                    make = args[0].read
+                made = Promised(tuple(meta.shape), meta.dtype, make)
+                made.is_window = only_makes_views(call)
+                results[index] = made
+        return results if several else results[0]
+
+
+def keep_promises(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Read]]]:
+    """Put meta tensors in place of promises; yields modules with how to read their parameters.
+
+    Parameters stay the same objects. Raises `ConfigError` for one that is tied to something by
+    more than a Python reference.
+    """
+    reads: dict[int, Read] = {}
+    for path, module in model.named_modules():
+        found = {}
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, Promised):
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                meta = nn.Parameter(empty, parameter.requires_grad)
+                reads[id(parameter)] = parameter._read
+                _swap(f"{path}.{name}", parameter, meta)
+            if parameter is not None and id(parameter) in reads:
+                found[name] = reads[id(parameter)]
+        if found:
+            yield module, found
+
+
+def _swap(name: str, parameter: Tensor, meta: nn.Parameter) -> None:
+    try:
+        torch.utils.swap_tensors(parameter, meta)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise ConfigError(
+            f"parameter {name!r} has no memory yet and cannot get values",
+            because=str(error).partition(chr(10))[0],
+            remedy="register hooks after initialize(), and keep no views of parameters or weak "
+            "references to them",
+        ) from error
+
+
+def _changed(tensor: Tensor, call: Any, args: Any, kwargs: Any) -> Tensor:
+    """In-place operations: on temporaries, such as a normed weight that is initialised for nothing.
+
+    One on a weight would have to change what others see of it.
+    """
+    if not isinstance(tensor, Promised) or tensor.is_window:
+        raise ConfigError(
+            f"{call} changes a weight in place before the engine has it",
+            remedy="change it after initialize(), inside `with engine.materialized(...)`",
+        )
+    args, kwargs = map_leaves(_as_of_now, args), map_leaves(_as_of_now, kwargs)
+    tensor._read = partial(_carried_out, call, args, kwargs, None)
+    return tensor
+
+
+def _only_casts(call: Any, source: Any, result: Tensor) -> bool:
+    floats = isinstance(source, _AsOfNow) and source.dtype.is_floating_point
+    return is_cast(call) and floats and result.is_floating_point()
+
+
+def _carried_out(call: Any, args: Any, kwargs: Any, index: int | None) -> Tensor:
+    """The operation on real values; contiguous, so that nothing larger than the result is kept."""
+    result = call(*map_leaves(_made, args), **map_leaves(_made, kwargs))
+    chosen: Tensor = result if index is None else result[index]
+    if chosen.untyped_storage().nbytes() > chosen.nbytes:
+        return chosen.clone(memory_format=torch.contiguous_format)
+    return chosen
+
+
+def _on_meta(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+
+
+def _with_device_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = map_leaves(_on_meta, kwargs)
+    if found.get("device") is not None:
+        found["device"] = torch.device("meta")
+    return found
+
+
+@dataclass(frozen=True)
+class _AsOfNow:
+    """A promise as an argument: what it stands for now, whatever is assigned to it later."""
+
+    read: Read
+    dtype: torch.dtype
+
+
+def _as_of_now(leaf: Any) -> Any:
+    return _AsOfNow(leaf._read, leaf.dtype) if isinstance(leaf, Promised) else leaf
+
+
+def _made(leaf: Any) -> Any:
+    if isinstance(leaf, _AsOfNow):
+        return leaf.read()
+    return leaf.value() if isinstance(leaf, Promised) else leaf
+
+
+DEFER_FROM_BYTES = 256 << 10  # smaller tensors are simply made
+KEEP_BYTES = 64 << 20  # shadows kept besides those of the operation under way
+RETURN_BYTES = 32 << 20  # after dropping so much, free memory is given back to the system
+
+# In-place operations after which nothing of the target's past matters.
+_OVERWRITES = frozenset({"normal_", "uniform_", "zero_", "fill_", "copy_", "random_"})
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A deferred tensor as an argument in the log."""
+
+    storage: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.size).numel()
+
+
+@dataclass
+class _Entry:
+    """One operation: what to call, with `_Place`s for deferred tensors; what it reads and makes."""
+
+    call: Any
+    args: Any
+    kwargs: Any
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    overwrites: int | None
+    made: tuple[tuple[int, int], ...]  # (index among the results, storage)
+    state: Tensor | None  # of the random generator, before
+
+
+@dataclass(eq=False)
+class _Storage:
+    """A meta storage, the numbers of the entries that wrote to it, its shadow while it lives."""
+
+    meta: torch.UntypedStorage
+    nbytes: int
+    entries: list[int] = field(default_factory=list)
+    shadow: torch.UntypedStorage | None = None
+
+
+class _Disguise(TorchFunctionMode):
+    """Deferred tensors say that they are on the CPU: `torch.nn.init` does nothing on meta."""
+
+    def __init__(self, deferral: Deferral) -> None:
+        super().__init__()
+        self._answers: dict[Any, Any] = {
+            Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
+            Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
+            Tensor.device.__get__: torch.device("cpu"),
+        }
+        self._deferral = deferral
+
+    def __torch_function__(
+        self, call: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if call in self._answers and self._deferral.holds(args[0]):
+            return self._answers[call]
+        if is_weight_norm(call):  # of a large tensor, deferred, and a small one, which is not
+            call = weight_norm_anywhere
+        return call(*args, **(kwargs or {}))
+
+
+class Deferral(DispatchMode):  # type: ignore[no-untyped-call]
+    """The context in which a model is built; afterwards it answers `value`."""
+
+    def __init__(self, threshold_bytes: int = DEFER_FROM_BYTES) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._threshold = threshold_bytes
+        self._storages: dict[int, _Storage] = {}
+        self._log: list[_Entry] = []
+        self._live: dict[int, None] = {}  # storages with a shadow, least recently used first
+        self._dropped_bytes = 0  # since free memory was given back
+        self._disguise = _Disguise(self)
+
+    # --- afterwards --------------------------------------------------------------------------
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the tensor's values can be made again here."""
+        if is_lazy(tensor) or tensor.layout is not torch.strided:
+            return False  # these have no storage
+        return _key(tensor) in self._storages
+
+    def value(self, tensor: Tensor) -> Tensor:
+        """A fresh contiguous CPU tensor with the values, of the tensor's shape and dtype."""
+        place = _place(tensor)
+        shadow = self._storages[place.storage].shadow
+        if shadow is not None:
+            return _view(shadow, place).clone(memory_format=torch.contiguous_format)
+        state = torch.get_rng_state()
+        try:
+            made = self._replay(place.storage)[place.storage]
+        finally:
+            torch.set_rng_state(state)
+        return _view(made, place).contiguous()  # nobody else has it: no copy
+
+    def forget_shadows(self) -> None:
+        """Give back the memory of values that are still around."""
+        for key in list(self._live):
+            self._storages[key].shadow = None
+        self._live.clear()
+        return_freed_memory()
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._disguise.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._disguise.__exit__(*exception)  # type: ignore[no-untyped-call]
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self.forget_shadows()
+
+    # --- while the model is built --------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, call: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        places = [_place(t) for t in tensors_in((args, kwargs)) if self.holds(t)]
+        if not places and not self._makes_large(call, args, kwargs):
+            return call(*args, **kwargs)
+        if places and only_makes_views(call):
+            return call(*args, **kwargs)  # of meta tensors: another window on the same storage
+        return self._carry_out(call, args, kwargs, places)
+
+    def _makes_large(self, call: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether an operation without deferred arguments makes something large on the CPU."""
+        if mutated_arguments(call, args, kwargs) or only_makes_views(call):
+            return False
+        if any(t.is_meta for t in tensors_in((args, kwargs))):
+            return False  # somebody else's meta tensors
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type != "cpu":
+            return False
+        return any(
+            nbytes_of(t) >= self._threshold for t in tensors_in(results_on_meta(call, args, kwargs))
+        )
+
+    def _carry_out(self, call: Any, args: Any, kwargs: Any, places: Sequence[_Place]) -> Any:
+        state = generator_state(call, args, kwargs)
+        logged_args, logged_kwargs = map_leaves(self._to_log, (args, kwargs))
+        reads = tuple(dict.fromkeys(p.storage for p in places))
+        for key in reads:
+            self._revive(key)
+        shadows = {key: self._shadow(key) for key in reads}
+        real_args, real_kwargs = map_leaves(lambda x: _real(x, shadows), (args, kwargs))
+        result = call(*real_args, **real_kwargs)
+        mutated = [t for t in mutated_arguments(call, args, kwargs) if self.holds(t)]
+        writes = tuple(dict.fromkeys(_key(t) for t in mutated))
+        entry = _Entry(
+            call,
+            logged_args,
+            logged_kwargs,
+            reads,
+            writes,
+            self._overwritten(call, mutated),
+            (),
+            state,
+        )
+        returned, made = self._hand_out(call, args, kwargs, result)
+        entry.made = tuple(made)
+        if writes or made:
+            self._log.append(entry)
+            for key in (*writes, *(key for _, key in made)):
+                self._storages[key].entries.append(len(self._log) - 1)
+        self._trim({*reads, *(key for _, key in made)})
+        return returned
+
+    def _hand_out(
+        self, call: Any, args: Any, kwargs: Any, result: Any
+    ) -> tuple[Any, list[tuple[int, int]]]:
+        """What the caller gets: mutated arguments themselves, meta for the large, else the real."""
+        mutated = mutated_arguments(call, args, kwargs)
+        results = list(result) if isinstance(result, tuple | list) else [result]
+        made: list[tuple[int, int]] = []
+        for index, real in enumerate(results):
+            if not isinstance(real, Tensor):
+                continue
+            if index < len(mutated):
+                results[index] = mutated[index]
+            elif real.device.type == "cpu" and nbytes_of(real) >= self._threshold:
+                meta = torch.empty_strided(
+                    real.size(), real.stride(), dtype=real.dtype, device="meta"
+                )
+                storage = real.untyped_storage()
+                self._storages[_key(meta)] = _Storage(
+                    meta.untyped_storage(), storage.nbytes(), shadow=storage
+                )
+                self._live[_key(meta)] = None
+                made.append((index, _key(meta)))
+                results[index] = meta
+        if isinstance(result, tuple | list):
+            return type(result)(results), made
+        return results[0], made
+
+    def _to_log(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return _place(value) if self.holds(value) else value.detach().clone()
+
+    def _overwritten(self, call: Any, mutated: Sequence[Tensor]) -> int | None:
+        if call.overloadpacket.__name__ not in _OVERWRITES or len(mutated) != 1:
+            return None
+        place = _place(mutated[0])
+        whole = place.numel * place.dtype.itemsize == self._storages[place.storage].nbytes
+        return place.storage if whole else None
+
+    # --- shadows -------------------------------------------------------------------------------
+
+    def _shadow(self, key: int) -> torch.UntypedStorage:
+        shadow = self._storages[key].shadow
+        assert shadow is not None
+        return shadow
+
+    def _revive(self, key: int) -> None:
+        storage = self._storages[key]
+        self._live.pop(key, None)
+        self._live[key] = None
+        if storage.shadow is None:
+            state = torch.get_rng_state()
+            try:
+                storage.shadow = self._replay(key)[key]
+            finally:
+                torch.set_rng_state(state)
+
+    def _trim(self, in_use: set[int]) -> None:
+        """Drop the least recently used shadows beyond what is kept."""
+        total = sum(self._storages[key].nbytes for key in self._live if key not in in_use)
+        for key in [k for k in self._live if k not in in_use]:
+            if total <= KEEP_BYTES:
+                break
+            total -= self._storages[key].nbytes
+            self._dropped_bytes += self._storages[key].nbytes
+            self._storages[key].shadow = None
+            del self._live[key]
+        if self._dropped_bytes >= RETURN_BYTES:
+            return_freed_memory()
+            self._dropped_bytes = 0
+
+    # --- making values again --------------------------------------------------------------------
+
+    def _replay(self, key: int) -> dict[int, torch.UntypedStorage]:
+        """Carry out again what `key` depends on; returns the storages that were made for it."""
+        shadows: dict[int, torch.UntypedStorage] = {}
+        numbers, last_use = self._needed(key)
+        for number in numbers:
+            entry = self._log[number]
+            for place in _places((entry.args, entry.kwargs)):
+                if place.storage not in shadows:  # its past does not matter: it is overwritten here
+                    nbytes = self._storages[place.storage].nbytes
+                    shadows[place.storage] = _empty(nbytes)
+            if entry.state is not None:
+                torch.set_rng_state(entry.state)
+            args, kwargs = _arguments(entry, shadows)
+            result = entry.call(*args, **kwargs)
+            results = result if isinstance(result, tuple | list) else [result]
+            for index, made in entry.made:
+                shadows[made] = results[index].untyped_storage()
+            del args, kwargs, result, results
+            for done in [k for k in shadows if k != key and last_use.get(k, -1) <= number]:
+                del shadows[done]
+        if key not in shadows:
+            raise InfinityError("a deferred tensor has no history")  # pragma: no cover
+        return shadows
+
+    def _needed(self, key: int) -> tuple[list[int], dict[int, int]]:
+        """Numbers of the entries `key` depends on, in order, and each storage's last use there."""
+        needed: set[int] = set()
+        # (storage, entries before this number matter to somebody)
+        open_questions = [(key, len(self._log))]
+        while open_questions:
+            storage, before = open_questions.pop()
+            for number in reversed(self._storages[storage].entries):
+                if number >= before:
+                    continue
+                entry = self._log[number]
+                if number not in needed:
+                    needed.add(number)
+                    for read in entry.reads:
+                        if read != storage and read != entry.overwrites:
+                            open_questions.append((read, number))
+                if entry.overwrites == storage:
+                    break
+        numbers = sorted(needed)
+        last_use: dict[int, int] = {}
+        for number in numbers:
+            for used in (*self._log[number].reads, *(k for _, k in self._log[number].made)):
+                last_use[used] = number
+        return numbers, last_use
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _place(tensor: Tensor) -> _Place:
+    return _Place(
+        _key(tensor),
+        tensor.dtype,
+        tuple(tensor.size()),
+        tensor.stride(),
+        int(tensor.storage_offset()),
+    )
+
+
+def _empty(nbytes: int) -> torch.UntypedStorage:
+    return torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+
+
+def _view(storage: torch.UntypedStorage, place: _Place) -> Tensor:
+    base = torch.empty(0, dtype=place.dtype)
+    return base.set_(storage, place.offset, place.size, place.stride)
+
+
+def _real(value: Any, shadows: dict[int, torch.UntypedStorage]) -> Any:
+    if isinstance(value, Tensor) and value.is_meta and _key(value) in shadows:
+        return _view(shadows[_key(value)], _place(value))
+    return value
+
+
+def _from_log(value: Any, shadows: dict[int, torch.UntypedStorage], state: Tensor | None) -> Any:
+    if isinstance(value, _Place):
+        return _view(shadows[value.storage], value)
+    if isinstance(value, torch.Generator):  # the model's own; it has moved on since
+        assert state is not None
+        return torch.Generator().set_state(state)
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _arguments(entry: _Entry, shadows: dict[int, torch.UntypedStorage]) -> Any:
+    return map_leaves(lambda x: _from_log(x, shadows, entry.state), (entry.args, entry.kwargs))
+
+
+def _places(value: Any) -> list[_Place]:
+    return [leaf for leaf in leaves(value) if isinstance(leaf, _Place)]

@@ -1,0 +1,597 @@
+"""Models larger than RAM from birth: built without memory, filled when the engine takes over.
+
+`Init` builds a model whose large tensors are on the meta device and can be made again bit for
+bit, `remember_values` says where a model's values are to be read from, and `Origins` is what
+`initialize` asks, one tensor at a time.
+
+[Note: how a model remembers]
+The model carries what it needs itself: a forward pre-hook on the modules concerned, put there by
+torch's public call and taken off by `initialize`. So nothing is global, a model that is dropped
+takes its `Init` along, a forward without values is an error, and so is a copy.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from types import MethodType
+from typing import Any, NoReturn, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as registration
+
+from infinity.config.schema import Config, load_config
+from infinity.errors import ConfigError, PresenceError
+from infinity.model.lazy_tensor import DEFER_FROM_BYTES, Deferral, keep_promises
+
+# Values for a model built on the meta device: the initialisers of one module at a time.
+#
+# A tensor that was left on meta is made by the module that holds it, alone: this module's tensors
+# become real for a moment, everything else below is on meta, and whoever initialises in an
+# ordinary build is called in the same order. That is `_init_weights(module)` of the nearest
+# ancestor that has it (Hugging Face's protocol), for the module and for the modules between; where
+# this leaves something untouched, `reset_parameters()`, `_reset_parameters()` and
+# `reset_running_stats()` of the module and of its ancestors come before it.
+#
+# Random numbers come from (seed, name of the module), so the values depend neither on the order in
+# which they are asked for nor on where they will live. They are drawn from the same distributions
+# as in an ordinary build, but they are not the same numbers: there, all modules share one stream.
+#
+# [Note: filled]
+# Whether an initialiser did its work shows in the tensor: it is filled with NaN before, and may
+# hold none afterwards. Types without NaN are filled with one byte; if every byte is the same
+# afterwards, the module is run once more with another byte.
+
+
+REMEDY = "build the model with real initialisers: `with infinity.Init(): model = Build()`"
+_OWN = ("reset_parameters", "_reset_parameters", "reset_running_stats")
+_FAMILY = "_init_weights"
+
+_Named = tuple[str, nn.Module]
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What a wanted tensor is like; the tensor itself may be a placeholder by now."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    is_parameter: bool
+    requires_grad: bool
+
+    def make(self, byte: int) -> Tensor:
+        """A real one, filled with what no initialiser leaves; see [Note: filled]."""
+        made = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        _fill(made, byte)
+        return nn.Parameter(made, self.requires_grad) if self.is_parameter else made
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """A module that holds wanted tensors, and who initialises them.
+
+    `keys` maps its own names to ids of the tensors. `own` are the modules with initialisers of
+    their own, `family` those that `_init_weights` of the last one is called for; from the module
+    upwards.
+    """
+
+    name: str
+    module: nn.Module
+    keys: Mapping[str, int]
+    own: tuple[_Named, ...]
+    family: tuple[_Named, ...]
+
+
+class Initialisers:
+    """Makes the values of `wanted`, tensors of the model that are on meta.
+
+    Called while parameters may be on meta or absent, by one thread. Beside what it returns it
+    keeps the other tensors of one module.
+    """
+
+    def __init__(self, model: nn.Module, wanted: Mapping[str, Tensor], seed: int) -> None:
+        self._seed = seed
+        self._facts = {
+            id(t): _Facts(n, t.shape, t.dtype, isinstance(t, nn.Parameter), t.requires_grad)
+            for n, t in wanted.items()
+        }
+        self._owners: dict[int, list[tuple[_Owner, str]]] = {key: [] for key in self._facts}
+        self._by_signature: dict[Any, list[_Owner]] = {}
+        self._stand_ins: dict[int, Tensor] = {}
+        self._kept: tuple[_Owner, dict[str, Tensor]] | None = None
+        modules = dict(model.named_modules())
+        for name, module in modules.items():
+            keys = {k: id(t) for k, t in _tensors_of(module) if id(t) in self._facts}
+            if keys:
+                owner = _owner(name, module, keys, modules)
+                self._by_signature.setdefault(self._signature(owner), []).append(owner)
+                for key, tensor in keys.items():
+                    self._owners[tensor].append((owner, key))
+
+    def value(self, tensor: Tensor) -> Tensor:
+        """The values of a wanted tensor, on the CPU. Raises `ConfigError` if nobody makes them."""
+        for owner, key in self._owners[id(tensor)]:
+            if self._kept is None or self._kept[0] is not owner or key not in self._kept[1]:
+                self._kept = None  # before the next are made
+                self._kept = (owner, self._made(owner))
+            if key in self._kept[1]:
+                return self._kept[1].pop(key).detach()
+        raise _no_initialiser([self._facts[id(tensor)].name])
+
+    def forget(self) -> None:
+        """Let go of tensors that are kept."""
+        self._kept = None
+
+    def check(self) -> None:
+        """Raise one `ConfigError` that names every tensor that no initialiser fills.
+
+        One of each kind of module (class, shapes, and the classes above) is run.
+        """
+        filled: set[int] = set()
+        problem: ConfigError | None = None
+        for owners in self._by_signature.values():
+            try:
+                made = self._made(owners[0])
+            except ConfigError as error:
+                problem = problem or error
+                continue
+            filled.update(owner.keys[key] for owner in owners for key in made)
+        missing = [facts.name for key, facts in self._facts.items() if key not in filled]
+        if missing:
+            raise _no_initialiser(missing, problem)
+
+    def _signature(self, owner: _Owner) -> Any:
+        facts = [(key, self._facts[t].shape, self._facts[t].dtype) for key, t in owner.keys.items()]
+        above = [type(module) for _, module in (*owner.own, *owner.family)]
+        return (type(owner.module), tuple(facts), tuple(above))
+
+    def _made(self, owner: _Owner) -> dict[str, Tensor]:
+        """Those of the module's wanted tensors that its initialisers fill."""
+        made = self._run(owner, 1)
+        doubtful = [key for key, tensor in made.items() if not _is_filled(tensor, 1)]
+        again = {}
+        if any(not _has_nan(made[key].dtype) for key in doubtful):
+            again = self._run(owner, 0)
+        for key in doubtful:
+            if key not in again or not _is_filled(again[key], 0):
+                del made[key]
+        return made
+
+    def _run(self, owner: _Owner, byte: int) -> dict[str, Tensor]:
+        """The module's wanted tensors after its initialisers ran on `byte`."""
+        made = {key: self._facts[tensor].make(byte) for key, tensor in owner.keys.items()}
+        line = ((owner.name, owner.module), *owner.own, *owner.family)
+        _, top = min(line, key=lambda named: len(named[0]))  # the one that holds all others
+        reals = {tensor: made[key] for key, tensor in owner.keys.items()}
+        state = torch.get_rng_state()
+        try:
+            with torch.no_grad(), self._on_stage(top, reals):
+                self._call_family(owner)
+                if not owner.family or not all(_is_filled(t, byte) for t in made.values()):
+                    for tensor in made.values():
+                        _fill(tensor, byte)
+                    for name, module in owner.own:
+                        for method in _own_initialisers(module):
+                            self._draw_from(owner.name, name, method.__name__)
+                            method()
+                    self._call_family(owner)
+        except Exception as error:
+            raise ConfigError(
+                f"module {owner.name or 'model'!r} cannot be initialised by itself: "
+                f"{type(error).__name__}: {error}",
+                because="the model was built on the meta device, and is initialised module by "
+                "module",
+                remedy=REMEDY,
+            ) from error
+        finally:
+            torch.set_rng_state(state)
+        return made
+
+    def _call_family(self, owner: _Owner) -> None:
+        for name, module in owner.family:
+            self._draw_from(owner.name, name, _FAMILY)
+            getattr(owner.family[-1][1], _FAMILY)(module)
+
+    def _draw_from(self, *names: str) -> None:
+        """Random numbers of their own for every module and everyone who initialises it."""
+        text = "\0".join((str(self._seed), *names))
+        number = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+        torch.default_generator.manual_seed(number >> 1)
+
+    @contextmanager
+    def _on_stage(self, top: nn.Module, reals: Mapping[int, Tensor]) -> Iterator[None]:
+        """Below `top`, `reals` stand for the tensors with these ids; all others are on meta.
+
+        So that an initialiser that reaches further neither overwrites values nor allocates.
+        """
+        replaced: list[tuple[dict[str, Any], str, Tensor]] = []
+        try:
+            for module in top.modules():
+                stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+                for store in stores:
+                    for key, tensor in store.items():
+                        if tensor is None or (tensor.is_meta and id(tensor) not in reals):
+                            continue
+                        replaced.append((store, key, tensor))
+                        real = reals.get(id(tensor))
+                        store[key] = self._stand_in(tensor) if real is None else real
+            yield
+        finally:
+            for store, key, tensor in replaced:
+                store[key] = tensor
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._stand_ins:
+            made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            if isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(made, tensor.requires_grad)
+            self._stand_ins[id(tensor)] = made
+        return self._stand_ins[id(tensor)]
+
+
+def _owner(
+    name: str, module: nn.Module, keys: Mapping[str, int], modules: Mapping[str, nn.Module]
+) -> _Owner:
+    line = [(name, module)]
+    while name:
+        name = name.rpartition(".")[0]
+        line.append((name, modules[name]))
+    heads = [i for i, (_, m) in enumerate(line) if callable(getattr(m, _FAMILY, None))]
+    family = line[: heads[0] + 1] if heads else []
+    own = [(n, m) for n, m in line if _own_initialisers(m)]
+    return _Owner(line[0][0], module, keys, tuple(own), tuple(family))
+
+
+def _own_initialisers(module: nn.Module) -> list[MethodType]:
+    """The methods that initialise a module, as far as they can be called without arguments."""
+    found: list[MethodType] = []
+    for name in _OWN:
+        method = getattr(module, name, None)
+        if inspect.ismethod(method):
+            parameters = inspect.signature(method).parameters.values()
+            variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+            if all(p.default is not p.empty or p.kind in variable for p in parameters):
+                found.append(method)
+    return found
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for store in (module._parameters, module._buffers):
+        yield from ((key, tensor) for key, tensor in store.items() if tensor is not None)
+
+
+def _has_nan(dtype: torch.dtype) -> bool:
+    return (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _fill(tensor: Tensor, byte: int) -> None:
+    if _has_nan(tensor.dtype):
+        tensor.detach().fill_(float("nan"))
+    else:
+        _bytes_of(tensor).fill_(byte)
+
+
+def _is_filled(tensor: Tensor, byte: int) -> bool:
+    """Whether nothing is left of `_fill`; without memory of the tensor's size."""
+    if not tensor.numel():
+        return True
+    if _has_nan(tensor.dtype):
+        flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        return not bool(flat.detach().min().isnan())  # the least of numbers and NaN is NaN
+    raw = _bytes_of(tensor)
+    return int(raw.min()) != byte or int(raw.max()) != byte
+
+
+def _no_initialiser(names: list[str], error: ConfigError | None = None) -> ConfigError:
+    listed = ", ".join(repr(name) for name in names)
+    because = "neither _init_weights(module) nor reset_parameters() of a module fills them"
+    return ConfigError(
+        f"{len(names)} tensor(s) on the meta device have no values: {listed}",
+        because=error.what if error is not None else because,
+        remedy=REMEDY,
+    )
+
+
+Read = Callable[[], Tensor]
+_M = TypeVar("_M", bound="_Mark")
+
+
+class _Mark:
+    """A forward pre-hook by which a module remembers; it goes along with copies."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Nothing: the forward runs."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise PresenceError(
+            "a model whose values are still to be made cannot be pickled",
+            remedy="call infinity.initialize(model, config) first, then engine.state_dict()",
+        )
+
+
+class _Unborn(_Mark):
+    """On modules built under `Init`: what makes the values, and how tensors were left."""
+
+    def __init__(self, deferral: Deferral) -> None:
+        self.deferral = deferral
+        self.is_open = True  # the block is running
+        self.versions: dict[int, int] = {}  # by id of the tensor, when the block ended
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Refuse a forward without values; inside the block it is carried out."""
+        if not self.is_open:
+            raise PresenceError(
+                f"this {type(module).__name__} was built under infinity.Init and has no values yet",
+                remedy="engine, *_ = infinity.initialize(model, config); engine(...)",
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if not self.is_open:
+            raise PresenceError(
+                "a model built under infinity.Init cannot be copied: its tensors hold no values",
+                remedy="copy it inside the `with infinity.Init()` block",
+            )
+        return self
+
+
+class _Remembered(_Mark):
+    """On the module that `remember_values` got: functions that read values, by name."""
+
+    def __init__(self, read: Mapping[str, Read]) -> None:
+        self.read = dict(read)
+
+
+class Init:
+    """Build a model without its memory: `with infinity.Init(): model = Build()`.
+
+    Everything in the block runs as written, but a large tensor is forgotten as soon as it is not
+    being worked on; `initialize` makes it again, on its way to its home. The result equals an
+    ordinary build with the same seed bit for bit. RAM holds about one tensor at a time (64 MiB
+    more while the model is built), and initialisation takes twice as long.
+
+    `config` is what `initialize` takes; its `seed`, if set, seeds torch on entry. Tensors below
+    `threshold_bytes`, and tensors that the model's code puts on another device, are simply made.
+
+    Until `initialize`, the model can be looked at, but a forward, a copy or a pickle of it raises
+    `PresenceError`. Casting (`.bfloat16()`), tying and changing values belong into the block; what
+    is done to a tensor without values afterwards is lost, and refused by `initialize` where torch
+    lets us see it (not through `.data`). Blocks do not nest.
+    """
+
+    def __init__(
+        self,
+        config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        *,
+        threshold_bytes: int = DEFER_FROM_BYTES,
+    ) -> None:
+        self._seed = load_config(config).seed if config is not None else None
+        self._threshold = threshold_bytes
+        self._modules: dict[int, weakref.ref[nn.Module]] = {}
+        self._mark: _Unborn | None = None
+        self._undo = ExitStack()
+
+    def __enter__(self) -> Self:
+        if is_building(self._threshold):
+            raise ConfigError(
+                "infinity.Init cannot begin here: tensors are made on meta already",
+                because="another Init, or torch.device('meta'), is active",
+                remedy="use one `with infinity.Init()` block, and nothing else around the model",
+            )
+        if self._seed is not None:
+            torch.manual_seed(self._seed)
+        self._modules = {}
+        self._mark = _Unborn(Deferral(self._threshold))
+        with ExitStack() as undo:
+            for register in (
+                registration.register_module_parameter_registration_hook,
+                registration.register_module_buffer_registration_hook,
+                registration.register_module_module_registration_hook,
+            ):
+                undo.callback(register(self._note).remove)
+            undo.enter_context(self._mark.deferral)
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        mark, self._mark = self._mark, None
+        self._undo.close()
+        assert mark is not None
+        mark.is_open = False
+        modules, self._modules = self._modules, {}
+        if kind is not None:
+            return
+        seen: set[nn.Module] = set()
+        for reference in modules.values():
+            root = reference()
+            if root is not None:  # `seen` also leaves out what another root has shown
+                for _, module in root.named_modules(memo=seen):
+                    _settle(module, mark)
+
+    def _note(self, module: nn.Module, name: str, item: Any) -> None:
+        """A module has got a parameter, a buffer or a child.
+
+        Modules are marked now and not at the end only, so that deep copies are marked.
+        """
+        mark = self._mark
+        if mark is None:
+            return
+        if isinstance(item, Tensor) and mark.deferral.holds(item):
+            _put(module, mark)
+        self._modules[id(module)] = weakref.ref(module)
+
+
+def remember_values(model: nn.Module, read: Mapping[str, Read]) -> None:
+    """Let `initialize` read these values, in place of what the model holds or would make.
+
+    `read` maps names of `model.named_parameters()` and `named_buffers()` (of tied ones either
+    name) to functions that return the whole tensor, on the CPU, in any dtype; each is called once
+    or so, when its values are on their way home, so one tensor is in RAM at a time. The fp32
+    master is made of the values as they are returned. Nothing is initialised for covered tensors;
+    all others are as without this call. A later call wins over an earlier one.
+
+    Raises `ConfigError` for names the model does not have. A wrong shape is a `ConfigError` of
+    `initialize`, once writing has begun.
+    """
+    known = {name for name, _ in _named_tensors(model)}
+    unknown = [name for name in read if name not in known]
+    if unknown:
+        raise ConfigError(
+            f"the model has no {', '.join(map(repr, unknown))}",
+            remedy="use names from model.named_parameters() and model.named_buffers()",
+        )
+    _put(model, _Remembered(read))
+
+
+def is_building(threshold_bytes: int = DEFER_FROM_BYTES) -> bool:
+    """Whether large tensors are made on meta now: in an `Init` block, or by `torch.device`."""
+    made = torch.empty(max(threshold_bytes, DEFER_FROM_BYTES), dtype=torch.uint8)
+    return made.untyped_storage().device.type == "meta"
+
+
+def is_unborn(model: nn.Module) -> bool:
+    """Whether a parameter or buffer of the model is on meta: `initialize` will make its values."""
+    return any(tensor.is_meta for _, tensor in _named_tensors(model))
+
+
+class Origins:
+    """Where the tensors of a model take their first values from.
+
+    In this order: `remember_values`, the tensor itself if it is real, its `Init`, the initialisers
+    of its module (see `initialisers.py`; there values follow from `seed`, drawn if it is None).
+    Sources are looked up once, by identity, so parameters may become absent meanwhile.
+
+    Raises `ConfigError` for tensors on meta that were changed, cast or copied after their `Init`.
+    """
+
+    def __init__(self, model: nn.Module, seed: int | None = None) -> None:
+        for module, read in keep_promises(model):
+            remember_values(module, read)
+        self._model = model
+        self._read: dict[int, Read] = {}
+        self._initialisers: Initialisers | None = None
+        self._remember()
+        named: dict[int, tuple[str, Tensor]] = {}
+        for name, tensor in _named_tensors(model):
+            if tensor.is_meta and id(tensor) not in self._read:
+                named.setdefault(id(tensor), (name, tensor))
+        self._take_from_init(dict(named.values()))
+        wanted = {name: tensor for key, (name, tensor) in named.items() if key not in self._read}
+        if wanted:
+            if seed is None:
+                seed = int(torch.randint(2**62, ()))
+            self._initialisers = Initialisers(model, wanted, seed)
+            for tensor in wanted.values():
+                self._read[id(tensor)] = partial(self._initialisers.value, tensor)
+
+    def check(self) -> None:
+        """Raise one `ConfigError` naming every tensor on meta whose values nobody can make.
+
+        Runs initialisers, with the memory of one module at a time.
+        """
+        if self._initialisers is not None:
+            self._initialisers.check()
+
+    def value(self, tensor: Tensor) -> Tensor:
+        """The first value of a parameter or buffer; the tensor itself where it is to be kept.
+
+        A made value is a CPU tensor of the same shape, of any dtype if it was read.
+        """
+        read = self._read.get(id(tensor))
+        return tensor if read is None else read()
+
+    def forget(self) -> None:
+        """The model has its values: it need not remember anything, and neither need we."""
+        for module in self._model.modules():
+            hooks = module._forward_pre_hooks
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _Mark)]:
+                del hooks[key]
+        self._read.clear()
+        self._initialisers = None
+
+    def _remember(self) -> None:
+        tensors = dict(_named_tensors(self._model))
+        for path, module in self._model.named_modules():
+            for mark in _marks(module, _Remembered):
+                for name, read in mark.read.items():
+                    full = f"{path}.{name}" if path else name
+                    if full in tensors:
+                        tensor = tensors[full]
+                        self._read[id(tensor)] = partial(_checked, full, tensor.shape, read)
+
+    def _take_from_init(self, named: Mapping[str, Tensor]) -> None:
+        marks = {id(m): m for module in self._model.modules() for m in _marks(module, _Unborn)}
+        if any(mark.is_open for mark in marks.values()):
+            raise ConfigError(
+                "initialize() was called inside the `with infinity.Init()` block of its model",
+                remedy="end the block after the model is built",
+            )
+        lost = []
+        for name, tensor in named.items():
+            mark = next((m for m in marks.values() if m.deferral.holds(tensor)), None)
+            if mark is not None:
+                self._read[id(tensor)] = partial(mark.deferral.value, tensor.data)
+                if mark.versions.get(id(tensor), tensor._version) != tensor._version:
+                    lost.append(name)
+            elif any(True for _ in _marks(_holder(self._model, name), _Unborn)):
+                lost.append(name)
+        if lost:
+            raise ConfigError(
+                f"changed after infinity.Init: {', '.join(map(repr, lost))}",
+                because="a tensor without values was edited, cast, copied or replaced; the change "
+                "cannot be made again",
+                remedy="do it inside the `with infinity.Init()` block",
+            )
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _holder(model: nn.Module, name: str) -> nn.Module:
+    return model.get_submodule(name.rpartition(".")[0])
+
+
+def _checked(name: str, shape: torch.Size, read: Read) -> Tensor:
+    value = read()
+    if value.shape != shape:
+        raise ConfigError(
+            f"the value that was read for {name!r} has shape {tuple(value.shape)}, the model's "
+            f"tensor {tuple(shape)}",
+            remedy="read it from weights of this model",
+        )
+    return value
+
+
+def _marks(module: nn.Module, kind: type[_M]) -> list[_M]:
+    hooks: list[Any] = list(module._forward_pre_hooks.values())
+    return [hook for hook in hooks if isinstance(hook, kind)]
+
+
+def _put(module: nn.Module, mark: _Mark) -> None:
+    if not any(known is mark for known in _marks(module, _Mark)):
+        module.register_forward_pre_hook(mark)
+
+
+def _settle(module: nn.Module, mark: _Unborn) -> None:
+    """Note how the block leaves the module's own deferred tensors."""
+    for store in (module._parameters, module._buffers):
+        for tensor in store.values():
+            if tensor is not None and mark.deferral.holds(tensor):
+                _put(module, mark)
+                mark.versions[id(tensor)] = tensor._version

@@ -1,0 +1,461 @@
+"""How a parameter is present or absent. The only file that assigns `param.data`.
+
+[Note: presence]
+Present, a parameter is a view into a slot. Absent, it is a zero-stride placeholder of its real
+shape and dtype, filled with NaN (or the largest value of a type without NaN): shapes work
+everywhere, no memory is used, and misuse is loud. Leaving bumps the parameter's version, so that
+anything autograd saved behind our back raises instead of reading a stranger's bytes.
+
+[Note: edits behind our back]
+A parameter is present only while a call runs, and after its module was asked for it outside of
+one, until a call needs its slot or steps. So a reference that somebody keeps shows a placeholder,
+on every tier, and torch refuses most edits of that: its elements are one. What else can be done
+is seen when the parameter is next bound, released or looked at:
+- `p.data = t` by its address, `p.add_(...)` by its version;
+- `p.data.fill_(...)`, which no version shows, of a placeholder: by its bits. All of a dtype lie
+  side by side, so one comparison looks at all. Those of one element torch does not protect: they
+  are NaNs that arithmetic does not leave as they are (only what passes NaN on, as `clamp_` does,
+  is not seen);
+- of a present parameter: by a checksum of its unit (see `offload/prefetch.py`), where the parameter
+  was reached for outside a call, and in the first forward of every unit. A module that edits
+  `self.weight.data` in its forward does so in the first one; a checksum each time would be two
+  passes over all weights a forward. One that begins later is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
+
+from infinity.errors import ConfigError, EngineClosedError, PresenceError
+from infinity.plan.layout import UnitLayout
+
+# Which engine a parameter belongs to, known by the parameter itself: nothing is global.
+
+
+_NAME = "_infinity_engine"
+
+
+class _Mark:
+    """A reference that does not keep the engine alive, and stays behind where pickle goes."""
+
+    def __init__(self, engine: object) -> None:
+        self.engine = weakref.ref(engine)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return set, ()  # what torch's safe loader knows
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
+def name_engine(parameters: Iterable[nn.Parameter], engine: object | None) -> None:
+    """From now on these parameters belong to `engine`, or to none."""
+    for parameter in parameters:
+        if engine is None:
+            vars(parameter).pop(_NAME, None)
+        else:
+            setattr(parameter, _NAME, _Mark(engine))
+
+
+def engine_of(tensor: Tensor) -> Any:
+    """The engine that a parameter belongs to, None where there is none."""
+    mark = getattr(tensor, _NAME, None)
+    return mark.engine() if isinstance(mark, _Mark) else None
+
+
+def freeze(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
+    """Make these parameters require no gradient; returns what undoes that."""
+    changed = [parameter for parameter in parameters if parameter.requires_grad]
+    for parameter in changed:
+        parameter.requires_grad_(False)
+
+    def undo() -> None:
+        for parameter in changed:
+            parameter.requires_grad_(True)
+
+    return undo
+
+
+EDIT = "edit inside `with engine.materialized(module_or_params):`"
+# Negative signaling NaNs: whatever computes with one makes another of it.
+_NAN_BITS = {
+    torch.float64: (torch.int64, -(1 << 63) | 0x7FF4 << 48),
+    torch.float32: (torch.int32, -(1 << 31) | 0x7FA0 << 16),
+    torch.bfloat16: (torch.int16, -(1 << 15) | 0x7FA0),
+    torch.float16: (torch.int16, -(1 << 15) | 0x7D00),
+}
+
+
+def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A loud stand-in of no size: NaN, or the type's largest value, expanded to `shape`."""
+    if dtype.is_floating_point or dtype.is_complex:
+        value: Any = float("nan")
+    elif dtype is torch.bool:
+        value = True
+    else:
+        value = torch.iinfo(dtype).max
+    with torch.inference_mode(False):
+        if dtype in _NAN_BITS:
+            bits, value = _NAN_BITS[dtype]
+            return torch.full((), value, dtype=bits, device=device).view(dtype).expand(shape)
+        return torch.full((), value, dtype=dtype, device=device).expand(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """A parameter that is not as it was left: which, and what was done to it."""
+
+    name: str
+    in_place: bool
+
+    def error(self, result: str = "the edit is lost") -> PresenceError:
+        """What is raised; `result` says what has become of the edit."""
+        how = "edited in place" if self.in_place else "given other memory (`.data = ...`)"
+        return PresenceError(
+            f"parameter {self.name!r} was {how} while the engine owned it; {result}",
+            because="offloaded parameters are views into reused slots, or placeholders",
+            remedy=EDIT,
+        )
+
+
+class _Pool:
+    """The placeholders of one dtype: side by side, each with a storage of its own."""
+
+    def __init__(self, dtype: torch.dtype, count: int, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            flat = placeholder(torch.Size([count]), dtype, device)
+            self._as_made = flat.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+            self._bytes = self._as_made.clone()
+            ends = range(dtype.itemsize, len(self._bytes) + 1, dtype.itemsize)
+            parts = (self._bytes[end - dtype.itemsize : end] for end in ends)
+            self.values = [from_dlpack(part).view(dtype)[0] for part in parts]
+
+    def edited(self) -> list[int]:
+        """Which ones have other bits; all are as they were after that."""
+        if torch.equal(self._bytes, self._as_made):
+            return []
+        bytes_each = self.values[0].itemsize
+        found = {
+            i // bytes_each for i in (self._bytes != self._as_made).nonzero().view(-1).tolist()
+        }
+        self._bytes.copy_(self._as_made)
+        return sorted(found)
+
+
+class Presence:
+    """Binds and unbinds the parameters of units; owns placeholders and versions."""
+
+    def __init__(
+        self,
+        layouts: Sequence[UnitLayout],
+        parameters: Sequence[nn.Parameter],
+        dtypes: Sequence[torch.dtype],
+        device: torch.device,
+    ) -> None:
+        self._layouts = layouts
+        self.parameters = parameters
+        self.dtypes = dtypes
+        self._names = {s.parameter: s.name for layout in layouts for s in layout.segments}
+        self._waits = device.type != "cpu"  # to look at placeholders is to wait for the device
+        members: dict[torch.dtype, list[int]] = {}
+        for index, dtype in enumerate(dtypes):
+            members.setdefault(dtype, []).append(index)
+        self._pools = [(_Pool(dtype, len(of), device), of) for dtype, of in members.items()]
+        self._placeholders = [torch.empty(0)] * len(parameters)
+        with torch.inference_mode(False):
+            for pool, of in self._pools:
+                for index, one in zip(of, pool.values, strict=True):
+                    self._placeholders[index] = one.expand(parameters[index].shape)
+        # Version and memory that each parameter was left with; none while it is not ours.
+        self._left: dict[int, tuple[int, Tensor]] = {}
+        self._meta: dict[int, nn.Parameter] = {}  # by index, while values are made
+
+    # --- birth ---------------------------------------------------------------------------------
+
+    def leave_meta(self) -> None:
+        """Make parameters that are on meta absent; `return_to_meta` undoes it.
+
+        Each stays the same Python object, which groups and tied modules hold: torch refuses to set
+        the data of a meta tensor, but swaps whole tensors. Raises `ConfigError` for a parameter
+        that something else is tied to by more than a Python reference.
+        """
+        for index, parameter in enumerate(self.parameters):
+            if parameter.is_meta:
+                self._refuse_hooks(index, parameter)
+                stand_in = nn.Parameter(self._placeholders[index], parameter.requires_grad)
+                self._meta[index] = stand_in  # which holds the meta tensor in a moment
+                self._swap(index, parameter, stand_in)
+
+    def return_to_meta(self) -> None:
+        """After a birth that failed: parameters that were on meta are as they were."""
+        for index, meta in self._meta.items():
+            if meta.is_meta:  # not the one that could not be swapped
+                self._swap(index, self.parameters[index], meta)
+        self._meta.clear()
+
+    def settle(self) -> None:
+        """After a birth that went well: nobody returns to meta."""
+        self._meta.clear()
+
+    def _swap(self, index: int, parameter: nn.Parameter, other: nn.Parameter) -> None:
+        other.__class__ = parameter.__class__  # torch swaps these too; they shall stay
+        other.__dict__.update(parameter.__dict__)
+        try:
+            torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise self._tied_down(index, str(error).partition(chr(10))[0]) from error
+
+    def _refuse_hooks(self, index: int, parameter: nn.Parameter) -> None:
+        # They would stay behind with the meta tensor, and never run.
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            if getattr(parameter, name, None):
+                raise self._tied_down(index, "it has a hook")
+
+    def _tied_down(self, index: int, because: str) -> ConfigError:
+        segments = (s for layout in self._layouts for s in layout.segments)
+        name = next(s.name for s in segments if s.parameter == index)
+        return ConfigError(
+            f"parameter {name!r} is on the meta device and cannot get values",
+            because=because,
+            remedy="register hooks after initialize(), and keep no views of parameters or weak "
+            "references to them",
+        )
+
+    # --- present or absent ---------------------------------------------------------------------
+
+    def views(self, unit: int, slot: Tensor) -> list[Tensor]:
+        """The unit's parameters as parts of `slot` (uint8, the unit's slot layout), in order."""
+        layout, views = self._layouts[unit], []
+        for segment in layout.segments:
+            if segment.trained:
+                start = segment.offset * layout.weight_itemsize
+            else:
+                start = layout.trained_bytes + segment.offset
+            flat = slot[start : start + segment.nbytes].view(self.dtypes[segment.parameter])
+            views.append(flat.view(segment.shape).data)  # one reference, not those of its bases
+        return views
+
+    def bind(self, unit: int, views: Sequence[Tensor]) -> None:
+        """Make the unit's parameters these views.
+
+        Raises `PresenceError`, and leaves them absent, if one was edited since they are.
+        """
+        edit = self.edited(unit)
+        if edit is not None:
+            self.forget(unit)
+            raise edit.error()
+        for segment, view in zip(self._layouts[unit].segments, views, strict=True):
+            self._set(segment.parameter, view)
+
+    def forget(self, unit: int) -> None:
+        """Make the unit's parameters placeholders, from any state and without judging edits."""
+        indices = [segment.parameter for segment in self._layouts[unit].segments]
+        torch.autograd.graph.increment_version([self.parameters[i] for i in indices])
+        for index in indices:
+            self._set(index, self._placeholders[index])
+
+    def edited(self, unit: int) -> Edit | None:
+        """A parameter of the unit that is not as it was left, by its version or its memory."""
+        for segment in self._layouts[unit].segments:
+            left = self._left.get(segment.parameter)
+            if left is None:
+                continue
+            parameter = self.parameters[segment.parameter]
+            version, value = left
+            if not parameter.is_set_to(value):
+                return Edit(segment.name, in_place=False)
+            if parameter._version != version:
+                return Edit(segment.name, in_place=True)
+        return None
+
+    def edited_placeholder(self, *, may_wait: bool) -> Edit | None:
+        """A placeholder that was written to; all are as they were after that.
+
+        Nothing is looked at where that waits for the device, unless it `may_wait`.
+        """
+        if self._waits and not may_wait:
+            return None
+        found = [of[place] for pool, of in self._pools for place in pool.edited()]
+        for index in found:
+            if self.parameters[index].is_set_to(self._placeholders[index]):
+                self.unlend(index)  # with the version that it has now
+        return Edit(self._names[found[0]], in_place=True) if found else None
+
+    def _set(self, index: int, value: Tensor) -> None:
+        parameter = self.parameters[index]
+        parameter.data = value
+        self._left[index] = parameter._version, value
+
+    def lend(self, index: int, value: Tensor) -> None:
+        """Give one parameter a tensor of its own (any dtype), for reading and editing."""
+        self._left.pop(index, None)
+        self.parameters[index].data = value
+
+    def unlend(self, index: int) -> None:
+        """The parameter is absent."""
+        torch.autograd.graph.increment_version(self.parameters[index])
+        self._set(index, self._placeholders[index])
+
+    def restore(self, values: Sequence[Tensor]) -> None:
+        """Give every parameter a real tensor back, for good."""
+        for parameter, value in zip(self.parameters, values, strict=True):
+            parameter.data = value
+
+    def absent_in_child(self) -> None:
+        """After a fork: the child has no slots; make every parameter absent."""
+        for parameter, stand_in in zip(self.parameters, self._placeholders, strict=True):
+            parameter.data = stand_in
+
+
+def move_buffers(
+    root: nn.Module, device: torch.device, first_value: Callable[[Tensor], Tensor]
+) -> None:
+    """Buffers get their first values, keep their dtype, and live on the device.
+
+    A buffer of several modules stays one.
+    """
+    moved: dict[int, tuple[Tensor, Tensor]] = {}
+    for module in root.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                if id(buffer) not in moved:
+                    value = first_value(buffer).to(device, buffer.dtype)
+                    moved[id(buffer)] = (buffer, value)  # the old one too: its id stays taken
+                module._buffers[name] = moved[id(buffer)][1]
+
+
+# What an owned module has in the place of its dicts of parameters, and of `_apply`.
+#
+# [Note: fetch on access]
+# `module._parameters` is replaced by a mapping whose `__getitem__` calls back before it returns a
+# parameter. Attribute access, tied and borrowed weights, and functions that reach for a parameter
+# in any order therefore find it present; hooks on modules only add look-ahead. Iterating
+# (`parameters()`, `items()`) does not fetch: it serves shapes and identities.
+
+
+Touch = Callable[[nn.Parameter], None]
+
+
+class ParameterMap(dict[str, nn.Parameter | None]):
+    """`module._parameters` while an engine owns the module. See [Note: fetch on access]."""
+
+    def __init__(self, plain: dict[str, nn.Parameter | None], touch: Touch) -> None:
+        super().__init__(plain)
+        self._touch = touch
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        parameter = super().__getitem__(name)
+        if parameter is not None:
+            self._touch(parameter)
+        return parameter
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Like `[]`, with a default for what is not there."""
+        return self[name] if name in self else default  # noqa: SIM401  (this is `get`)
+
+    def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
+        if name in self and super().__getitem__(name) is value:
+            return
+        raise PresenceError(
+            f"parameter {name!r} cannot be replaced or added while an engine owns the module "
+            "(torch.func transforms and functional_call do that too)",
+            remedy=f"{EDIT}, or change the module before initialize() or after close()",
+        )
+
+    def __delitem__(self, name: str) -> None:
+        raise PresenceError(
+            f"parameter {name!r} cannot be removed while an engine owns the module",
+            remedy="change the module before initialize() or after close()",
+        )
+
+    def _refuse_change(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """For the changes that a dict makes without `__setitem__` or `__delitem__`."""
+        raise PresenceError(
+            "parameters cannot be replaced, added or removed while an engine owns the module",
+            remedy="change the module before initialize() or after close()",
+        )
+
+    clear = pop = popitem = setdefault = update = __ior__ = _refuse_change
+
+    def copy(self) -> NoReturn:
+        """Refused: a copy would hold placeholders."""
+        refuse_copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        refuse_copy()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_copy()
+
+
+class GoneParameters(dict[str, nn.Parameter | None]):
+    """`module._parameters` after its engine was dropped: the values are gone, and whoever asks
+    for them is told; NaN would be trained with.
+    """
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """For every way to the parameters."""
+        raise EngineClosedError(
+            "the engine of this module was dropped without close(restore=True), and the values "
+            "of the parameters with it",
+            because="nothing referred to the engine any more; weights rest in its memory and files",
+            remedy="keep the engine as long as the module is used, and call "
+            "engine.close(restore=True) for a plain module; or build the module anew",
+        )
+
+    __getitem__ = get = items = values = copy = __deepcopy__ = __reduce_ex__ = _refuse
+
+
+def refuse_copy() -> NoReturn:
+    """Raise for copy, deepcopy and pickle of an offloaded module."""
+    raise PresenceError(
+        "an offloaded module cannot be copied or pickled: its absent parameters are placeholders",
+        remedy="use engine.state_dict() (or engine.module.state_dict()) for the values, "
+        "or engine.close(restore=True) to get a plain module back",
+    )
+
+
+class RefusedApply:
+    """Stands in for `module._apply` (`.to()`, `.half()`, `.float()`, ...) on owned modules."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused."""
+        raise PresenceError(
+            "an offloaded module cannot be moved or cast: the engine owns its memory",
+            because=".to(), .cuda(), .half(), .bfloat16() and .float() rewrite every parameter",
+            remedy="set `precision` in the config and `device=` in initialize(); "
+            "engine.close(restore=True) gives a plain module back",
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        refuse_copy()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_copy()
+
+
+class Installation:
+    """Replaces and restores `_parameters` and `_apply` on a module tree."""
+
+    def __init__(self, root: nn.Module, touch: Touch) -> None:
+        self.gone = False  # whether the values will be, and nobody has said that they may
+        self._modules = list(root.modules())
+        for module in self._modules:
+            module.__dict__["_parameters"] = ParameterMap(module._parameters, touch)
+            module.__dict__["_apply"] = RefusedApply()
+
+    def remove(self) -> None:
+        """Plain dicts and methods again; see `gone`."""
+        kind = GoneParameters if self.gone else dict
+        for module in self._modules:
+            if isinstance(module._parameters, ParameterMap):
+                module.__dict__["_parameters"] = kind(module._parameters)
+            module.__dict__.pop("_apply", None)
+        self._modules = []

@@ -1,0 +1,485 @@
+"""How blocks run: recomputed in backward, in slices of their batch, or compiled.
+
+[Note: what stands around a block]
+From outside in: the module's hooks (ours fetch the weights), slices, the checkpoint, the compiled
+forward. All stand in the block's own `forward`, so users' hooks run once a call, and a block that
+is called through its module, whoever calls it, is run like this. A recomputation does not pass
+the module's hooks: it takes ours along, and so finds its weights; the buffers that it finds are as
+they were, and what it writes to them is dropped (`Rerun`). Skipped are calls without
+gradients, and what is recomputed anyway: inside a backward, under a checkpoint of the model's own
+around the block, or inside another block.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from infinity.errors import ConfigError, InfinityWarning, TrainingError, first_lines
+from infinity.model.buffers import Rerun
+from infinity.model.cut import UnitCut
+from infinity.model.parameters import ParameterMap
+from infinity.model.torch_private import inside_backward
+from infinity.offload.hooks import Hooks
+from infinity.plan.activations import SavedPlan
+
+# A block's forward, compiled by torch, while its weights come and go.
+#
+# [Note: compiled blocks]
+# Hooks stay outside: what is compiled is the block's own `forward`. While it runs, the block's
+# modules have plain dicts of parameters, which the compiler knows; the parameters in them are
+# inputs of the graph, guarded by shape and dtype and not by address, so that weights in another
+# slot are no reason to compile again, and blocks of one kind share one graph. Graphs of CUDA,
+# which do hold addresses, are refused. A block with parameters of other units inside (experts,
+# tied weights) cannot be run so, since these are fetched as they are reached for.
+
+
+_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+
+
+class CompiledForward:
+    """`forward` of a module, compiled when it is first called; `options` are torch.compile's."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        forward: Callable[..., Any],
+        options: Mapping[str, Any],
+    ) -> None:
+        self._name = name
+        self._owned = [
+            (part, part._parameters, dict(part._parameters))
+            for part in module.modules()
+            if isinstance(part._parameters, ParameterMap)
+        ]
+        self._run: Callable[..., Any] = torch.compile(forward, **options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it; raises `TrainingError` for what the compiler cannot take whole."""
+        try:
+            for part, _, plain in self._owned:
+                part.__dict__["_parameters"] = plain
+            return self._run(*args, **kwargs)
+        except Exception as error:
+            if type(error).__module__ != "torch._dynamo.exc":
+                raise
+            raise TrainingError(
+                f"block {self._name!r} cannot be compiled: {first_lines(error)}",
+                because="the whole forward of a block must be one graph",
+                remedy="leave compile out, or change the block as the error above says",
+            ) from error
+        finally:
+            for part, owned, _ in self._owned:
+                part.__dict__["_parameters"] = owned
+
+
+def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options for `torch.compile`, with one graph a block; raises `ConfigError` for CUDA graphs."""
+    chosen = {"fullgraph": True, **options}
+    inner = chosen.get("options") or {}
+    if chosen.get("mode") in _WITH_CUDA_GRAPHS or inner.get("triton.cudagraphs"):
+        raise ConfigError(
+            "blocks cannot be compiled with CUDA graphs",
+            because="a graph replays addresses, and weights are in another place every time",
+            remedy='use mode="default" or "max-autotune-no-cudagraphs"',
+        )
+    return chosen
+
+
+# Arguments and results as tensors, and the shape that they stood in.
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor stood."""
+
+    index: int
+
+
+def take_apart(value: Any, tensors: list[Tensor]) -> Any:
+    """The same with a place for every tensor, which are appended to `tensors`.
+
+    Looks into plain tuples, lists and dicts; parameters, and objects of other classes, stay.
+    """
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        tensors.append(value)
+        return _Place(len(tensors) - 1)
+    if type(value) in (tuple, list):
+        return type(value)(take_apart(item, tensors) for item in value)
+    if type(value) is dict:
+        return {key: take_apart(item, tensors) for key, item in value.items()}
+    return value
+
+
+def put_together(shape: Any, tensors: Sequence[Tensor]) -> Any:
+    """What was taken apart, with these tensors."""
+    if isinstance(shape, _Place):
+        return tensors[shape.index]
+    if type(shape) in (tuple, list):
+        return type(shape)(put_together(item, tensors) for item in shape)
+    if type(shape) is dict:
+        return {key: put_together(item, tensors) for key, item in shape.items()}
+    return shape
+
+
+# A block that runs its batch slice by slice, on weights that are fetched once for all.
+#
+# [Note: what slices change]
+# The batch is split along the first dimension, each slice runs alone, and results are put behind
+# one another. Where no sample sees another, the numbers are those of plain torch run with the same
+# slices, bit for bit. They are not those of the whole batch at once: matrix products of other
+# shapes round differently, and autograd adds the gradients of slices in the compute dtype. What
+# cannot be sliced is refused by name; and the first call of each kind of block is tried out, on
+# two slices together and on the first of them alone, which leaves no trace in its buffers. A slice
+# is a call of its own: what a forward counts in a buffer is counted once a slice.
+
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+# By how much rows of one block may differ between two shapes of a batch, relative to the largest.
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
+_COARSE = 5e-2
+
+Forward = Callable[..., Any]
+
+
+class Slicer:
+    """Slices the calls of one block; `tried` holds the kinds of blocks that were tried out."""
+
+    def __init__(
+        self, module: nn.Module, plain: Forward, name: str, count: int, tried: set[object]
+    ) -> None:
+        self._module = module
+        self._plain = plain
+        self._name = name
+        self._count = count
+        self._tried = tried
+        self._kind = (type(module), tuple(tuple(p.shape) for p in module.parameters()))
+        for path, part in module.named_modules():
+            if getattr(part, "batch_first", True) is False:
+                raise self._refusal(
+                    f"{path or 'it'} has batch_first=False", "its first dimension is not the batch"
+                )
+
+    def __call__(self, run: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """`run(*args, **kwargs)`, slice by slice; raises `TrainingError` for what has no slices."""
+        for path, part in self._module.named_modules():
+            whole = part.training or getattr(part, "running_mean", None) is None
+            if isinstance(part, _BATCH_NORMS) and whole:
+                raise self._refusal(
+                    f"{path or 'it'} is a {type(part).__name__} in training",
+                    "it normalises over the batch",
+                )
+        tensors: list[Tensor] = []
+        shape = take_apart((args, dict(kwargs)), tensors)
+        rows, sliced = self._sliced(tensors)
+        size = -(-rows // self._count)
+        if size == rows:
+            return run(*args, **kwargs)
+        parts = [torch.split(t, size) if s else (t,) for t, s in zip(tensors, sliced, strict=True)]
+        calls = []
+        for index in range(-(-rows // size)):
+            given = [p[index] if s else p[0] for p, s in zip(parts, sliced, strict=True)]
+            calls.append(put_together(shape, given))
+        self._try_out(shape, tensors, sliced, size)
+        results: list[list[Tensor]] = []
+        forms: list[Any] = []
+        for slice_args, slice_kwargs in calls:
+            found: list[Tensor] = []
+            forms.append(take_apart(run(*slice_args, **slice_kwargs), found))
+            results.append(found)
+        return self._joined(forms, results, rows, size)
+
+    def _sliced(self, tensors: Sequence[Tensor]) -> tuple[int, list[bool]]:
+        """How many samples there are, and which tensors have one row for each."""
+        main = next((t for t in tensors if t.is_floating_point() and t.dim() > 1), None)
+        if main is None:
+            raise self._refusal("it is given no tensor of (batch, ...)", "there is nothing to cut")
+        rows = main.shape[0]
+        if rows > 1 and main.shape[1] == rows:
+            for tensor in tensors:
+                if tensor is not main and 0 < tensor.dim() < 3 and tensor.shape[0] == rows:
+                    raise self._refusal(
+                        f"a tensor of shape {tuple(tensor.shape)} may have a row for each sample "
+                        "or for each position",
+                        f"batch and sequence are both {rows} long",
+                        "use another micro-batch size, or activations.slices=1",
+                    )
+        return rows, [t.dim() > 0 and t.shape[0] == rows for t in tensors]
+
+    def _try_out(
+        self, shape: Any, tensors: Sequence[Tensor], sliced: Sequence[bool], size: int
+    ) -> None:
+        """Raise if the first slice computes something else when a second one is beside it."""
+        if self._kind in self._tried:
+            return
+        module = self._module
+        if module.training and any(isinstance(m, _DROPOUTS) and m.p for m in module.modules()):
+            return  # random numbers differ
+        with torch.no_grad(), torch.random.fork_rng(), Rerun(module).again():
+            alone, beside = (
+                self._first_rows(
+                    shape, [t[:n] if s else t for t, s in zip(tensors, sliced, strict=True)], size
+                )
+                for n in (size, 2 * size)
+            )
+        for one, other in zip(alone, beside, strict=True):
+            allowed = _TOLERANCE.get(one.dtype, _COARSE) * float(other.abs().max())
+            if one.shape != other.shape or float((one - other).abs().max()) > allowed:
+                raise self._refusal(
+                    f"the first {size} samples give other results when more are beside them",
+                    "its samples see one another, or its first dimension is not the batch",
+                )
+        self._tried.add(self._kind)
+
+    def _first_rows(self, shape: Any, tensors: Sequence[Tensor], size: int) -> list[Tensor]:
+        args, kwargs = put_together(shape, tensors)
+        found: list[Tensor] = []
+        take_apart(self._plain(*args, **kwargs), found)
+        return [t[:size] for t in found if t.is_floating_point() and t.dim() > 0]
+
+    def _joined(
+        self, forms: Sequence[Any], results: Sequence[Sequence[Tensor]], rows: int, size: int
+    ) -> Any:
+        if any(form != forms[0] for form in forms):
+            raise self._refusal("its slices return different things", "they cannot be joined")
+        joined = []
+        for tensors in zip(*results, strict=True):
+            for index, tensor in enumerate(tensors):
+                expected = min(size, rows - index * size)
+                if tensor.dim() == 0 or tensor.shape[0] != expected:
+                    raise self._refusal(
+                        f"it returns a tensor of shape {tuple(tensor.shape)} for {expected} "
+                        "samples",
+                        "results of slices are joined sample by sample",
+                    )
+            joined.append(torch.cat(tensors))
+        return put_together(forms[0], joined)
+
+    def _refusal(self, what: str, because: str, remedy: str | None = None) -> TrainingError:
+        return TrainingError(
+            f"block {self._name!r} cannot run in slices: {what}",
+            because=because,
+            remedy=remedy or "activations.slices=1, and smaller micro-batches if memory is short",
+        )
+
+
+# What Hugging Face's blocks call a cache of keys and values; a block that runs twice, or in
+# parts, would write to it twice.
+_CACHES = ("past_key_value", "past_key_values", "layer_past", "cache_params")
+_CACHE_FLAGS = ("use_cache",)
+
+
+class UnitForwards:
+    """Replaces the `forward` of every block where there is a reason; `remove` gives them back.
+
+    `recomputed` counts runs of blocks in backward since the start, slices each by themselves.
+    """
+
+    def __init__(
+        self,
+        hooks: Hooks,
+        cuts: Sequence[UnitCut],
+        parameters: Sequence[nn.Parameter],
+        plan: SavedPlan,
+    ) -> None:
+        self.recomputed = 0
+        self.warned = False  # of a cache that was left out
+        self.tried: set[object] = set()  # see `Slicer`
+        self._hooks = hooks
+        self._cuts = cuts
+        self._parameters = parameters
+        self._plan = plan
+        self._blocks: list[_Block] = []
+        if plan.checkpoint or plan.slices > 1:
+            self._replace()
+
+    def _replace(self) -> None:
+        for unit, cut in enumerate(self._cuts):
+            own = {id(self._parameters[index]) for index in cut.parameters}
+            for module in blocks_of(cut):
+                alone = own.issuperset(id(p) for p in module.parameters())
+                self._blocks.append(
+                    _Block(self, self._hooks, self._plan, module, unit, cut.name, alone)
+                )
+
+    def compile_units(self, **options: Any) -> None:
+        """Compile every block's forward, when it is first called in training mode.
+
+        `options` are those of `torch.compile`; a block is one graph unless `fullgraph` is false.
+        Raises `ConfigError` where there is nothing to compile, or for CUDA graphs.
+        """
+        chosen = check_options(options)
+        if not self._blocks:
+            self._replace()
+        alone = [block for block in self._blocks if block.alone]
+        if not alone:
+            raise ConfigError(
+                "there is no block that can be compiled",
+                because="they hold experts, which are units of their own, or weights of others"
+                if self._blocks
+                else "the model has no blocks that repeat",
+                remedy="leave compile out, or cut it yourself: initialize(units=[...])",
+            )
+        self._hooks.saved.hide_from_compiler()
+        for block in alone:
+            block.compile(chosen)
+
+    @property
+    def num_compiled(self) -> int:
+        """Blocks that are, or will be, compiled."""
+        return sum(block.compiled is not None for block in self._blocks)
+
+    def remove(self) -> None:
+        """Every block has its own forward again."""
+        while self._blocks:
+            self._blocks[-1].remove()
+            self._blocks.pop()
+
+
+class _Block:
+    """One block, and how it runs now."""
+
+    def __init__(
+        self,
+        owner: UnitForwards,
+        hooks: Hooks,
+        plan: SavedPlan,
+        module: nn.Module,
+        unit: int,
+        name: str,
+        alone: bool,
+    ) -> None:
+        self.alone = alone  # no other unit has parameters inside
+        self.compiled: CompiledForward | None = None
+        self._owner = owner
+        self._saved = hooks.saved
+        self._recomputes = plan.checkpoint
+        self._name = name
+        self._module = module
+        self._before, self._after = hooks.around(unit)
+        self._own: Callable[..., Any] = module.forward
+        self._slicer = None
+        if plan.slices > 1:
+            self._slicer = Slicer(module, self._own, name, plan.slices, owner.tried)
+        self._replaced = module.__dict__.get("forward")
+
+        @functools.wraps(self._own)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._forward(args, kwargs)
+
+        module.__dict__["forward"] = forward
+
+    def compile(self, options: Mapping[str, Any]) -> None:
+        """From the next call on."""
+        self.compiled = CompiledForward(self._module, self._name, self._own, options)
+
+    def remove(self) -> None:
+        """The module's own forward again."""
+        self._module.__dict__.pop("forward", None)
+        if self._replaced is not None:
+            self._module.__dict__["forward"] = self._replaced
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled() or inside_backward() or self._saved.under_checkpoint:
+            return self._plain(*args, **kwargs)
+        if self._recomputes or self._slicer is not None:
+            kwargs = self._without_caches(kwargs)
+        if self._slicer is not None:
+            return self._slicer(self._run, args, kwargs)
+        return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self._recomputes:
+            run = functools.partial(self._recomputable, Rerun(self._module))
+            return checkpointed(run, args, kwargs)
+        return self._plain(*args, **kwargs)
+
+    def _recomputable(self, rerun: Rerun, *args: Any, **kwargs: Any) -> Any:
+        if not inside_backward():  # the module's hooks have run
+            pushed = self._saved.push()
+            try:
+                with rerun.first():
+                    return self._plain(*args, **kwargs)
+            finally:
+                if pushed:
+                    self._saved.pop()
+        self._owner.recomputed += 1
+        self._before(self._module, args, kwargs)
+        try:
+            with rerun.again():
+                return self._plain(*args, **kwargs)
+        finally:
+            self._after(self._module, args, None)
+
+    def _plain(self, *args: Any, **kwargs: Any) -> Any:
+        if self.compiled is not None and self._module.training:
+            return self.compiled(*args, **kwargs)
+        return self._own(*args, **kwargs)
+
+    def _without_caches(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Without what a second run would write to again; raises `TrainingError` if it matters."""
+        kept = dict(kwargs)
+        for key in _CACHES:
+            cache = kept.get(key)
+            if cache is None:
+                continue
+            length = getattr(cache, "get_seq_length", None)
+            if not callable(length) or length() > 0:
+                raise TrainingError(
+                    f"block {self._name!r} was given {key} that is not empty, to train with",
+                    because="a block that is recomputed, or runs in slices, cannot have a cache",
+                    remedy="train without a cache (use_cache=False), or without "
+                    "activations.checkpoint and activations.slices",
+                )
+            kept[key] = None
+            if not self._owner.warned:
+                self._owner.warned = True
+                warnings.warn(
+                    "blocks that are recomputed or sliced are not given a cache of keys and "
+                    "values while they train; pass use_cache=False to silence this",
+                    InfinityWarning,
+                    stacklevel=2,
+                )
+        for key in _CACHE_FLAGS:
+            if kept.get(key) is True:
+                kept[key] = False
+        return kept
+
+
+def blocks_of(cut: UnitCut) -> list[nn.Module]:
+    """The modules of a unit that are worth running apart: not single layers of torch's."""
+    if not cut.is_block:
+        return []
+    return [
+        module
+        for module in cut.modules
+        if any(True for _ in module.children())
+        or not type(module).__module__.startswith("torch.nn.modules.")
+    ]
+
+
+def checkpointed(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """`function(*args, **kwargs)`, run again in backward; all its tensors are inputs.
+
+    torch's checkpoint saves positional tensors only; here those in kwargs, tuples, lists and
+    dicts are saved like them.
+    """
+    tensors: list[Tensor] = []
+    shape = take_apart((args, dict(kwargs)), tensors)
+
+    def run(*given: Tensor) -> Any:
+        args, kwargs = put_together(shape, given)
+        return function(*args, **kwargs)
+
+    return checkpoint(run, *tensors, use_reentrant=False)

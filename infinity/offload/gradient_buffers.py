@@ -1,0 +1,330 @@
+"""A thread that does with gradients what must wait for their copies, so that nobody else waits.
+
+[Note: one queue]
+Tasks run one after the other, in the order they were queued: what is added to what, and when, does
+not depend on how copies end. Each waits for its own events first. The training thread queues and
+goes on; it waits only for room in the bounce buffer (`place`), and where it needs what was queued
+(`drain`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from infinity.errors import TransferError
+from infinity.offload.transfers import Lanes
+from infinity.plan.budget import largest_window, num_windows
+from infinity.plan.layout import Tier, round_up
+from infinity.plan.plan import Plan
+from infinity.storage.device import Event, arena_for
+from infinity.storage.disk import Extent, Ticket
+
+# Gradients that rest on disk are summed in windows: RAM buffers as large as a unit's range.
+#
+# A window is written home when its unit is complete, and read back when the next micro-batch
+# reaches the unit. Used by one thread at a time: whoever sums (`gradient_sums.py`).
+
+
+Stall = Callable[[str], AbstractContextManager[None]]
+
+
+def untimed(cause: str) -> AbstractContextManager[None]:
+    """The stall of a thread whose waits keep nobody waiting."""
+    return nullcontext()
+
+
+@dataclass(eq=False)
+class _Window:
+    """A RAM buffer that stands in for one unit's gradient range on disk."""
+
+    buffer: Tensor
+    unit: int | None = None
+    last_unit: int | None = None  # whose bytes the write in flight saves
+    ticket: Ticket | None = None  # the read that fills it, or the write that saves it
+
+
+class GradientWindows:
+    """Extents of all units whose gradients rest on disk, and the windows onto them.
+
+    `stall` times waits, by cause.
+    """
+
+    def __init__(self, plan: Plan, lanes: Lanes, dtype: torch.dtype, stall: Stall) -> None:
+        self.extents: dict[int, Extent] = {}
+        self._plan = plan
+        self._lanes = lanes
+        self._dtype = dtype
+        self._stall = stall
+        self._saved: set[int] = set()  # units whose extents hold gradients of this window
+        self._arrived: dict[int, int] = {}  # unit -> arrivals since its window was opened
+        for unit in plan.units:
+            if unit.numel and plan.homes[unit.index].gradient is Tier.DISK:
+                assert lanes.disk is not None
+                owner = f"unit {unit.name!r}, gradients"
+                nbytes = unit.numel * plan.gradient_itemsize
+                self.extents[unit.index] = lanes.disk.extent(nbytes, owner)
+        nbytes = largest_window(plan)
+        arena = arena_for([nbytes] * num_windows(plan))
+        self._windows = [_Window(arena.carve(nbytes)) for _ in range(num_windows(plan))]
+
+    def forget(self) -> None:
+        """Drop the buffers; nothing moves any more."""
+        self._windows.clear()
+
+    def write_once(self) -> None:
+        """Write every extent, before training: a first write of reserved space is a slow one."""
+        for turn, (unit, extent) in enumerate(self.extents.items()):
+            window = self._windows[turn % len(self._windows)]
+            if window.ticket is not None:
+                window.ticket.wait()
+            window.last_unit = unit
+            piece = extent, window.buffer[: extent.nbytes]
+            window.ticket = self._lanes.write([piece], label=(unit, "gradient"))
+        self.settle()
+
+    def expect(self, unit: int) -> None:
+        """The unit's gradients will arrive soon: start reading what was saved of them."""
+        if unit in self._saved and self._find(unit) is None:
+            for window in self._windows:
+                if window.unit is None and (window.ticket is None or window.ticket.done()):
+                    self._open(unit, window)
+                    return
+
+    def range(self, unit: int) -> Tensor:
+        """The unit's flat range, in RAM; it may be written until the next call."""
+        window = self._find(unit)
+        if window is None:
+            free = [w for w in self._windows if w.unit is None]
+            if not free:
+                oldest = self._windows[0]
+                assert oldest.unit is not None
+                self._save(oldest.unit)
+                free = [oldest]
+            self._open(unit, free[0])
+            window = free[0]
+        self._wait(window)
+        # Most recently used last.
+        self._windows.sort(key=lambda w: w is window)
+        nbytes = self._plan.units[unit].numel * self._plan.gradient_itemsize
+        return window.buffer[:nbytes].view(self._dtype)
+
+    def count(self, unit: int) -> None:
+        """One more gradient lies in the unit's range; with its last one the window goes home."""
+        self._arrived[unit] = self._arrived.get(unit, 0) + 1
+        if self._arrived[unit] == len(self._plan.units[unit].trained_segments):
+            self._save(unit)
+
+    def save(self) -> None:
+        """Start writing every open window home."""
+        for window in list(self._windows):
+            if window.unit is not None:
+                self._save(window.unit)
+
+    @property
+    def writing(self) -> bool:
+        """Whether some window may still be on its way home."""
+        return any(w.unit is None and w.ticket is not None for w in self._windows)
+
+    def settle(self, unit: int | None = None) -> None:
+        """Wait for writes that closed windows have in flight: of one unit, or of all."""
+        for window in self._windows:
+            wanted = unit is None or window.last_unit == unit
+            if window.unit is None and wanted:
+                self._wait(window)  # a write that failed stays, and fails whoever asks again
+
+    def reset(self) -> None:
+        """Nothing was saved, nothing is open; what is in flight is waited for, and dropped."""
+        for window in self._windows:
+            ticket, window.ticket, window.unit = window.ticket, None, None
+            if ticket is not None:
+                with contextlib.suppress(TransferError):
+                    ticket.wait()
+        self._saved.clear()
+        self._arrived.clear()
+
+    def _find(self, unit: int) -> _Window | None:
+        return next((w for w in self._windows if w.unit == unit), None)
+
+    def _wait(self, window: _Window) -> None:
+        if window.ticket is not None:
+            with self._stall("gradient"):
+                window.ticket.wait()
+            window.ticket = None
+
+    def _open(self, unit: int, window: _Window) -> None:
+        self._wait(window)
+        window.unit = unit
+        self._arrived[unit] = 0
+        if unit in self._saved:
+            extent = self.extents[unit]
+            self.settle(unit)  # an earlier window may still be writing it
+            piece = extent, window.buffer[: extent.nbytes]
+            window.ticket = self._lanes.read([piece], label=(unit, "gradient"))
+
+    def _save(self, unit: int) -> None:
+        """Write the window home; it is free when the write has ended."""
+        window = self._find(unit)
+        assert window is not None
+        self._wait(window)
+        window.unit, window.last_unit = None, unit
+        if not self._arrived.get(unit):
+            return  # expected, but nothing came: home is what was read
+        extent = self.extents[unit]
+        piece = extent, window.buffer[: extent.nbytes]
+        window.ticket = self._lanes.write([piece], label=(unit, "gradient"))
+        self._saved.add(unit)
+        self._arrived[unit] = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Task:
+    """Something to do after events.
+
+    Until they have happened `source` stays alive, and until it is over nobody else gets the bytes
+    `first` to `end` of the bounce buffer.
+    """
+
+    run: Callable[[], None]
+    after: Sequence[Event]
+    source: Tensor | None
+    first: int
+    end: int
+    dropped: bool = False
+    over: threading.Event = field(default_factory=threading.Event)
+
+
+class GradientWorker:
+    """The thread, its queue, and the `bounce` buffer (uint8, pinned) in which gradients land.
+
+    What a task raises is raised by `check` and `drain`, until `reset`; tasks behind it do not run.
+    """
+
+    def __init__(self, lanes: Lanes, bounce: Tensor) -> None:
+        self._lanes = lanes
+        self._bounce = bounce
+        self._tasks: deque[_Task] = deque()  # not over; the thread takes them out
+        self._landing: deque[_Task] = deque()  # those that may use the bounce buffer, oldest first
+        self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()  # None: the end
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._loop, name="infinity-gradients", daemon=True)
+
+    def open(self) -> None:
+        """Start the thread; before training, where an exception ends in `close`."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Drop what is queued, and end the thread; safe to repeat."""
+        self._drop()
+        self._queue.put(None)
+        # The garbage collector may close a dropped engine on any thread, this one's too.
+        if self._thread.ident is not None and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def forget(self) -> None:
+        """Drop the bounce buffer."""
+        self._landing.clear()
+        self._bounce = torch.empty(0, dtype=torch.uint8)
+
+    # --- the training thread -------------------------------------------------------------------
+
+    def place(self, nbytes: int) -> tuple[int, Tensor]:
+        """Room for the next task in the bounce buffer, and where it is; waits until there is some.
+
+        Room is given back in the order of tasks, so the buffer is a ring.
+        """
+        while (first := self._room(nbytes)) is None:
+            self._wait(self._landing[0])
+        return first, self._bounce[first : first + nbytes]
+
+    def _room(self, nbytes: int) -> int | None:
+        """Where so many bytes are free; None if they are not yet."""
+        while self._landing and self._landing[0].over.is_set():
+            self._landing.popleft()
+        if not self._landing:
+            assert nbytes <= self._bounce.numel()
+            return 0
+        tail, head = self._landing[0].first, self._landing[-1].end
+        first = round_up(head, 64)
+        limit = self._bounce.numel() if head > tail else tail
+        if first + nbytes <= limit:
+            return first
+        return 0 if head > tail and nbytes <= tail else None
+
+    def put(
+        self,
+        run: Callable[[], None],
+        after: Sequence[Event] = (),
+        source: Tensor | None = None,
+        place: tuple[int, Tensor] | None = None,
+    ) -> None:
+        """Queue something that is done once all events have happened; never waits."""
+        first, end = (0, 0) if place is None else (place[0], place[0] + place[1].numel())
+        task = _Task(run, after, source, first, end)
+        self._tasks.append(task)
+        if place is not None:
+            self._landing.append(task)
+        self._queue.put(task)
+
+    def check(self) -> None:
+        """Raise what a task raised."""
+        if self._error is not None:
+            raise _untraced(self._error)
+
+    def drain(self) -> None:
+        """Wait until everything is done that is queued."""
+        for task in self._tasks.copy():
+            self._wait(task)
+        self.check()
+
+    def reset(self) -> None:
+        """Drop what is queued, once its copies have ended; forget an error."""
+        for task in self._drop():
+            self._wait(task)
+        self._error = None
+        self._landing.clear()
+
+    def _drop(self) -> deque[_Task]:
+        queued = self._tasks.copy()
+        for task in queued:
+            task.dropped = True
+        return queued
+
+    def _wait(self, task: _Task) -> None:
+        if not task.over.is_set():
+            with self._lanes.stall("gradient"):
+                task.over.wait()
+
+    # --- the thread ----------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        while (task := self._queue.get()) is not None:
+            self._do(task)
+            self._tasks.popleft()
+            task.over.set()
+            del task
+
+    def _do(self, task: _Task) -> None:
+        try:
+            for event in task.after:
+                event.wait()
+            task.source = None
+            if self._error is None and not task.dropped:
+                task.run()
+        except BaseException as error:
+            self._error = self._error or _untraced(error)
+
+
+def _untraced(error: BaseException) -> BaseException:
+    """The error without frames: to be remembered, it must not keep graphs and memory alive."""
+    if isinstance(error, TransferError):
+        return error.untraced()
+    return error.with_traceback(None)

@@ -1,0 +1,510 @@
+"""Gradients on their way out: accumulated into the unit's flat range, wherever that rests.
+
+Each arrival (one call of a parameter's post-accumulate hook) is added separately: the first
+of an accumulation window overwrites, later ones add, in fp32 when micro-batches are summed and
+in the compute dtype otherwise. Square sums are taken as the last micro-batch's gradients arrive,
+while they are in cache, one per parameter, over one fixed tree.
+
+On a device of its own memory a first gradient that needs no conversion goes straight to its place
+in RAM (`homeward.py`); others land in a bounce buffer, and a thread adds them (`gradient_worker.py`
+says what the training thread waits for, `gradient_sums.py` whose is what).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from infinity.errors import TrainingError
+from infinity.offload.gradient_buffers import GradientWindows, GradientWorker, untimed
+from infinity.offload.transfers import Lanes
+from infinity.optim.cpu import CpuKernels
+from infinity.plan.budget import NUM_BOUNCES, largest_trained
+from infinity.plan.layout import PAGE, Segment, Tier, round_up
+from infinity.plan.plan import Plan
+from infinity.storage.device import HAPPENED, DeviceArena, Event, HostArena, SquareSums, arena_for
+
+# Gradients that go straight from a device to where they rest in RAM, and their square sums.
+#
+# No byte of them passes through the CPU: the copy lands in the home itself, and where the device
+# has kernels it takes the sum of squares before the gradient is gone. Neither backward nor
+# `step()` waits for a copy: the norm waits for the sums, and the sweep, which is handed the copies
+# that are still under way, for those of a unit before it updates that.
+
+
+@dataclass(eq=False, slots=True)
+class Copy:
+    """A copy under way; `source` must stay alive until it ends: nobody else may get its memory."""
+
+    unit: int
+    event: Event
+    source: Tensor
+
+    def done(self) -> bool:
+        """Whether the copy has ended."""
+        return self.event.done()
+
+    def wait(self) -> None:
+        """Block until it has."""
+        self.event.wait()
+
+
+class Homeward:
+    """Copies under way; at most `limit` bytes of gradients are kept alive for them."""
+
+    def __init__(self, lanes: Lanes, limit: int) -> None:
+        self._lanes = lanes
+        self._limit = limit
+        self._under_way: deque[Copy] = deque()
+        self._nbytes = 0
+        self._sent: dict[int, Event] = {}  # by parameter
+
+    def send(self, unit: int, parameter: int, target: Tensor, source: Tensor) -> Event:
+        """Start copying `source` (uint8, on the device) to its place in RAM."""
+        event = self._lanes.copy_out(target, source, label=(unit, "gradient"))
+        self._sent[parameter] = event
+        self._under_way.append(Copy(unit, event, source))
+        self._nbytes += source.numel()
+        while self._nbytes > self._limit:  # copies are slower than the backward: memory is bounded
+            with self._lanes.stall("gradient"):
+                self._under_way[0].event.wait()
+            self.let_go()
+        self.let_go()
+        return event
+
+    def let_go(self) -> None:
+        """Let gradients go whose copies have ended."""
+        while self._under_way and self._under_way[0].event.done():
+            self._nbytes -= self._under_way.popleft().source.numel()
+
+    def sent(self, parameter: int) -> Event:
+        """When the parameter's place holds what was sent; it has happened if nothing was."""
+        return self._sent.get(parameter, HAPPENED)
+
+    def wait(self, parameter: int) -> None:
+        """Wait until the parameter's place holds what was sent."""
+        event = self.sent(parameter)
+        if not event.done():
+            with self._lanes.stall("gradient"):
+                event.wait()
+
+    def hand_over(self) -> dict[int, list[Copy]]:
+        """Copies under way by unit, and forget them: whoever reads a unit's range waits for its.
+
+        Until then nothing may be sent there. Each copy must be kept until it has ended.
+        """
+        self.let_go()
+        handed: dict[int, list[Copy]] = {}
+        for copy in self._under_way:
+            handed.setdefault(copy.unit, []).append(copy)
+        self._forget()
+        return handed
+
+    def reset(self) -> None:
+        """Wait for all copies, and forget them: the next window writes the same ranges."""
+        for copy in self._under_way:
+            copy.wait()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._under_way.clear()
+        self._nbytes = 0
+        self._sent.clear()
+
+
+class SquaresOnDevice:
+    """Square sums that a device takes of gradients as they leave, a unit at a time."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._unit = -1  # that gradients are waiting of
+        self._waiting: dict[int, Tensor] = {}  # by parameter
+        self._begun: list[tuple[list[int], SquareSums]] = []
+        self._newest: dict[int, int] = {}  # parameter -> which of `_begun` counts
+
+    def add(self, unit: int, parameter: int, gradient: Tensor, *, complete: int) -> None:
+        """Take one gradient; with the unit's `complete`-th, or another unit's, sums are begun."""
+        if unit != self._unit:  # not all parameters of a unit need have a gradient
+            self.flush()
+            self._unit = unit
+        self._waiting[parameter] = gradient
+        if len(self._waiting) == complete:
+            self.flush()
+
+    def flush(self) -> None:
+        """Begin what is waiting."""
+        if self._waiting:
+            waiting, self._waiting = self._waiting, {}
+            sums = self._lanes.device.begin_square_sums(list(waiting.values()))
+            self._newest.update(dict.fromkeys(waiting, len(self._begun)))
+            self._begun.append((list(waiting), sums))
+
+    def drop(self, parameter: int) -> None:
+        """What was taken of this parameter is not its gradient any more."""
+        self._waiting.pop(parameter, None)
+        self._newest.pop(parameter, None)
+
+    def results(self) -> dict[int, float]:
+        """Parameter -> sum of squares of all that was added; waits once, for the last of them."""
+        self.flush()
+        found: dict[int, float] = {}
+        for number in reversed(range(len(self._begun))):  # when the last is there, all are
+            parameters, sums = self._begun[number]
+            for parameter, total in zip(parameters, sums.result(), strict=True):
+                if self._newest.get(parameter) == number:
+                    found[parameter] = total
+        self.reset()
+        return found
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._waiting.clear()
+        self._begun.clear()
+        self._newest.clear()
+
+
+# Gradients in RAM are added into where their unit's range is, and their square sums taken.
+#
+# [Note: who sums]
+# On a CPU the training thread does, as gradients arrive. On a device of its own memory a thread
+# does (`gradient_worker.py`), and everything here, with the windows, is that thread's: the
+# training thread looks only when nothing is queued. What was decided when a gradient arrived (is
+# it the first of its parameter, the last of the window) is handed over with it. Both ways add in
+# the order of arrival.
+
+
+def part(flat: Tensor, segment: Segment) -> Tensor:
+    """A parameter's elements of its unit's flat range."""
+    return flat[segment.offset : segment.offset + segment.numel]
+
+
+class GradientSums:
+    """Sums into `ram` (unit -> flat range), or into the windows of units that are not there.
+
+    `squares` holds parameter -> sum of squares, of sums that were said to be complete. `lanes`
+    are given where sums go on beside compute, to be a lane of their own in a trace.
+    """
+
+    def __init__(
+        self,
+        kernels: CpuKernels,
+        ram: Mapping[int, Tensor],
+        windows: GradientWindows,
+        lanes: Lanes | None,
+    ) -> None:
+        self.squares: dict[int, float] = {}
+        self._kernels = kernels
+        self._lanes = lanes
+        self._ram = ram
+        self._windows = windows
+
+    def add(
+        self, unit: int, segment: Segment, gradient: Tensor, *, first: bool, complete: bool
+    ) -> None:
+        """Add one gradient; the `first` overwrites. Once `complete` squares are summed, in cache.
+
+        `gradient` is flat, in RAM, of any dtype that parameters have.
+        """
+        home = self._ram.get(unit)
+        target = part(self._windows.range(unit) if home is None else home, segment)
+        self.squares.pop(segment.parameter, None)
+        trace = None if self._lanes is None else self._lanes.trace
+        laps = None if trace is None else trace.laps(unit)
+        if first:
+            self._kernels.convert(target, gradient)
+        else:
+            self._kernels.accumulate(target, gradient)
+        if complete:
+            self.squares[segment.parameter] = self._kernels.square_sum(target)
+        if laps is not None:
+            laps.lap("sums", "gradient", target.numel() * target.element_size())
+        if home is None:
+            self._windows.count(unit)
+
+    def square(self, unit: int, segment: Segment) -> None:
+        """Sum the squares of what lies in RAM already."""
+        total = self._kernels.square_sum(part(self._ram[unit], segment))
+        self.squares[segment.parameter] = total
+
+
+class GradientStore:
+    """Ranges and square sums of all units; used by the training thread.
+
+    After `settle` the sweep's thread reads ranges through `ram`, `on_device` and `extents`.
+    """
+
+    def __init__(self, plan: Plan, lanes: Lanes, kernels: CpuKernels) -> None:
+        self.plan = plan
+        self.lanes = lanes
+        self.kernels = kernels
+        summed = plan.gradient_itemsize == 4
+        self.dtype = torch.float32 if summed else getattr(torch, plan.precision.dtype)
+        self.last_micro_batch = True  # square sums are worth taking now
+        self.ram: dict[int, Tensor] = {}
+        self.on_device: dict[int, Tensor] = {}
+        self._places = {
+            s.parameter: (u.index, s) for u in plan.units for s in u.segments if s.trained
+        }
+        self._has: set[int] = set()  # parameters that have arrived
+        self._squares: dict[int, float] = {}  # beside those of `_sums` and `_device_squares`
+        self._homeward = Homeward(lanes, NUM_BOUNCES * largest_trained(plan))
+        self._device_squares = SquaresOnDevice(lanes)
+        self._worker = None if plan.unified else GradientWorker(lanes, self._reserve_bounce())
+        stall = lanes.stall if self._worker is None else untimed
+        self._windows = GradientWindows(plan, lanes, self.dtype, stall)
+        self.extents = self._windows.extents
+        beside = None if self._worker is None else lanes
+        self._sums = GradientSums(kernels, self.ram, self._windows, beside)
+        self._reserve()
+
+    def _reserve_bounce(self) -> Tensor:
+        nbytes = NUM_BOUNCES * largest_trained(self.plan)
+        arena = HostArena(nbytes)
+        if nbytes:
+            self.lanes.device.pin(arena)
+        return arena.view(0, nbytes)
+
+    def _reserve(self) -> None:
+        plan, device = self.plan, self.lanes.device
+        homes = {u.index: plan.homes[u.index].gradient for u in plan.units if u.numel}
+        sizes = {u: plan.units[u].numel * plan.gradient_itemsize for u in homes}
+        in_ram = [
+            u for u, h in homes.items() if h is Tier.HOST or (h is Tier.DEVICE and plan.unified)
+        ]
+        arena = arena_for([sizes[u] for u in in_ram])
+        if in_ram:
+            device.pin(arena)
+        for unit in in_ram:
+            self.ram[unit] = arena.carve(sizes[unit]).view(self.dtype)
+        away = [u for u, h in homes.items() if h is Tier.DEVICE and not plan.unified]
+        self._device_arena: DeviceArena | None = None
+        if away:
+            self._device_arena = device.reserve(sum(round_up(sizes[u], PAGE) for u in away))
+            offset = 0
+            for unit in away:
+                view = self._device_arena.view(offset, sizes[unit])
+                self.on_device[unit] = view.view(self.dtype)
+                offset += round_up(sizes[unit], PAGE)
+
+    def open(self) -> None:
+        """Before training: start the thread, and write every extent once."""
+        if self._worker is not None and (self.ram or self.extents):
+            self._worker.open()
+        self._windows.write_once()
+
+    def close(self) -> None:
+        """End the thread; what is queued is dropped."""
+        if self._worker is not None:
+            self._worker.close()
+
+    def forget(self) -> None:
+        """Drop the reserved ranges; copies into them have ended."""
+        self._homeward.reset()
+        self._device_squares.reset()
+        self.ram.clear()
+        self.on_device.clear()
+        self._windows.forget()
+        if self._worker is not None:
+            self._worker.forget()
+        self._device_arena = None
+
+    # --- arrivals --------------------------------------------------------------------------
+
+    def receive(self, parameter: int, gradient: Tensor) -> None:
+        """Take one gradient; it is accumulated now, or as soon as its copy has ended."""
+        unit, segment = self._places[parameter]
+        if gradient.layout is not torch.strided:
+            raise TrainingError(
+                f"the gradient of {segment.name!r} is sparse; flat gradient ranges are dense",
+                remedy="use sparse=False in nn.Embedding",
+            )
+        if segment.numel == 0:
+            return
+        self._check()
+        flat = gradient.detach().contiguous().view(-1)
+        first = parameter not in self._has
+        self._squares.pop(parameter, None)
+        self._device_squares.drop(parameter)
+        if unit in self.on_device:
+            self._accumulate_on_device(unit, segment, flat, first=first)
+        elif self._worker is None:
+            self._sums.add(unit, segment, flat, first=first, complete=self.last_micro_batch)
+        elif unit in self.ram and flat.dtype is self.dtype and first:
+            self._send_home(self._worker, unit, segment, flat)
+        else:
+            self._send(self._worker, unit, segment, flat, first=first)
+        self._has.add(parameter)
+
+    def _accumulate_on_device(
+        self, unit: int, segment: Segment, gradient: Tensor, *, first: bool
+    ) -> None:
+        target = part(self.on_device[unit], segment)
+        if first:
+            target.copy_(gradient)
+        else:
+            target.add_(gradient)
+
+    def _send_home(
+        self, worker: GradientWorker, unit: int, segment: Segment, gradient: Tensor
+    ) -> None:
+        """Start the copy to where the gradient rests; whoever can sums its squares."""
+        target, source = part(self.ram[unit], segment), gradient.view(torch.uint8)
+        parameter = segment.parameter
+        event = self._homeward.send(unit, parameter, target.view(torch.uint8), source)
+        if not self.last_micro_batch:
+            return
+        if self.plan.device_kernels:
+            complete = len(self.plan.units[unit].trained_segments)
+            self._device_squares.add(unit, parameter, gradient, complete=complete)
+        else:
+            worker.put(partial(self._sums.square, unit, segment), [event])
+
+    def _send(
+        self, worker: GradientWorker, unit: int, segment: Segment, gradient: Tensor, *, first: bool
+    ) -> None:
+        """Start the copy to the bounce buffer, from which the thread adds it."""
+        self._homeward.let_go()
+        source = gradient.view(torch.uint8)
+        place = worker.place(source.numel())
+        event = self.lanes.copy_out(place[1], source, label=(unit, "gradient"))
+        landed = place[1].view(gradient.dtype)
+        add = partial(
+            self._sums.add, unit, segment, landed, first=first, complete=self.last_micro_batch
+        )
+        worker.put(add, [self._homeward.sent(segment.parameter), event], gradient, place)
+
+    def expect(self, unit: int) -> None:
+        """The unit's gradients will arrive soon: start reading what was saved of them."""
+        if unit not in self.extents:
+            return
+        if self._worker is None:
+            self._windows.expect(unit)
+        else:
+            self._worker.put(partial(self._windows.expect, unit))
+
+    def replace(self, parameter: int, value: Tensor) -> None:
+        """Put a value of the parameter's size in the place of what was accumulated."""
+        self.finish()
+        self.drain()
+        self._homeward.wait(parameter)
+        self._has.discard(parameter)  # so that it is not added
+        self._sums.squares.pop(parameter, None)
+        self.receive(parameter, value.to(self.lanes.device.torch_device))
+        self.finish()
+        self.drain()
+
+    # --- the end of a backward, and of a window ----------------------------------------------
+
+    def finish(self) -> None:
+        """End of a backward: everything has been accumulated and is home or on its way.
+
+        Where a thread does that it is queued; `drain` waits for it.
+        """
+        self._check()
+        self._homeward.let_go()
+        self._device_squares.flush()
+        if self._worker is None:
+            self._windows.save()
+        elif self.extents:
+            self._worker.put(self._windows.save)
+
+    def drain(self) -> None:
+        """Wait for all that was queued; raises what went wrong with it."""
+        if self._worker is not None:
+            self._worker.drain()
+
+    def _check(self) -> None:
+        if self._worker is not None:
+            self._worker.check()
+
+    def settle(self, unit: int | None = None) -> None:
+        """Wait until all gradients are home, or one unit's; then the sweep may read extents."""
+        self.drain()
+        if self._windows.writing:
+            with self.lanes.stall("gradient"):
+                self._windows.settle(unit)
+
+    def arrived(self) -> frozenset[int]:
+        """Parameters that have a gradient in this accumulation window."""
+        return frozenset(self._has)
+
+    def square_sum(self) -> float:
+        """Sum of squares of all gradients, in parameter order, fp64; after `finish`."""
+        self.drain()
+        self._sum_on_device()
+        self._squares |= {**self._device_squares.results(), **self._sums.squares}
+        total = 0.0
+        for parameter in sorted(self._has):
+            if parameter not in self._squares:
+                self._squares[parameter] = self.kernels.square_sum(self.read(parameter))
+            total += self._squares[parameter]
+        return total
+
+    def _sum_on_device(self) -> None:
+        """Square sums of what rests on a device with kernels: the same tree, nothing moves."""
+        if not self.plan.device_kernels:
+            return
+        parts = {
+            parameter: part(self.on_device[unit], segment)
+            for parameter, (unit, segment) in self._places.items()
+            if parameter in self._has and parameter not in self._squares and unit in self.on_device
+        }
+        if parts:
+            sums = self.lanes.device.begin_square_sums(list(parts.values())).result()
+            self._squares.update(zip(parts, sums, strict=True))
+
+    def non_finite(self) -> list[str]:
+        """Names of the parameters whose gradients are not finite, in order; after `square_sum`."""
+        return [
+            self._places[parameter][1].name
+            for parameter in sorted(self._has)
+            if not math.isfinite(self._squares[parameter])
+        ]
+
+    def read(self, parameter: int) -> Tensor:
+        """A flat copy of one accumulated gradient; raises `TrainingError` if there is none."""
+        unit, segment = self._places[parameter]
+        self.finish()
+        self.drain()
+        if parameter not in self._has:
+            raise TrainingError(f"parameter {segment.name!r} has no gradient in this window")
+        if unit in self.ram:
+            self._homeward.wait(parameter)
+            return part(self.ram[unit], segment).clone()
+        if unit in self.on_device:
+            source = part(self.on_device[unit], segment)
+            target = torch.empty(segment.numel, dtype=self.dtype)
+            self.lanes.copy_out(target.view(torch.uint8), source.view(torch.uint8)).wait()
+            return target
+        self.settle(unit)
+        extent = self.extents[unit]
+        buffer = HostArena(extent.nbytes).view(0, extent.nbytes)
+        self.lanes.read([(extent, buffer)]).wait()
+        numel = self.plan.units[unit].numel
+        return part(buffer[: numel * self.plan.gradient_itemsize].view(self.dtype), segment)
+
+    def hand_over(self) -> dict[int, list[Copy]]:
+        """Start a new accumulation window, and leave copies that are still under way to the sweep.
+
+        By unit: it waits for them before it reads the unit's gradients.
+        """
+        handed = self._homeward.hand_over()
+        self.reset()
+        return handed
+
+    def reset(self) -> None:
+        """Start a new accumulation window."""
+        if self._worker is not None:
+            self._worker.reset()
+        self._homeward.reset()
+        self._device_squares.reset()
+        self._windows.reset()
+        self._sums.squares.clear()
+        self._squares.clear()
+        self._has.clear()

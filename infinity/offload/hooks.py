@@ -1,0 +1,365 @@
+"""Where the engine meets modules and autograd.
+
+[Note: calls and what lies outside]
+While a call runs, what it reaches for is bound, and released when it is over; see `owner.py` and
+[Note: released] in `prefetch.py`. A call is the engine's, or the outermost one of the model or of a
+unit's module, or a backward, whoever started that. What is reached for outside of any stays bound,
+and so do parameters that a call returns.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from infinity.errors import PresenceError
+from infinity.model.cut import UnitCut
+from infinity.model.torch_private import (
+    SavedTensorHooks,
+    after_backward,
+    inside_backward,
+    inside_function_transform,
+    runs_backward,
+    top_saved_tensors_hooks,
+)
+from infinity.offload.gradients import GradientStore
+from infinity.offload.memory_watch import MemoryWatch
+from infinity.offload.owner import Call, Owner
+from infinity.offload.prefetch import Mover
+from infinity.offload.report import Timeline
+from infinity.offload.saved_tensors import SavedTensors
+
+
+@dataclass(frozen=True, slots=True)
+class HookMark:
+    """How deep the stacks of an engine call were before it."""
+
+    depth: int
+    inside: int
+    outer: SavedTensorHooks | None
+    autocast_cache: bool
+
+
+class _Entered(NamedTuple):
+    """A forward that has not returned: of a unit's module, or of the model (no unit)."""
+
+    module: nn.Module
+    unit: int | None
+    pushed: bool
+    borrowed: list[int]  # units of parameters in its arguments
+
+
+class Hooks:
+    """Module hooks of all units, gradient hooks of all parameters, and their removal."""
+
+    def __init__(
+        self,
+        mover: Mover,
+        gradients: GradientStore,
+        cuts: Sequence[UnitCut],
+        parameters: Sequence[nn.Parameter],
+        trained: Sequence[bool],
+    ) -> None:
+        self.mover = mover
+        self.watch: MemoryWatch  # set by whoever makes hooks, before the first forward
+        self.gradients = gradients
+        self.saved = SavedTensors(mover, gradients.expect, self._backward)
+        self.num_arrived = 0  # gradients since the start, whoever called backward
+        self.divisor = 1  # of gradients that arrive; not 1 only where their loss is not divided
+        self.lent: Collection[int] = ()  # parameters that have a full value of their own now
+        self.write_edits: Callable[[], None] = lambda: None  # before home is read
+        self.owner = Owner(backward_threads=not mover.plan.unified)
+        self._call: Call | None = None  # that a module's hook began
+        self._cuts = cuts
+        self._parameters = parameters
+        self._index_of = {id(p): i for i, p in enumerate(parameters)}
+        self._unit_of = {i: u for u, cut in enumerate(cuts) for i in cut.parameters}
+        self._handles: list[RemovableHandle] = []
+        self._inside: list[_Entered] = []
+        for unit, cut in enumerate(cuts):
+            for module in cut.modules:
+                before = self._before(unit)
+                self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                self._handles.append(
+                    module.register_forward_hook(self._after(unit), always_call=True)
+                )
+        for index, parameter in enumerate(parameters):
+            if trained[index]:
+                requires = parameter.requires_grad
+                parameter.requires_grad_(True)  # the hook needs an accumulator
+                register: Any = parameter.register_post_accumulate_grad_hook
+                self._handles.append(register(self._arrived(index)))
+                parameter.requires_grad_(requires)
+
+    def unit_of(self, index: int) -> int:
+        """The unit of a parameter."""
+        return self._unit_of[index]
+
+    def touch(self, parameter: nn.Parameter) -> None:
+        """A parameter is being reached for through its module."""
+        self._refuse_strangers()
+        index = self._index_of[id(parameter)]
+        if index not in self.lent:
+            self._is_lent(self._unit_of[index])  # raises where a sibling is
+            self._use(self._unit_of[index])
+
+    def _use(self, unit: int) -> None:
+        self._join()
+        self.write_edits()
+        if not torch.is_inference_mode_enabled():
+            self.mover.use(unit)
+        else:
+            with torch.inference_mode(False):  # what is bound now may be trained with later
+                self.mover.use(unit)
+        self.mover.look_for_edits(unit, reached=not self.owner.busy)
+
+    # --- calls -----------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """A forward begins, on behalf of the frame that calls the hook."""
+        self._refuse_strangers()
+        if self.owner.busy or inside_backward():
+            return
+        self._call = self.owner.enter(sys._getframe(2))
+        try:
+            self.mover.verify()
+        except BaseException:
+            self._end()
+            raise
+
+    def _end(self) -> None:
+        call, self._call = self._call, None
+        self.owner.leave(call)
+
+    def _enter(self, module: nn.Module, unit: int | None, borrowed: list[int]) -> None:
+        self._inside.append(_Entered(module, unit, self.saved.push(), borrowed))
+
+    def _is_inside(self, module: nn.Module, unit: int | None) -> bool:
+        """Whether its pre-hook went well: torch calls hooks after one that raised, too."""
+        if self.owner.elsewhere() is not None or not self._inside:
+            return False
+        return self._inside[-1].module is module and self._inside[-1].unit == unit
+
+    def _leave(self, output: object) -> None:
+        """The innermost forward is over; the outermost ends the call."""
+        entered = self._inside.pop()
+        self._give_back(entered.borrowed)
+        if entered.pushed:
+            self.saved.pop()
+        if self._inside or self._call is None:
+            return
+        try:
+            self.release(output)
+        finally:
+            self._end()
+
+    def release(self, output: object) -> None:
+        """A call is over and returns `output`: what it bound is absent, but parameters in that."""
+        found: Any = output.values() if isinstance(output, Mapping) else output
+        for value in found if isinstance(output, Mapping | list | tuple) else (output,):
+            index = self._index_of.get(id(value)) if isinstance(value, nn.Parameter) else None
+            if index is not None and self.mover.entries[self._unit_of[index]].bound:
+                self.mover.look_for_edits(self._unit_of[index], reached=True)
+        self.mover.release_all()
+
+    def _join(self) -> None:
+        """A backward that the engine was not asked for is a call as well."""
+        if self.owner.busy or not inside_backward():
+            return
+        lasting = sys._getframe()
+        frame: FrameType | None = lasting
+        while frame is not None:  # up to the outermost backward
+            lasting = frame if runs_backward(frame.f_code) else lasting
+            frame = frame.f_back
+        call = self.owner.enter(lasting)
+
+        def end() -> None:
+            try:
+                self.mover.release_all()
+            finally:
+                self.owner.leave(call)
+
+        after_backward(end)
+
+    def _backward(self) -> None:
+        """A backward has come to something of ours."""
+        self.owner.check()
+        self._join()
+
+    def watch_root(
+        self, root: nn.Module, begin: Callable[[], None], end: Callable[[], None]
+    ) -> None:
+        """Calls of the model are calls, with `begin` and `end` around them."""
+
+        def before(module: nn.Module, args: Any) -> None:
+            self._begin()
+            begin()
+            self._enter(module, None, [])
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if self._is_inside(module, None):
+                end()
+                self._leave(output)
+
+        self._handles.append(root.register_forward_pre_hook(before, prepend=True))
+        self._handles.append(root.register_forward_hook(after, always_call=True))
+
+    # --- units -----------------------------------------------------------------------------------
+
+    def _refuse_strangers(self) -> None:
+        self.owner.check()
+        if inside_function_transform():
+            raise PresenceError(
+                "torch.func transforms (grad, vmap, functional_call, ...) cannot run over an "
+                "offloaded module",
+                because="they replace parameters or saved tensors behind the engine's back",
+                remedy="use engine(...) and engine.backward(loss), or a plain copy of the module",
+            )
+
+    def _before(self, unit: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            self._begin()
+            if self.timeline is not None:
+                self.timeline.recompute()
+            borrowed: list[int] = []
+            try:
+                borrowed += self._borrow(unit, (*args, *kwargs.values()))
+                if not self._is_lent(unit):
+                    self._use(unit)
+                self.watch.saw(args)
+                self.watch.at(unit, "forward")
+            except BaseException:
+                self._give_back(borrowed)
+                if not self._inside:
+                    self._end()
+                raise
+            self.mover.entries[unit].entered += 1
+            self._enter(module, unit, borrowed)
+            if self.timeline is not None:
+                self.timeline.enter(unit)
+
+        return hook
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Who is told of units, while a trace is recorded."""
+        return self.saved.timeline
+
+    @timeline.setter
+    def timeline(self, timeline: Timeline | None) -> None:
+        self.saved.timeline = timeline
+
+    def around(self, unit: int) -> tuple[Callable[..., None], Callable[..., None]]:
+        """What goes before and after a forward of the unit that is not a call of its module."""
+        return self._before(unit), self._after(unit)
+
+    def _borrow(self, unit: int, given: tuple[Any, ...]) -> list[int]:
+        """Bring the units of parameters that another module reached for and hands over.
+
+        Such a parameter may have left meanwhile; while it is computed with, it stays.
+        """
+        indices = [self._index_of.get(id(x), -1) for x in given if isinstance(x, nn.Parameter)]
+        units = {self._unit_of[i] for i in indices if i >= 0 and i not in self.lent} - {unit}
+        borrowed: list[int] = []
+        try:
+            for other in sorted(units):
+                self._use(other)
+                self.mover.entries[other].entered += 1
+                borrowed.append(other)
+        except BaseException:
+            self._give_back(borrowed)
+            raise
+        return borrowed
+
+    def _give_back(self, borrowed: list[int]) -> None:
+        for unit in borrowed:
+            self.mover.entries[unit].entered -= 1
+
+    def _is_lent(self, unit: int) -> bool:
+        if not self.lent:
+            return False
+        lent = [i in self.lent for i in self._cuts[unit].parameters]
+        if any(lent) and not all(lent):
+            raise PresenceError(
+                f"unit {self.mover.plan.units[unit].name!r} computes while some of its "
+                "parameters are materialized",
+                remedy="leave the `with engine.materialized(...)` block first, or materialize "
+                "the whole module",
+            )
+        return any(lent)
+
+    def _after(self, unit: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if not self._is_inside(module, unit):
+                return
+            if self.timeline is not None:
+                self.timeline.leave()
+            self.mover.entries[unit].entered -= 1
+            self._leave(output)
+
+        return hook
+
+    def _arrived(self, index: int) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            self._backward()
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            self.mover.await_consumed(self._unit_of[index])
+            self.num_arrived += 1
+            if self.divisor != 1:
+                gradient = gradient.detach() / self.divisor
+            self.gradients.receive(index, gradient)
+            del gradient
+            self.watch.at(self._unit_of[index], "backward")
+            self.mover.tend()
+            if self.saved.activations is not None:
+                self.saved.activations.tend()
+            if self.timeline is not None:
+                self.timeline.backward(self._unit_of[index], arrived=True)
+
+        return hook
+
+    def mark(self) -> HookMark:
+        """Where all stacks are now, for `restore`; a forward or a backward begins."""
+        if self.timeline is not None:
+            self.timeline.call()
+        return HookMark(
+            self.saved.depth,
+            len(self._inside),
+            top_saved_tensors_hooks(),
+            torch.is_autocast_cache_enabled(),
+        )
+
+    def restore(self, mark: HookMark) -> None:
+        """Every stack as it was at the mark."""
+        self.saved.unwind(mark.depth, mark.outer)
+        if self.timeline is not None:
+            self.timeline.unwind(sum(e.unit is not None for e in self._inside[: mark.inside]))
+        del self._inside[mark.inside :]
+        torch.set_autocast_cache_enabled(mark.autocast_cache)
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that a backward made, but did not hand over."""
+        if self.timeline is not None:
+            self.timeline.forget()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def keep(self, handles: Sequence[RemovableHandle]) -> None:
+        """Take these hooks back as well, at the end."""
+        self._handles.extend(handles)
+
+    def remove(self) -> None:
+        """Take every hook back."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self.watch.close()
+        self.saved.close()

@@ -1,0 +1,233 @@
+"""Who may use an engine: the process that made it, and there one thread at a time.
+
+[Note: one thread]
+A call belongs to the thread that makes it until it returns: `engine(...)`, `model(...)`, a block
+called by itself, a backward, a step, a save. Meanwhile any other thread gets an error, from the
+engine's calls and from the module's hooks alike; between calls the engine may change threads.
+Autograd runs the backward of a device of its own memory on threads of its own, which belong to the
+call. A call that ended without saying so (an exception in a `loss.backward()`) is told by its
+frame: that is on its thread's stack no more. SIGINT waits for a call's end (`interrupts.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import get_ident, main_thread
+from types import CodeType, FrameType
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+from infinity.errors import PresenceError
+from infinity.model.torch_private import inside_backward
+
+# Ctrl-C waits for the end of the engine's call that is under way; a second one does not.
+#
+# [Note: Ctrl-C]
+# While a call runs on the main thread, SIGINT is noted; when the call is over, whoever handled it
+# before hears of it (`KeyboardInterrupt`, unless that was changed). A second one ends the call
+# where it is: then the engine has failed, for its state may be half-way from one step to the next.
+# Nothing else knows of interrupts. Left alone are other threads, SIGINT that is ignored or the
+# system's, and handlers with a true attribute `defers`, which themselves wait at the first signal.
+
+
+_Handler = Callable[[int, FrameType | None], object]
+
+
+class Lasting(Protocol):
+    """A call that ends, perhaps without saying so."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+
+
+class Deferral:
+    """The handler of SIGINT from the outermost `begin` on the main thread to its `end`."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[Lasting, Callable[[], None]]] = []
+        self._before: _Handler = signal.default_int_handler
+        self._count = 0  # of signals since the outermost call began
+
+    def begin(self, call: Lasting, fail: Callable[[], None]) -> None:
+        """A call begins; `fail` is told when it ends in the middle, and must not wait."""
+        if get_ident() != main_thread().ident:
+            return
+        self._calls = [one for one in self._calls if not one[0].is_over]
+        self._count = self._count if self._calls else 0
+        self._calls.append((call, fail))
+        before: Any = signal.getsignal(signal.SIGINT)
+        if callable(before) and before is not self and not getattr(before, "defers", False):
+            self._before = before
+            signal.signal(signal.SIGINT, self)
+
+    def end(self, call: Lasting) -> None:
+        """The call is over; raises what the handler from before the outermost one raises."""
+        left = [one for one in self._calls if one[0] is not call and not one[0].is_over]
+        if left or get_ident() != main_thread().ident:
+            self._calls = left
+            return
+        now: Any = signal.getsignal(signal.SIGINT)
+        if now is self:
+            signal.signal(signal.SIGINT, self._before)
+        count, self._count, self._calls = self._count, 0, left
+        if count == 1:
+            self._before(signal.SIGINT, sys._getframe())
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        """SIGINT has come."""
+        under_way = [fail for call, fail in self._calls if not call.is_over]
+        self._count += bool(under_way)
+        if under_way and self._count == 1:
+            return
+        for fail in under_way:
+            fail()
+        self._before(signum, frame)
+        if under_way:
+            raise KeyboardInterrupt
+
+
+DEFERRAL = Deferral()  # signals are the process's
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Call:
+    """The outermost call that is under way: its thread, and a frame that lasts as long."""
+
+    thread: int
+    frame_id: int  # not the frame, which would keep what its function holds
+    code: CodeType  # ids of frames are used again
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its frame has gone from its thread's stack."""
+        frame = sys._current_frames().get(self.thread)
+        while frame is not None:
+            if id(frame) == self.frame_id and frame.f_code is self.code:
+                return False
+            frame = frame.f_back
+        return True
+
+
+class Owner:
+    """Remembers the process, and the call under way.
+
+    A forked child has neither the engine's slots nor its threads. With `backward_threads` autograd
+    may run a backward on threads of its own.
+    """
+
+    def __init__(self, *, backward_threads: bool = False) -> None:
+        self._pid = os.getpid()
+        self._backward_threads = backward_threads
+        self._calls: dict[str, Call] = {}  # one at most; to set a default is atomic
+        self.fail: Callable[[], None] = lambda: None  # told of a call that ends in the middle
+        self._shut = False
+
+    def is_here(self) -> bool:
+        """Whether this is that process."""
+        return os.getpid() == self._pid
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call is under way."""
+        return bool(self._calls)
+
+    def check(self) -> None:
+        """Raise `PresenceError` in a forked child, during another thread's call, and if shut."""
+        if not self.is_here():
+            raise PresenceError(
+                f"this engine belongs to process {self._pid}; process {os.getpid()} is a fork "
+                "of it and has neither its slots nor its threads",
+                because="a DataLoader worker or another child touched the offloaded model",
+                remedy="use the engine and its model only in the process that made the engine; "
+                "give workers plain data",
+            )
+        if self._shut:
+            raise PresenceError(
+                "the engine, or its model, was used from inside a step",
+                because="a schedule, or what is saved with a step, is asked while weights change",
+                remedy="use them between calls of the engine",
+            )
+        call = self.elsewhere()
+        if call is not None:
+            names = {thread.ident: thread.name for thread in threading.enumerate()}
+            raise PresenceError(
+                f"thread {threading.current_thread().name!r} used the engine, or its model, while "
+                f"a call of thread {names.get(call.thread, call.thread)!r} is under way",
+                because="weights move while a call runs, for one thread",
+                remedy="one thread at a time: a lock around the calls, or a queue to the thread "
+                "that trains; DataLoader workers and the like are given plain data",
+            )
+
+    @contextmanager
+    def shut(self) -> Iterator[None]:
+        """Nobody may use the engine in the block, this thread neither."""
+        self._shut = True
+        try:
+            yield
+        finally:
+            self._shut = False
+
+    def elsewhere(self) -> Call | None:
+        """The call that is under way on another thread, if one is."""
+        call = self._calls.get("call")
+        if call is None or call.thread == get_ident():
+            return None
+        if self._backward_threads and inside_backward():
+            return None
+        return None if call.is_over else call
+
+    def enter(self, frame: FrameType) -> Call | None:
+        """A call begins that lasts as long as `frame`; None within another one of this thread.
+
+        Raises `PresenceError` as `check` does.
+        """
+        mine = Call(get_ident(), id(frame), frame.f_code)
+        while True:
+            self.check()
+            call = self._calls.setdefault("call", mine)
+            if call is mine:
+                DEFERRAL.begin(mine, self.fail)
+                return mine
+            if not call.is_over:
+                return None
+            self.leave(call)
+
+    def leave(self, call: Call | None) -> None:
+        """The call is over; raises `KeyboardInterrupt` if that was asked for meanwhile."""
+        if call is not None and self._calls.get("call") is call:
+            self._calls.clear()
+            DEFERRAL.end(call)
+
+
+def exclusive(method: Callable[P, R]) -> Callable[P, R]:
+    """A method that is a call, of an object with an `_owner`.
+
+    What ends it in the middle, and is no `Exception`, is a second Ctrl-C or another signal.
+    """
+
+    @functools.wraps(method)
+    def alone(*args: P.args, **kwargs: P.kwargs) -> R:
+        it: Any = args[0]
+        call = it._owner.enter(sys._getframe())
+        try:
+            return method(*args, **kwargs)
+        except Exception:
+            raise
+        except BaseException:
+            it._owner.fail()
+            raise
+        finally:
+            it._owner.leave(call)
+
+    return alone

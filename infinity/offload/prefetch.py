@@ -1,0 +1,672 @@
+"""Brings units to the device before they are used, and takes them away after.
+
+[Note: who may do what]
+The training thread fetches, binds, unbinds and evicts, and only at uses (so that nothing is
+pulled from under a running operation). The sweep thread takes free slots for units it owes an
+update, and fills them. Both hold `Residency.changed` for every transition.
+
+[Note: nothing waits for a slot that only its own progress could free]
+The sweep waits for a slot only while the training thread computes. When the training thread
+waits for a unit it first frees a slot for it, and its demand lifts the pacing: the sweep updates
+that unit next, and units it cannot publish go home instead.
+
+[Note: released]
+Parameters are bound while a call runs. When it ends they are released: their unit keeps its
+slot, and is bound again when it is next used, for a microsecond a parameter. A unit that was
+reached for outside a call (`engine.module.norm.weight`) stays bound, for whoever asked will
+read, and its bytes are looked at when the next call begins: CRC32C, some 5 GB/s, of that unit
+alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection
+
+import torch
+from torch import Tensor
+
+from infinity.errors import EngineFailedError, PresenceError, TransferError
+from infinity.model.parameters import Edit, Presence
+from infinity.offload.slots import Landings, Residency, Slot, Where
+from infinity.offload.state import StateStore
+from infinity.offload.transfers import Lanes
+from infinity.plan import access_order
+from infinity.plan.access_order import NEVER, Tape, guess_cycle
+from infinity.plan.layout import Kind, Tier
+from infinity.plan.plan import Plan, publishes, updated_on_device
+from infinity.storage.device import HAPPENED, Event, after_all
+from infinity.storage.disk import Priority, checksum
+
+
+class Mover:
+    """Fetch, look ahead, evict; the only writer of residency on the training thread."""
+
+    def __init__(self, plan: Plan, lanes: Lanes, store: StateStore, presence: Presence) -> None:
+        self.plan = plan
+        self.lanes = lanes
+        self.presence = presence
+        self.ledger = Residency(plan, lanes.device)
+        self.changed = self.ledger.changed
+        self.entries = self.ledger.entries
+        self.current = -1  # the unit in use
+        self.reached: set[int] = set()  # bound, and reached for outside a call
+        self.failure: BaseException | None = None
+        self._proved: set[tuple[int, bool]] = set()  # units whose first forward was looked at
+        self.store = store
+        self.tape: Tape | None = None
+        self.wraps = True
+        self.demand: int | None = None  # the unit the training thread waits for
+        self.paced = True
+        self.surprises = 0
+        self._retry = False
+        self._landings = Landings(plan, lanes)
+        for unit, homes in enumerate(plan.homes):
+            if not plan.units[unit].slot_bytes:  # only parameters without elements
+                self.ledger.add_permanent(unit, torch.empty(0, dtype=torch.uint8))
+            elif homes.weight is Tier.DEVICE:
+                state = store.units[unit]
+                home = state.ram if plan.unified else state.on_device
+                self.ledger.add_permanent(unit, home[Kind.WEIGHT])
+
+    def forget(self) -> None:
+        """Drop the slots and landings."""
+        self.ledger.forget()
+        self._landings.forget()
+
+    # --- uses: the training thread -----------------------------------------------------------
+
+    def use(self, unit: int, *, bind: bool = True) -> None:
+        """Make the unit present, and bound unless not to `bind`; look ahead along the tape."""
+        entry = self.entries[unit]
+        if unit == self.current and entry.where is Where.PRESENT:
+            if bind and not entry.bound:  # since a call ended
+                self.bring(unit)
+            if self._retry:
+                self._look_ahead()
+            return
+        self.current = unit
+        if self.tape is not None:
+            self.tape.advance(unit)
+        self.bring(unit, bind=bind)
+        self._look_ahead()
+
+    def bring(self, unit: int, *, bind: bool = True) -> None:
+        """Make the unit present, and bound unless not to `bind`, whatever it takes."""
+        entry = self.entries[unit]
+        while True:
+            self.check()
+            if entry.where is Where.PRESENT:
+                break
+            if entry.where is Where.FETCHING:
+                self._finish_fetch(unit)
+            elif entry.where is Where.ABSENT:
+                with self.changed:  # held over both: the sweep must not take the freed slot
+                    self._require_slot(unit)
+                    self.fetch(unit, Priority.URGENT)
+            else:
+                self._await_update(unit)
+        if not entry.bound:
+            if not entry.ready.done():
+                with self.lanes.stall("copy", unit):
+                    self.lanes.device.compute_wait(entry.ready)
+            if bind:
+                self.bind(unit)
+
+    def tend(self) -> None:
+        """Push on what can be pushed on without waiting; called often from hooks."""
+        if len(self._landings):
+            for unit, entry in enumerate(self.entries):
+                if entry.ticket is not None and entry.landing is not None and entry.ticket.done():
+                    self._copy_landed(unit)
+        if self._retry:
+            self._look_ahead()
+
+    def check(self) -> None:
+        """Raise what made an earlier update fail, or what the drive does not let go of."""
+        if self.lanes.stuck is not None:
+            self.fail(self.lanes.stuck)
+        if self.failure is not None:
+            raise EngineFailedError(
+                f"an earlier failure left the state incomplete: {self.failure}",
+                remedy="close the engine, and resume from the last commit (`resume: auto`) or "
+                "checkpoint",
+            ) from self.failure
+
+    def _await_update(self, unit: int) -> None:
+        """Wait until the sweep has updated the unit."""
+        entry = self.entries[unit]
+        with self.lanes.stall("update", unit), self.changed:
+            self.demand = unit
+            self.changed.notify_all()
+            try:
+                while entry.where is Where.PENDING and self.failure is None:
+                    if entry.slot is None:
+                        self._require_slot(unit)
+                    if entry.where is Where.PENDING:  # it may have waited there
+                        self.changed.wait()
+            finally:
+                self.demand = None
+
+    def await_consumed(self, unit: int) -> None:
+        """Wait until no sweep reads the unit's gradients: before they are written again.
+
+        A forward through the unit has waited already; this is for graphs older than the last
+        step, of which parts need no weights.
+        """
+        entry = self.entries[unit]
+        if entry.where is Where.PENDING:
+            with self.lanes.stall("update", unit), self.changed:
+                self.paced = False
+                self.changed.notify_all()
+                while entry.where is Where.PENDING and self.failure is None:
+                    self.changed.wait()
+            self.check()
+        if updated_on_device(self.plan, unit) and not entry.ready.done():
+            self.lanes.device.compute_wait(entry.ready)  # queued there, not yet over
+
+    def _require_slot(self, unit: int) -> None:
+        """Free a slot for the unit, or say who holds them all; the caller holds `changed`."""
+        slot_class = self.class_of(unit)
+        if slot_class is None:
+            return
+        entry = self.entries[unit]
+        while entry.slot is None and self.free_slot(unit) is None:
+            if any(
+                access_order.make_slot_free(self, wider, self._distance) or self._call_off(wider)
+                for wider in range(slot_class, -1, -1)
+            ):
+                return
+            if not self.sweep_fills(slot_class):
+                raise self.no_slot(unit, slot_class)
+            with self.lanes.stall("slot", unit):  # the sweep fills it without us
+                self.changed.wait()
+            self.check()
+
+    def _call_off(self, slot_class: int) -> bool:
+        """Free a slot that is being filled: the look-ahead was wrong, every slot is under way."""
+        under_way = [
+            slot.owner
+            for slot in self.ledger.slots
+            if slot.slot_class == slot_class
+            and slot.owner is not None
+            and self.entries[slot.owner].where is Where.FETCHING
+        ]
+        for unit in sorted(under_way, key=lambda u: (-self._distance(u), u)):
+            self._finish_fetch(unit)
+            if self.evict(unit):
+                return True
+        return False
+
+    def _distance(self, unit: int) -> int:
+        return self.tape.distance(unit, wraps=self.wraps) if self.tape is not None else NEVER
+
+    def _look_ahead(self) -> None:
+        if self.tape is None or not self.plan.slot_classes:
+            return
+        with self.changed:
+            self._retry = not access_order.look_ahead(
+                self, self.tape, self.plan.look_ahead, wraps=self.wraps
+            )
+
+    # --- fetches -------------------------------------------------------------------------------
+
+    def _finish_fetch(self, unit: int) -> None:
+        entry = self.entries[unit]
+        if entry.ticket is not None:
+            with self.lanes.stall("disk_read", unit):
+                entry.ticket.wait()
+            if entry.landing is not None:
+                self._copy_landed(unit)
+            entry.ticket = None
+        with self.changed:
+            self.ledger.move(unit, Where.PRESENT)
+
+    def _abandon_fetch(self, unit: int) -> None:
+        """A fetch that failed, or of weights that are not wanted any more."""
+        entry = self.entries[unit]
+        if entry.ticket is not None:
+            with contextlib.suppress(TransferError):
+                entry.ticket.wait()
+            if not entry.ticket.done():  # stuck: the slot is the kernel's for good
+                return
+        if entry.landing is not None:
+            self._landings.copied_by(entry.landing, HAPPENED)
+        entry.ticket = entry.landing = None
+        with self.changed:
+            self.ledger.give_up(unit)
+            self.ledger.move(unit, Where.ABSENT)
+
+    def _copy_landed(self, unit: int) -> None:
+        """Second half of disk -> device: the read has landed in RAM, copy it in."""
+        entry = self.entries[unit]
+        assert entry.ticket is not None
+        assert entry.landing is not None
+        assert entry.slot is not None
+        assert entry.slot.residency is not None
+        entry.ticket.wait()
+        source = self._landings.buffer(entry.landing, self.plan.units[unit].slot_bytes)
+        target, label = entry.slot.residency, (unit, "weight")
+        entry.ready = self.lanes.copy_in(target, source, entry.slot.free_after, label)
+        self._landings.copied_by(entry.landing, entry.ready)
+        entry.ticket = entry.landing = None
+
+    def _land_oldest(self) -> None:
+        landed = next(u for u, e in enumerate(self.entries) if e.landing is not None)
+        self._copy_landed(landed)
+
+    def fetch(self, unit: int, priority: Priority = Priority.NORMAL) -> None:
+        """Start bringing the unit's weights from home into a free slot."""
+        with self.changed:
+            slot = self.free_slot(unit)
+            assert slot is not None
+            residency = self.ledger.assign(unit, slot)
+            entry = self.ledger.move(unit, Where.FETCHING)
+        entry.ready, label = HAPPENED, (unit, "weight")
+        state = self.store.units[unit]
+        if Kind.WEIGHT in state.ram:
+            source = state.ram[Kind.WEIGHT]
+            entry.ready = self.lanes.copy_in(residency, source, slot.free_after, label)
+            return
+        if state.writes:
+            with self.lanes.stall("disk_write", unit):
+                try:
+                    self.store.settle_writes(unit)
+                except TransferError as error:  # of an update, of which there is no second copy
+                    self.fail(error)
+                    raise
+        if not self.plan.unified:
+            entry.landing = self._landings.take(self._land_oldest)
+            residency = self._landings.buffer(entry.landing, residency.numel())
+        entry.ticket = self.lanes.read(self.store.weight_parts(unit, residency), priority, label)
+
+    # --- updates -------------------------------------------------------------------------------
+
+    def make_pending(self, units: Collection[int]) -> None:
+        """The weights of these units are stale from now on; a sweep will replace them.
+
+        Raises the first `PresenceError` of an edited parameter, after all units are pending.
+        """
+        edited: PresenceError | None = None
+        for unit in units:
+            if self.entries[unit].where is Where.FETCHING:
+                try:
+                    self._finish_fetch(unit)
+                except TransferError:  # nobody needs the stale weights it was to bring
+                    self.check()
+                    self._abandon_fetch(unit)
+        with self.changed:
+            for unit in units:
+                entry = self.entries[unit]
+                if entry.where is Where.PRESENT:
+                    try:
+                        self.give_up(unit)
+                    except PresenceError as error:
+                        edited = edited or error
+                self.ledger.move(unit, Where.PENDING)
+            self.paced = True
+        self.current = -1
+        if edited is not None:
+            raise edited
+
+    def drop(self, unit: int) -> None:
+        """Forget the unit's copy on the device: its home was, or will be, edited."""
+        if self.entries[unit].where is Where.FETCHING:
+            self._finish_fetch(unit)
+        with self.changed:
+            entry = self.entries[unit]
+            if entry.where is not Where.PRESENT:
+                return
+            try:
+                self.give_up(unit)
+            finally:  # an edited parameter is gone all the same
+                if entry.slot is None:
+                    self.ledger.move(unit, Where.ABSENT)
+
+    def edited(self, unit: int) -> None:
+        """The unit's weights were edited at home: graphs made before are stale."""
+        self.entries[unit].updates += 1
+
+    def publish_slot(self, unit: int) -> tuple[Slot, Tensor] | None:
+        """For the sweep: the slot the unit's new weights go to, or None if they only go home."""
+        if not self.publishes(unit):
+            return None
+        with self.changed:
+            entry = self.entries[unit]
+            while True:
+                if entry.slot is not None:
+                    assert entry.slot.residency is not None
+                    return entry.slot, entry.slot.residency
+                slot_class = self.class_of(unit)
+                assert slot_class is not None
+                free = self.ledger.free_slots(slot_class)
+                if not free and self.demand == unit:
+                    wide = self.free_slot(unit)
+                    free = [wide] if wide is not None else []
+                if free:
+                    return free[0], self.ledger.assign(unit, free[0])
+                waits_for_later = (
+                    self.demand is not None and self.demand != unit and self.is_pending(self.demand)
+                )
+                if waits_for_later or not self.paced or self.failure is not None:
+                    self.surprises += 1
+                    return None
+                self.changed.wait(_LOOK_AGAIN_S)
+
+    def updated(self, unit: int, ready: Event) -> None:
+        """For the sweep: the unit's update is complete, and published if it has a slot."""
+        with self.changed:
+            entry = self.entries[unit]
+            entry.ready = ready
+            entry.updates += 1
+            self.ledger.move(unit, Where.PRESENT if entry.slot is not None else Where.ABSENT)
+
+    def recover(self) -> None:
+        """After an exception in a call: nothing is bound, in a slot or being fetched.
+
+        Slots are given up because a traceback may hold views of them, which look like our own.
+        """
+        self.lanes.device.synchronize()
+        self.current, self._retry = -1, False
+        for unit, entry in enumerate(self.entries):
+            entry.entered = 0
+            if entry.bound:
+                self.release(unit)
+            if entry.where is Where.FETCHING:
+                self._abandon_fetch(unit)
+            elif entry.where is Where.PRESENT and self.class_of(unit) is not None:
+                with self.changed:
+                    self.give_up(unit)
+                    self.ledger.move(unit, Where.ABSENT)
+
+    # --- who holds slots, who could leave, and leaving: callers hold `changed` -------------------
+
+    def class_of(self, unit: int) -> int | None:
+        """The unit's slot class; None where its weights rest on the device."""
+        return self.ledger.class_of[unit]
+
+    def holds_slot(self, unit: int) -> bool:
+        """Whether a slot holds, or is about to hold, the unit's current weights."""
+        return self.entries[unit].slot is not None
+
+    def is_pending(self, unit: int) -> bool:
+        """Whether the sweep owes the unit an update."""
+        return self.entries[unit].where is Where.PENDING
+
+    def publishes(self, unit: int) -> bool:
+        """Whether the sweep brings the unit's new weights into a slot."""
+        return publishes(self.plan, unit)
+
+    def num_free(self, slot_class: int) -> int:
+        """Free slots of the class."""
+        return len(self.ledger.free_slots(slot_class))
+
+    def evictable(self, slot_class: int) -> Collection[int]:
+        """Units present in slots of the class that no forward is inside of."""
+        found = []
+        for slot in self.ledger.slots:
+            unit = slot.owner
+            if slot.slot_class == slot_class and unit is not None and unit != self.current:
+                entry = self.entries[unit]
+                if entry.where is Where.PRESENT and not entry.entered:
+                    found.append(unit)
+        return found
+
+    def evict(self, unit: int) -> bool:
+        """Give up the unit's slot; False if something still refers to its weights."""
+        if self.entries[unit].num_aliases > 0:
+            return False
+        try:
+            self.give_up(unit)
+        except PresenceError:  # an edited parameter is gone all the same
+            self.ledger.move(unit, Where.ABSENT)
+            raise
+        self.ledger.move(unit, Where.ABSENT)
+        return True
+
+    def free_slot(self, unit: int) -> Slot | None:
+        """A free slot of the unit's class, else of a wider one."""
+        slot_class = self.class_of(unit)
+        assert slot_class is not None
+        for wider in range(slot_class, -1, -1):
+            free = self.ledger.free_slots(wider)
+            if free:
+                return free[0]
+        return None
+
+    def no_slot(self, unit: int, slot_class: int) -> PresenceError:
+        """The error that says who holds all slots the unit could use."""
+        name = self.plan.units[unit].name
+        return PresenceError(
+            f"no slot is free for unit {name!r}: {self.ledger.holders(slot_class)}",
+            because="tensors that share memory with lent-out weights are still alive",
+            remedy="drop graphs and aliases you do not need, or raise look_ahead (more slots)",
+        )
+
+    def sweep_fills(self, slot_class: int) -> bool:
+        """Whether new weights are on their way into a slot that would do."""
+        return any(
+            slot.slot_class is not None
+            and slot.slot_class <= slot_class
+            and slot.owner is not None
+            and self.is_pending(slot.owner)
+            for slot in self.ledger.slots
+        )
+
+    def bind(self, unit: int) -> None:
+        """Make the parameters of a unit that is present views of its slot.
+
+        Raises `PresenceError` if one was edited since it is absent.
+        """
+        entry = self.entries[unit]
+        assert entry.slot is not None
+        assert entry.slot.residency is not None
+        if not entry.views:
+            entry.views = self.presence.views(unit, entry.slot.residency)
+        self.presence.bind(unit, entry.views)
+        entry.bound = True
+
+    def bind_if_present(self, unit: int) -> None:
+        """`bind` where a slot holds the weights."""
+        entry = self.entries[unit] if unit >= 0 else None
+        if entry is not None and entry.where is Where.PRESENT and not entry.bound:
+            self.lanes.device.compute_wait(entry.ready)
+            self.bind(unit)
+
+    # --- what is bound, and edits of it --------------------------------------------------------
+
+    def look_for_edits(self, unit: int, *, reached: bool) -> None:
+        """The unit was bound for somebody who may edit it: outside a call if `reached`.
+
+        Inside one only the first forward with gradients, and the first without, is looked at; see
+        [Note: edits behind our back] in `model/parameters.py`.
+        """
+        entry = self.entries[unit]
+        if reached:
+            self.reached.add(unit)
+        else:
+            kind = unit, torch.is_grad_enabled()
+            if kind in self._proved:
+                return
+            self._proved.add(kind)
+        if entry.checksums is None:
+            entry.checksums = [checksum(view) for view in entry.views]
+
+    def verify(self, unit: int | None = None, *, may_wait: bool = False) -> None:
+        """Raise what `find_edit` finds, before anything is made of it."""
+        error = self.find_edit(unit, may_wait=may_wait)
+        if error is not None:
+            raise error
+
+    def find_edit(self, unit: int | None = None, *, may_wait: bool = False) -> PresenceError | None:
+        """What was edited behind our back; it is taken back.
+
+        Looks at units that were reached for and at placeholders (of another device only if it
+        `may_wait`); and at the parameters of `unit`, or of all units if it `may_wait`.
+        """
+        edit = self.presence.edited_placeholder(may_wait=may_wait)
+        error = edit.error() if edit is not None else None
+        also = range(len(self.entries)) if may_wait else [] if unit is None else [unit]
+        for other in self.reached.union(also):
+            if self.entries[other].bound:
+                found = self._edit_of(other)
+                if found is not None:
+                    self.release(other)
+                error = error or found
+            elif (absent := self.presence.edited(other)) is not None:
+                self.presence.forget(other)
+                error = error or absent.error()
+        return error
+
+    def release_all(self, *, reached: bool = False) -> None:
+        """A call is over: what it bound is absent, and stays in its slot; see [Note: released].
+
+        What was reached for outside stays bound, unless it shall go too (`reached`). Raises the
+        first `PresenceError` of an edited parameter, after all are absent.
+        """
+        error = None
+        for unit, entry in enumerate(self.entries):
+            if entry.bound and (reached or unit not in self.reached):
+                error = self.release(unit) or error
+        if error is not None:
+            raise error
+
+    def release(self, unit: int) -> PresenceError | None:
+        """Make the unit's parameters absent; the error if one was edited.
+
+        Edited bytes are not computed with: the slot is given up, or where they are the only ones
+        the engine has failed.
+        """
+        entry = self.entries[unit]
+        error = self._edit_of(unit)
+        self.forget_bound(unit)
+        if error is not None and entry.slot is not None and entry.slot.slot_class is not None:
+            with self.changed:
+                self.give_up(unit)
+                self.ledger.move(unit, Where.ABSENT)
+        return error
+
+    def forget_bound(self, unit: int) -> None:
+        """Make the unit's parameters absent, without judging edits."""
+        entry = self.entries[unit]
+        entry.bound, entry.checksums = False, None
+        self.reached.discard(unit)
+        self.presence.forget(unit)
+
+    def _edit_of(self, unit: int) -> PresenceError | None:
+        """What was done to the bound parameters of a unit, behind our back."""
+        entry, edit = self.entries[unit], self.presence.edited(unit)
+        assert entry.slot is not None
+        rests = entry.slot.slot_class is None  # here: these bytes are the only ones
+        name = None
+        if entry.checksums is not None:
+            each = zip(self.plan.units[unit].segments, entry.views, entry.checksums, strict=True)
+            name = next((s.name for s, view, before in each if checksum(view) != before), None)
+        if edit is None and name is None:
+            return None
+        edit = edit or Edit(name or "", in_place=True)
+        if not rests or not (name or (edit.in_place and entry.checksums is None)):
+            return edit.error()
+        result = "its only copy rests where it computes: it has changed, and training cannot go on"
+        self.fail(edit.error(result))  # another one: what is raised would keep frames alive
+        return edit.error(result)
+
+    def fail(self, error: BaseException) -> None:
+        """Remember the first failure, which is for good, and wake everyone."""
+        if isinstance(error, TransferError):
+            error = error.untraced()
+        with self.changed:
+            self.failure = self.failure or error
+            self.changed.notify_all()
+
+    def give_up(self, unit: int) -> None:
+        """Unbind, and end the residency; raises `PresenceError` after it if there was an edit."""
+        entry = self.entries[unit]
+        slot = entry.slot
+        assert slot is not None
+        edited = None
+        if entry.bound:
+            edited = self._edit_of(unit)
+            self.forget_bound(unit)
+        slot.free_after = after_all(entry.ready, self.lanes.device.compute_event())
+        self.ledger.give_up(unit)
+        if edited is not None:  # the edit is lost, the slot is not
+            raise edited
+
+
+_LOOK_AGAIN_S = 0.1  # a slot is free when nothing refers to it any more, which nobody tells
+
+
+# Which tape a run is on: one for training cycles, one for calls without gradients.
+#
+# A call of the module without gradients is a cycle, whoever makes it: `engine(...)`,
+# `module(...)`, or `generate()`, which calls the module for every token. So units stay and leave
+# by what is used next there too. A training cycle that such a call interrupts goes on after it.
+
+
+class Cycles:
+    """Opens and closes the mover's tape; see `plan/access_order.py` for what a cycle is."""
+
+    def __init__(self, mover: Mover) -> None:
+        num_units = len(mover.plan.units)
+        self.training = Tape(guess_cycle(num_units, backward=True))
+        self.without_grad = Tape(guess_cycle(num_units, backward=False))
+        self._mover = mover
+        self._open = False
+        self._interrupted: bool | None = None  # a training cycle; whether its next one follows
+
+    def begin(self, *, last_micro_batch: bool) -> None:
+        """A forward starts; a second one before the backward belongs to the same cycle."""
+        grad = torch.is_grad_enabled()
+        tape = self.training if grad else self.without_grad
+        if self._open and self._mover.tape is tape:
+            return
+        if self._open and not grad:
+            self._interrupted = self._mover.wraps
+        else:
+            self.end()
+        self._mover.tape = tape
+        self._mover.wraps = not (grad and last_micro_batch)
+        tape.begin()
+        self._open = True
+
+    def end_call(self) -> None:
+        """A call without gradients is over, if one is under way."""
+        if self._mover.tape is not self.without_grad:
+            return
+        self.without_grad.end()
+        wraps, self._interrupted = self._interrupted, None
+        if wraps is None:
+            self._mover.tape, self._open = None, False
+        else:
+            self._mover.tape, self._mover.wraps = self.training, wraps
+
+    def end(self) -> None:
+        """The backward is over, or whatever was under way: what was seen is learnt."""
+        self.end_call()
+        if self._mover.tape is not None:
+            self._mover.tape.end()
+            self._mover.tape = None
+        self._open = False
+
+    def around_calls(self) -> tuple[Callable[[], None], Callable[[], None]]:
+        """What goes before and after a call of the model: one without gradients is a cycle."""
+        caches: list[bool] = []  # of autocast, before each call under way
+
+        def before() -> None:
+            caches.append(torch.is_autocast_cache_enabled())
+            if not torch.is_grad_enabled():
+                torch.set_autocast_cache_enabled(False)  # it would keep casts of weights that move
+                self.begin(last_micro_batch=False)
+
+        def after() -> None:
+            if caches:
+                torch.set_autocast_cache_enabled(caches.pop())
+            self.end_call()
+
+        return before, after
+
+    def surprises(self) -> int:
+        """Unexpected uses, and updates that could not be published, since the start."""
+        tapes = self.training.surprises + self.without_grad.surprises
+        return self._mover.surprises + tapes

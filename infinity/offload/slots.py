@@ -1,0 +1,240 @@
+"""The one ledger of where units are. Every transition is asserted.
+
+[Note: states of a unit's weights]
+ABSENT    only at home; no slot.
+FETCHING  a slot is assigned and bytes are on their way; only the training thread is involved.
+PRESENT   the slot holds the current weights; parameters may or may not be bound to it.
+PENDING   a sweep owes the unit an update; whatever was in a slot is stale and was given up. Only
+          the sweep thread may end this state: PRESENT when it published, ABSENT when it did not.
+
+A slot is free when nobody owns it and nothing still refers to the storage of its last residency:
+autograd's saves, users' aliases and running backward nodes all hold that storage, so its use
+count is the only pin there is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from torch import Tensor
+
+from infinity.model.torch_private import storage_use_count
+from infinity.offload.transfers import Lanes
+from infinity.plan.budget import largest_slot, num_landings
+from infinity.plan.plan import Plan
+from infinity.storage.device import HAPPENED, Device, DeviceArena, Event, after_all, arena_for
+from infinity.storage.disk import Ticket
+
+# Host buffers in which disk reads land on their way to a device with memory of its own.
+
+
+class Landings:
+    """A landing is free, being read into, or being copied from (its event has not happened)."""
+
+    def __init__(self, plan: Plan, lanes: Lanes) -> None:
+        self._lanes = lanes
+        nbytes, count = largest_slot(plan), num_landings(plan)
+        arena = arena_for([nbytes] * count)
+        if count:
+            lanes.device.pin(arena)
+        self._buffers = [arena.carve(nbytes) for _ in range(count)]
+        self._events: list[Event | None] = [HAPPENED] * count  # None: being read into
+
+    def __len__(self) -> int:
+        return len(self._buffers)
+
+    def take(self, land_one: Callable[[], None]) -> int:
+        """A landing to read into. `land_one` must turn one that is read into a copy."""
+        while True:
+            for index, event in enumerate(self._events):
+                if event is not None and event.done():
+                    self._events[index] = None
+                    return index
+            copying = [event for event in self._events if event is not None]
+            if not copying:
+                land_one()
+                continue
+            with self._lanes.stall("copy"):
+                copying[0].wait()
+
+    def buffer(self, index: int, nbytes: int) -> Tensor:
+        """The first bytes of a landing."""
+        return self._buffers[index][:nbytes]
+
+    def copied_by(self, index: int, event: Event) -> None:
+        """The landing is free once `event` has happened."""
+        self._events[index] = event
+
+    def forget(self) -> None:
+        """Drop the buffers."""
+        self._buffers.clear()
+
+
+class Where(Enum):
+    """See [Note: states of a unit's weights]."""
+
+    ABSENT = "absent"
+    FETCHING = "fetching"
+    PRESENT = "present"
+    PENDING = "pending"
+
+
+_ALLOWED = {
+    (Where.ABSENT, Where.FETCHING),
+    (Where.FETCHING, Where.PRESENT),
+    (Where.FETCHING, Where.ABSENT),  # abandoned
+    (Where.PRESENT, Where.ABSENT),
+    (Where.PRESENT, Where.PENDING),
+    (Where.ABSENT, Where.PENDING),
+    (Where.PENDING, Where.PRESENT),
+    (Where.PENDING, Where.ABSENT),
+}
+
+
+@dataclass(eq=False)
+class Slot:
+    """A reserved range of device memory; `slot_class` is None where a unit rests in it."""
+
+    slot_class: int | None
+    arena: DeviceArena | None
+    offset: int
+    nbytes: int
+    owner: int | None = None
+    residency: Tensor | None = None  # uint8, with a storage of its own
+    lingering: Tensor | None = None  # a stale residency that something still refers to
+    lingered: bool = False  # compute may have read it after it was given up
+    free_after: Event = HAPPENED
+
+    def is_free(self) -> bool:
+        """Whether a new residency may begin."""
+        if self.owner is not None:
+            return False
+        if self.lingering is not None and storage_use_count(self.lingering) > 1:
+            return False
+        self.lingering = None
+        return True
+
+    def num_aliases(self, num_ours: int) -> int:
+        """References to the residency beyond the ledger's and `num_ours`."""
+        assert self.residency is not None
+        return storage_use_count(self.residency) - 1 - num_ours
+
+
+@dataclass(eq=False)
+class Entry:
+    """One unit's line in the ledger."""
+
+    where: Where = Where.ABSENT
+    slot: Slot | None = None
+    bound: bool = False
+    views: list[Tensor] = field(default_factory=list)  # of the slot, once it was bound
+    checksums: list[int] | None = None  # of what is bound, where its edits are looked for
+    updates: int = 0  # how often a sweep, or an edit, replaced the weights
+    entered: int = 0  # forward calls of the unit's modules that have not returned
+    ready: Event = HAPPENED  # the copy that filled the slot
+    ticket: Ticket | None = None  # the disk read that fills the slot or its landing
+    landing: int | None = None
+
+    @property
+    def num_aliases(self) -> int:
+        """References to the slot's weights that are neither the ledger's nor the parameters'."""
+        assert self.slot is not None
+        return self.slot.num_aliases(len(self.views) * (1 + self.bound))
+
+
+@dataclass
+class Residency:
+    """Slots and entries; `changed` guards both, and is notified on every transition."""
+
+    plan: Plan
+    device: Device
+    entries: list[Entry] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def __post_init__(self) -> None:
+        self.entries = [Entry() for _ in self.plan.units]
+        total = sum(c.slot_bytes * c.count for c in self.plan.slot_classes)
+        arena = self.device.reserve(total)
+        offset = 0
+        for index, slot_class in enumerate(self.plan.slot_classes):
+            for _ in range(slot_class.count):
+                self.slots.append(Slot(index, arena, offset, slot_class.slot_bytes))
+                offset += slot_class.slot_bytes
+        self.class_of = [self.plan.class_of(u.index) for u in self.plan.units]
+
+    def forget(self) -> None:
+        """Drop the slots, and what rests in them."""
+        self.slots.clear()
+        for entry in self.entries:
+            entry.slot = None
+            entry.views = []
+
+    def free_slots(self, slot_class: int) -> list[Slot]:
+        """Slots of one class in which a residency may begin."""
+        return [s for s in self.slots if s.slot_class == slot_class and s.is_free()]
+
+    def add_permanent(self, unit: int, weights: Tensor) -> None:
+        """The unit's weights rest on the device, in `weights`: a slot it never leaves."""
+        slot = Slot(None, None, 0, weights.numel(), owner=unit, residency=weights)
+        self.slots.append(slot)
+        self.entries[unit].slot = slot
+        self.entries[unit].where = Where.PRESENT
+
+    def move(self, unit: int, where: Where) -> Entry:
+        """Make a transition; the caller holds `changed`."""
+        entry = self.entries[unit]
+        assert (entry.where, where) in _ALLOWED, (unit, entry.where, where)
+        entry.where = where
+        self.changed.notify_all()
+        return entry
+
+    def assign(self, unit: int, slot: Slot) -> Tensor:
+        """Begin a residency of the unit in a free slot."""
+        entry = self.entries[unit]
+        assert entry.slot is None
+        assert slot.is_free()
+        assert slot.arena is not None
+        if slot.lingered:  # whoever kept it alive may have queued compute until it died
+            slot.free_after = after_all(slot.free_after, self.device.compute_event())
+            slot.lingered = False
+        nbytes = self.plan.units[unit].slot_bytes
+        assert nbytes <= slot.nbytes
+        slot.owner = unit
+        slot.residency = slot.arena.view(slot.offset, nbytes)
+        entry.slot = slot
+        return slot.residency
+
+    def give_up(self, unit: int) -> None:
+        """End the unit's residency; the slot lingers while something refers to it."""
+        entry = self.entries[unit]
+        slot = entry.slot
+        assert slot is not None
+        assert not entry.bound
+        entry.views = []
+        if slot.slot_class is not None:
+            entry.slot = None
+            slot.owner = None
+            slot.lingering, slot.residency = slot.residency, None
+            slot.lingered = not slot.is_free()
+        self.changed.notify_all()
+
+    def holders(self, slot_class: int) -> str:
+        """Who holds the slots of a class, for an error message."""
+        lines = []
+        for index, slot in enumerate(s for s in self.slots if s.slot_class == slot_class):
+            if slot.owner is None:
+                assert slot.lingering is not None
+                lines.append(
+                    f"slot {index}: stale weights that "
+                    f"{storage_use_count(slot.lingering) - 1} tensors still refer to"
+                )
+                continue
+            entry = self.entries[slot.owner]
+            name = self.plan.units[slot.owner].name
+            why = "inside its forward" if entry.entered else f"referred to, {entry.where.value}"
+            lines.append(f"slot {index}: {name!r} ({why})")
+        return "; ".join(lines)

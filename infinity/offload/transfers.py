@@ -1,0 +1,240 @@
+"""Movement: every byte between tiers passes here, is counted, and waits are timed by cause."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from infinity.errors import InfinityError, TransferError
+from infinity.plan.plan import LANES
+from infinity.storage.device import HAPPENED, Device, Event
+from infinity.storage.disk import Disk, DiskTicket, Extent, Priority, Ticket
+from infinity.trace.recorder import NO_UNIT, Trace
+
+# Movement that is recorded in a trace: tickets and copies that tell when they were over.
+
+
+# What is moved: the unit's index, and a word for the kind.
+Label = tuple[int, str]
+NO_LABEL: Label = (NO_UNIT, "other")
+
+
+class TracedTicket:
+    """A ticket that is recorded, once, when somebody finds that it is over."""
+
+    def __init__(self, ticket: DiskTicket, trace: Trace, lane: str, label: Label) -> None:
+        self._ticket = ticket
+        self._trace = trace
+        self._lane = lane
+        self._label = label
+        # In a list, because taking it out is one operation: threads may find it over together.
+        self._open = [ticket.request]
+        trace.watch(self)
+
+    def done(self) -> bool:
+        """Whether the request is over."""
+        return self._ticket.done()
+
+    def wait(self) -> None:
+        """Block until it is over; raises `TransferError`, every time."""
+        try:
+            self._ticket.wait()
+        finally:
+            self.note()
+
+    def note(self) -> None:
+        """Record the request if it is over, and was not recorded."""
+        request = self._open[0] if self._open else None
+        times = request.times_ns if request is not None else None
+        if request is None or times is None:
+            return
+        with contextlib.suppress(IndexError):
+            self._open.pop()
+            failed = {"failed": request.error} if request.error else None
+            submitted, begin, end = times
+            unit, kind = self._label
+            nbytes = request.nbytes
+            self._trace.add(
+                self._lane, kind, unit, begin, end, nbytes, submitted=submitted, args=failed
+            )
+
+    def __del__(self) -> None:
+        self.note()
+
+
+def traced_copy(
+    trace: Trace,
+    lane: str,
+    copy: Callable[[Tensor, Tensor, Event], Event],
+    target: Tensor,
+    source: Tensor,
+    after: Event,
+    label: Label,
+) -> Event:
+    """A copy whose event knows its times, or that is over when the call is."""
+    submitted = time.perf_counter_ns()
+    event = copy(target, source, after)
+    unit, kind = label
+    record(trace, lane, kind, unit, event, target.numel(), submitted)
+    return event
+
+
+def record(
+    trace: Trace, lane: str, name: str, unit: int, event: Event, nbytes: int, submitted: int
+) -> None:
+    """Record what was handed to a device and ends with `event`."""
+    interval: Any = event
+    if hasattr(interval, "elapsed_ns"):
+        trace.add_later(lane, name, unit, interval, nbytes, submitted)
+        return
+    now = time.perf_counter_ns()
+    trace.add(lane, name, unit, submitted, now, nbytes, submitted=submitted)
+
+
+DISK_LANES = {"disk_read": "read", "disk_write": "write"}
+STALLS = ("disk_read", "disk_write", "update", "copy", "slot", "gradient", "norm")
+
+
+class Lanes:
+    """Counted movement over a device and, where there is one, a disk.
+
+    Stalls are seconds the calling thread waited; only the training thread uses `stall`. A `label`
+    says in the trace what is moved.
+    """
+
+    def __init__(self, device: Device, disk: Disk | None) -> None:
+        self.device = device
+        self.disk = disk
+        self._lock = threading.Lock()
+        self._moved = dict.fromkeys(LANES, 0)
+        self._stall_s = dict.fromkeys(STALLS, 0.0)
+        self._stalled = False
+        self.trace: Trace | None = None  # see `follow`
+
+    def follow(self, trace: Trace | None) -> None:
+        """Record all movement, and stalls, in a trace from now on, or no more."""
+        self.device.time_events(trace is not None)
+        self.trace = trace
+
+    def read(
+        self,
+        pieces: Sequence[tuple[Extent, Tensor]],
+        priority: Priority = Priority.NORMAL,
+        label: Label = NO_LABEL,
+    ) -> Ticket:
+        """Disk to RAM."""
+        ticket = self._disk().read(pieces, priority)
+        self._count("disk_read", pieces)
+        trace = self.trace
+        return ticket if trace is None else TracedTicket(ticket, trace, "disk_read", label)
+
+    def write(
+        self,
+        pieces: Sequence[tuple[Extent, Tensor]],
+        priority: Priority = Priority.BACKGROUND,
+        label: Label = NO_LABEL,
+    ) -> Ticket:
+        """RAM to disk."""
+        ticket = self._disk().write(pieces, priority)
+        self._count("disk_write", pieces)
+        trace = self.trace
+        return ticket if trace is None else TracedTicket(ticket, trace, "disk_write", label)
+
+    def copy_in(
+        self, target: Tensor, source: Tensor, after: Event = HAPPENED, label: Label = NO_LABEL
+    ) -> Event:
+        """Host to device."""
+        return self._copy("to_device", self.device.copy_in, target, source, after, label)
+
+    def copy_out(
+        self, target: Tensor, source: Tensor, after: Event = HAPPENED, label: Label = NO_LABEL
+    ) -> Event:
+        """Device to host, after the compute issued so far."""
+        return self._copy("from_device", self.device.copy_out, target, source, after, label)
+
+    def bring(
+        self, target: Tensor, source: Tensor, after: Event = HAPPENED, label: Label = NO_LABEL
+    ) -> Event:
+        """Host to device, held up by no other copy: see `Device.bring`."""
+        return self._copy("to_device", self.device.bring, target, source, after, label)
+
+    def copy_back(
+        self, target: Tensor, source: Tensor, after: Event = HAPPENED, label: Label = NO_LABEL
+    ) -> Event:
+        """Device to host, after `after` alone: see `Device.copy_back`."""
+        return self._copy("from_device", self.device.copy_back, target, source, after, label)
+
+    def _copy(
+        self,
+        lane: str,
+        copy: Callable[[Tensor, Tensor, Event], Event],
+        target: Tensor,
+        source: Tensor,
+        after: Event,
+        label: Label,
+    ) -> Event:
+        if self.device.unified:
+            return copy(target, source, after)
+        self._add(lane, target.numel())
+        trace = self.trace  # another thread may end it
+        if trace is None:
+            return copy(target, source, after)
+        return traced_copy(trace, lane, copy, target, source, after, label)
+
+    @contextmanager
+    def stall(self, cause: str, unit: int = NO_UNIT) -> Iterator[None]:
+        """Time a wait of the training thread; inside another stall it counts for that one."""
+        if self._stalled:
+            yield
+            return
+        self._stalled = True
+        start = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self._stalled = False
+            end = time.perf_counter_ns()
+            self._stall_s[cause] += (end - start) / 1e9
+            if self.trace is not None:
+                self.trace.add("stall", cause, unit, start, end)
+
+    def moved(self) -> dict[str, int]:
+        """Bytes per lane since the start."""
+        with self._lock:
+            return dict(self._moved)
+
+    def stalled_s(self) -> dict[str, float]:
+        """Seconds waited per cause since the start."""
+        return dict(self._stall_s)
+
+    @property
+    def stuck(self) -> TransferError | None:
+        """The first request that the kernel did not let go of in time; its memory is lost."""
+        return self.disk.stuck if self.disk is not None else None
+
+    def disk_times_s(self) -> dict[str, dict[str, float]]:
+        """Per disk lane, seconds since the start that blocks were queued, and with the device.
+
+        Summed over blocks, many of which are under way at the same time.
+        """
+        if self.disk is None:
+            return {lane: {"queue": 0.0, "device": 0.0} for lane in DISK_LANES}
+        return {lane: self.disk.times_s(op) for lane, op in DISK_LANES.items()}
+
+    def _disk(self) -> Disk:
+        if self.disk is None:  # pragma: no cover - the plan never homes without a disk
+            raise InfinityError("something was homed on disk, but this run has no disk")
+        return self.disk
+
+    def _count(self, lane: str, pieces: Sequence[tuple[Extent, Tensor]]) -> None:
+        self._add(lane, sum(extent.nbytes for extent, _ in pieces))
+
+    def _add(self, lane: str, nbytes: int) -> None:
+        with self._lock:
+            self._moved[lane] += nbytes

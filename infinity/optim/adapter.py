@@ -1,0 +1,492 @@
+"""Guests: optimizers of torch's, or of the user's, run on tiles of fp32 masters.
+
+A guest is asked to step one tile at a time: it gets a parameter of the tile's values, the gradient
+and the state it left there last time, and never knows that the rest of the model is elsewhere.
+State tensors rest as fp32 moments; everything else it keeps (step counts, what it changes in a
+group) is kept here, per parameter. An elementwise guest gets flat tiles; any other gets whole
+parameters in their own shape. `guest_probe.py` finds out which; `guest_groups.py` is about groups.
+
+[Note: same bits as plain torch]
+torch's vector loops end in scalar ones, whose rounding may differ. Tiles are cut at multiples of
+128 elements of a parameter and are small enough for torch to use one thread, so every element is
+computed by the loop that would compute it if the parameter were stepped whole by one thread.
+
+[Note: rehearsal]
+What a guest keeps may depend on its group: momentum that is switched on needs a buffer. So small
+parameters go ahead: when an entry of a group is switched, one of each form of state takes two
+steps with it, before the commit. What they cannot do is refused while nothing has changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import numbers
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from infinity.errors import ConfigError, InfinityError, TrainingError
+from infinity.formats import MomentFormat
+from infinity.optim.cpu import CpuKernels
+from infinity.optim.moments import Moment
+from infinity.optim.update import Tile
+
+# Groups of guests: as captured at a `step()`, and what in them was edited since.
+#
+# [Note: whose entry]
+# A guest may write to its group (a count, a learning rate of its own). What it writes is kept with
+# each parameter, never in the user's group: updates run behind the user's back. It holds until the
+# user, or a scheduler, changes the entry: until the group's value differs from the one the guest
+# saw
+# when it wrote. To write the value that is there already is no edit.
+
+
+Form = tuple[int, frozenset[str]]  # of a parameter's state: its dimensions, the names in the state
+
+_ABSENT = object()
+
+
+class Captured(dict[str, Any]):
+    """A copy of a group without its parameters.
+
+    `forms` is shared by all captures of a group: the state of each parameter that has stepped.
+    """
+
+    def __init__(self, values: Mapping[str, Any], forms: dict[int, Form] | None = None) -> None:
+        super().__init__(values)
+        self.forms: dict[int, Form] = {} if forms is None else forms
+
+
+class Written(NamedTuple):
+    """What a guest wrote to an entry, and what the user's group held then."""
+
+    value: Any
+    seen: Any
+
+
+def written_data(entry: Written) -> dict[str, Any]:
+    """The entry as data that can be saved; `seen` is left out where the group had no such entry."""
+    data = {"value": entry.value}
+    return data if entry.seen is _ABSENT else {**data, "seen": entry.seen}
+
+
+def written_from(data: Mapping[str, Any]) -> Written:
+    """The entry that `written_data` gave."""
+    return Written(data["value"], data.get("seen", _ABSENT))
+
+
+def still_written(
+    captured: Mapping[str, Any], written: Mapping[str, Written]
+) -> dict[str, Written]:
+    """The entries that nobody has edited since the guest wrote them."""
+    return {k: w for k, w in written.items() if same(captured.get(k, _ABSENT), w.seen)}
+
+
+def newly_written(
+    captured: Mapping[str, Any], given: Mapping[str, Any], group: Mapping[str, Any]
+) -> dict[str, Written]:
+    """The entries that a step has changed in the group it was given."""
+    return {
+        k: Written(v, captured.get(k, _ABSENT))
+        for k, v in group.items()
+        if k != "params" and not same(v, given.get(k, _ABSENT))
+    }
+
+
+def outline(value: Any) -> Any:
+    """What of an entry may decide which state is kept: of a number its sign, not its size."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, numbers.Real):
+        number: Any = value
+        return (number > 0) - (number < 0)
+    if isinstance(value, Tensor):
+        return value.dtype, tuple(value.shape), bool(value.any())
+    if isinstance(value, Mapping):
+        return tuple((key, outline(item)) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(map(outline, value))
+    return type(value)
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+    """The entries whose outline differs -> what they are and were, in words."""
+    words = {}
+    for key in {**old, **new}:
+        before, now = old.get(key, _ABSENT), new.get(key, _ABSENT)
+        if key not in old or key not in new or outline(before) != outline(now):
+            words[key] = f"group[{key!r}] {_told(now)}, which was {_told(before)}"
+    return words
+
+
+def _told(value: Any) -> str:
+    return "absent" if value is _ABSENT else repr(value)
+
+
+def copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies that may be changed in place; the usual kinds without the price of `deepcopy`."""
+    return {key: _copy(value) for key, value in values.items()}
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple):
+        return tuple(map(_copy, value)) if type(value) is tuple else copy.deepcopy(value)
+    return copy.deepcopy(value)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two entries are equal; NaN and objects are the same only as one object."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+            return False
+        return one.dtype is other.dtype and torch.equal(one, other)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+# Below torch's grain of 32768, from which on it cuts loops between threads.
+TILE_ELEMENTS = 1 << 14
+
+# Of small parameters that things are tried out on, by their number of dimensions.
+SMALL_SHAPES = {0: (), 1: (512,), 2: (16, 32), 3: (4, 8, 16), 4: (4, 4, 4, 8)}
+SMALL_ELEMENTS = 512
+_REHEARSED_STEPS = 2  # the first makes state, the second uses it
+
+MakeState = Callable[[Mapping[str, Any], nn.Parameter], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class GuestFacts:
+    """A guest and what was found out about it.
+
+    `worker` is an instance without parameters. `tensor_names` are the entries of its state that
+    have one value per element or so, `num_moments` how many of them a parameter has at most.
+    `make_state` is there where its constructor makes state: (group, parameter) -> state.
+    """
+
+    name: str
+    worker: torch.optim.Optimizer
+    groups: list[dict[str, Any]]
+    defaults: dict[str, Any]
+    whole: bool = False
+    tensor_names: frozenset[str] = frozenset()
+    num_moments: int = 0
+    make_state: MakeState | None = None
+
+    def dimensions(self, shape: Sequence[int]) -> int:
+        """Of what the guest is handed for a parameter of this shape; at most 4, to try it out."""
+        return min(len(shape), 4) if self.whole else 1
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What is kept of one parameter beside its moments; replaced after its last tile of a step."""
+
+    scalars: Mapping[str, Any] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # in order of the moments
+    group: Mapping[str, Written] = field(default_factory=dict)  # entries its step() has changed
+
+    def form(self, num_dimensions: int) -> Form:
+        """What state this is, for a parameter of so many dimensions."""
+        return num_dimensions, frozenset([*self.scalars, *self.shapes])
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A group as it was when it was last rehearsed."""
+
+    values: Mapping[str, Any]
+    outlines: Mapping[str, Any]
+    forms: dict[int, Form]
+
+
+class GuestRule:
+    """The rule that a guest is; see `tiles.Rule`."""
+
+    def __init__(self, facts: GuestFacts) -> None:
+        self.facts = facts
+        self.name = facts.name
+        self.whole = facts.whole
+        self.moments = (MomentFormat.FP32,) * facts.num_moments
+        parts = "whole parameters" if facts.whole else f"tiles of {TILE_ELEMENTS} elements"
+        self.notes: tuple[str, ...] = (
+            f"{facts.name} is run by torch on {parts}: slower than the built-in rules",
+        )
+        self._rehearsal = _Rehearsal(facts)
+        self._groups: dict[int, _Group] = {}  # by the id of the first parameter
+
+    def capture(self, group: Mapping[str, Any]) -> Captured:
+        """A copy of the group, without its parameters.
+
+        Raises `ConfigError` for an edit that needs state which was not planned.
+        """
+        apart = ("params", "param_names")
+        captured = Captured(copied({k: v for k, v in group.items() if k not in apart}))
+        parameters = group["params"]
+        if not parameters:
+            return captured
+        known = self._groups.get(id(parameters[0]))
+        if known is not None:
+            captured.forms = known.forms
+        outlines = {key: outline(value) for key, value in captured.items()}
+        if known is None or outlines != known.outlines:
+            self._rehearse(captured, known, parameters)
+            self._groups[id(parameters[0])] = _Group(captured, outlines, captured.forms)
+        return captured
+
+    def _rehearse(
+        self, captured: Captured, known: _Group | None, parameters: Sequence[Tensor]
+    ) -> None:
+        starts: set[Form] = set(captured.forms.values())
+        if len(captured.forms) < len(parameters):  # some have not stepped yet
+            starts |= {(self.facts.dimensions(p.shape), frozenset()) for p in parameters}
+        try:
+            self._rehearsal.walk(captured, starts)
+        except Exception as error:
+            what = error.what if isinstance(error, InfinityError) else repr(error)
+            edits = {} if known is None else differences(known.values, captured)
+            names = " and ".join(edits) or "the group"
+            raise ConfigError(
+                f"{self.name} cannot step with {' and '.join(edits.values()) or 'its groups'}",
+                because=f"tried on a small parameter: {what}; what is kept of parameters was "
+                "planned from the groups that initialize() got",
+                remedy=f"set {names} back and call step() again; to use it later, let initialize() "
+                f"get it switched on ({names} > 0, say): a schedule may change it then",
+            ) from error
+
+    def reserve(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """The trial has found what the guest keeps; later edits are compared with these groups."""
+        for group in groups:
+            self.capture(group)
+
+    def tile_elements(self, largest: int) -> int:
+        """Whole parameters, or tiles that torch steps in one thread."""
+        return largest if self.whole else min(largest, TILE_ELEMENTS)
+
+    def initial(self, captured: Any) -> tuple[float, ...]:
+        """A guest fills its state by itself."""
+        return ()
+
+    def updater(self, kernels: CpuKernels, names: Sequence[str], largest: int, seed: int) -> Guest:
+        """The guest."""
+        return Guest(self.facts, self.tile_elements(largest), kernels)
+
+
+class Guest:
+    """Runs a guest's `step()` on tiles; used by one thread."""
+
+    def __init__(
+        self, facts: GuestFacts, tile_elements: int, kernels: CpuKernels | None = None
+    ) -> None:
+        """`kernels` joins and splits masters; without them weights must be fp32."""
+        self.facts = facts
+        self.kernels = kernels
+        self._worker = facts.worker
+        self._kept: dict[int, _Kept] = {}
+        self._master = torch.empty(tile_elements if kernels is not None else 0)
+        self._gradient = torch.empty(tile_elements)
+
+    def restart(self, kept: _Kept | None) -> None:
+        """Forget all parameters; parameter 0 goes on with `kept`."""
+        self._kept = {} if kept is None else {0: kept}
+
+    def kept_of(self, parameter: int) -> _Kept:
+        """What is kept of a parameter beside its moments."""
+        return self._kept.get(parameter, _Kept())
+
+    def begin(self, hypers: Mapping[int, Any], steps: Mapping[int, int]) -> None:
+        """Nothing is known before the guest has stepped."""
+
+    def kept(self) -> dict[int, dict[str, Any]]:
+        """What is kept of each parameter beside its moments, as data that can be saved."""
+        return {
+            index: {
+                "scalars": copied(kept.scalars),
+                "shapes": dict(kept.shapes),
+                "group": {key: written_data(entry) for key, entry in kept.group.items()},
+            }
+            for index, kept in self._kept.items()
+        }
+
+    def keep(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
+        """Go on with what `kept` gave."""
+        self._kept = {
+            index: _Kept(
+                copied(entry["scalars"]),
+                {name: tuple(shape) for name, shape in entry["shapes"].items()},
+                {key: written_from(data) for key, data in entry["group"].items()},
+            )
+            for index, entry in saved.items()
+        }
+
+    def update(self, tiles: Sequence[Tile], grad_scale: float) -> None:
+        """One step of the guest on each tile; `hyper` is its group, `step` is not used."""
+        for tile in tiles:
+            self._update(tile, grad_scale)
+
+    def _update(self, tile: Tile, grad_scale: float) -> None:
+        count, size = tile.weight.numel(), math.prod(tile.shape)
+        if self.facts.whole and (tile.first or count != size):
+            raise TrainingError(f"{self.facts.name} needs whole parameters, got a part of one")
+        before = self._kept.get(tile.parameter)
+        after = before
+        for part in [tile] if self.facts.whole else _cut(tile):
+            after = self._run(part, before, grad_scale)
+        if tile.first + count == size and after is not None:
+            self._kept[tile.parameter] = after
+            tile.hyper.forms[tile.parameter] = after.form(self.facts.dimensions(tile.shape))
+
+    def state_of(
+        self,
+        parameter: int,
+        hyper: Any,
+        moments: Sequence[Moment],
+        shape: tuple[int, ...],
+        step: int,
+    ) -> dict[str, Any]:
+        """The guest's `state[p]`, as fresh tensors; empty before the first step."""
+        kept = self.kept_of(parameter)
+        state = copied(kept.scalars)
+        for moment, (name, own) in zip(moments, kept.shapes.items(), strict=False):
+            own = own if self.facts.whole else shape
+            state[name] = moment.values[: math.prod(own)].clone().view(own)
+        return state
+
+    def _run(self, tile: Tile, before: _Kept | None, grad_scale: float) -> _Kept:
+        count = tile.weight.numel()
+        shape = tile.shape if self.facts.whole else (count,)
+        master = tile.weight
+        if tile.rest is not None:
+            assert self.kernels is not None
+            master = self._master[:count]
+            self.kernels.join(tile.weight, tile.rest, master)
+        gradient = self._gradient[:count].copy_(tile.gradient)
+        if grad_scale != 1.0:
+            gradient.mul_(grad_scale)
+        parameter = nn.Parameter(master.view(shape))
+        parameter.grad = gradient.view(shape)
+        written = still_written(tile.hyper, before.group) if before is not None else {}
+        given = {**tile.hyper, **{key: entry.value for key, entry in written.items()}}
+        group = copied(given)
+        group["params"] = [parameter]
+        self._worker.param_groups = [group]
+        self._worker.state = defaultdict(dict)
+        state = self._load(before, tile, parameter, given)
+        if state:
+            self._worker.state[parameter] = state
+        with torch.no_grad():
+            self._worker.step()
+            if parameter.data_ptr() != master.data_ptr():  # it bound another tensor to .data
+                master.copy_(parameter.detach().reshape(-1))
+        after = self._collect(tile, parameter, before or _Kept())
+        self._worker.param_groups = []
+        self._worker.state = defaultdict(dict)
+        if tile.rest is not None:
+            assert self.kernels is not None
+            self.kernels.split(master, tile.weight, tile.rest)
+        return replace(after, group={**written, **newly_written(tile.hyper, given, group)})
+
+    def _load(
+        self, before: _Kept | None, tile: Tile, parameter: nn.Parameter, group: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The state the guest left for this tile; state tensors are views of the moments."""
+        if before is None:
+            return self.facts.make_state(group, parameter) if self.facts.make_state else {}
+        state = copied(before.scalars)  # steps change them in place
+        for moment, (name, own) in zip(tile.moments, before.shapes.items(), strict=False):
+            shape = own if self.facts.whole else tuple(parameter.shape)
+            state[name] = moment.values[: math.prod(shape)].view(shape)
+        return state
+
+    def _collect(self, tile: Tile, parameter: nn.Parameter, before: _Kept) -> _Kept:
+        """Take the guest's state over: tensors to the moments, the rest as it is."""
+        scalars: dict[str, Any] = {}
+        shapes = dict(before.shapes)
+        for name, value in self._worker.state.get(parameter, {}).items():
+            if not is_per_element(name, value, self.facts.tensor_names):
+                scalars[name] = value
+                continue
+            shapes[name] = tuple(value.shape)
+            index = list(shapes).index(name)
+            self._check_tensor(tile, name, value, index)
+            target = tile.moments[index].values[: value.numel()]
+            if value.data_ptr() != target.data_ptr() or not value.is_contiguous():
+                target.copy_(value.detach().clone().reshape(-1))
+        return _Kept(scalars, shapes)
+
+    def _check_tensor(self, tile: Tile, name: str, value: Tensor, index: int) -> None:
+        room = tile.weight.numel()
+        fits = value.numel() <= room if self.facts.whole else value.numel() == room
+        if index < len(tile.moments) and value.dtype is torch.float32 and fits:
+            return
+        raise TrainingError(
+            f"{self.facts.name} keeps {name!r} of shape {tuple(value.shape)} and dtype "
+            f"{value.dtype} for a tile of {room} elements; {len(tile.moments)} fp32 state tensors "
+            "were planned",
+            because="it did not do so when it was tried out on small parameters",
+            remedy="use an optimizer whose state has the same form for all parameters",
+        )
+
+
+class _Rehearsal:
+    """Steps of small parameters that start with the state real ones have; see the note."""
+
+    def __init__(self, facts: GuestFacts) -> None:
+        # The worker is shared: groups are captured only while no update is under way.
+        self._guest = Guest(facts, SMALL_ELEMENTS)
+        self._num_moments = facts.num_moments
+        self._examples: dict[Form, tuple[_Kept, list[Tensor]]] = {}
+
+    def walk(self, captured: Captured, starts: Iterable[Form]) -> None:
+        """Two steps from each form with the captured group; raises what the guest raises."""
+        group = Captured(captured)  # with forms of its own
+        for start in starts:
+            dimensions, names = start
+            kept, values = self._examples.get(start, (None, []))
+            if names and kept is None:
+                continue  # real parameters have found a way that the small ones did not go
+            self._guest.restart(kept)
+            weight = torch.linspace(0.5, 1, math.prod(SMALL_SHAPES[dimensions]))
+            values = [v.clone() for v in values] or [
+                torch.zeros_like(weight) for _ in range(self._num_moments)
+            ]
+            moments = tuple(Moment(v, None, MomentFormat.FP32) for v in values)
+            for step in range(1, _REHEARSED_STEPS + 1):
+                tile = Tile(0, SMALL_SHAPES[dimensions], 0, weight, None, moments,
+                            weight.clone(), group, step)  # fmt: skip
+                self._guest.update([tile], 1.0)
+                after = self._guest.kept_of(0)
+                example = (after, [v.clone() for v in values])
+                self._examples.setdefault(after.form(dimensions), example)
+
+
+def is_per_element(name: str, value: Any, tensor_names: frozenset[str]) -> bool:
+    """Whether an entry of a guest's state rests as a moment."""
+    return isinstance(value, Tensor) and (value.numel() > 1 or name in tensor_names)
+
+
+def _cut(tile: Tile) -> Iterator[Tile]:
+    """Parts of a tile that are small enough for torch to use one thread."""
+    count = tile.weight.numel()
+    for start in range(0, count, TILE_ELEMENTS):
+        part = slice(start, min(start + TILE_ELEMENTS, count))
+        yield replace(
+            tile,
+            first=tile.first + start,
+            weight=tile.weight[part],
+            rest=None if tile.rest is None else tile.rest[part],
+            moments=tuple(m.part(part.start, part.stop) for m in tile.moments),
+            gradient=tile.gradient[part],
+        )

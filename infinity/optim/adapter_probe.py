@@ -1,0 +1,339 @@
+"""Trying a guest out on small parameters: what it keeps, and whether it may be cut into tiles.
+
+The trial compares plain use of the optimizer with our use of it, bit for bit, on values of
+several magnitudes: flat tiles first, then whole parameters. What equals neither is refused: it
+mixes parameters, draws random numbers, or keeps state where we cannot see it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infinity.errors import ConfigError, PresenceError
+from infinity.formats import MomentFormat
+from infinity.optim.adapter import (
+    SMALL_ELEMENTS,
+    SMALL_SHAPES,
+    Captured,
+    Guest,
+    GuestFacts,
+    MakeState,
+    is_per_element,
+)
+from infinity.optim.moments import Moment
+from infinity.optim.standalone import CPUAdam, FusedAdam
+from infinity.optim.update import Tile
+
+GuestMaker = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+MAX_MOMENTS = 6  # of `plan.layout.MOMENTS`
+_CUTS = (0, 128, 384, 512)  # tiles of a probe of 512 elements
+_SCALES = (1e-3, 1.0, 1e3)  # of gradients: clipping and trust ratios act in some of them
+_STEPS = 3
+_REFUSED = {
+    "LBFGS": "it computes the loss again several times a step, by a closure",
+    "SparseAdam": "it takes sparse gradients, and gradient ranges here are dense",
+}
+
+
+def open_guest(
+    given: torch.optim.Optimizer | GuestMaker, groups: list[dict[str, Any]]
+) -> GuestFacts:
+    """What to know of an optimizer class, a function that makes one of groups, or an instance.
+
+    `groups` are those of `model_parameters`; a function gets them with stand-ins of fp32 on the
+    meta device, so that nothing is allocated. Raises `ConfigError` for what cannot be run.
+    """
+    _refuse_by_name(given if isinstance(given, type) else type(given))
+    real = {id(p): p for group in groups for p in group["params"]}
+    if isinstance(given, torch.optim.Optimizer):
+        instance, make = given, None
+    else:
+        stand_ins = []
+        for group in groups:
+            mine = [_stand_in(p) for p in group["params"]]
+            real |= {id(s): p for s, p in zip(mine, group["params"], strict=True)}
+            stand_ins.append({**group, "params": mine})
+        instance, make = _make(given, stand_ins), given
+    name = _name_of(type(instance))
+    made = instance.param_groups  # of a given instance the same objects: schedulers keep working
+    if not isinstance(given, torch.optim.Optimizer):
+        made = [{**g, "params": [_real_of(p, real) for p in g["params"]]} for g in made]
+    has_state = any(instance.state.values())
+    if has_state and (make is None or given is instance):
+        raise ConfigError(
+            f"the {name} has state already",
+            because="it has stepped, or its constructor makes state",
+            remedy="pass the class, or a function of groups: optimizer=lambda groups: ...",
+        )
+    worker = _without_parameters(instance, real.values())
+    make_state = _state_maker(make, instance) if has_state and make is not None else None
+    facts = GuestFacts(name, worker, made, instance.defaults, make_state=make_state)
+    with torch.random.fork_rng(devices=[]):
+        return _try_out(facts)
+
+
+def _refuse_by_name(kind: type) -> None:
+    if issubclass(kind, CPUAdam | FusedAdam):
+        raise _standalone(f"infinity.{kind.__name__}")
+    for cls in kind.__mro__:
+        reason = _REFUSED.get(cls.__name__)
+        if reason is not None and cls.__module__.startswith("torch.optim"):
+            raise ConfigError(
+                f"{_name_of(kind)} cannot be used with offloaded state",
+                because=reason,
+                remedy="use another optimizer",
+            )
+
+
+def _standalone(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name} is not an optimizer for the engine",
+        because="it is the standalone one, over parameters and state in the memory of a model; "
+        "the engine runs the same kernels on state that it keeps itself",
+        remedy='write optimizer: {"type": "AdamW", ...} in the config, with lr, betas, eps, '
+        'weight_decay, maximize and moments ("Adam" for adamw_mode=False), and leave '
+        "initialize(optimizer=...) out; or pass torch.optim.AdamW, which torch runs, slower",
+    )
+
+
+def _name_of(kind: type) -> str:
+    ours = kind.__module__.startswith("torch.optim")
+    return f"torch.optim.{kind.__name__}" if ours else kind.__qualname__
+
+
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty(parameter.shape, dtype=torch.float32, device="meta"))
+
+
+def _make(maker: GuestMaker, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    try:
+        made = maker(groups)
+    except PresenceError as error:  # what our standalone optimizers say of stand-ins
+        raise _standalone("infinity.CPUAdam or FusedAdam") from error
+    except Exception as error:
+        raise ConfigError(
+            f"the optimizer refuses the model's parameter groups: {error}",
+            remedy="optimizer takes a class, or a function of groups that returns an optimizer: "
+            "optimizer=lambda groups: torch.optim.RMSprop(groups, lr=1e-3)",
+        ) from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer made a {type(made).__name__}, not a torch.optim.Optimizer",
+            remedy="pass a class, an instance, or a function of groups that returns an optimizer",
+        )
+    _refuse_by_name(type(made))
+    return made
+
+
+def _real_of(parameter: Tensor, real: Mapping[int, nn.Parameter]) -> nn.Parameter:
+    if id(parameter) not in real:
+        raise ConfigError("the optimizer holds a parameter that was not given to it")
+    return real[id(parameter)]
+
+
+def _without_parameters(
+    instance: torch.optim.Optimizer, parameters: Iterable[Tensor]
+) -> torch.optim.Optimizer:
+    """A copy with attributes of its own, but neither groups nor state."""
+    worker = type(instance).__new__(type(instance))
+    memo: dict[int, Any] = {id(p): p for p in parameters}
+    memo |= {id(p): p for group in instance.param_groups for p in group["params"]}
+    memo[id(instance)] = worker
+    apart = ("param_groups", "state", "step")  # a scheduler may have wrapped `step`
+    attributes = {k: v for k, v in vars(instance).items() if k not in apart}
+    vars(worker).update(copy.deepcopy(attributes, memo))
+    worker.param_groups = []
+    worker.state = defaultdict(dict)
+    return worker
+
+
+def _state_maker(make: GuestMaker, instance: torch.optim.Optimizer) -> MakeState:
+    """What makes the state of one tile as the constructor does."""
+
+    def make_state(group: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
+        fresh = make([{**group, "params": [parameter]}])
+        return dict(fresh.state.get(parameter, {}))
+
+    return make_state
+
+
+# --- the trial -------------------------------------------------------------------------------
+
+
+class _Trial:
+    """Small parameters in the model's groups, one for each number of dimensions."""
+
+    def __init__(self, facts: GuestFacts, scale: float) -> None:
+        self.facts = facts
+        self._chance = torch.Generator().manual_seed(1)
+        self._profile = torch.ones(SMALL_ELEMENTS)
+        self._profile[: _CUTS[1]] = 0.05  # so that tiles differ in their means
+        self.options: list[dict[str, Any]] = []
+        self.values: list[list[Tensor]] = []
+        for group in facts.groups:
+            options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            if isinstance(options.get("lr"), float) and options["lr"] == 0:
+                options["lr"] = 1e-3  # a schedule may begin with 0, where nothing shows
+            self.options.append(options)
+            dims = sorted({min(p.dim(), 4) for p in group["params"]})
+            self.values.append([self._draw(dim) for dim in dims])
+        self.gradients = [
+            [[self._draw(v.dim()) * scale for v in values] for values in self.values]
+            for _ in range(_STEPS)
+        ]
+
+    def _draw(self, dim: int) -> Tensor:
+        shape = SMALL_SHAPES[dim]
+        flat = torch.randn(SMALL_ELEMENTS, generator=self._chance) * self._profile
+        return flat.view(shape) if dim else flat[0].clone()
+
+    def plain(self) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+        """Plain use: all groups together in one optimizer."""
+        worker = _without_parameters(self.facts.worker, ())
+        mine = [[nn.Parameter(v.clone()) for v in values] for values in self.values]
+        worker.param_groups = [
+            {**copy.deepcopy(options), "params": parameters}
+            for options, parameters in zip(self.options, mine, strict=True)
+        ]
+        if self.facts.make_state is not None:
+            for group in worker.param_groups:
+                for p in group["params"]:
+                    worker.state[p] = self.facts.make_state(group, p)
+        for gradients in self.gradients:
+            for parameters, wanted in zip(mine, gradients, strict=True):
+                for parameter, gradient in zip(parameters, wanted, strict=True):
+                    parameter.grad = gradient.clone()
+            with torch.no_grad():
+                worker.step()
+        return [p for parameters in mine for p in parameters], worker
+
+    def tiled(self, facts: GuestFacts) -> tuple[list[Tensor], list[dict[str, Any]]]:
+        """Our use: tile by tile, or parameter by parameter."""
+        facts = replace(facts, worker=_without_parameters(facts.worker, ()))
+        guest = Guest(facts, tile_elements=SMALL_ELEMENTS)
+        flats = [v.clone().reshape(-1) for values in self.values for v in values]
+        shapes = [tuple(v.shape) for values in self.values for v in values]
+        hypers = [Captured(o) for o, vs in zip(self.options, self.values, strict=True) for _ in vs]
+        moments = [
+            tuple(Moment.zeros(f.numel(), MomentFormat.FP32) for _ in range(facts.num_moments))
+            for f in flats
+        ]
+        for number, step in enumerate(self.gradients):
+            flat_gradients = [g.reshape(-1) for gradients in step for g in gradients]
+            for index, flat in enumerate(flats):
+                edges = [0, *(c for c in _CUTS[1:] if c < flat.numel()), flat.numel()]
+                edges = [0, flat.numel()] if facts.whole else edges
+                for first, end in zip(edges, edges[1:], strict=False):  # noqa: RUF007
+                    parts = tuple(m.part(first, end) for m in moments[index])
+                    gradient = flat_gradients[index][first:end]
+                    tile = Tile(index, shapes[index], first, flat[first:end], None, parts,
+                                gradient, hypers[index], number + 1)  # fmt: skip
+                    guest.update([tile], 1.0)
+        states = [guest.state_of(i, None, moments[i], shapes[i], _STEPS) for i in range(len(flats))]
+        return flats, states
+
+
+def _try_out(facts: GuestFacts) -> GuestFacts:
+    """The facts completed; raises `ConfigError` if plain use cannot be had in parts."""
+    trials = [_Trial(facts, scale) for scale in _SCALES]
+    try:
+        torch.manual_seed(1)
+        plain = [trial.plain() for trial in trials]
+    except Exception as error:
+        raise ConfigError(
+            f"{facts.name} cannot step small parameters of the model's groups: {error}",
+            because="an engine's step() has neither a closure nor sparse gradients",
+            remedy="use an optimizer whose step() takes no argument",
+        ) from error
+    facts = _with_names(facts, plain)
+    _require_change(facts, trials, plain)
+    torch.manual_seed(2)  # so that nobody equals by drawing the same random numbers
+    problem: object = None
+    for whole in (False, True):
+        candidate = replace(facts, whole=whole)
+        try:
+            if all(_equal(t.tiled(candidate), p) for t, p in zip(trials, plain, strict=True)):
+                return candidate
+        except Exception as error:
+            problem = error
+    raise ConfigError(
+        f"{facts.name} does not give the same result when parameters are updated one at a time",
+        because=f"of {problem!r}"
+        if problem is not None
+        else "it mixes parameters, draws random "
+        "numbers, or keeps state outside of state[p] and its group",
+        remedy="use an optimizer that treats every parameter by itself",
+    )
+
+
+def _with_names(
+    facts: GuestFacts, plain: list[tuple[list[nn.Parameter], torch.optim.Optimizer]]
+) -> GuestFacts:
+    names: set[str] = set()
+    most = 0
+    for parameters, worker in plain:
+        for parameter in parameters:
+            found = {
+                name: value
+                for name, value in worker.state.get(parameter, {}).items()
+                if is_per_element(name, value, frozenset())
+            }
+            for name, value in found.items():
+                if value.dtype is not torch.float32 or value.numel() > parameter.numel():
+                    raise ConfigError(
+                        f"{facts.name} keeps {name!r} of shape {tuple(value.shape)} and dtype "
+                        f"{value.dtype} for a parameter of shape {tuple(parameter.shape)}",
+                        because="state tensors rest in fp32, in the place of one number an element",
+                        remedy="use an optimizer with fp32 state no larger than the parameter",
+                    )
+            names |= found.keys()
+            most = max(most, len(found))
+    if most > MAX_MOMENTS:
+        raise ConfigError(
+            f"{facts.name} keeps {most} state tensors per parameter; {MAX_MOMENTS} is the most"
+        )
+    return replace(facts, tensor_names=frozenset(names), num_moments=most)
+
+
+def _require_change(
+    facts: GuestFacts,
+    trials: list[_Trial],
+    plain: list[tuple[list[nn.Parameter], torch.optim.Optimizer]],
+) -> None:
+    before = [v for values in trials[1].values for v in values]
+    for old, new in zip(before, plain[1][0], strict=True):
+        if torch.equal(old, new):
+            raise ConfigError(
+                f"{facts.name} changed nothing in {_STEPS} steps",
+                because="its step() does not go by param_groups, or a learning rate is 0",
+                remedy="pass an optimizer that updates what is in param_groups",
+            )
+
+
+def _equal(
+    ours: tuple[list[Tensor], list[dict[str, Any]]],
+    plain: tuple[list[nn.Parameter], torch.optim.Optimizer],
+) -> bool:
+    """Bit for bit, parameters and state tensors; scalars too."""
+    parameters, worker = plain
+    for flat, state, parameter in zip(*ours, parameters, strict=True):
+        theirs = worker.state.get(parameter, {})
+        if not _same_bits(flat, parameter.detach()) or state.keys() != theirs.keys():
+            return False
+        for name, value in theirs.items():
+            if isinstance(value, Tensor) and not _same_bits(state[name], value):
+                return False
+    return True
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    raw = [t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
+    return torch.equal(*raw)

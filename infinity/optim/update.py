@@ -1,0 +1,274 @@
+"""The built-in rules by their names in the config: hypers from groups, updates by the kernels."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from infinity.errors import ConfigError
+from infinity.formats import MomentFormat
+from infinity.optim.cpu import CpuKernels, Piece
+from infinity.optim.moments import VALUE_DTYPES, Moment
+from infinity.optim.rules import Hyper, SgdHyper, hyper_of, lossy_notes, reserved_moments
+from infinity.plan.layout import REST_DTYPES, Kind, Precision
+
+# Tiles: parts of parameters with all their state beside them in host memory, and who updates them.
+#
+# The sweep cuts what it holds into tiles, and an `Updater` does one step on each: `built_in.py`
+# with the kernels, `guest.py` with any optimizer of torch's. Neither knows units, tiers or files.
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """The elements `first` to `first + weight.numel()` of one flat parameter, and their update.
+
+    `weight` is fp32 with `rest` None, bf16 with an int16 residual, or fp16 with the fp32 master;
+    `gradient` is fp32, or of the weight's dtype. All are 1-D views of host memory, and are updated
+    in place. `parameter` is the parameter's index, `shape` its own whole shape. `hyper` is what
+    `OffloadedOptimizer.hypers` captured, and `step` counts this update from 1. Tiles of one
+    parameter and step come in order.
+    """
+
+    parameter: int
+    shape: tuple[int, ...]
+    first: int
+    weight: Tensor
+    rest: Tensor | None
+    moments: tuple[Moment, ...]
+    gradient: Tensor
+    hyper: Any
+    step: int
+
+
+class Updater(Protocol):
+    """Does one step of an update rule on tiles."""
+
+    def update(self, tiles: Sequence[Tile], grad_scale: float) -> None:
+        """Update tiles in place; gradients are multiplied by the scale first."""
+
+    def begin(self, hypers: Mapping[int, Any], steps: Mapping[int, int]) -> None:
+        """A step of these parameters is committed: their tiles will come."""
+
+    def kept(self) -> dict[int, dict[str, Any]]:
+        """What is kept of each parameter beside its moments, as data that can be saved."""
+
+    def keep(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
+        """Go on with what `kept` gave."""
+
+    def state_of(
+        self,
+        parameter: int,
+        hyper: Any,
+        moments: Sequence[Moment],
+        shape: tuple[int, ...],
+        step: int,
+    ) -> dict[str, Any]:
+        """What is kept of a whole parameter, by torch's names, as fresh tensors."""
+
+
+class Rule(Protocol):
+    """An update rule as the engine sees it: what it keeps, and who does it.
+
+    `moments` has a format for each moment that `reserve` found necessary. A `whole` rule needs
+    whole parameters as tiles.
+    """
+
+    name: str
+    moments: tuple[MomentFormat, ...]
+    whole: bool
+    notes: tuple[str, ...]
+
+    def capture(self, group: Mapping[str, Any]) -> Any:
+        """What a group says now; raises `ConfigError` if that cannot be."""
+
+    def reserve(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Set `moments` for these groups; later ones may not need more."""
+
+    def tile_elements(self, largest: int) -> int:
+        """Elements of the largest tile that is copied, by the size of the largest parameter."""
+
+    def initial(self, captured: Any) -> tuple[float, ...]:
+        """What fresh moments are filled with; empty for zeros."""
+
+    def updater(
+        self, kernels: CpuKernels, names: Sequence[str], largest: int, seed: int
+    ) -> Updater:
+        """What does the steps. `names` are those of the parameters by index."""
+
+
+def master_in(views: Mapping[Kind, Tensor], precision: Precision) -> tuple[Tensor, Tensor | None]:
+    """The weights, and what stands beside them, in a chunk's parts (uint8), as views."""
+    weight = views[Kind.WEIGHT].view(getattr(torch, precision.dtype))
+    rest = precision.rest_kind
+    if rest is None:
+        return weight, None
+    return weight, views[rest].view(getattr(torch, REST_DTYPES[rest]))
+
+
+def moment_in(part: Tensor, num_elements: int, kind: MomentFormat) -> Moment:
+    """The moment that a chunk's part (uint8: values, scales, padding) holds, as views of it."""
+    nbytes = num_elements * kind.itemsize
+    values = part[:nbytes].view(VALUE_DTYPES[kind])
+    if not kind.num_scales(num_elements):
+        return Moment(values, None, kind)
+    scales = part[nbytes : kind.nbytes(num_elements)].view(torch.float32)
+    return Moment(values, scales, kind)
+
+
+_ADAM_STATE = ("exp_avg", "exp_avg_sq")
+# What torch calls the moments of each rule, in the order of the kernels.
+STATE_NAMES: dict[str, tuple[str, ...]] = {
+    "AdamW": _ADAM_STATE,
+    "Adam": _ADAM_STATE,
+    "Lion": ("exp_avg",),
+    "SGD": ("momentum_buffer",),
+    "Adagrad": ("sum",),
+}
+
+
+class BuiltInRule:
+    """One of the built-in rules; see `tiles.Rule`."""
+
+    whole = False
+
+    def __init__(self, name: str, moments: MomentFormat = MomentFormat.FP32) -> None:
+        self.name = name
+        self.moments: tuple[MomentFormat, ...] = ()
+        self.notes = lossy_notes(moments)
+        self._format = moments
+        self._reserved = False
+
+    def capture(self, group: Mapping[str, Any]) -> Hyper:
+        """The group's hyper-parameters now."""
+        hyper = hyper_of(self.name, group)
+        if self._reserved and hyper.num_moments > len(self.moments):
+            raise ConfigError(
+                f"group['momentum'] is {group['momentum']}, but was 0 when the engine was made",
+                because="no memory was reserved for momentum buffers",
+                remedy="set it back to 0 and call step() again; to use momentum later, start with "
+                "optimizer.momentum above 0: a schedule may change it then",
+            )
+        return hyper
+
+    def reserve(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """As many moments as the group that needs the most."""
+        self.moments = reserved_moments(self.name, groups, self._format)
+        self._reserved = True
+
+    def tile_elements(self, largest: int) -> int:
+        """Nothing is copied."""
+        return 0
+
+    def initial(self, captured: Hyper) -> tuple[float, ...]:
+        """Adagrad's initial accumulator value; nothing else begins with anything but zeros."""
+        return captured.initial if any(captured.initial) else ()
+
+    def updater(
+        self, kernels: CpuKernels, names: Sequence[str], largest: int, seed: int
+    ) -> KernelUpdater:
+        """The kernels."""
+        return KernelUpdater(kernels, names, STATE_NAMES[self.name], seed)
+
+
+class KernelUpdater:
+    """Updates tiles by the kernels; see `tiles.Updater`.
+
+    `names` are those of the parameters, for the seeds of rounding; `state_names` torch's names of
+    the rule's moments.
+    """
+
+    def __init__(
+        self, kernels: CpuKernels, names: Sequence[str], state_names: tuple[str, ...], seed: int
+    ) -> None:
+        self.kernels = kernels
+        self._names = names
+        self._state_names = state_names
+        self.seed = seed
+        # By parameter, the step in which SGD made its momentum buffer: torch's state lacks the
+        # buffer until then, our memory for it is always there.
+        self._begun: dict[int, int] = {}
+
+    def update(self, tiles: Sequence[Tile], grad_scale: float) -> None:
+        """One step of each tile's rule, as one job."""
+        self.kernels.update_all(self.pieces(tiles, grad_scale))
+
+    def pieces(self, tiles: Sequence[Tile], grad_scale: float) -> list[Piece]:
+        """What the kernels, of whichever device, need to know of the tiles."""
+        return [self._piece(tile, grad_scale) for tile in tiles]
+
+    def _piece(self, tile: Tile, grad_scale: float) -> Piece:
+        hyper = self._begun_at(tile.parameter, tile.hyper, tile.step)
+        moments = tile.moments[: hyper.num_moments]
+        exact = all(moment.format.is_exact for moment in moments)
+        name = self._names[tile.parameter]
+        return Piece(
+            tile.weight,
+            tile.rest,
+            moments,
+            tile.gradient,
+            hyper,
+            tile.step,
+            grad_scale,
+            0 if exact else rounding_key(self.seed, name, tile.step),
+            tile.first,
+        )
+
+    def _begun_at(self, parameter: int, hyper: Hyper, step: int) -> Hyper:
+        """The hyper-parameters of one parameter, which say when its momentum began."""
+        if not isinstance(hyper, SgdHyper) or not hyper.num_moments:
+            return hyper
+        begins = self._begun.setdefault(parameter, step)
+        return hyper if begins == hyper.begins else replace(hyper, begins=begins)
+
+    def begin(self, hypers: Mapping[int, Any], steps: Mapping[int, int]) -> None:
+        """From now on `kept` tells of this step."""
+        for parameter, step in steps.items():
+            self._begun_at(parameter, hypers[parameter], step)
+
+    def kept(self) -> dict[int, dict[str, Any]]:
+        """What is kept of each parameter beside its moments, as data that can be saved."""
+        return {parameter: {"begins": step} for parameter, step in self._begun.items()}
+
+    def keep(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
+        """Go on with what `kept` gave."""
+        self._begun = {parameter: entry["begins"] for parameter, entry in saved.items()}
+
+    def moment_names(self, parameter: int, hyper: Hyper) -> tuple[str, ...]:
+        """torch's names of the moments that `state_of` tells of this parameter."""
+        begun = not isinstance(hyper, SgdHyper) or parameter in self._begun
+        return self._state_names[: hyper.num_moments] if begun else ()
+
+    def state_of(
+        self,
+        parameter: int,
+        hyper: Hyper,
+        moments: Sequence[Moment],
+        shape: tuple[int, ...],
+        step: int,
+    ) -> dict[str, Any]:
+        """Moments decoded to fp32, and the step count; torch's SGD keeps no count.
+
+        SGD's buffer is there from its first step with momentum on, as torch's is.
+        """
+        state: dict[str, Any] = {}
+        if isinstance(hyper, SgdHyper):
+            kept = moments if parameter in self._begun else ()
+        else:
+            state["step"] = torch.tensor(float(step))
+            kept = moments[: hyper.num_moments]
+        for name, moment, unsigned in zip(self._state_names, kept, hyper.unsigned, strict=False):
+            values = torch.empty(moment.values.numel(), dtype=torch.float32)
+            self.kernels.decode(moment, values, signed=not unsigned)
+            state[name] = values.view(shape)
+        return state
+
+
+def rounding_key(seed: int, name: str, step: int) -> int:
+    """64 bits for the rounding of one parameter in one step; the same under every placement."""
+    digest = hashlib.blake2b(f"{seed}\0{name}\0{step}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

@@ -1,0 +1,226 @@
+"""Which homes make the shortest step inside the budgets, where they are left to the plan.
+
+[Note: a fixed set]
+Access is cyclic, so what is kept on a fast tier is a fixed set of (unit, kind): a cache that
+replaces by recency would never hit. The first units are preferred among equal ones, because the
+last ones are still in slots when backward turns around.
+
+[Note: search]
+Greedy by time saved per share of a budget, many equal units at once, then exchanges: what was
+raised last goes back, and something else takes its room. Both ask the same cost model as
+everybody (`cost.step_cost`), so a better model gives better homes. On small models the result
+is compared with all possible homes (`tests/test_homes.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, product
+
+from infinity.plan.budget import Limits, budgeted_bytes, excess, with_memory
+from infinity.plan.cost import Rates, step_cost
+from infinity.plan.layout import Tier
+from infinity.plan.plan import Plan, UnitHomes
+
+FIELDS = ("weight", "gradient", "state")
+_ORDER = (Tier.DISK, Tier.HOST, Tier.DEVICE)  # slow to fast
+# Lanes that do not bind count this much: where compute hides everything, fewer bytes still win.
+HIDDEN_SHARE = 1e-3
+MAX_TRIED = 4000  # plans made in the exchanges: a second
+MANY_UNITS = 7  # one unit more or less matters little then: no exchanges
+_TINY = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """Raise some kinds of units of one size, one unit after the other."""
+
+    fields: tuple[str, ...]
+    units: tuple[int, ...]
+    tier: Tier
+
+
+def best_homes(plan: Plan, fields: Sequence[str], limits: Limits, rates: Rates) -> Plan:
+    """`plan` with the homes of `fields` raised from where they are; never above a budget.
+
+    `fields` are of `FIELDS`. What `plan` itself is over its budgets is not made worse; whoever
+    calls refuses it then.
+    """
+    search = _Search(fields, limits, rates)
+    fastest = search.all_fastest(plan)
+    if fastest is not None:
+        return fastest
+    best = search.fill(plan)
+    return search.exchanged(best) if len(plan.units) < MANY_UNITS else best
+
+
+def score(plan: Plan, rates: Rates) -> float:
+    """Seconds of a step, and a little for lanes that are busy without binding."""
+    cost = step_cost(plan, rates)
+    return cost.seconds + HIDDEN_SHARE * sum(cost.lanes.values())
+
+
+class _Search:
+    def __init__(self, fields: Sequence[str], limits: Limits, rates: Rates) -> None:
+        self.fields = tuple(fields)
+        self.limits = limits
+        self.rates = rates
+        self.tried = 0
+        self._scores: dict[tuple[UnitHomes, ...], float] = {}
+
+    def all_fastest(self, plan: Plan) -> Plan | None:
+        """Everything on the device, if that fits and the device updates it there."""
+        if not (plan.unified or plan.device_kernels):
+            return None
+        wish: dict[str, Tier] = dict.fromkeys(self.fields, Tier.DEVICE)
+        changed = self._at(plan, [replace(h, **wish) for h in plan.homes])
+        return None if excess(changed, self.limits, auto=True) else changed
+
+    def fill(self, plan: Plan) -> Plan:
+        """Raise what pays most for its room until nothing fits that would pay."""
+        while True:
+            best: tuple[float, _Move] | None = None
+            for move in self._moves(plan):
+                changed = self._moved(plan, move, 1)
+                if not self._fits(changed, plan):
+                    continue
+                gain = self.score(plan) - self.score(changed)
+                if gain <= _TINY:
+                    continue
+                worth = gain / (self._price(plan, changed) + _TINY)
+                if best is None or worth > best[0] * (1 + 1e-9):
+                    best = (worth, move)
+            if best is None:
+                return plan
+            plan = self._as_many_as_fit(plan, best[1])
+
+    def exchanged(self, plan: Plan) -> Plan:
+        """Try every way of lowering one or two things and filling the room again."""
+        self.tried = 0
+        improved = True
+        while improved and self.tried < MAX_TRIED:
+            improved = False
+            for lowered in self._lowered(plan):
+                for first in self._moves(lowered):
+                    changed = self._moved(lowered, first, 1)
+                    if not self._fits(changed, plan):
+                        continue
+                    candidate = self.fill(changed)
+                    if self.score(candidate) < self.score(plan) - _TINY:
+                        plan, improved = candidate, True
+                        break
+                if improved or self.tried >= MAX_TRIED:
+                    break
+        return plan
+
+    # --- moves -------------------------------------------------------------------------------
+
+    def _moves(self, plan: Plan) -> Iterator[_Move]:
+        """Every kind of step upwards, first units first; whole units onto a device together."""
+        alike: dict[tuple[int, int, UnitHomes], list[int]] = {}
+        for unit, homes in zip(plan.units, plan.homes, strict=True):
+            alike.setdefault((unit.numel, unit.frozen_bytes, homes), []).append(unit.index)
+        for (_, _, homes), members in alike.items():
+            units = tuple(members)
+            for field in self.fields:
+                for tier in _tiers(plan, field):
+                    if _below(homes.of_field(field), tier):
+                        yield _Move((field,), units, tier)
+            if not plan.unified and self._raisable(homes):
+                yield _Move(self.fields, units, Tier.DEVICE)
+
+    def _raisable(self, homes: UnitHomes) -> bool:
+        return sum(_below(homes.of_field(f), Tier.DEVICE) for f in self.fields) > 1
+
+    def _lowered(self, plan: Plan) -> Iterator[Plan]:
+        """The plan with something of one unit, or of two, put one tier lower."""
+        once = list(self._lower_once(plan))
+        twice = (two for one in once for two in self._lower_once(one))  # made as they are tried
+        for lowered in chain([plan], once, twice):
+            yield lowered
+            relieved = self._relieved(lowered)
+            if relieved.homes != lowered.homes:
+                yield relieved
+
+    def _relieved(self, plan: Plan) -> Plan:
+        """With what rests on the host moved to the device while it fits: room for more."""
+        for unit, field in product(() if plan.unified else plan.units, self.fields):
+            if plan.homes[unit.index].of_field(field) is Tier.HOST:
+                changed = self._moved(plan, _Move((field,), (unit.index,), Tier.DEVICE), 1)
+                if self._fits(changed, plan):
+                    plan = changed
+        return plan
+
+    def _lower_once(self, plan: Plan) -> Iterator[Plan]:
+        on_disk = any(h.of_field(f) is Tier.DISK for h in plan.homes for f in FIELDS)
+        floor = Tier.DISK if on_disk else Tier.HOST
+        seen: set[tuple[object, ...]] = set()
+        for unit in reversed(plan.units):  # the last of equals was raised last
+            homes = plan.homes[unit.index]
+            for field in self.fields:
+                home = homes.of_field(field)
+                kind = (unit.numel, unit.frozen_bytes, field, homes)
+                if kind in seen or not _below(floor, home):
+                    continue
+                seen.add(kind)
+                changed = list(plan.homes)
+                lower: dict[str, Tier] = {field: floor}
+                changed[unit.index] = replace(homes, **lower)
+                yield self._at(plan, changed)
+
+    def _moved(self, plan: Plan, move: _Move, count: int) -> Plan:
+        self.tried += 1
+        homes = list(plan.homes)
+        for index in move.units[:count]:
+            raised: dict[str, Tier] = dict.fromkeys(move.fields, move.tier)
+            homes[index] = replace(homes[index], **raised)
+        return self._at(plan, homes)
+
+    def _at(self, plan: Plan, homes: Sequence[UnitHomes]) -> Plan:
+        return with_memory(replace(plan, homes=tuple(homes)), self.limits)
+
+    def _as_many_as_fit(self, plan: Plan, move: _Move) -> Plan:
+        """One unit fits; how many do? Memory grows with each, but for a few buffers."""
+        low, high = 1, len(move.units)
+        best = self._moved(plan, move, 1)
+        while low < high:
+            middle = (low + high + 1) // 2
+            candidate = self._moved(plan, move, middle)
+            if self._fits(candidate, plan) and self.score(candidate) < self.score(best):
+                low, best = middle, candidate
+            else:
+                high = middle - 1
+        return best
+
+    # --- judging -----------------------------------------------------------------------------
+
+    def score(self, plan: Plan) -> float:
+        found = self._scores.get(plan.homes)
+        if found is None:
+            found = self._scores[plan.homes] = score(plan, self.rates)
+        return found
+
+    def _fits(self, changed: Plan, before: Plan) -> bool:
+        """Whether no budget is exceeded, or none more than before."""
+        over = excess(changed, self.limits, auto=True)
+        had = excess(before, self.limits, auto=True) if over else {}
+        return all(over[tier] <= had.get(tier, 0) for tier in over)
+
+    def _price(self, plan: Plan, changed: Plan) -> float:
+        """The share of the budgets that a change takes."""
+        price = 0.0
+        used, uses = budgeted_bytes(plan), budgeted_bytes(changed)
+        for tier, limit in (("device", self.limits.device), ("host", self.limits.host)):
+            if limit:
+                price += max(uses[tier] - used[tier], 0) / limit
+        return price
+
+
+def _tiers(plan: Plan, field: str) -> tuple[Tier, ...]:
+    """Where a kind may go; on a unified device a second copy of weights would serve nobody."""
+    return (Tier.DEVICE,) if plan.unified and field == "weight" else (Tier.DEVICE, Tier.HOST)
+
+
+def _below(tier: Tier, other: Tier) -> bool:
+    return _ORDER.index(tier) < _ORDER.index(other)

@@ -1,0 +1,440 @@
+"""A CUDA GPU behind the `Device` interface. Not yet run on one.
+
+[Note: whose stream]
+Compute goes to the stream that the computing thread is on, which may be a side stream of the
+user's. `torch.cuda.current_stream()` belongs to the calling thread, so threads of the engine that
+only move and update (`follow_compute`) use the stream that was last seen on a thread that computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import platform
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinity.errors import ConfigError, DoesNotFitError, MachineError
+from infinity.optim.cpu import Piece
+from infinity.optim.cuda import CudaKernels
+from infinity.plan.layout import PAGE, round_up
+from infinity.sizes import format_size
+from infinity.storage.device import HAPPENED, CpuDevice, Device, Event, HostArena, SquareSums
+from infinity.trace.recorder import Stamp
+
+# CUDA's events, and their times on the host's clock without waiting for any.
+#
+# [Note: one clock]
+# A GPU tells the time between two of its events, as a 32-bit float of milliseconds, and nothing
+# else. One event is waited for when tracing begins: that is the moment both clocks are known.
+# Others are measured from it; one that lies `FAR_MS` after it takes its place, because a float's
+# last digit grows with the distance. Not yet run on a GPU.
+
+
+FAR_MS = 10_000.0
+
+
+class CudaEvent:
+    """A CUDA event, seen through the `Event` protocol."""
+
+    def __init__(self, stream: torch.cuda.Stream, *, timing: bool = False) -> None:
+        # Blocking: a thread that waits would else spin on a core that the kernels of the host need.
+        self.raw: Any = torch.cuda.Event(  # type: ignore[no-untyped-call]
+            enable_timing=timing, blocking=True
+        )
+        self.raw.record(stream)
+
+    def done(self) -> bool:
+        """Whether it has happened; never blocks."""
+        return bool(self.raw.query())
+
+    def wait(self) -> None:
+        """Block the host until it has happened."""
+        self.raw.synchronize()
+
+
+class CudaClock:
+    """Tells when timing events of one device happened; asked by one thread.
+
+    Waits for the compute that `stream` holds when it is made.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._anchor = CudaEvent(stream, timing=True)
+        self._anchor.wait()
+        self._anchor_ns = time.perf_counter_ns()
+
+    def time_ns(self, event: CudaEvent) -> int | None:
+        """When that was, by `time.perf_counter_ns`; None if it has not happened."""
+        if not event.done():
+            return None
+        after_ms = float(self._anchor.raw.elapsed_time(event.raw))
+        time_ns = self._anchor_ns + round(after_ms * 1e6)
+        if after_ms > FAR_MS:
+            self._anchor, self._anchor_ns = event, time_ns
+        return time_ns
+
+
+class CudaStamp(CudaEvent):
+    """A point in the order of compute whose time is known later."""
+
+    def __init__(self, clock: CudaClock, stream: torch.cuda.Stream) -> None:
+        super().__init__(stream, timing=True)
+        self._clock = clock
+
+    def time_ns(self) -> int | None:
+        """See `CudaClock.time_ns`."""
+        return self._clock.time_ns(self)
+
+
+class CudaSpan(CudaEvent):
+    """The end of work on a stream, that knows where it began."""
+
+    def __init__(self, begin: CudaStamp, clock: CudaClock, stream: torch.cuda.Stream) -> None:
+        super().__init__(stream, timing=True)
+        self._begin = begin
+        self._clock = clock
+
+    def elapsed_ns(self) -> tuple[int, int] | None:
+        """(begin, end) by `time.perf_counter_ns`; None if it is not over."""
+        if not self.done():
+            return None
+        begin, end = self._begin.time_ns(), self._clock.time_ns(self)
+        return None if begin is None or end is None else (begin, end)
+
+
+# Which NUMA node host memory comes from: copies from a far one cross the processors' link.
+#
+# The policy is a preference: where the node is full, pages come from another one. Linux only, by
+# the system calls themselves, since libnuma is not on every machine (mbind(2), get_mempolicy(2)).
+
+
+PREFERRED = 1  # MPOL_PREFERRED
+_MOVE = 1 << 1  # MPOL_MF_MOVE: pages that are there already
+_OF_ADDRESS = 1 << 1  # MPOL_F_ADDR
+_CALLS = {"x86_64": (237, 239), "aarch64": (235, 236)}  # mbind, get_mempolicy
+_MASK_BITS = 1024  # of the kernel's largest node mask
+_WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
+
+
+def prefer_node(address: int, nbytes: int, node: int) -> bool:
+    """Take the pages of a page-aligned range from `node`; False where that cannot be asked for."""
+    calls = _CALLS.get(platform.machine())
+    if calls is None or not 0 <= node < _MASK_BITS:
+        return False
+    mask = (ctypes.c_ulong * (_MASK_BITS // _WORD))()
+    mask[node // _WORD] = 1 << (node % _WORD)
+    words = (address, nbytes, PREFERRED, mask, _MASK_BITS + 1, _MOVE)
+    return _call(calls[0], *words)
+
+
+def preferred_node(address: int) -> int | None:
+    """The node that the page at `address` is to come from; None without a preference."""
+    calls = _CALLS.get(platform.machine())
+    if calls is None:
+        return None
+    policy = ctypes.c_int()
+    mask = (ctypes.c_ulong * (_MASK_BITS // _WORD))()
+    if not _call(calls[1], ctypes.byref(policy), mask, _MASK_BITS + 1, address, _OF_ADDRESS):
+        return None
+    if policy.value != PREFERRED:
+        return None
+    bits = sum(int(word) << (i * _WORD) for i, word in enumerate(mask))
+    return bits.bit_length() - 1 if bits else None
+
+
+def node_of_pci(domain: int, bus: int, device: int, root: Path = Path("/")) -> int | None:
+    """The node next to a PCI device; None where there is one node only, or nothing is known."""
+    name = f"{domain:04x}:{bus:02x}:{device:02x}.0"
+    try:
+        node = int((root / "sys/bus/pci/devices" / name / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def _call(number: int, *words: object) -> bool:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.syscall.restype = ctypes.c_long
+    arguments = [ctypes.c_ulong(w) if isinstance(w, int) else w for w in words]
+    return bool(library.syscall(ctypes.c_long(number), *arguments) == 0)
+
+
+@dataclass(frozen=True)
+class _CudaSquareSums:
+    """Numbers on their way to pinned memory."""
+
+    numbers: Tensor
+    event: CudaEvent
+
+    def result(self) -> list[float]:
+        if not self.event.done():
+            self.event.wait()
+        return [float(total) for total in self.numbers.tolist()]
+
+
+def _order(stream: torch.cuda.Stream, after: Event) -> None:
+    """What is put on the stream from now on comes after `after`; for CUDA's events nobody waits."""
+    parts: Sequence[Event] = getattr(after, "events", (after,))
+    for part in parts:
+        if isinstance(part, CudaEvent):
+            stream.wait_event(part.raw)
+        else:
+            part.wait()
+
+
+def _not_pinned(nbytes: int, code: int) -> str:
+    return (
+        f"{format_size(nbytes)} of RAM could not be pinned (CUDA error {code}): copies to and from "
+        "the GPU go through a buffer of the driver's, slower, and make the host wait; the likely "
+        "cause is a limit of the container or too little free memory: try --ulimit memlock=-1, or "
+        "a lower budget.host"
+    )
+
+
+class _CudaArena:
+    """One allocation; views get a storage of their own through the array interface."""
+
+    def __init__(self, raw: Tensor) -> None:
+        self.raw = raw
+        self.nbytes = raw.numel()
+
+    def view(self, offset: int, nbytes: int) -> Tensor:
+        part = _ArrayInterface(self.raw, offset, nbytes)
+        return torch.as_tensor(part, device=self.raw.device)
+
+
+class _ArrayInterface:
+    """Describes device bytes to torch, and keeps the allocation alive."""
+
+    def __init__(self, raw: Tensor, offset: int, nbytes: int) -> None:
+        self.raw = raw
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (raw.data_ptr() + offset, False),
+            "version": 3,
+            "stream": None,
+        }
+
+
+def _node_of(device: torch.device) -> int | None:
+    """The NUMA node next to a GPU; None where torch does not tell where it is, or there is one."""
+    facts: Any = torch.cuda.get_device_properties(device)  # torch does not declare these
+    try:
+        return node_of_pci(facts.pci_domain_id, facts.pci_bus_id, facts.pci_device_id)
+    except AttributeError:  # an older torch
+        return None
+
+
+class CudaDevice(Device):
+    """A CUDA GPU: one copy stream a direction, registered host memory. Not yet run on a GPU."""
+
+    unified = False
+    host_clock = False
+    _PIN_SLICE = 1 << 30
+
+    def __init__(self, torch_device: torch.device) -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                "device 'cuda' was asked for, but torch sees no CUDA device",
+                remedy="use device='cpu', or install a CUDA build of torch",
+            )
+        self.torch_device = torch.device("cuda", torch_device.index or 0)
+        self._in = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._out = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        # Of streamed updates: behind the others they would wait for compute, and for free slots.
+        self._bring = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._back = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._update = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._kernels: CudaKernels | None = None
+        self._compute = torch.cuda.current_stream(self.torch_device)
+        self._follower = threading.local()
+        self._pinned: list[tuple[int, int]] = []  # first and end address, in order
+        self.warnings: list[str] = []
+        self._clock: CudaClock | None = None  # while a trace is recorded
+        self._node = _node_of(self.torch_device)
+
+    def reserve(self, nbytes: int) -> _CudaArena:
+        """One plain allocation, that no work queued before touches: not all streams follow it."""
+        size = round_up(max(nbytes, PAGE), PAGE)
+        try:
+            raw = torch.empty(size, dtype=torch.uint8, device=self.torch_device)
+        except torch.cuda.OutOfMemoryError as error:
+            free = self.memory_bytes() or 0
+            raise DoesNotFitError(
+                f"the device refused {format_size(size)}; {format_size(free)} are free",
+                remedy="lower budget.device, or close what else uses the GPU",
+            ) from error
+        torch.cuda.current_stream(self.torch_device).synchronize()
+        return _CudaArena(raw)
+
+    def memory_bytes(self) -> int | None:
+        """Free device memory now."""
+        return int(torch.cuda.mem_get_info(self.torch_device)[0])
+
+    def copy_in(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+        """On the copy-in stream."""
+        return self._copy(self._in, target, source, after)
+
+    def copy_out(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+        """On the copy-out stream, after the compute issued so far."""
+        self._out.wait_stream(self._compute_stream())
+        return self._copy(self._out, target, source, after)
+
+    def copy_back(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+        """On a stream of its own: no compute that `copy_out` waits for holds it up."""
+        return self._copy(self._back, target, source, after)
+
+    def bring(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+        """On a stream of its own: no slot that `copy_in` waits for holds it up."""
+        return self._copy(self._bring, target, source, after)
+
+    def _copy(
+        self, stream: torch.cuda.Stream, target: Tensor, source: Tensor, after: Event
+    ) -> Event:
+        _order(stream, after)
+        begin = self._begin(stream)
+        with torch.cuda.stream(stream):
+            host = target if target.device.type == "cpu" else source
+            for first, end in self._registered_parts(host.data_ptr(), host.numel()):
+                target[first:end].copy_(source[first:end], non_blocking=True)
+        return self._end(stream, begin)
+
+    def _registered_parts(self, address: int, nbytes: int) -> Iterator[tuple[int, int]]:
+        """Cuts a host range where one registration ends and the next begins: no copy may cross."""
+        cuts = {0, nbytes}
+        pinned = self._pinned  # another thread may put a longer list there
+        for edges in pinned[max(bisect_left(pinned, (address,)) - 1, 0) :]:
+            if edges[0] >= address + nbytes:
+                break
+            cuts.update(edge - address for edge in edges if 0 < edge - address < nbytes)
+        return pairwise(sorted(cuts))
+
+    def _begin(self, stream: torch.cuda.Stream) -> CudaStamp | None:
+        """Where work on a stream begins, if that is asked for."""
+        return CudaStamp(self._clock, stream) if self._clock is not None else None
+
+    def _end(self, stream: torch.cuda.Stream, begin: CudaStamp | None) -> CudaEvent:
+        clock = self._clock
+        if begin is None or clock is None:
+            return CudaEvent(stream)
+        return CudaSpan(begin, clock, stream)
+
+    def compute_event(self) -> Event:
+        """Recorded on the compute stream."""
+        return CudaEvent(self._compute_stream())
+
+    def compute_wait(self, event: Event) -> None:
+        """The compute stream waits; the host does not."""
+        _order(self._compute_stream(), event)
+
+    def why_no_kernels(self) -> str | None:
+        """Compiles or loads the first kernels, when first asked."""
+        if self._kernels is None:
+            try:
+                self._kernels = CudaKernels(self.torch_device)
+            except MachineError as error:
+                return error.because or error.what
+        return None
+
+    def update(self, pieces: Sequence[Piece], after: Event = HAPPENED) -> Event:
+        """On the update stream; launches only, so that copies and compute go on beside it."""
+        assert self._kernels is not None
+        _order(self._update, after)
+        begin = self._begin(self._update)
+        self._kernels.update_all(pieces, self._update)
+        return self._end(self._update, begin)
+
+    def begin_square_sums(self, tensors: Sequence[Tensor]) -> SquareSums:
+        """On the compute stream; the numbers follow the kernel to pinned memory."""
+        assert self._kernels is not None
+        stream = self._compute_stream()
+        with torch.cuda.stream(stream):
+            sums = torch.empty(len(tensors), dtype=torch.float64, device=self.torch_device)
+            self._kernels.square_sums(tensors, sums, stream)
+            numbers = torch.empty(len(tensors), dtype=torch.float64, pin_memory=True)
+            numbers.copy_(sums, non_blocking=True)
+        return _CudaSquareSums(numbers, CudaEvent(stream))
+
+    def follow_compute(self) -> None:
+        """Streams belong to threads; this one has none of its own."""
+        self._follower.yes = True
+
+    def _compute_stream(self) -> torch.cuda.Stream:
+        """The stream that the thread that computes is on; remembered for those that follow it."""
+        if not getattr(self._follower, "yes", False):
+            self._compute = torch.cuda.current_stream(self.torch_device)
+        return self._compute
+
+    def time_events(self, wanted: bool) -> None:
+        """Events record times, from one wait for the compute issued so far on."""
+        stream = self._compute_stream() if wanted else None
+        self._clock = CudaClock(stream) if stream is not None else None
+
+    def stamp(self) -> int | Stamp:
+        """An event on the compute stream, while events are timed."""
+        if self._clock is None:
+            return time.perf_counter_ns()
+        return CudaStamp(self._clock, self._compute_stream())
+
+    def synchronize(self) -> None:
+        """Everything on the device."""
+        torch.cuda.synchronize(self.torch_device)
+
+    def pin(self, arena: HostArena) -> None:
+        """Take it from the GPU's NUMA node, and register it in slices of at most 1 GiB.
+
+        A pool that is not registered still works, slower.
+        """
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        base = arena.view(0, arena.nbytes).data_ptr()
+        if self._node is not None:
+            prefer_node(base, arena.nbytes, self._node)
+        for start in range(0, arena.nbytes, self._PIN_SLICE):
+            size = min(self._PIN_SLICE, arena.nbytes - start)
+            code = int(cudart.cudaHostRegister(base + start, size, 0))
+            if code:
+                self._clear_error()
+                self.warnings.append(_not_pinned(arena.nbytes - start, code))
+                return
+            self._pinned = sorted([*self._pinned, (base + start, base + start + size)])
+
+    def close(self) -> None:
+        """Unregister host memory."""
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        for start, _ in self._pinned:
+            if int(cudart.cudaHostUnregister(start)):
+                self._clear_error()
+        self._pinned.clear()
+
+    def _clear_error(self) -> None:
+        """Take CUDA's last error, that has been told, from its place.
+
+        torch looks there after each kernel, and would raise it for the next one.
+        """
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self.torch_device)
+
+
+def find_device(device: Device | torch.device | str | None) -> Device:
+    """The `Device` for what a user may pass; the default is CUDA where there is one, else CPU."""
+    if isinstance(device, Device):
+        return device
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    wanted = torch.device(device)
+    if wanted.type == "cpu":
+        return CpuDevice()
+    if wanted.type == "cuda":
+        return CudaDevice(wanted)
+    raise ConfigError(f"device {str(wanted)!r} is not supported yet", remedy="use 'cpu' or 'cuda'")

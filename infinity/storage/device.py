@@ -1,0 +1,280 @@
+"""The one interface through which the engine touches a compute device.
+
+Ordering is by events, never by synchronising: a copy names the event it must come after, and
+returns the event that marks its end. Compute is ordered by `compute_event` (all compute issued
+so far) and `compute_wait` (compute issued from now on comes after an event). On a CPU the device
+is the host: copies are immediate and every event has already happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from infinity.errors import MachineError
+from infinity.optim.cpu import Piece
+from infinity.plan.layout import PAGE, round_up
+from infinity.sizes import format_size
+from infinity.trace.recorder import Stamp
+
+# Host memory reserved once: exact size, page-aligned, huge pages where allowed.
+#
+# An arena is an anonymous mapping. It is never unmapped by hand: tensors made over it keep it
+# alive, and it goes back to the system when the last of them dies. Forked children do not inherit
+# the pages (`MADV_DONTFORK`): a DataLoader worker would double a private pool, and forking during
+# O_DIRECT transfers into private memory is unsafe.
+
+
+class HostArena:
+    """One reserved mapping of `nbytes` (rounded up to pages), carved by offset."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = round_up(max(nbytes, PAGE), PAGE)
+        try:
+            self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError, OverflowError) as error:
+            raise MachineError(
+                f"the system refused to reserve {format_size(self.nbytes)} of RAM: {error}",
+                remedy="lower budget.host, or check `ulimit -v`",
+            ) from error
+        self._map.madvise(mmap.MADV_DONTFORK)
+        with contextlib.suppress(OSError):  # kernels without transparent huge pages
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._carved = 0
+
+    def view(self, offset: int, nbytes: int) -> Tensor:
+        """A uint8 tensor over a range, with a storage object of its own."""
+        assert 0 <= offset <= offset + nbytes <= self.nbytes, (offset, nbytes, self.nbytes)
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=offset)
+
+    def carve(self, nbytes: int) -> Tensor:
+        """The next free range, page-aligned; reservation is planned, so it cannot run out."""
+        start = self._carved
+        self._carved = round_up(start + nbytes, PAGE)
+        return self.view(start, nbytes)
+
+
+def arena_for(sizes: list[int]) -> HostArena:
+    """An arena that exactly holds page-aligned ranges of these sizes."""
+    return HostArena(sum(round_up(size, PAGE) for size in sizes))
+
+
+# How much of each tier the engines of this process have reserved.
+#
+# The one process-wide record of the library: budgets belong to the process, as its memory does, so
+# a second engine must see what the first one took. It holds numbers only, and a dead engine's line
+# vanishes with it.
+
+
+class Reservations:
+    """Bytes per tier, by owner."""
+
+    def __init__(self) -> None:
+        self._taken: weakref.WeakKeyDictionary[object, dict[str, int]] = weakref.WeakKeyDictionary()
+
+    def take(self, owner: object, tier_bytes: Mapping[str, int]) -> None:
+        """Record what an engine reserved."""
+        self._taken[owner] = dict(tier_bytes)
+
+    def release(self, owner: object) -> None:
+        """Forget it; idempotent."""
+        self._taken.pop(owner, None)
+
+    def total(self, tier: str) -> int:
+        """Bytes of a tier that all engines of the process hold."""
+        return sum(taken.get(tier, 0) for taken in self._taken.values())
+
+
+PROCESS = Reservations()
+
+
+class Event(Protocol):
+    """A point in the order of copies or compute.
+
+    One that ends a copy or an update may also have `elapsed_ns() -> (begin, end) | None`: when
+    that went on, by `time.perf_counter_ns`, None while it does; see `Device.time_events`.
+    """
+
+    def done(self) -> bool:
+        """Whether it has happened; never blocks."""
+
+    def wait(self) -> None:
+        """Block the host until it has happened."""
+
+
+class Happened:
+    """An event that lies in the past."""
+
+    def done(self) -> bool:
+        """Always true."""
+        return True
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+
+HAPPENED = Happened()
+
+
+class AllOf:
+    """Several events as one."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self.events = events
+
+    def done(self) -> bool:
+        """Whether all have happened."""
+        return all(e.done() for e in self.events)
+
+    def wait(self) -> None:
+        """Block until all have happened."""
+        for event in self.events:
+            event.wait()
+
+
+def after_all(*events: Event) -> Event:
+    """One event for several; those that have happened cost nothing."""
+    single = [e for event in events for e in getattr(event, "events", (event,))]
+    open_events = [e for e in single if not e.done()]
+    if not open_events:
+        return HAPPENED
+    return open_events[0] if len(open_events) == 1 else AllOf(open_events)
+
+
+class SquareSums(Protocol):
+    """Sums of squares that a device was asked for."""
+
+    def result(self) -> list[float]:
+        """The sums, in fp64; waits for them."""
+
+
+class DeviceArena(Protocol):
+    """Reserved device memory."""
+
+    nbytes: int
+
+    def view(self, offset: int, nbytes: int) -> Tensor:
+        """A uint8 device tensor over a range, with a storage object of its own."""
+
+
+class Device(ABC):
+    """Memory, copies and ordering of one compute device."""
+
+    torch_device: torch.device
+    unified: bool  # device memory is host memory: nothing needs copying
+    host_clock = True  # compute is over when its call returns
+    warnings: Sequence[str] = ()  # what is slower than it should be, and why
+
+    @abstractmethod
+    def reserve(self, nbytes: int) -> DeviceArena:
+        """Reserve memory once; raises `DoesNotFitError` when it is not there."""
+
+    @abstractmethod
+    def memory_bytes(self) -> int | None:
+        """Bytes of device memory free now; None where that is the host's."""
+
+    @abstractmethod
+    def copy_in(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+        """Host to device, after `after`; both uint8 and of one size. May return early."""
+
+    @abstractmethod
+    def copy_out(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+        """Device to host, after `after` and all compute issued so far. May return early."""
+
+    def copy_back(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+        """Device to host, after `after` alone: of memory that no compute can touch meanwhile.
+
+        Both are reserved memory and outlive the copy, whoever refers to them. May return early.
+        """
+        return self.copy_out(target, source, after)
+
+    def bring(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+        """Host to device, after `after` alone: no other copy in holds it up. May return early."""
+        return self.copy_in(target, source, after)
+
+    @abstractmethod
+    def compute_event(self) -> Event:
+        """The end of all compute issued so far."""
+
+    @abstractmethod
+    def compute_wait(self, event: Event) -> None:
+        """Order compute issued from now on after `event`; blocks the host only if it must."""
+
+    def why_no_kernels(self) -> str | None:
+        """Why optimizer state that rests here is updated by the host; None if `update` works."""
+        return "there are no kernels for this device"
+
+    def update(self, pieces: Sequence[Piece], after: Event = HAPPENED) -> Event:
+        """One optimizer step, in place, of pieces in device memory, after `after`.
+
+        Only where `why_no_kernels` gives no reason. May return early.
+        """
+        raise MachineError("an update was asked of the device", because=self.why_no_kernels())
+
+    def begin_square_sums(self, tensors: Sequence[Tensor]) -> SquareSums:
+        """Sums of squares of device tensors, after all compute issued so far; as `update`."""
+        raise MachineError("square sums were asked of the device", because=self.why_no_kernels())
+
+    def follow_compute(self) -> None:  # noqa: B027
+        """The calling thread computes nothing itself: for it, compute is other threads' compute."""
+
+    def time_events(self, wanted: bool) -> None:  # noqa: B027
+        """Whether events of copies and updates will be asked when they happened."""
+
+    def stamp(self) -> int | Stamp:
+        """Now, in the order of compute: nanoseconds, or what will know them once it got there."""
+        return time.perf_counter_ns()
+
+    def synchronize(self) -> None:  # noqa: B027
+        """Wait for every copy and all compute; only after an exception."""
+
+    def pin(self, arena: HostArena) -> None:  # noqa: B027  (a CPU has nothing to pin)
+        """Make host memory reachable by asynchronous copies."""
+
+    def close(self) -> None:  # noqa: B027
+        """Give back pins, streams and threads."""
+
+
+class CpuDevice(Device):
+    """The host itself."""
+
+    torch_device = torch.device("cpu")
+    unified = True
+
+    def __init__(self) -> None:
+        self.copier: Callable[[Tensor, Tensor], object] = Tensor.copy_
+
+    def reserve(self, nbytes: int) -> HostArena:
+        """RAM, like any other."""
+        return HostArena(nbytes)
+
+    def memory_bytes(self) -> int | None:
+        """None: the device's memory is the host's."""
+        return None
+
+    def copy_in(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+        """Copies at once."""
+        self.copier(target, source)
+        return HAPPENED
+
+    def copy_out(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+        """Copies at once."""
+        self.copier(target, source)
+        return HAPPENED
+
+    def compute_event(self) -> Event:
+        """Compute on a CPU is over when the call returns."""
+        return HAPPENED
+
+    def compute_wait(self, event: Event) -> None:
+        """Nothing to order."""

@@ -1,0 +1,471 @@
+"""The disk tier: preallocated files in private scratch directories, and tickets over them.
+
+Extents are promised before training, in one logical space, and placed when all are known: dealt
+over the given drives in proportion to their speed (see `stripes`), reserved, and never extended
+while training. A ticket is one request, however many extents and drives it touches; waiting for
+it raises a `TransferError` that names unit, path, offset, length and errno.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+import infinity._aio as _aio
+from infinity.config.schema import IoConfig
+from infinity.errors import ConfigError, MachineError, TransferError
+from infinity.plan.layout import PAGE, round_up
+from infinity.storage import striping
+from infinity.storage.device import HostArena
+from infinity.storage.disk_speed import measure_speeds
+from infinity.storage.os_errors import corruption, does_not_fit, transfer_error
+from infinity.storage.run_dir import Scratch
+from infinity.storage.striping import Placement, Stripes
+
+# CRC32C of every page on disk, kept in RAM apart from the data (`io.verify`).
+#
+# A page's checksum is taken when its write is submitted, and compared when a read of it completes,
+# so it finds what drive, cable, controller, file system and other programs do to bytes at rest or
+# on their way; a write that never reached the disk as well. 4 bytes per page of 4096 is 0.1 % of
+# what rests on disk; any page-aligned part of an extent can be read and checked alone.
+
+
+CHECKSUM_BYTES = 4  # per page
+_BLOCK_BYTES = 64 << 20  # brought from a device at a time
+
+
+def checksum(tensor: Tensor) -> int:
+    """CRC32C of a contiguous tensor's bytes; of one on a device, the caller waits for it."""
+    flat, crc = tensor.detach().view(-1).view(torch.uint8), 0
+    for start in range(0, flat.numel(), _BLOCK_BYTES):
+        here = flat[start : start + _BLOCK_BYTES].cpu()
+        crc = _aio.crc32c(here.data_ptr(), here.numel(), crc)
+    return crc
+
+
+class Checksums:
+    """One little-endian uint32 per page of the logical space; int32 in torch, bits compared.
+
+    A read's checksums are looked up when it is submitted: by the time it is checked, its range
+    may have been promised to a later write.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        num_pages = -(-num_bytes // PAGE)
+        arena = HostArena(num_pages * CHECKSUM_BYTES)
+        self._sums = arena.view(0, num_pages * CHECKSUM_BYTES).view(torch.int32)
+
+    def written(self, offset: int, buffer: Tensor) -> None:
+        """Remember the checksums of bytes (uint8) that are on their way to a logical offset."""
+        sums = self._range(offset, buffer.numel())
+        _aio.crc32c_blocks(buffer.data_ptr(), buffer.numel(), PAGE, sums.data_ptr())
+
+    def expected(self, offset: int, nbytes: int) -> Tensor:
+        """What the pages of a range must have when they are read; int32, one per page."""
+        return self._range(offset, nbytes).clone()
+
+    def stored(self, offset: int, nbytes: int) -> bytes:
+        """The checksums of a range as they are kept in a file, 4 bytes per page."""
+        return bytes(self._range(offset, nbytes).view(torch.uint8).numpy())
+
+    def restore(self, offset: int, nbytes: int, stored: bytes) -> None:
+        """The inverse of `stored`."""
+        values = torch.frombuffer(bytearray(stored), dtype=torch.int32)
+        self._range(offset, nbytes).copy_(values)
+
+    def _range(self, offset: int, nbytes: int) -> Tensor:
+        assert offset % PAGE == 0, offset
+        assert nbytes % PAGE == 0, nbytes
+        return self._sums[offset // PAGE : (offset + nbytes) // PAGE]
+
+
+def wrong_pages(pages: Tensor, stored: bytes) -> list[int]:
+    """Which pages (uint8) do not have the checksums that a file holds (`Checksums.stored`).
+
+    What is missing of those counts as 0: such a page is wrong, as it is for a run that goes on.
+    """
+    count = pages.numel() // PAGE
+    data = bytearray(stored.ljust(count * CHECKSUM_BYTES, b"\0"))
+    wanted = torch.frombuffer(data, dtype=torch.int32)
+    found = torch.empty(count, dtype=torch.int32)
+    _aio.crc32c_blocks(pages.data_ptr(), pages.numel(), PAGE, found.data_ptr())
+    return [int(page) for page in (found != wanted).nonzero()]
+
+
+def first_difference(buffer: Tensor, expected: Tensor) -> tuple[int, int, int] | None:
+    """(byte offset in the buffer, checksum found, checksum expected) of the first wrong page."""
+    found = torch.empty_like(expected)
+    _aio.crc32c_blocks(buffer.data_ptr(), buffer.numel(), PAGE, found.data_ptr())
+    if torch.equal(found, expected):
+        return None
+    page = int((found != expected).nonzero()[0])
+    return page * PAGE, int(found[page]) & 0xFFFFFFFF, int(expected[page]) & 0xFFFFFFFF
+
+
+STATE_NAME = "state.bin"
+# What a path keeps free where there are others: a file system needs some for its own tables.
+_SPARE_SHARE = 64
+_SPARE_BYTES = 64 << 20
+
+
+class Priority(IntEnum):
+    """Which queued requests go first; waiting for a ticket makes what is left of it URGENT."""
+
+    URGENT = 0  # somebody waits for it
+    NORMAL = 1  # reads ahead of their use
+    BACKGROUND = 2  # writes nobody waits for
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A reserved range of the logical space: byte offset, whole pages, and whose bytes they are."""
+
+    offset: int
+    nbytes: int
+    owner: str
+
+    def part(self, start: int, nbytes: int) -> Extent:
+        """A range inside this one; `start` counts from its beginning."""
+        assert 0 <= start <= start + nbytes <= self.nbytes, (start, nbytes, self.nbytes)
+        return Extent(self.offset + start, nbytes, self.owner)
+
+
+class Ticket(Protocol):
+    """One outstanding request."""
+
+    def done(self) -> bool:
+        """Whether it is over, well or not; never blocks."""
+
+    def wait(self) -> None:
+        """Block until it is over; raises its error."""
+
+
+class DiskTicket:
+    """A native ticket; holds its buffers alive, checks what was read, turns errors into ours.
+
+    Dropped before it is over, it waits; the native module never lets go of a buffer that the
+    kernel may still write to.
+    """
+
+    def __init__(
+        self,
+        raw: _aio.Ticket,
+        disk: Disk,
+        pieces: Sequence[tuple[Extent, Tensor]],
+        expected: Sequence[Tensor],
+    ) -> None:
+        self._raw: _aio.Ticket | None = raw  # None: over, well, and checked
+        self._disk = disk
+        self._pieces = pieces
+        self._expected = expected  # checksums of the pages that are read; empty: not verified
+        self._failure: TransferError | None = None
+
+    @property
+    def request(self) -> _aio.Ticket | None:
+        """The native ticket; None once somebody has waited for it."""
+        return self._raw
+
+    def done(self) -> bool:
+        """Whether the request is over."""
+        raw = self._raw
+        return raw is None or raw.done()
+
+    def wait(self) -> None:
+        """Block until it is over; raises `TransferError`, every time."""
+        raw = self._raw  # another thread that waits as well may drop it
+        if raw is None:
+            return
+        if self._failure is not None:
+            raise self._failure.untraced()
+        try:
+            raw.wait()
+        except _aio.AioError as error:
+            owner = self._disk.owner_at(self._pieces, str(error.filename), error.offset)
+            failure = transfer_error(error, owner)
+            if not raw.done():
+                self._disk.stuck = self._disk.stuck or failure.untraced()
+            raise failure from error
+        if self._expected:
+            self._failure = self._disk.first_corruption(self._pieces, self._expected)
+            if self._failure is not None:
+                raise self._failure.untraced()
+        self._raw = None
+        self._pieces = self._expected = ()
+
+
+class Disk:
+    """Scratch directories, one state file in each, and the native engine that moves bytes.
+
+    `warnings` says what the user should know about the paths, once `allocate` has run. `stuck` is
+    the error of the first request that the kernel did not let go of in `io.stuck_after_s`.
+    """
+
+    def __init__(
+        self, paths: Sequence[Path], io: IoConfig, stored: Placement | None = None
+    ) -> None:
+        self.warnings: list[str] = []
+        self.stuck: TransferError | None = None
+        self._stored = stored
+        if stored is not None:
+            paths = [directory.parent for directory in stored.directories]
+        elif io.weights is None and len(paths) > 1:
+            paths, self.warnings = striping.one_per_file_system(paths)
+        if len(paths) > 1:
+            self.warnings += striping.shared_drives(paths)
+        self.paths = tuple(paths)
+        self.speeds = tuple(io.weights or ()) if len(paths) > 1 else ()
+        self.used: tuple[int, ...] = ()
+        self._verify = io.verify is True  # "auto" is settled by the plan
+        self.checksums: Checksums | None = None
+        self._room: tuple[int, ...] = ()
+        self._stripe_bytes = io.block_size if stored is None else stored.stripe_bytes
+        self._stripes = Stripes(len(paths), self._stripe_bytes)
+        self._files: list[_aio.File] = []
+        self.scratches: list[Scratch] = []
+        self._aio: _aio.Engine | None = None
+        try:
+            for directory in stored.directories if stored is not None else ():
+                self.scratches.append(Scratch.adopt(directory))
+            for path in paths if stored is None else ():
+                self.scratches.append(Scratch.create(path))
+            self._aio = _aio.Engine(
+                backend=io.backend,
+                block_size=io.block_size,
+                queue_depth=io.queue_depth,
+                num_threads=io.num_threads,
+                stuck_after_s=io.stuck_after_s,
+            )
+        except ValueError as error:
+            self.close()
+            raise ConfigError(f"io: {error}") from error
+        except OSError as error:
+            self.close()
+            raise MachineError(
+                f"the I/O back end {io.backend!r} cannot start: {error}",
+                remedy="use io.backend=auto or io.backend=threads",
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def backend(self) -> str:
+        """The I/O back end in use, with the reason."""
+        assert self._aio is not None
+        return f"{self._aio.backend} ({self._aio.backend_reason})"
+
+    # --- reserving ---------------------------------------------------------------------------
+
+    def extent(self, nbytes: int, owner: str = "", cuts: Sequence[int] = ()) -> Extent:
+        """Promise whole pages; only before `allocate`.
+
+        `owner` names the bytes in errors. `cuts` are the offsets where parts begin that are also
+        read alone; each part is spread over the drives.
+        """
+        return Extent(self._stripes.promise(nbytes, cuts), round_up(nbytes, PAGE), owner)
+
+    def allocate(self) -> None:
+        """Place the extents, and create and reserve the files.
+
+        Raises `DoesNotFitError` with the missing bytes, `TransferError` or `MachineError`.
+        """
+        self._open_files()
+        if self._stored is not None:
+            self.speeds = self._stored.speeds
+        elif len(self.paths) > 1 and not self.speeds:
+            assert self._aio is not None
+            room = [scratch.free_bytes() for scratch in self.scratches]
+            self.speeds = tuple(measure_speeds(self._aio, self._files, room))
+        self._place()
+        for file, size in zip(self._files, self.used, strict=True):
+            try:
+                file.allocate(max(size, PAGE))
+            except _aio.AioError as error:
+                raise transfer_error(error) from error
+        if self._verify:
+            self.checksums = Checksums(self._stripes.total)
+        for path, file, size in zip(self.paths, self._files, self.used, strict=True):
+            self.warnings += striping.file_system_warnings(path, file, size)
+
+    def _open_files(self) -> None:
+        create = self._stored is None
+        for scratch in self.scratches:
+            try:
+                self._files.append(_aio.File(str(scratch.path(STATE_NAME)), create=create))
+            except _aio.AioError as error:
+                raise transfer_error(error) from error
+            except OSError as error:
+                raise MachineError(f"cannot open the state file: {error}") from error
+
+    def _place(self) -> None:
+        total = self._stripes.total
+        if self._stored is not None:
+            stored = self._stored
+            self._stripes.place_again(stored, [file.size for file in self._files])
+            self.used, self._room = stored.used, stored.room
+            return
+        if len(self.paths) == 1:
+            self.used = tuple(self._stripes.place([1.0], [total]))
+            self.scratches[0].check_space(total)
+            return
+        free = [
+            scratch.free_bytes() + file.size
+            for scratch, file in zip(self.scratches, self._files, strict=True)
+        ]
+        if sum(f // PAGE * PAGE for f in free) < total:
+            raise does_not_fit(total, dict(zip(self.paths, free, strict=True)))
+        spared = [f - min(f // _SPARE_SHARE, _SPARE_BYTES) for f in free]
+        room = spared if sum(f // PAGE * PAGE for f in spared) >= total else free
+        self._room = tuple(room)
+        self.used = tuple(self._stripes.place(self.speeds, room))
+
+    @property
+    def placement(self) -> Placement:
+        """Where everything is, once it is allocated; `Disk` takes it back as `stored`."""
+        directories = tuple(scratch.directory for scratch in self.scratches)
+        return Placement(directories, self._stripe_bytes, self.speeds, self._room, self.used)
+
+    # --- moving ------------------------------------------------------------------------------
+
+    def read(
+        self, pieces: Sequence[tuple[Extent, Tensor]], priority: Priority = Priority.NORMAL
+    ) -> DiskTicket:
+        """Start reading extents into uint8 buffers of their size."""
+        expected: list[Tensor] = []
+        if self.checksums is not None:
+            expected = [self.checksums.expected(e.offset, e.nbytes) for e, _ in pieces]
+        return self._submit(_aio.READ, pieces, priority, expected)
+
+    def write(
+        self, pieces: Sequence[tuple[Extent, Tensor]], priority: Priority = Priority.BACKGROUND
+    ) -> DiskTicket:
+        """Start writing uint8 buffers to extents of their size; they may not change till then."""
+        if self.checksums is not None:
+            for extent, buffer in pieces:
+                self.checksums.written(extent.offset, buffer)
+        return self._submit(_aio.WRITE, pieces, priority, ())
+
+    def learn(self, extent: Extent, buffer: Tensor) -> None:
+        """Take the bytes of an extent as they are for right: read them, note their checksums."""
+        assert self.checksums is not None
+        self._submit(_aio.READ, [(extent, buffer)], Priority.NORMAL, ()).wait()
+        self.checksums.written(extent.offset, buffer)
+
+    def sync(self) -> None:
+        """Put everything whose write was waited for on stable storage; raises `TransferError`."""
+        for file in self._files:
+            try:
+                file.sync()
+            except _aio.AioError as error:
+                raise transfer_error(error) from error
+
+    def _submit(
+        self,
+        op: int,
+        pieces: Sequence[tuple[Extent, Tensor]],
+        priority: Priority,
+        expected: Sequence[Tensor],
+    ) -> DiskTicket:
+        assert self._aio is not None
+        segments = []
+        for extent, buffer in pieces:
+            assert buffer.numel() == extent.nbytes, (buffer.numel(), extent.nbytes)
+            address = buffer.data_ptr()
+            for piece in self._stripes.pieces(extent.offset, extent.nbytes):
+                file = self._files[piece.path_index]
+                segments.append((file, piece.offset, piece.nbytes, address))
+                address += piece.nbytes
+        raw = self._aio.submit(op, segments, priority=priority, keep=[b for _, b in pieces])
+        return DiskTicket(raw, self, pieces, expected)
+
+    # --- whose bytes -------------------------------------------------------------------------
+
+    def owner_at(self, pieces: Sequence[tuple[Extent, Tensor]], path: str, offset: int) -> str:
+        """Whose bytes a ticket moved at an offset of a file; "" where it did not."""
+        for extent, _ in pieces:
+            for piece in self._stripes.pieces(extent.offset, extent.nbytes):
+                inside = piece.offset <= offset < piece.offset + piece.nbytes
+                if inside and self._files[piece.path_index].path == path:
+                    return extent.owner
+        return ""
+
+    def first_corruption(
+        self, pieces: Sequence[tuple[Extent, Tensor]], expected: Sequence[Tensor]
+    ) -> TransferError | None:
+        """The error for the first page that is not what was written; None where all are."""
+        for (extent, buffer), sums in zip(pieces, expected, strict=True):
+            difference = first_difference(buffer, sums)
+            if difference is not None:
+                start, found, wanted = difference
+                (piece,) = self._stripes.pieces(extent.offset + start, PAGE)
+                path = self._files[piece.path_index].path
+                return corruption(extent.owner, path, piece.offset, PAGE, found, wanted)
+        return None
+
+    # --- counting ----------------------------------------------------------------------------
+
+    def counters(self) -> dict[str, int]:
+        """The native engine's counters; see `_aio.Engine.counters`."""
+        return self._aio.counters() if self._aio is not None else {}
+
+    def times_s(self, op: str) -> dict[str, float]:
+        """Seconds that blocks of "read" or "write" waited in "queue", and had the "device"."""
+        assert self._aio is not None
+        counters = self._aio.device_counters().values()
+        return {
+            where: sum(int(c[f"{op}_{where}_ns"]) for c in counters) / 1e9
+            for where in ("queue", "device")
+        }
+
+    def drives(self) -> dict[str, dict[str, Any]]:
+        """Per path: what it is, how much rests there, and what its device has done.
+
+        `nbytes` is bytes reserved; `speed` is relative, or bytes per second where it was measured
+        (None for one path); the counters are those of the whole device, see
+        `_aio.Engine.device_counters`.
+        """
+        assert self._aio is not None
+        counters = self._aio.device_counters()
+        speeds = self.speeds or (None,) * len(self.paths)
+        return {
+            str(path): {
+                "device": file.device,
+                "file_system": file.file_system,
+                "direct": file.direct,
+                "nbytes": nbytes,
+                "speed": speed,
+                **counters.get(file.device, {}),
+            }
+            for path, file, nbytes, speed in zip(
+                self.paths, self._files, self.used, speeds, strict=True
+            )
+        }
+
+    def close(self) -> None:
+        """Wait for what the kernel holds, close files, remove directories that are not durable.
+
+        Every step is tried; raises the first error. Where the kernel does not let go of a
+        request, the error names it, and the request's memory is never given to anyone else.
+        """
+        failure: Exception | None = None
+        if self._aio is not None:
+            try:
+                self._aio.close()
+            except _aio.AioError as error:
+                failure = transfer_error(error)
+        for file in self._files:
+            file.close()
+        self._files = []
+        for scratch in self.scratches:
+            try:
+                scratch.remove()
+            except MachineError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure

@@ -1,0 +1,143 @@
+"""Errors of the disk tier: which bytes of the model were lost, where, why, and what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import infinity._aio as _aio
+from infinity.errors import DoesNotFitError, InfinityError, MachineError, TransferError
+from infinity.sizes import format_size
+
+# A directory that a user gave as `nvme_path`: whether it can be used, and why not.
+
+
+def does_not_fit(required_bytes: int, free_bytes: Mapping[Path, int]) -> DoesNotFitError:
+    """Return the error for a state that is larger than the room at all paths together."""
+    missing = format_size(required_bytes - sum(free_bytes.values()))
+    each = ", ".join(f"{format_size(free)} free at {path}" for path, free in free_bytes.items())
+    return DoesNotFitError(
+        f"disk: {format_size(required_bytes)} needed, {each}, {missing} missing",
+        because="the state of this run is reserved there before training starts",
+        remedy=f"free {missing} there, choose another nvme_path or add one, or keep more in host "
+        "RAM",
+    )
+
+
+def free_bytes(path: Path) -> int:
+    """Space an ordinary user may still fill there; raises `MachineError`."""
+    try:
+        facts = os.statvfs(path)
+    except OSError as error:
+        raise refusal(path, error) from error
+    return facts.f_bavail * facts.f_frsize
+
+
+def checked_root(nvme_path: str | os.PathLike[str]) -> Path:
+    """A path given as nvme_path, absolute; raises `MachineError` if it is no directory."""
+    root = Path(nvme_path).expanduser().absolute()
+    try:
+        is_directory = root.is_dir()
+        exists = is_directory or os.path.lexists(root)
+    except OSError as error:
+        raise refusal(root, error) from error
+    if is_directory:
+        return root
+    if exists:
+        because = "it is a file, or a link that leads nowhere"
+        remedy = "give nvme_path a directory on a fast drive"
+        raise MachineError(f"nvme_path {root} is not a directory", because=because, remedy=remedy)
+    raise MachineError(f"nvme_path {root} does not exist", remedy=f"mkdir -p {root}")
+
+
+def refusal(root: Path, error: OSError) -> InfinityError:
+    """Return the error that says why nothing can be made under `root`."""
+    because = f"{error.strerror} (errno {error.errno})"
+    match error.errno:
+        case errno.ENOSPC | errno.EDQUOT:
+            what = f"nvme_path {root} is full: {_free_text(root)}"
+            return DoesNotFitError(what, because=because, remedy="free space there")
+        case errno.EROFS:
+            what, remedy = "is read-only", f"mount {root} writable, or choose another nvme_path"
+        case errno.EACCES | errno.EPERM:
+            what = "is not writable"
+            remedy = f"chown or chmod {root} for user id {os.geteuid()}, or choose another"
+        case errno.ENOLCK | errno.EOPNOTSUPP:
+            what, remedy = "cannot lock files", "choose an nvme_path on a local file system"
+        case _:
+            what, remedy = "cannot be used", "choose another nvme_path"
+    return MachineError(f"nvme_path {root} {what}", because=because, remedy=remedy)
+
+
+def _free_text(root: Path) -> str:
+    with suppress(OSError):
+        facts = os.statvfs(root)
+        return f"{format_size(facts.f_bavail * facts.f_frsize)} and {facts.f_favail} inodes free"
+    return "free space unknown"
+
+
+_CAUSES: dict[int, tuple[str, str]] = {
+    errno.EIO: (
+        "the drive or the file system reports a failure",
+        "check `dmesg` and the drive's health (`smartctl -a`)",
+    ),
+    errno.ENOSPC: ("the file system is full", "free space on that nvme_path, or add another"),
+    errno.EDQUOT: ("the disk quota is used up", "raise the quota, or add another nvme_path"),
+    errno.EROFS: (
+        "the file system became read-only, as file systems do after an error of the drive",
+        "check `dmesg`, repair and remount it, and start again from the last saved state",
+    ),
+    errno.ECANCELED: (
+        "the engine was closed while the request was queued",
+        "do not use a closed engine",
+    ),
+    errno.ETIMEDOUT: (
+        "the drive hangs, or the network behind the path does",
+        "check `dmesg`; close the engine; raise io.stuck_after_s if the drive is only slow",
+    ),
+}
+
+
+def transfer_error(error: _aio.AioError, owner: str = "") -> TransferError:
+    """Our error for a native one; `owner` says whose bytes they are ("unit 'h.3', chunk 2")."""
+    because, remedy = _CAUSES.get(error.errno or 0, (None, "check nvme_path"))
+    return TransferError(
+        f"{owner}: {error}" if owner else str(error),
+        path=str(error.filename),
+        offset=error.offset,
+        length=error.length,
+        errno=error.errno or 0,
+        because=because,
+        remedy=remedy,
+    )
+
+
+def path_error(error: OSError, path: Path | str) -> InfinityError:
+    """Our error for a path that was tried in vain."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        remedy = "free space there, or name a path with more room"
+        return DoesNotFitError(f"{path} is full", because=str(error), remedy=remedy)
+    if isinstance(error, _aio.AioError):
+        return transfer_error(error)
+    return MachineError(f"{path} cannot be used", because=str(error))
+
+
+def corruption(
+    owner: str, path: str, offset: int, length: int, found: int, expected: int
+) -> TransferError:
+    """The error for a page whose checksum is wrong; offset and length are bytes in the file."""
+    return TransferError(
+        f"{owner}: the {length} bytes read at offset {offset} of {path!r} are not the bytes "
+        f"written: their CRC32C is {found:#010x}, not {expected:#010x}",
+        path=path,
+        offset=offset,
+        length=length,
+        errno=errno.EBADMSG,
+        because="the drive, its cable, its controller or the RAM changed them, a write was lost, "
+        "or another program wrote to the file",
+        remedy="check `smartctl -a` and `dmesg`, test the RAM, and start again from the last saved "
+        "state",
+    )

@@ -1,0 +1,334 @@
+"""Copies of all homes into the streams of a checkpoint, while training goes on.
+
+A copier thread goes through the units chunk by chunk. Before a sweep, or an edit, changes the
+first byte of a unit that is not copied yet, it waits for the copier (`await_copied`): nothing is
+ever copied twice or kept twice, and memory is two chunks whatever the model's size.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from infinity.checkpoint.manifest import FROZEN, MODEL
+from infinity.checkpoint.writer import CheckpointWriter, TensorSpec, Written, checksums
+from infinity.errors import InfinityWarning
+from infinity.offload.state import Staged, StateStore
+from infinity.optim.moments import VALUE_DTYPES
+from infinity.optim.update import moment_in
+from infinity.plan.budget import NUM_COPY_BUFFERS, copy_buffer_bytes
+from infinity.plan.layout import REST_DTYPES, Kind, Segment, Tier, UnitLayout
+from infinity.plan.plan import Plan
+from infinity.storage.device import arena_for
+
+# Whether the frozen parameters of the next checkpoint are, byte for byte, those of the last one.
+#
+# Most of them change only through `StateStore.write`, which counts. Where weights rest on the
+# device modules compute with the very bytes of the home, and `p.data.add_(1)` changes them unseen:
+# of those units checksums are kept, and compared before anything is shared.
+
+
+Sums = dict[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class _Last:
+    """The last checkpoint: its files, and what frozen bytes were then."""
+
+    written: Written
+    edition: int
+    sums: Sums
+
+
+class FrozenBytes:
+    """Follows the frozen bytes of one engine from save to save."""
+
+    def __init__(self, plan: Plan, store: StateStore) -> None:
+        self._plan = plan
+        self._store = store
+        self._last: _Last | None = None
+        self._edition = 0  # of the save that is under way
+        self._sums: Sums = {}
+
+    def begin(self) -> Written | None:
+        """A snapshot is taken now; the checkpoint whose frozen files it may share, if any."""
+        self._edition, self._sums = self._store.frozen_edition, {}
+        last = self._last
+        return last.written if last is not None and last.edition == self._edition else None
+
+    def check(self, writer: CheckpointWriter) -> None:
+        """Before anything is copied: if frozen bytes changed unseen, they are written after all."""
+        if not writer.shares(FROZEN):
+            return
+        assert self._last is not None
+        for layout in self._plan.units:
+            if self._is_bare(layout):
+                self.note(layout, self.read(layout))
+        if self._sums != self._last.sums:
+            writer.unshare(FROZEN)
+            self._sums = {}
+
+    def read(self, layout: UnitLayout) -> Tensor:
+        """The frozen bytes of a unit (uint8), in its home or a copy."""
+        home = self._store.units[layout.index].ram.get(Kind.WEIGHT)
+        weights = home if home is not None else self._store.read(layout.index, Kind.WEIGHT)
+        return weights[layout.trained_bytes : layout.trained_bytes + layout.frozen_bytes]
+
+    def note(self, layout: UnitLayout, frozen: Tensor) -> None:
+        """A unit's frozen bytes, as they are in the checkpoint."""
+        if self._is_bare(layout):
+            self._sums[layout.index] = checksums(frozen)
+
+    def published(self, written: Written | None) -> None:
+        """The checkpoint is there."""
+        self._last = _Last(written, self._edition, self._sums) if written is not None else None
+
+    def _is_bare(self, layout: UnitLayout) -> bool:
+        """Whether modules compute with the home itself."""
+        at = self._plan.homes[layout.index].weight
+        return bool(layout.frozen_bytes) and at is Tier.DEVICE
+
+
+def state_streams(plan: Plan) -> dict[str, list[TensorSpec]]:
+    """Stream -> its tensors, of everything that rests in homes; in the order they are copied."""
+    streams: dict[str, list[TensorSpec]] = {MODEL: [], FROZEN: []}
+    rest = plan.precision.rest_kind
+    if rest is not None:
+        streams[rest.value] = []
+    for kind in plan.precision.moment_kinds:
+        streams[kind.value] = []
+        if plan.precision.format_of(kind).num_scales(1):
+            streams[scales_of(kind)] = []
+    for layout in plan.units:
+        for segment in layout.segments:
+            name, shape = segment.name, segment.shape
+            dtype = getattr(torch, segment.dtype)
+            if not segment.trained:
+                streams[FROZEN].append(TensorSpec(name, shape, dtype))
+                continue
+            streams[MODEL].append(TensorSpec(name, shape, dtype))
+            if rest is not None:
+                kept = getattr(torch, REST_DTYPES[rest])
+                streams[rest.value].append(TensorSpec(name, shape, kept))
+            for kind in plan.precision.moment_kinds:
+                form = plan.precision.format_of(kind)
+                streams[kind.value].append(TensorSpec(name, shape, VALUE_DTYPES[form]))
+                scales = form.num_scales(segment.numel)
+                if scales_of(kind) in streams:
+                    streams[scales_of(kind)].append(TensorSpec(name, (scales,), torch.float32))
+    return {stream: tensors for stream, tensors in streams.items() if tensors}
+
+
+def scales_of(kind: Kind) -> str:
+    """The stream of the scales of a moment's blocks."""
+    return f"{kind.value}_scales"
+
+
+def stream_parts(
+    plan: Plan, layout: UnitLayout, segment: Segment, chunk: int, kind: Kind, view: Tensor
+) -> Iterator[tuple[str, Tensor]]:
+    """(stream, uint8 bytes) of what a chunk's part of a kind holds of a trained parameter."""
+    start, count = layout.chunk(chunk, plan.chunk_elements)
+    first, last = segment.within(start, count)
+    if first >= last:
+        return
+    if kind is Kind.WEIGHT or kind is plan.precision.rest_kind:
+        size = plan.precision.nbytes(kind, 1)
+        yield (MODEL if kind is Kind.WEIGHT else kind.value), view[first * size : last * size]
+        return
+    moment = moment_in(view, count, plan.precision.format_of(kind)).part(first, last)
+    yield kind.value, moment.values.view(torch.uint8)
+    if moment.scales is not None:
+        yield scales_of(kind), moment.scales.view(torch.uint8)
+
+
+@dataclass
+class _Read:
+    """One chunk on its way to where the host can read it."""
+
+    chunk: int | None  # None: the unit's frozen bytes
+    staged: Staged
+
+
+class Saver:
+    """At most one save at a time.
+
+    `await_copied` is for whoever changes a home, on any thread. What went wrong behind the
+    caller's back is raised by the next `finish`, and warned of by `warn`.
+    """
+
+    def __init__(self, plan: Plan, store: StateStore) -> None:
+        self.frozen = FrozenBytes(plan, store)
+        self._plan = plan
+        self._store = store
+        self._pinned: list[Tensor] = []  # buffers that are kept, where pinning is worth it
+        self._changed = threading.Condition()
+        self._left: set[int] = set()  # units that are not copied yet
+        self._thread: threading.Thread | None = None
+        self._stop = False
+        self._error: BaseException | None = None
+        self._warned = False
+
+    def start(self, writer: CheckpointWriter, publish: Callable[[], object]) -> None:
+        """Copy all homes, then `publish`, on a thread; no update may be owed."""
+        assert self._thread is None
+        self._left = {layout.index for layout in self._plan.units}
+        self._error, self._warned, self._stop = None, False, False
+        thread = threading.Thread(
+            target=self._run, args=(writer, publish), name="infinity-save", daemon=True
+        )
+        self._thread = thread
+        try:
+            thread.start()
+        except BaseException:
+            if not thread.is_alive():
+                self._thread, self._left = None, set()
+            raise
+
+    def await_copied(self, unit: int) -> None:
+        """Wait until the unit's bytes are copied, or will not be."""
+        with self._changed:
+            while unit in self._left:
+                self._changed.wait()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Wait for the save that is under way; raises what made it fail, once."""
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def warn(self) -> None:
+        """Warn, once, of a save that failed."""
+        if self._error is not None and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the last checkpoint was not saved: {self._error}", InfinityWarning, stacklevel=3
+            )
+
+    def abort(self) -> None:
+        """Give up the save that is under way; nothing of it stays."""
+        self._stop = True
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    # --- the copier thread -------------------------------------------------------------------
+
+    def _run(self, writer: CheckpointWriter, publish: Callable[[], object]) -> None:
+        try:
+            self._store.lanes.device.follow_compute()
+            self.frozen.check(writer)
+            self._copy(writer)
+            trace = self._store.lanes.trace
+            laps = None if trace is None else trace.laps()
+            publish()
+            self.frozen.published(writer.written)
+            if laps is not None:
+                laps.lap("saving", "publish the checkpoint")
+        except _StoppedError:
+            writer.abort()
+        except BaseException as error:
+            writer.abort()
+            # Frames would keep what they refer to alive.
+            self._error = error.with_traceback(None)
+        finally:
+            with self._changed:
+                self._left.clear()
+                self._changed.notify_all()
+
+    def _copy(self, writer: CheckpointWriter) -> None:
+        buffers = self._buffers()
+        order = [
+            (layout, chunk)
+            for layout in self._plan.units
+            for chunk in (*range(layout.num_chunks(self._plan.chunk_elements)), None)
+        ]
+        ahead: _Read | None = None
+        for number, (layout, _) in enumerate(order):
+            if self._stop:
+                self._drain(ahead)
+                raise _StoppedError
+            read = ahead or self._issue(*order[number], buffers[number % NUM_COPY_BUFFERS])
+            # One chunk is read while the one before is written.
+            ahead = None
+            if number + 1 < len(order):
+                following = number + 1
+                ahead = self._issue(*order[following], buffers[following % NUM_COPY_BUFFERS])
+            trace = self._store.lanes.trace
+            laps = None if trace is None else trace.laps(layout.index)
+            try:
+                for item in read.staged.waits:
+                    item.wait()
+                if laps is not None:
+                    laps.lap("saving", "save: wait for state")
+                self._write(writer, layout, read)
+                if laps is not None:
+                    views = read.staged.views.values()
+                    laps.lap("saving", "save: write", sum(view.numel() for view in views))
+            except BaseException:
+                self._drain(ahead)
+                raise
+            if read.chunk is None:
+                with self._changed:
+                    self._left.discard(layout.index)
+                    self._changed.notify_all()
+
+    def _drain(self, read: _Read | None) -> None:
+        for item in read.staged.waits if read is not None else ():
+            item.wait()
+
+    def forget(self) -> None:
+        """Drop the buffers that are kept."""
+        self._pinned = []
+
+    def _buffers(self) -> list[Tensor]:
+        if self._pinned:
+            return self._pinned
+        nbytes, device = copy_buffer_bytes(self._plan), self._store.lanes.device
+        arena = arena_for([nbytes] * NUM_COPY_BUFFERS)
+        buffers = [arena.carve(nbytes) for _ in range(NUM_COPY_BUFFERS)]
+        if nbytes and not device.unified:
+            # Else a copy from the device would hold up the stream that gradients leave by.
+            device.pin(arena)
+            self._pinned = buffers
+        return buffers
+
+    def _issue(self, layout: UnitLayout, chunk: int | None, buffer: Tensor) -> _Read:
+        """Start bringing a chunk's kinds where the host can read them."""
+        if chunk is None:
+            return _Read(None, Staged({}, []))
+        return _Read(chunk, self._store.stage(layout.index, chunk, buffer))
+
+    def _write(self, writer: CheckpointWriter, layout: UnitLayout, read: _Read) -> None:
+        if read.chunk is None:
+            self._write_frozen(writer, layout)
+            return
+        for segment in layout.trained_segments:
+            for kind, view in read.staged.views.items():
+                parts = stream_parts(self._plan, layout, segment, read.chunk, kind, view)
+                for stream, data in parts:
+                    writer.write(stream, data)
+
+    def _write_frozen(self, writer: CheckpointWriter, layout: UnitLayout) -> None:
+        if not layout.frozen_bytes or writer.shares(FROZEN):
+            return
+        frozen = self.frozen.read(layout)
+        self.frozen.note(layout, frozen)
+        for segment in (s for s in layout.segments if not s.trained):
+            writer.write(FROZEN, frozen[segment.offset : segment.offset + segment.nbytes])
+
+
+class _StoppedError(Exception):
+    """The engine is closing."""

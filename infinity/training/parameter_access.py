@@ -1,0 +1,485 @@
+"""Whole values of parameters: read, edited and written back, from and to any home.
+
+One unit is cached at a time, so that walking through a model in the order of `Values.place` reads
+and writes each unit once; what stands beside weights (residuals, or fp32 masters of fp16 weights)
+is read only for masters and for edits. Nothing here is fast; all of it is exact.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MethodType
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from infinity.errors import ConfigError, PresenceError, TransferError
+from infinity.offload.owner import Owner, exclusive
+from infinity.offload.prefetch import Mover
+from infinity.offload.state import StateStore
+from infinity.optim.cpu import CpuKernels
+from infinity.optim.moments import Moment
+from infinity.optim.update import KernelUpdater, Updater, moment_in
+from infinity.plan.layout import REST_DTYPES, Kind, Segment, Tier, UnitLayout
+from infinity.plan.plan import Plan
+from infinity.sizes import format_size
+
+# What the optimizer keeps of a parameter, read from and written to any home.
+
+
+def read_state(
+    store: StateStore, updater: Updater, parameter: int, hyper: Any, steps: Sequence[int]
+) -> dict[str, Any]:
+    """The state of one parameter, by torch's names; moments as fresh fp32 tensors of its shape.
+
+    No update may be owed. `steps` counts updates by parameter index. Raises `ConfigError` if the
+    parameter has no state.
+    """
+    for layout in store.plan.units:
+        for segment in layout.segments:
+            if segment.parameter == parameter and segment.trained:
+                kinds = store.plan.precision.moment_kinds
+                moments = [_moment(store, layout, segment, kind) for kind in kinds]
+                shape, step = segment.shape, steps[parameter]
+                return updater.state_of(parameter, hyper, moments, shape, step)
+    raise ConfigError("this parameter is frozen and has no optimizer state")
+
+
+def _moment(store: StateStore, layout: UnitLayout, segment: Segment, kind: Kind) -> Moment:
+    """A copy of the whole moment of one parameter, its chunks put together."""
+    plan, number_format = store.plan, store.plan.precision.format_of(kind)
+    flat = store.read(layout.index, kind)
+    values, scales = [], []
+    for index, (start, count) in enumerate(layout.chunks(plan.chunk_elements)):
+        first, last = segment.within(start, count)
+        if first < last:
+            chunk = moment_in(flat[plan.part(layout, kind, index)], count, number_format)
+            part = chunk.part(first, last)
+            values.append(part.values)
+            scales += [] if part.scales is None else [part.scales]
+    if not values:
+        return Moment.zeros(0, number_format)
+    return Moment(torch.cat(values), torch.cat(scales) if scales else None, number_format)
+
+
+def write_state(
+    store: StateStore,
+    updater: Updater,
+    kernels: CpuKernels,
+    place: tuple[UnitLayout, Segment],
+    hyper: Any,
+    name: str,
+    value: Tensor,
+) -> None:
+    """Replace one moment of a parameter, by torch's name; `value` has its shape.
+
+    No update may be owed. Raises `ConfigError` for a name that is no moment there.
+    """
+    layout, segment = place
+    names = updater.moment_names(segment.parameter, hyper) if _is_ours(updater) else ()
+    if name not in names:
+        raise ConfigError(
+            f"{segment.name!r} has no optimizer state {name!r} that can be written",
+            because="optimizers of torch's keep their state to themselves"
+            if not _is_ours(updater)
+            else None,
+            remedy=f"one of {', '.join(names)}" if names else None,
+        )
+    index = names.index(name)
+    kind, plan = store.plan.precision.moment_kinds[index], store.plan
+    number_format, signed = plan.precision.format_of(kind), not hyper.unsigned[index]
+    flat = store.read(layout.index, kind)
+    values = value.detach().to("cpu", torch.float32).contiguous().view(-1)
+    done = 0
+    for chunk, (start, count) in enumerate(layout.chunks(plan.chunk_elements)):
+        first, last = segment.within(start, count)
+        if first < last:
+            part = flat[plan.part(layout, kind, chunk)]
+            moment = moment_in(part, count, number_format).part(first, last)
+            kernels.encode(values[done : done + last - first], moment, signed=signed)
+            done += last - first
+    store.write(layout.index, kind, flat)
+
+
+def _is_ours(updater: Updater) -> TypeGuard[KernelUpdater]:
+    return isinstance(updater, KernelUpdater)
+
+
+# Where kinds of state rest by a plan, in DeepSpeed's words, and why they stay there.
+
+
+class OffloadStateTypeEnum(StrEnum):
+    """Kinds of state, by DeepSpeed's names."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+class OffloadDeviceEnum(StrEnum):
+    """Places that state is moved to, by DeepSpeed's names."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+@dataclass(frozen=True)
+class OffloadDevice:
+    """The slowest place that one kind of state rests in."""
+
+    device: OffloadDeviceEnum
+
+    @staticmethod
+    def of(tiers: Iterable[Tier]) -> OffloadDevice | None:
+        """None where all of it rests on the compute device."""
+        found = set(tiers)
+        if Tier.DISK in found:
+            return OffloadDevice(OffloadDeviceEnum.nvme)
+        return OffloadDevice(OffloadDeviceEnum.cpu) if Tier.HOST in found else None
+
+
+_FIELDS = {
+    OffloadStateTypeEnum.optim_states: "state",
+    OffloadStateTypeEnum.hp_params: "state",
+    OffloadStateTypeEnum.lp_params: "weight",
+    OffloadStateTypeEnum.lp_grads: "gradient",
+    OffloadStateTypeEnum.contiguous_grad_buffer: "gradient",
+}
+
+
+def places_of(plan: Plan, device: torch.device, state: OffloadStateTypeEnum) -> set[Any]:
+    """Torch devices, and "disk", where a kind of state rests."""
+    name = _FIELDS[OffloadStateTypeEnum(state)]
+    places = {Tier.DEVICE: device, Tier.HOST: torch.device("cpu"), Tier.DISK: "disk"}
+    return {places[getattr(homes, name)] for homes in plan.homes}
+
+
+def refuse_to_move(plan: Plan, include: Any, device: Any) -> None:
+    """Raise `ConfigError` if any of these states holds memory of a GPU."""
+    if str(getattr(device, "value", device)) != "cpu":
+        raise ConfigError(
+            f"offload_states(device={device!r})", remedy='"cpu", which means: off the GPU'
+        )
+    try:
+        kinds = [OffloadStateTypeEnum(kind) for kind in include or OffloadStateTypeEnum]
+    except ValueError as error:
+        names = ", ".join(kind.value for kind in OffloadStateTypeEnum)
+        raise ConfigError(str(error), remedy=f"of {names}") from None
+    if plan.unified:  # one memory: nothing is on a device of its own
+        return
+    held = {name: nbytes for name, nbytes in plan.memory["device"].items() if nbytes}
+    if held:
+        parts = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in held.items())
+        raise ConfigError(
+            f"offload_states({', '.join(kind.value for kind in kinds)}): "
+            f"{format_size(sum(held.values()))} on the GPU cannot be given back for a while",
+            because=f"placement is fixed when the engine is made; the plan has there: {parts}",
+            remedy="plan with less: a smaller budget.device, homes.moments: host; or "
+            "save_checkpoint(), close(), and initialize() and load_checkpoint() later",
+        )
+
+
+_BLOCK = 1 << 20  # elements converted at a time: temporaries stay small beside the tensor
+
+
+@dataclass
+class _CachedUnit:
+    """Flat copies of one unit's weights and, once it was needed, of what stands beside them."""
+
+    layout: UnitLayout
+    weight: Tensor
+    rest: Tensor | None = None
+    dirty: bool = False
+
+    def replace(self, part: Tensor, value: Tensor) -> None:
+        """Overwrite a part of a range; the unit is dirty if any byte changes."""
+        old, new = part.view(torch.uint8), value.view(torch.uint8)
+        if not torch.equal(old, new):
+            self.dirty = True
+            old.copy_(new)
+
+
+class Values:
+    """Reads and writes parameters by index; `settle` must lift the pacing and wait for updates."""
+
+    def __init__(
+        self,
+        store: StateStore,
+        mover: Mover,
+        kernels: CpuKernels,
+        settle: Callable[[], None],
+        owner: Owner,
+    ) -> None:
+        self.store = store
+        self.mover = mover
+        self.kernels = kernels
+        self.settle = settle
+        self.lent: dict[int, torch.dtype] = {}
+        self.guard: Callable[[int], None] = lambda unit: None  # before a unit's homes change
+        self._places = {s.parameter: (u, s) for u in store.plan.units for s in u.segments}
+        self._cached: _CachedUnit | None = None
+        self._owner = owner
+
+    # --- single values -----------------------------------------------------------------------
+
+    @exclusive
+    def read(self, parameter: int, *, master: bool = False) -> Tensor:
+        """A fresh CPU tensor: the compute-dtype value, or the fp32 master of a trained one."""
+        layout, segment = self._places[parameter]
+        weight, rest = self._parts(self._load(layout), segment, with_rest=master)
+        if rest is None:
+            return weight.view(segment.shape).clone()
+        joined = torch.empty(segment.numel, dtype=torch.float32)
+        self.kernels.join(weight, rest, joined)
+        return joined.view(segment.shape)
+
+    @exclusive
+    def write(self, parameter: int, value: Tensor) -> None:
+        """Replace a value. fp32 values of trained parameters become the master as they are;
+        values in the compute dtype keep the master where their bits did not change.
+        """
+        layout, segment = self._places[parameter]
+        if tuple(value.shape) != segment.shape:
+            raise ConfigError(
+                f"parameter {segment.name!r} has shape {segment.shape}, got {tuple(value.shape)}"
+            )
+        cached = self._load(layout)
+        flat = value.detach().cpu().contiguous().view(-1)
+        weight, rest = self._parts(cached, segment, with_rest=True)
+        for start in range(0, segment.numel, _BLOCK):
+            block = slice(start, start + _BLOCK)
+            if rest is None:
+                cached.replace(weight[block], flat[block].to(weight.dtype))
+            else:
+                self._write_split(cached, weight[block], rest[block], flat[block])
+
+    def _write_split(
+        self, cached: _CachedUnit, weight: Tensor, rest: Tensor, value: Tensor
+    ) -> None:
+        new_weight, new_rest = torch.empty_like(weight), torch.empty_like(rest)
+        self.kernels.split(value.float(), new_weight, new_rest)
+        if value.dtype is weight.dtype:
+            keep = value.view(torch.int16) == weight.view(torch.int16)
+            new_weight = torch.where(keep, weight, new_weight)
+            new_rest = torch.where(keep, rest, new_rest)
+        cached.replace(weight, new_weight)
+        cached.replace(rest, new_rest)
+
+    def shape(self, parameter: int) -> tuple[int, ...]:
+        """The parameter's real shape."""
+        return self._places[parameter][1].shape
+
+    def dtype(self, parameter: int) -> torch.dtype:
+        """The dtype the parameter computes in."""
+        return self.mover.presence.dtypes[parameter]
+
+    def place_of(self, parameter: int) -> tuple[UnitLayout, Segment]:
+        """Its unit, and where it lies in that."""
+        return self._places[parameter]
+
+    def place(self, parameter: int) -> tuple[int, bool, int]:
+        """Sorts parameters by unit, then by where they lie in it."""
+        layout, segment = self._places[parameter]
+        return layout.index, not segment.trained, segment.offset
+
+    def flush(self) -> None:
+        """Write the cached unit home if it was edited, and forget it."""
+        cached, self._cached = self._cached, None
+        if cached is not None and cached.dirty:
+            unit = cached.layout.index
+            self.guard(unit)
+            try:
+                self.mover.drop(unit)
+            finally:  # an edit outside a loan raises, those inside one are kept
+                try:
+                    self.store.write(unit, Kind.WEIGHT, cached.weight)
+                    kind = self.store.plan.precision.rest_kind
+                    if cached.rest is not None and kind is not None:
+                        self.store.write(unit, kind, cached.rest)
+                except TransferError as error:  # neither the old value nor the new one is home
+                    self.mover.fail(error)
+                    raise
+                self.mover.edited(unit)
+
+    def flush_edits(self) -> None:
+        """`flush`, if anything was edited."""
+        if self._cached is not None and self._cached.dirty:
+            self.flush()
+
+    def _load(self, layout: UnitLayout) -> _CachedUnit:
+        self._owner.check()
+        self.mover.verify(layout.index)
+        if self._cached is not None and self._cached.layout is layout:
+            return self._cached
+        self.flush()
+        self.settle()
+        self._cached = _CachedUnit(layout, self.store.read(layout.index, Kind.WEIGHT))
+        return self._cached
+
+    def _parts(
+        self, cached: _CachedUnit, segment: Segment, *, with_rest: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Flat views of the parameter's weight and, if wanted, of what stands beside it, if any."""
+        layout, dtype = cached.layout, self.dtype(segment.parameter)
+        if not segment.trained:
+            start = layout.trained_bytes + segment.offset
+            return cached.weight[start : start + segment.nbytes].view(dtype), None
+        part = slice(segment.offset, segment.offset + segment.numel)
+        weight = cached.weight[: layout.trained_bytes].view(dtype)[part]
+        kind = self.store.plan.precision.rest_kind
+        if not with_rest or kind is None:
+            return weight, None
+        if cached.rest is None:
+            self.settle()  # of the same update as the weight: a step forgets what is cached
+            cached.rest = self.store.read(layout.index, kind)
+        return weight, cached.rest.view(getattr(torch, REST_DTYPES[kind]))[part]
+
+    # --- lending -----------------------------------------------------------------------------
+
+    @contextmanager
+    def materialized(self, parameters: Iterable[int], *, master: bool) -> Iterator[None]:
+        """Full values bound to the parameters; edits are written home on leaving."""
+        indices = sorted(set(parameters))
+        taken = [i for i in indices if i in self.lent]
+        if taken:
+            name = self._places[taken[0]][1].name
+            raise PresenceError(f"parameter {name!r} is materialized already")
+        try:
+            self._lend_all(indices, master=master)
+            yield
+        finally:
+            self._take_back(indices)
+
+    @exclusive
+    def _lend_all(self, indices: Sequence[int], *, master: bool) -> None:
+        for index in indices:
+            self.lend(index, master=master)
+
+    @exclusive
+    def _take_back(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            self.take_back(index)
+        self.flush()
+
+    def lend(self, index: int, *, master: bool) -> None:
+        """Bind a parameter to a full value of its own."""
+        layout, _ = self._places[index]
+        value = self.read(index, master=master)
+        self.mover.drop(layout.index)
+        self.lent[index] = value.dtype
+        self.mover.presence.lend(index, value.to(self.mover.lanes.device.torch_device))
+
+    def take_back(self, index: int) -> None:
+        """Write a lent value home and make the parameter absent."""
+        if self.lent.pop(index, None) is not None:
+            try:
+                self.write(index, self.mover.presence.parameters[index].detach())
+            finally:
+                self.mover.presence.unlend(index)
+
+    def take_back_all(self) -> None:
+        """End every loan that a `load_state_dict` which failed may have left, and flush."""
+        self._take_back(list(self.lent))
+
+
+def targets(
+    target: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Parameter],
+    index_of: Mapping[int, int],
+) -> Sequence[int]:
+    """Parameter indices meant by a module, a parameter, or several of them."""
+    if isinstance(target, nn.Parameter):
+        if id(target) not in index_of:
+            raise ConfigError("this parameter does not belong to the engine's module")
+        return [index_of[id(target)]]
+    if isinstance(target, nn.Module):
+        return [i for p in target.parameters() for i in targets(p, index_of)]
+    return [i for item in target for i in targets(item, index_of)]
+
+
+# Adapters (peft) may be merged where the weights they are merged into are, and not elsewhere.
+
+
+# Of a layer with adapters, and of the module that put them there.
+_MERGE = ("merge", "unmerge")
+_UNLOAD = ("merge_and_unload", "unload")
+
+
+class MergeGuard:
+    """Refuses what would lose edits of a module's adapters, before anything is changed.
+
+    `merge` and `unmerge` of a layer outside a block of `materialized`: peft edits `.data`, which of
+    an absent parameter is a passing copy, so that the edit would be lost while the layer is marked
+    as merged. All of peft's ways (`merge_adapter`, `merge_and_unload`, a merged layer in
+    `disable_adapter()`) end in these two methods. `merge_and_unload` and `unload` anywhere: they
+    take adapters, whose weights and state are the engine's, out of its module for good.
+    """
+
+    def __init__(self, module: nn.Module, values: Values, index_of: Mapping[int, int]) -> None:
+        self._values = values
+        self._index_of = index_of
+        self._guarded: list[tuple[nn.Module, str]] = []
+        # Who has not imported peft has no adapters of it.
+        peft = sys.modules.get("peft.tuners.tuners_utils")
+        if peft is not None:
+            self._guard(module, peft.BaseTunerLayer, _MERGE, self._check_merge)
+            self._guard(module, peft.BaseTuner, _UNLOAD, self._refuse_unload)
+
+    def remove(self) -> None:
+        """Leave the modules as they were."""
+        while self._guarded:
+            part, name = self._guarded.pop()
+            vars(part).pop(name, None)
+
+    def _guard(
+        self,
+        module: nn.Module,
+        kind: type[nn.Module],
+        names: tuple[str, ...],
+        check: Callable[[nn.Module, str], None],
+    ) -> None:
+        for part in [m for m in module.modules() if isinstance(m, kind)]:
+            for name in names:
+                if name not in vars(part):
+                    # Bound, so that a deep copy of the part merges itself and not this one.
+                    setattr(part, name, MethodType(_checked(name, check), part))
+                    self._guarded.append((part, name))
+
+    def _check_merge(self, layer: nn.Module, name: str) -> None:
+        if not self._guarded:
+            return  # removed: this is a copy's
+        indices = [self._index_of.get(id(parameter)) for parameter in layer.parameters()]
+        absent = sum(i is not None and i not in self._values.lent for i in indices)
+        if absent:
+            raise PresenceError(
+                f"{name}() of a {type(layer).__name__} layer of adapters: {absent} of its "
+                f"{len(indices)} parameters are not materialized",
+                because="an edit of absent weights is lost; nothing was changed",
+                remedy=f"with engine.materialized(engine.module): engine.module.{name}_adapter()",
+            )
+
+    def _refuse_unload(self, tuner: nn.Module, name: str) -> None:
+        if not self._guarded:
+            return
+        raise PresenceError(
+            f"{name}() of a model that an engine trains",
+            because="it takes the adapters out of the model for good, and the engine holds "
+            "their weights and optimizer state; nothing was changed",
+            remedy=f"engine.close(restore=True), and then {name}(); or to merge and go on: "
+            "with engine.materialized(engine.module): engine.module.merge_adapter()",
+        )
+
+
+def _checked(name: str, check: Callable[[nn.Module, str], None]) -> Callable[..., Any]:
+    def checked(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        check(part, name)
+        return getattr(type(part), name)(part, *args, **kwargs)
+
+    return checked

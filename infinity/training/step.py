@@ -1,0 +1,575 @@
+"""One step: norm, clip factor, and the commit, after which the step has happened.
+
+[Note: commit]
+Units become pending, counters advance, and a job for the sweep holds all that the update depends
+on. `Progress` is one frozen object, replaced as a whole: another one in its place means that the
+step has happened, whatever failed after it.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from infinity.config.schema import LossScaleConfig
+from infinity.errors import ConfigError, InfinityWarning, PresenceError, TrainingError
+from infinity.journal import Journal
+from infinity.model.torch_private import end_checkpoints
+from infinity.offload.gradients import GradientStore
+from infinity.offload.hooks import Hooks
+from infinity.offload.prefetch import Cycles, Mover
+from infinity.offload.report import Meter, StepReport, Timeline
+from infinity.offload.state import StateStore
+from infinity.optim.offloaded import OffloadedOptimizer
+from infinity.optim.update import Updater
+from infinity.plan.plan import Plan
+from infinity.storage.device import Event
+from infinity.training.optimizer_pass import Sweep, SweepJob
+from infinity.training.parameter_access import read_state
+
+# Loss scaling for fp16: by how much the loss is multiplied, by DeepSpeed's rules, step for step.
+#
+# What is less than 6e-8 vanishes in fp16. So the loss is multiplied before backward, and the
+# update multiplies by the inverse as part of its clip factor. Where a gradient is not finite the
+# step is skipped, and a dynamic scale may be halved:
+#
+# - the first `hysteresis - 1` overflows cost patience only, every later one halves the scale, but
+#   never below the minimum;
+# - the scale doubles in the first step that lies `window + 1` steps behind the last overflow, and
+#   every `window` steps from then on (before the first overflow: after `window` steps and one);
+# - patience is full again when the scale doubles, or with `consecutive` in every good step.
+#
+# [Note: one more step]
+# DeepSpeed counts the good steps that lie *between* the last overflow and this one, which is why a
+# window is one step longer after an overflow, and at the start, than from one doubling to the
+# next.
+
+
+FACTOR = 2.0
+MAX_HISTORY = 32  # changes of the scale that are kept for people to read
+
+
+@dataclass(frozen=True)
+class ScaleState:
+    """Where a scale is; replaced as a whole.
+
+    `patience` counts overflows: at 1 the next one halves the scale. `steps` counts all that were
+    tried, `last_overflow` is that count before the last overflow, -1 if there was none. `history`
+    has (steps before it, scale) of the latest changes, oldest first.
+    """
+
+    scale: float
+    patience: int = 1
+    steps: int = 0
+    last_overflow: int = -1
+    history: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class ScaleRules:
+    """How a scale goes on; without `dynamic` it never changes. `window` is steps."""
+
+    initial: float
+    dynamic: bool = True
+    window: int = 1000
+    hysteresis: int = 2
+    consecutive: bool = False
+    minimum: float = 1.0
+
+    @staticmethod
+    def of(config: LossScaleConfig) -> ScaleRules:
+        """The rules of a configuration."""
+        return ScaleRules(
+            initial=config.value or 2.0**config.initial_power,
+            dynamic=not config.value,
+            window=config.window,
+            hysteresis=config.hysteresis,
+            consecutive=config.consecutive_hysteresis,
+            minimum=config.min,
+        )
+
+    def start(self) -> ScaleState:
+        """Before the first step."""
+        return ScaleState(self.initial, self.hysteresis, history=((0, self.initial),))
+
+    def is_exhausted(self, state: ScaleState) -> bool:
+        """Whether there is no answer to another overflow."""
+        return self.dynamic and state.patience <= 1 and state.scale <= self.minimum
+
+    def after(self, state: ScaleState, overflow: bool) -> ScaleState:
+        """The state after one more step."""
+        scale, patience = state.scale, state.patience
+        last_overflow = state.steps if overflow else state.last_overflow
+        if self.dynamic and overflow:
+            if patience <= 1:
+                scale = max(scale / FACTOR, min(self.minimum, scale))
+            else:
+                patience -= 1
+        elif self.dynamic:
+            between = state.steps - last_overflow - 1
+            doubles = between > 0 and between % self.window == 0
+            scale *= FACTOR if doubles else 1.0
+            patience = self.hysteresis if doubles or self.consecutive else patience
+        history = state.history
+        if scale != state.scale:
+            history = (*history, (state.steps + 1, scale))[-MAX_HISTORY:]
+        return ScaleState(scale, patience, state.steps + 1, last_overflow, history)
+
+    def restored(self, saved: Mapping[str, Any]) -> ScaleState:
+        """What `as_data` gave. A scale that does not change is that of the configuration."""
+        history = tuple((int(step), float(scale)) for step, scale in saved["history"])
+        state = ScaleState(
+            float(saved["scale"]),
+            int(saved["patience"]),
+            int(saved["steps"]),
+            int(saved["last_overflow"]),
+            history,
+        )
+        if not self.dynamic and state.scale != self.initial:
+            state = replace(state, scale=self.initial)
+        return replace(state, patience=max(1, min(state.patience, self.hysteresis)))
+
+
+def as_data(state: ScaleState) -> dict[str, Any]:
+    """Plain data, for a checkpoint."""
+    return asdict(state) | {"history": [list(change) for change in state.history]}
+
+
+def story(state: ScaleState) -> str:
+    """The latest scales in words: "65536, 32768 after step 3, ..."; skipped steps count."""
+    return ", ".join(
+        f"{scale:g}" + (f" after step {step}" if step else "") for step, scale in state.history
+    )
+
+
+def scale_exhausted(state: ScaleState, culprits: Sequence[str]) -> TrainingError:
+    """What to raise where gradients overflow at the smallest scale; `culprits` are parameters."""
+    first, last = culprits[0], culprits[-1]
+    module = first.rpartition(".")[0]
+    where = f"first in {first!r}" + (f" of the module {module!r}" if module else "")
+    if len(culprits) > 1:
+        where += f", and in {len(culprits) - 1} more up to {last!r}"
+    return TrainingError(
+        f"gradients are not finite at the smallest loss scale, {state.scale:g}: {where}",
+        because=f"the scale went {story(state)}; values above 65504 are infinite in fp16, and "
+        "backward carries what is not finite from later layers to earlier ones",
+        remedy='write precision: bf16 (DeepSpeed: "bf16": {"enabled": true}), above all for models '
+        "that were trained in bf16; or lower the learning rate, look at the loss and the data, or "
+        "set loss_scale.min below 1",
+    )
+
+
+# The accumulation window: which micro-batch is its last, and by what gradients are divided.
+
+
+class Window:
+    """How many micro-batches make an update: the configuration's number, or as the user says.
+
+    `length` is that number, and what gradients are divided by; `boundary`, where it is set by
+    hand, says whether the current micro-batch is the last, whatever their number.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.length = plan.micro_batches
+        self.boundary: bool | None = None
+        self.no_sync = 0  # blocks of `engine.no_sync()` that are open
+        self.updated = False  # by the last `step()`
+        self.seen = 0  # gradients that had arrived when a backward last ended
+        self.scaled = False  # `engine.scale` made a loss since
+        self._sums = plan.gradient_itemsize == 4
+        self._dtype = plan.precision.dtype
+        self._configured = plan.micro_batches
+
+    def is_boundary(self, micro_step: int) -> bool:
+        """Whether `step()` would update; `micro_step` is the number of micro-batches before."""
+        if self.no_sync:
+            return False
+        return self.boundary if self.boundary is not None else micro_step + 1 >= self.length
+
+    def set_length(self, length: int) -> None:
+        """Another number of micro-batches; the caller sees to it that no window is open."""
+        if type(length) is not int or length < 1:
+            raise ConfigError(f"a window of {length!r} micro-batches", remedy="1 or more")
+        if length > 1 and not self._sums:
+            raise self._refusal(ConfigError, f"a window of {length} micro-batches")
+        self.length = length
+
+    def check(self, micro_step: int) -> None:
+        """Raise `TrainingError` for a micro-batch that is not the last where there may be one."""
+        if not self._sums and not self.is_boundary(micro_step):
+            raise self._refusal(TrainingError, "a window of several micro-batches, set by hand")
+
+    def forget(self, num_arrived: int) -> None:
+        """A backward is over: the gradients that came are accounted for."""
+        self.seen, self.scaled = num_arrived, False
+
+    def check_step(self, backwards: int) -> None:
+        """Raise `TrainingError` for a `step()` that has no meaning."""
+        if self.no_sync:
+            raise TrainingError(
+                "step() inside engine.no_sync()",
+                because="the block says that the window goes on",
+                remedy="leave the block before the last micro-batch",
+            )
+        if backwards == 0:
+            raise TrainingError(
+                "step() without a backward since the last one",
+                because="no gradient has reached the engine",
+                remedy="call engine.backward(loss), or loss.backward(), before",
+            )
+
+    def _refusal(self, kind: type[Any], what: str) -> Any:
+        return kind(
+            f"{what}, but gradient_accumulation_steps is {self._configured}: gradients rest in "
+            f"{self._dtype}, 2 bytes each",
+            because="sums of micro-batches would lose their low bits; sums rest in fp32, 4 bytes "
+            "each, which is settled when memory is reserved",
+            remedy="set gradient_accumulation_steps to 2 or more in the configuration; windows set "
+            "by hand may then be longer or shorter",
+        )
+
+
+# What a call of the engine may be given.
+
+
+def check_inputs(arguments: Any, device: torch.device) -> None:
+    """Raise `TrainingError` for a tensor, however deep, that is not on the device."""
+    for tensor in _tensors(arguments):
+        if tensor.device != device:
+            raise TrainingError(
+                f"an input tensor is on {tensor.device}, the engine computes on {device}",
+                remedy=f"move the batch: tensor.to({str(device)!r}) (engine.device)",
+            )
+
+
+def check_frozen(
+    names: Sequence[str], parameters: Sequence[nn.Parameter], trained: Sequence[bool]
+) -> None:
+    """Raise `TrainingError` for a parameter that requires a gradient and has no state for it."""
+    for index, parameter in enumerate(parameters):
+        if parameter.requires_grad and not trained[index]:
+            raise TrainingError(
+                f"parameter {names[index]!r} requires a gradient, but was frozen when the engine "
+                "was made and has no optimizer state",
+                remedy="pass it to initialize(model_parameters=...), which gives state to "
+                "parameters that are frozen for now, or keep it frozen",
+            )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+MAX_SKIPPED_IN_A_ROW = 20
+# A dynamic loss scale is found by skipping steps: only so many in a row are more than a search.
+SCALES_TRIED_IN_SILENCE = 10
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where training is; see [Note: commit]."""
+
+    micro_step: int = 0
+    backwards: int = 0  # since the last step()
+    global_steps: int = 0  # those that updated
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    loss_scale: ScaleState | None = None  # where the loss is scaled
+    micro_batches: int = 0  # of the whole run: calls of step()
+    samples: int = 0  # of the whole run: those of windows that are over, skipped ones too
+
+    @property
+    def steps(self) -> int:
+        """Windows that are over, skipped ones too: what users know as `global_steps`."""
+        return self.global_steps + self.skipped_steps
+
+
+class Rooms(Protocol):
+    """The part of `Parts` that a step needs."""
+
+    plan: Plan
+    mover: Mover
+    store: StateStore
+    updater: Updater
+    gradients: GradientStore
+    sweep: Sweep
+    hooks: Hooks
+    timeline: Timeline | None
+
+
+class Stepper:
+    """Turns accumulated gradients into a sweep; counts steps, per parameter too."""
+
+    def __init__(
+        self,
+        rooms: Rooms,
+        cycles: Cycles,
+        optimizer: OffloadedOptimizer,
+        index_of: Mapping[int, int],
+        lr_scheduler: Any,
+        journal: Journal | None,
+        scale_rules: ScaleRules | None = None,
+    ) -> None:
+        self.scale_rules = scale_rules
+        self.progress = Progress(loss_scale=scale_rules.start() if scale_rules else None)
+        self.lr_scheduler = lr_scheduler
+        self.last_report: StepReport | None = None
+        self.batch_samples = 0  # what a window counts for in `Progress.samples`
+        self.lr_kwargs: Mapping[str, Any] = {}  # of the scheduler's step in the next commit
+        # Where steps are durable: what a committed step holds beside the homes.
+        self.document: Callable[[], bytes] | None = None
+        self._units = rooms.plan.units
+        self._mover = rooms.mover
+        self._gradients = rooms.gradients
+        self._sweep = rooms.sweep
+        self._cycles = cycles
+        self._optimizer = optimizer
+        self._index_of = dict(index_of)
+        self._journal = journal
+        self._meter = Meter(rooms.mover.lanes, rooms.hooks.watch)
+        self._timeline = rooms.timeline  # until it is over
+        if self._timeline is not None:
+            self._timeline.start()
+        self.steps = [0] * len(index_of)  # updates so far, by parameter index
+        self._rooms = rooms
+        optimizer.connect_state(self._read_state)
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by now, and so gradients of this window are; 1.0 if not."""
+        state = self.progress.loss_scale
+        return 1.0 if state is None else state.scale
+
+    def count_backward(self) -> None:
+        """A backward of the current micro-batch is complete."""
+        if self._timeline is not None:
+            self._timeline.micro_batch(self.progress.micro_step)
+        self.progress = replace(self.progress, backwards=self.progress.backwards + 1)
+
+    def end_micro_batch(self) -> None:
+        """The next micro-batch of the same window begins."""
+        progress = self.progress
+        self.progress = replace(
+            progress,
+            micro_step=progress.micro_step + 1,
+            backwards=0,
+            micro_batches=progress.micro_batches + 1,
+        )
+
+    def start_over(self) -> None:
+        """The accumulation window is empty again."""
+        self.progress = replace(self.progress, micro_step=0, backwards=0)
+
+    def update(self, clipping: float) -> None:
+        """Commit a step from the gradients as they are; the sweep then runs behind the caller.
+
+        A step whose gradients are not finite is skipped; the first of a row of them is warned of.
+        Raises `TrainingError` after too many skipped steps in a row, or at the smallest loss
+        scale, and what the commit raised (an edited parameter, a scheduler) after the step has
+        happened.
+        """
+        self._gradients.finish()  # a backward the engine did not see may have left some open
+        with self._mover.lanes.stall("norm"):
+            norm = math.sqrt(self._gradients.square_sum())
+        before = self.progress.loss_scale
+        norm /= self.loss_scale
+        skipped = not math.isfinite(norm)
+        culprits = self._gradients.non_finite() if skipped else []
+        factor = 0.0 if skipped else 1.0
+        if clipping and not skipped:
+            factor = min(1.0, clipping / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+        self._gradients.settle()
+        computed = self._mover.lanes.device.compute_event()  # here: streams belong to threads
+        with self._rooms.hooks.owner.shut():
+            job, error = self._commit(norm, factor, culprits, computed)
+        if job is not None:
+            self._sweep.submit(job)
+        if error is not None:
+            raise error
+        if culprits:
+            self._refuse_to_go_on(before, culprits)
+            self._say_skipped(before, culprits)
+
+    def _refuse_to_go_on(self, before: ScaleState | None, culprits: Sequence[str]) -> None:
+        """Raise if steps are skipped and nothing will change that; the last one has been."""
+        rules = self.scale_rules
+        if rules is not None and before is not None and rules.dynamic:
+            if rules.is_exhausted(before):
+                raise scale_exhausted(before, culprits)
+            return  # the next scale may do
+        if self.progress.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise TrainingError(
+                f"the gradients of {self.progress.skipped_in_a_row} steps in a row were not "
+                f"finite; first in {culprits[0]!r}",
+                because="the loss is NaN or infinite, or the learning rate diverged"
+                + (f", or the loss scale {before.scale:g} is too large" if before else ""),
+                remedy="lower the learning rate, or look at the loss and the data"
+                + ("; or leave loss_scale.value out: then the scale is found" if before else ""),
+            )
+
+    def _say_skipped(self, before: ScaleState | None, culprits: Sequence[str]) -> None:
+        """Warn once in a row of skipped steps, when it is no search for the loss scale any more."""
+        count, rules = self.progress.skipped_in_a_row, self.scale_rules
+        if count != (SCALES_TRIED_IN_SILENCE if rules is not None and rules.dynamic else 1):
+            return
+        what = f"step {self.progress.steps} was" if count == 1 else f"{count} steps in a row were"
+        scale = f", at a loss scale of {before.scale:g}" if before else ""
+        warnings.warn(
+            f"{what} skipped: gradients are not finite, first that of {culprits[0]!r}{scale}; "
+            "weights stay as they were. Look at the loss and the data of this batch; the next "
+            "warning comes after a step that was not skipped",
+            InfinityWarning,
+            stacklevel=4,
+        )
+
+    def _commit(
+        self, norm: float, factor: float, culprits: Sequence[str], computed: Event
+    ) -> tuple[SweepJob | None, Exception | None]:
+        """The step happens: a job for the sweep, and what went wrong after that.
+
+        With `culprits`, whose gradients are not finite, it is skipped.
+        """
+        skipped, progress = bool(culprits), self.progress
+        rules, scale = self.scale_rules, progress.loss_scale
+        unscaled = factor / scale.scale if scale is not None else factor
+        job = None if skipped else self._make_job(unscaled, computed)
+        self.progress = replace(
+            progress,
+            micro_step=0,
+            backwards=0,
+            global_steps=progress.global_steps + (not skipped),
+            skipped_steps=progress.skipped_steps + skipped,
+            skipped_in_a_row=progress.skipped_in_a_row + 1 if skipped else 0,
+            micro_batches=progress.micro_batches + 1,
+            samples=progress.samples + self.batch_samples,
+            loss_scale=rules.after(scale, skipped) if rules and scale else scale,
+        )
+        # From here the step has happened: whatever fails, the units that are pending get their
+        # update, and `update` raises the error after it.
+        failure: Exception | None = None
+        try:
+            if job is not None:
+                for index in job.steps:
+                    self.steps[index] += 1
+                self._rooms.updater.begin(job.hypers, job.steps)
+                self._mover.make_pending(job.units)
+        except PresenceError as error:
+            failure = error
+        try:
+            if job is None:
+                self._gradients.reset()
+            else:
+                job = replace(job, landing=self._gradients.hand_over())
+            self._report(norm, factor, culprits, scale)
+            self._optimizer.mark_stepped()
+            if not skipped and self.lr_scheduler is not None:
+                self.lr_scheduler.step(**self.lr_kwargs)
+            if job is not None and self.document is not None:
+                job = replace(job, document=self.document())
+        except Exception as error:
+            failure = failure or error
+        return job, failure
+
+    def _make_job(self, factor: float, computed: Event) -> SweepJob:
+        """Everything the sweep depends on, as it is now."""
+        arrived = self._gradients.arrived()
+        hypers = self._optimizer.hypers(self._index_of)
+        units = self._units
+        order = dict.fromkeys([*self._cycles.training.first_uses(), *range(len(units))])
+        return SweepJob(
+            units=tuple(
+                u for u in order if any(s.parameter in arrived for s in units[u].trained_segments)
+            ),
+            hypers={i: hypers[i] for i in arrived},
+            steps={i: self.steps[i] + 1 for i in arrived},
+            grad_scale=factor,
+            computed=computed,
+        )
+
+    def _read_state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """`OffloadedOptimizer.read_state`."""
+        self._rooms.hooks.owner.check()
+        index = self._index_of.get(id(parameter))
+        if index is None:
+            raise ConfigError("this parameter does not belong to the engine's module")
+        self._sweep.finish()
+        rooms, hyper = self._rooms, self._optimizer.hypers(self._index_of).get(index)
+        return read_state(rooms.store, rooms.updater, index, hyper, self.steps)
+
+    def _report(
+        self, norm: float, factor: float, culprits: Sequence[str], scale: ScaleState | None
+    ) -> None:
+        self.last_report = self._meter.read(
+            step=self.progress.steps,
+            grad_norm=norm,
+            clip_factor=factor,
+            skipped=bool(culprits),
+            surprises=self._cycles.surprises(),
+            loss_scale=scale.scale if scale is not None else 1.0,
+            non_finite=culprits[0] if culprits else "",
+        )
+        if self._timeline is not None and not self._timeline.step(self.last_report):
+            self._timeline = None
+        if self._journal is not None:
+            self._journal.write({"event": "step", **vars(self.last_report)})
+
+
+# What an exception in a call takes back.
+
+
+class RollbackRooms(Protocol):
+    """The part of `Parts` that this needs."""
+
+    hooks: Hooks
+    gradients: GradientStore
+
+    def recover(self) -> None:
+        """Nothing bound, nothing in flight."""
+
+
+class Recovery:
+    """Undoes the calls of one engine that an exception ended; used by the training thread."""
+
+    def __init__(
+        self, rooms: RollbackRooms, stepper: Stepper, cycles: Cycles, window: Window
+    ) -> None:
+        self._rooms = rooms
+        self._stepper = stepper
+        self._cycles = cycles
+        self._window = window
+
+    def end_forward(self, error: Exception) -> None:
+        """An exception ended a forward: nothing is lost but that."""
+        end_checkpoints(error)
+        self._rooms.recover()
+        self._cycles.end()
+
+    def start_over(self, error: Exception | None = None) -> None:
+        """The accumulation window is empty again; `error` ended a backward."""
+        if error is not None:
+            end_checkpoints(error)
+        self.forget_arrivals()
+        self._stepper.start_over()
+        self._rooms.recover()
+        self._rooms.hooks.drop_gradients()
+        self._rooms.gradients.reset()
+        self._cycles.end()
+
+    def forget_arrivals(self) -> None:
+        """What has arrived is accounted for; what will arrive comes from a loss as it is."""
+        hooks = self._rooms.hooks
+        hooks.divisor = self._window.length
+        self._window.forget(hooks.num_arrived)

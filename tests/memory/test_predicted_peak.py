@@ -59,9 +59,10 @@ def found_by(path: Path, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def assert_near(name: str, predicted: int, measured: int) -> None:
-    """Within 5 % and 64 MiB."""
-    assert abs(predicted - measured) <= 0.05 * measured + 64 * MIB, (
+def assert_near(name: str, predicted: int, measured: int, spare: int = 0) -> None:
+    """Within 5 % and 64 MiB; `spare` bytes need not be taken."""
+    near = 0.05 * measured + 64 * MIB
+    assert -near <= predicted - measured <= near + spare, (
         f"{name}: predicted {predicted / MIB:.0f} MiB, measured {measured / MIB:.0f} MiB"
     )
 
@@ -71,6 +72,7 @@ def test_the_peaks_are_those_that_were_planned(tmp_path: Path) -> None:
     budget["host"] += process_bytes()
     found = found_by(tmp_path, RUNS | {"birth": BIRTH})
     assert_birth_takes_one_large_value_more(found.pop("birth"))
+    least = min(one["memory"]["host"]["process"] for one in found.values())
     for name, one in found.items():
         planned, host = one["planned"], one["memory"]["host"]
         ram = planned["host"] + planned["device"] + one["activations"]
@@ -80,7 +82,8 @@ def test_the_peaks_are_those_that_were_planned(tmp_path: Path) -> None:
             ram -= host["landing"] + host["bounce"] + host["birth"]
             assert one["peak"] >= 0.95 * ram - 64 * MIB, name
         else:
-            assert_near(name, ram, one["peak"])
+            # What earlier runs left in the heap is the process's, and serves the next.
+            assert_near(name, ram, one["peak"], spare=host["process"] - least)
         assert one["born"] <= planned["host"] + planned["device"] + 64 * MIB, name
         assert_near(name, planned["disk"], one["on_disk"])
         assert one["moved"] == one["forecast"], name

@@ -47,6 +47,7 @@ PRIVATE_TORCH = "infinity/model/torch_private.py"
 MAX_FILE_LINES = 760
 MAX_FUNCTION_LINES = 80
 MAX_LINE_LENGTH = 100
+NAMED_FILE = re.compile(r"`(?!tests/|tools/|examples/)((?:\w+/)*\w+\.py)`")
 BANNED_WORDS = re.compile(r"\b(?:TO" r"DO|FIX" r"ME|XX" r"X)\b")
 
 
@@ -266,6 +267,19 @@ def imported_names(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
         elif isinstance(node, ast.ImportFrom) and not node.level:
             for alias in node.names:
                 yield node.lineno, alias.asname or alias.name, f"{node.module}.{alias.name}"
+
+
+def named_files_exist(sources: Sources) -> list[str]:
+    """Files of ours that a docstring or comment names; those of other folders say which."""
+    there = {path.removeprefix("infinity/") for path in sources}
+    there |= {path.split("/")[-1] for path in sources}
+    return [
+        f"{path}:{number}: there is no {name}"
+        for path, text in sources.items()
+        for number, line in enumerate(text.splitlines(), start=1)
+        for name in NAMED_FILE.findall(line)
+        if name.removeprefix("infinity/") not in there
+    ]
 
 
 def no_leftovers(sources: Sources) -> list[str]:

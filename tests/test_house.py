@@ -17,6 +17,7 @@ from house_rules import (
     documented,
     exports_exist,
     layering,
+    named_files_exist,
     no_circles,
     no_leftovers,
     no_print,
@@ -153,6 +154,13 @@ RULES: dict[Rule, tuple[list[dict[str, str]], dict[str, str]]] = {
             "infinity/a.py": "from torch import nn\nx = torch.__version__\n"
             "y = self._torch.x\nself.torch._x = 1",
         },
+    ),
+    named_files_exist: (
+        [
+            {"infinity/a.py": "# see `b.py`"},
+            {"infinity/a.py": '"""See `plan/a.py`."""'},
+        ],
+        {"infinity/plan/b.py": "# see `plan/b.py`, `b.py`, `infinity/plan/b.py`, `tests/a.py`"},
     ),
     no_leftovers: (
         [

@@ -1,6 +1,6 @@
 """`InfinityTrainer`: `transformers.Trainer` over an engine.
 
-What of transformers it touches that is not public is listed in `trainer_private.py`.
+What of transformers it touches that is not public is listed below, in one place.
 """
 
 from __future__ import annotations

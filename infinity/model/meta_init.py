@@ -472,7 +472,7 @@ class Origins:
     """Where the tensors of a model take their first values from.
 
     In this order: `remember_values`, the tensor itself if it is real, its `Init`, the initialisers
-    of its module (see `initialisers.py`; there values follow from `seed`, drawn if it is None).
+    of its module (below; there values follow from `seed`, drawn if it is None).
     Sources are looked up once, by identity, so parameters may become absent meanwhile.
 
     Raises `ConfigError` for tensors on meta that were changed, cast or copied after their `Init`.

@@ -31,7 +31,7 @@ from infinity.storage.disk import Extent, Ticket
 # Gradients that rest on disk are summed in windows: RAM buffers as large as a unit's range.
 #
 # A window is written home when its unit is complete, and read back when the next micro-batch
-# reaches the unit. Used by one thread at a time: whoever sums (`gradient_sums.py`).
+# reaches the unit. Used by one thread at a time: whoever sums (`gradients.py`).
 
 
 Stall = Callable[[str], AbstractContextManager[None]]

@@ -6,8 +6,8 @@ in the compute dtype otherwise. Square sums are taken as the last micro-batch's 
 while they are in cache, one per parameter, over one fixed tree.
 
 On a device of its own memory a first gradient that needs no conversion goes straight to its place
-in RAM (`homeward.py`); others land in a bounce buffer, and a thread adds them (`gradient_worker.py`
-says what the training thread waits for, `gradient_sums.py` whose is what).
+in RAM (`Homeward`); others land in a bounce buffer, and a thread adds them (`gradient_buffers.py`
+says what the training thread waits for, [Note: who sums] whose is what).
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class SquaresOnDevice:
 #
 # [Note: who sums]
 # On a CPU the training thread does, as gradients arrive. On a device of its own memory a thread
-# does (`gradient_worker.py`), and everything here, with the windows, is that thread's: the
+# does (`GradientWorker`), and everything here, with the windows, is that thread's: the
 # training thread looks only when nothing is queued. What was decided when a gradient arrived (is
 # it the first of its parameter, the last of the window) is handed over with it. Both ways add in
 # the order of arrival.

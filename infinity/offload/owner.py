@@ -6,7 +6,7 @@ called by itself, a backward, a step, a save. Meanwhile any other thread gets an
 engine's calls and from the module's hooks alike; between calls the engine may change threads.
 Autograd runs the backward of a device of its own memory on threads of its own, which belong to the
 call. A call that ended without saying so (an exception in a `loss.backward()`) is told by its
-frame: that is on its thread's stack no more. SIGINT waits for a call's end (`interrupts.py`).
+frame: that is on its thread's stack no more. SIGINT waits for a call's end: [Note: Ctrl-C].
 """
 
 from __future__ import annotations

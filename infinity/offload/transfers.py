@@ -129,10 +129,7 @@ class Lanes:
         label: Label = NO_LABEL,
     ) -> Ticket:
         """Disk to RAM."""
-        ticket = self._disk().read(pieces, priority)
-        self._count("disk_read", pieces)
-        trace = self.trace
-        return ticket if trace is None else TracedTicket(ticket, trace, "disk_read", label)
+        return self._request("disk_read", self._disk().read, pieces, priority, label)
 
     def write(
         self,
@@ -141,10 +138,20 @@ class Lanes:
         label: Label = NO_LABEL,
     ) -> Ticket:
         """RAM to disk."""
-        ticket = self._disk().write(pieces, priority)
-        self._count("disk_write", pieces)
-        trace = self.trace
-        return ticket if trace is None else TracedTicket(ticket, trace, "disk_write", label)
+        return self._request("disk_write", self._disk().write, pieces, priority, label)
+
+    def _request(
+        self,
+        lane: str,
+        ask: Callable[[Sequence[tuple[Extent, Tensor]], Priority], DiskTicket],
+        pieces: Sequence[tuple[Extent, Tensor]],
+        priority: Priority,
+        label: Label,
+    ) -> Ticket:
+        ticket = ask(pieces, priority)
+        self._add(lane, sum(extent.nbytes for extent, _ in pieces))
+        trace = self.trace  # another thread may end it
+        return ticket if trace is None else TracedTicket(ticket, trace, lane, label)
 
     def copy_in(
         self, target: Tensor, source: Tensor, after: Event = HAPPENED, label: Label = NO_LABEL
@@ -231,9 +238,6 @@ class Lanes:
         if self.disk is None:  # pragma: no cover - the plan never homes without a disk
             raise InfinityError("something was homed on disk, but this run has no disk")
         return self.disk
-
-    def _count(self, lane: str, pieces: Sequence[tuple[Extent, Tensor]]) -> None:
-        self._add(lane, sum(extent.nbytes for extent, _ in pieces))
 
     def _add(self, lane: str, nbytes: int) -> None:
         with self._lock:

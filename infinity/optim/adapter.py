@@ -4,7 +4,7 @@ A guest is asked to step one tile at a time: it gets a parameter of the tile's v
 and the state it left there last time, and never knows that the rest of the model is elsewhere.
 State tensors rest as fp32 moments; everything else it keeps (step counts, what it changes in a
 group) is kept here, per parameter. An elementwise guest gets flat tiles; any other gets whole
-parameters in their own shape. `guest_probe.py` finds out which; `guest_groups.py` is about groups.
+parameters in their own shape. `adapter_probe.py` finds out which.
 
 [Note: same bits as plain torch]
 torch's vector loops end in scalar ones, whose rounding may differ. Tiles are cut at multiples of

@@ -1,8 +1,8 @@
 """The optimizer kernels on torch CPU tensors: checks dtypes and sizes, then passes addresses.
 
-Every tensor is 1-D, contiguous and on the CPU. The maths is in `reference.py`, the loops in
-csrc/adam.
-Results do not depend on `num_threads` or `isa`. Must not know units, tiers or files.
+Every tensor is 1-D, contiguous and on the CPU. The maths to read is numpy
+(`tests/support/reference.py`), the loops are in csrc/adam. Results do not
+depend on `num_threads` or `isa`. Must not know units, tiers or files.
 """
 
 from __future__ import annotations

@@ -19,8 +19,9 @@ from infinity.plan.layout import REST_DTYPES, Kind, Precision
 
 # Tiles: parts of parameters with all their state beside them in host memory, and who updates them.
 #
-# The sweep cuts what it holds into tiles, and an `Updater` does one step on each: `built_in.py`
-# with the kernels, `guest.py` with any optimizer of torch's. Neither knows units, tiers or files.
+# The sweep cuts what it holds into tiles, and an `Updater` does one step on each: here
+# with the kernels, in `adapter.py` with any optimizer of torch's. Neither knows units, tiers or
+# files.
 
 
 @dataclass(frozen=True, slots=True)

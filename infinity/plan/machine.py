@@ -389,7 +389,7 @@ _WHERE_NOT_UNIFIED = (*COPIES, DEVICE_UPDATE)
 
 
 class _Device(Protocol):
-    """What is asked of a `memory.device.Device`, which is above this room."""
+    """What is asked of a `storage.device.Device`, which is above this room."""
 
     unified: bool
 

@@ -8,7 +8,7 @@ import pytest
 from support.born_alone import give_birth
 from support.forked import call
 
-# Shadows and free memory that Init keeps for a while, as `deferred.py` says.
+# Shadows and free memory that Init keeps for a while, as `lazy_tensor.py` says.
 KEPT_BY_INIT = 96 << 20
 # Pages of libraries count, too; those a forked process meets for the first time are not few.
 SLACK = 32 << 20

@@ -24,7 +24,7 @@ from infinity.optim.standalone import built_in_of
 from infinity.optim.update import BuiltInRule, Rule
 from infinity.plan.budget import Limits
 from infinity.plan.cost import Rates
-from infinity.plan.layout import Tier, UnitLayout
+from infinity.plan.layout import Tier, UnitLayout, largest_trained_of
 from infinity.plan.machine import default_host_budget_bytes, read_machine
 from infinity.plan.plan import Plan, RuleFacts
 from infinity.plan.planner import gradient_itemsize, make_plan
@@ -161,11 +161,6 @@ def limits_for(config: Config, device: Device, model: nn.Module) -> Limits:
     base = max(base, 0 if held else PROCESS_BASE_BYTES)  # another engine counts the process
     made = max((p.nbytes for p in model.parameters() if p.is_meta), default=0)
     return Limits(device_budget, max(host - held, 0), config.budget.disk, base, made)
-
-
-def largest_trained_of(layouts: Iterable[UnitLayout]) -> int:
-    """Elements of the largest trained parameter."""
-    return max((s.numel for layout in layouts for s in layout.trained_segments), default=0)
 
 
 def facts_of(rule: Rule, layouts: Iterable[UnitLayout]) -> RuleFacts:

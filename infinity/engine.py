@@ -23,17 +23,16 @@ from infinity.errors import (
 from infinity.journal import Journal
 from infinity.model.parameters import freeze, name_engine
 from infinity.offload.owner import exclusive
-from infinity.offload.prefetch import Cycles
 from infinity.offload.report import StepReport
 from infinity.optim.offloaded import OffloadedOptimizer
-from infinity.parts import Parts
 from infinity.plan.forecast import forecast_bytes
 from infinity.plan.plan import Plan
 from infinity.training.checkpoints import Checkpoints, Wanted
-from infinity.training.parameter_access import MergeGuard, Values, targets, write_state
+from infinity.training.parameter_access import MergeGuard, targets, write_state
+from infinity.training.parts import Parts
 from infinity.training.run_state import RunState, Stateful
 from infinity.training.state_dict import ModuleStateHooks, StateDict, state_dict_of
-from infinity.training.step import Recovery, ScaleRules, Stepper, Window, check_frozen, check_inputs
+from infinity.training.step import Given, ScaleRules, Stepper, check_frozen, check_inputs
 
 _IN_PLACE = "has been modified by an inplace operation: [torch."  # torch's own words
 
@@ -67,28 +66,23 @@ class Engine:
         self._parts = parts
         self._journal = journal
         self._index_of = {id(p): i for i, p in enumerate(parts.cut.parameters)}
-        self._window = Window(parts.plan)
-        self._set_micro_batches(self._window.length)
-        self._cycles = Cycles(parts.mover)
-        parts.hooks.watch_root(module, *self._cycles.around_calls())
+        self._owner = parts.owner
+        self._window = parts.window
+        self._cycles = parts.cycles
+        self._values = parts.values
         self._stepper = Stepper(
-            parts, self._cycles, optimizer, self._index_of, lr_scheduler, journal, scale_rules
+            parts, optimizer, self._index_of, lr_scheduler, journal, scale_rules
         )
-        self._recovery = Recovery(parts, self._stepper, self._cycles, self._window)
-        owner = self._owner = parts.hooks.owner
-        self._values = Values(parts.store, parts.mover, parts.kernels, parts.sweep.finish, owner)
-        parts.hooks.lent = self._values.lent
-        parts.hooks.write_edits = self._values.flush_edits
         names = parts.cut.names
-        run_state = RunState(self._stepper, optimizer, parts.updater, self._index_of, names)
+        run_state = RunState(
+            self._stepper, self._window, optimizer, parts.updater, self._index_of, names
+        )
         self._checkpoints = Checkpoints(
             module, parts, self._stepper, self._values, run_state, self._index_of,
-            optimizer.rule.name, config or {}, self._window,
+            optimizer.rule.name, config or {},
         )  # fmt: skip
-        if parts.durability is not None:
-            self._stepper.document = self._checkpoints.document
-            if parts.resumed:
-                self._checkpoints.restore_document(parts.resumed)
+        if parts.resumed:
+            self._checkpoints.restore_document(parts.resumed)
         self._closed = False
         self._own(module)
         self._owner.fail = partial(_fail, weakref.ref(self))
@@ -133,9 +127,7 @@ class Engine:
         self._checkpoints.run_state.first_forward()
         self._values.take_back_all()
         self._end_users_backward()
-        last = self.is_gradient_accumulation_boundary()
-        self._parts.gradients.last_micro_batch = last
-        self._cycles.begin(last_micro_batch=last)
+        self._cycles.begin(last_micro_batch=self._window.is_last)
         hooks = self._parts.hooks
         mark = hooks.mark()
         try:
@@ -147,7 +139,7 @@ class Engine:
             hooks.release(result)
             return result
         except Exception as error:
-            self._recovery.end_forward(error)
+            self._stepper.end_forward(error)
             raise
         finally:
             hooks.restore(mark)
@@ -176,19 +168,17 @@ class Engine:
         scaled = scaled / micro_batches if micro_batches > 1 else scaled
         result = loss.detach() / micro_batches if micro_batches > 1 else loss.detach()
         gradients, hooks = self._parts.gradients, self._parts.hooks
-        gradients.last_micro_batch = self.is_gradient_accumulation_boundary()
         mark = hooks.mark()
         try:
-            hooks.divisor = 1
+            self._window.divisor = 1
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             gradients.finish()
             self._cycles.end()
             hooks.release(None)
             self._stepper.count_backward()
-            self._recovery.forget_arrivals()
             return result
         except Exception as error:
-            self._recovery.start_over(error)
+            self._stepper.roll_back(error)
             if _IN_PLACE in str(error) and isinstance(error, RuntimeError):
                 raise TrainingError(
                     str(error),
@@ -212,8 +202,7 @@ class Engine:
         if scaled is loss:
             return loss
         self._refuse_unscaled()
-        self._window.scaled = True
-        self._parts.hooks.divisor = 1
+        self._window.scaled, self._window.divisor = True, 1
         return scaled / self._window.length
 
     @exclusive
@@ -233,25 +222,25 @@ class Engine:
         self._window.updated = False
         self._check_trains("step()")
         self._end_users_backward()
-        before = self._stepper.progress
-        self._window.check_step(before.backwards)
-        if not self.is_gradient_accumulation_boundary():
+        self._window.check_step()
+        if not self._window.is_last:
             self._stepper.end_micro_batch()
             return
+        before = self._stepper.progress
         try:
             self._cycles.end()
             self._parts.mover.verify(may_wait=True)
             self._parts.mover.release_all(reached=True)
             self._values.take_back_all()
             self._values.settle()
-            self._stepper.batch_samples = self._micro_batch_size * self._window.length
-            self._stepper.lr_kwargs = lr_kwargs or {}
-            self._stepper.update(self.gradient_clipping)
+            samples = self._micro_batch_size * self._window.length
+            document = None if self._parts.durability is None else self._checkpoints.document
+            self._stepper.update(self.gradient_clipping, Given(samples, lr_kwargs or {}, document))
             report = self._stepper.last_report
             self._window.updated = report is not None and not report.skipped
         except Exception as error:
             if self._stepper.progress is before and _loses_gradients(error):
-                self._recovery.start_over()
+                self._stepper.roll_back()
             raise
 
     @exclusive
@@ -261,7 +250,7 @@ class Engine:
         For loops that caught an exception between `backward()` and `step()`.
         """
         self._check_usable()
-        self._recovery.start_over()
+        self._stepper.roll_back()
 
     @exclusive
     def train(self, mode: bool = True) -> Self:
@@ -278,11 +267,11 @@ class Engine:
     @property
     def micro_step(self) -> int:
         """Micro-batches of the current accumulation window that are behind us."""
-        return self._stepper.progress.micro_step
+        return self._window.micro_step
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is the last of its window: `step()` would update."""
-        return self._window.is_boundary(self.micro_step)
+        return self._window.is_last
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say by hand whether the current micro-batch is the last, from now on; None: count again.
@@ -294,10 +283,6 @@ class Engine:
         """
         self._check_usable()
         self._window.boundary = None if is_boundary is None else bool(is_boundary)
-
-    def _set_micro_batches(self, steps: int) -> None:
-        self._window.set_length(steps)
-        self._parts.hooks.divisor = steps
 
     def _set_micro_batch_size(self, size: int) -> None:
         if type(size) is not int or size < 1:
@@ -312,34 +297,30 @@ class Engine:
                 + (f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(type(loss))),
                 remedy="reduce the loss with .mean(); call the engine outside torch.no_grad()",
             )
-        progress = self._stepper.progress
-        self._window.check(progress.micro_step)
-        state = progress.loss_scale
+        self._window.check()
+        state = self._stepper.progress.loss_scale
         return loss if state is None else loss.float() * state.scale
 
     def _end_users_backward(self) -> None:
         """Gradients may have come by `loss.backward()`: then do what `backward` does at its end."""
-        window = self._window
-        if self._parts.hooks.num_arrived == window.seen:
+        if not self._window.has_news:
             return
         self._refuse_unscaled()
-        window.check(self._stepper.progress.micro_step)
+        self._window.check()
         try:
             self._parts.gradients.finish()
             self._cycles.end()
             self._stepper.count_backward()
-            self._recovery.forget_arrivals()
         except Exception as error:
             if _loses_gradients(error):
-                self._recovery.start_over()
+                self._stepper.roll_back()
             raise
 
     def _refuse_unscaled(self) -> None:
         """In fp16, gradients that came of a loss that `scale` did not make are dropped."""
-        window = self._window
-        arrived = self._parts.hooks.num_arrived != window.seen
-        if arrived and self._stepper.progress.loss_scale is not None and not window.scaled:
-            self._recovery.start_over()
+        window, scale = self._window, self._stepper.progress.loss_scale
+        if window.has_news and scale is not None and not window.scaled:
+            self._stepper.roll_back()
             raise TrainingError(
                 "gradients came from loss.backward(), and the loss was not scaled",
                 because="in fp16 a loss is multiplied by the loss scale, here "
@@ -351,8 +332,8 @@ class Engine:
     @exclusive
     def _drop_arrivals(self) -> None:
         """`optimizer.zero_grad()`: drop what a `loss.backward()` left that is not accounted for."""
-        if self._parts.hooks.num_arrived != self._window.seen:
-            self._recovery.start_over()
+        if self._window.has_news:
+            self._stepper.roll_back()
 
     # --- values ----------------------------------------------------------------------------------
 
@@ -449,7 +430,7 @@ class Engine:
         self._values.settle()
         layout, segment = self._values.place_of(index)
         hyper = self.optimizer.hypers(self._index_of).get(index)
-        self._values.guard(layout.index)
+        self._values.before_change(layout.index)
         parts, place = self._parts, (layout, segment)
         write_state(parts.store, parts.updater, parts.kernels, place, hyper, name, value)
 
@@ -549,7 +530,7 @@ class Engine:
             load_optimizer_states, load_lr_scheduler_states, load_module_only, load_module_strict
         )
         found = self._checkpoints.load(Path(directory).expanduser(), tag, wanted)
-        self._recovery.forget_arrivals()  # of the state before
+        self._window.account()  # for what arrived before
         return found
 
     def register_state(self, name: str, item: Stateful) -> None:

@@ -26,13 +26,13 @@ from infinity.model.cut import UnitSpec
 from infinity.model.meta_init import Origins
 from infinity.optim.adapter_probe import GuestMaker
 from infinity.optim.offloaded import OffloadedOptimizer, mark_stepped
-from infinity.parts import Parts
 from infinity.plan.plan import Plan
 from infinity.read_settings import Settings, read_settings, sort_arguments
 from infinity.schedules import make_schedule
 from infinity.storage.cuda import find_device
 from infinity.storage.device import Device
 from infinity.training.initial_write import Progress
+from infinity.training.parts import Parts
 from infinity.training.run_state import ResumableLoader
 from infinity.training.step import ScaleRules
 
@@ -60,40 +60,49 @@ def initialize(
 ) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
     """Take over a model's memory; returns `(engine, optimizer, dataloader, scheduler)`.
 
-    `initialize(model, config)`, or by name, or in DeepSpeed's order. `config` (or `config_params`,
-    or `args.deepspeed_config`) is ours or DeepSpeed's: that one is translated, `engine.translation`
-    and the journal say how, and it may give the `batch_size`. `Settings`, which `read_settings`
-    made of one, are taken as they are. The engine is a `DeepSpeedEngine`, which has DeepSpeed's
-    calls too, where the configuration is DeepSpeed's or comes by one of its arguments (`args`,
-    `config_params`), else an `Engine`; unless `engine_class` says.
+    `initialize(model, config)`, or by name, or in DeepSpeed's order. Loader and scheduler are None
+    where nothing asks for one.
 
-    `model_parameters` are parameters or groups as for any torch optimizer (default: all that
-    require grad); only they get optimizer state. `training_data` is a Dataset (wrapped in a
-    DataLoader of `batch_size`) or any iterable (returned as it is). `lr_scheduler` is a scheduler
-    class, a function of the optimizer, or an object over the optimizer that is passed; it wins over
-    the config's. `units` overrides how the model is cut. `progress(done_bytes, total_bytes, what)`
-    is called while the initial state is written.
-    `distributed_port` and `dist_init_required` are not used; `mpu` and `mesh_param` are refused.
+    Args:
+        model: Any module with parameters of its own. It may be larger than RAM: built under
+            `infinity.Init`, under `torch.device("meta")` (then the modules' own initialisers make
+            the values, see `model/meta_init.py`), or with `remember_values`; its values are made
+            one tensor at a time. One without a parameter that requires grad makes an engine for
+            inference: weights only, `backward` and `step` are refused.
+        config: `Config`, a mapping, or the path of a YAML or JSON file, ours or DeepSpeed's. That
+            one is translated, and may give the `batch_size`; `engine.translation` and the journal
+            say how. `Settings`, which `read_settings` made of one, are taken as they are.
+        optimizer: In place of the config's: any `torch.optim.Optimizer` class, a function of
+            groups that makes one (`lambda groups: torch.optim.RMSprop(groups, centered=True)`), or
+            an instance over the model's parameters that has no state yet. torch runs it on fp32
+            masters, slower than the built-in rules, and it is tried out on small parameters first.
+            `CPUAdam` and `FusedAdam` become the built-in rule with their settings.
+        model_parameters: Parameters or groups as for any torch optimizer; by default all that
+            require grad. Only they get optimizer state.
+        training_data: A Dataset, wrapped in a DataLoader of `batch_size` that knows its position,
+            or any iterable, returned as it is.
+        lr_scheduler: A scheduler class, a function of the optimizer, or an object over the
+            optimizer that is passed; it wins over the config's.
+        collate_fn: Of that DataLoader.
+        batch_size: Samples of a micro-batch.
+        units: How the model is cut, in place of its own blocks.
+        device: Where to compute; by default the first GPU, else the CPU. A `Device` object belongs
+            to the engine from then on: `close()` closes it, or `initialize` where it raises.
+        progress: Called with (done_bytes, total_bytes, what) while the initial state is written.
+        engine_class: `Engine` or `DeepSpeedEngine`, which has DeepSpeed's calls too; by default
+            that where the configuration is DeepSpeed's, or comes by `args` or `config_params`.
+        args: DeepSpeed's; the path of the configuration may be its `deepspeed_config`.
+        config_params: DeepSpeed's name of `config`.
+        distributed_port: Not used; nor is `dist_init_required`.
+        mpu: Refused, as is `mesh_param`.
 
-    `optimizer` replaces the config's: any `torch.optim.Optimizer` class, a function of groups that
-    makes one (`lambda groups: torch.optim.RMSprop(groups, lr=1e-3, centered=True)`), or an
-    instance over the model's parameters that has no state yet. torch runs it tile by tile on fp32
-    masters: slower than the built-in rules. It is tried out on small parameters first.
-    `CPUAdam` and `FusedAdam` become the built-in rule with their settings.
+    Raises:
+        ConfigError: Something given has no meaning, or does not go together.
+        DoesNotFitError: A budget, or a drive, is too small; it says by how much.
+        MachineError: A path, a drive or a device does not work.
 
-    A model of which no parameter requires grad, or a DeepSpeed configuration without an optimizer
-    and no `model_parameters`, makes an engine for inference: it keeps weights only, parameters
-    require no grad until it is closed, `backward` and `step` are refused.
-
-    The model may be larger than RAM: built under `infinity.Init`, under `torch.device("meta")`
-    (then the modules' own initialisers make the values, see `model/meta_init.py`), or with
-    `remember_values`. Its values are made one tensor at a time.
-
-    A `Device` object that is passed belongs to the engine from then on: `engine.close()` closes
-    it, or `initialize` itself where it raises.
-
-    Raises `ConfigError`, `DoesNotFitError` or `MachineError`; nothing is left open or behind
-    then, and the model is as it was unless writing the initial state had begun.
+    Nothing is left open or behind then, and the model is as it was unless writing the initial
+    state had begun.
     """
     given = sort_arguments(positional, {k: v for k, v in locals().items() if k != "positional"})
     told = read_settings(

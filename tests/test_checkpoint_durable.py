@@ -134,7 +134,7 @@ def test_any_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
             for extent, _ in committed_extents(unit):
                 wanted += [(extent.offset + at, extent.owner) for at in range(extent.nbytes)]
         extra, _ = reader._places["extra.weight"]
-        start = extra.whole[extra.turn.current][0].offset
+        start = extra.sides[extra.turn.current][0].offset
         whole = reader.plan.whole_record
         count = extra.layout.chunk(0, reader.plan.chunk_elements)[1]
         kinds = {kind.value: start + whole.offset(kind, count) for kind in whole.kinds}

@@ -206,7 +206,7 @@ def test_rot_is_named(tmp_path: Path) -> None:
     state = bytearray((directory / "state.bin").read_bytes())
     with DurableReader(directory) as reader:
         unit, _ = reader._places["extra.bias"]
-        where = unit.whole[unit.turn.current][0].offset
+        where = unit.sides[unit.turn.current][0].offset
     state[where] ^= 4
     (directory / "state.bin").write_bytes(state)
     rotten = r"unit 'extra', chunk 0 in .* is not what was written"

@@ -16,7 +16,6 @@ from support.durable import (
     Gated,
     Recorder,
     State,
-    connect,
     copies,
     crashed,
     durable_engine,
@@ -24,6 +23,7 @@ from support.durable import (
     gated,
     state_of,
     step,
+    step_uncommitted,
     undisturbed,
 )
 from support.fake_accelerator import FakeAccelerator
@@ -42,6 +42,7 @@ from infinity.errors import (
     MachineError,
     TransferError,
 )
+from infinity.plan.layout import Kind
 from infinity.storage.disk import STATE_NAME as STATE
 from infinity.storage.disk import Disk
 from infinity.storage.run_dir import remove_dead_runs
@@ -194,7 +195,6 @@ def test_a_device_of_its_own(tmp_path: Path, homes: str, seed: int) -> None:
         given = settings(tmp_path, HOMES[homes], **more)
         engine, *_ = infinity.initialize(gated(), given, device=fake)
         with engine:
-            connect(engine)
             assert engine.global_steps == at
             assert equal(state_of(engine), undisturbed(at))
             for _ in range(2):
@@ -331,8 +331,7 @@ def test_an_edit_can_be_committed_at_once(tmp_path: Path) -> None:
         assert durability is not None
         durability.commit(engine._checkpoints.document(), 7)
         edited = state_of(engine)
-        engine._stepper.document = None
-        step(engine)
+        step_uncommitted(engine)
     (directory,) = tmp_path.iterdir()
     assert last_commit(directory, directory.name[-16:]).step == 7
     with durable_engine(tmp_path, gated(), resume="auto") as engine:
@@ -474,7 +473,9 @@ def test_rot_between_runs_is_found(tmp_path: Path) -> None:
     state = bytearray((directory / "state.bin").read_bytes())
     assert last_commit(directory, directory.name[-16:]).checksums
     with durable_engine(tmp_path, gated(), **verify, resume="auto") as engine:
-        extent = engine._parts.store.units[0].extents[0]
+        extent = engine._parts.store.on_disk(
+            0, Kind.WEIGHT, 0, engine._parts.store.units[0].turn.current
+        )
     state[extent.offset] ^= 1
     (directory / "state.bin").write_bytes(state)
     rotten = durable_engine(tmp_path, gated(), **verify, resume="auto")
@@ -513,7 +514,6 @@ def test_a_start_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
 def test_without_a_document_nothing_is_committed(tmp_path: Path) -> None:
     with durable_engine(tmp_path, gated()) as engine:
         step(engine)
-        engine._stepper.document = None
-        step(engine)
-        step(engine)
+        step_uncommitted(engine)
+        step_uncommitted(engine)
     assert check_resumed([tmp_path], {}, to=STEPS) == 1

@@ -241,7 +241,7 @@ def test_a_wait_is_ended_by_the_second(tmp_path: Path, wait: str) -> None:
     with small_engine(nvme, arguments={"device": FakeAccelerator(1)}, **TWO) as engine:
         parts = engine._parts
         if wait == "for an update":
-            parts.sweep.updates.guard = lambda unit: gate.wait() and None
+            parts.sweep.updates.before_change = lambda unit: gate.wait() and None
             train(engine, 1)
             call: Callable[[], Any] = engine.settle
         elif wait == "for a gradient":

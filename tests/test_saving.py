@@ -39,6 +39,7 @@ from infinity.errors import (
     InfinityWarning,
     PresenceError,
 )
+from infinity.plan.layout import Kind
 
 HOMES = {"disk": ON_DISK, "mixed": MIXED, "device": ON_DEVICE}
 every_home = pytest.mark.parametrize("homes", list(HOMES.values()), ids=list(HOMES))
@@ -134,11 +135,10 @@ def test_a_sweep_waits_for_the_units_it_would_change(
         engine.step()
         assert waits.acquire(timeout=60)
         # The update has not begun: the homes are as they were.
-        ram = {u.layout.name: dict(u.ram) for u in engine._parts.store.units}
-        assert ram
         segment = engine.plan.units[0].trained_segments[0]
-        weight = engine._parts.store.units[0].ram
-        held = next(iter(weight.values())).view(torch.float32)
+        home = engine._parts.store.units[0].memory[Kind.WEIGHT].reached(by_device=False)
+        assert home is not None
+        held = home.view(torch.float32)
         held = held[segment.offset : segment.offset + segment.numel].view(segment.shape)
         assert torch.equal(held, before[segment.name])
         slow.go.set()

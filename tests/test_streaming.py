@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.durable import HOMES, connect, equal, gated, state_of, undisturbed
+from support.durable import HOMES, equal, gated, state_of, undisturbed
 from support.fake_accelerator import FakeAccelerator
 from support.ordered_accelerator import ordered_device
 from support.small import (
@@ -77,7 +77,6 @@ def test_a_durable_run_goes_on_where_it_was_closed(tmp_path: Path, homes: str) -
         given = settings(tmp_path, HOMES[homes], update="device", **more)
         engine, *_ = infinity.initialize(gated(), given, device=fake)
         with engine:
-            connect(engine)
             assert equal(state_of(engine), undisturbed(at))
             train(engine, 2, first=at)
             assert equal(state_of(engine), undisturbed(at + 2))
@@ -99,7 +98,6 @@ def test_a_commit_reads_homes_after_what_is_queued_for_them(
         given = settings(tmp_path, homes, durable=True, durable_every=1, update=update)
         engine, *_ = infinity.initialize(small_model(), given, device=device)
         with engine:
-            connect(engine)
             train(engine, 3)
             engine.settle()
         assert device.violations == []
@@ -116,7 +114,7 @@ def test_a_close_waits_for_chunks_under_way(tmp_path: Path, place: str) -> None:
     with small_engine(tmp_path, PLACES[place], **more) as engine:
         engine.backward(engine(batch(0)))
         engine.step()
-        streams = engine._parts.sweep.updates._streams
+        streams = engine._parts.sweep.updates._under_way
         while not len(streams):
             time.sleep(0.0005)
     assert len(streams) == 0

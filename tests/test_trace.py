@@ -25,6 +25,7 @@ from support.trainer import Run, make_config, make_device
 import infinity
 from infinity.config.schema import load_config
 from infinity.errors import ConfigError, MachineError
+from infinity.offload.transfers import STALLS
 from infinity.storage.device import Event
 from infinity.trace.reader import Shares, Slice, Timeline, read_timeline, verdict
 
@@ -360,3 +361,13 @@ def test_a_killed_run_leaves_a_whole_file(tmp_path: Path) -> None:
     assert timeline.num_dropped == 0
     assert len(timeline.of("step")) >= 2
     assert Shares(timeline).whole is not None
+
+
+# --- stalls ---------------------------------------------------------------------------------------
+
+
+def test_the_table_of_stalls_is_that_of_the_code() -> None:
+    page = Path(__file__).parents[1] / "docs" / "ARCHITECTURE.md"
+    rows = [f"| `{name}` | {why.meaning} | {why.remedy} |" for name, why in STALLS.items()]
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if line in rows] == rows

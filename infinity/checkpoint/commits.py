@@ -42,8 +42,8 @@ SCALE_BYTES = 4
 
 def committed_extents(unit: UnitState) -> Iterator[tuple[Extent, int | None]]:
     """(extent, chunk) of a unit's committed state; no chunk for its frozen bytes."""
-    if unit.whole:
-        yield from ((e, i) for i, e in enumerate(unit.whole[unit.turn.current]))
+    if unit.sides:
+        yield from ((e, i) for i, e in enumerate(unit.sides[unit.turn.current]))
     if unit.frozen_sides:
         yield unit.frozen_sides[unit.frozen_turn.current], None
 

@@ -15,21 +15,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from itertools import cycle
 from typing import Any
-
-from torch import Tensor
 
 from infinity.checkpoint.commits import CommitFiles, CommitRecord, SmallFile, newest, read_commits
 from infinity.checkpoint.durable_runs import PLAN_NAME, StoredRun, plan_text, state_tag, write_plan
 from infinity.errors import CheckpointError
 from infinity.offload.state import StateStore, UnitState
 from infinity.offload.transfers import Label, Lanes
-from infinity.plan.budget import NUM_COMMIT_BUFFERS, commit_buffer_bytes
+from infinity.plan.budget import FROZEN_PIECE, NUM_COMMIT_BUFFERS, commit_buffer_bytes
 from infinity.plan.layout import PAGE, Kind
 from infinity.plan.plan import Plan
-from infinity.storage.device import Event, HostArena, arena_for
-from infinity.storage.disk import CHECKSUM_BYTES, STATE_NAME, Extent, Ticket
+from infinity.storage.device import Event
+from infinity.storage.disk import CHECKSUM_BYTES, STATE_NAME, Extent
+from infinity.storage.staging import BufferPool, host_buffer
+from infinity.storage.store import Range
 from infinity.trace.recorder import NO_UNIT
 
 SUMS_NAME = "checksums.bin"
@@ -57,11 +56,7 @@ class Durability:
         self._sequence = 0
         self._since = 0  # steps since the last commit
         self.document: bytes | None = b""  # of the last step
-        nbytes = commit_buffer_bytes(plan)
-        arena = arena_for([nbytes] * NUM_COMMIT_BUFFERS)
-        if nbytes:
-            lanes.device.pin(arena)
-        self._buffers = [arena.carve(nbytes) for _ in range(NUM_COMMIT_BUFFERS)]
+        self._buffers = BufferPool(NUM_COMMIT_BUFFERS, commit_buffer_bytes(plan), lanes.device)
         self._records = CommitFiles(self._primary.directory)
         self._sums: SmallFile | None = None
         try:
@@ -115,7 +110,7 @@ class Durability:
 
     def forget(self) -> None:
         """Drop the reserved ranges."""
-        self._buffers.clear()
+        self._buffers.forget()
 
     def close(self) -> None:
         """Close the files; idempotent."""
@@ -198,53 +193,47 @@ class Durability:
         self, changed: list[UnitState], frozen: list[UnitState], stopped: Callable[[], bool]
     ) -> bool:
         """Write what rests in memory to the current sides; False if it was stopped."""
-        for state in changed:
-            if state.on_device:  # updates and copies into it are queued, perhaps not over
+        for state in changed:  # updates and copies into a device are queued, perhaps not over
+            if not all(state.reached(kind, by_device=False) for kind in state.memory):
                 for write in tuple(state.writes):
                     write.wait()
-        writes: deque[Ticket] = deque()
-        buffers = cycle(self._buffers)
-        for extent, home, on_device in self._in_memory(changed, frozen):
+        writes: deque[Event] = deque()
+        for extent, home in self._in_memory(changed, frozen):
             if stopped():
                 break
-            while len(writes) >= (len(self._buffers) if on_device else _IN_FLIGHT):
+            while len(writes) >= _IN_FLIGHT:
                 writes.popleft().wait()
-            source = home
-            if on_device:
-                source = next(buffers)[: home.numel()]
-                self.lanes.copy_out(source, home, label=_LABEL).wait()
-            writes.append(self.lanes.write([(extent, source)], label=_LABEL))
+            source = home.reached(by_device=False)
+            if source is not None:
+                writes.append(self.lanes.write([(extent, source)], label=_LABEL))
+                continue
+            buffer = self._buffers.take()
+            self.lanes.read([(home, buffer[: home.nbytes])], label=_LABEL).wait()
+            write = self.lanes.write([(extent, buffer[: home.nbytes])], label=_LABEL)
+            self._buffers.give_back(buffer, write)
         for write in writes:
             write.wait()
+        self._buffers.settle()
         return not stopped()
 
     def _in_memory(
         self, changed: list[UnitState], frozen: list[UnitState]
-    ) -> Iterator[tuple[Extent, Tensor, bool]]:
-        """(place on the current side, home, whether it has to be copied) of state in memory."""
-        plan, whole = self.plan, self.plan.whole_record
+    ) -> Iterator[tuple[Extent, Range]]:
+        """(place on the current side, home) of state in memory, by pieces of a buffer's size."""
         for state in changed:
-            for index, (_, count) in enumerate(state.layout.chunks(plan.chunk_elements)):
-                extent = state.whole[state.turn.current][index]
-                for kind in whole.kinds:
-                    if kind in state.ram or kind in state.on_device:
-                        home = state.ram.get(kind, state.on_device.get(kind))
-                        assert home is not None
-                        part = home[plan.part(state.layout, kind, index)]
-                        place = extent.part(whole.offset(kind, count), part.numel())
-                        yield place, part, kind in state.on_device
+            for index in range(state.layout.num_chunks(self.plan.chunk_elements)):
+                for kind in state.memory:
+                    unit = state.layout.index
+                    place = self.store.on_disk(unit, kind, index, state.turn.current)
+                    yield place, self.store.chunk(unit, kind, index)
         for state in frozen:
-            start = state.layout.trained_bytes
-            if state.frozen_sides and not state.frozen_rests:
-                extent = state.frozen_sides[state.frozen_turn.current]
-                if Kind.WEIGHT in state.ram:
-                    yield extent, state.ram[Kind.WEIGHT][start:], False
-                    continue
-                home = state.on_device[Kind.WEIGHT][start:]
-                size = self._buffers[0].numel()
-                for first in range(0, home.numel(), size):
-                    part = home[first : first + size]
-                    yield extent.part(first, part.numel()), part, True
+            if state.frozen_sides and Kind.WEIGHT in state.memory:
+                layout, extent = state.layout, state.frozen_sides[state.frozen_turn.current]
+                home = state.memory[Kind.WEIGHT].part(layout.trained_bytes, layout.frozen_bytes)
+                step = FROZEN_PIECE if home.reached(by_device=False) is None else home.nbytes
+                for first in range(0, home.nbytes, step):
+                    nbytes = min(step, home.nbytes - first)
+                    yield extent.part(first, nbytes), home.part(first, nbytes)
 
     # --- checksums ---------------------------------------------------------------------------
 
@@ -266,7 +255,7 @@ class Durability:
             if not stored:
                 for start in range(0, extent.nbytes, 1 << 24):
                     part = extent.part(start, min(1 << 24, extent.nbytes - start))
-                    self._disk.learn(part, HostArena(part.nbytes).view(0, part.nbytes))
+                    self._disk.learn(part, host_buffer(part.nbytes))
                 continue
             nbytes = extent.nbytes // PAGE * CHECKSUM_BYTES
             data = file.read(extent.offset // PAGE * CHECKSUM_BYTES, nbytes)
@@ -303,14 +292,15 @@ class Durability:
         units = self.store.units
         total, done = self.plan.commit_bytes, 0
         for state in units:
-            waits: list[Ticket | Event] = []
-            for extent, home, on_device in self._in_memory([state], [state]):
-                if on_device:
-                    buffer = HostArena(home.numel()).view(0, home.numel())
-                    self.lanes.read([(extent, buffer)]).wait()
-                    self.lanes.copy_in(home, buffer).wait()
+            waits: list[Event] = []
+            for extent, home in self._in_memory([state], [state]):
+                target = home.reached(by_device=False)
+                if target is not None:
+                    waits.append(self.lanes.read([(extent, target)]))
                 else:
-                    waits.append(self.lanes.read([(extent, home)]))
+                    buffer = host_buffer(home.nbytes)
+                    self.lanes.read([(extent, buffer)]).wait()
+                    self.lanes.write([(home, buffer)]).wait()
                 done += extent.nbytes
             for item in waits:
                 item.wait()
@@ -321,8 +311,8 @@ class Durability:
 def _current_extents(changed: list[UnitState], frozen: list[UnitState]) -> Iterator[Extent]:
     """The current side of all kinds."""
     for state in changed:
-        if state.whole:
-            yield from state.whole[state.turn.current]
+        if state.sides:
+            yield from state.sides[state.turn.current]
     for state in frozen:
         if state.frozen_sides:
             yield state.frozen_sides[state.frozen_turn.current]

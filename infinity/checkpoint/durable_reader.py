@@ -220,7 +220,7 @@ class DurableReader:
             item = SCALE_BYTES
         else:
             item = itemsize(plan, kind)
-        extent = unit.whole[unit.turn.current][index]
+        extent = unit.sides[unit.turn.current][index]
         return self._read_bytes(extent, start + first * item, (last - first) * item)
 
     def _read_frozen(self, unit: UnitState, segment: Segment, first: int, count: int) -> Tensor:

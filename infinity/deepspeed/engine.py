@@ -87,14 +87,13 @@ class DeepSpeedEngine(Engine):
         """
         self._check_usable()
         self._end_users_backward()
-        progress = self._stepper.progress
-        if progress.micro_step or progress.backwards:
+        if self._window.is_open:
             raise TrainingError(
                 f"the window of {self._window.length} micro-batches has begun: "
-                f"{progress.micro_step} are behind us",
+                f"{self._window.micro_step} are behind us",
                 remedy="change it right after the step() that updates, or zero_grad() first",
             )
-        self._set_micro_batches(steps)
+        self._window.set_length(steps)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Another number of samples a micro-batch, for counting; loaders stay as they are."""

@@ -22,7 +22,8 @@ from infinity.offload.transfers import Lanes
 from infinity.plan.activations import TRANSIT, Ranges, SavedPlan, homes_of
 from infinity.plan.layout import PAGE, Tier, round_up
 from infinity.storage.device import HAPPENED, Event, HostArena, after_all
-from infinity.storage.disk import Extent, Priority, Ticket
+from infinity.storage.disk import Extent
+from infinity.storage.store import Priority
 from infinity.trace.recorder import NO_UNIT
 
 # Where saved tensors wait: records, spans of the pool, parts of the extent on disk.
@@ -59,9 +60,9 @@ class Record:
     buffer: Tensor | None = None  # where the pool has no room for what comes back
     source: Tensor | None = None  # the tensor itself, until it has been copied out
     left: Event | None = None  # the end of that copy; None: it has not begun
-    writing: Ticket | None = None
+    writing: Event | None = None
     written: bool = False
-    reading: Ticket | None = None
+    reading: Event | None = None
     fetched: Tensor | None = None
     ready: Event = HAPPENED
     modified: bool = False  # while it was copied out

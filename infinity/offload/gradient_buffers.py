@@ -13,7 +13,7 @@ import contextlib
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -23,12 +23,12 @@ from torch import Tensor
 from infinity.errors import TransferError
 from infinity.offload.transfers import Lanes
 from infinity.plan.budget import largest_window, num_windows
-from infinity.plan.layout import Tier, round_up
+from infinity.plan.layout import round_up
 from infinity.plan.plan import Plan
 from infinity.storage.device import Event, arena_for
-from infinity.storage.disk import Extent, Ticket
+from infinity.storage.store import Range
 
-# Gradients that rest on disk are summed in windows: RAM buffers as large as a unit's range.
+# Gradients that rest where nobody computes are summed in windows: RAM buffers of a unit's size.
 #
 # A window is written home when its unit is complete, and read back when the next micro-batch
 # reaches the unit. Used by one thread at a time: whoever sums (`gradients.py`).
@@ -44,34 +44,35 @@ def untimed(cause: str) -> AbstractContextManager[None]:
 
 @dataclass(eq=False)
 class _Window:
-    """A RAM buffer that stands in for one unit's gradient range on disk."""
+    """A RAM buffer that stands in for the place of one unit's gradients."""
 
     buffer: Tensor
     unit: int | None = None
     last_unit: int | None = None  # whose bytes the write in flight saves
-    ticket: Ticket | None = None  # the read that fills it, or the write that saves it
+    ticket: Event | None = None  # the read that fills it, or the write that saves it
 
 
 class GradientWindows:
-    """Extents of all units whose gradients rest on disk, and the windows onto them.
+    """Windows onto `places`, the ranges of units whose gradients nobody adds to where they rest.
 
     `stall` times waits, by cause.
     """
 
-    def __init__(self, plan: Plan, lanes: Lanes, dtype: torch.dtype, stall: Stall) -> None:
-        self.extents: dict[int, Extent] = {}
+    def __init__(
+        self,
+        plan: Plan,
+        lanes: Lanes,
+        dtype: torch.dtype,
+        places: Mapping[int, Range],
+        stall: Stall,
+    ) -> None:
+        self.places = places
         self._plan = plan
         self._lanes = lanes
         self._dtype = dtype
         self._stall = stall
-        self._saved: set[int] = set()  # units whose extents hold gradients of this window
+        self._saved: set[int] = set()  # units whose places hold gradients of this window
         self._arrived: dict[int, int] = {}  # unit -> arrivals since its window was opened
-        for unit in plan.units:
-            if unit.numel and plan.homes[unit.index].gradient is Tier.DISK:
-                assert lanes.disk is not None
-                owner = f"unit {unit.name!r}, gradients"
-                nbytes = unit.numel * plan.gradient_itemsize
-                self.extents[unit.index] = lanes.disk.extent(nbytes, owner)
         nbytes = largest_window(plan)
         arena = arena_for([nbytes] * num_windows(plan))
         self._windows = [_Window(arena.carve(nbytes)) for _ in range(num_windows(plan))]
@@ -81,14 +82,12 @@ class GradientWindows:
         self._windows.clear()
 
     def write_once(self) -> None:
-        """Write every extent, before training: a first write of reserved space is a slow one."""
-        for turn, (unit, extent) in enumerate(self.extents.items()):
+        """Write every place, before training: a first write of reserved space is a slow one."""
+        for turn, unit in enumerate(self.places):
             window = self._windows[turn % len(self._windows)]
             if window.ticket is not None:
                 window.ticket.wait()
-            window.last_unit = unit
-            piece = extent, window.buffer[: extent.nbytes]
-            window.ticket = self._lanes.write([piece], label=(unit, "gradient"))
+            self._send(unit, window)
         self.settle()
 
     def expect(self, unit: int) -> None:
@@ -165,9 +164,9 @@ class GradientWindows:
         window.unit = unit
         self._arrived[unit] = 0
         if unit in self._saved:
-            extent = self.extents[unit]
             self.settle(unit)  # an earlier window may still be writing it
-            piece = extent, window.buffer[: extent.nbytes]
+            place = self.places[unit]
+            piece = place, window.buffer[: place.nbytes]
             window.ticket = self._lanes.read([piece], label=(unit, "gradient"))
 
     def _save(self, unit: int) -> None:
@@ -178,11 +177,15 @@ class GradientWindows:
         window.unit, window.last_unit = None, unit
         if not self._arrived.get(unit):
             return  # expected, but nothing came: home is what was read
-        extent = self.extents[unit]
-        piece = extent, window.buffer[: extent.nbytes]
-        window.ticket = self._lanes.write([piece], label=(unit, "gradient"))
+        self._send(unit, window)
         self._saved.add(unit)
         self._arrived[unit] = 0
+
+    def _send(self, unit: int, window: _Window) -> None:
+        """Start to write the window to its unit's place."""
+        place, window.last_unit = self.places[unit], unit
+        piece = place, window.buffer[: place.nbytes]
+        window.ticket = self._lanes.write([piece], label=(unit, "gradient"))
 
 
 @dataclass(eq=False, slots=True)

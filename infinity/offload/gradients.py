@@ -24,11 +24,14 @@ from torch import Tensor
 from infinity.errors import TrainingError
 from infinity.offload.gradient_buffers import GradientWindows, GradientWorker, untimed
 from infinity.offload.transfers import Lanes
+from infinity.offload.window import AccumulationWindow
 from infinity.optim.cpu import CpuKernels
 from infinity.plan.budget import NUM_BOUNCES, largest_trained
-from infinity.plan.layout import PAGE, Segment, Tier, round_up
+from infinity.plan.layout import PAGE, Segment, round_up
 from infinity.plan.plan import Plan
-from infinity.storage.device import HAPPENED, DeviceArena, Event, HostArena, SquareSums, arena_for
+from infinity.storage.device import HAPPENED, Event, HostArena, SquareSums
+from infinity.storage.staging import host_buffer
+from infinity.storage.store import Range
 
 # Gradients that go straight from a device to where they rest in RAM, and their square sums.
 #
@@ -236,18 +239,30 @@ class GradientSums:
 class GradientStore:
     """Ranges and square sums of all units; used by the training thread.
 
-    After `settle` the sweep's thread reads ranges through `ram`, `on_device` and `extents`.
+    After `settle` the sweep's thread reads `places`: unit -> range. What of them the CPU or the
+    device can compute with is in `ram` and `on_device`, as flat tensors of `dtype`.
     """
 
-    def __init__(self, plan: Plan, lanes: Lanes, kernels: CpuKernels) -> None:
+    def __init__(
+        self, plan: Plan, lanes: Lanes, kernels: CpuKernels, window: AccumulationWindow
+    ) -> None:
         self.plan = plan
         self.lanes = lanes
         self.kernels = kernels
         summed = plan.gradient_itemsize == 4
         self.dtype = torch.float32 if summed else getattr(torch, plan.precision.dtype)
-        self.last_micro_batch = True  # square sums are worth taking now
-        self.ram: dict[int, Tensor] = {}
+        self._window = window  # in its last micro-batch square sums are worth taking
+        self.places = self._reserve()
+        reached = {u: (p.reached(by_device=False), p) for u, p in self.places.items()}
+        self.ram = {u: cpu.view(self.dtype) for u, (cpu, _) in reached.items() if cpu is not None}
         self.on_device: dict[int, Tensor] = {}
+        away: dict[int, Range] = {}
+        for unit, (cpu, place) in reached.items():
+            there = place.reached(by_device=True)
+            if cpu is None and there is not None:
+                self.on_device[unit] = there.view(self.dtype)
+            elif cpu is None:
+                away[unit] = place
         self._places = {
             s.parameter: (u.index, s) for u in plan.units for s in u.segments if s.trained
         }
@@ -257,11 +272,9 @@ class GradientStore:
         self._device_squares = SquaresOnDevice(lanes)
         self._worker = None if plan.unified else GradientWorker(lanes, self._reserve_bounce())
         stall = lanes.stall if self._worker is None else untimed
-        self._windows = GradientWindows(plan, lanes, self.dtype, stall)
-        self.extents = self._windows.extents
+        self._windows = GradientWindows(plan, lanes, self.dtype, away, stall)
         beside = None if self._worker is None else lanes
         self._sums = GradientSums(kernels, self.ram, self._windows, beside)
-        self._reserve()
 
     def _reserve_bounce(self) -> Tensor:
         nbytes = NUM_BOUNCES * largest_trained(self.plan)
@@ -270,31 +283,19 @@ class GradientStore:
             self.lanes.device.pin(arena)
         return arena.view(0, nbytes)
 
-    def _reserve(self) -> None:
-        plan, device = self.plan, self.lanes.device
-        homes = {u.index: plan.homes[u.index].gradient for u in plan.units if u.numel}
-        sizes = {u: plan.units[u].numel * plan.gradient_itemsize for u in homes}
-        in_ram = [
-            u for u, h in homes.items() if h is Tier.HOST or (h is Tier.DEVICE and plan.unified)
-        ]
-        arena = arena_for([sizes[u] for u in in_ram])
-        if in_ram:
-            device.pin(arena)
-        for unit in in_ram:
-            self.ram[unit] = arena.carve(sizes[unit]).view(self.dtype)
-        away = [u for u, h in homes.items() if h is Tier.DEVICE and not plan.unified]
-        self._device_arena: DeviceArena | None = None
-        if away:
-            self._device_arena = device.reserve(sum(round_up(sizes[u], PAGE) for u in away))
-            offset = 0
-            for unit in away:
-                view = self._device_arena.view(offset, sizes[unit])
-                self.on_device[unit] = view.view(self.dtype)
-                offset += round_up(sizes[unit], PAGE)
+    def _reserve(self) -> dict[int, Range]:
+        plan, found = self.plan, dict[int, Range]()
+        for tier, store in self.lanes.stores.items():
+            units = [u for u in plan.units if u.numel and plan.homes[u.index].gradient is tier]
+            sizes = [u.numel * plan.gradient_itemsize for u in units]
+            owners = [f"unit {u.name!r}, gradients" for u in units]
+            ranges = store.reserve(sizes, owners)
+            found |= {u.index: place for u, place in zip(units, ranges, strict=True)}
+        return found
 
     def open(self) -> None:
         """Before training: start the thread, and write every extent once."""
-        if self._worker is not None and (self.ram or self.extents):
+        if self._worker is not None and (self.ram or self._windows.places):
             self._worker.open()
         self._windows.write_once()
 
@@ -307,12 +308,12 @@ class GradientStore:
         """Drop the reserved ranges; copies into them have ended."""
         self._homeward.reset()
         self._device_squares.reset()
+        self.places.clear()
         self.ram.clear()
         self.on_device.clear()
         self._windows.forget()
         if self._worker is not None:
             self._worker.forget()
-        self._device_arena = None
 
     # --- arrivals --------------------------------------------------------------------------
 
@@ -334,7 +335,7 @@ class GradientStore:
         if unit in self.on_device:
             self._accumulate_on_device(unit, segment, flat, first=first)
         elif self._worker is None:
-            self._sums.add(unit, segment, flat, first=first, complete=self.last_micro_batch)
+            self._sums.add(unit, segment, flat, first=first, complete=self._window.is_last)
         elif unit in self.ram and flat.dtype is self.dtype and first:
             self._send_home(self._worker, unit, segment, flat)
         else:
@@ -357,7 +358,7 @@ class GradientStore:
         target, source = part(self.ram[unit], segment), gradient.view(torch.uint8)
         parameter = segment.parameter
         event = self._homeward.send(unit, parameter, target.view(torch.uint8), source)
-        if not self.last_micro_batch:
+        if not self._window.is_last:
             return
         if self.plan.device_kernels:
             complete = len(self.plan.units[unit].trained_segments)
@@ -375,13 +376,13 @@ class GradientStore:
         event = self.lanes.copy_out(place[1], source, label=(unit, "gradient"))
         landed = place[1].view(gradient.dtype)
         add = partial(
-            self._sums.add, unit, segment, landed, first=first, complete=self.last_micro_batch
+            self._sums.add, unit, segment, landed, first=first, complete=self._window.is_last
         )
         worker.put(add, [self._homeward.sent(segment.parameter), event], gradient, place)
 
     def expect(self, unit: int) -> None:
         """The unit's gradients will arrive soon: start reading what was saved of them."""
-        if unit not in self.extents:
+        if unit not in self._windows.places:
             return
         if self._worker is None:
             self._windows.expect(unit)
@@ -411,7 +412,7 @@ class GradientStore:
         self._device_squares.flush()
         if self._worker is None:
             self._windows.save()
-        elif self.extents:
+        elif self._windows.places:
             self._worker.put(self._windows.save)
 
     def drain(self) -> None:
@@ -477,17 +478,13 @@ class GradientStore:
         if unit in self.ram:
             self._homeward.wait(parameter)
             return part(self.ram[unit], segment).clone()
-        if unit in self.on_device:
-            source = part(self.on_device[unit], segment)
-            target = torch.empty(segment.numel, dtype=self.dtype)
-            self.lanes.copy_out(target.view(torch.uint8), source.view(torch.uint8)).wait()
-            return target
         self.settle(unit)
-        extent = self.extents[unit]
-        buffer = HostArena(extent.nbytes).view(0, extent.nbytes)
-        self.lanes.read([(extent, buffer)]).wait()
-        numel = self.plan.units[unit].numel
-        return part(buffer[: numel * self.plan.gradient_itemsize].view(self.dtype), segment)
+        start, nbytes = (n * self.dtype.itemsize for n in (segment.offset, segment.numel))
+        low = start // PAGE * PAGE  # of a disk whole pages are read
+        place = self.places[unit].part(low, round_up(start + nbytes, PAGE) - low)
+        buffer = host_buffer(place.nbytes)
+        self.lanes.read([(place, buffer)], label=(unit, "gradient")).wait()
+        return buffer[start - low : start - low + nbytes].view(self.dtype)
 
     def hand_over(self) -> dict[int, list[Copy]]:
         """Start a new accumulation window, and leave copies that are still under way to the sweep.

@@ -29,12 +29,14 @@ from infinity.model.torch_private import (
     runs_backward,
     top_saved_tensors_hooks,
 )
+from infinity.offload.activations import ActivationStore
 from infinity.offload.gradients import GradientStore
 from infinity.offload.memory_watch import MemoryWatch
 from infinity.offload.owner import Call, Owner
 from infinity.offload.prefetch import Mover
 from infinity.offload.report import Timeline
 from infinity.offload.saved_tensors import SavedTensors
+from infinity.offload.window import AccumulationWindow
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,25 +59,34 @@ class _Entered(NamedTuple):
 
 
 class Hooks:
-    """Module hooks of all units, gradient hooks of all parameters, and their removal."""
+    """Module hooks of all units, gradient hooks of all parameters, and their removal.
+
+    `lent` are parameters that have a full value of their own now; `write_edits` writes what was
+    edited of others, before a unit is fetched.
+    """
 
     def __init__(
         self,
         mover: Mover,
         gradients: GradientStore,
+        window: AccumulationWindow,
+        owner: Owner,
+        watch: MemoryWatch,
+        activations: ActivationStore | None,
+        lent: Collection[int],
+        write_edits: Callable[[], None],
         cuts: Sequence[UnitCut],
         parameters: Sequence[nn.Parameter],
         trained: Sequence[bool],
     ) -> None:
         self.mover = mover
-        self.watch: MemoryWatch  # set by whoever makes hooks, before the first forward
+        self.window = window
+        self.owner = owner
+        self.watch = watch
         self.gradients = gradients
-        self.saved = SavedTensors(mover, gradients.expect, self._backward)
-        self.num_arrived = 0  # gradients since the start, whoever called backward
-        self.divisor = 1  # of gradients that arrive; not 1 only where their loss is not divided
-        self.lent: Collection[int] = ()  # parameters that have a full value of their own now
-        self.write_edits: Callable[[], None] = lambda: None  # before home is read
-        self.owner = Owner(backward_threads=not mover.plan.unified)
+        self.saved = SavedTensors(mover, gradients.expect, self._backward, activations)
+        self.lent = lent
+        self.write_edits = write_edits
         self._call: Call | None = None  # that a module's hook began
         self._cuts = cuts
         self._parameters = parameters
@@ -312,9 +323,9 @@ class Hooks:
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
             self.mover.await_consumed(self._unit_of[index])
-            self.num_arrived += 1
-            if self.divisor != 1:
-                gradient = gradient.detach() / self.divisor
+            self.window.arrived += 1
+            if self.window.divisor != 1:
+                gradient = gradient.detach() / self.window.divisor
             self.gradients.receive(index, gradient)
             del gradient
             self.watch.at(self._unit_of[index], "backward")

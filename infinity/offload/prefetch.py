@@ -22,21 +22,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from infinity.errors import EngineFailedError, PresenceError, TransferError
 from infinity.model.parameters import Edit, Presence
-from infinity.offload.slots import Landings, Residency, Slot, Where
+from infinity.offload.slots import Residency, Slot, Where
 from infinity.offload.state import StateStore
 from infinity.offload.transfers import Lanes
 from infinity.plan import access_order
 from infinity.plan.access_order import NEVER, Tape, guess_cycle
+from infinity.plan.budget import largest_slot, num_landings
 from infinity.plan.layout import Kind, Tier
 from infinity.plan.plan import Plan, publishes, updated_on_device
 from infinity.storage.device import HAPPENED, Event, after_all
-from infinity.storage.disk import Priority, checksum
+from infinity.storage.disk import checksum
+from infinity.storage.staging import BufferPool
+from infinity.storage.store import Priority
 
 
 class Mover:
@@ -60,14 +64,15 @@ class Mover:
         self.paced = True
         self.surprises = 0
         self._retry = False
-        self._landings = Landings(plan, lanes)
+        # In which reads land on their way to a device with memory of its own.
+        self._landings = BufferPool(num_landings(plan), largest_slot(plan), lanes.device)
         for unit, homes in enumerate(plan.homes):
             if not plan.units[unit].slot_bytes:  # only parameters without elements
                 self.ledger.add_permanent(unit, torch.empty(0, dtype=torch.uint8))
             elif homes.weight is Tier.DEVICE:
-                state = store.units[unit]
-                home = state.ram if plan.unified else state.on_device
-                self.ledger.add_permanent(unit, home[Kind.WEIGHT])
+                home = store.units[unit].memory[Kind.WEIGHT].reached(by_device=True)
+                assert home is not None
+                self.ledger.add_permanent(unit, home)
 
     def forget(self) -> None:
         """Drop the slots and landings."""
@@ -113,9 +118,13 @@ class Mover:
             if bind:
                 self.bind(unit)
 
+    def follow(self, tape: Tape | None, *, wraps: bool = True) -> None:
+        """Look ahead along a tape from now on; it `wraps` unless a step follows its end."""
+        self.tape, self.wraps = tape, wraps
+
     def tend(self) -> None:
         """Push on what can be pushed on without waiting; called often from hooks."""
-        if len(self._landings):
+        if self._landings.count:
             for unit, entry in enumerate(self.entries):
                 if entry.ticket is not None and entry.landing is not None and entry.ticket.done():
                     self._copy_landed(unit)
@@ -148,6 +157,11 @@ class Mover:
             finally:
                 self.demand = None
 
+    def lift_pacing(self) -> None:
+        """What is updated from now on goes home where no slot is free; callers hold `changed`."""
+        self.paced = False
+        self.changed.notify_all()
+
     def await_consumed(self, unit: int) -> None:
         """Wait until no sweep reads the unit's gradients: before they are written again.
 
@@ -157,8 +171,7 @@ class Mover:
         entry = self.entries[unit]
         if entry.where is Where.PENDING:
             with self.lanes.stall("update", unit), self.changed:
-                self.paced = False
-                self.changed.notify_all()
+                self.lift_pacing()
                 while entry.where is Where.PENDING and self.failure is None:
                     self.changed.wait()
             self.check()
@@ -231,7 +244,7 @@ class Mover:
             if not entry.ticket.done():  # stuck: the slot is the kernel's for good
                 return
         if entry.landing is not None:
-            self._landings.copied_by(entry.landing, HAPPENED)
+            self._landings.give_back(entry.landing)
         entry.ticket = entry.landing = None
         with self.changed:
             self.ledger.give_up(unit)
@@ -245,10 +258,10 @@ class Mover:
         assert entry.slot is not None
         assert entry.slot.residency is not None
         entry.ticket.wait()
-        source = self._landings.buffer(entry.landing, self.plan.units[unit].slot_bytes)
         target, label = entry.slot.residency, (unit, "weight")
+        source = entry.landing[: target.numel()]
         entry.ready = self.lanes.copy_in(target, source, entry.slot.free_after, label)
-        self._landings.copied_by(entry.landing, entry.ready)
+        self._landings.give_back(entry.landing, entry.ready)
         entry.ticket = entry.landing = None
 
     def _land_oldest(self) -> None:
@@ -264,8 +277,9 @@ class Mover:
             entry = self.ledger.move(unit, Where.FETCHING)
         entry.ready, label = HAPPENED, (unit, "weight")
         state = self.store.units[unit]
-        if Kind.WEIGHT in state.ram:
-            source = state.ram[Kind.WEIGHT]
+        home = state.memory.get(Kind.WEIGHT)
+        source = None if home is None else home.reached(by_device=False)
+        if source is not None:
             entry.ready = self.lanes.copy_in(residency, source, slot.free_after, label)
             return
         if state.writes:
@@ -276,9 +290,11 @@ class Mover:
                     self.fail(error)
                     raise
         if not self.plan.unified:
-            entry.landing = self._landings.take(self._land_oldest)
-            residency = self._landings.buffer(entry.landing, residency.numel())
-        entry.ticket = self.lanes.read(self.store.weight_parts(unit, residency), priority, label)
+            stall = partial(self.lanes.stall, "copy")
+            entry.landing = self._landings.take(self._land_oldest, stall)
+            residency = entry.landing[: residency.numel()]
+        places = self.store.places(unit, Kind.WEIGHT, residency)
+        entry.ticket = self.lanes.read(places, priority, label)
 
     # --- updates -------------------------------------------------------------------------------
 
@@ -625,8 +641,7 @@ class Cycles:
             self._interrupted = self._mover.wraps
         else:
             self.end()
-        self._mover.tape = tape
-        self._mover.wraps = not (grad and last_micro_batch)
+        self._mover.follow(tape, wraps=not (grad and last_micro_batch))
         tape.begin()
         self._open = True
 
@@ -637,16 +652,17 @@ class Cycles:
         self.without_grad.end()
         wraps, self._interrupted = self._interrupted, None
         if wraps is None:
-            self._mover.tape, self._open = None, False
+            self._mover.follow(None)
+            self._open = False
         else:
-            self._mover.tape, self._mover.wraps = self.training, wraps
+            self._mover.follow(self.training, wraps=wraps)
 
     def end(self) -> None:
         """The backward is over, or whatever was under way: what was seen is learnt."""
         self.end_call()
         if self._mover.tape is not None:
             self._mover.tape.end()
-            self._mover.tape = None
+            self._mover.follow(None)
         self._open = False
 
     def around_calls(self) -> tuple[Callable[[], None], Callable[[], None]]:

@@ -72,7 +72,11 @@ class SavedTensors:
     """Our pack/unpack pair. See [Note: saved tensors]."""
 
     def __init__(
-        self, mover: Mover, expect: Callable[[int], None], join: Callable[[], None]
+        self,
+        mover: Mover,
+        expect: Callable[[int], None],
+        join: Callable[[], None],
+        activations: ActivationStore | None,
     ) -> None:
         self._mover: Mover | None = mover
         self._join = join  # a backward wants weights
@@ -86,7 +90,7 @@ class SavedTensors:
                 probe = slot.arena.view(slot.offset, slot.nbytes)
             self._addresses[probe.data_ptr()] = slot
         self.timeline: Timeline | None = None  # while a trace is recorded
-        self.activations: ActivationStore | None = None  # takes inputs of recomputed blocks
+        self.activations = activations  # takes inputs of recomputed blocks
         # The context, our pair, and whether a checkpoint's pair is below it.
         self._stack: list[tuple[Any, SavedTensorHooks, bool]] = []
 

@@ -15,62 +15,14 @@ count is the only pin there is.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
 from torch import Tensor
 
 from infinity.model.torch_private import storage_use_count
-from infinity.offload.transfers import Lanes
-from infinity.plan.budget import largest_slot, num_landings
 from infinity.plan.plan import Plan
-from infinity.storage.device import HAPPENED, Device, DeviceArena, Event, after_all, arena_for
-from infinity.storage.disk import Ticket
-
-# Host buffers in which disk reads land on their way to a device with memory of its own.
-
-
-class Landings:
-    """A landing is free, being read into, or being copied from (its event has not happened)."""
-
-    def __init__(self, plan: Plan, lanes: Lanes) -> None:
-        self._lanes = lanes
-        nbytes, count = largest_slot(plan), num_landings(plan)
-        arena = arena_for([nbytes] * count)
-        if count:
-            lanes.device.pin(arena)
-        self._buffers = [arena.carve(nbytes) for _ in range(count)]
-        self._events: list[Event | None] = [HAPPENED] * count  # None: being read into
-
-    def __len__(self) -> int:
-        return len(self._buffers)
-
-    def take(self, land_one: Callable[[], None]) -> int:
-        """A landing to read into. `land_one` must turn one that is read into a copy."""
-        while True:
-            for index, event in enumerate(self._events):
-                if event is not None and event.done():
-                    self._events[index] = None
-                    return index
-            copying = [event for event in self._events if event is not None]
-            if not copying:
-                land_one()
-                continue
-            with self._lanes.stall("copy"):
-                copying[0].wait()
-
-    def buffer(self, index: int, nbytes: int) -> Tensor:
-        """The first bytes of a landing."""
-        return self._buffers[index][:nbytes]
-
-    def copied_by(self, index: int, event: Event) -> None:
-        """The landing is free once `event` has happened."""
-        self._events[index] = event
-
-    def forget(self) -> None:
-        """Drop the buffers."""
-        self._buffers.clear()
+from infinity.storage.device import HAPPENED, Device, DeviceArena, Event, after_all
 
 
 class Where(Enum):
@@ -135,8 +87,8 @@ class Entry:
     updates: int = 0  # how often a sweep, or an edit, replaced the weights
     entered: int = 0  # forward calls of the unit's modules that have not returned
     ready: Event = HAPPENED  # the copy that filled the slot
-    ticket: Ticket | None = None  # the disk read that fills the slot or its landing
-    landing: int | None = None
+    ticket: Event | None = None  # the read that fills the slot, or the buffer it lands in
+    landing: Tensor | None = None  # that buffer, where the device has memory of its own
 
     @property
     def num_aliases(self) -> int:

@@ -15,7 +15,7 @@ one. Frozen bytes are the same once more. Otherwise there is one side, which is 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -23,10 +23,12 @@ import torch
 from torch import Tensor
 
 from infinity.offload.transfers import Lanes
-from infinity.plan.layout import PAGE, Kind, Record, Tier, UnitLayout, round_up
+from infinity.plan.layout import PAGE, Kind, Record, Tier, UnitLayout
 from infinity.plan.plan import Plan
-from infinity.storage.device import DeviceArena, Event, HostArena, arena_for
-from infinity.storage.disk import Extent, Ticket
+from infinity.storage.device import Event
+from infinity.storage.disk import Extent
+from infinity.storage.staging import host_buffer
+from infinity.storage.store import Range, Store
 
 
 class Promising(Protocol):
@@ -63,46 +65,43 @@ class Turn:
 class UnitState:
     """Where one unit's state rests.
 
-    `ram` holds kinds in host-reachable memory (host homes, and device homes where device memory
-    is host memory), `on_device` those in separate device memory; all as flat uint8 ranges. The
-    weight range includes the frozen bytes. `sides` hold one record per chunk of the kinds that
-    rest on disk, none where none does; `whole` (durable) those of all kinds, which are around them.
+    `memory` holds the flat ranges of kinds that rest in memory; that of the weights includes the
+    frozen bytes. `sides` hold one extent per chunk, a `record` of the kinds that rest on disk, or
+    in a durable run of all; none where that is none. `writes` are under way to any of them.
     """
 
     layout: UnitLayout
     record: Record
-    ram: dict[Kind, Tensor] = field(default_factory=dict)
-    on_device: dict[Kind, Tensor] = field(default_factory=dict)
+    memory: dict[Kind, Range] = field(default_factory=dict)
     sides: list[list[Extent]] = field(default_factory=list)
-    whole: list[list[Extent]] = field(default_factory=list)
     turn: Turn = field(default_factory=Turn)
     frozen_sides: list[Extent] = field(default_factory=list)
     frozen_turn: Turn = field(default_factory=Turn)
-    frozen_rests: bool = False  # on disk, rather than behind the weights in memory
-    writes: list[Ticket | Event] = field(default_factory=list)
+    writes: list[Event] = field(default_factory=list)
 
     @property
-    def extents(self) -> list[Extent]:
-        """Where the kinds that rest on disk are read: one record per chunk."""
-        return self.sides[self.turn.current] if self.sides else []
+    def kinds(self) -> list[Kind]:
+        """All state kinds, those that rest on disk first: in a buffer as in their record."""
+        kinds = self.record.precision.kinds
+        return sorted(kinds, key=self.memory.__contains__)
 
-    @property
-    def next_extents(self) -> list[Extent]:
-        """Where they are written; `extents` unless the run is durable."""
-        return self.sides[self.turn.next] if self.sides else []
-
-    @property
-    def frozen(self) -> Extent | None:
-        """Where the frozen bytes are read, if they rest on disk."""
-        return self.frozen_sides[self.frozen_turn.current] if self.frozen_rests else None
+    def reached(self, kind: Kind, *, by_device: bool) -> bool:
+        """Whether a kind is updated where it rests, by the CPU or else by a kernel."""
+        place = self.memory.get(kind)
+        return place is not None and place.reached(by_device=by_device) is not None
 
 
 class Staged(NamedTuple):
-    """A chunk on its way: views (uint8) by kind, what to wait for, bytes of the buffer in use."""
+    """A chunk on its way.
+
+    `views` (uint8) by kind, those of the device for kinds that are `resting` there; what to wait
+    for; and how many bytes of the buffer are in use.
+    """
 
     views: dict[Kind, Tensor]
-    waits: list[Ticket | Event]
+    waits: list[Event]
     used: int = 0
+    resting: frozenset[Kind] = frozenset()
 
 
 class StateStore:
@@ -114,10 +113,26 @@ class StateStore:
         self.units = [UnitState(u, plan.record(u)) for u in plan.units]
         self.edited = False  # since somebody last set it to False
         self.frozen_edition = 0  # counts what may have changed frozen bytes at home
-        self._arenas: list[HostArena | DeviceArena] = []
-        self._reserve_ram()
-        self._reserve_device()
-        self._promise_extents()
+        for tier, store in lanes.stores.items():
+            if tier is not Tier.DISK:
+                self._reserve(tier, store)
+        if lanes.disk is not None:
+            for unit in self.units:
+                promise_extents(plan, unit, lanes.disk)
+
+    def _reserve(self, tier: Tier, store: Store) -> None:
+        """Flat ranges for what rests in memory. (On disk the kinds of a chunk share a record.)"""
+        wanted = [
+            (unit, kind, self.home_bytes(unit.layout, kind))
+            for unit in self.units
+            for kind in self.plan.precision.kinds
+            if self.plan.homes[unit.layout.index].of(kind) is tier
+        ]
+        wanted = [each for each in wanted if each[2]]
+        owners = [f"unit {unit.layout.name!r}, {kind.value}" for unit, kind, _ in wanted]
+        ranges = store.reserve([nbytes for _, _, nbytes in wanted], owners)
+        for (unit, kind, _), place in zip(wanted, ranges, strict=True):
+            unit.memory[kind] = place
 
     def home_bytes(self, layout: UnitLayout, kind: Kind) -> int:
         """Bytes of a unit's flat range of a kind; with the weights come the frozen bytes."""
@@ -125,76 +140,44 @@ class StateStore:
             return layout.slot_bytes
         return self.plan.range_bytes(layout, kind)
 
-    def _homed(self, *tiers: Tier) -> list[tuple[UnitState, Kind, int]]:
-        found = []
-        for unit in self.units:
-            homes = self.plan.homes[unit.layout.index]
-            for kind in self.plan.precision.kinds:
-                nbytes = self.home_bytes(unit.layout, kind)
-                if homes.of(kind) in tiers and nbytes:
-                    found.append((unit, kind, nbytes))
-        return found
-
-    def _reserve_ram(self) -> None:
-        """Host homes, and on a unified device the device homes other than weights."""
-        wanted = self._homed(Tier.HOST, *((Tier.DEVICE,) if self.plan.unified else ()))
-        arena = arena_for([nbytes for _, _, nbytes in wanted])
-        if wanted:
-            self.lanes.device.pin(arena)
-        self._arenas.append(arena)
-        for unit, kind, nbytes in wanted:
-            unit.ram[kind] = arena.carve(nbytes)
-
-    def _reserve_device(self) -> None:
-        if self.plan.unified:
-            return
-        wanted = self._homed(Tier.DEVICE)
-        arena = self.lanes.device.reserve(sum(round_up(n, PAGE) for _, _, n in wanted))
-        self._arenas.append(arena)
-        offset = 0
-        for unit, kind, nbytes in wanted:
-            unit.on_device[kind] = arena.view(offset, nbytes)
-            offset += round_up(nbytes, PAGE)
-
-    def _promise_extents(self) -> None:
-        if self.lanes.disk is not None:
-            for unit in self.units:
-                promise_extents(self.plan, unit, self.lanes.disk)
-
     def forget(self) -> None:
         """Drop the reserved ranges."""
         for unit in self.units:
-            unit.ram.clear()
-            unit.on_device.clear()
-        self._arenas.clear()
+            unit.memory.clear()
 
-    def parts(
-        self, unit: int, kind: Kind, buffer: Tensor, extents: Sequence[Extent] | None = None
-    ) -> list[tuple[Extent, Tensor]]:
-        """(extent, buffer part) pairs that together are the trained range of a disk-homed kind.
+    # --- where bytes lie -------------------------------------------------------------------------
 
-        `extents` are those of the current side if left out.
-        """
+    def chunk(self, unit: int, kind: Kind, chunk: int, *, written: bool = False) -> Range:
+        """Where a chunk's part of a kind is read, or with `written` where it is written."""
         state = self.units[unit]
-        pieces = []
-        for index, extent in enumerate(state.extents if extents is None else extents):
-            _, count = state.layout.chunk(index, self.plan.chunk_elements)
-            nbytes = self.plan.precision.nbytes(kind, count)
-            part = extent.part(state.record.offset(kind, count), nbytes)
-            pieces.append((part, buffer[self.plan.part(state.layout, kind, index)]))
-        return pieces
+        if kind in state.memory:
+            part = self.plan.part(state.layout, kind, chunk)
+            return state.memory[kind].part(part.start, part.stop - part.start)
+        return self.on_disk(unit, kind, chunk, state.turn.next if written else state.turn.current)
 
-    def weight_parts(self, unit: int, buffer: Tensor) -> list[tuple[Extent, Tensor]]:
-        """Like `parts` for a whole slot: the weights, and the frozen bytes behind them."""
-        return self.parts(unit, Kind.WEIGHT, buffer) + self.frozen_parts(unit, buffer)
-
-    def frozen_parts(self, unit: int, buffer: Tensor) -> list[tuple[Extent, Tensor]]:
-        """The frozen bytes of a slot, if the unit has any on disk."""
+    def on_disk(self, unit: int, kind: Kind, chunk: int, side: int) -> Extent:
+        """The place of a chunk's part of a kind on a side, which has room for it."""
         state = self.units[unit]
-        if state.frozen is None:
-            return []
-        start = state.layout.trained_bytes
-        return [(state.frozen, buffer[start : start + state.layout.frozen_bytes])]
+        _, count = state.layout.chunk(chunk, self.plan.chunk_elements)
+        start, nbytes = state.record.offset(kind, count), self.plan.precision.nbytes(kind, count)
+        return state.sides[side][chunk].part(start, nbytes)
+
+    def places(
+        self, unit: int, kind: Kind, buffer: Tensor, *, written: bool = False
+    ) -> list[tuple[Range, Tensor]]:
+        """Pairs of a range and its part of `buffer`: a whole kind, frozen bytes behind weights."""
+        state = self.units[unit]
+        if kind in state.memory:
+            return [(state.memory[kind], buffer)]
+        layout, found = state.layout, list[tuple[Range, Tensor]]()
+        for index in range(layout.num_chunks(self.plan.chunk_elements)):
+            place = self.chunk(unit, kind, index, written=written)
+            found.append((place, buffer[self.plan.part(layout, kind, index)]))
+        if kind is Kind.WEIGHT and layout.frozen_bytes:
+            turn = state.frozen_turn
+            extent = state.frozen_sides[turn.next if written else turn.current]
+            found.append((extent, buffer[layout.trained_bytes : layout.slot_bytes]))
+        return found
 
     def settle_writes(self, unit: int) -> None:
         """Wait until what was sent to the unit's homes is there and may be read back."""
@@ -206,52 +189,46 @@ class StateStore:
             with contextlib.suppress(ValueError):
                 writes.remove(write)
 
-    def stage(
-        self, unit: int, chunk: int, buffer: Tensor, *, leave_on_device: bool = False
-    ) -> Staged:
+    # --- moving them -----------------------------------------------------------------------------
+
+    def stage(self, unit: int, chunk: int, buffer: Tensor, *, by_device: bool = False) -> Staged:
         """Start bringing all kinds of a chunk where the host can reach them.
 
-        What rests in RAM is there already; the rest comes into `buffer` (uint8). With
-        `leave_on_device` what rests on the device stays there: its views are the device's.
+        What rests in RAM is there already; the rest comes into `buffer` (uint8). With `by_device`
+        what rests on the device stays there: its views are the device's.
         """
-        plan, state = self.plan, self.units[unit]
-        _, count = state.layout.chunk(chunk, plan.chunk_elements)
-        used = state.record.nbytes(count)
-        staged = Staged({}, [])
-        if used:
-            piece = state.extents[chunk], buffer[:used]
-            staged.waits.append(self.lanes.read([piece], label=(unit, "state")))
-        for kind in plan.precision.kinds:
-            nbytes, part = plan.precision.nbytes(kind, count), plan.part(state.layout, kind, chunk)
-            if kind in state.record.kinds:
-                offset = state.record.offset(kind, count)
-                staged.views[kind] = buffer[offset : offset + nbytes]
-            elif kind in state.ram:
-                staged.views[kind] = state.ram[kind][part]
-            elif leave_on_device:
-                staged.views[kind] = state.on_device[kind][part]
-            else:
-                view = staged.views[kind] = buffer[used : used + nbytes]
-                used += nbytes
-                source, label = state.on_device[kind][part], (unit, kind.value)
-                staged.waits.append(self.lanes.copy_out(view, source, label=label))
-        return staged._replace(used=used)
+        state, views, resting = self.units[unit], dict[Kind, Tensor](), set[Kind]()
+        pieces: list[tuple[Range, Tensor]] = []
+        used = 0
+        for kind in state.kinds:
+            place = self.chunk(unit, kind, chunk)
+            view = place.reached(by_device=by_device)
+            if view is None:
+                view = buffer[used : used + place.nbytes]
+                used += place.nbytes
+                pieces.append((place, view))
+            elif not state.reached(kind, by_device=False):
+                resting.add(kind)
+            views[kind] = view
+        waits = [self.lanes.read(pieces, label=(unit, "state"))] if pieces else []
+        return Staged(views, waits, used, frozenset(resting))
+
+    def send(self, unit: int, chunk: int, views: Mapping[Kind, Tensor]) -> Event:
+        """Start to write a chunk's updated kinds (uint8, in RAM) to where they rest."""
+        pieces = [
+            (self.chunk(unit, kind, chunk, written=True), view) for kind, view in views.items()
+        ]
+        event = self.lanes.write(pieces, label=(unit, "state"))
+        self.units[unit].writes.append(event)
+        return event
 
     def read(self, unit: int, kind: Kind) -> Tensor:
         """A fresh uint8 copy of one kind's flat range (weights with their frozen bytes)."""
         state = self.units[unit]
-        target = HostArena(self.home_bytes(state.layout, kind))
-        buffer = target.view(0, self.home_bytes(state.layout, kind))
-        if kind in state.ram:
-            buffer.copy_(state.ram[kind])
-        elif kind in state.on_device:
+        buffer = host_buffer(self.home_bytes(state.layout, kind))
+        if not state.reached(kind, by_device=False):
             self.settle_writes(unit)
-            self.lanes.copy_out(buffer, state.on_device[kind], label=(unit, kind.value)).wait()
-        elif buffer.numel():
-            self.settle_writes(unit)
-            weight = kind is Kind.WEIGHT
-            pieces = self.weight_parts(unit, buffer) if weight else self.parts(unit, kind, buffer)
-            self.lanes.read(pieces, label=(unit, kind.value)).wait()
+        self.lanes.read(self.places(unit, kind, buffer), label=(unit, kind.value)).wait()
         return buffer
 
     def write(self, unit: int, kind: Kind, value: Tensor) -> None:
@@ -264,22 +241,14 @@ class StateStore:
         if kind is Kind.WEIGHT and state.layout.frozen_bytes:
             self.frozen_edition += 1
         self._move_over(unit, kind)
-        if kind in state.ram:
-            state.ram[kind].copy_(value)
-        elif kind in state.on_device:
+        if not state.reached(kind, by_device=False):
             self.settle_writes(unit)
-            self.lanes.copy_in(state.on_device[kind], value, label=(unit, kind.value)).wait()
-        elif nbytes:
-            self.settle_writes(unit)
-            source = value
-            if value.data_ptr() % PAGE:  # O_DIRECT wants aligned memory
-                source = HostArena(nbytes).view(0, nbytes)
-                source.copy_(value)
-            pieces = self.parts(unit, kind, source, state.next_extents)
-            if kind is Kind.WEIGHT and state.frozen_rests:
-                extent = state.frozen_sides[state.frozen_turn.next]
-                pieces.append((extent, source[state.layout.trained_bytes :]))
-            self.lanes.write(pieces, label=(unit, kind.value)).wait()
+        source = value
+        if kind not in state.memory and nbytes and value.data_ptr() % PAGE:
+            source = host_buffer(nbytes)  # O_DIRECT wants aligned memory
+            source.copy_(value)
+        places = self.places(unit, kind, source, written=True)
+        self.lanes.write(places, label=(unit, kind.value)).wait()
         state.turn.advance()
         if kind is Kind.WEIGHT:
             state.frozen_turn.advance()
@@ -290,47 +259,33 @@ class StateStore:
         if state.turn.current == state.turn.next:
             return
         self.settle_writes(unit)
-        chunks = state.layout.chunks(self.plan.chunk_elements)
-        for (_, count), old, new in zip(chunks, state.extents, state.next_extents, strict=False):
-            for other in state.record.kinds:
-                if other is not kind:
-                    nbytes = self.plan.precision.nbytes(other, count)
-                    start = state.record.offset(other, count)
-                    buffer = HostArena(nbytes).view(0, nbytes)
-                    label = unit, other.value
-                    self.lanes.read([(old.part(start, nbytes), buffer)], label=label).wait()
-                    self.lanes.write([(new.part(start, nbytes), buffer)], label=label).wait()
+        for other in state.kinds:
+            if other is not kind and other not in state.memory:
+                for chunk in range(state.layout.num_chunks(self.plan.chunk_elements)):
+                    old = self.chunk(unit, other, chunk)
+                    new = self.chunk(unit, other, chunk, written=True)
+                    buffer, label = host_buffer(old.nbytes), (unit, other.value)
+                    self.lanes.read([(old, buffer)], label=label).wait()
+                    self.lanes.write([(new, buffer)], label=label).wait()
 
 
 def promise_extents(plan: Plan, unit: UnitState, disk: Promising) -> None:
     """Promise a unit's extents: of each side its records, then its frozen bytes."""
     layout = unit.layout
-    on_disk = plan.homes[layout.index].weight is Tier.DISK
-    unit.frozen_rests = on_disk and bool(layout.frozen_bytes)
+    unit.record = plan.whole_record if plan.durable else plan.record(layout)
+    on_disk = plan.durable or plan.homes[layout.index].weight is Tier.DISK
     unit.turn, unit.frozen_turn = Turn(1 + plan.durable), Turn(1 + plan.durable)
     for _ in range(1 + plan.durable):
-        _promise_side(plan, unit, disk)
-        if unit.frozen_rests or (plan.durable and layout.frozen_bytes):
+        if unit.record.kinds:
+            chunks = enumerate(layout.chunks(plan.chunk_elements))
+            unit.sides.append([_promise(unit, index, count, disk) for index, (_, count) in chunks])
+        if on_disk and layout.frozen_bytes:
             owner = f"unit {layout.name!r}, frozen parameters"
             unit.frozen_sides.append(disk.extent(layout.frozen_bytes, owner))
 
 
-def _promise_side(plan: Plan, unit: UnitState, disk: Promising) -> None:
-    """One more record for each chunk of a unit."""
-    layout = unit.layout
-    record = plan.whole_record if plan.durable else unit.record
-    if not record.kinds:
-        return
-    extents, whole = [], []
-    for index, (_, count) in enumerate(layout.chunks(plan.chunk_elements)):
-        owner = f"unit {layout.name!r}, chunk {index}"
-        cuts = [record.offset(kind, count) for kind in record.kinds]
-        extent = disk.extent(record.nbytes(count), owner, cuts)
-        whole.append(extent)
-        if unit.record.kinds:  # they lie side by side: the weights, or the rest, or all
-            start = record.offset(unit.record.kinds[0], count)
-            extents.append(extent.part(start, unit.record.nbytes(count)))
-    if unit.record.kinds:
-        unit.sides.append(extents)
-    if plan.durable:
-        unit.whole.append(whole)
+def _promise(unit: UnitState, chunk: int, count: int, disk: Promising) -> Extent:
+    """One more record for a chunk of a unit."""
+    cuts = [unit.record.offset(kind, count) for kind in unit.record.kinds]
+    owner = f"unit {unit.layout.name!r}, chunk {chunk}"
+    return disk.extent(unit.record.nbytes(count), owner, cuts)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from infinity.errors import InfinityError, TransferError
+from infinity.errors import TransferError
+from infinity.plan.layout import Tier
 from infinity.plan.plan import LANES
 from infinity.storage.device import HAPPENED, Device, Event
-from infinity.storage.disk import Disk, DiskTicket, Extent, Priority, Ticket
+from infinity.storage.disk import Disk, DiskTicket
+from infinity.storage.store import DeviceStore, HostStore, Pieces, Priority, Store, together
 from infinity.trace.recorder import NO_UNIT, Trace
 
 # Movement that is recorded in a trace: tickets and copies that tell when they were over.
@@ -68,23 +70,6 @@ class TracedTicket:
         self.note()
 
 
-def traced_copy(
-    trace: Trace,
-    lane: str,
-    copy: Callable[[Tensor, Tensor, Event], Event],
-    target: Tensor,
-    source: Tensor,
-    after: Event,
-    label: Label,
-) -> Event:
-    """A copy whose event knows its times, or that is over when the call is."""
-    submitted = time.perf_counter_ns()
-    event = copy(target, source, after)
-    unit, kind = label
-    record(trace, lane, kind, unit, event, target.numel(), submitted)
-    return event
-
-
 def record(
     trace: Trace, lane: str, name: str, unit: int, event: Event, nbytes: int, submitted: int
 ) -> None:
@@ -97,8 +82,52 @@ def record(
     trace.add(lane, name, unit, submitted, now, nbytes, submitted=submitted)
 
 
+_LANES = {
+    (Tier.DISK, "read"): "disk_read",
+    (Tier.DISK, "write"): "disk_write",
+    (Tier.DEVICE, "read"): "from_device",
+    (Tier.DEVICE, "write"): "to_device",
+}
 DISK_LANES = {"disk_read": "read", "disk_write": "write"}
-STALLS = ("disk_read", "disk_write", "update", "copy", "slot", "gradient", "norm")
+
+
+class StallCause(NamedTuple):
+    """What the training thread waited for, and what makes that shorter; also in ARCHITECTURE.md."""
+
+    meaning: str
+    remedy: str
+
+
+STALLS = {
+    "disk_read": StallCause(
+        "weights, or a saved tensor, were still on their way from the drive",
+        "more weights in RAM (`budget.host`), a larger `look_ahead`, another path in `nvme_path`",
+    ),
+    "disk_write": StallCause(
+        "weights were wanted again before they were written, or saved tensors left too fast",
+        "as `disk_read`; `activations` on the host",
+    ),
+    "update": StallCause(
+        "the unit was not updated yet, or a call (save, eval, `settle`) needs all updates",
+        "more tokens a step, more optimizer state in RAM or on the device, `cpu.num_threads`",
+    ),
+    "copy": StallCause(
+        "a copy between RAM and the device had not ended",
+        "more weights on the device (`budget.device`), more tokens a micro-batch",
+    ),
+    "slot": StallCause(
+        "every slot was in use, or its update was on its way into it",
+        "a larger `look_ahead` (more slots); drop graphs and aliases of weights",
+    ),
+    "gradient": StallCause(
+        "gradients were made faster than they left the device, or were read and written",
+        "gradients in RAM (`budget.host`); fewer micro-batches of more tokens",
+    ),
+    "norm": StallCause(
+        "`step()` waited for the last gradients and their square sums",
+        "as `gradient`; it is the one wait that a step cannot do without",
+    ),
+}
 
 
 class Lanes:
@@ -111,6 +140,13 @@ class Lanes:
     def __init__(self, device: Device, disk: Disk | None) -> None:
         self.device = device
         self.disk = disk
+        host = HostStore(device)
+        self.stores: dict[Tier, Store] = {
+            Tier.DEVICE: host if device.unified else DeviceStore(device),
+            Tier.HOST: host,
+        }
+        if disk is not None:
+            self.stores[Tier.DISK] = disk
         self._lock = threading.Lock()
         self._moved = dict.fromkeys(LANES, 0)
         self._stall_s = dict.fromkeys(STALLS, 0.0)
@@ -123,35 +159,44 @@ class Lanes:
         self.trace = trace
 
     def read(
-        self,
-        pieces: Sequence[tuple[Extent, Tensor]],
-        priority: Priority = Priority.NORMAL,
-        label: Label = NO_LABEL,
-    ) -> Ticket:
-        """Disk to RAM."""
-        return self._request("disk_read", self._disk().read, pieces, priority, label)
+        self, pieces: Pieces, priority: Priority = Priority.NORMAL, label: Label = NO_LABEL
+    ) -> Event:
+        """Ranges of any tiers to buffers in RAM."""
+        return self._move(pieces, lambda store, own: store.read(own, priority), label, "read")
 
     def write(
-        self,
-        pieces: Sequence[tuple[Extent, Tensor]],
-        priority: Priority = Priority.BACKGROUND,
-        label: Label = NO_LABEL,
-    ) -> Ticket:
-        """RAM to disk."""
-        return self._request("disk_write", self._disk().write, pieces, priority, label)
+        self, pieces: Pieces, priority: Priority = Priority.BACKGROUND, label: Label = NO_LABEL
+    ) -> Event:
+        """Buffers in RAM to ranges of any tiers; they may not change until it is over."""
+        return self._move(pieces, lambda store, own: store.write(own, priority), label, "write")
 
-    def _request(
-        self,
-        lane: str,
-        ask: Callable[[Sequence[tuple[Extent, Tensor]], Priority], DiskTicket],
-        pieces: Sequence[tuple[Extent, Tensor]],
-        priority: Priority,
-        label: Label,
-    ) -> Ticket:
-        ticket = ask(pieces, priority)
-        self._add(lane, sum(extent.nbytes for extent, _ in pieces))
+    def _move(
+        self, pieces: Pieces, ask: Callable[[Store, Pieces], Event], label: Label, op: str
+    ) -> Event:
+        """One request for each tier, or for each piece where a tier's store does not join them."""
+        events: list[Event] = []
+        for tier in dict.fromkeys(place.tier for place, _ in pieces):
+            own, store = [piece for piece in pieces if piece[0].tier is tier], self.stores[tier]
+            for group in [own] if store.joins else [[piece] for piece in own]:
+                submitted = time.perf_counter_ns()
+                event = ask(store, group)
+                lane = _LANES.get((tier, op))
+                if lane is not None:
+                    nbytes = sum(place.nbytes for place, _ in group)
+                    event = self._counted(lane, event, nbytes, submitted, label)
+                events.append(event)
+        return together(events)
+
+    def _counted(self, lane: str, event: Event, nbytes: int, submitted: int, label: Label) -> Event:
+        self._add(lane, nbytes)
         trace = self.trace  # another thread may end it
-        return ticket if trace is None else TracedTicket(ticket, trace, lane, label)
+        if trace is None:
+            return event
+        if isinstance(event, DiskTicket):
+            return TracedTicket(event, trace, lane, label)
+        unit, kind = label
+        record(trace, lane, kind, unit, event, nbytes, submitted)
+        return event
 
     def copy_in(
         self, target: Tensor, source: Tensor, after: Event = HAPPENED, label: Label = NO_LABEL
@@ -188,11 +233,9 @@ class Lanes:
     ) -> Event:
         if self.device.unified:
             return copy(target, source, after)
-        self._add(lane, target.numel())
-        trace = self.trace  # another thread may end it
-        if trace is None:
-            return copy(target, source, after)
-        return traced_copy(trace, lane, copy, target, source, after, label)
+        submitted = time.perf_counter_ns()
+        event = copy(target, source, after)
+        return self._counted(lane, event, target.numel(), submitted, label)
 
     @contextmanager
     def stall(self, cause: str, unit: int = NO_UNIT) -> Iterator[None]:
@@ -233,11 +276,6 @@ class Lanes:
         if self.disk is None:
             return {lane: {"queue": 0.0, "device": 0.0} for lane in DISK_LANES}
         return {lane: self.disk.times_s(op) for lane, op in DISK_LANES.items()}
-
-    def _disk(self) -> Disk:
-        if self.disk is None:  # pragma: no cover - the plan never homes without a disk
-            raise InfinityError("something was homed on disk, but this run has no disk")
-        return self.disk
 
     def _add(self, lane: str, nbytes: int) -> None:
         with self._lock:

@@ -12,6 +12,7 @@ NUM_BOUNCES = 2  # device -> host gradient buffers
 NUM_STREAM_BUFFERS = 3  # chunks on a device: one comes, one is updated, one goes
 NUM_COMMIT_BUFFERS = 2  # chunks on their way from a device's own memory into a commit
 NUM_COPY_BUFFERS = 2  # chunks on their way into a checkpoint
+FROZEN_PIECE = 1 << 20  # bytes of frozen parameters on a device that go into a commit at a time
 TILE_BUFFERS = 8  # fp32 arrays of a tile: master, gradient, and what torch's step makes on the way
 AUTO_SHARE = 0.7  # of the memory compute uses; auto homes leave the rest to activations
 
@@ -195,7 +196,7 @@ def commit_buffer_bytes(plan: Plan) -> int:
         or all(Tier.DEVICE not in (h.weight, h.state) for h in plan.homes)
     ):
         return 0
-    nbytes = 1 << 20  # for frozen bytes, that go in pieces
+    nbytes = FROZEN_PIECE
     for homes, numel in {(h, u.numel) for u, h in zip(plan.units, plan.homes, strict=True)}:
         count = min(plan.chunk_elements, numel)
         away = [k for k in plan.precision.kinds if homes.of(k) is Tier.DEVICE]

@@ -14,7 +14,7 @@ them, then padding. Every part starts and ends on a 4096-byte boundary: lengths 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -195,6 +195,11 @@ class UnitLayout:
         """(first element, number of elements) of every chunk, in order."""
         for index in range(self.num_chunks(chunk_elements)):
             yield self.chunk(index, chunk_elements)
+
+
+def largest_trained_of(layouts: Iterable[UnitLayout]) -> int:
+    """Elements of the largest trained parameter."""
+    return max((s.numel for layout in layouts for s in layout.trained_segments), default=0)
 
 
 @dataclass(frozen=True, slots=True)

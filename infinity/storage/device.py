@@ -64,7 +64,7 @@ class HostArena:
         return self.view(start, nbytes)
 
 
-def arena_for(sizes: list[int]) -> HostArena:
+def arena_for(sizes: Sequence[int]) -> HostArena:
     """An arena that exactly holds page-aligned ranges of these sizes."""
     return HostArena(sum(round_up(size, PAGE) for size in sizes))
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +19,13 @@ from torch import Tensor
 import infinity._aio as _aio
 from infinity.config.schema import IoConfig
 from infinity.errors import ConfigError, MachineError, TransferError
-from infinity.plan.layout import PAGE, round_up
+from infinity.plan.layout import PAGE, Tier, round_up
 from infinity.storage import striping
 from infinity.storage.device import HostArena
 from infinity.storage.disk_speed import measure_speeds
 from infinity.storage.os_errors import corruption, does_not_fit, transfer_error
 from infinity.storage.run_dir import Scratch
+from infinity.storage.store import Pieces, Priority
 from infinity.storage.striping import Placement, Stripes
 
 # CRC32C of every page on disk, kept in RAM apart from the data (`io.verify`).
@@ -114,14 +114,6 @@ _SPARE_SHARE = 64
 _SPARE_BYTES = 64 << 20
 
 
-class Priority(IntEnum):
-    """Which queued requests go first; waiting for a ticket makes what is left of it URGENT."""
-
-    URGENT = 0  # somebody waits for it
-    NORMAL = 1  # reads ahead of their use
-    BACKGROUND = 2  # writes nobody waits for
-
-
 @dataclass(frozen=True, slots=True)
 class Extent:
     """A reserved range of the logical space: byte offset, whole pages, and whose bytes they are."""
@@ -130,20 +122,40 @@ class Extent:
     nbytes: int
     owner: str
 
+    @property
+    def tier(self) -> Tier:
+        """The disk."""
+        return Tier.DISK
+
     def part(self, start: int, nbytes: int) -> Extent:
         """A range inside this one; `start` counts from its beginning."""
         assert 0 <= start <= start + nbytes <= self.nbytes, (start, nbytes, self.nbytes)
         return Extent(self.offset + start, nbytes, self.owner)
 
+    def reached(self, *, by_device: bool) -> None:
+        """Nobody computes on a disk."""
 
-class Ticket(Protocol):
-    """One outstanding request."""
 
-    def done(self) -> bool:
-        """Whether it is over, well or not; never blocks."""
+def _joined(pieces: Pieces) -> list[tuple[Extent, Tensor]]:
+    """The same pieces, those that go on where the last one ends as one with it.
 
-    def wait(self) -> None:
-        """Block until it is over; raises its error."""
+    The kinds of a chunk are one record, and lie in a buffer as they lie there: a single transfer.
+    """
+    found: list[tuple[Extent, Tensor]] = []
+    for extent, buffer in pieces:
+        assert isinstance(extent, Extent)
+        if found:
+            last, before = found[-1]
+            end = before.data_ptr() + before.numel()
+            follows = last.offset + last.nbytes == extent.offset and last.owner == extent.owner
+            storage = before.untyped_storage().data_ptr(), buffer.untyped_storage().data_ptr()
+            if follows and end == buffer.data_ptr() and storage[0] == storage[1]:
+                whole = Extent(last.offset, last.nbytes + extent.nbytes, last.owner)
+                both = before.as_strided((whole.nbytes,), (1,), before.storage_offset())
+                found[-1] = whole, both
+                continue
+        found.append((extent, buffer))
+    return found
 
 
 class DiskTicket:
@@ -205,6 +217,8 @@ class Disk:
     `warnings` says what the user should know about the paths, once `allocate` has run. `stuck` is
     the error of the first request that the kernel did not let go of in `io.stuck_after_s`.
     """
+
+    joins = True
 
     def __init__(
         self, paths: Sequence[Path], io: IoConfig, stored: Placement | None = None
@@ -270,6 +284,10 @@ class Disk:
         """
         return Extent(self._stripes.promise(nbytes, cuts), round_up(nbytes, PAGE), owner)
 
+    def reserve(self, sizes: Sequence[int], owners: Sequence[str]) -> list[Extent]:
+        """`extent` for each of them."""
+        return [self.extent(*each) for each in zip(sizes, owners, strict=True)]
+
     def allocate(self) -> None:
         """Place the extents, and create and reserve the files.
 
@@ -333,23 +351,20 @@ class Disk:
 
     # --- moving ------------------------------------------------------------------------------
 
-    def read(
-        self, pieces: Sequence[tuple[Extent, Tensor]], priority: Priority = Priority.NORMAL
-    ) -> DiskTicket:
+    def read(self, pieces: Pieces, priority: Priority = Priority.NORMAL) -> DiskTicket:
         """Start reading extents into uint8 buffers of their size."""
-        expected: list[Tensor] = []
+        own, expected = _joined(pieces), list[Tensor]()
         if self.checksums is not None:
-            expected = [self.checksums.expected(e.offset, e.nbytes) for e, _ in pieces]
-        return self._submit(_aio.READ, pieces, priority, expected)
+            expected = [self.checksums.expected(e.offset, e.nbytes) for e, _ in own]
+        return self._submit(_aio.READ, own, priority, expected)
 
-    def write(
-        self, pieces: Sequence[tuple[Extent, Tensor]], priority: Priority = Priority.BACKGROUND
-    ) -> DiskTicket:
+    def write(self, pieces: Pieces, priority: Priority = Priority.BACKGROUND) -> DiskTicket:
         """Start writing uint8 buffers to extents of their size; they may not change till then."""
+        own = _joined(pieces)
         if self.checksums is not None:
-            for extent, buffer in pieces:
+            for extent, buffer in own:
                 self.checksums.written(extent.offset, buffer)
-        return self._submit(_aio.WRITE, pieces, priority, ())
+        return self._submit(_aio.WRITE, own, priority, ())
 
     def learn(self, extent: Extent, buffer: Tensor) -> None:
         """Take the bytes of an extent as they are for right: read them, note their checksums."""

@@ -24,7 +24,7 @@ from infinity.optim.update import moment_in
 from infinity.plan.budget import NUM_COPY_BUFFERS, copy_buffer_bytes
 from infinity.plan.layout import REST_DTYPES, Kind, Segment, Tier, UnitLayout
 from infinity.plan.plan import Plan
-from infinity.storage.device import arena_for
+from infinity.storage.staging import BufferPool
 
 # Whether the frozen parameters of the next checkpoint are, byte for byte, those of the last one.
 #
@@ -75,8 +75,10 @@ class FrozenBytes:
 
     def read(self, layout: UnitLayout) -> Tensor:
         """The frozen bytes of a unit (uint8), in its home or a copy."""
-        home = self._store.units[layout.index].ram.get(Kind.WEIGHT)
-        weights = home if home is not None else self._store.read(layout.index, Kind.WEIGHT)
+        home = self._store.units[layout.index].memory.get(Kind.WEIGHT)
+        weights = None if home is None else home.reached(by_device=False)
+        if weights is None:
+            weights = self._store.read(layout.index, Kind.WEIGHT)
         return weights[layout.trained_bytes : layout.trained_bytes + layout.frozen_bytes]
 
     def note(self, layout: UnitLayout, frozen: Tensor) -> None:
@@ -153,6 +155,7 @@ class _Read:
 
     chunk: int | None  # None: the unit's frozen bytes
     staged: Staged
+    buffer: Tensor | None = None
 
 
 class Saver:
@@ -166,7 +169,7 @@ class Saver:
         self.frozen = FrozenBytes(plan, store)
         self._plan = plan
         self._store = store
-        self._pinned: list[Tensor] = []  # buffers that are kept, where pinning is worth it
+        self._pinned: BufferPool | None = None  # kept where pinning is worth it
         self._changed = threading.Condition()
         self._left: set[int] = set()  # units that are not copied yet
         self._thread: threading.Thread | None = None
@@ -255,61 +258,61 @@ class Saver:
             for layout in self._plan.units
             for chunk in (*range(layout.num_chunks(self._plan.chunk_elements)), None)
         ]
-        ahead: _Read | None = None
-        for number, (layout, _) in enumerate(order):
-            if self._stop:
-                self._drain(ahead)
-                raise _StoppedError
-            read = ahead or self._issue(*order[number], buffers[number % NUM_COPY_BUFFERS])
-            # One chunk is read while the one before is written.
-            ahead = None
-            if number + 1 < len(order):
-                following = number + 1
-                ahead = self._issue(*order[following], buffers[following % NUM_COPY_BUFFERS])
-            trace = self._store.lanes.trace
-            laps = None if trace is None else trace.laps(layout.index)
-            try:
-                for item in read.staged.waits:
-                    item.wait()
-                if laps is not None:
-                    laps.lap("saving", "save: wait for state")
-                self._write(writer, layout, read)
-                if laps is not None:
-                    views = read.staged.views.values()
-                    laps.lap("saving", "save: write", sum(view.numel() for view in views))
-            except BaseException:
-                self._drain(ahead)
-                raise
-            if read.chunk is None:
-                with self._changed:
-                    self._left.discard(layout.index)
-                    self._changed.notify_all()
+        read, ahead = None, self._issue(*order[0], buffers) if order else None
+        try:
+            for number, (layout, _) in enumerate(order):
+                if self._stop:
+                    raise _StoppedError
+                read, ahead = ahead, None
+                if number + 1 < len(order):  # one chunk is read while the one before is written
+                    ahead = self._issue(*order[number + 1], buffers)
+                assert read is not None
+                self._copy_one(writer, layout, read)
+                if read.buffer is not None:
+                    buffers.give_back(read.buffer)
+                read = None
+        finally:  # after an error two may be under way
+            for left in (read, ahead):
+                if left is not None and left.buffer is not None:
+                    buffers.give_back(left.buffer, *left.staged.waits)
+            buffers.settle()
 
-    def _drain(self, read: _Read | None) -> None:
-        for item in read.staged.waits if read is not None else ():
+    def _copy_one(self, writer: CheckpointWriter, layout: UnitLayout, read: _Read) -> None:
+        trace = self._store.lanes.trace
+        laps = None if trace is None else trace.laps(layout.index)
+        for item in read.staged.waits:
             item.wait()
+        if laps is not None:
+            laps.lap("saving", "save: wait for state")
+        self._write(writer, layout, read)
+        if laps is not None:
+            views = read.staged.views.values()
+            laps.lap("saving", "save: write", sum(view.numel() for view in views))
+        if read.chunk is None:
+            with self._changed:
+                self._left.discard(layout.index)
+                self._changed.notify_all()
 
     def forget(self) -> None:
         """Drop the buffers that are kept."""
-        self._pinned = []
+        self._pinned = None
 
-    def _buffers(self) -> list[Tensor]:
-        if self._pinned:
+    def _buffers(self) -> BufferPool:
+        if self._pinned is not None:
             return self._pinned
         nbytes, device = copy_buffer_bytes(self._plan), self._store.lanes.device
-        arena = arena_for([nbytes] * NUM_COPY_BUFFERS)
-        buffers = [arena.carve(nbytes) for _ in range(NUM_COPY_BUFFERS)]
-        if nbytes and not device.unified:
-            # Else a copy from the device would hold up the stream that gradients leave by.
-            device.pin(arena)
-            self._pinned = buffers
-        return buffers
+        if device.unified:
+            return BufferPool(NUM_COPY_BUFFERS, nbytes)
+        # Not pinned, a copy from the device would hold up the stream that gradients leave by.
+        self._pinned = BufferPool(NUM_COPY_BUFFERS, nbytes, device)
+        return self._pinned
 
-    def _issue(self, layout: UnitLayout, chunk: int | None, buffer: Tensor) -> _Read:
+    def _issue(self, layout: UnitLayout, chunk: int | None, buffers: BufferPool) -> _Read:
         """Start bringing a chunk's kinds where the host can read them."""
         if chunk is None:
             return _Read(None, Staged({}, []))
-        return _Read(chunk, self._store.stage(layout.index, chunk, buffer))
+        buffer = buffers.take()
+        return _Read(chunk, self._store.stage(layout.index, chunk, buffer), buffer)
 
     def _write(self, writer: CheckpointWriter, layout: UnitLayout, read: _Read) -> None:
         if read.chunk is None:

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from infinity.checkpoint.directory import no_latest
-from infinity.checkpoint.durability import Durability
 from infinity.checkpoint.manifest import (
     BUFFERS,
     FROZEN,
@@ -33,17 +32,15 @@ from infinity.errors import (
     listed,
 )
 from infinity.model.buffers import Buffer, check_buffers, find_buffers, put_buffers
-from infinity.offload.gradients import GradientStore
-from infinity.offload.prefetch import Mover
 from infinity.offload.state import StateStore
 from infinity.plan.layout import Kind, UnitLayout
 from infinity.plan.plan import Plan
-from infinity.storage.device import HostArena
-from infinity.training.async_save import Saver, state_streams, stream_parts
-from infinity.training.optimizer_pass import Sweep
+from infinity.storage.staging import host_buffer
+from infinity.training.async_save import state_streams, stream_parts
 from infinity.training.parameter_access import Values
+from infinity.training.parts import Parts
 from infinity.training.run_state import OpenWindow, RunState, read_document, write_document
-from infinity.training.step import Stepper, Window
+from infinity.training.step import Stepper
 
 # The streams of a checkpoint into homes, whatever their placement, unit by unit.
 
@@ -106,7 +103,7 @@ class Loader:
             nbytes = self._store.home_bytes(layout, kind)
             if not nbytes:
                 continue
-            flat = HostArena(nbytes).view(0, nbytes)  # zeroed
+            flat = host_buffer(nbytes)
             self._load_trained(layout, kind, flat)
             if kind is Kind.WEIGHT:
                 self._load_frozen(layout, flat[layout.trained_bytes :])
@@ -126,18 +123,6 @@ class Loader:
         for segment in (s for s in layout.segments if not s.trained):
             part = flat[segment.offset : segment.offset + segment.nbytes]
             self._reader.read_into(FROZEN, segment.name, 0, part)
-
-
-class Rooms(Protocol):
-    """The part of `Parts` that saving and loading need."""
-
-    plan: Plan
-    mover: Mover
-    store: StateStore
-    gradients: GradientStore
-    sweep: Sweep
-    saver: Saver
-    durability: Durability | None
 
 
 class HalfLoadedError(EngineFailedError):
@@ -160,16 +145,15 @@ class Checkpoints:
     def __init__(
         self,
         module: nn.Module,
-        rooms: Rooms,
+        rooms: Parts,
         stepper: Stepper,
         values: Values,
         run_state: RunState,
         index_of: Mapping[int, int],
         rule: str,
         config: Mapping[str, Any],
-        window: Window,
     ) -> None:
-        self._window = window
+        self._window = rooms.window
         self.run_state = run_state
         self._module = module
         self._rooms = rooms
@@ -179,8 +163,6 @@ class Checkpoints:
         self._rule = rule
         self._config = config
         self._segments = {s.parameter: s for u in rooms.plan.units for s in u.segments}
-        rooms.sweep.updates.guard = rooms.saver.await_copied
-        values.guard = rooms.saver.await_copied
 
     # --- saving ------------------------------------------------------------------------------
 
@@ -332,15 +314,15 @@ class Checkpoints:
 
     def _commit(self, reader: CheckpointReader) -> None:
         """Where steps are durable, make what was loaded the committed state."""
-        durability, progress = self._rooms.durability, self._stepper.progress
+        durability, steps = self._rooms.durability, self._stepper.progress.global_steps
         if durability is None:
             return
         window = None
-        if progress.micro_step or progress.backwards:
+        if self._window.is_open:
             where = reader.directory
             window = OpenWindow(str(where.parent), where.name, reader.manifest_crc32c)
         try:
-            durability.commit(self.document(window), progress.global_steps)
+            durability.commit(self.document(window), steps)
         except BaseException as error:
             # Which state is committed is not known now: nothing may be written over either.
             self._rooms.mover.fail(error)
@@ -348,7 +330,7 @@ class Checkpoints:
 
     def _replace(self, reader: CheckpointReader, *, full: bool) -> None:
         self._settle()
-        self._stepper.start_over()
+        self._window.start_over()
         self._rooms.gradients.reset()
         if full:
             self._load_all(reader)
@@ -422,7 +404,6 @@ class Checkpoints:
     def _load_gradients(self, reader: CheckpointReader) -> None:
         rooms = self._rooms
         index_of = {s.name: i for i, s in self._segments.items()}
-        rooms.gradients.last_micro_batch = False
         for name in reader.names(GRADIENT):
             value = reader.read(GRADIENT, name)
             device = rooms.mover.lanes.device.torch_device

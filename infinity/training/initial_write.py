@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from infinity.model.parameters import Presence
-from infinity.offload.state import StateStore, UnitState
+from infinity.offload.state import StateStore
 from infinity.offload.transfers import Lanes
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.update import master_in, moment_in
-from infinity.plan.layout import Kind, Record, UnitLayout
+from infinity.plan.layout import Kind, UnitLayout
 from infinity.plan.plan import Plan
-from infinity.storage.device import HostArena, arena_for
-from infinity.storage.disk import Ticket
+from infinity.storage.staging import BufferPool, host_buffer
+from infinity.storage.store import Range
 
 Progress = Callable[[int, int, str], None]
 FirstValue = Callable[[Tensor], Tensor]
@@ -50,12 +50,8 @@ class Birth:
         self.initial = initial
         self._values = _Current(first_value)
         self._chunk = min(plan.chunk_elements, max((u.numel for u in plan.units), default=0))
-        nbytes = Record(plan.precision.kinds, plan.precision).nbytes(self._chunk)
-        arena = arena_for([nbytes, nbytes, self._chunk * 4])
-        self._buffers = [arena.carve(nbytes), arena.carve(nbytes)]
-        self._master = arena.carve(self._chunk * 4).view(torch.float32)
-        self._tickets: list[Ticket | None] = [None, None]
-        self._turn = 0
+        self._buffers = BufferPool(2, plan.whole_record.nbytes(self._chunk))
+        self._master = host_buffer(self._chunk * 4).view(torch.float32)
 
     def write(
         self, parameters: Sequence[nn.Parameter], presence: Presence, progress: Progress | None
@@ -72,44 +68,30 @@ class Birth:
             done += sizes[layout.index]
             if progress is not None:
                 progress(done, sum(sizes), f"writing the initial state: {layout.name}")
-        for ticket in self._tickets:
-            if ticket is not None:
-                ticket.wait()
+        self._buffers.settle()
 
     def _write_chunk(
         self, layout: UnitLayout, index: int, parameters: Sequence[nn.Parameter]
     ) -> None:
         state = self.store.units[layout.index]
         start, count = layout.chunk(index, self.plan.chunk_elements)
-        turn = self._turn = 1 - self._turn
-        ticket = self._tickets[turn]
-        if ticket is not None:
-            ticket.wait()
-            self._tickets[turn] = None
+        buffer, used = self._buffers.take(), 0
         master = self._master[:count]
         self._fill_master(layout, start, master, parameters)
-        buffer = self._buffers[turn]
         views: dict[Kind, Tensor] = {}
-        used = 0
-        record, home = state.record, state.extents[index : index + 1]
-        if self.plan.durable:  # the first commit holds all kinds
-            record, home = self.plan.whole_record, state.whole[0][index : index + 1]
-        for kind in self.plan.precision.kinds:  # record kinds first keep their record order
+        on_disk = state.record.kinds  # of a durable run all: the first commit holds them
+        for kind in sorted(self.plan.precision.kinds, key=lambda kind: kind not in on_disk):
             nbytes = self.plan.precision.nbytes(kind, count)
-            if kind in record.kinds:
-                offset = record.offset(kind, count)
-                views[kind] = buffer[offset : offset + nbytes]
-        used = record.nbytes(count)
-        for kind in self.plan.precision.kinds:
-            nbytes = self.plan.precision.nbytes(kind, count)
-            if kind not in views:
-                views[kind] = buffer[used : used + nbytes]
-                used += nbytes
+            views[kind] = buffer[used : used + nbytes]
+            used += nbytes
         self._fill_views(views, master)
         self._fill_moments(layout, start, count, views)
-        if home:
-            self._tickets[turn] = self.lanes.write([(home[0], buffer[: record.nbytes(count)])])
-        self._copy_to_memory(state, views, index)
+        unit, store = layout.index, self.store
+        pieces: list[tuple[Range, Tensor]] = [
+            (store.on_disk(unit, kind, index, 0), views[kind]) for kind in on_disk
+        ]
+        pieces += [(store.chunk(unit, kind, index), views[kind]) for kind in state.memory]
+        self._buffers.give_back(buffer, self.lanes.write(pieces))
 
     def _fill_master(
         self, layout: UnitLayout, start: int, master: Tensor, parameters: Sequence[nn.Parameter]
@@ -147,30 +129,20 @@ class Birth:
                     part = moment.part(first, last)
                     self.kernels.encode(values, part, signed=False)  # only Adagrad's sum
 
-    def _copy_to_memory(self, state: UnitState, views: dict[Kind, Tensor], chunk: int) -> None:
-        for kind, view in views.items():
-            part = self.plan.part(state.layout, kind, chunk)
-            if kind in state.ram:
-                state.ram[kind][part].copy_(view)
-            elif kind in state.on_device:
-                self.lanes.copy_in(state.on_device[kind][part], view).wait()
-
     def _write_frozen(self, layout: UnitLayout, parameters: Sequence[nn.Parameter]) -> None:
         if not layout.frozen_bytes:
             return
-        frozen = HostArena(layout.frozen_bytes).view(0, layout.frozen_bytes)
+        frozen = host_buffer(layout.frozen_bytes)
         for segment in (s for s in layout.segments if not s.trained):
             dtype = getattr(torch, segment.dtype)
             part = frozen[segment.offset : segment.offset + segment.nbytes]
             part.view(dtype).copy_(self._values.flat(parameters[segment.parameter]))
         state = self.store.units[layout.index]
-        place = slice(layout.trained_bytes, layout.slot_bytes)
-        if Kind.WEIGHT in state.ram:
-            state.ram[Kind.WEIGHT][place].copy_(frozen)
-        elif Kind.WEIGHT in state.on_device:
-            self.lanes.copy_in(state.on_device[Kind.WEIGHT][place], frozen).wait()
-        if state.frozen_sides:
-            self.lanes.write([(state.frozen_sides[0], frozen)]).wait()
+        pieces: list[tuple[Range, Tensor]] = [(side, frozen) for side in state.frozen_sides[:1]]
+        if Kind.WEIGHT in state.memory:
+            weights = state.memory[Kind.WEIGHT]
+            pieces.append((weights.part(layout.trained_bytes, layout.frozen_bytes), frozen))
+        self.lanes.write(pieces).wait()
 
 
 def _birth_bytes(plan: Plan, layout: UnitLayout) -> int:

@@ -31,8 +31,8 @@ from infinity.optim.update import KernelUpdater, Tile, Updater, master_in, momen
 from infinity.plan.budget import NUM_STREAM_BUFFERS, stage_bytes, stream_bytes
 from infinity.plan.layout import Kind, UnitLayout
 from infinity.plan.plan import Plan, UpdatePlace, update_place
-from infinity.storage.device import HAPPENED, DeviceArena, Event, after_all, arena_for
-from infinity.storage.disk import Ticket
+from infinity.storage.device import HAPPENED, Event, after_all
+from infinity.storage.staging import BufferPool
 
 # What one sweep is to do, and its parts as the optimizer sees them.
 
@@ -96,137 +96,35 @@ def tiles_of(
     return tiles
 
 
-# The RAM buffers of a sweep, and what is under way in them.
-#
-# A stage holds one chunk of those kinds that cannot be updated where they rest.
-
-
-@dataclass(eq=False)
-class Stage:
-    """A RAM buffer for one chunk of what cannot be updated in place."""
-
-    buffer: Tensor
-    busy: list[Ticket | Event] = field(default_factory=list)
-
-    def reuse(self) -> None:
-        """Wait until nothing reads the buffer any more."""
-        for item in self.busy:
-            item.wait()
-        self.busy.clear()
-
-
-@dataclass(eq=False)
-class Work:
-    """One chunk between its read and its write."""
-
-    unit: int
-    chunk: int
-    stage: Stage
-    # uint8, of exactly this chunk; host-reachable, but for what stays on the device in a stream.
-    views: dict[Kind, Tensor]
-    waits: list[Ticket | Event]
-
-
-# Chunks on their way through a device: state in, the device's kernel, state out.
-#
 # [Note: three chunks under way]
-# A buffer on the device holds one chunk of what does not rest there. Copies in, kernels and copies
-# out of different chunks overlap, and only events order them; the sweep's thread waits for nothing
-# but the oldest chunk, which must be home before its buffer is filled again. No copy waits for
+# A staging buffer in RAM holds one chunk of those kinds that cannot be updated where they rest; one
+# on the device, of a streamed update, what does not rest there. Copies in, kernels and copies out
+# of different chunks overlap, and only events order them; the sweep's thread waits for nothing but
+# the oldest chunk, which must be home before its buffers are filled again. No copy waits for
 # compute: a unit is lent out when its last chunk is home, and until then nobody else can reach it.
 
 
 @dataclass(eq=False)
-class Passage:
-    """One chunk between its first copy in and its last copy out."""
+class Work:
+    """One chunk between its read and its write; what follows `resting` is of a streamed update.
 
-    work: Work
-    room: Tensor  # what is left of its buffer
-    views: dict[Kind, Tensor] = field(default_factory=dict)  # uint8, on the device
+    `views` (uint8, of exactly this chunk) are reached by the host, but for those that are
+    `resting` on the device.
+    """
+
+    unit: int
+    chunk: int
+    buffer: Tensor
+    views: dict[Kind, Tensor]
+    waits: list[Event]
+    resting: set[Kind]
+    room: Tensor  # what is left of the buffer on the device
+    there: dict[Kind, Tensor] = field(default_factory=dict)  # views on the device
     brought: list[Kind] = field(default_factory=list)  # what does not rest there
     events: list[Event] = field(default_factory=list)  # of all that was asked for
 
 
-class Streams:
-    """The device buffers of streamed updates, used in turn by the sweep's thread alone."""
-
-    def __init__(self, plan: Plan, lanes: Lanes) -> None:
-        self._lanes = lanes
-        nbytes = stream_bytes(plan)
-        self._arena: DeviceArena | None = None
-        self._buffers: list[Tensor] = []
-        if nbytes:
-            self._arena = lanes.device.reserve(NUM_STREAM_BUFFERS * nbytes)
-            offsets = range(0, NUM_STREAM_BUFFERS * nbytes, nbytes)
-            self._buffers = [self._arena.view(offset, nbytes) for offset in offsets]
-        self._turn = 0
-        self._under_way: deque[Passage] = deque()
-
-    def __len__(self) -> int:
-        """How many chunks are under way."""
-        return len(self._under_way)
-
-    @property
-    def full(self) -> bool:
-        """Whether the oldest chunk must be home before another one begins."""
-        return len(self._under_way) == len(self._buffers)
-
-    def hold(self, stage: Stage) -> bool:
-        """Whether a chunk under way comes from, and goes back to, this RAM buffer."""
-        return any(passage.work.stage is stage for passage in self._under_way)
-
-    def begin(self, work: Work) -> Passage:
-        """Take the next buffer; not while `full`."""
-        assert not self.full
-        passage = Passage(work, self._buffers[self._turn % len(self._buffers)])
-        self._turn += 1
-        self._under_way.append(passage)
-        return passage
-
-    def bring(
-        self, passage: Passage, kind: Kind, place: Tensor | None = None, after: Event = HAPPENED
-    ) -> None:
-        """Copy a kind in: to `place`, which is free after `after`, else into the buffer."""
-        source = passage.work.views[kind]
-        if place is None:
-            place, passage.room = passage.room[: source.numel()], passage.room[source.numel() :]
-        label = passage.work.unit, kind.value
-        passage.views[kind] = place
-        passage.brought.append(kind)
-        passage.events.append(self._lanes.bring(place, source, after, label))
-
-    def update(self, passage: Passage, pieces: Sequence[Piece], after: Event) -> None:
-        """Queue the kernel behind the copies in and `after`, and the copies back behind it."""
-        lanes, work = self._lanes, passage.work
-        ready = after_all(after, *passage.events)
-        if pieces:
-            submitted = time.perf_counter_ns()
-            ready = lanes.device.update(pieces, ready)
-            if lanes.trace is not None:
-                record(lanes.trace, "update", "update", work.unit, ready, 0, submitted)
-            passage.events.append(ready)
-        for kind in passage.brought:
-            if kind is not Kind.GRADIENT:
-                source, label = passage.views[kind], (work.unit, kind.value)
-                passage.events.append(lanes.copy_back(work.views[kind], source, ready, label))
-        passage.views.clear()  # a view of a slot would keep it from being given to another unit
-
-    def land(self) -> Work:
-        """Wait until the oldest chunk is home."""
-        passage = self._under_way[0]
-        for event in passage.events:
-            event.wait()
-        return self._under_way.popleft().work
-
-    def abandon(self) -> None:
-        """Wait until nothing moves; what was under way is lost."""
-        while self._under_way:
-            self.land()
-
-    def forget(self) -> None:
-        """Drop the buffers."""
-        self._buffers.clear()
-        self._arena = None
+_NOWHERE = torch.empty(0, dtype=torch.uint8)
 
 
 class AbortedError(Exception):
@@ -244,6 +142,7 @@ class Updates:
         gradients: GradientStore,
         mover: Mover,
         updater: Updater,
+        before_change: Callable[[int], None],
     ) -> None:
         self.plan = plan
         self.lanes = lanes
@@ -253,20 +152,19 @@ class Updates:
         self.updater = updater
         # Called with a unit's index before the first byte of its state changes in a job; it may
         # block. A saver copies the old bytes there.
-        self.guard: Callable[[int], None] = lambda unit: None
+        self.before_change = before_change
         self._places = [update_place(plan, unit.index) for unit in plan.units]
-        nbytes = stage_bytes(plan)
-        arena = arena_for([nbytes] * plan.num_stages)
-        if nbytes:
-            lanes.device.pin(arena)
-        self._stages = [Stage(arena.carve(nbytes)) for _ in range(plan.num_stages)]
-        self._streams = Streams(plan, lanes)
+        self._stages = BufferPool(plan.num_stages, stage_bytes(plan), lanes.device)
+        nbytes = stream_bytes(plan)
+        num_streams = NUM_STREAM_BUFFERS if nbytes else 0
+        self._streams = BufferPool(num_streams, nbytes, lanes.device, on_device=True)
+        self._under_way: deque[tuple[Work, Tensor]] = deque()  # streamed, oldest first
         self._target: tuple[Slot, Tensor] | None = None
         self._published: list[Event] = []
 
     def forget(self) -> None:
         """Drop the reserved ranges."""
-        self._stages.clear()
+        self._stages.forget()
         self._streams.forget()
         self._target = None
 
@@ -281,24 +179,22 @@ class Updates:
                     self.mover.updated(unit, self._update_on_device(job, unit))
             self._run_chunks(job, stopped)
         finally:
-            self._streams.abandon()  # nothing, unless it failed
+            for work, _ in self._under_way:  # none, unless it failed
+                for event in work.events:
+                    event.wait()
+            self._under_way.clear()
 
     def _run_chunks(self, job: SweepJob, stopped: Callable[[], bool]) -> None:
         queue: deque[Work] = deque()
         order = self._chunks(job)
-        turn = 0
         pending = next(order, None)
         while pending is not None or queue:
             # Of the stages one is being updated, one is on its way home; the others read ahead.
             while pending is not None and len(queue) < self.plan.num_stages - 2:
-                stage = self._stages[turn % len(self._stages)]
-                turn += 1
                 trace = self.lanes.trace
                 laps = None if trace is None else trace.laps(pending[0])
-                while self._streams.hold(stage):
-                    self._land()
-                stage.reuse()
-                queue.append(self._issue(job, *pending, stage))
+                buffer = self._stages.take(self._land)
+                queue.append(self._issue(job, *pending, buffer))
                 if laps is not None:
                     laps.lap("sweep", "wait for a stage, request")
                 pending = next(order, None)
@@ -330,15 +226,12 @@ class Updates:
         tiles: list[Tile] = []
         for chunk in range(state.layout.num_chunks(plan.chunk_elements)):
             start, count = state.layout.chunk(chunk, plan.chunk_elements)
-            views = {
-                kind: state.on_device[kind][plan.part(state.layout, kind, chunk)]
-                for kind in plan.precision.kinds
-            }
+            views = self.store.stage(unit, chunk, _NOWHERE, by_device=True).views
             gradient = self.gradients.on_device[unit][start : start + count]
             views[Kind.GRADIENT] = gradient.view(torch.uint8)
             tiles += tiles_of(job, plan, state.layout, chunk, views, self.gradients.dtype)
         pieces = self.updater.pieces(tiles, job.grad_scale)
-        self.guard(unit)
+        self.before_change(unit)
         submitted = time.perf_counter_ns()
         event = self.lanes.device.update(pieces, job.computed)
         if self.lanes.trace is not None:
@@ -349,31 +242,25 @@ class Updates:
 
     # --- a chunk of a unit that does not rest there --------------------------------------------
 
-    def _issue(self, job: SweepJob, unit: int, chunk: int, stage: Stage) -> Work:
+    def _issue(self, job: SweepJob, unit: int, chunk: int, buffer: Tensor) -> Work:
         """Start bringing a chunk's kinds and gradient where they can be updated from."""
         streamed = self._places[unit] is UpdatePlace.STREAMED
         if chunk == 0:
             self.store.settle_writes(unit)
-        staged = self.store.stage(unit, chunk, stage.buffer, leave_on_device=streamed)
-        work = Work(unit, chunk, stage, staged.views, staged.waits)
+        views, waits, used, resting = self.store.stage(unit, chunk, buffer, by_device=streamed)
+        work = Work(unit, chunk, buffer, views, waits, set(resting), _NOWHERE)
         work.waits += job.landing.pop(unit, ())
-        self._issue_gradient(work, stage.buffer[staged.used :], streamed=streamed)
+        itemsize = self.plan.gradient_itemsize
+        start, count = self.plan.units[unit].chunk(chunk, self.plan.chunk_elements)
+        place = self.gradients.places[unit].part(start * itemsize, count * itemsize)
+        view = place.reached(by_device=streamed)
+        if view is None:
+            view = buffer[used : used + place.nbytes]
+            work.waits.append(self.lanes.read([(place, view)], label=(unit, "gradient")))
+        elif unit in self.gradients.on_device:
+            work.resting.add(Kind.GRADIENT)
+        views[Kind.GRADIENT] = view
         return work
-
-    def _issue_gradient(self, work: Work, room: Tensor, *, streamed: bool) -> None:
-        gradients, itemsize = self.gradients, self.plan.gradient_itemsize
-        start, count = self.plan.units[work.unit].chunk(work.chunk, self.plan.chunk_elements)
-        home = gradients.ram.get(work.unit, gradients.on_device.get(work.unit))
-        source = None if home is None else home[start : start + count].view(torch.uint8)
-        if source is not None and (streamed or work.unit in gradients.ram):
-            work.views[Kind.GRADIENT] = source
-            return
-        view = work.views[Kind.GRADIENT] = room[: count * itemsize]
-        if source is not None:
-            work.waits.append(self.lanes.copy_out(view, source, label=(work.unit, "gradient")))
-            return
-        extent = gradients.extents[work.unit].part(start * itemsize, count * itemsize)
-        work.waits.append(self.lanes.read([(extent, view)], label=(work.unit, "gradient")))
 
     def _process(self, job: SweepJob, work: Work) -> None:
         """Update a chunk, or send it through the device, which ends in `_land`."""
@@ -392,7 +279,7 @@ class Updates:
         if work.chunk == 0:
             # A copy of the old weights to the device may still read the range about to change.
             self.mover.entries[work.unit].ready.wait()
-            self.guard(work.unit)
+            self.before_change(work.unit)
         tiles = self._tiles(job, work)
         if laps is not None:
             laps.lap("sweep", "wait for state")
@@ -402,11 +289,11 @@ class Updates:
             laps.lap("update", "update", sum(view.numel() for view in work.views.values()))
         if work.chunk == 0:
             self._published = []
-        self._write_back(work)
+        written = self._write_back(work)
         if work.chunk == 0:
             self._target = self.mover.publish_slot(work.unit)
-        if self._target is not None and Kind.WEIGHT not in self.store.units[work.unit].on_device:
-            self._publish(work, self._part_of_slot(work, self._target[1]))
+        written += self._publish(work)
+        self._stages.give_back(work.buffer, *written)
         if laps is not None:
             laps.lap("sweep", "publish, write back")
         self._finish(work, after_all(*self._published))
@@ -422,41 +309,34 @@ class Updates:
         layout, dtype = self.plan.units[work.unit], self.gradients.dtype
         return tiles_of(job, self.plan, layout, work.chunk, work.views, dtype)
 
-    def _write_record(self, work: Work) -> None:
-        """Send what rests on disk there, from the stage."""
-        state = self.store.units[work.unit]
-        if state.record.kinds:
-            _, count = state.layout.chunk(work.chunk, self.plan.chunk_elements)
-            piece = state.next_extents[work.chunk], work.stage.buffer[: state.record.nbytes(count)]
-            ticket = self.lanes.write([piece], label=(work.unit, "state"))
-            work.stage.busy.append(ticket)
-            state.writes.append(ticket)
-
     # --- by the CPU ----------------------------------------------------------------------------
 
-    def _write_back(self, work: Work) -> None:
-        """Send what was updated in the stage to its home."""
-        self._write_record(work)
-        state = self.store.units[work.unit]
-        for kind, home in state.on_device.items():
-            target = home[self.plan.part(state.layout, kind, work.chunk)]
-            label = work.unit, kind.value
-            event = self.lanes.copy_in(target, work.views[kind], label=label)
-            work.stage.busy.append(event)
-            state.writes.append(event)
-            if kind is Kind.WEIGHT:
-                self._published.append(event)
+    def _write_back(self, work: Work) -> list[Event]:
+        """Send what was updated in the buffer to where it rests."""
+        state, store = self.store.units[work.unit], self.store
+        staged = {k: work.views[k] for k in state.kinds if not state.reached(k, by_device=False)}
+        events = []
+        if Kind.WEIGHT in staged and Kind.WEIGHT in state.memory:  # by itself: forwards wait for it
+            weight = {Kind.WEIGHT: staged.pop(Kind.WEIGHT)}
+            events.append(store.send(work.unit, work.chunk, weight))
+            self._published += events
+        if staged:
+            events.append(store.send(work.unit, work.chunk, staged))
+        return events
 
-    def _publish(self, work: Work, target: Tensor) -> None:
-        """Copy the chunk's new weights into the unit's slot (nothing to do where they rest)."""
-        assert self._target is not None
-        weights = work.views[Kind.WEIGHT]
+    def _publish(self, work: Work) -> list[Event]:
+        """Copy the chunk's new weights into the unit's slot, unless they rest there."""
+        state = self.store.units[work.unit]
+        rests = Kind.WEIGHT in state.memory and not state.reached(Kind.WEIGHT, by_device=False)
+        if self._target is None or rests:
+            return []
+        slot, residency = self._target
+        weights, target = work.views[Kind.WEIGHT], self._part_of_slot(work, residency)
         if target.data_ptr() == weights.data_ptr():
-            return
-        label, free_after = (work.unit, "weight"), self._target[0].free_after
-        event = self.lanes.copy_in(target, weights, free_after, label)
-        work.stage.busy.append(event)
+            return []
+        event = self.lanes.copy_in(target, weights, slot.free_after, (work.unit, "weight"))
         self._published.append(event)
+        return [event]
 
     def _part_of_slot(self, work: Work, residency: Tensor) -> Tensor:
         """Where a chunk's weights lie in what its unit's slot holds."""
@@ -470,43 +350,75 @@ class Updates:
         Weights are updated in the slot that they are published to, if there is one.
         """
         assert isinstance(self.updater, KernelUpdater)
-        state, streams = self.store.units[work.unit], self._streams
-        while streams.full:
+        while self._streams.count == len(self._under_way):
             self._land()
-        passage = streams.begin(work)
-        resting = set(state.on_device)
-        if work.unit in self.gradients.on_device:
-            resting.add(Kind.GRADIENT)
-        passage.views.update({kind: work.views[kind] for kind in resting})
+        room = self._streams.take()
+        self._under_way.append((work, room))
+        work.room = room
+        work.there.update({kind: work.views[kind] for kind in work.resting})
         for kind in work.views:
-            if kind not in resting and kind is not Kind.WEIGHT:
-                streams.bring(passage, kind)
+            if kind not in work.resting and kind is not Kind.WEIGHT:
+                self._bring(work, kind)
         if work.chunk == 0:
             self._land_all(but=1)
-            self.guard(work.unit)
+            self.before_change(work.unit)
             self._target = self.mover.publish_slot(work.unit)
-        if Kind.WEIGHT not in resting:
+        if Kind.WEIGHT not in work.resting:
             if self._target is None:
-                streams.bring(passage, Kind.WEIGHT)
+                self._bring(work, Kind.WEIGHT)
             else:
                 slot, residency = self._target
                 place = self._part_of_slot(work, residency)
-                streams.bring(passage, Kind.WEIGHT, place, slot.free_after)
-        layout, dtype = state.layout, self.gradients.dtype
-        tiles = tiles_of(job, self.plan, layout, work.chunk, passage.views, dtype)
+                self._bring(work, Kind.WEIGHT, place, slot.free_after)
+        layout, dtype = self.plan.units[work.unit], self.gradients.dtype
+        tiles = tiles_of(job, self.plan, layout, work.chunk, work.there, dtype)
         pieces = self.updater.pieces(tiles, job.grad_scale)
         # A copy of the old weights to the device may still read the range about to change.
         after = after_all(job.computed, self.mover.entries[work.unit].ready)
-        streams.update(passage, pieces, after)
+        self._send_through(work, pieces, after)
+
+    def _bring(
+        self, work: Work, kind: Kind, place: Tensor | None = None, after: Event = HAPPENED
+    ) -> None:
+        """Copy a kind in: to `place`, which is free after `after`, else into the buffer."""
+        source = work.views[kind]
+        if place is None:
+            place, work.room = work.room[: source.numel()], work.room[source.numel() :]
+        work.there[kind] = place
+        work.brought.append(kind)
+        work.events.append(self.lanes.bring(place, source, after, (work.unit, kind.value)))
+
+    def _send_through(self, work: Work, pieces: Sequence[Piece], after: Event) -> None:
+        """Queue the kernel behind the copies in and `after`, and the copies back behind it."""
+        lanes = self.lanes
+        ready = after_all(after, *work.events)
+        if pieces:
+            submitted = time.perf_counter_ns()
+            ready = lanes.device.update(pieces, ready)
+            if lanes.trace is not None:
+                record(lanes.trace, "update", "update", work.unit, ready, 0, submitted)
+            work.events.append(ready)
+        for kind in work.brought:
+            if kind is not Kind.GRADIENT:
+                source, label = work.there[kind], (work.unit, kind.value)
+                work.events.append(lanes.copy_back(work.views[kind], source, ready, label))
+        work.there.clear()  # a view of a slot would keep it from being given to another unit
 
     def _land(self) -> None:
         """Wait until the oldest chunk under way is home; what rests on disk goes on from there."""
-        work = self._streams.land()
-        self._write_record(work)
+        work, room = self._under_way[0]
+        for event in work.events:
+            event.wait()
+        self._under_way.popleft()
+        self._streams.give_back(room)
+        state = self.store.units[work.unit]
+        staged = {kind: work.views[kind] for kind in state.kinds if kind not in state.memory}
+        written = [self.store.send(work.unit, work.chunk, staged)] if staged else []
+        self._stages.give_back(work.buffer, *written)
         self._finish(work, HAPPENED)
 
     def _land_all(self, but: int = 0) -> None:
-        while len(self._streams) > but:
+        while len(self._under_way) > but:
             self._land()
 
 
@@ -534,12 +446,13 @@ class Sweep:
         gradients: GradientStore,
         mover: Mover,
         updater: Updater,
-        durability: Durability | None = None,
+        durability: Durability | None,
+        before_change: Callable[[int], None],
     ) -> None:
         self.durability = durability
         self.lanes = lanes
         self.mover = mover
-        self.updates = Updates(plan, lanes, store, gradients, mover, updater)
+        self.updates = Updates(plan, lanes, store, gradients, mover, updater, before_change)
         self._job: SweepJob | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._loop, name="infinity-sweep", daemon=True)
@@ -560,8 +473,7 @@ class Sweep:
     def finish(self) -> None:
         """Lift the pacing and wait until no update is owed; raises what makes that impossible."""
         with self.lanes.stall("update"), self.mover.changed:
-            self.mover.paced = False
-            self.mover.changed.notify_all()
+            self.mover.lift_pacing()
             while not self._closing and self._job is not None and self.mover.failure is None:
                 self.mover.changed.wait()
         if self._closing:
@@ -574,8 +486,7 @@ class Sweep:
         """Abandon what is left and end the thread."""
         with self.mover.changed:
             self._closing = True
-            self.mover.paced = False
-            self.mover.changed.notify_all()
+            self.mover.lift_pacing()
         with suppress(RuntimeError):  # a second Ctrl-C may have come between the lock and its block
             while True:
                 self.mover.changed.release()

@@ -217,13 +217,14 @@ class Values:
         kernels: CpuKernels,
         settle: Callable[[], None],
         owner: Owner,
+        before_change: Callable[[int], None],
     ) -> None:
         self.store = store
         self.mover = mover
         self.kernels = kernels
         self.settle = settle
         self.lent: dict[int, torch.dtype] = {}
-        self.guard: Callable[[int], None] = lambda unit: None  # before a unit's homes change
+        self.before_change = before_change  # told of a unit
         self._places = {s.parameter: (u, s) for u in store.plan.units for s in u.segments}
         self._cached: _CachedUnit | None = None
         self._owner = owner
@@ -295,7 +296,7 @@ class Values:
         cached, self._cached = self._cached, None
         if cached is not None and cached.dirty:
             unit = cached.layout.index
-            self.guard(unit)
+            self.before_change(unit)
             try:
                 self.mover.drop(unit)
             finally:  # an edit outside a loan raises, those inside one are kept

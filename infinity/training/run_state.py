@@ -10,7 +10,7 @@ import json
 import random
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +26,7 @@ from infinity.checkpoint.plain import DTYPES, decode, dtype_name, encode
 from infinity.checkpoint.reader import CheckpointReader, empty, join
 from infinity.errors import CheckpointError, InfinityError, InfinityWarning
 from infinity.model.buffers import find_buffers
+from infinity.offload.window import AccumulationWindow
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.optim.update import KernelUpdater, Updater
 from infinity.plan.layout import REST_DTYPES, Kind
@@ -323,6 +324,7 @@ class RunState:
     def __init__(
         self,
         stepper: Stepper,
+        window: AccumulationWindow,
         optimizer: OffloadedOptimizer,
         updater: Updater,
         index_of: Mapping[int, int],
@@ -333,6 +335,7 @@ class RunState:
         self._rng: dict[str, Any] | None = None  # the generators' states that were put back last
         self._resumed = False  # by `initialize`, and no forward has been since
         self._stepper = stepper
+        self._window = window
         self._optimizer = optimizer
         self._updater = updater
         self._index_of = index_of
@@ -347,10 +350,11 @@ class RunState:
     def capture(self) -> dict[str, Any]:
         """The state now; no step may be under way."""
         scheduler = self._stepper.lr_scheduler
-        progress = self._stepper.progress
+        progress, window = self._stepper.progress, self._window
         scale = progress.loss_scale
+        within = {"micro_step": window.micro_step, "backwards": window.backwards}
         return {
-            "progress": {name: getattr(progress, name) for name in _COUNTERS},
+            "progress": {name: getattr(progress, name) for name in _COUNTERS} | within,
             "loss_scale": None if scale is None else as_data(scale),
             "steps": dict(zip(self._names, self._stepper.steps, strict=True)),
             "groups": self._groups(),
@@ -367,7 +371,7 @@ class RunState:
         absent = sorted(wanted - set(state))
         if absent:
             raise CheckpointError(f"the checkpoint's run state lacks {', '.join(absent)}")
-        if not set(state["progress"]) <= set(_COUNTERS):
+        if not set(state["progress"]) <= {*_COUNTERS, "micro_step", "backwards"}:
             raise CheckpointError("the checkpoint's counters are not those of this version")
         if optimizer:
             self._check_groups(state["groups"])
@@ -420,7 +424,10 @@ class RunState:
         scale = self._stepper.progress.loss_scale
         if rules is not None and optimizer and saved is not None:
             scale = rules.restored(saved)
-        progress = Progress(**state["progress"], loss_scale=scale)
+        counters = dict(state["progress"])
+        within = int(counters.pop("micro_step")), int(counters.pop("backwards"))
+        progress = Progress(**counters, loss_scale=scale)
+        self._window.start_over()  # without an optimizer gradients are not loaded either
         if optimizer:
             for group, saved in zip(self._optimizer.param_groups, state["groups"], strict=True):
                 group.update({k: v for k, v in saved["values"].items() if k not in _APART})
@@ -428,8 +435,7 @@ class RunState:
             self._stepper.steps[:] = [state["steps"][name] for name in self._names]
             if isinstance(self._updater, KernelUpdater):
                 self._updater.seed = state["rounding_seed"]
-        else:  # gradients are not loaded either
-            progress = replace(progress, micro_step=0, backwards=0)
+            self._window.micro_step, self._window.backwards = within
         self._stepper.progress = progress
         if scheduler and self._stepper.lr_scheduler is not None:
             self._stepper.lr_scheduler.load_state_dict(state["scheduler"])

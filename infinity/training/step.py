@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,17 +21,12 @@ from infinity.config.schema import LossScaleConfig
 from infinity.errors import ConfigError, InfinityWarning, PresenceError, TrainingError
 from infinity.journal import Journal
 from infinity.model.torch_private import end_checkpoints
-from infinity.offload.gradients import GradientStore
-from infinity.offload.hooks import Hooks
-from infinity.offload.prefetch import Cycles, Mover
-from infinity.offload.report import Meter, StepReport, Timeline
-from infinity.offload.state import StateStore
+from infinity.offload.report import Meter, StepReport
 from infinity.optim.offloaded import OffloadedOptimizer
-from infinity.optim.update import Updater
-from infinity.plan.plan import Plan
 from infinity.storage.device import Event
-from infinity.training.optimizer_pass import Sweep, SweepJob
+from infinity.training.optimizer_pass import SweepJob
 from infinity.training.parameter_access import read_state
+from infinity.training.parts import Parts
 
 # Loss scaling for fp16: by how much the loss is multiplied, by DeepSpeed's rules, step for step.
 #
@@ -165,76 +160,6 @@ def scale_exhausted(state: ScaleState, culprits: Sequence[str]) -> TrainingError
     )
 
 
-# The accumulation window: which micro-batch is its last, and by what gradients are divided.
-
-
-class Window:
-    """How many micro-batches make an update: the configuration's number, or as the user says.
-
-    `length` is that number, and what gradients are divided by; `boundary`, where it is set by
-    hand, says whether the current micro-batch is the last, whatever their number.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self.length = plan.micro_batches
-        self.boundary: bool | None = None
-        self.no_sync = 0  # blocks of `engine.no_sync()` that are open
-        self.updated = False  # by the last `step()`
-        self.seen = 0  # gradients that had arrived when a backward last ended
-        self.scaled = False  # `engine.scale` made a loss since
-        self._sums = plan.gradient_itemsize == 4
-        self._dtype = plan.precision.dtype
-        self._configured = plan.micro_batches
-
-    def is_boundary(self, micro_step: int) -> bool:
-        """Whether `step()` would update; `micro_step` is the number of micro-batches before."""
-        if self.no_sync:
-            return False
-        return self.boundary if self.boundary is not None else micro_step + 1 >= self.length
-
-    def set_length(self, length: int) -> None:
-        """Another number of micro-batches; the caller sees to it that no window is open."""
-        if type(length) is not int or length < 1:
-            raise ConfigError(f"a window of {length!r} micro-batches", remedy="1 or more")
-        if length > 1 and not self._sums:
-            raise self._refusal(ConfigError, f"a window of {length} micro-batches")
-        self.length = length
-
-    def check(self, micro_step: int) -> None:
-        """Raise `TrainingError` for a micro-batch that is not the last where there may be one."""
-        if not self._sums and not self.is_boundary(micro_step):
-            raise self._refusal(TrainingError, "a window of several micro-batches, set by hand")
-
-    def forget(self, num_arrived: int) -> None:
-        """A backward is over: the gradients that came are accounted for."""
-        self.seen, self.scaled = num_arrived, False
-
-    def check_step(self, backwards: int) -> None:
-        """Raise `TrainingError` for a `step()` that has no meaning."""
-        if self.no_sync:
-            raise TrainingError(
-                "step() inside engine.no_sync()",
-                because="the block says that the window goes on",
-                remedy="leave the block before the last micro-batch",
-            )
-        if backwards == 0:
-            raise TrainingError(
-                "step() without a backward since the last one",
-                because="no gradient has reached the engine",
-                remedy="call engine.backward(loss), or loss.backward(), before",
-            )
-
-    def _refusal(self, kind: type[Any], what: str) -> Any:
-        return kind(
-            f"{what}, but gradient_accumulation_steps is {self._configured}: gradients rest in "
-            f"{self._dtype}, 2 bytes each",
-            because="sums of micro-batches would lose their low bits; sums rest in fp32, 4 bytes "
-            "each, which is settled when memory is reserved",
-            remedy="set gradient_accumulation_steps to 2 or more in the configuration; windows set "
-            "by hand may then be longer or shorter",
-        )
-
-
 # What a call of the engine may be given.
 
 
@@ -282,8 +207,6 @@ SCALES_TRIED_IN_SILENCE = 10
 class Progress:
     """Where training is; see [Note: commit]."""
 
-    micro_step: int = 0
-    backwards: int = 0  # since the last step()
     global_steps: int = 0  # those that updated
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
@@ -297,17 +220,17 @@ class Progress:
         return self.global_steps + self.skipped_steps
 
 
-class Rooms(Protocol):
-    """The part of `Parts` that a step needs."""
+@dataclass(frozen=True)
+class Given:
+    """What the engine gives a step.
 
-    plan: Plan
-    mover: Mover
-    store: StateStore
-    updater: Updater
-    gradients: GradientStore
-    sweep: Sweep
-    hooks: Hooks
-    timeline: Timeline | None
+    `samples` are those of the window, `lr_kwargs` go to the scheduler's step; `document`, where
+    steps are durable, makes what a committed step holds beside the state.
+    """
+
+    samples: int
+    lr_kwargs: Mapping[str, Any]
+    document: Callable[[], bytes] | None
 
 
 class Stepper:
@@ -315,8 +238,7 @@ class Stepper:
 
     def __init__(
         self,
-        rooms: Rooms,
-        cycles: Cycles,
+        parts: Parts,
         optimizer: OffloadedOptimizer,
         index_of: Mapping[int, int],
         lr_scheduler: Any,
@@ -327,24 +249,19 @@ class Stepper:
         self.progress = Progress(loss_scale=scale_rules.start() if scale_rules else None)
         self.lr_scheduler = lr_scheduler
         self.last_report: StepReport | None = None
-        self.batch_samples = 0  # what a window counts for in `Progress.samples`
-        self.lr_kwargs: Mapping[str, Any] = {}  # of the scheduler's step in the next commit
-        # Where steps are durable: what a committed step holds beside the homes.
-        self.document: Callable[[], bytes] | None = None
-        self._units = rooms.plan.units
-        self._mover = rooms.mover
-        self._gradients = rooms.gradients
-        self._sweep = rooms.sweep
-        self._cycles = cycles
+        self.steps = [0] * len(index_of)  # updates so far, by parameter index
+        self._parts = parts
+        self._units = parts.plan.units
+        self._mover = parts.mover
+        self._gradients = parts.gradients
+        self._window = parts.window
         self._optimizer = optimizer
         self._index_of = dict(index_of)
         self._journal = journal
-        self._meter = Meter(rooms.mover.lanes, rooms.hooks.watch)
-        self._timeline = rooms.timeline  # until it is over
+        self._meter = Meter(parts.lanes, parts.hooks.watch)
+        self._timeline = parts.timeline  # until it is over
         if self._timeline is not None:
             self._timeline.start()
-        self.steps = [0] * len(index_of)  # updates so far, by parameter index
-        self._rooms = rooms
         optimizer.connect_state(self._read_state)
 
     @property
@@ -356,24 +273,37 @@ class Stepper:
     def count_backward(self) -> None:
         """A backward of the current micro-batch is complete."""
         if self._timeline is not None:
-            self._timeline.micro_batch(self.progress.micro_step)
-        self.progress = replace(self.progress, backwards=self.progress.backwards + 1)
+            self._timeline.micro_batch(self._window.micro_step)
+        self._window.backwards += 1
+        self._window.account()
 
     def end_micro_batch(self) -> None:
         """The next micro-batch of the same window begins."""
-        progress = self.progress
-        self.progress = replace(
-            progress,
-            micro_step=progress.micro_step + 1,
-            backwards=0,
-            micro_batches=progress.micro_batches + 1,
-        )
+        self._window.end_micro_batch()
+        self.progress = replace(self.progress, micro_batches=self.progress.micro_batches + 1)
 
-    def start_over(self) -> None:
-        """The accumulation window is empty again."""
-        self.progress = replace(self.progress, micro_step=0, backwards=0)
+    # --- rollback --------------------------------------------------------------------------------
 
-    def update(self, clipping: float) -> None:
+    def end_forward(self, error: Exception) -> None:
+        """An exception ended a forward: nothing is lost but that."""
+        end_checkpoints(error)
+        self._parts.recover()
+        self._parts.cycles.end()
+
+    def roll_back(self, error: Exception | None = None) -> None:
+        """The accumulation window starts over, empty; `error` ended a backward."""
+        if error is not None:
+            end_checkpoints(error)
+        self._window.account()
+        self._window.start_over()
+        self._parts.recover()
+        self._parts.hooks.drop_gradients()
+        self._gradients.reset()
+        self._parts.cycles.end()
+
+    # --- the step --------------------------------------------------------------------------------
+
+    def update(self, clipping: float, given: Given) -> None:
         """Commit a step from the gradients as they are; the sweep then runs behind the caller.
 
         A step whose gradients are not finite is skipped; the first of a row of them is warned of.
@@ -393,10 +323,10 @@ class Stepper:
             factor = min(1.0, clipping / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         self._gradients.settle()
         computed = self._mover.lanes.device.compute_event()  # here: streams belong to threads
-        with self._rooms.hooks.owner.shut():
-            job, error = self._commit(norm, factor, culprits, computed)
+        with self._parts.owner.shut():
+            job, error = self._commit(norm, factor, culprits, computed, given)
         if job is not None:
-            self._sweep.submit(job)
+            self._parts.sweep.submit(job)
         if error is not None:
             raise error
         if culprits:
@@ -436,7 +366,7 @@ class Stepper:
         )
 
     def _commit(
-        self, norm: float, factor: float, culprits: Sequence[str], computed: Event
+        self, norm: float, factor: float, culprits: Sequence[str], computed: Event, given: Given
     ) -> tuple[SweepJob | None, Exception | None]:
         """The step happens: a job for the sweep, and what went wrong after that.
 
@@ -448,15 +378,14 @@ class Stepper:
         job = None if skipped else self._make_job(unscaled, computed)
         self.progress = replace(
             progress,
-            micro_step=0,
-            backwards=0,
             global_steps=progress.global_steps + (not skipped),
             skipped_steps=progress.skipped_steps + skipped,
             skipped_in_a_row=progress.skipped_in_a_row + 1 if skipped else 0,
             micro_batches=progress.micro_batches + 1,
-            samples=progress.samples + self.batch_samples,
+            samples=progress.samples + given.samples,
             loss_scale=rules.after(scale, skipped) if rules and scale else scale,
         )
+        self._window.start_over()
         # From here the step has happened: whatever fails, the units that are pending get their
         # update, and `update` raises the error after it.
         failure: Exception | None = None
@@ -464,7 +393,7 @@ class Stepper:
             if job is not None:
                 for index in job.steps:
                     self.steps[index] += 1
-                self._rooms.updater.begin(job.hypers, job.steps)
+                self._parts.updater.begin(job.hypers, job.steps)
                 self._mover.make_pending(job.units)
         except PresenceError as error:
             failure = error
@@ -476,9 +405,9 @@ class Stepper:
             self._report(norm, factor, culprits, scale)
             self._optimizer.mark_stepped()
             if not skipped and self.lr_scheduler is not None:
-                self.lr_scheduler.step(**self.lr_kwargs)
-            if job is not None and self.document is not None:
-                job = replace(job, document=self.document())
+                self.lr_scheduler.step(**given.lr_kwargs)
+            if job is not None and given.document is not None:
+                job = replace(job, document=given.document())
         except Exception as error:
             failure = failure or error
         return job, failure
@@ -488,7 +417,7 @@ class Stepper:
         arrived = self._gradients.arrived()
         hypers = self._optimizer.hypers(self._index_of)
         units = self._units
-        order = dict.fromkeys([*self._cycles.training.first_uses(), *range(len(units))])
+        order = dict.fromkeys([*self._parts.cycles.training.first_uses(), *range(len(units))])
         return SweepJob(
             units=tuple(
                 u for u in order if any(s.parameter in arrived for s in units[u].trained_segments)
@@ -501,13 +430,13 @@ class Stepper:
 
     def _read_state(self, parameter: nn.Parameter) -> dict[str, Any]:
         """`OffloadedOptimizer.read_state`."""
-        self._rooms.hooks.owner.check()
+        self._parts.owner.check()
         index = self._index_of.get(id(parameter))
         if index is None:
             raise ConfigError("this parameter does not belong to the engine's module")
-        self._sweep.finish()
-        rooms, hyper = self._rooms, self._optimizer.hypers(self._index_of).get(index)
-        return read_state(rooms.store, rooms.updater, index, hyper, self.steps)
+        parts, hyper = self._parts, self._optimizer.hypers(self._index_of).get(index)
+        parts.sweep.finish()
+        return read_state(parts.store, parts.updater, index, hyper, self.steps)
 
     def _report(
         self, norm: float, factor: float, culprits: Sequence[str], scale: ScaleState | None
@@ -517,7 +446,7 @@ class Stepper:
             grad_norm=norm,
             clip_factor=factor,
             skipped=bool(culprits),
-            surprises=self._cycles.surprises(),
+            surprises=self._parts.cycles.surprises(),
             loss_scale=scale.scale if scale is not None else 1.0,
             non_finite=culprits[0] if culprits else "",
         )
@@ -525,51 +454,3 @@ class Stepper:
             self._timeline = None
         if self._journal is not None:
             self._journal.write({"event": "step", **vars(self.last_report)})
-
-
-# What an exception in a call takes back.
-
-
-class RollbackRooms(Protocol):
-    """The part of `Parts` that this needs."""
-
-    hooks: Hooks
-    gradients: GradientStore
-
-    def recover(self) -> None:
-        """Nothing bound, nothing in flight."""
-
-
-class Recovery:
-    """Undoes the calls of one engine that an exception ended; used by the training thread."""
-
-    def __init__(
-        self, rooms: RollbackRooms, stepper: Stepper, cycles: Cycles, window: Window
-    ) -> None:
-        self._rooms = rooms
-        self._stepper = stepper
-        self._cycles = cycles
-        self._window = window
-
-    def end_forward(self, error: Exception) -> None:
-        """An exception ended a forward: nothing is lost but that."""
-        end_checkpoints(error)
-        self._rooms.recover()
-        self._cycles.end()
-
-    def start_over(self, error: Exception | None = None) -> None:
-        """The accumulation window is empty again; `error` ended a backward."""
-        if error is not None:
-            end_checkpoints(error)
-        self.forget_arrivals()
-        self._stepper.start_over()
-        self._rooms.recover()
-        self._rooms.hooks.drop_gradients()
-        self._rooms.gradients.reset()
-        self._cycles.end()
-
-    def forget_arrivals(self) -> None:
-        """What has arrived is accounted for; what will arrive comes from a loss as it is."""
-        hooks = self._rooms.hooks
-        hooks.divisor = self._window.length
-        self._window.forget(hooks.num_arrived)

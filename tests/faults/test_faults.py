@@ -37,7 +37,8 @@ from infinity import _aio
 from infinity.engine import Engine
 from infinity.errors import EngineFailedError, TransferError
 from infinity.storage.device import PROCESS
-from infinity.storage.disk import Disk, Extent, Priority
+from infinity.storage.disk import Disk, Extent
+from infinity.storage.store import Priority
 
 # Two directories on one device are what is wanted here.
 pytestmark = pytest.mark.filterwarnings("ignore::infinity.errors.InfinityWarning")

@@ -23,7 +23,8 @@ from infinity.config.schema import IoConfig, load_config
 from infinity.errors import ConfigError, EngineFailedError, TransferError
 from infinity.plan.layout import PAGE
 from infinity.storage.device import HostArena
-from infinity.storage.disk import Disk, Extent, Priority
+from infinity.storage.disk import Disk, Extent
+from infinity.storage.store import Priority
 
 Pieces = list[tuple[Extent, Tensor]]
 
@@ -217,8 +218,8 @@ def test_a_bit_that_turned_on_disk_is_named_and_nothing_is_trained_with_it(
         engine.backward(engine(batch(2)))
         engine.step()  # half a window: its gradients rest on disk
         engine.settle()
-        state, gradients = engine._parts.store.units, engine._parts.gradients.extents
-        extents = [e for unit in state for e in unit.extents] + list(gradients.values())
+        state, gradients = engine._parts.store.units, engine._parts.gradients.places
+        extents = [e for unit in state for e in unit.sides[0]] + list(gradients.values())
         (extent,) = [e for e in extents if e.owner == what]
         (piece,) = engine._parts.disk._stripes.pieces(extent.offset, PAGE)
         (file,) = tmp_path.glob("*/state.bin")

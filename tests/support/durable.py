@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from support import rough
 from support.small import batch, settings, small_model
@@ -65,17 +66,19 @@ def durable_engine(path: Path | list[Path], model: nn.Module, **more: Any) -> It
         warnings.simplefilter("ignore", infinity.errors.InfinityWarning)
         engine, *_ = rough.initialize(model, given, poison=None)
     with engine:
-        connect(engine)
         yield engine
 
 
-def connect(engine: Engine) -> None:
-    """Give commits their document, and take the resumed one, where the engine does not itself."""
-    parts, stepper, checkpoints = engine._parts, engine._stepper, engine._checkpoints
-    if parts.durability is not None and stepper.document is None:
-        stepper.document = checkpoints.document
-        if parts.resumed:
-            checkpoints.restore_document(parts.resumed)
+def step_uncommitted(engine: Engine) -> None:
+    """The next step, of which what a commit holds beside the state cannot be told."""
+
+    def fail() -> bytes:
+        raise RuntimeError("no document")
+
+    engine._checkpoints.document = fail  # type: ignore[assignment,method-assign]
+    with pytest.raises(RuntimeError, match="no document"):
+        step(engine)
+    del engine._checkpoints.document
 
 
 def step(engine: Engine) -> None:

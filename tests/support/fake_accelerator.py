@@ -41,7 +41,7 @@ _LOST_S = 120.0  # so that a mistake of the fake hangs one test, and not all tha
 # Who may copy to and from memory that is not pinned: before training, and where a user asks for or
 # sets values. (The last measures both kinds.)
 UNPINNED = {
-    ("infinity.training.initial_write", "_copy_to_memory"),
+    ("infinity.training.initial_write", "_write_chunk"),
     ("infinity.training.initial_write", "_write_frozen"),
     ("infinity.checkpoint.durability", "fill_memory"),
     ("infinity.offload.state", "read"),
@@ -49,8 +49,14 @@ UNPINNED = {
     ("infinity.offload.gradients", "read"),
     ("infinity.calibration", "<lambda>"),
 }
-_PASSED_ON_BY = {"infinity.storage.device", "infinity.offload.transfers"}
-_STAGE = ("infinity.offload.state", "stage")  # into a buffer of whoever calls it
+PASSED_ON_BY = {
+    "infinity.storage.device",
+    "infinity.storage.store",
+    "infinity.storage.staging",
+    "infinity.offload.transfers",
+}
+# Into and from a buffer of whoever calls it.
+_STAGED = {("infinity.offload.state", "stage"), ("infinity.offload.state", "send")}
 
 
 @dataclass(frozen=True)
@@ -387,7 +393,7 @@ def asker() -> tuple[str, str] | None:
     frame = sys._getframe(1)
     while frame is not None:
         who = frame.f_globals["__name__"], frame.f_code.co_name
-        if who[0].startswith("infinity.") and who[0] not in _PASSED_ON_BY and who != _STAGE:
+        if who[0].startswith("infinity.") and who[0] not in PASSED_ON_BY and who not in _STAGED:
             return who
         frame = frame.f_back
     return None

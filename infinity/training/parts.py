@@ -1,4 +1,4 @@
-"""The rooms of one engine, assembled from a model and a config, and taken down again."""
+"""The parts of one engine, assembled from a model and a config, and taken down again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 from torch import nn
 
-from infinity.blueprint import largest_trained_of
 from infinity.checkpoint.durability import Durability
 from infinity.checkpoint.durable_runs import model_facts, read_run, remarks
 from infinity.config.schema import Config
@@ -22,12 +21,15 @@ from infinity.offload.block_forward import UnitForwards
 from infinity.offload.gradients import GradientStore
 from infinity.offload.hooks import Hooks
 from infinity.offload.memory_watch import MemoryWatch
-from infinity.offload.prefetch import Mover
+from infinity.offload.owner import Owner
+from infinity.offload.prefetch import Cycles, Mover
 from infinity.offload.report import Timeline
 from infinity.offload.state import StateStore
 from infinity.offload.transfers import Lanes
+from infinity.offload.window import AccumulationWindow
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.offloaded import OffloadedOptimizer
+from infinity.plan.layout import largest_trained_of
 from infinity.plan.machine import read_machine
 from infinity.plan.plan import Plan
 from infinity.storage.device import PROCESS, CpuDevice, Device
@@ -36,6 +38,7 @@ from infinity.trace.recorder import Trace
 from infinity.training.async_save import Saver
 from infinity.training.initial_write import Birth, Progress
 from infinity.training.optimizer_pass import Sweep
+from infinity.training.parameter_access import Values
 
 
 class Parts:
@@ -92,7 +95,8 @@ class Parts:
             undo.append(self.disk.close)
         self.lanes = Lanes(self.device, self.disk)
         self.store = StateStore(plan, self.lanes)
-        self.gradients = GradientStore(plan, self.lanes, self.kernels)
+        self.window = AccumulationWindow(plan)
+        self.gradients = GradientStore(plan, self.lanes, self.kernels, self.window)
         undo.append(self.gradients.close)
         self.activations: ActivationStore | None = None
         if plan.saved.offload is not None:
@@ -110,12 +114,12 @@ class Parts:
         self.mover = Mover(plan, self.lanes, self.store, self.presence)
         rule, seed = optimizer.rule, config.seed or 0
         self.updater = rule.updater(self.kernels, cut.names, largest_trained_of(cut.layouts), seed)
-        self.sweep = Sweep(
-            plan, self.lanes, self.store, self.gradients, self.mover, self.updater, self.durability
-        )
-        undo += [self._let_go, self.sweep.close]
         self.saver = Saver(plan, self.store)
-        undo.append(self.saver.abort)  # the sweep may be waiting for it
+        self.sweep = Sweep(
+            plan, self.lanes, self.store, self.gradients, self.mover, self.updater, self.durability,
+            before_change=self.saver.await_copied,
+        )  # fmt: skip
+        undo += [self._let_go, self.sweep.close, self.saver.abort]  # the sweep may wait for that
         self.sweep.open()
         index_of = {id(p): i for i, p in enumerate(cut.parameters)}
         initial = {i: rule.initial(hyper) for i, hyper in optimizer.hypers(index_of).items()}
@@ -150,10 +154,19 @@ class Parts:
     def _attach(self, model: nn.Module, config: Config) -> None:
         """Hooks, forwards and parameter maps, on a model whose state is home."""
         cut, plan, undo = self.cut, self.plan, self._undo
-        self.hooks = Hooks(self.mover, self.gradients, cut.units, cut.parameters, cut.trained)
-        self.hooks.watch = MemoryWatch(plan, model, self.device, config.budget.host)
+        self.owner = Owner(backward_threads=not plan.unified)
+        self.values = Values(
+            self.store, self.mover, self.kernels, self.sweep.finish, self.owner,
+            before_change=self.saver.await_copied,
+        )  # fmt: skip
+        watch = MemoryWatch(plan, model, self.device, config.budget.host)
+        self.hooks = Hooks(
+            self.mover, self.gradients, self.window, self.owner, watch, self.activations,
+            self.values.lent, self.values.flush_edits, cut.units, cut.parameters, cut.trained,
+        )  # fmt: skip
         undo.append(self.hooks.remove)
-        self.hooks.saved.activations = self.activations
+        self.cycles = Cycles(self.mover)
+        self.hooks.watch_root(model, *self.cycles.around_calls())
         self.forwards = UnitForwards(self.hooks, cut.units, cut.parameters, plan.saved)
         undo.append(self.forwards.remove)
         if self._trace is not None:

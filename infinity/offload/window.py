@@ -1,0 +1,111 @@
+"""The accumulation window: the micro-batches of one update, and the gradients that came of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from infinity.errors import ConfigError, TrainingError
+from infinity.plan.plan import Plan
+
+
+class AccumulationWindow:
+    """How many micro-batches make an update, how many are behind us, and what arrived.
+
+    All that is known of a window that is open; once it has ended in a step, or is rolled back, it
+    is empty again. Used by the training thread, and by autograd's while that waits for it.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.length = plan.micro_batches
+        """Micro-batches of an update, and what losses are divided by."""
+        self.boundary: bool | None = None
+        """Where it is set by hand: whether the current micro-batch is the last."""
+        self.no_sync = 0
+        """Blocks of `engine.no_sync()` that are open."""
+        self.micro_step = 0
+        """Micro-batches that are behind us."""
+        self.backwards = 0
+        """Backwards of the current micro-batch."""
+        self.arrived = 0
+        """Gradients since the start, whoever called backward."""
+        self.divisor = self.length
+        """Of gradients that arrive; not 1 only where their loss is not divided."""
+        self.scaled = False
+        """`engine.scale` made a loss since a backward last ended."""
+        self.updated = False
+        """By the last `step()`."""
+        self._accounted = 0  # of `arrived`
+        self._sums = plan.gradient_itemsize == 4
+        self._dtype = plan.precision.dtype
+        self._configured = plan.micro_batches
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a backward has been since the last update."""
+        return bool(self.micro_step or self.backwards)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the current micro-batch is the last: `step()` would update."""
+        if self.no_sync:
+            return False
+        return self.boundary if self.boundary is not None else self.micro_step + 1 >= self.length
+
+    @property
+    def has_news(self) -> bool:
+        """Whether gradients came that no backward of the engine's made."""
+        return self.arrived != self._accounted
+
+    def set_length(self, length: int) -> None:
+        """Another number of micro-batches; the caller sees to it that no window is open."""
+        if type(length) is not int or length < 1:
+            raise ConfigError(f"a window of {length!r} micro-batches", remedy="1 or more")
+        if length > 1 and not self._sums:
+            raise self._refusal(ConfigError, f"a window of {length} micro-batches")
+        self.length = self.divisor = length
+
+    # --- what happens in it ----------------------------------------------------------------------
+
+    def account(self) -> None:
+        """What has arrived is accounted for; what will arrive comes from a loss as it is."""
+        self._accounted, self.scaled, self.divisor = self.arrived, False, self.length
+
+    def end_micro_batch(self) -> None:
+        """The next micro-batch begins."""
+        self.micro_step, self.backwards = self.micro_step + 1, 0
+
+    def start_over(self) -> None:
+        """It is empty."""
+        self.micro_step = self.backwards = 0
+
+    # --- what has no meaning ---------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise `TrainingError` for a micro-batch that is not the last where there may be one."""
+        if not self._sums and not self.is_last:
+            raise self._refusal(TrainingError, "a window of several micro-batches, set by hand")
+
+    def check_step(self) -> None:
+        """Raise `TrainingError` for a `step()` that has no meaning."""
+        if self.no_sync:
+            raise TrainingError(
+                "step() inside engine.no_sync()",
+                because="the block says that the window goes on",
+                remedy="leave the block before the last micro-batch",
+            )
+        if self.backwards == 0:
+            raise TrainingError(
+                "step() without a backward since the last one",
+                because="no gradient has reached the engine",
+                remedy="call engine.backward(loss), or loss.backward(), before",
+            )
+
+    def _refusal(self, kind: type[Any], what: str) -> Any:
+        return kind(
+            f"{what}, but gradient_accumulation_steps is {self._configured}: gradients rest in "
+            f"{self._dtype}, 2 bytes each",
+            because="sums of micro-batches would lose their low bits; sums rest in fp32, 4 bytes "
+            "each, which is settled when memory is reserved",
+            remedy="set gradient_accumulation_steps to 2 or more in the configuration; windows set "
+            "by hand may then be longer or shorter",
+        )

@@ -11,6 +11,9 @@ BF16: int
 FP32: int
 FP16: int
 
+def rules() -> list[str]:
+    """The rules of csrc/adam/update.inl, in the order of their codes."""
+
 def isas() -> list[str]:
     """Instruction sets available on this CPU, best last."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.durable_runs import find_run, model_facts
-from infinity.config.schema import Config, OptimizerConfig
+from infinity.config.schema import Config
 from infinity.cutting import AUTO_DEVICE_BUDGET, PROCESS_BASE_BYTES, Cut
 from infinity.errors import ConfigError
 from infinity.formats import MomentFormat
@@ -28,6 +28,7 @@ from infinity.plan.layout import Tier, UnitLayout, largest_trained_of
 from infinity.plan.machine import default_host_budget_bytes, read_machine
 from infinity.plan.plan import Plan, RuleFacts
 from infinity.plan.planner import gradient_itemsize, make_plan
+from infinity.rules import SGD
 from infinity.storage.device import PROCESS, Device
 
 _TRAINABLE = (torch.float32, torch.float16, torch.bfloat16)
@@ -74,8 +75,8 @@ def make_optimizer(
     if model_parameters is None:
         groups: list[Any] = [p for p in model.parameters() if p.requires_grad] if trains else []
         if not groups and given is None:
-            rule = BuiltInRule("SGD")
-            nothing = {**OptimizerConfig(type="SGD").parameters(), "params": []}
+            rule = BuiltInRule(SGD.__name__)
+            nothing = {**SGD.defaults(), "params": []}
             return OffloadedOptimizer([nothing], {}, rule=rule)
     else:
         groups = model_parameters

@@ -33,11 +33,11 @@ from infinity.files import atomic_write
 from infinity.formats import MomentFormat
 from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.moments import VALUE_DTYPES, Moment
-from infinity.optim.rules import AdamHyper
 from infinity.plan import cost as names
 from infinity.plan.cost import Rates
 from infinity.plan.layout import PAGE, round_up
 from infinity.plan.machine import cpu_model, mount_of, read_machine
+from infinity.rules import AdamW
 from infinity.storage.device import HAPPENED, CpuDevice, Device, DeviceArena, Event, HostArena
 from infinity.storage.disk import Disk, DiskTicket, Extent
 
@@ -316,7 +316,7 @@ def _pieces(arena: DeviceArena, num_chunks: int, kind: MomentFormat) -> list[Pie
     for first in range(0, count, _CHUNK):
         part = slice(first, first + _CHUNK)
         kept = [moment.part(first, first + _CHUNK) for moment in moments]
-        hyper = AdamHyper(lr=1e-4)
+        hyper = AdamW(lr=1e-4)
         pieces.append(
             Piece(weight[part], residual[part], kept, gradient[part], hyper, 100, first=first)
         )

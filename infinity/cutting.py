@@ -13,11 +13,12 @@ from infinity.config.schema import Config
 from infinity.formats import MomentFormat
 from infinity.model.cut import Cutter, UnitCut, UnitSpec
 from infinity.model.shapes import Outline, Target
-from infinity.optim.rules import rule_facts
 from infinity.plan.cost import Work
 from infinity.plan.layout import PRECISIONS, ParameterFacts, UnitLayout, lay_out
 from infinity.plan.machine import PlanMachine
+from infinity.plan.plan import RuleFacts
 from infinity.plan.planner import Case
+from infinity.rules import RULES, lossy_notes, reserved_moments
 
 if TYPE_CHECKING:
     import torch
@@ -106,13 +107,19 @@ def case_for(
 
     `base` and `made` are bytes, see `plan.reserve.Limits`.
     """
-    form = MomentFormat(config.optimizer.moments)
+    name, form = config.optimizer.type, MomentFormat(config.optimizer.moments)
+    rule = RuleFacts(
+        name=name,
+        moments=reserved_moments(name, groups, form),
+        whole=RULES[name].whole,
+        notes=lossy_notes(form),
+    )
     return Case(
         units=cut.layouts,
         config=config,
         machine=machine,
         work=Work(tokens, recompute, target.lookups, target.shares),
-        rule=rule_facts(config.optimizer.type, groups, form),
+        rule=rule,
         heads=target.heads,
         base=base,
         made=made,

@@ -19,7 +19,7 @@ Rule = Callable[[Sources], list[str]]
 # under `if TYPE_CHECKING:` counts too, and nobody imports the package root but the top.
 LAYERS: tuple[set[str], ...] = (
     {"errors", "formats", "heap", "_version", "_aio", "_adam"},
-    {"files", "sizes", "crc32c", "journal", "losses"},
+    {"files", "sizes", "crc32c", "journal", "losses", "rules"},
     {"config", "trace"},
     {"plan", "schedules"},
     {"model"},

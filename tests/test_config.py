@@ -329,15 +329,6 @@ def test_every_rule_has_its_own_keys_and_defaults(kind: str, defaults: dict[str,
     assert load_config(config).resolved() == config.resolved()
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD", "Adagrad"])
-def test_defaults_of_rules_are_those_of_torch(kind: str) -> None:
-    torch = pytest.importorskip("torch")
-    parameter = torch.nn.Parameter(torch.ones(1))
-    theirs = getattr(torch.optim, kind)([parameter]).defaults
-    for name, value in load_config({"optimizer": {"type": kind}}).optimizer.parameters().items():
-        assert theirs[name] == value, name
-
-
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [

@@ -21,11 +21,11 @@ from infinity.formats import MomentFormat
 from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.cuda import SQUARE_TILE, TILE, CudaKernels
 from infinity.optim.moments import Moment
-from infinity.optim.rules import AdamHyper
+from infinity.rules import AdamW
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler to emulate with")
 SIZES = (1, 3, 127, 128, 129, TILE - 1, TILE, TILE + 1, 2 * TILE + 777)
-ADAM = AdamHyper(lr=1e-2, weight_decay=0.1)
+ADAM = AdamW(lr=1e-2, weight_decay=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_same_bits_for_every_combination(cuda, cpu, rule: str) -> None:
 
 def test_one_launch_serves_many_parameters_and_groups(cuda, cpu, launcher) -> None:
     source = Rooms(seed=1)
-    hypers = [AdamHyper(lr=10.0**-k) for k in range(1, 5)]
+    hypers = [AdamW(lr=10.0**-k) for k in range(1, 5)]
     for count, kernel in ((40, "update_small"), (41, "update_large"), (340, "update_large")):
         rooms = [
             source.make(17 * k % 131 + 1, BF16, BF16, hypers[k % 4], MomentFormat.FP32)
@@ -204,8 +204,8 @@ def test_a_square_sum_shows_what_is_not_finite(cuda, dtype: torch.dtype, value: 
 def test_accumulation(cuda, cpu, target: torch.dtype, source: torch.dtype) -> None:
     rooms = Rooms(seed=6)
     for n, aligned in itertools.product((1, 5, 1024, 4099), (True, False)):
-        room = rooms.make(n, FP32, source, HYPERS["plain"][0], MomentFormat.FP32, aligned=aligned)
-        other = rooms.make(n, FP32, target, HYPERS["plain"][0], MomentFormat.FP32, aligned=aligned)
+        room = rooms.make(n, FP32, source, HYPERS["Plain"][0], MomentFormat.FP32, aligned=aligned)
+        other = rooms.make(n, FP32, target, HYPERS["Plain"][0], MomentFormat.FP32, aligned=aligned)
         copy = other.copy()
         cuda.accumulate(other["gradient"], room["gradient"])
         cpu.accumulate(copy["gradient"], room["gradient"])

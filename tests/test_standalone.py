@@ -24,8 +24,8 @@ import infinity
 from infinity.errors import ConfigError, EngineClosedError, InfinityError
 from infinity.formats import MomentFormat
 from infinity.optim.moments import Moment
-from infinity.optim.rules import AdamHyper
 from infinity.optim.update import rounding_key
+from infinity.rules import AdamW
 
 SHAPES = ((17, 9), (33,), (), (2, 3, 4, 5), (0, 4), (700, 11))
 CLASSES = (infinity.CPUAdam, infinity.FusedAdam)
@@ -116,7 +116,7 @@ def test_every_layout_and_format_is_the_reference(dtype: torch.dtype, moments: s
     ours = infinity.CPUAdam(mine, lr=1e-2, moments=moments, seed=9, num_threads=2)
     steps(ours, mine)
     kind = MomentFormat(moments)
-    hyper = AdamHyper(lr=1e-2)
+    hyper = AdamW(lr=1e-2)
     for index, start in enumerate(parameters(dtype)):
         weight = start.detach().clone().reshape(-1)
         rest: Tensor | None = None

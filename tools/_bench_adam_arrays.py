@@ -11,9 +11,9 @@ import torch
 from infinity.formats import MOMENT_BLOCK, MomentFormat
 from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.moments import VALUE_DTYPES, Moment
-from infinity.optim.rules import AdamHyper
+from infinity.rules import AdamW
 
-HYPER = AdamHyper(lr=1e-4, weight_decay=0.01)
+HYPER = AdamW(lr=1e-4, weight_decay=0.01)
 STEP = 100
 SAMPLE = 1 << 20  # elements that are drawn; the arrays repeat them
 

@@ -58,7 +58,7 @@ def torch_adamw(arrays: Arrays, name: str, *, copies: bool, **how: bool) -> Cont
     optimizer = torch.optim.AdamW(
         parameters,
         lr=HYPER.lr,
-        betas=(HYPER.beta1, HYPER.beta2),
+        betas=HYPER.betas,
         eps=HYPER.eps,
         weight_decay=HYPER.weight_decay,
         **how,
@@ -87,7 +87,7 @@ def deepspeed_adam(arrays: Arrays) -> Contender:
     optimizer = DeepSpeedCPUAdam(
         parameters,
         lr=HYPER.lr,
-        betas=(HYPER.beta1, HYPER.beta2),
+        betas=HYPER.betas,
         eps=HYPER.eps,
         weight_decay=HYPER.weight_decay,
     )

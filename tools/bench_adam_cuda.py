@@ -23,9 +23,9 @@ from infinity.optim import cuda
 from infinity.optim.cpu import Piece
 from infinity.optim.cuda import CudaKernels
 from infinity.optim.moments import Moment
-from infinity.optim.rules import AdamHyper
+from infinity.rules import AdamW
 
-HYPER = AdamHyper(lr=1e-4, weight_decay=0.01)
+HYPER = AdamW(lr=1e-4, weight_decay=0.01)
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 # name -> weight, rest, gradient, moments; bytes moved per parameter follow from it
 LAYOUTS = {

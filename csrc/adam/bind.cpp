@@ -225,6 +225,8 @@ NB_MODULE(_adam, module) {
   module.attr("BF16") = static_cast<int>(infinity::kBf16);
   module.attr("FP32") = static_cast<int>(infinity::kFp32);
   module.attr("FP16") = static_cast<int>(infinity::kFp16);
+  module.def("rules", &infinity::rule_names,
+             "The rules of update.inl, in the order of their codes.");
   module.def("isas", &infinity::isas, "Instruction sets available on this CPU, best last.");
 
   module.def("check_apart", &infinity::check_pieces_apart, "pieces"_a,

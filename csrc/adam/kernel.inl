@@ -464,19 +464,23 @@ void update_layout(const UpdateArguments& a, size_t begin, size_t end) {
   }
 }
 
+template <class Update>
+void update_rule(const UpdateArguments& a, size_t begin, size_t end) {
+  if constexpr (requires { typename Update::Short; }) {
+    if (!Update::is_general(a.scalars)) {
+      return update_layout<typename Update::Short>(a, begin, end);
+    }
+  }
+  update_layout<Update>(a, begin, end);
+}
+
 void update(const UpdateArguments& a, size_t begin, size_t end) {
   switch (a.rule) {
-    case kAdam:
-      return Adam::is_general(a.scalars) ? update_layout<AdamOf<true>>(a, begin, end)
-                                         : update_layout<AdamOf<false>>(a, begin, end);
-    case kLion:
-      return update_layout<Lion>(a, begin, end);
-    case kMomentum:
-      return update_layout<Momentum>(a, begin, end);
-    case kPlain:
-      return update_layout<Plain>(a, begin, end);
-    case kAdagrad:
-      return update_layout<Adagrad>(a, begin, end);
+#define INFINITY_CASE(name) \
+  case k##name:             \
+    return update_rule<name>(a, begin, end);
+    INFINITY_RULES(INFINITY_CASE)
+#undef INFINITY_CASE
   }
 }
 

@@ -16,15 +16,13 @@ enum Layout : int { kFp32Weight = 0, kSplitWeight = 1, kFp16Weight = 2 };
 
 enum Format : int { kFp32Moment = 0, kBf16Moment = 1, kBf16Stochastic = 2, kInt8Moment = 3 };
 
-enum Rule : int { kAdam = 0, kLion = 1, kMomentum = 2, kPlain = 3, kAdagrad = 4 };
-
 // Elements of one block of the square sum; part of its definition, never a tuning knob.
 constexpr std::size_t kSquareBlock = 4096;
 
 constexpr std::size_t kMaxScalars = 9;
 
 struct UpdateArguments {
-  Rule rule;
+  int rule;  // a RuleCode of update.inl
   Layout layout;
   Format format;
   Dtype gradient_dtype;
@@ -36,7 +34,7 @@ struct UpdateArguments {
   void* moment[2];
   float* scales[2];  // 8 bits only
   const void* gradient;
-  float scalars[kMaxScalars];  // see infinity/optim/rules.py
+  float scalars[kMaxScalars];  // see infinity/rules.py
 };
 
 struct PairArguments {

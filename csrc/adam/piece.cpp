@@ -1,19 +1,25 @@
 #include "piece.h"
 
 #include <algorithm>
+#include <iterator>
 #include <stdexcept>
 #include <string>
+
+#include "update.inl"
 
 namespace infinity {
 namespace {
 
-constexpr std::size_t kMomentBlock = 128;  // as in update.inl
-
 struct Face {
+  const char* name;
   std::size_t num_moments;
   std::size_t num_scalars;
 };
-constexpr Face kFaces[] = {{2, 9}, {1, 7}, {1, 6}, {0, 6}, {1, 4}};  // by Rule
+#define INFINITY_FACE(rule) {#rule, rule::kNumMoments, rule::kNumScalars},
+constexpr Face kFaces[] = {INFINITY_RULES(INFINITY_FACE)};  // by RuleCode
+constexpr int kNumRules = static_cast<int>(std::size(kFaces));
+static_assert(std::all_of(std::begin(kFaces), std::end(kFaces),
+                          [](const Face& face) { return face.num_scalars <= kMaxScalars; }));
 
 int checked_code(const char* name, int code, int end) {
   if (code >= 0 && code < end) return code;
@@ -27,6 +33,12 @@ std::size_t rest_size(Layout layout) {
 }
 
 }  // namespace
+
+std::vector<std::string> rule_names() {
+  std::vector<std::string> names;
+  for (const Face& face : kFaces) names.emplace_back(face.name);
+  return names;
+}
 
 std::size_t size_of(Dtype dtype) { return dtype == kFp32 ? 4 : 2; }
 
@@ -54,7 +66,7 @@ Piece::Piece(std::size_t n, int rule, int layout, int format, int gradient_dtype
              Address moment2, Address scales2, Address gradient,
              const std::vector<double>& scalars) {
   UpdateArguments& a = arguments_;
-  a.rule = static_cast<Rule>(checked_code("rule", rule, kAdagrad + 1));
+  a.rule = checked_code("rule", rule, kNumRules);
   a.layout = static_cast<Layout>(checked_code("layout", layout, kFp16Weight + 1));
   a.format = checked_format(format);
   a.gradient_dtype = checked_dtype(gradient_dtype);

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "kernels.h"
@@ -10,6 +11,9 @@
 namespace infinity {
 
 using Address = std::uintptr_t;
+
+// The structs of update.inl that are rules, in the order of their codes.
+std::vector<std::string> rule_names();
 
 std::size_t size_of(Dtype dtype);
 std::size_t moment_size(Format format);

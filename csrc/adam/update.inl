@@ -267,11 +267,12 @@ INFINITY_FUNCTION float decode_unsigned(u8 code, float scale) {
 
 // --- rules ---------------------------------------------------------------------------------------
 // A rule is made from its scalars, each rounded to fp32 once, in the order in which
-// infinity/optim/rules.py returns them. It takes the parameter, the gradient as it is stored and
+// infinity/rules.py returns them. It takes the parameter, the gradient as it is stored and
 // its moments, and leaves the new values; the includer stores them (`canonical` first). `maximize`
 // is the sign of grad_scale. A loop may take three steps instead: `begin` makes the new moments and
 // a fraction, and reads the parameter only if `kReadsWeight`; `change` divides it; `apply`
-// subtracts.
+// subtracts. A rule with a `Short` form takes that for scalars that are not `is_general`. A rule is
+// known to everybody by its line in `INFINITY_RULES`, at the end.
 
 template <class F>
 struct Fraction {
@@ -284,7 +285,9 @@ struct Fraction {
 // out what l2 = 0 and beta1 > 0.5 do not need.
 template <bool kGeneral>
 struct AdamOf {
+  using Short = AdamOf<false>;
   static constexpr int kNumMoments = 2;
+  static constexpr int kNumScalars = 9;
   static constexpr bool kUnsigned = false;  // first moment; a second one always is
   static constexpr bool kDivides = true;
   static constexpr bool kReadsWeight = kGeneral;
@@ -332,6 +335,7 @@ using Adam = AdamOf<true>;
 // Lion (Chen et al. 2023): the sign of an interpolation; a NaN stays a NaN.
 struct Lion {
   static constexpr int kNumMoments = 1;
+  static constexpr int kNumScalars = 7;
   static constexpr bool kUnsigned = false;
   static constexpr bool kDivides = false;
   static constexpr bool kReadsWeight = false;
@@ -370,6 +374,7 @@ struct Lion {
 // momentum 0 and undamped 1, as torch's buffer starts as the gradient.
 struct Momentum {
   static constexpr int kNumMoments = 1;
+  static constexpr int kNumScalars = 6;
   static constexpr bool kUnsigned = false;
   static constexpr bool kDivides = false;
   static constexpr bool kReadsWeight = true;
@@ -406,6 +411,7 @@ struct Momentum {
 // SGD without momentum; the scalars of `Momentum`.
 struct Plain {
   static constexpr int kNumMoments = 0;
+  static constexpr int kNumScalars = 6;
   static constexpr bool kUnsigned = false;
   static constexpr bool kDivides = false;
   static constexpr bool kReadsWeight = true;
@@ -438,6 +444,7 @@ struct Plain {
 // Adagrad (Duchi et al. 2011): one moment, the sum of squares.
 struct Adagrad {
   static constexpr int kNumMoments = 1;
+  static constexpr int kNumScalars = 4;
   static constexpr bool kUnsigned = true;
   static constexpr bool kDivides = true;
   static constexpr bool kReadsWeight = true;
@@ -467,6 +474,13 @@ struct Adagrad {
     p = apply(p, change(begin(p, gradient, m, v)));
   }
 };
+
+// Every rule, by the name of its struct: the `kernel` of infinity/rules.py.
+#define INFINITY_RULES(RULE) RULE(Adam) RULE(Lion) RULE(Momentum) RULE(Plain) RULE(Adagrad)
+
+#define INFINITY_CODE(name) k##name,
+enum RuleCode : int { INFINITY_RULES(INFINITY_CODE) };
+#undef INFINITY_CODE
 
 }  // namespace
 }  // namespace infinity

@@ -11,7 +11,7 @@ import inspect
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
     BaseModel,
@@ -20,11 +20,13 @@ from pydantic import (
     Field,
     ValidationError,
     ValidationInfo,
+    create_model,
     field_validator,
 )
 
 from infinity.config.source import apply_overrides, explain, read_config_file
 from infinity.errors import ConfigError
+from infinity.rules import RULES
 from infinity.sizes import parse_size
 
 # Values and sections that a configuration is made of, and what each may look like.
@@ -99,46 +101,18 @@ class Section(BaseModel):
 # The optimizer, scheduler and loss scale sections of a configuration.
 
 
-# What each update rule takes and its defaults: torch's, and for Lion the paper's.
-_RULES: dict[str, dict[str, Any]] = {
-    "AdamW": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
-    "Adam": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
-    "Lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
-    "SGD": {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
-    "Adagrad": {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0,
-                "initial_accumulator_value": 0.0, "eps": 1e-10},
-}  # fmt: skip
-for _defaults in _RULES.values():
-    _defaults["maximize"] = False
-_RULE_OF = {name.lower(): name for name in _RULES}
+_RULE_OF = {name.lower(): name for name in RULES}
+_ENTRIES = {name: default for rule in RULES.values() for name, default in rule.defaults().items()}
+if TYPE_CHECKING:
+    RuleName: TypeAlias = str
+else:
+    RuleName = Literal[tuple(RULES)]
 
 
-def _of_the_rule(name: str, **limits: Any) -> Any:
-    """A field whose default depends on `type`; None where the rule does not take it."""
-    return Field(
-        default_factory=lambda given: _RULES[given["type"]].get(name) if "type" in given else None,
-        **limits,
-    )
+class _AnyOptimizer(Section):
+    """What every rule takes; what else one takes, `OptimizerConfig` has from `RULES`."""
 
-
-class OptimizerConfig(Section):
-    """The update rule; each takes some of the keys, with torch's names and defaults.
-
-    "AdamW" decays weights directly, "Adam" adds the decay to the gradient. `moments` says how
-    moments are stored: all but fp32 are lossy.
-    """
-
-    type: Literal["AdamW", "Adam", "Lion", "SGD", "Adagrad"] = "AdamW"
-    lr: Number = _of_the_rule("lr", ge=0)
-    betas: Annotated[tuple[Beta, Beta], BeforeValidator(as_pair)] = _of_the_rule("betas")
-    eps: Number = _of_the_rule("eps", ge=0)
-    weight_decay: Number = _of_the_rule("weight_decay", ge=0)
-    momentum: Number = _of_the_rule("momentum", ge=0)
-    dampening: Number = _of_the_rule("dampening")
-    nesterov: bool = _of_the_rule("nesterov")
-    lr_decay: Number = _of_the_rule("lr_decay", ge=0)
-    initial_accumulator_value: Number = _of_the_rule("initial_accumulator_value", ge=0)
-    maximize: bool = _of_the_rule("maximize")
+    type: RuleName = "AdamW"
     moments: Literal["fp32", "bf16", "bf16_stochastic", "8bit"] = "fp32"
 
     @field_validator("type", mode="before")
@@ -146,29 +120,59 @@ class OptimizerConfig(Section):
     def _any_case(cls, value: Any) -> Any:
         return _RULE_OF.get(value.lower(), value) if isinstance(value, str) else value
 
-    @field_validator(*dict.fromkeys(key for rule in _RULES.values() for key in rule), mode="before")
+    @field_validator(*_ENTRIES, mode="before", check_fields=False)
     @classmethod
     def _the_rule_takes_it(cls, value: Any, info: ValidationInfo) -> Any:
         kind = info.data.get("type")
-        if kind is not None and info.field_name not in _RULES[kind]:
-            takes = ", ".join(_RULES[kind])
+        if kind is not None and info.field_name not in RULES[kind].defaults():
+            takes = ", ".join(RULES[kind].defaults())
             raise ValueError(f"{kind} does not take it; it takes {takes}, moments")
         return value
 
-    @field_validator("nesterov")
+    @field_validator(*_ENTRIES, check_fields=False)
     @classmethod
-    def _nesterov_needs_momentum(cls, value: bool, info: ValidationInfo) -> bool:
-        momentum, dampening = info.data.get("momentum", 1.0), info.data.get("dampening", 0.0)
-        if value and (momentum == 0 or dampening != 0):
-            raise ValueError(
-                f"needs momentum above 0 and no dampening, got momentum {momentum:g} and "
-                f"dampening {dampening:g}"
-            )
+    def _fits_the_others(cls, value: Any, info: ValidationInfo) -> Any:
+        kind = info.data.get("type")
+        if kind is not None and (
+            words := RULES[kind].misfit(info.field_name or "", value, info.data)
+        ):
+            raise ValueError(words)
         return value
 
     def parameters(self) -> dict[str, Any]:
         """What the rule takes, by torch's names: the defaults of its parameter groups."""
-        return {name: getattr(self, name) for name in _RULES[self.type]}
+        return {name: getattr(self, name) for name in RULES[self.type].defaults()}
+
+
+def _field_of(name: str) -> tuple[Any, Any]:
+    """The field of an entry of some rule: its default depends on `type`, None if it has none."""
+
+    def default(given: dict[str, Any]) -> Any:
+        return RULES[given["type"]].defaults().get(name) if "type" in given else None
+
+    if isinstance(_ENTRIES[name], bool):
+        return bool, Field(default_factory=default)
+    if isinstance(_ENTRIES[name], tuple):
+        pair = Annotated[tuple[Beta, Beta], BeforeValidator(as_pair)]
+        return pair, Field(default_factory=default)
+    least = None if any(rule.is_signed(name) for rule in RULES.values()) else 0
+    return Number, Field(default_factory=default, ge=least)
+
+
+if TYPE_CHECKING:
+    OptimizerConfig = _AnyOptimizer
+else:
+    OptimizerConfig = create_model(
+        "OptimizerConfig",
+        __base__=_AnyOptimizer,
+        __module__=__name__,
+        __doc__="""The update rule; each takes some of the keys, with torch's names and defaults.
+
+    "AdamW" decays weights directly, "Adam" adds the decay to the gradient. `moments` says how
+    moments are stored: all but fp32 are lossy.
+    """,
+        **{name: _field_of(name) for name in _ENTRIES},
+    )
 
 
 class LossScaleConfig(Section):

@@ -20,10 +20,10 @@ from infinity.config.schema import (
     CHUNK_MULTIPLE,
     Config,
     IoConfig,
-    OptimizerConfig,
     load_config,
 )
 from infinity.deepspeed.keys import (
+    BUILT_IN,
     KEYS,
     OLD_NAMES,
     OPEN,
@@ -38,6 +38,7 @@ from infinity.deepspeed.keys import (
 from infinity.deepspeed.source import find_source
 from infinity.errors import ConfigError
 from infinity.plan.planner import CHUNK_ELEMENTS
+from infinity.rules import RULES, twin_of
 
 OURS = "infinity"  # a section of a DeepSpeed configuration that holds keys of ours
 
@@ -590,16 +591,7 @@ def _by_ratio(draft: _Draft, home: str) -> str:
 # --- the optimizer -------------------------------------------------------------------------------
 
 _TYPE, _PARAMS = "optimizer.type", "optimizer.params"
-# Our rule, and what DeepSpeed starts from where it is not what we start from.
-_BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
-    "adam": ("Adam", {"weight_decay": 0.0}),
-    "adamw": ("AdamW", {"weight_decay": 0.0}),
-    "lion": ("Lion", {"lr": 1e-3, "betas": [0.9, 0.999]}),
-    "adagrad": ("Adagrad", {}),
-    "sgd": ("SGD", {}),
-}
-_ADAMS = ("adam", "adamw")
-_RULES = "AdamW, Adam, Lion, Adagrad, SGD"
+_RULES = ", ".join(BUILT_IN.values())
 _COMPRESSED = "sends compressed gradients between GPUs; there is one process here"
 _SCALED = "scales rates by width with the mup package, which is not built in"
 _NOT_BUILT = {
@@ -619,7 +611,7 @@ def _optimizer(draft: _Draft) -> None:
     kind = draft.given.get(_TYPE)
     if draft.client_optimizer:
         draft.leave_to_client("optimizer", "optimizer")
-    elif kind is not None and kind.lower() in _BUILT_IN:
+    elif kind is not None and kind.lower() in BUILT_IN:
         _built_in(draft, kind)
     elif kind is not None:
         draft.problem(_TYPE, _why_not(kind, draft.below(_PARAMS)))
@@ -637,21 +629,20 @@ def _optimizer(draft: _Draft) -> None:
 
 
 def _built_in(draft: _Draft, kind: str) -> None:
-    params, name = draft.below(_PARAMS), kind.lower()
-    rule, start = _BUILT_IN[name]
+    params, named = draft.below(_PARAMS), BUILT_IN[kind.lower()]
+    rule, start = named, RULES[named].deepspeed or {}
     told = f"the built-in {rule}"
-    if name in _ADAMS:
-        decoupled = name == "adamw" or params.get("adam_w_mode", True)
-        rule = "AdamW" if decoupled else "Adam"
-        told = f"the built-in {rule}"
-        if name == "adam":
-            told = "AdamW, as there: adam_w_mode is true" if decoupled else "Adam with L2 decay"
-        if params.get("torch_adam") and decoupled:
-            start = {"weight_decay": 0.01}  # torch's own default
+    is_adam = RULES[named].decoupled is not None
+    if RULES[named].decoupled is False:  # there "Adam" means AdamW, if nothing is said
+        decoupled = bool(params.get("adam_w_mode", True))
+        rule = twin_of(named, decoupled=decoupled)
+        told = f"{rule}, as there: adam_w_mode is true" if decoupled else f"{rule} with L2 decay"
+    takes = RULES[rule].defaults()
+    if params.get("torch_adam") and RULES[rule].decoupled:
+        start = {"weight_decay": takes["weight_decay"]}  # torch's own default
     draft.note(_TYPE, told, Verdict.DONE)
     draft.set("optimizer.type", rule, _TYPE)
-    takes = OptimizerConfig(type=rule).parameters()  # type: ignore[arg-type]
-    known = [*takes, *(s for s in _SWITCHES if name in _ADAMS or s not in _ADAMS_OWN)]
+    known = [*takes, *(s for s in _SWITCHES if is_adam or s not in _ADAMS_OWN)]
     _check_params(draft, _PARAMS, draft.given[_TYPE], params, known)
     for key, value in {**start, **{k: v for k, v in params.items() if k in takes}}.items():
         draft.set(f"optimizer.{key}", value, f"{_PARAMS}.{key}")
@@ -706,7 +697,7 @@ def _why_not(kind: str, params: Mapping[str, Any]) -> str:
         )
     if reason is not None:
         return f"{kind} {reason}; use one of {_RULES}"
-    hint = _did_you_mean(kind, [*(rule for rule, _ in _BUILT_IN.values()), *names.values()])
+    hint = _did_you_mean(kind, [*BUILT_IN.values(), *names.values()])
     return f"{kind!r} is no optimizer that is known; {hint}built in: {_RULES}"
 
 

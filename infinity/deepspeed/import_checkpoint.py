@@ -35,8 +35,10 @@ from infinity.checkpoint.manifest import (
 from infinity.checkpoint.plain import dtype_name
 from infinity.checkpoint.reader import split
 from infinity.checkpoint.writer import CheckpointWriter
+from infinity.deepspeed.keys import BUILT_IN
 from infinity.errors import CheckpointError, ConfigError, first_lines
 from infinity.model.weight_files import Outgoing
+from infinity.rules import RULES, twin_of
 
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_([0-9]+)_)?mp_rank_([0-9]+)_model_states\.pt")
@@ -320,11 +322,12 @@ def _rule(files: ZeroFiles) -> str:
     config = files.models[0].get("ds_config")
     optimizer = config.get("optimizer") if isinstance(config, dict) else None
     kind = optimizer.get("type") if isinstance(optimizer, dict) else None
-    if not isinstance(kind, str) or kind.lower() not in ("adam", "adamw"):
+    name = BUILT_IN.get(kind.lower()) if isinstance(kind, str) else None
+    if name is None or RULES[name].decoupled is None:
         return kind if isinstance(kind, str) else "unknown"
     settings = optimizer.get("params") if isinstance(optimizer, dict) else None
     coupled = isinstance(settings, dict) and settings.get("adam_w_mode") is False
-    return "Adam" if kind.lower() == "adam" and coupled else "AdamW"
+    return name if coupled else twin_of(name, decoupled=True)
 
 
 def _steps(files: ZeroFiles) -> int:

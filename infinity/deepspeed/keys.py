@@ -14,6 +14,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from infinity.rules import RULES
+
+# DeepSpeed's names of the built-in rules, of which it ignores the case.
+BUILT_IN = {name.lower(): name for name, rule in RULES.items() if rule.deepspeed is not None}
+
 # [section=its old name], then its keys: name=old names, kind of value, default there; what becomes
 # of it here. A key that changes nothing is accepted; one that would change numbers or memory is
 # refused where it is on: "reason -> what to write".
@@ -77,8 +82,8 @@ buffer_dtype text null  refused if given: buffers keep the dtype they have -> le
     buffers before initialize()
 keep_in_fp32_modules names auto  accepted: buffers keep the dtype they have
 [optimizer]
-type text -  done: Adam (means AdamW unless adam_w_mode is false), AdamW, Lion, Adagrad, SGD; others
-    are refused with what to write
+type text -  done: the built-in rules (Adam means AdamW unless adam_w_mode is false); others are
+    refused with what to write
 legacy_fusion flag false  accepted: there is one path
 [optimizer.params]
 lr number 1e-3 (Adagrad 1e-2)  done: with torch's meaning

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.config.schema import Config, OptimizerConfig, SchedulerConfig, load_config
+from infinity.config.schema import Config, SchedulerConfig, load_config
 from infinity.config.source import read_config_file
 from infinity.deepspeed.config import Translation, translate_deepspeed
 from infinity.deepspeed.source import Source, find_source
 from infinity.errors import ConfigError
 from infinity.huggingface.models import transformers
+from infinity.rules import RULES, twin_of
 
 # Which update rule a Trainer's optimizer is here: a built-in one, a guest, or a refusal.
 
@@ -24,10 +25,7 @@ from infinity.huggingface.models import transformers
 Groups = list[dict[str, Any]]
 
 _RULES: dict[type, str] = {
-    torch.optim.AdamW: "AdamW",
-    torch.optim.Adam: "Adam",
-    torch.optim.SGD: "SGD",
-    torch.optim.Adagrad: "Adagrad",
+    getattr(torch.optim, name): name for name, rule in RULES.items() if rule.in_torch
 }
 # How torch carries a rule out: nothing here depends on it.
 _HINTS = ("fused", "foreach", "capturable", "differentiable")
@@ -152,9 +150,9 @@ def _rule_of(kind: type, options: Mapping[str, Any]) -> tuple[str, dict[str, Any
     name = _RULES.get(kind)
     if name is None:
         return None
-    if name in ("Adam", "AdamW") and options.get("decoupled_weight_decay", name == "AdamW"):
-        name = "AdamW"
-    takes = OptimizerConfig(type=name).parameters()  # type: ignore[arg-type]
+    if options.get("decoupled_weight_decay"):
+        name = twin_of(name, decoupled=True)
+    takes = RULES[name].defaults()
     told = {}
     for key, value in options.items():
         if key in takes:
@@ -201,7 +199,6 @@ class TrainingArguments(_Arguments):  # type: ignore[misc]
         self.deepspeed = given
 
 
-_ADAMS = ("AdamW", "Adam")
 _PRECISION_OF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")
 _PRECISIONS = ("bf16", "bfloat16", "fp16")
@@ -310,7 +307,7 @@ def _ours(source: Any, args: Any, precision: str) -> TrainerSettings:
         "optimizer.lr": (args.learning_rate, "learning_rate"),
         "optimizer.weight_decay": (args.weight_decay, "weight_decay"),
     }
-    if kind in _ADAMS:
+    if RULES[kind].decoupled is not None:
         wanted["optimizer.betas"] = ((args.adam_beta1, args.adam_beta2), "adam_beta1, adam_beta2")
         wanted["optimizer.eps"] = (args.adam_epsilon, "adam_epsilon")
     problems = []

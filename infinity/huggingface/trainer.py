@@ -559,7 +559,9 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             return choose_instance(config, given, named=settings.names_optimizer)
         if settings.names_optimizer and settings.translation is not None:
             trained = [p for p in self.model.parameters() if p.requires_grad]
-            return Choice(config, all_in_one(trained, config.optimizer.weight_decay))
+            return Choice(
+                config, all_in_one(trained, config.optimizer.parameters()["weight_decay"])
+            )
         if self.optimizer_cls_and_kwargs is not None:
             kind, options = self.optimizer_cls_and_kwargs
         else:

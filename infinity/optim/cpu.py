@@ -17,7 +17,7 @@ import infinity._adam as _adam
 from infinity.errors import ConfigError, EngineClosedError, InfinityError, PresenceError
 from infinity.formats import MOMENT_BLOCK, MomentFormat
 from infinity.optim.moments import VALUE_DTYPES, Moment
-from infinity.optim.rules import Hyper
+from infinity.rules import Hyper
 
 # Refusals of arguments that the optimizer kernels cannot take, before any byte is touched.
 #
@@ -159,6 +159,7 @@ _FORMATS = {
     MomentFormat.INT8: 3,
 }
 _LAYOUTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # by the weight's dtype
+_RULES = {name: code for code, name in enumerate(_adam.rules())}
 _HOST = torch.device("cpu")
 _FP32 = MomentFormat.FP32
 _FORMAT_ORDER = tuple(_FORMATS)
@@ -416,7 +417,7 @@ def _settings(pieces: list[Piece]) -> list[Setting]:
         _, _, _, _, own, its_step, its_scale, _, _ = piece
         if own is not hyper or its_step != step or its_scale != grad_scale:
             hyper, step, grad_scale = own, its_step, its_scale
-            setting = (int(own.rule), own.num_moments, list(own.scalars(step, grad_scale)))
+            setting = (_RULES[own.kernel], own.num_moments, list(own.scalars(step, grad_scale)))
         settings.append(setting)
     return settings
 

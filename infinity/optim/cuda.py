@@ -30,7 +30,6 @@ from infinity.optim.cpu import (
     check_tensor,
 )
 from infinity.optim.nvrtc import KernelCache
-from infinity.optim.rules import Rule
 
 # From checked tensors to launches: the tables that csrc/adam/segments.cuh reads, as ctypes.
 #
@@ -54,7 +53,6 @@ FORMATS = {
     MomentFormat.BF16_STOCHASTIC: "Stochastic",
     MomentFormat.INT8: "Blocks",
 }
-_RULES = {rule: rule.name.capitalize() for rule in Rule}
 
 Variant = tuple[tuple[str, str], ...]  # macros; none for the helpers
 HELPERS: Variant = ()
@@ -132,7 +130,7 @@ def variant_of(piece: Piece) -> Variant:
     """The macros that choose the kernel for a segment."""
     moments = piece.moments
     return (
-        ("INFINITY_RULE", _RULES[piece.hyper.rule]),
+        ("INFINITY_RULE", piece.hyper.kernel),
         ("INFINITY_LAYOUT", LAYOUTS[piece.weight.dtype]),
         ("INFINITY_GRADIENT", TYPES[piece.gradient.dtype]),
         ("INFINITY_MOMENTS", FORMATS[moments[0].format] if moments else "Exact"),

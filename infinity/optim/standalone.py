@@ -24,7 +24,6 @@ from infinity.formats import MomentFormat
 from infinity.optim.cpu import FLOATS, CpuKernels, Piece
 from infinity.optim.cuda import CudaKernels
 from infinity.optim.offloaded import optimizer_method
-from infinity.optim.rules import Hyper, hyper_of
 from infinity.optim.standalone_state import (
     FINGERPRINT,
     State,
@@ -38,6 +37,7 @@ from infinity.optim.standalone_state import (
 )
 from infinity.optim.update import BuiltInRule, rounding_key
 from infinity.plan.machine import read_machine
+from infinity.rules import RULES, Hyper, twin_of
 
 # The numbers of `CPUAdam` and `FusedAdam`: read from their groups, or refused by name.
 
@@ -53,7 +53,7 @@ def group_hyper(group: Mapping[str, Any]) -> Hyper:
             "amsgrad is not supported", remedy="use torch.optim.AdamW(amsgrad=True), or leave it"
         )
     try:
-        return hyper_of("AdamW" if group["adamw_mode"] else "Adam", group)
+        return RULES[twin_of("AdamW", decoupled=bool(group["adamw_mode"]))].of(group)
     except (TypeError, ValueError, RuntimeError) as error:  # of `float`, also of a tensor
         shown = ", ".join(f"{name}={group[name]!r}" for name in _NUMBERS)
         raise ConfigError(
@@ -567,6 +567,6 @@ def built_in_of(given: Any, groups: Sequence[dict[str, Any]]) -> SameRule | None
                 because="no kernel of the engine does that",
                 remedy=f"{key}={wanted}, or pass torch.optim.AdamW, which torch runs, slower",
             )
-    rule = BuiltInRule("AdamW" if modes == {True} else "Adam", optimizer.moments)
+    rule = BuiltInRule(twin_of("AdamW", decoupled=modes == {True}), optimizer.moments)
     defaults = {key: optimizer.defaults[key] for key in _PER_GROUP}
     return SameRule(rule, list(groups), defaults)

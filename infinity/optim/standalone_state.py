@@ -23,12 +23,12 @@ from infinity.errors import ConfigError
 from infinity.formats import MomentFormat
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.moments import VALUE_DTYPES, Moment
-from infinity.optim.update import STATE_NAMES
+from infinity.rules import AdamW
 
 State = dict[str, Any]
 
 FINGERPRINT = "fingerprint"
-_NAMES = STATE_NAMES["AdamW"]
+_NAMES = AdamW.state_names
 _RESIDUAL, _MASTER = "residual", "master"
 _REST = {torch.bfloat16: _RESIDUAL, torch.float16: _MASTER}
 _REST_DTYPES = {_RESIDUAL: torch.int16, _MASTER: torch.float32}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -14,8 +14,8 @@ from infinity.errors import ConfigError
 from infinity.formats import MomentFormat
 from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.moments import VALUE_DTYPES, Moment
-from infinity.optim.rules import Hyper, SgdHyper, hyper_of, lossy_notes, reserved_moments
 from infinity.plan.layout import REST_DTYPES, Kind, Precision
+from infinity.rules import RULES, Hyper, lossy_notes, reserved_moments
 
 # Tiles: parts of parameters with all their state beside them in host memory, and who updates them.
 #
@@ -121,24 +121,12 @@ def moment_in(part: Tensor, num_elements: int, kind: MomentFormat) -> Moment:
     return Moment(values, scales, kind)
 
 
-_ADAM_STATE = ("exp_avg", "exp_avg_sq")
-# What torch calls the moments of each rule, in the order of the kernels.
-STATE_NAMES: dict[str, tuple[str, ...]] = {
-    "AdamW": _ADAM_STATE,
-    "Adam": _ADAM_STATE,
-    "Lion": ("exp_avg",),
-    "SGD": ("momentum_buffer",),
-    "Adagrad": ("sum",),
-}
-
-
 class BuiltInRule:
-    """One of the built-in rules; see `tiles.Rule`."""
-
-    whole = False
+    """One of the built-in rules; see `Rule`."""
 
     def __init__(self, name: str, moments: MomentFormat = MomentFormat.FP32) -> None:
         self.name = name
+        self.whole = RULES[name].whole
         self.moments: tuple[MomentFormat, ...] = ()
         self.notes = lossy_notes(moments)
         self._format = moments
@@ -146,13 +134,14 @@ class BuiltInRule:
 
     def capture(self, group: Mapping[str, Any]) -> Hyper:
         """The group's hyper-parameters now."""
-        hyper = hyper_of(self.name, group)
+        hyper = RULES[self.name].of(group)
         if self._reserved and hyper.num_moments > len(self.moments):
+            name = hyper.switch
             raise ConfigError(
-                f"group['momentum'] is {group['momentum']}, but was 0 when the engine was made",
-                because="no memory was reserved for momentum buffers",
-                remedy="set it back to 0 and call step() again; to use momentum later, start with "
-                "optimizer.momentum above 0: a schedule may change it then",
+                f"group[{name!r}] is {group[name]}, but was 0 when the engine was made",
+                because=f"no memory was reserved for what {name} keeps",
+                remedy=f"set it back to 0 and call step() again; to use {name} later, start with "
+                f"optimizer.{name} above 0: a schedule may change it then",
             )
         return hyper
 
@@ -166,18 +155,18 @@ class BuiltInRule:
         return 0
 
     def initial(self, captured: Hyper) -> tuple[float, ...]:
-        """Adagrad's initial accumulator value; nothing else begins with anything but zeros."""
+        """What is not zeros; few rules begin with anything else."""
         return captured.initial if any(captured.initial) else ()
 
     def updater(
         self, kernels: CpuKernels, names: Sequence[str], largest: int, seed: int
     ) -> KernelUpdater:
         """The kernels."""
-        return KernelUpdater(kernels, names, STATE_NAMES[self.name], seed)
+        return KernelUpdater(kernels, names, RULES[self.name].state_names, seed)
 
 
 class KernelUpdater:
-    """Updates tiles by the kernels; see `tiles.Updater`.
+    """Updates tiles by the kernels; see `Updater`.
 
     `names` are those of the parameters, for the seeds of rounding; `state_names` torch's names of
     the rule's moments.
@@ -190,8 +179,8 @@ class KernelUpdater:
         self._names = names
         self._state_names = state_names
         self.seed = seed
-        # By parameter, the step in which SGD made its momentum buffer: torch's state lacks the
-        # buffer until then, our memory for it is always there.
+        # By parameter, the step that made moments which come and go (SGD's buffer): torch's state
+        # lacks them until then, our memory for them is always there.
         self._begun: dict[int, int] = {}
 
     def update(self, tiles: Sequence[Tile], grad_scale: float) -> None:
@@ -220,11 +209,10 @@ class KernelUpdater:
         )
 
     def _begun_at(self, parameter: int, hyper: Hyper, step: int) -> Hyper:
-        """The hyper-parameters of one parameter, which say when its momentum began."""
-        if not isinstance(hyper, SgdHyper) or not hyper.num_moments:
+        """The hyper-parameters of one parameter, which say when its moments were made."""
+        if not hyper.switch or not hyper.num_moments:
             return hyper
-        begins = self._begun.setdefault(parameter, step)
-        return hyper if begins == hyper.begins else replace(hyper, begins=begins)
+        return hyper.begun_at(self._begun.setdefault(parameter, step))
 
     def begin(self, hypers: Mapping[int, Any], steps: Mapping[int, int]) -> None:
         """From now on `kept` tells of this step."""
@@ -241,7 +229,7 @@ class KernelUpdater:
 
     def moment_names(self, parameter: int, hyper: Hyper) -> tuple[str, ...]:
         """torch's names of the moments that `state_of` tells of this parameter."""
-        begun = not isinstance(hyper, SgdHyper) or parameter in self._begun
+        begun = not hyper.switch or parameter in self._begun
         return self._state_names[: hyper.num_moments] if begun else ()
 
     def state_of(
@@ -252,15 +240,14 @@ class KernelUpdater:
         shape: tuple[int, ...],
         step: int,
     ) -> dict[str, Any]:
-        """Moments decoded to fp32, and the step count; torch's SGD keeps no count.
+        """Moments decoded to fp32, and the step count where torch keeps one.
 
         SGD's buffer is there from its first step with momentum on, as torch's is.
         """
-        state: dict[str, Any] = {}
-        if isinstance(hyper, SgdHyper):
+        state: dict[str, Any] = {"step": torch.tensor(float(step))} if hyper.counts else {}
+        if hyper.switch:
             kept = moments if parameter in self._begun else ()
         else:
-            state["step"] = torch.tensor(float(step))
             kept = moments[: hyper.num_moments]
         for name, moment, unsigned in zip(self._state_names, kept, hyper.unsigned, strict=False):
             values = torch.empty(moment.values.numel(), dtype=torch.float32)

@@ -16,7 +16,7 @@ from infinity.optim import cuda, nvrtc
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.cuda import HELPERS, SQUARE_TILE, TILE, CudaKernels, CudaLauncher
 from infinity.optim.nvrtc import KernelCache
-from infinity.optim.rules import AdamHyper
+from infinity.rules import AdamW
 
 NO_CUDA = not torch.cuda.is_available()
 pytestmark = [
@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(NO_CUDA, reason="torch sees no CUDA device"),
 ]
 SIZES = (1, 3, 127, 128, 129, TILE - 1, TILE, TILE + 1, 300_000)
-ADAM = AdamHyper(lr=1e-2, weight_decay=0.1)
+ADAM = AdamW(lr=1e-2, weight_decay=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_same_bits_after_many_steps(gpu, cpu, step_count: int) -> None:
 @pytest.mark.parametrize("count", [40, 300, 700])
 def test_many_parameters_and_groups(gpu, cpu, count: int) -> None:
     source = Rooms(seed=1)
-    hypers = [AdamHyper(lr=10.0**-k) for k in range(1, 5)]
+    hypers = [AdamW(lr=10.0**-k) for k in range(1, 5)]
     rooms = [
         source.make(977 * k % 9001 + 1, BF16, BF16, hypers[k % 4], MomentFormat.FP32)
         for k in range(count)
@@ -105,7 +105,7 @@ def test_square_sums(gpu, cpu, dtype: torch.dtype) -> None:
 def test_accumulation(gpu, cpu, target: torch.dtype, source: torch.dtype) -> None:
     rooms = Rooms(seed=6)
     for n, aligned in itertools.product((1, 5, 1024, 70_001), (True, False)):
-        plain = HYPERS["plain"][0]
+        plain = HYPERS["Plain"][0]
         added = rooms.make(n, FP32, source, plain, MomentFormat.FP32, aligned=aligned)
         room = rooms.make(n, FP32, target, plain, MomentFormat.FP32, aligned=aligned)
         there, there_added = room.copy("cuda:0"), added.copy("cuda:0")

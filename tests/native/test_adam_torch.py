@@ -53,7 +53,7 @@ def test_twenty_steps_agree_with_torch(hyper, split) -> None:
     weight = torch.nn.Parameter(source.floats(n, torch.float32, wild=False).clone())
     kind = torch.optim.AdamW if hyper.decoupled else torch.optim.Adam
     optimizer = kind(
-        [weight], lr=hyper.lr, betas=(hyper.beta1, hyper.beta2), eps=hyper.eps,
+        [weight], lr=hyper.lr, betas=hyper.betas, eps=hyper.eps,
         weight_decay=hyper.weight_decay, foreach=False, fused=False,
     )  # fmt: skip
     moments = [torch.zeros(n), torch.zeros(n)]
@@ -84,11 +84,11 @@ def test_twenty_steps_agree_with_torch(hyper, split) -> None:
 NOT_FUSED = """
 import sys, numpy, torch
 from infinity.optim.moments import Moment
-from infinity.optim.rules import AdamHyper
+from infinity.rules import Adam, AdamW
 from support.reference import reference_update
 torch.manual_seed(1)
 different = 0
-for hyper in (AdamHyper(lr=1e-2, weight_decay=0.1), AdamHyper(lr=1e-2, decoupled=False)):
+for hyper in (AdamW(lr=1e-2, weight_decay=0.1), Adam(lr=1e-2, weight_decay=0.01)):
     weight = torch.nn.Parameter(torch.randn(20_000) * 0.1)
     kind = torch.optim.AdamW if hyper.decoupled else torch.optim.Adam
     optimizer = kind([weight], lr=hyper.lr, weight_decay=hyper.weight_decay, foreach=False)

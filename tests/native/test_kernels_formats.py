@@ -16,7 +16,7 @@ from support.rounding import random_bits, random_for_bf16
 from infinity.formats import MOMENT_BLOCK, MomentFormat
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.moments import Moment
-from infinity.optim.rules import AdagradHyper
+from infinity.rules import Adagrad
 
 INT8 = MomentFormat.INT8
 LOSSY = [kind for kind in MomentFormat if not kind.is_exact]
@@ -139,7 +139,7 @@ def test_denormal_moments(kernels) -> None:
 @pytest.mark.parametrize("kind", [MomentFormat.BF16_STOCHASTIC, INT8])
 def test_stochastic_rounding_is_right_on_average(kernels, kind) -> None:
     """Adagrad's sum stays (the gradient is 0), so only rounding moves it; many keys average out."""
-    hyper = AdagradHyper(lr=0.0)
+    hyper = Adagrad(lr=0.0)
     n = 64 * MOMENT_BLOCK
     exact = torch.exp2(-torch.linspace(0, 9, n))
     exact[::MOMENT_BLOCK] = 1.0
@@ -171,7 +171,7 @@ def test_a_sum_smaller_than_a_step_still_grows(kernels) -> None:
         gradient[::MOMENT_BLOCK] = 0.0  # these keep the scale
         for step in range(1, 1001):
             kernels.update(
-                torch.zeros(4096), None, [moment], gradient, AdagradHyper(lr=0.0), step, key=step
+                torch.zeros(4096), None, [moment], gradient, Adagrad(lr=0.0), step, key=step
             )
         mean = float(decoded(kernels, moment, signed=False).mean())
         assert (1.8 < mean < 2.1) if grows else mean == 1.0

@@ -14,7 +14,7 @@ from infinity.errors import ConfigError, EngineClosedError, InfinityError, Prese
 from infinity.formats import MomentFormat
 from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.moments import Moment
-from infinity.optim.rules import LionHyper, SgdHyper
+from infinity.rules import SGD, Lion
 
 N = 256
 
@@ -58,8 +58,8 @@ BAD: list[tuple[dict[str, Any], type[InfinityError], str]] = [
     ({"gradient": torch.full((1,), torch.nan).expand(N)}, PresenceError, "strides"),
     ({"moments": []}, ConfigError, "0 moments"),
     ({"moments": [Moment(torch.zeros(N))] * 3}, ConfigError, "3 moments"),
-    ({"hyper": LionHyper(lr=0.1)}, ConfigError, "2 moments"),
-    ({"hyper": SgdHyper(lr=0.1)}, ConfigError, "2 moments"),
+    ({"hyper": Lion(lr=0.1)}, ConfigError, "2 moments"),
+    ({"hyper": SGD(lr=0.1)}, ConfigError, "2 moments"),
     ({"moments": [Moment(torch.zeros(N))] * 2}, ConfigError, "overlap"),
     (
         {"moments": [Moment(SHARED[:N]), Moment(SHARED[N - 1 : 2 * N - 1])]},

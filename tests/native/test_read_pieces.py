@@ -14,9 +14,9 @@ from infinity.errors import ConfigError
 from infinity.formats import MomentFormat
 from infinity.optim import cpu
 from infinity.optim.cpu import CpuKernels, Piece
-from infinity.optim.rules import LionHyper, SgdHyper
+from infinity.rules import SGD, Lion
 
-HYPERS = (ADAMW, LionHyper(0.1), SgdHyper(0.1), SgdHyper(0.1, momentum=0.9, dampening=0.5))
+HYPERS = (ADAMW, Lion(0.1), SGD(0.1), SGD(0.1, momentum=0.9, dampening=0.5))
 LAYOUTS = ("fp32", "split", "fp16")
 pytestmark = pytest.mark.skipif(cpu._EXCHANGE is None, reason="torch has no table of DLPack")
 

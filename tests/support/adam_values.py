@@ -11,25 +11,34 @@ from support.rounding import split_master, to_fp16
 
 from infinity.formats import MomentFormat
 from infinity.optim.moments import Moment
-from infinity.optim.rules import AdagradHyper, AdamHyper, Hyper, LionHyper, SgdHyper
+from infinity.rules import RULES, SGD, Adam, AdamW, Hyper
 
 BF16 = torch.bfloat16
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 LAYOUTS = ("fp32", "split", "fp16")
+
+
+def hypers_of(rule: type[Hyper]) -> tuple[Hyper, Hyper]:
+    """A rule as it is, and with all of its numbers at work, uphill."""
+    numbers = {
+        name: (0.8, 0.95) if isinstance(default, tuple) else 0.1
+        for name, default in rule.defaults().items()
+        if not isinstance(default, bool)
+    }
+    return rule.of({**rule.defaults(), "lr": 0.01}), rule.of(
+        {**rule.defaults(), **numbers, "maximize": True}
+    )
+
+
 HYPERS: tuple[Hyper, ...] = (
-    AdamHyper(lr=1e-2, weight_decay=0.1),
-    AdamHyper(lr=1e-2, weight_decay=0.1, decoupled=False),
-    AdamHyper(lr=3e-4, beta1=0.4, beta2=0.95, weight_decay=0.0, maximize=True),
-    AdamHyper(lr=1.0, beta1=0.0, beta2=0.0, eps=0.0, weight_decay=0.0, decoupled=False),
-    LionHyper(lr=1e-3, weight_decay=0.1),
-    SgdHyper(lr=0.1),
-    SgdHyper(lr=0.1, weight_decay=0.01, maximize=True),
-    SgdHyper(lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
-    SgdHyper(lr=0.1, momentum=0.9, dampening=0.3),
-    AdagradHyper(lr=0.1, lr_decay=0.01, weight_decay=0.1),
+    *(hyper for rule in RULES.values() for hyper in hypers_of(rule)),
+    AdamW(lr=3e-4, betas=(0.4, 0.95), weight_decay=0.0, maximize=True),
+    Adam(lr=1.0, betas=(0.0, 0.0), eps=0.0, weight_decay=0.0),
+    SGD(lr=0.1, weight_decay=0.01, maximize=True),
+    SGD(lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
 )
-ADAMW = AdamHyper(lr=1e-2, weight_decay=0.1)
-L2 = AdamHyper(lr=1e-2, weight_decay=0.1, decoupled=False)
+ADAMW = AdamW(lr=1e-2, weight_decay=0.1)
+L2 = Adam(lr=1e-2, weight_decay=0.1)
 PATTERNS = """
     0 1 7fff 8000 18000 7fffff 800000 34000000 3f7fffff 3f800000 3f808000 3f818000 7f7f7fff
     7f7f8000 7f7fffff 7f800000 7f800001 7f808000 7fbfffff 7fc00000 7fff7fff 7fff8000 7fffffff

@@ -12,31 +12,22 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from support.adam_values import HYPERS as ALL_HYPERS
 from support.rounding import split_master
 from torch import Tensor
 
 from infinity.formats import MomentFormat
 from infinity.optim.cpu import Piece
 from infinity.optim.moments import VALUE_DTYPES, Moment
-from infinity.optim.rules import AdagradHyper, AdamHyper, Hyper, LionHyper, SgdHyper
+from infinity.rules import Hyper
 
 FP32, BF16, FP16 = FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = tuple(MomentFormat)
 REST = {FP32: None, BF16: torch.int16, FP16: FP32}
 # Hyper-parameters by kernel: what differs within a tuple are scalars, hence rows of one table.
 HYPERS: dict[str, tuple[Hyper, ...]] = {
-    "adam": (
-        AdamHyper(lr=1e-2, weight_decay=0.1),
-        AdamHyper(lr=1e-3, beta1=0.4, weight_decay=0.1, decoupled=False),
-        AdamHyper(lr=1e-2, eps=0.0, maximize=True),
-    ),
-    "lion": (LionHyper(lr=1e-3, weight_decay=0.1), LionHyper(lr=1e-2, maximize=True)),
-    "momentum": (
-        SgdHyper(lr=1e-2, momentum=0.9, dampening=0.3, weight_decay=0.1),
-        SgdHyper(lr=1e-2, momentum=0.9, nesterov=True, maximize=True),
-    ),
-    "plain": (SgdHyper(lr=1e-2), SgdHyper(lr=1e-1, weight_decay=0.1)),
-    "adagrad": (AdagradHyper(lr=1e-2, lr_decay=0.1), AdagradHyper(lr=1e-1, weight_decay=0.1)),
+    kernel: tuple(hyper for hyper in ALL_HYPERS if hyper.kernel == kernel)
+    for kernel in dict.fromkeys(hyper.kernel for hyper in ALL_HYPERS)
 }
 _PATTERNS = "0 1 7fff 8000 7fffff 800000 3f7fffff 3f800000 3f808000 7f7fffff 7f800000 7fc00000"
 _SPECIAL = np.array([int(pattern, 16) for pattern in _PATTERNS.split()], dtype=np.uint32)

@@ -3,12 +3,12 @@
 Slow and obvious: read everything as fp32, apply the rule (in the order of torch's single-tensor
 path), store everything again (`rounding.py`). Every operation is one fp32 operation, rounded on its
 own: no fused multiply-add, true division and square root. The scalars are computed in double and
-rounded to fp32 once (`optim/rules.py`). torch itself fuses multiply and add where the CPU can, and
-its `sqrt` is not correctly rounded, so it does not give the same bits on every CPU; this does.
+rounded to fp32 once (`infinity/rules.py`). torch itself fuses multiply and add where the CPU can,
+and its `sqrt` is not correctly rounded, so it does not give the same bits on every CPU; this does.
 Nothing here knows threads, instruction sets or addresses.
 
     all       g = gradient * grad_scale
-    Adam      g = g + l2 * p                        only with L2 (decoupled=False)
+    Adam      g = g + l2 * p                        only with L2
               p = p * decay                         only AdamW: decay = 1 - lr * weight_decay
               m = m + (1 - beta1) * (g - m)         lerp_; for beta1 <= 0.5: g - beta1 * (g - m)
               v = v * beta2 + ((1 - beta2) * g) * g
@@ -43,7 +43,7 @@ from support.rounding import (
 
 from infinity.formats import MomentFormat
 from infinity.optim.moments import Moment
-from infinity.optim.rules import Hyper, Rule
+from infinity.rules import Hyper
 
 SQUARE_BLOCK = 4096  # elements; with SQUARE_LANES the definition of the square sum, not a knob
 SQUARE_LANES = 16
@@ -70,7 +70,9 @@ def reference_update(
         p = floats(weight) if rest is None else floats(join_master(weight, rest))
     old = [read_moment(m, signed=not s) for m, s in zip(moments, hyper.unsigned, strict=False)]
     with np.errstate(all="ignore"):
-        new, values = _RULES[hyper.rule](p, floats(gradient), old, hyper.scalars(step, grad_scale))
+        new, values = _KERNELS[hyper.kernel](
+            p, floats(gradient), old, hyper.scalars(step, grad_scale)
+        )
     bits = random_bits(key, first, weight.numel())
     for index, (moment, value) in enumerate(zip(moments, values, strict=True)):
         signed = not hyper.unsigned[index]
@@ -177,12 +179,12 @@ def _adagrad(p: Fp32Array, gradient: Fp32Array, moments: list[Fp32Array], s: _Sc
     return p - (step_size * g) / (root + eps), [total]
 
 
-_RULES: dict[Rule, Callable[[Fp32Array, Fp32Array, list[Fp32Array], _Scalars], _Result]] = {
-    Rule.ADAM: _adam,
-    Rule.LION: _lion,
-    Rule.MOMENTUM: _momentum,
-    Rule.PLAIN: _plain,
-    Rule.ADAGRAD: _adagrad,
+_KERNELS: dict[str, Callable[[Fp32Array, Fp32Array, list[Fp32Array], _Scalars], _Result]] = {
+    "Adam": _adam,
+    "Lion": _lion,
+    "Momentum": _momentum,
+    "Plain": _plain,
+    "Adagrad": _adagrad,
 }
 
 

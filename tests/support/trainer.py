@@ -36,9 +36,9 @@ from infinity.engine import Engine
 from infinity.formats import MomentFormat
 from infinity.offload.report import StepReport
 from infinity.optim.moments import Moment
-from infinity.optim.rules import AdagradHyper, AdamHyper, Hyper, LionHyper, SgdHyper
 from infinity.optim.update import rounding_key
 from infinity.plan.plan import Plan
+from infinity.rules import RULES, Hyper
 from infinity.storage.device import Device
 
 TIERS = ("device", "host", "disk")
@@ -411,25 +411,9 @@ def fresh_moments(hyper: Hyper, size: int, settings: Config) -> list[Moment]:
 
 def _hyper(settings: Config, group: Mapping[str, Any]) -> Hyper:
     """The rule of one group; groups may override lr and weight decay."""
-    chosen = settings.optimizer
-    given = {"lr": chosen.lr, "weight_decay": chosen.weight_decay, "maximize": chosen.maximize}
-    given |= {key: group[key] for key in ("lr", "weight_decay") if key in group}
-    if chosen.type in ("AdamW", "Adam"):
-        beta1, beta2 = chosen.betas
-        decoupled = chosen.type == "AdamW"
-        return AdamHyper(beta1=beta1, beta2=beta2, eps=chosen.eps, decoupled=decoupled, **given)
-    if chosen.type == "Lion":
-        return LionHyper(beta1=chosen.betas[0], beta2=chosen.betas[1], **given)
-    if chosen.type == "SGD":
-        return SgdHyper(
-            momentum=chosen.momentum, dampening=chosen.dampening, nesterov=chosen.nesterov, **given
-        )
-    return AdagradHyper(
-        lr_decay=chosen.lr_decay,
-        eps=chosen.eps,
-        initial_accumulator_value=chosen.initial_accumulator_value,
-        **given,
-    )
+    entries = settings.optimizer.parameters()
+    entries |= {key: group[key] for key in ("lr", "weight_decay") if key in group}
+    return RULES[settings.optimizer.type].of(entries)
 
 
 def _collect(master: _Master, dtype: torch.dtype) -> None:

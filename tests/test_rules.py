@@ -1,0 +1,98 @@
+"""The table of update rules: whoever needs to know of a rule finds all of it there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import reference
+from support.adam_values import hypers_of
+from support.trainer import same_bits
+from torch import nn
+
+import infinity._adam as _adam
+from infinity.config.schema import load_config
+from infinity.deepspeed.config import translate_deepspeed
+from infinity.formats import MomentFormat
+from infinity.huggingface.settings import choose_class
+from infinity.optim.cpu import CpuKernels
+from infinity.optim.moments import Moment
+from infinity.optim.update import BuiltInRule
+from infinity.rules import RULES, twin_of
+
+KERNELS = {hyper.kernel for rule in RULES.values() for hyper in hypers_of(rule)}
+
+
+def test_kernels_are_those_of_the_native_code_and_of_the_reference() -> None:
+    assert set(_adam.rules()) == KERNELS == set(reference._KERNELS)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_config_knows_each_rule(name: str) -> None:
+    config = load_config({"optimizer": {"type": name.upper(), "lr": 0.5}})
+    assert config.optimizer.type == name
+    assert config.optimizer.parameters() == {**RULES[name].defaults(), "lr": 0.5}
+    entries = {key for rule in RULES.values() for key in rule.defaults()}
+    for other in entries - RULES[name].defaults().keys():
+        assert getattr(config.optimizer, other) is None
+
+
+@pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule.in_torch])
+def test_names_and_defaults_are_torchs(name: str) -> None:
+    """Of groups and of states; and transformers' classes mean our rules."""
+    rule, kind = RULES[name], getattr(torch.optim, name)
+    for hyper in hypers_of(rule):
+        parameter = nn.Parameter(torch.ones(3))
+        entries = {key: getattr(hyper, key) for key in rule.defaults()}
+        optimizer = kind([parameter], **entries)
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+        made = {key for key, value in optimizer.state[parameter].items() if value is not None}
+        assert made == {*rule.state_names[: hyper.num_moments], *["step"] * rule.counts}
+    theirs = kind([parameter]).defaults
+    assert {key: theirs[key] for key in rule.defaults()} == rule.defaults()
+    chosen = choose_class(load_config({}), kind, {"lr": 0.5}, []).config.optimizer
+    assert (chosen.type, chosen.parameters()["lr"]) == (name, 0.5)
+
+
+@pytest.mark.parametrize("name", [n for n, rule in RULES.items() if rule.deepspeed is not None])
+def test_deepspeed_has_them_by_name(name: str) -> None:
+    section = {"type": name, "params": {"lr": 0.5, "adam_w_mode": False}}
+    if RULES[name].decoupled is None:
+        del section["params"]["adam_w_mode"]
+    config = {"train_batch_size": 1, "optimizer": section}
+    found = translate_deepspeed(config).config.optimizer
+    assert found.type == name
+    start = load_config({"optimizer": {"type": name, **RULES[name].deepspeed, "lr": 0.5}})
+    assert found.parameters() == start.optimizer.parameters()
+
+
+@pytest.mark.parametrize("kind", MomentFormat)
+@pytest.mark.parametrize("name", RULES)
+def test_the_engine_runs_them_on_every_format(name: str, kind: MomentFormat) -> None:
+    """Moments are reserved, stepped as the reference says, and read by their names."""
+    rule = BuiltInRule(name, kind)
+    for hyper in hypers_of(RULES[name]):
+        group = {key: getattr(hyper, key) for key in hyper.defaults()}
+        rule.reserve([group])
+        assert rule.capture(group) == hyper
+        assert len(rule.moments) == hyper.num_moments
+        tensors = []
+        for step in (_step, reference.reference_update):
+            weight, gradient = torch.linspace(-1, 1, 300), torch.linspace(2, -3, 300)
+            moments = [Moment.zeros(300, form) for form in rule.moments]
+            for number in (1, 2):
+                step(weight, None, moments, gradient, hyper, number, key=number)
+            tensors.append([weight, *(moment.values for moment in moments)])
+        assert all(same_bits(*pair) for pair in zip(*tensors, strict=True))
+
+
+def _step(*args: object, **more: object) -> None:
+    with CpuKernels(1) as kernels:
+        kernels.update(*args, **more)  # type: ignore[arg-type]
+
+
+def test_twins_differ_in_how_weights_decay() -> None:
+    assert twin_of("Adam", decoupled=True) == "AdamW"
+    assert twin_of("AdamW", decoupled=False) == "Adam"
+    for name in ("AdamW", "SGD", "Lion"):
+        assert twin_of(name, decoupled=True) == name

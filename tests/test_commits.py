@@ -18,7 +18,7 @@ from infinity.checkpoint.commits import COMMIT_NAMES, CommitFiles, CommitRecord,
 from infinity.checkpoint.durable_reader import SCALES, DurableReader
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, MachineError
-from infinity.optim.update import moment_in
+from infinity.optim.moments import moment_in
 from infinity.plan.layout import Kind
 
 # --- records -------------------------------------------------------------------------------------

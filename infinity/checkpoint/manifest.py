@@ -19,6 +19,7 @@ from infinity.errors import CheckpointError, ConfigError
 from infinity.formats import MomentFormat
 from infinity.model.weight_directory import INDEX_NAME
 from infinity.model.weight_files import DTYPE_NAMES, encode_header
+from infinity.optim.moments import KIND_DTYPES, VALUE_DTYPES
 
 # JSON that ends with its own checksum, and the cautious reading of what may be hostile.
 #
@@ -547,8 +548,7 @@ def _file(fields: Fields, members: Any, place: str) -> FileRecord:
 
 
 _MOMENT = re.compile(r"moment([1-9][0-9]?)(_scales)?")
-_BESIDE = {RESIDUAL: torch.int16, MASTER: torch.float32}  # what stands beside weights
-_MOMENT_DTYPES = {MomentFormat.FP32: torch.float32, MomentFormat.INT8: torch.uint8}
+_BESIDE = {kind.value: dtype for kind, dtype in KIND_DTYPES.items()}
 
 Records = Mapping[str, ParameterRecord | BufferRecord]
 
@@ -587,7 +587,7 @@ def _state_problems(
             yield f"the stream {stream!r} is there, and {len(manifest.moments)} moments are known"
             return
         format = MomentFormat(manifest.moments[index - 1])
-        dtype = _MOMENT_DTYPES.get(format, torch.bfloat16)
+        dtype = VALUE_DTYPES[format]
         if match[2]:
             scaled, dtype = format, torch.float32
     for spec, record in _known(stream, specs, trained):

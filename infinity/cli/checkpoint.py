@@ -457,16 +457,12 @@ def export(
     their first name; persistent buffers are included. Exits with 0, 5 if the checkpoint is damaged.
     """
     with command():
-        import torch
-
         from infinity.checkpoint.reader import CheckpointReader, CheckpointWeights
+        from infinity.optim.moments import COMPUTE_DTYPES
 
-        pass
-
-        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-        if dtype is not None and dtype not in dtypes:
+        if dtype is not None and dtype not in COMPUTE_DTYPES:
             raise ConfigError(f"--dtype is {dtype!r}", remedy="--dtype bf16, fp16 or fp32")
-        wanted = None if dtype is None else dtypes[dtype]
+        wanted = None if dtype is None else COMPUTE_DTYPES[dtype]
         if (run := durable_in(directory, tag)) is not None:
             with open_durable(run) as durable:
                 _export(durable, wanted, _not_a_checkpoint(out), max_shard)

@@ -8,9 +8,10 @@ from infinity.optim import standalone
 
 
 class DeepSpeedCPUAdam(standalone.CPUAdam):
-    """`infinity.CPUAdam`; weight decay starts from 0, and `fp32_optimizer_states=False` is bf16.
+    """`infinity.CPUAdam`; weight decay starts from 0.
 
-    In `initialize(optimizer=...)` it means the built-in rule with these settings.
+    In `initialize(optimizer=...)` it means the built-in rule with these settings;
+    `fp32_optimizer_states=False` (moments in bf16) is for there only.
     """
 
     def __init__(

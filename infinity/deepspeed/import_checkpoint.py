@@ -38,6 +38,7 @@ from infinity.checkpoint.writer import CheckpointWriter
 from infinity.deepspeed.keys import BUILT_IN
 from infinity.errors import CheckpointError, ConfigError, first_lines
 from infinity.model.weight_files import Outgoing
+from infinity.optim.moments import COMPUTE_DTYPES
 from infinity.rules import RULES, twin_of
 
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_states\.pt")
@@ -181,7 +182,7 @@ def flat_tensors(value: Any) -> list[Tensor] | None:
 _PIECE = 1 << 20  # elements
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 # Of trained parameters, and so of the checkpoint; any other dtype becomes fp32.
-_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_PRECISIONS = {d: name for name, d in COMPUTE_DTYPES.items() if d is not torch.float32}
 
 
 @dataclass(frozen=True)

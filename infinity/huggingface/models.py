@@ -23,11 +23,12 @@ from infinity.model.lazy_tensor import Promised
 from infinity.model.meta_init import Init
 from infinity.model.weight_directory import saving
 from infinity.model.weight_files import Outgoing, WeightFiles, write_shards
+from infinity.optim.moments import COMPUTE_DTYPES
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.read_settings import Settings, read_settings
 from infinity.sizes import parse_size
 from infinity.startup import initialize
-from infinity.training.state_dict import COMPUTE_DTYPES, StateDict
+from infinity.training.state_dict import StateDict
 
 # The transformers package, asked for when it is used.
 

@@ -17,6 +17,7 @@ from infinity.deepspeed.config import Translation, translate_deepspeed
 from infinity.deepspeed.source import Source, find_source
 from infinity.errors import ConfigError
 from infinity.huggingface.models import transformers
+from infinity.optim.moments import COMPUTE_DTYPES
 from infinity.rules import RULES, twin_of
 
 # Which update rule a Trainer's optimizer is here: a built-in one, a guest, or a refusal.
@@ -199,7 +200,7 @@ class TrainingArguments(_Arguments):  # type: ignore[misc]
         self.deepspeed = given
 
 
-_PRECISION_OF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_PRECISION_OF = {dtype: name for name, dtype in COMPUTE_DTYPES.items()}
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")
 _PRECISIONS = ("bf16", "bfloat16", "fp16")
 

@@ -35,11 +35,11 @@ from infinity.huggingface.settings import (
     refuse_arguments,
 )
 from infinity.model.lazy_tensor import Promised
+from infinity.optim.moments import COMPUTE_DTYPES
 from infinity.read_settings import Settings
 from infinity.schedules import make_schedule
 from infinity.startup import initialize
 from infinity.training.run_state import capture_rng, restore_rng
-from infinity.training.state_dict import COMPUTE_DTYPES
 from infinity.weights import load_weights
 
 # What a Trainer is shown of an engine: a module to call, and an accelerator that leaves it alone.

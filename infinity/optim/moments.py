@@ -1,14 +1,33 @@
-"""`Moment`: the stored bytes of one moment of a range of elements, and how they are cut."""
+"""State as torch tensors: the dtypes it rests in, `Moment`, and both as views of a chunk's bytes.
+
+The one place that knows which dtype stands for what: `plan/layout.py` has the names of precisions
+and `formats.py` those of moments, both without torch.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from infinity.errors import ConfigError
 from infinity.formats import MOMENT_BLOCK, MomentFormat
+from infinity.plan.layout import PRECISIONS, REST_DTYPES, Kind, Precision
 
+# What weights are, by the name of the precision.
+COMPUTE_DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, precision.dtype) for name, precision in PRECISIONS.items()
+}
+# What a kind that stands beside weights is; and by the weights' dtype, None for fp32.
+KIND_DTYPES: dict[Kind, torch.dtype] = {
+    kind: getattr(torch, name) for kind, name in REST_DTYPES.items()
+}
+BESIDE: dict[torch.dtype, torch.dtype | None] = {
+    COMPUTE_DTYPES[p.name]: None if p.rest_kind is None else KIND_DTYPES[p.rest_kind]
+    for p in PRECISIONS.values()
+}
 VALUE_DTYPES = {
     MomentFormat.FP32: torch.float32,
     MomentFormat.BF16: torch.bfloat16,
@@ -20,8 +39,8 @@ VALUE_DTYPES = {
 class Moment(NamedTuple):
     """One moment of n elements: `values` 1-D, and `scales` (fp32, one per block) for INT8 only."""
 
-    values: torch.Tensor
-    scales: torch.Tensor | None = None
+    values: Tensor
+    scales: Tensor | None = None
     format: MomentFormat = MomentFormat.FP32
 
     @staticmethod
@@ -52,3 +71,20 @@ class Moment(NamedTuple):
         """Return a copy with memory of its own."""
         scales = None if self.scales is None else self.scales.clone()
         return Moment(self.values.clone(), scales, self.format)
+
+
+def master_in(views: Mapping[Kind, Tensor], precision: Precision) -> tuple[Tensor, Tensor | None]:
+    """The weights, and what stands beside them, in a chunk's parts (uint8), as views."""
+    weight = views[Kind.WEIGHT].view(COMPUTE_DTYPES[precision.name])
+    rest = precision.rest_kind
+    return weight, None if rest is None else views[rest].view(KIND_DTYPES[rest])
+
+
+def moment_in(part: Tensor, num_elements: int, kind: MomentFormat) -> Moment:
+    """The moment that a chunk's part (uint8: values, scales, padding) holds, as views of it."""
+    nbytes = num_elements * kind.itemsize
+    values = part[:nbytes].view(VALUE_DTYPES[kind])
+    if not kind.num_scales(num_elements):
+        return Moment(values, None, kind)
+    scales = part[nbytes : kind.nbytes(num_elements)].view(torch.float32)
+    return Moment(values, scales, kind)

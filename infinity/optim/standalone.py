@@ -5,13 +5,20 @@ The arithmetic is fp32, whatever the parameters are. For bf16 and fp16 parameter
 is kept (`master=True`): bf16 ones as a 16-bit residual beside the parameter, losslessly, so that
 together they are the master bit for bit; fp16 ones as an fp32 copy. With `master=False` nothing
 below the parameter's precision survives a step: updates smaller than half its last bit are lost.
-Moments are fp32 unless `moments=` names a lossy format. What is kept is in `standalone_state.py`.
+Moments are fp32. `moments=` names another format for the engine, which keeps the state itself where
+one of these is passed to `initialize(optimizer=...)`; without it they refuse to step.
+
+[Note: edited parameters]
+A parameter may be edited, or loaded, without its master: what it is then wins. So the first step
+after that looks at each element. A master in fp32 that does not round to the parameter begins at
+the parameter. A residual fits any number but 0 and infinity, and moves it by half of its last bit
+at most: beside these it begins at 0.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -21,175 +28,59 @@ from torch import Tensor, nn
 
 from infinity.errors import ConfigError, EngineClosedError, PresenceError
 from infinity.formats import MomentFormat
-from infinity.optim.cpu import FLOATS, CpuKernels, Piece
+from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.cuda import CudaKernels
+from infinity.optim.moments import BESIDE, Moment
 from infinity.optim.offloaded import optimizer_method
-from infinity.optim.standalone_state import (
-    FINGERPRINT,
-    State,
-    fresh_state,
-    moments_of,
-    needs_seal,
-    rest_of,
-    seal,
-    settle,
-    taken_state,
-)
-from infinity.optim.update import BuiltInRule, rounding_key
+from infinity.optim.update import BuiltInRule
 from infinity.plan.machine import read_machine
-from infinity.rules import RULES, Hyper, twin_of
+from infinity.rules import RULES, AdamW, Hyper, twin_of
 
-# The numbers of `CPUAdam` and `FusedAdam`: read from their groups, or refused by name.
-
-
-_NUMBERS = ("lr", "betas", "eps", "weight_decay")
 _FP32_MAX = torch.finfo(torch.float32).max
-
-
-def group_hyper(group: Mapping[str, Any]) -> Hyper:
-    """A group's hyper-parameters now; raises `ConfigError` for what makes no sense."""
-    if group["amsgrad"]:
-        raise ConfigError(
-            "amsgrad is not supported", remedy="use torch.optim.AdamW(amsgrad=True), or leave it"
-        )
-    try:
-        return RULES[twin_of("AdamW", decoupled=bool(group["adamw_mode"]))].of(group)
-    except (TypeError, ValueError, RuntimeError) as error:  # of `float`, also of a tensor
-        shown = ", ".join(f"{name}={group[name]!r}" for name in _NUMBERS)
-        raise ConfigError(
-            f"a parameter group has {shown}",
-            because=str(error),
-            remedy="numbers, or tensors of one element; two of them for betas",
-        ) from error
-
-
-def taken_groups(
-    ours: Iterable[Mapping[str, Any]],
-    theirs: Iterable[Mapping[str, Any]],
-    defaults: Iterable[str],
-) -> list[dict[str, Any]]:
-    """Given groups, complete; raises `ConfigError` if they cannot go on where they were saved.
-
-    What a given group does not say stays as it is in ours: torch's know fewer names.
-    """
-    taken = []
-    for group, given in zip(ours, theirs, strict=True):
-        decoupled = given.get("adamw_mode", given.get("decoupled_weight_decay"))
-        if decoupled is not None and bool(decoupled) != bool(group["adamw_mode"]):
-            rules = "Adam with L2", "AdamW"
-            raise ConfigError(
-                f"the state is of {rules[bool(decoupled)]}, this optimizer is "
-                f"{rules[not decoupled]}",
-                remedy=f"make it with adamw_mode={bool(decoupled)}",
-            )
-        merged = {**{name: group[name] for name in defaults if name in group}, **given}
-        group_hyper(merged)
-        taken.append(merged)
-    return taken
-
-
-def finite_scale(given: Any) -> float:
-    """`given` as a number that is finite in fp32, in which the kernels compute."""
-    try:
-        scale = float(given)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"grad_scale is {given!r}", remedy="a number") from error
-    if not abs(scale) <= _FP32_MAX:
-        raise ConfigError(
-            f"grad_scale is {scale}",
-            because="a norm or a loss scale is not finite: the parameters would not be either",
-            remedy="leave this step out",
-        )
-    return scale
-
-
-# Flat views of one parameter and its state, kept from step to step while nothing replaced them.
-#
-# Making them anew takes several times as long as the update of a small parameter.
-
-
-class Ready:
-    """What the kernels take of a parameter; `rest` is None without a master.
-
-    Between steps the parameter must not be edited: `is_marked` tells, as far as torch can.
-    """
-
-    __slots__ = (
-        "_address",
-        "_count",
-        "_dtype",
-        "_num_elements",
-        "_parameter",
-        "_values",
-        "_version",
-        "device",
-        "moments",
-        "rest",
-        "weight",
-    )
-
-    def __init__(
-        self, parameter: Tensor, state: State, kind: MomentFormat, *, master: bool
-    ) -> None:
-        self.weight = parameter.detach().view(-1)
-        self.rest = rest_of(state, parameter) if master else None
-        self.moments = moments_of(state, kind)
-        self.device = parameter.device
-        count = state["step"]
-        if not isinstance(count, Tensor) or count.device.type != "cpu":
-            count = state["step"] = torch.tensor(float(count))
-        self._count = count.detach().numpy()  # the same memory
-        self._parameter = parameter
-        self._address = parameter.data_ptr()
-        self._dtype = parameter.dtype
-        self._num_elements = parameter.numel()
-        self._values = tuple(state.values())
-        self._version = parameter._version
-
-    def is_marked(self) -> bool:
-        """Whether the master is known to be the parameter's: another version means an edit."""
-        parameter = self._parameter
-        return parameter._version == self._version and parameter.dtype is self._dtype
-
-    def fits(self, state: State) -> bool:
-        """Whether the parameter has the memory it had, and the state the tensors it had."""
-        parameter = self._parameter
-        return (
-            parameter.data_ptr() == self._address
-            and parameter.numel() == self._num_elements
-            and parameter.is_contiguous()
-            and len(state) == len(self._values)
-            and all(map(is_, state.values(), self._values))
-            and self.is_marked()
-        )
-
-    @property
-    def next_step(self) -> int:
-        """Number of the step to come; from 1."""
-        return int(self._count) + 1
-
-    def advance(self) -> None:
-        """A step was taken, of which the parameter's version knows."""
-        self._count[...] = self.next_step
-        self._version = self._parameter._version
-
-
-def flat_gradient(gradient: Tensor) -> Tensor:
-    """The gradient's values in one dimension; a copy where they are not in order."""
-    if gradient.is_contiguous():
-        return gradient.view(-1) if gradient.dim() != 1 else gradient
-    return gradient.contiguous().view(-1)
-
-
 _NO_CORRECTION = 1 << 62  # a step so late that beta ** step is 0
+_MASTERS = {torch.bfloat16: "residual", torch.float16: "master"}  # entries of a state
+_State = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class _Settings:
     moments: MomentFormat
     master: bool
-    seed: int
     num_threads: int
+
+
+class _Views:
+    """Flat views of a parameter and its state, kept from step to step while nothing changed them.
+
+    Making them anew takes several times as long as the update of a small parameter.
+    """
+
+    __slots__ = ("address", "count", "moments", "parameter", "rest", "state", "version", "weight")
+
+    def __init__(self, parameter: Tensor, state: _State, rest: Tensor | None) -> None:
+        self.parameter = parameter
+        self.address = parameter.data_ptr()
+        self.version = parameter._version
+        self.weight = parameter.detach().view(-1)
+        self.rest = rest
+        self.moments = [Moment(state[name].view(-1)) for name in AdamW.state_names]
+        if not isinstance(state["step"], Tensor) or not state["step"].is_cpu:
+            state["step"] = torch.tensor(float(state["step"]))
+        self.count = state["step"].numpy()  # the same memory
+        self.state = tuple(state.values())
+
+    def fit(self, state: _State) -> bool:
+        """Whether the parameter and its state are what they were, as far as torch can tell."""
+        p = self.parameter
+        return (
+            p._version == self.version
+            and p.data_ptr() == self.address
+            and p.dtype is self.weight.dtype
+            and p.numel() == self.weight.numel()
+            and p.is_contiguous()
+            and len(state) == len(self.state)
+            and all(map(is_, state.values(), self.state))
+        )
 
 
 class _Adam(torch.optim.Optimizer):
@@ -211,7 +102,6 @@ class _Adam(torch.optim.Optimizer):
         maximize: bool = False,
         moments: str | MomentFormat = "fp32",
         master: bool = True,
-        seed: int = 0,
         num_threads: int = 0,
     ) -> None:
         try:
@@ -219,7 +109,7 @@ class _Adam(torch.optim.Optimizer):
         except ValueError:
             known = ", ".join(repr(f.value) for f in MomentFormat)
             raise ConfigError(f"moments is {moments!r}", remedy=f"one of {known}") from None
-        self._settings = _Settings(chosen, master, seed, num_threads)
+        self._settings = _Settings(chosen, master, num_threads)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -235,100 +125,45 @@ class _Adam(torch.optim.Optimizer):
 
     @property
     def moments(self) -> MomentFormat:
-        """How moments are stored."""
+        """How moments are stored where the engine runs this; without it, fp32."""
         return self._settings.moments
 
     def _begin(self) -> None:
         """Everything that is neither copied nor pickled."""
         self._kernels: dict[torch.device, CpuKernels | CudaKernels] = {}
         self._pid = os.getpid()  # of the process that the kernels' threads live in
-        self._ready: dict[Tensor, Ready] = {}  # of parameters whose master is settled
+        self._views: dict[Tensor, _Views] = {}  # of parameters that have stepped here
         self._closed = False
 
-    # --- groups and state --------------------------------------------------------------------
+    # --- as torch's, without the compiler (see `optimizer_method`) ---------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; raises `ConfigError` or `PresenceError` for parameters it cannot step."""
         optimizer_method("add_param_group")(self, param_group)
         try:
-            group_hyper(self.param_groups[-1])
+            _hyper_of(self.param_groups[-1])
             for parameter in self.param_groups[-1]["params"]:
                 self._check(parameter)
         except BaseException:
             self.param_groups.pop()
             raise
 
-    def _check(self, parameter: Tensor) -> None:
-        name = f"a parameter of shape {tuple(parameter.shape)}"
-        if parameter.device.type not in self._takes:
-            raise PresenceError(
-                f"{name} is on {parameter.device}, {type(self).__name__} takes "
-                f"{' and '.join(self._takes)} parameters",
-                remedy="use infinity.FusedAdam for CUDA parameters",
-            )
-        if parameter.dtype not in FLOATS:
-            raise ConfigError(
-                f"{name} has dtype {parameter.dtype}", remedy="float32, bfloat16 or float16"
-            )
-        if not parameter.is_contiguous():
-            raise PresenceError(
-                f"{name} has strides {parameter.stride()}",
-                because="the kernels walk one contiguous range",
-                remedy="make the model's parameters contiguous before the optimizer",
-            )
-
-    def _ready_of(self, parameter: Tensor) -> Ready:
-        """What the kernels take; the state is made at the first step, with the master then."""
-        state: State = self.state[parameter]
-        ready = self._ready.get(parameter)
-        if ready is not None and ready.fits(state):
-            return ready
-        self._check(parameter)
-        if not state:
-            state.update(fresh_state(parameter, self._settings.moments))
-            self._ready.pop(parameter, None)
-        if self._settings.master:
-            self._settle(parameter, state)
-        state.pop(FINGERPRINT, None)  # the step makes it wrong
-        return self._made_ready(parameter, state)
-
-    def _settle(self, parameter: Tensor, state: State) -> None:
-        ready = self._ready.get(parameter)
-        if ready is None or not ready.is_marked():
-            settle(state, parameter)
-            self._made_ready(parameter, state)
-
-    def _made_ready(self, parameter: Tensor, state: State) -> Ready:
-        kind, master = self._settings.moments, self._settings.master
-        ready = self._ready[parameter] = Ready(parameter, state, kind, master=master)
-        return ready
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's; the tensors are those in use, not copies."""
-        self._seal()
-        taken: dict[str, Any] = optimizer_method("state_dict")(self)
-        return taken
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's."""
         optimizer_method("zero_grad")(self, set_to_none)
 
-    def _seal(self) -> None:
-        """Say of every residual to which parameter it belongs: its reader cannot tell."""
-        for parameter, state in self.state.items():
-            if isinstance(parameter, Tensor) and needs_seal(state):
-                self._settle(parameter, state)
-                if needs_seal(state):
-                    seal(state, parameter)
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; the tensors are those in use, not copies."""
+        taken: dict[str, Any] = optimizer_method("state_dict")(self)
+        return taken
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state of this class, or of `torch.optim.AdamW` or `Adam`, by the same keys.
 
-        fp32 moments are stored in the chosen format; lossy ones must have been saved in it. The
-        parameters may be loaded before or after: masters are judged at the next step. Raises
-        `ConfigError` before anything is changed.
+        The parameters may be loaded before or after. Raises `ConfigError` before anything is
+        changed.
         """
-        loaded: dict[Tensor, State] = {}
+        loaded: dict[Tensor, _State] = {}
 
         def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             changed, states = self._taken(given)
@@ -337,7 +172,7 @@ class _Adam(torch.optim.Optimizer):
 
         def put(_: torch.optim.Optimizer) -> None:
             self.state.update(loaded)
-            self._ready.clear()
+            self._views.clear()
 
         # Hooks of our own: behind the user's, who may rewrite what is given, and before the
         # user's, who look at what was loaded. torch's loading would narrow moments and masters.
@@ -349,29 +184,22 @@ class _Adam(torch.optim.Optimizer):
             before.remove()
             after.remove()
 
-    def _taken(self, given: dict[str, Any]) -> tuple[dict[str, Any], dict[Tensor, State]]:
+    def _taken(self, given: dict[str, Any]) -> tuple[dict[str, Any], dict[Tensor, _State]]:
         """What torch shall load of a given state dict, and the states that we load ourselves."""
         ours, theirs = self.param_groups, given["param_groups"]
         if [len(group["params"]) for group in ours] != [len(g["params"]) for g in theirs]:
             return given, {}  # torch says what is wrong
-        groups = taken_groups(ours, theirs, self.defaults)
+        groups = [_taken_group(*pair, self.defaults) for pair in zip(ours, theirs, strict=True)]
         order = [p for group in ours for p in group["params"]]
         numbers = [number for group in theirs for number in group["params"]]
-        states = given["state"]
-        settings = self._settings
-        loaded = {
-            parameter: taken_state(
-                parameter, states[number], settings.moments, master=settings.master
-            )
-            for parameter, number in zip(order, numbers, strict=True)
-            if states.get(number)
-        }
-        known = set(numbers)
-        others = {key: value for key, value in states.items() if key not in known}
-        return {**given, "param_groups": groups, "state": others}, loaded
+        states = dict(given["state"])
+        loaded = {}
+        for parameter, number in zip(order, numbers, strict=True):
+            if state := states.pop(number, None):
+                loaded[parameter] = _taken_state(parameter, state, self._settings.master)
+        return {**given, "param_groups": groups, "state": states}, loaded
 
     def __getstate__(self) -> dict[str, Any]:
-        self._seal()
         return {**super().__getstate__(), "_settings": self._settings}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -391,63 +219,106 @@ class _Adam(torch.optim.Optimizer):
         Gradients are multiplied by `grad_scale` on the way: a clip factor, or one over a loss
         scale, without a pass of its own. Raises `ConfigError` if it is not finite.
         """
-        scale = finite_scale(grad_scale)
+        scale = _finite(grad_scale)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         pieces: dict[torch.device, list[Piece]] = {}
-        stepped: dict[Tensor, Ready] = {}
-        number = -1
+        stepped: dict[Tensor, _Views] = {}
         for group in self.param_groups:
-            hyper = group_hyper(group)
+            hyper, corrected = _hyper_of(group), group["bias_correction"]
             for parameter in group["params"]:
-                number += 1
                 gradient = parameter.grad
                 if gradient is not None and parameter.numel():
-                    ready = stepped[parameter] = self._ready_of(parameter)
-                    piece = self._piece(parameter, gradient, ready, group, hyper, number, scale)
-                    pieces.setdefault(ready.device, []).append(piece)
+                    views = stepped[parameter] = self._views_of(parameter)
+                    step = int(views.count) + 1 if corrected else _NO_CORRECTION
+                    piece = self._piece(views, gradient, hyper, step, scale)
+                    pieces.setdefault(parameter.device, []).append(piece)
         work = [(self._kernels_of(device), some) for device, some in pieces.items()]
         for kernels, some in work:
             kernels.update_all(some)
         torch.autograd.graph.increment_version(stepped)  # what autograd saved is stale now
-        for ready in stepped.values():
-            ready.advance()
+        for views in stepped.values():
+            views.count[...] += 1
+            views.version = views.parameter._version
         return loss
 
     def _piece(
-        self,
-        parameter: Tensor,
-        gradient: Tensor,
-        ready: Ready,
-        group: dict[str, Any],
-        hyper: Hyper,
-        number: int,
-        scale: float,
+        self, views: _Views, gradient: Tensor, hyper: Hyper, step: int, scale: float
     ) -> Piece:
         if gradient.layout is not torch.strided:
             raise ConfigError(
-                f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse",
+                f"the gradient of a parameter of shape {tuple(gradient.shape)} is sparse",
                 remedy="use sparse=False in nn.Embedding",
             )
-        rest = ready.rest
-        if not self._settings.master:
-            holder: State = {}
-            settle(holder, parameter)
-            rest = rest_of(holder, parameter)
-        step = ready.next_step
-        exact = self._settings.moments.is_exact
-        return Piece(
-            ready.weight,
-            rest,
-            ready.moments,
-            flat_gradient(gradient),
-            hyper,
-            step if group["bias_correction"] else _NO_CORRECTION,
-            scale,
-            0 if exact else rounding_key(self._settings.seed, str(number), step),
-        )
+        rest = views.rest if self._settings.master else self._rest(views.parameter, {})
+        flat = (gradient if gradient.is_contiguous() else gradient.contiguous()).view(-1)
+        return Piece(views.weight, rest, views.moments, flat, hyper, step, scale)
+
+    def _views_of(self, parameter: Tensor) -> _Views:
+        """What the kernels take; the state is made at the first step, with the master then."""
+        state: _State = self.state[parameter]
+        views = self._views.get(parameter)
+        if views is not None and views.fit(state):
+            return views
+        if not self.moments.is_exact:
+            raise ConfigError(
+                f"moments={self.moments.value!r} is for the engine",
+                because="without it, moments rest in fp32",
+                remedy="leave it out, or pass this to initialize(optimizer=...)",
+            )
+        self._check(parameter)
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            for name in AdamW.state_names:
+                state[name] = torch.zeros_like(parameter, dtype=torch.float32)
+        rest = self._rest(parameter, state) if self._settings.master else None
+        views = self._views[parameter] = _Views(parameter, state, rest)
+        return views
+
+    def _rest(self, parameter: Tensor, state: _State) -> Tensor | None:
+        """What stands beside the parameter for its master; see the note on edited ones."""
+        name = _MASTERS.get(parameter.dtype)
+        for other in _MASTERS.values():
+            if other != name:  # the parameter had another dtype
+                state.pop(other, None)
+        if name is None:
+            return None
+        weight = parameter.detach()
+        kept: Tensor | None = state.get(name)
+        if kept is None:
+            wide = name == "master"
+            kept = state[name] = (
+                weight.float() if wide else torch.zeros_like(weight, dtype=torch.int16)
+            )
+        elif name == "master":
+            # Bits, not values: so NaN is like NaN, and -0 is not 0.
+            same = kept.half().view(torch.int16) == weight.view(torch.int16)
+            kept.copy_(torch.where(same, kept, weight.float()))
+        else:
+            lost = (weight == 0) & (kept < 0) | weight.isinf() & (kept > 0)
+            kept.masked_fill_(lost, 0)
+        return kept.view(-1)
+
+    def _check(self, parameter: Tensor) -> None:
+        name = f"a parameter of shape {tuple(parameter.shape)}"
+        if parameter.device.type not in self._takes:
+            raise PresenceError(
+                f"{name} is on {parameter.device}, {type(self).__name__} takes "
+                f"{' and '.join(self._takes)} parameters",
+                remedy="use infinity.FusedAdam for CUDA parameters",
+            )
+        if parameter.dtype not in BESIDE:
+            raise ConfigError(
+                f"{name} has dtype {parameter.dtype}", remedy="float32, bfloat16 or float16"
+            )
+        if not parameter.is_contiguous():
+            raise PresenceError(
+                f"{name} has strides {parameter.stride()}",
+                because="the kernels walk one contiguous range",
+                remedy="make the model's parameters contiguous before the optimizer",
+            )
 
     def _kernels_of(self, device: torch.device) -> CpuKernels | CudaKernels:
         if self._closed:
@@ -479,21 +350,13 @@ class CPUAdam(_Adam):
     `params`, `lr`, `betas`, `eps`, `weight_decay`, `maximize`: as `torch.optim.AdamW`.
     `adamw_mode=False` is Adam with L2, `bias_correction=False` leaves the correction out;
     `amsgrad` is refused. Parameters are fp32, bf16 or fp16, of any shape, contiguous; gradients
-    of any of these dtypes. `master` keeps an fp32 master of 16-bit parameters: see the note on
-    precision above. Where a parameter was edited by torch operations since the last step, or its
-    dtype was changed, it gets a fresh master; other edits through `.data` go unseen. `moments` is
-    "fp32", or lossy: "bf16", "bf16_stochastic", "8bit". `seed` is for stochastic rounding.
-    `num_threads` 0 is as many as this process may use. Results depend neither on it nor on the
-    instruction set.
+    of any of these dtypes. `master` keeps an fp32 master of 16-bit parameters: see the notes
+    above, on what becomes of it where a parameter is edited too. `num_threads` 0 is as many as
+    this process may use. Results depend neither on it nor on the instruction set.
 
     State by parameter: `step`, `exp_avg`, `exp_avg_sq`, which `torch.optim.AdamW` understands.
-    8-bit moments are `exp_avg_codes`, `exp_avg_scales`, `exp_avg_sq_codes`, `exp_avg_sq_scales`
-    instead: torch has no use for them, and says so by a KeyError. Masters are `residual` (int16)
-    for bf16 and `master` (fp32) for fp16 parameters. They are no use without the parameters they
-    were saved with: load these too, before or after. What is not theirs is dropped at the next
-    step: elements of `master` that do not round to the parameter, and all of `residual` if the
-    parameter's bits do not have the `fingerprint` (int64) that state dicts and copies carry. A
-    `residual` without one belongs to the parameter as it is when the state is loaded.
+    Masters are `residual` (int16) for bf16 and `master` (fp32) for fp16 parameters: load these
+    with the parameters they were saved with, before or after.
 
     Raises `ConfigError` or `PresenceError` for what it cannot step, before any byte is touched.
     In a forked child it makes threads of its own.
@@ -511,14 +374,92 @@ class FusedAdam(_Adam):
     _takes = ("cpu", "cuda")
 
 
-# `CPUAdam` and `FusedAdam` passed to the engine: the built-in rule with their settings.
-#
-# Their kernels are the engine's, but their state lies in the memory of a model; the engine keeps
-# it
-# in its tiers.
+# --- groups and states that are given ----------------------------------------------------------
 
 
-_PER_GROUP = ("lr", "betas", "eps", "weight_decay", "maximize")
+def _hyper_of(group: Mapping[str, Any]) -> Hyper:
+    """A group's hyper-parameters now; raises `ConfigError` for what makes no sense."""
+    if group["amsgrad"]:
+        raise ConfigError(
+            "amsgrad is not supported", remedy="use torch.optim.AdamW(amsgrad=True), or leave it"
+        )
+    rule = RULES[twin_of("AdamW", decoupled=bool(group["adamw_mode"]))]
+    try:
+        return rule.of(group)
+    except (TypeError, ValueError, RuntimeError) as error:  # of `float`, also of a tensor
+        shown = ", ".join(f"{name}={group[name]!r}" for name in rule.defaults())
+        raise ConfigError(
+            f"a parameter group has {shown}",
+            because=str(error),
+            remedy="numbers, or tensors of one element; two of them for betas",
+        ) from error
+
+
+def _taken_group(
+    ours: Mapping[str, Any], given: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A given group, complete: what it does not say stays as it is in ours."""
+    decoupled = given.get("adamw_mode", given.get("decoupled_weight_decay"))
+    if decoupled is not None and bool(decoupled) != bool(ours["adamw_mode"]):
+        rules = "Adam with L2", "AdamW"
+        raise ConfigError(
+            f"the state is of {rules[bool(decoupled)]}, this optimizer is {rules[not decoupled]}",
+            remedy=f"make it with adamw_mode={bool(decoupled)}",
+        )
+    merged = {**{name: ours[name] for name in defaults}, **given}
+    _hyper_of(merged)
+    return merged
+
+
+def _taken_state(parameter: Tensor, given: Mapping[str, Any], master: bool) -> _State:
+    """A state of one parameter, everything copied; raises `ConfigError` for what does not fit."""
+    if "max_exp_avg_sq" in given:
+        raise ConfigError("the state is of an optimizer with amsgrad, which is not supported")
+    if missing := [name for name in ("step", *AdamW.state_names) if name not in given]:
+        raise ConfigError(
+            f"the state of a parameter of shape {tuple(parameter.shape)} lacks "
+            + ", ".join(missing),
+            remedy="load a state of CPUAdam, FusedAdam, torch.optim.AdamW or Adam",
+        )
+    names: dict[str, torch.dtype | None] = dict.fromkeys(AdamW.state_names, torch.float32)
+    rest = _MASTERS.get(parameter.dtype, "")
+    if master and rest in given:
+        names[rest] = BESIDE[parameter.dtype]
+        if given[rest].dtype is not names[rest]:
+            raise ConfigError(
+                f"{rest} has dtype {given[rest].dtype}, not {names[rest]}",
+                because="another optimizer that loaded the state has converted it",
+                remedy=f"delete {rest!r} from the state: the master begins at the parameter",
+            )
+    state: _State = {"step": torch.tensor(float(given["step"]))}
+    for name, dtype in names.items():
+        if given[name].shape != parameter.shape:
+            raise ConfigError(
+                f"{name} has shape {tuple(given[name].shape)}, its parameter "
+                f"{tuple(parameter.shape)}",
+                remedy="load the state into the parameters it was saved with, in their order",
+            )
+        copied = given[name].detach().to(parameter.device, dtype, copy=True)
+        state[name] = copied.contiguous()
+    return state
+
+
+def _finite(given: Any) -> float:
+    """`given` as a number that is finite in fp32, in which the kernels compute."""
+    try:
+        scale = float(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"grad_scale is {given!r}", remedy="a number") from error
+    if not abs(scale) <= _FP32_MAX:
+        raise ConfigError(
+            f"grad_scale is {scale}",
+            because="a norm or a loss scale is not finite: the parameters would not be either",
+            remedy="leave this step out",
+        )
+    return scale
+
+
+# --- passed to the engine ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -531,16 +472,15 @@ class SameRule:
 
 
 def built_in_of(given: Any, groups: Sequence[dict[str, Any]]) -> SameRule | None:
-    """What the engine runs for `given`: an instance, or the class itself; None if it is no such.
+    """What the engine runs for a `CPUAdam` or `FusedAdam`, or the class; None if it is no such.
 
-    The groups of an instance stay the same objects: schedulers over it keep working. Raises
-    `ConfigError` for settings that the engine has not.
+    Their kernels are the engine's, but it keeps the state in its tiers. The groups of an instance
+    stay the same objects: schedulers over it keep working. Raises `ConfigError` for settings that
+    the engine has not.
     """
-    is_class = isinstance(given, type) and issubclass(given, CPUAdam | FusedAdam)
-    if is_class:  # its defaults, from stand-ins of no size
-        stand_in = nn.Parameter(torch.zeros(0))
-        optimizer, groups = given([stand_in]), [dict(group) for group in groups]
-    elif isinstance(given, CPUAdam | FusedAdam):
+    if isinstance(given, type) and issubclass(given, _Adam):  # its defaults, from a stand-in
+        optimizer, groups = given([nn.Parameter(torch.zeros(0))]), [dict(g) for g in groups]
+    elif isinstance(given, _Adam):
         optimizer, groups = given, given.param_groups
     else:
         return None
@@ -568,5 +508,5 @@ def built_in_of(given: Any, groups: Sequence[dict[str, Any]]) -> SameRule | None
                 remedy=f"{key}={wanted}, or pass torch.optim.AdamW, which torch runs, slower",
             )
     rule = BuiltInRule(twin_of("AdamW", decoupled=modes == {True}), optimizer.moments)
-    defaults = {key: optimizer.defaults[key] for key in _PER_GROUP}
+    defaults = {key: optimizer.defaults[key] for key in AdamW.defaults()}
     return SameRule(rule, list(groups), defaults)

@@ -13,8 +13,7 @@ from torch import Tensor
 from infinity.errors import ConfigError
 from infinity.formats import MomentFormat
 from infinity.optim.cpu import CpuKernels, Piece
-from infinity.optim.moments import VALUE_DTYPES, Moment
-from infinity.plan.layout import REST_DTYPES, Kind, Precision
+from infinity.optim.moments import Moment
 from infinity.rules import RULES, Hyper, lossy_notes, reserved_moments
 
 # Tiles: parts of parameters with all their state beside them in host memory, and who updates them.
@@ -100,25 +99,6 @@ class Rule(Protocol):
         self, kernels: CpuKernels, names: Sequence[str], largest: int, seed: int
     ) -> Updater:
         """What does the steps. `names` are those of the parameters by index."""
-
-
-def master_in(views: Mapping[Kind, Tensor], precision: Precision) -> tuple[Tensor, Tensor | None]:
-    """The weights, and what stands beside them, in a chunk's parts (uint8), as views."""
-    weight = views[Kind.WEIGHT].view(getattr(torch, precision.dtype))
-    rest = precision.rest_kind
-    if rest is None:
-        return weight, None
-    return weight, views[rest].view(getattr(torch, REST_DTYPES[rest]))
-
-
-def moment_in(part: Tensor, num_elements: int, kind: MomentFormat) -> Moment:
-    """The moment that a chunk's part (uint8: values, scales, padding) holds, as views of it."""
-    nbytes = num_elements * kind.itemsize
-    values = part[:nbytes].view(VALUE_DTYPES[kind])
-    if not kind.num_scales(num_elements):
-        return Moment(values, None, kind)
-    scales = part[nbytes : kind.nbytes(num_elements)].view(torch.float32)
-    return Moment(values, scales, kind)
 
 
 class BuiltInRule:

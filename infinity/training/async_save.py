@@ -19,10 +19,9 @@ from infinity.checkpoint.manifest import FROZEN, MODEL
 from infinity.checkpoint.writer import CheckpointWriter, TensorSpec, Written, checksums
 from infinity.errors import InfinityWarning
 from infinity.offload.state import Staged, StateStore
-from infinity.optim.moments import VALUE_DTYPES
-from infinity.optim.update import moment_in
+from infinity.optim.moments import KIND_DTYPES, VALUE_DTYPES, moment_in
 from infinity.plan.budget import NUM_COPY_BUFFERS, copy_buffer_bytes
-from infinity.plan.layout import REST_DTYPES, Kind, Segment, Tier, UnitLayout
+from infinity.plan.layout import Kind, Segment, Tier, UnitLayout
 from infinity.plan.plan import Plan
 from infinity.storage.staging import BufferPool
 
@@ -115,8 +114,7 @@ def state_streams(plan: Plan) -> dict[str, list[TensorSpec]]:
                 continue
             streams[MODEL].append(TensorSpec(name, shape, dtype))
             if rest is not None:
-                kept = getattr(torch, REST_DTYPES[rest])
-                streams[rest.value].append(TensorSpec(name, shape, kept))
+                streams[rest.value].append(TensorSpec(name, shape, KIND_DTYPES[rest]))
             for kind in plan.precision.moment_kinds:
                 form = plan.precision.format_of(kind)
                 streams[kind.value].append(TensorSpec(name, shape, VALUE_DTYPES[form]))

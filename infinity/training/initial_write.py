@@ -17,7 +17,7 @@ from infinity.model.parameters import Presence
 from infinity.offload.state import StateStore
 from infinity.offload.transfers import Lanes
 from infinity.optim.cpu import CpuKernels
-from infinity.optim.update import master_in, moment_in
+from infinity.optim.moments import master_in, moment_in
 from infinity.plan.layout import Kind, UnitLayout
 from infinity.plan.plan import Plan
 from infinity.storage.staging import BufferPool, host_buffer

@@ -27,7 +27,8 @@ from infinity.offload.slots import Slot
 from infinity.offload.state import StateStore
 from infinity.offload.transfers import Lanes, record
 from infinity.optim.cpu import Piece
-from infinity.optim.update import KernelUpdater, Tile, Updater, master_in, moment_in
+from infinity.optim.moments import master_in, moment_in
+from infinity.optim.update import KernelUpdater, Tile, Updater
 from infinity.plan.budget import NUM_STREAM_BUFFERS, stage_bytes, stream_bytes
 from infinity.plan.layout import Kind, UnitLayout
 from infinity.plan.plan import Plan, UpdatePlace, update_place

@@ -23,9 +23,9 @@ from infinity.offload.owner import Owner, exclusive
 from infinity.offload.prefetch import Mover
 from infinity.offload.state import StateStore
 from infinity.optim.cpu import CpuKernels
-from infinity.optim.moments import Moment
-from infinity.optim.update import KernelUpdater, Updater, moment_in
-from infinity.plan.layout import REST_DTYPES, Kind, Segment, Tier, UnitLayout
+from infinity.optim.moments import KIND_DTYPES, Moment, moment_in
+from infinity.optim.update import KernelUpdater, Updater
+from infinity.plan.layout import Kind, Segment, Tier, UnitLayout
 from infinity.plan.plan import Plan
 from infinity.sizes import format_size
 
@@ -341,7 +341,7 @@ class Values:
         if cached.rest is None:
             self.settle()  # of the same update as the weight: a step forgets what is cached
             cached.rest = self.store.read(layout.index, kind)
-        return weight, cached.rest.view(getattr(torch, REST_DTYPES[kind]))[part]
+        return weight, cached.rest.view(KIND_DTYPES[kind])[part]
 
     # --- lending -----------------------------------------------------------------------------
 

@@ -27,9 +27,10 @@ from infinity.checkpoint.reader import CheckpointReader, empty, join
 from infinity.errors import CheckpointError, InfinityError, InfinityWarning
 from infinity.model.buffers import find_buffers
 from infinity.offload.window import AccumulationWindow
+from infinity.optim.moments import KIND_DTYPES
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.optim.update import KernelUpdater, Updater
-from infinity.plan.layout import REST_DTYPES, Kind
+from infinity.plan.layout import Kind
 from infinity.training.step import Progress, Stepper, as_data
 
 # The states of every random generator a training loop may draw from, taken and put back.
@@ -283,9 +284,7 @@ class DurableWeights:
             count = min(_PIECE, segment.numel - first)
             weight = self._reader.read(name, Kind.WEIGHT, first, count).view(torch.bfloat16)
             rest = self._reader.read(name, kind, first, count)
-            master[first : first + count] = join(
-                weight, rest.view(getattr(torch, REST_DTYPES[kind]))
-            )
+            master[first : first + count] = join(weight, rest.view(KIND_DTYPES[kind]))
         return master.view(segment.shape)
 
     def buffer(self, name: str) -> Tensor:

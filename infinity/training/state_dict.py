@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from infinity.errors import ConfigError, PresenceError
 from infinity.model.buffers import persistent_buffers
 from infinity.model.weight_files import Outgoing, write_shards
+from infinity.optim.moments import COMPUTE_DTYPES
 from infinity.sizes import parse_size
 from infinity.training.parameter_access import Values
 
@@ -34,7 +35,6 @@ class Place:
 
 
 # What parameters compute in, and hence what they may be saved as; other dtypes are kept.
-COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class StateDict(Mapping[str, Tensor]):

@@ -11,10 +11,17 @@ torch's vector loops end in scalar ones, whose rounding may differ. Tiles are cu
 128 elements of a parameter and are small enough for torch to use one thread, so every element is
 computed by the loop that would compute it if the parameter were stepped whole by one thread.
 
+[Note: whose entry]
+A guest may write to its group (a count, a learning rate of its own). What it writes is kept with
+each parameter, never in the user's group: updates run behind the user's back. It holds until the
+user, or a scheduler, changes the entry: until the group's value differs from the one the guest saw
+when it wrote. To write the value that is there already is no edit.
+
 [Note: rehearsal]
 What a guest keeps may depend on its group: momentum that is switched on needs a buffer. So small
-parameters go ahead: when an entry of a group is switched, one of each form of state takes two
-steps with it, before the commit. What they cannot do is refused while nothing has changed.
+parameters go ahead: when an entry of a group is switched, one that has gone all the way with the
+group and one that begins take two steps with it, before the commit. What they cannot do is refused
+while nothing has changed.
 """
 
 from __future__ import annotations
@@ -23,7 +30,7 @@ import copy
 import math
 import numbers
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -35,126 +42,6 @@ from infinity.formats import MomentFormat
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.moments import Moment
 from infinity.optim.update import Tile
-
-# Groups of guests: as captured at a `step()`, and what in them was edited since.
-#
-# [Note: whose entry]
-# A guest may write to its group (a count, a learning rate of its own). What it writes is kept with
-# each parameter, never in the user's group: updates run behind the user's back. It holds until the
-# user, or a scheduler, changes the entry: until the group's value differs from the one the guest
-# saw
-# when it wrote. To write the value that is there already is no edit.
-
-
-Form = tuple[int, frozenset[str]]  # of a parameter's state: its dimensions, the names in the state
-
-_ABSENT = object()
-
-
-class Captured(dict[str, Any]):
-    """A copy of a group without its parameters.
-
-    `forms` is shared by all captures of a group: the state of each parameter that has stepped.
-    """
-
-    def __init__(self, values: Mapping[str, Any], forms: dict[int, Form] | None = None) -> None:
-        super().__init__(values)
-        self.forms: dict[int, Form] = {} if forms is None else forms
-
-
-class Written(NamedTuple):
-    """What a guest wrote to an entry, and what the user's group held then."""
-
-    value: Any
-    seen: Any
-
-
-def written_data(entry: Written) -> dict[str, Any]:
-    """The entry as data that can be saved; `seen` is left out where the group had no such entry."""
-    data = {"value": entry.value}
-    return data if entry.seen is _ABSENT else {**data, "seen": entry.seen}
-
-
-def written_from(data: Mapping[str, Any]) -> Written:
-    """The entry that `written_data` gave."""
-    return Written(data["value"], data.get("seen", _ABSENT))
-
-
-def still_written(
-    captured: Mapping[str, Any], written: Mapping[str, Written]
-) -> dict[str, Written]:
-    """The entries that nobody has edited since the guest wrote them."""
-    return {k: w for k, w in written.items() if same(captured.get(k, _ABSENT), w.seen)}
-
-
-def newly_written(
-    captured: Mapping[str, Any], given: Mapping[str, Any], group: Mapping[str, Any]
-) -> dict[str, Written]:
-    """The entries that a step has changed in the group it was given."""
-    return {
-        k: Written(v, captured.get(k, _ABSENT))
-        for k, v in group.items()
-        if k != "params" and not same(v, given.get(k, _ABSENT))
-    }
-
-
-def outline(value: Any) -> Any:
-    """What of an entry may decide which state is kept: of a number its sign, not its size."""
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, numbers.Real):
-        number: Any = value
-        return (number > 0) - (number < 0)
-    if isinstance(value, Tensor):
-        return value.dtype, tuple(value.shape), bool(value.any())
-    if isinstance(value, Mapping):
-        return tuple((key, outline(item)) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return tuple(map(outline, value))
-    return type(value)
-
-
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
-    """The entries whose outline differs -> what they are and were, in words."""
-    words = {}
-    for key in {**old, **new}:
-        before, now = old.get(key, _ABSENT), new.get(key, _ABSENT)
-        if key not in old or key not in new or outline(before) != outline(now):
-            words[key] = f"group[{key!r}] {_told(now)}, which was {_told(before)}"
-    return words
-
-
-def _told(value: Any) -> str:
-    return "absent" if value is _ABSENT else repr(value)
-
-
-def copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies that may be changed in place; the usual kinds without the price of `deepcopy`."""
-    return {key: _copy(value) for key, value in values.items()}
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, tuple):
-        return tuple(map(_copy, value)) if type(value) is tuple else copy.deepcopy(value)
-    return copy.deepcopy(value)
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two entries are equal; NaN and objects are the same only as one object."""
-    if one is other:
-        return True
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
-            return False
-        return one.dtype is other.dtype and torch.equal(one, other)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
-
 
 # Below torch's grain of 32768, from which on it cuts loops between threads.
 TILE_ELEMENTS = 1 << 14
@@ -185,9 +72,12 @@ class GuestFacts:
     num_moments: int = 0
     make_state: MakeState | None = None
 
-    def dimensions(self, shape: Sequence[int]) -> int:
-        """Of what the guest is handed for a parameter of this shape; at most 4, to try it out."""
-        return min(len(shape), 4) if self.whole else 1
+
+class _Written(NamedTuple):
+    """What a guest wrote to an entry, and what the user's group held then; None if nothing."""
+
+    value: Any
+    seen: Any
 
 
 @dataclass(frozen=True)
@@ -196,24 +86,23 @@ class _Kept:
 
     scalars: Mapping[str, Any] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # in order of the moments
-    group: Mapping[str, Written] = field(default_factory=dict)  # entries its step() has changed
+    group: Mapping[str, _Written] = field(default_factory=dict)  # entries its step() has changed
 
-    def form(self, num_dimensions: int) -> Form:
-        """What state this is, for a parameter of so many dimensions."""
-        return num_dimensions, frozenset([*self.scalars, *self.shapes])
+
+_Small = tuple[_Kept | None, Sequence[Moment]]  # None before the first step
 
 
 @dataclass(frozen=True)
-class _Group:
-    """A group as it was when it was last rehearsed."""
+class _Rehearsed:
+    """A group as it was when last rehearsed, and the small parameters that go with it."""
 
     values: Mapping[str, Any]
     outlines: Mapping[str, Any]
-    forms: dict[int, Form]
+    small: Mapping[tuple[int, ...], _Small]  # by shape
 
 
 class GuestRule:
-    """The rule that a guest is; see `tiles.Rule`."""
+    """The rule that a guest is; see `infinity.optim.update.Rule`."""
 
     def __init__(self, facts: GuestFacts) -> None:
         self.facts = facts
@@ -224,47 +113,60 @@ class GuestRule:
         self.notes: tuple[str, ...] = (
             f"{facts.name} is run by torch on {parts}: slower than the built-in rules",
         )
-        self._rehearsal = _Rehearsal(facts)
-        self._groups: dict[int, _Group] = {}  # by the id of the first parameter
+        self._rehearsed: dict[int, _Rehearsed] = {}  # by the id of the first parameter
 
-    def capture(self, group: Mapping[str, Any]) -> Captured:
+    def capture(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """A copy of the group, without its parameters.
 
         Raises `ConfigError` for an edit that needs state which was not planned.
         """
-        apart = ("params", "param_names")
-        captured = Captured(copied({k: v for k, v in group.items() if k not in apart}))
+        captured = copied({k: v for k, v in group.items() if k not in ("params", "param_names")})
         parameters = group["params"]
         if not parameters:
             return captured
-        known = self._groups.get(id(parameters[0]))
-        if known is not None:
-            captured.forms = known.forms
+        known = self._rehearsed.get(id(parameters[0]))
         outlines = {key: outline(value) for key, value in captured.items()}
         if known is None or outlines != known.outlines:
-            self._rehearse(captured, known, parameters)
-            self._groups[id(parameters[0])] = _Group(captured, outlines, captured.forms)
+            shapes = {small_shape(p.shape, whole=self.whole) for p in parameters}
+            try:
+                small = {shape: self._rehearse(captured, known, shape) for shape in shapes}
+            except Exception as error:
+                raise self._refusal(captured, known, error) from error
+            self._rehearsed[id(parameters[0])] = _Rehearsed(captured, outlines, small)
         return captured
 
     def _rehearse(
-        self, captured: Captured, known: _Group | None, parameters: Sequence[Tensor]
-    ) -> None:
-        starts: set[Form] = set(captured.forms.values())
-        if len(captured.forms) < len(parameters):  # some have not stepped yet
-            starts |= {(self.facts.dimensions(p.shape), frozenset()) for p in parameters}
-        try:
-            self._rehearsal.walk(captured, starts)
-        except Exception as error:
-            what = error.what if isinstance(error, InfinityError) else repr(error)
-            edits = {} if known is None else differences(known.values, captured)
-            names = " and ".join(edits) or "the group"
-            raise ConfigError(
-                f"{self.name} cannot step with {' and '.join(edits.values()) or 'its groups'}",
-                because=f"tried on a small parameter: {what}; what is kept of parameters was "
-                "planned from the groups that initialize() got",
-                remedy=f"set {names} back and call step() again; to use it later, let initialize() "
-                f"get it switched on ({names} > 0, say): a schedule may change it then",
-            ) from error
+        self, captured: dict[str, Any], known: _Rehearsed | None, shape: tuple[int, ...]
+    ) -> _Small:
+        """Two steps of small parameters; raises what the guest raises.
+
+        The worker is shared: groups are captured only while no update is under way.
+        """
+        numel = math.prod(shape)
+        begun: _Small = None, [Moment.zeros(numel, form) for form in self.moments]
+        for kept, values in [begun] if known is None else [begun, known.small[shape]]:
+            guest = Guest(self.facts, SMALL_ELEMENTS)
+            if kept is not None:
+                guest.kept_by_parameter[0] = kept
+            weight, moments = torch.linspace(0.5, 1, numel), tuple(m.clone() for m in values)
+            for step in range(1, _REHEARSED_STEPS + 1):
+                tile = Tile(0, shape, 0, weight, None, moments, weight.clone(), captured, step)
+                guest.update([tile], 1.0)
+        return guest.kept_by_parameter[0], moments
+
+    def _refusal(
+        self, captured: Mapping[str, Any], known: _Rehearsed | None, error: Exception
+    ) -> ConfigError:
+        what = error.what if isinstance(error, InfinityError) else repr(error)
+        edits = {} if known is None else differences(known.values, captured)
+        names = " and ".join(edits) or "the group"
+        return ConfigError(
+            f"{self.name} cannot step with {' and '.join(edits.values()) or 'its groups'}",
+            because=f"tried on a small parameter: {what}; what is kept of parameters was "
+            "planned from the groups that initialize() got",
+            remedy=f"set {names} back and call step() again; to use it later, let initialize() "
+            f"get it switched on ({names} > 0, say): a schedule may change it then",
+        )
 
     def reserve(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """The trial has found what the guest keeps; later edits are compared with these groups."""
@@ -293,18 +195,10 @@ class Guest:
         """`kernels` joins and splits masters; without them weights must be fp32."""
         self.facts = facts
         self.kernels = kernels
+        self.kept_by_parameter: dict[int, _Kept] = {}
         self._worker = facts.worker
-        self._kept: dict[int, _Kept] = {}
         self._master = torch.empty(tile_elements if kernels is not None else 0)
         self._gradient = torch.empty(tile_elements)
-
-    def restart(self, kept: _Kept | None) -> None:
-        """Forget all parameters; parameter 0 goes on with `kept`."""
-        self._kept = {} if kept is None else {0: kept}
-
-    def kept_of(self, parameter: int) -> _Kept:
-        """What is kept of a parameter beside its moments."""
-        return self._kept.get(parameter, _Kept())
 
     def begin(self, hypers: Mapping[int, Any], steps: Mapping[int, int]) -> None:
         """Nothing is known before the guest has stepped."""
@@ -315,18 +209,18 @@ class Guest:
             index: {
                 "scalars": copied(kept.scalars),
                 "shapes": dict(kept.shapes),
-                "group": {key: written_data(entry) for key, entry in kept.group.items()},
+                "group": {key: entry._asdict() for key, entry in kept.group.items()},
             }
-            for index, kept in self._kept.items()
+            for index, kept in self.kept_by_parameter.items()
         }
 
     def keep(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
         """Go on with what `kept` gave."""
-        self._kept = {
+        self.kept_by_parameter = {
             index: _Kept(
                 copied(entry["scalars"]),
                 {name: tuple(shape) for name, shape in entry["shapes"].items()},
-                {key: written_from(data) for key, data in entry["group"].items()},
+                {key: _Written(e["value"], e.get("seen")) for key, e in entry["group"].items()},
             )
             for index, entry in saved.items()
         }
@@ -340,13 +234,12 @@ class Guest:
         count, size = tile.weight.numel(), math.prod(tile.shape)
         if self.facts.whole and (tile.first or count != size):
             raise TrainingError(f"{self.facts.name} needs whole parameters, got a part of one")
-        before = self._kept.get(tile.parameter)
+        before = self.kept_by_parameter.get(tile.parameter)
         after = before
         for part in [tile] if self.facts.whole else _cut(tile):
             after = self._run(part, before, grad_scale)
         if tile.first + count == size and after is not None:
-            self._kept[tile.parameter] = after
-            tile.hyper.forms[tile.parameter] = after.form(self.facts.dimensions(tile.shape))
+            self.kept_by_parameter[tile.parameter] = after
 
     def state_of(
         self,
@@ -357,7 +250,7 @@ class Guest:
         step: int,
     ) -> dict[str, Any]:
         """The guest's `state[p]`, as fresh tensors; empty before the first step."""
-        kept = self.kept_of(parameter)
+        kept = self.kept_by_parameter.get(parameter, _Kept())
         state = copied(kept.scalars)
         for moment, (name, own) in zip(moments, kept.shapes.items(), strict=False):
             own = own if self.facts.whole else shape
@@ -377,14 +270,15 @@ class Guest:
             gradient.mul_(grad_scale)
         parameter = nn.Parameter(master.view(shape))
         parameter.grad = gradient.view(shape)
-        written = still_written(tile.hyper, before.group) if before is not None else {}
-        given = {**tile.hyper, **{key: entry.value for key, entry in written.items()}}
+        theirs = tile.hyper
+        written = {} if before is None else before.group
+        written = {k: w for k, w in written.items() if same(theirs.get(k), w.seen)}  # not edited
+        given = {**theirs, **{key: entry.value for key, entry in written.items()}}
         group = copied(given)
         group["params"] = [parameter]
         self._worker.param_groups = [group]
         self._worker.state = defaultdict(dict)
-        state = self._load(before, tile, parameter, given)
-        if state:
+        if state := self._load(before, tile, parameter, given):
             self._worker.state[parameter] = state
         with torch.no_grad():
             self._worker.step()
@@ -396,7 +290,12 @@ class Guest:
         if tile.rest is not None:
             assert self.kernels is not None
             self.kernels.split(master, tile.weight, tile.rest)
-        return replace(after, group={**written, **newly_written(tile.hyper, given, group)})
+        changed = {
+            key: _Written(value, theirs.get(key))
+            for key, value in group.items()
+            if key != "params" and not same(value, given.get(key))
+        }
+        return replace(after, group={**written, **changed})
 
     def _load(
         self, before: _Kept | None, tile: Tile, parameter: nn.Parameter, group: Mapping[str, Any]
@@ -440,41 +339,14 @@ class Guest:
         )
 
 
-class _Rehearsal:
-    """Steps of small parameters that start with the state real ones have; see the note."""
-
-    def __init__(self, facts: GuestFacts) -> None:
-        # The worker is shared: groups are captured only while no update is under way.
-        self._guest = Guest(facts, SMALL_ELEMENTS)
-        self._num_moments = facts.num_moments
-        self._examples: dict[Form, tuple[_Kept, list[Tensor]]] = {}
-
-    def walk(self, captured: Captured, starts: Iterable[Form]) -> None:
-        """Two steps from each form with the captured group; raises what the guest raises."""
-        group = Captured(captured)  # with forms of its own
-        for start in starts:
-            dimensions, names = start
-            kept, values = self._examples.get(start, (None, []))
-            if names and kept is None:
-                continue  # real parameters have found a way that the small ones did not go
-            self._guest.restart(kept)
-            weight = torch.linspace(0.5, 1, math.prod(SMALL_SHAPES[dimensions]))
-            values = [v.clone() for v in values] or [
-                torch.zeros_like(weight) for _ in range(self._num_moments)
-            ]
-            moments = tuple(Moment(v, None, MomentFormat.FP32) for v in values)
-            for step in range(1, _REHEARSED_STEPS + 1):
-                tile = Tile(0, SMALL_SHAPES[dimensions], 0, weight, None, moments,
-                            weight.clone(), group, step)  # fmt: skip
-                self._guest.update([tile], 1.0)
-                after = self._guest.kept_of(0)
-                example = (after, [v.clone() for v in values])
-                self._examples.setdefault(after.form(dimensions), example)
-
-
 def is_per_element(name: str, value: Any, tensor_names: frozenset[str]) -> bool:
     """Whether an entry of a guest's state rests as a moment."""
     return isinstance(value, Tensor) and (value.numel() > 1 or name in tensor_names)
+
+
+def small_shape(shape: Sequence[int], *, whole: bool) -> tuple[int, ...]:
+    """That of a small parameter in place of what a guest is handed for one of this shape."""
+    return SMALL_SHAPES[min(len(shape), 4) if whole else 1]
 
 
 def _cut(tile: Tile) -> Iterator[Tile]:
@@ -490,3 +362,52 @@ def _cut(tile: Tile) -> Iterator[Tile]:
             moments=tuple(m.part(part.start, part.stop) for m in tile.moments),
             gradient=tile.gradient[part],
         )
+
+
+# --- entries of groups -------------------------------------------------------------------------
+
+
+def outline(value: Any) -> Any:
+    """What of an entry may decide which state is kept: of a number its sign, not its size."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, numbers.Real):
+        number: Any = value
+        return (number > 0) - (number < 0)
+    if isinstance(value, Tensor):
+        return value.dtype, tuple(value.shape), bool(value.any())
+    if isinstance(value, Mapping):
+        return tuple((key, outline(item)) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(map(outline, value))
+    return type(value)
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+    """The entries whose outline differs -> what they are and were, in words."""
+    return {
+        key: f"group[{key!r}] {new.get(key)!r}, which was {old.get(key)!r}"
+        for key in {**old, **new}
+        if outline(old.get(key)) != outline(new.get(key))
+    }
+
+
+def copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies that may be changed in place."""
+    return {
+        key: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        for key, value in values.items()
+    }
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two entries are equal; NaN and objects are the same only as one object."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+            return False
+        return one.dtype is other.dtype and torch.equal(one, other)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)

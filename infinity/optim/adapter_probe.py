@@ -20,15 +20,14 @@ from infinity.errors import ConfigError, PresenceError
 from infinity.formats import MomentFormat
 from infinity.optim.adapter import (
     SMALL_ELEMENTS,
-    SMALL_SHAPES,
-    Captured,
     Guest,
     GuestFacts,
     MakeState,
+    copied,
     is_per_element,
+    small_shape,
 )
 from infinity.optim.moments import Moment
-from infinity.optim.standalone import CPUAdam, FusedAdam
 from infinity.optim.update import Tile
 
 GuestMaker = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -81,8 +80,6 @@ def open_guest(
 
 
 def _refuse_by_name(kind: type) -> None:
-    if issubclass(kind, CPUAdam | FusedAdam):
-        raise _standalone(f"infinity.{kind.__name__}")
     for cls in kind.__mro__:
         reason = _REFUSED.get(cls.__name__)
         if reason is not None and cls.__module__.startswith("torch.optim"):
@@ -91,17 +88,6 @@ def _refuse_by_name(kind: type) -> None:
                 because=reason,
                 remedy="use another optimizer",
             )
-
-
-def _standalone(name: str) -> ConfigError:
-    return ConfigError(
-        f"{name} is not an optimizer for the engine",
-        because="it is the standalone one, over parameters and state in the memory of a model; "
-        "the engine runs the same kernels on state that it keeps itself",
-        remedy='write optimizer: {"type": "AdamW", ...} in the config, with lr, betas, eps, '
-        'weight_decay, maximize and moments ("Adam" for adamw_mode=False), and leave '
-        "initialize(optimizer=...) out; or pass torch.optim.AdamW, which torch runs, slower",
-    )
 
 
 def _name_of(kind: type) -> str:
@@ -117,7 +103,14 @@ def _make(maker: GuestMaker, groups: list[dict[str, Any]]) -> torch.optim.Optimi
     try:
         made = maker(groups)
     except PresenceError as error:  # what our standalone optimizers say of stand-ins
-        raise _standalone("infinity.CPUAdam or FusedAdam") from error
+        raise ConfigError(
+            "infinity.CPUAdam or FusedAdam is not an optimizer for the engine",
+            because="it is the standalone one, over parameters and state in the memory of a model; "
+            "the engine runs the same kernels on state that it keeps itself",
+            remedy='write optimizer: {"type": "AdamW", ...} in the config, with lr, betas, eps, '
+            'weight_decay, maximize and moments ("Adam" for adamw_mode=False), and leave '
+            "initialize(optimizer=...) out; or pass torch.optim.AdamW, which torch runs, slower",
+        ) from error
     except Exception as error:
         raise ConfigError(
             f"the optimizer refuses the model's parameter groups: {error}",
@@ -183,17 +176,16 @@ class _Trial:
             if isinstance(options.get("lr"), float) and options["lr"] == 0:
                 options["lr"] = 1e-3  # a schedule may begin with 0, where nothing shows
             self.options.append(options)
-            dims = sorted({min(p.dim(), 4) for p in group["params"]})
-            self.values.append([self._draw(dim) for dim in dims])
+            shapes = sorted({small_shape(p.shape, whole=True) for p in group["params"]}, key=len)
+            self.values.append([self._draw(shape) for shape in shapes])
         self.gradients = [
-            [[self._draw(v.dim()) * scale for v in values] for values in self.values]
+            [[self._draw(v.shape) * scale for v in values] for values in self.values]
             for _ in range(_STEPS)
         ]
 
-    def _draw(self, dim: int) -> Tensor:
-        shape = SMALL_SHAPES[dim]
+    def _draw(self, shape: tuple[int, ...]) -> Tensor:
         flat = torch.randn(SMALL_ELEMENTS, generator=self._chance) * self._profile
-        return flat.view(shape) if dim else flat[0].clone()
+        return flat.view(shape) if shape else flat[0].clone()
 
     def plain(self) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
         """Plain use: all groups together in one optimizer."""
@@ -221,7 +213,7 @@ class _Trial:
         guest = Guest(facts, tile_elements=SMALL_ELEMENTS)
         flats = [v.clone().reshape(-1) for values in self.values for v in values]
         shapes = [tuple(v.shape) for values in self.values for v in values]
-        hypers = [Captured(o) for o, vs in zip(self.options, self.values, strict=True) for _ in vs]
+        hypers = [copied(o) for o, vs in zip(self.options, self.values, strict=True) for _ in vs]
         moments = [
             tuple(Moment.zeros(f.numel(), MomentFormat.FP32) for _ in range(facts.num_moments))
             for f in flats

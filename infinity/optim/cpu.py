@@ -7,7 +7,7 @@ depend on `num_threads` or `isa`. Must not know units, tiers or files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -16,19 +16,29 @@ import torch
 import infinity._adam as _adam
 from infinity.errors import ConfigError, EngineClosedError, InfinityError, PresenceError
 from infinity.formats import MOMENT_BLOCK, MomentFormat
-from infinity.optim.moments import VALUE_DTYPES, Moment
+from infinity.optim.moments import BESIDE, VALUE_DTYPES, Moment
 from infinity.rules import Hyper
 
-# Refusals of arguments that the optimizer kernels cannot take, before any byte is touched.
-#
-# The kernels get raw addresses, so everything about a tensor is checked here: device, dtype, size,
-# contiguity, and that nothing that is written overlaps anything else.
+FLOATS = tuple(BESIDE)  # of weights and gradients
+_HOST = torch.device("cpu")
+_MAX_64_BITS = 2**64 - 1
+# What the native side calls things.
+_RULES = {name: code for code, name in enumerate(_adam.rules())}
+_CODES = {
+    torch.bfloat16: _adam.BF16,
+    torch.float32: _adam.FP32,
+    torch.float16: _adam.FP16,
+}
+_LAYOUTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # by the weight's dtype
+_FORMAT_ORDER = tuple(MomentFormat)
+# DLPack's C functions, which tell what a tensor is ten times as fast as its methods do.
+_EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
+Setting = tuple[int, int, list[float]]  # rule, number of moments, scalars of the step
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_REST_DTYPES = {torch.float32: None, torch.bfloat16: torch.int16, torch.float16: torch.float32}
-MAX_64_BITS = 2**64 - 1
-_BF16_FORMATS = (MomentFormat.BF16, MomentFormat.BF16_STOCHASTIC)
+# Refusals of arguments that the kernels cannot take, before any byte is touched. They get raw
+# addresses, so everything about a tensor is checked here: device, dtype, size, contiguity; and
+# natively, that nothing that is written overlaps anything else.
 
 
 def check_tensor(
@@ -54,8 +64,8 @@ def check_piece(piece: Piece, device: torch.device) -> None:
     """Raise unless dtypes, sizes and formats of a piece fit one another."""
     weight, rest, moments, gradient, hyper, _, _, key, first = piece
     n = weight.numel()
-    check_tensor("weight", weight, n, tuple(_REST_DTYPES), device)
-    rest_dtype = _REST_DTYPES[weight.dtype]
+    check_tensor("weight", weight, n, FLOATS, device)
+    rest_dtype = BESIDE[weight.dtype]
     if (rest is None) != (rest_dtype is None):
         raise ConfigError(
             f"weight is {weight.dtype} and rest is {'missing' if rest is None else rest.dtype}",
@@ -68,7 +78,7 @@ def check_piece(piece: Piece, device: torch.device) -> None:
         raise ConfigError(
             f"{len(moments)} moments for {hyper}", remedy=f"{hyper.num_moments} moments"
         )
-    if not (0 <= key <= MAX_64_BITS and 0 <= first <= MAX_64_BITS):
+    if not (0 <= key <= _MAX_64_BITS and 0 <= first <= _MAX_64_BITS):
         raise ConfigError(f"key {key} or first {first} is not a number of 64 bits")
     for number, moment in enumerate(moments, 1):
         check_moment(f"moment {number}", moment, n, device)
@@ -85,7 +95,7 @@ def check_piece(piece: Piece, device: torch.device) -> None:
 def check_moment(name: str, moment: Moment, n: int, device: torch.device) -> None:
     """Raise unless the tensors of a moment of `n` elements are what its format says."""
     dtypes: tuple[torch.dtype, ...] = (VALUE_DTYPES[moment.format],)
-    if moment.format in _BF16_FORMATS:
+    if torch.bfloat16 in dtypes:
         dtypes = (torch.bfloat16, torch.int16)
     check_tensor(name, moment.values, n, dtypes, device)
     if moment.format is not MomentFormat.INT8:
@@ -96,15 +106,13 @@ def check_moment(name: str, moment: Moment, n: int, device: torch.device) -> Non
     check_tensor(f"{name}'s scales", moment.scales, num_scales, (torch.float32,), device)
 
 
-def check_all_apart(pieces: Iterable[Piece]) -> None:
-    """Raise if something that is written shares memory with anything else of these pieces."""
-    ranges = sorted(r for piece in pieces for r in _ranges(piece))
-    end, written = 0, False
-    for start, stop, writes in ranges:
-        if start < end and (writes or written):
-            raise ConfigError("two arguments overlap in memory")
-        written = writes or (written and start < end)
-        end = max(end, stop)
+def check_pair(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> int:
+    """Raise unless one can be added to the other; returns the number of elements."""
+    n = target.numel()
+    check_tensor("target", target, n, FLOATS, device)
+    check_tensor("source", source, n, FLOATS, device)
+    check_apart(target, source)
+    return n
 
 
 def check_apart(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -112,17 +120,6 @@ def check_apart(target: torch.Tensor, source: torch.Tensor) -> None:
     first, second = target.data_ptr(), source.data_ptr()
     if first < second + source.nbytes and second < first + target.nbytes:
         raise ConfigError("two arguments overlap in memory")
-
-
-def _ranges(piece: Piece) -> Iterator[tuple[int, int, bool]]:
-    """(first byte, byte behind the last, whether it is written) of every tensor."""
-    stored = [t for moment in piece.moments for t in (moment.values, moment.scales)]
-    for tensor in (piece.weight, piece.rest, *stored):
-        if tensor is not None and tensor.numel():
-            yield tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, True
-    gradient = piece.gradient
-    if gradient.numel():
-        yield gradient.data_ptr(), gradient.data_ptr() + gradient.nbytes, False
 
 
 def _refusal(
@@ -145,28 +142,6 @@ def _refusal(
             remedy="pass a contiguous 1-D tensor (an absent parameter is neither)",
         )
     return ConfigError(f"{name} has {tensor.numel()} elements, expected {n}")
-
-
-_CODES = {
-    torch.bfloat16: _adam.BF16,
-    torch.float32: _adam.FP32,
-    torch.float16: _adam.FP16,
-}
-_FORMATS = {
-    MomentFormat.FP32: 0,
-    MomentFormat.BF16: 1,
-    MomentFormat.BF16_STOCHASTIC: 2,
-    MomentFormat.INT8: 3,
-}
-_LAYOUTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # by the weight's dtype
-_RULES = {name: code for code, name in enumerate(_adam.rules())}
-_HOST = torch.device("cpu")
-_FP32 = MomentFormat.FP32
-_FORMAT_ORDER = tuple(_FORMATS)
-# DLPack's C functions, which tell what a tensor is ten times as fast as its methods do.
-_EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-
-Setting = tuple[int, int, list[float]]  # rule, number of moments, scalars of the step
 
 
 class Piece(NamedTuple):
@@ -269,25 +244,11 @@ class CpuKernels:
 
     def accumulate(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """`target += source`, added in fp32; a 16-bit target is rounded to nearest even."""
-        n = self._check_pair(target, source)
-        self._pool.accumulate(
-            n=n,
-            target=target.data_ptr(),
-            target_dtype=_CODES[target.dtype],
-            source=source.data_ptr(),
-            source_dtype=_CODES[source.dtype],
-        )
+        self._pair(self._pool.accumulate, target, source)
 
     def convert(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """`target = source` with torch's rounding (to nearest even) where it narrows."""
-        n = self._check_pair(target, source)
-        self._pool.convert(
-            n=n,
-            target=target.data_ptr(),
-            target_dtype=_CODES[target.dtype],
-            source=source.data_ptr(),
-            source_dtype=_CODES[source.dtype],
-        )
+        self._pair(self._pool.convert, target, source)
 
     def square_sum(self, tensor: torch.Tensor) -> float:
         """Sum of squares in fp64 over a fixed tree; inf or nan if any element is."""
@@ -355,14 +316,8 @@ class CpuKernels:
         settings = _settings(pieces)
         made = _read(pieces, settings)
         if made is None:  # something is wrong, or out of the ordinary
-            for piece in pieces:
-                check_piece(piece, _HOST)
-            made = [_native(*pair) for pair in zip(pieces, settings, strict=True)]
-        if len(made) > 1:  # inside a piece, its constructor has looked
-            try:
-                _adam.check_apart(made)
-            except ValueError as error:
-                raise ConfigError(str(error)) from error
+            made = _looked_at(pieces, settings, _HOST)
+        _check_all_apart(made)
         return made
 
     def _code(
@@ -381,7 +336,7 @@ class CpuKernels:
             values=values.data_ptr(),
             moment=moment.values.data_ptr(),
             scales=0 if scales is None else scales.data_ptr(),
-            format=_FORMATS[moment.format],
+            format=_FORMAT_ORDER.index(moment.format),
             is_signed=signed,
         )
 
@@ -390,21 +345,49 @@ class CpuKernels:
         n = master.numel()
         check_tensor("master", master, n, (torch.float32,), _HOST)
         check_tensor("weight", weight, n, (torch.bfloat16, torch.float16), _HOST)
-        kind = torch.int16 if weight.dtype is torch.bfloat16 else torch.float32
+        kind = BESIDE[weight.dtype]
+        assert kind is not None
         check_tensor("rest", rest, n, (kind,), _HOST)
         return n
 
-    def _check_pair(self, target: torch.Tensor, source: torch.Tensor) -> int:
+    def _pair(
+        self, kernel: Callable[..., None], target: torch.Tensor, source: torch.Tensor
+    ) -> None:
         self._require_open()
-        n = target.numel()
-        check_tensor("target", target, n, FLOATS, _HOST)
-        check_tensor("source", source, n, FLOATS, _HOST)
-        check_apart(target, source)
-        return n
+        n = check_pair(target, source, _HOST)
+        kernel(
+            n=n,
+            target=target.data_ptr(),
+            target_dtype=_CODES[target.dtype],
+            source=source.data_ptr(),
+            source_dtype=_CODES[source.dtype],
+        )
 
     def _require_open(self) -> None:
         if self._closed:
             raise EngineClosedError("this CpuKernels is closed")
+
+
+def check_pieces(pieces: list[Piece], device: torch.device) -> None:
+    """Raise unless all can be updated in one go: each is right, and no two share memory."""
+    _check_all_apart(_looked_at(pieces, _settings(pieces), device))
+
+
+def _looked_at(
+    pieces: list[Piece], settings: list[Setting], device: torch.device
+) -> list[_adam.Piece]:
+    """The slow way to native pieces, which says what is wrong."""
+    for piece in pieces:
+        check_piece(piece, device)
+    return [_native(*pair) for pair in zip(pieces, settings, strict=True)]
+
+
+def _check_all_apart(pieces: list[_adam.Piece]) -> None:
+    if len(pieces) > 1:  # inside a piece, its constructor has looked
+        try:
+            _adam.check_apart(pieces)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
 
 
 def _settings(pieces: list[Piece]) -> list[Setting]:
@@ -432,15 +415,10 @@ def _read(pieces: list[Piece], settings: list[Setting]) -> list[_adam.Piece] | N
 def _native(piece: Piece, setting: Setting) -> _adam.Piece:
     weight, rest, moments, gradient, _, _, _, key, first = piece
     rule, _, scalars = setting
-    addresses = [0, 0, 0, 0]  # of values and scales, moment by moment
-    format_code = 0
-    for index, moment in enumerate(moments):
-        addresses[2 * index] = moment.values.data_ptr()
-        if moment.format is not _FP32:
-            format_code = _FORMATS[moment.format]
-            if moment.scales is not None:
-                addresses[2 * index + 1] = moment.scales.data_ptr()
-    moment1, scales1, moment2, scales2 = addresses
+    stored = [tensor for moment in moments for tensor in (moment.values, moment.scales)]
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in stored]
+    moment1, scales1, moment2, scales2 = addresses + [0] * (4 - len(addresses))
+    format_code = _FORMAT_ORDER.index(moments[0].format) if moments else 0
     try:
         return _adam.Piece(
             weight.numel(),

@@ -24,9 +24,8 @@ from infinity.optim import nvrtc
 from infinity.optim.cpu import (
     FLOATS,
     Piece,
-    check_all_apart,
-    check_apart,
-    check_piece,
+    check_pair,
+    check_pieces,
     check_tensor,
 )
 from infinity.optim.nvrtc import KernelCache
@@ -106,24 +105,20 @@ class _SumTable(ctypes.Structure):
     ]
 
 
-class _SmallUpdate(ctypes.Structure):
-    num_rows, num_slots = 14, 40
-    _fields_ = [
-        ("num_segments", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
-        ("scalars", (ctypes.c_float * _NUM_SCALARS) * num_rows),
-        ("segments", _Segment * num_slots),
-    ]
+def _update_table(rows: int, slots: int) -> type[Any]:
+    class UpdateTable(ctypes.Structure):
+        num_rows, num_slots = rows, slots
+        _fields_ = [
+            ("num_segments", ctypes.c_uint32),
+            ("unused", ctypes.c_uint32),
+            ("scalars", (ctypes.c_float * _NUM_SCALARS) * rows),
+            ("segments", _Segment * slots),
+        ]
+
+    return UpdateTable
 
 
-class _LargeUpdate(ctypes.Structure):
-    num_rows, num_slots = 70, 340
-    _fields_ = [
-        ("num_segments", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
-        ("scalars", (ctypes.c_float * _NUM_SCALARS) * num_rows),
-        ("segments", _Segment * num_slots),
-    ]
+_SmallUpdate, _LargeUpdate = _update_table(14, 40), _update_table(70, 340)
 
 
 def variant_of(piece: Piece) -> Variant:
@@ -167,7 +162,7 @@ def _launch(
     rows: dict[bytes, int],
 ) -> Launch:
     small = len(batch) <= _SmallUpdate.num_slots and len(rows) <= _SmallUpdate.num_rows
-    table: _SmallUpdate | _LargeUpdate = _SmallUpdate() if small else _LargeUpdate()
+    table = _SmallUpdate() if small else _LargeUpdate()
     table.num_segments = len(batch)
     for scalars, row in rows.items():
         ctypes.memmove(table.scalars[row], scalars, len(scalars))
@@ -387,10 +382,8 @@ class CudaKernels:
         dtypes and formats. `stream` is torch's current one by default.
         """
         chosen = list(pieces)
-        for piece in chosen:
-            check_piece(piece, self.device)
-        check_all_apart(chosen)
-        for launch in list(update_launches(chosen)):  # step 0 is refused before the first launch
+        check_pieces(chosen, self.device)
+        for launch in list(update_launches(chosen)):
             self._launch(launch, stream)
 
     def square_sum(self, tensor: torch.Tensor, stream: torch.cuda.Stream | None = None) -> float:
@@ -421,9 +414,5 @@ class CudaKernels:
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         """`target += source`, added in fp32; a 16-bit target is rounded to nearest even."""
-        n = target.numel()
-        check_tensor("target", target, n, FLOATS, self.device)
-        check_tensor("source", source, n, FLOATS, self.device)
-        check_apart(target, source)
-        if n:
+        if check_pair(target, source, self.device):
             self._launch(accumulate_launch(target, source), stream)

@@ -91,6 +91,15 @@ def test_two_units_on_a_device_of_its_own(
     compare(sizes, ("weight", "gradient", "state"), limits, micro_batches, unified=False)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "host"),
+    [([5_000, 5_000, 20_000, 100_000], 3_069), ([20_000, 5_000, 100_000, 5_000, 5_000], 3_214)],
+)
+def test_a_large_unit_takes_the_place_of_three_small_ones(sizes: list[int], host: int) -> None:
+    """One that goes frees nothing: what is first on disk needs buffers, so all must go at once."""
+    compare(sizes, ("state",), Limits(None, host * KIB, None), 1)
+
+
 def compare(
     sizes: list[int], free: Sequence[str], limits: Limits, micro_batches: int, *,
     unified: bool = True

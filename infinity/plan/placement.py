@@ -6,8 +6,8 @@ replaces by recency would never hit. The first units are preferred among equal o
 last ones are still in slots when backward turns around.
 
 [Note: search]
-Greedy by time saved per share of a budget, many equal units at once, then exchanges: what was
-raised last goes back, and something else takes its room. Both ask the same cost model as
+Greedy by time saved per share of a budget, many equal units at once, then exchanges: what found
+no room takes that of other things, which go back until it fits. Both ask the same cost model as
 everybody (`cost.step_cost`), so a better model gives better homes. On small models the result
 is compared with all possible homes (`tests/test_homes.py`).
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, product
 
 from infinity.plan.budget import Limits, budgeted_bytes, excess, with_memory
 from infinity.plan.cost import Rates, step_cost
@@ -27,7 +26,6 @@ FIELDS = ("weight", "gradient", "state")
 _ORDER = (Tier.DISK, Tier.HOST, Tier.DEVICE)  # slow to fast
 # Lanes that do not bind count this much: where compute hides everything, fewer bytes still win.
 HIDDEN_SHARE = 1e-3
-MAX_TRIED = 4000  # plans made in the exchanges: a second
 MANY_UNITS = 7  # one unit more or less matters little then: no exchanges
 _TINY = 1e-12
 
@@ -47,7 +45,7 @@ def best_homes(plan: Plan, fields: Sequence[str], limits: Limits, rates: Rates) 
     `fields` are of `FIELDS`. What `plan` itself is over its budgets is not made worse; whoever
     calls refuses it then.
     """
-    search = _Search(fields, limits, rates)
+    search = _Search(plan.homes, fields, limits, rates)
     fastest = search.all_fastest(plan)
     if fastest is not None:
         return fastest
@@ -62,11 +60,13 @@ def score(plan: Plan, rates: Rates) -> float:
 
 
 class _Search:
-    def __init__(self, fields: Sequence[str], limits: Limits, rates: Rates) -> None:
+    def __init__(
+        self, start: tuple[UnitHomes, ...], fields: Sequence[str], limits: Limits, rates: Rates
+    ) -> None:
+        self.start = start
         self.fields = tuple(fields)
         self.limits = limits
         self.rates = rates
-        self.tried = 0
         self._scores: dict[tuple[UnitHomes, ...], float] = {}
 
     def all_fastest(self, plan: Plan) -> Plan | None:
@@ -96,23 +96,41 @@ class _Search:
             plan = self._as_many_as_fit(plan, best[1])
 
     def exchanged(self, plan: Plan) -> Plan:
-        """Try every way of lowering one or two things and filling the room again."""
-        self.tried = 0
+        """Raise what found no room in the place of other things, while that makes steps shorter."""
         improved = True
-        while improved and self.tried < MAX_TRIED:
+        while improved:
             improved = False
-            for lowered in self._lowered(plan):
-                for first in self._moves(lowered):
-                    changed = self._moved(lowered, first, 1)
-                    if not self._fits(changed, plan):
-                        continue
-                    candidate = self.fill(changed)
-                    if self.score(candidate) < self.score(plan) - _TINY:
-                        plan, improved = candidate, True
-                        break
-                if improved or self.tried >= MAX_TRIED:
+            for move in self._moves(plan):
+                one = replace(move, units=move.units[:1])
+                roomy = self._in_place_of_others(plan, one)
+                if roomy is None:
+                    continue
+                candidate = self.fill(roomy)
+                if self.score(candidate) < self.score(plan) - _TINY:
+                    plan, improved = candidate, True
                     break
         return plan
+
+    def _in_place_of_others(self, plan: Plan, move: _Move) -> Plan | None:
+        """`plan` after a move, other things lowered until it fits; None where it never does.
+
+        First goes what loses least for the bytes that it frees. One thing alone may free none: what
+        is the first on disk needs buffers to come and go. Then the one that takes least goes.
+        """
+        changed = self._moved(plan, move, 1)
+        while not self._fits(changed, plan):
+            over = self._over(changed)
+            best: tuple[tuple[bool, float], Plan] | None = None
+            for lowered in self._lowered(changed, move):
+                freed = over - self._over(lowered)
+                loss = max(self.score(lowered) - self.score(changed), 0.0)
+                worth = (freed <= 0, loss / freed if freed > 0 else -freed)
+                if best is None or worth < best[0]:
+                    best = worth, lowered
+            if best is None:
+                return None
+            changed = best[1]
+        return changed
 
     # --- moves -------------------------------------------------------------------------------
 
@@ -133,44 +151,25 @@ class _Search:
     def _raisable(self, homes: UnitHomes) -> bool:
         return sum(_below(homes.of_field(f), Tier.DEVICE) for f in self.fields) > 1
 
-    def _lowered(self, plan: Plan) -> Iterator[Plan]:
-        """The plan with something of one unit, or of two, put one tier lower."""
-        once = list(self._lower_once(plan))
-        twice = (two for one in once for two in self._lower_once(one))  # made as they are tried
-        for lowered in chain([plan], once, twice):
-            yield lowered
-            relieved = self._relieved(lowered)
-            if relieved.homes != lowered.homes:
-                yield relieved
-
-    def _relieved(self, plan: Plan) -> Plan:
-        """With what rests on the host moved to the device while it fits: room for more."""
-        for unit, field in product(() if plan.unified else plan.units, self.fields):
-            if plan.homes[unit.index].of_field(field) is Tier.HOST:
-                changed = self._moved(plan, _Move((field,), (unit.index,), Tier.DEVICE), 1)
-                if self._fits(changed, plan):
-                    plan = changed
-        return plan
-
-    def _lower_once(self, plan: Plan) -> Iterator[Plan]:
-        on_disk = any(h.of_field(f) is Tier.DISK for h in plan.homes for f in FIELDS)
-        floor = Tier.DISK if on_disk else Tier.HOST
+    def _lowered(self, plan: Plan, kept: _Move) -> Iterator[Plan]:
+        """The plan with one thing on a slower tier, for each kind of thing that was not `kept`."""
         seen: set[tuple[object, ...]] = set()
         for unit in reversed(plan.units):  # the last of equals was raised last
             homes = plan.homes[unit.index]
             for field in self.fields:
-                home = homes.of_field(field)
                 kind = (unit.numel, unit.frozen_bytes, field, homes)
-                if kind in seen or not _below(floor, home):
+                if kind in seen or (unit.index in kept.units and field in kept.fields):
                     continue
                 seen.add(kind)
-                changed = list(plan.homes)
-                lower: dict[str, Tier] = {field: floor}
-                changed[unit.index] = replace(homes, **lower)
-                yield self._at(plan, changed)
+                lowest = self.start[unit.index].of_field(field)
+                for tier in dict.fromkeys((lowest, lowest if plan.unified else Tier.HOST)):
+                    if _below(tier, homes.of_field(field)) and not _below(tier, lowest):
+                        lower: dict[str, Tier] = {field: tier}
+                        changed = list(plan.homes)
+                        changed[unit.index] = replace(homes, **lower)
+                        yield self._at(plan, changed)
 
     def _moved(self, plan: Plan, move: _Move, count: int) -> Plan:
-        self.tried += 1
         homes = list(plan.homes)
         for index in move.units[:count]:
             raised: dict[str, Tier] = dict.fromkeys(move.fields, move.tier)
@@ -206,6 +205,9 @@ class _Search:
         over = excess(changed, self.limits, auto=True)
         had = excess(before, self.limits, auto=True) if over else {}
         return all(over[tier] <= had.get(tier, 0) for tier in over)
+
+    def _over(self, plan: Plan) -> int:
+        return sum(excess(plan, self.limits, auto=True).values())
 
     def _price(self, plan: Plan, changed: Plan) -> float:
         """The share of the budgets that a change takes."""

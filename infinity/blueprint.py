@@ -140,7 +140,7 @@ def limits_for(config: Config, device: Device, model: nn.Module) -> Limits:
     """
     return_freed_memory()
     machine = read_machine(config.nvme_path)
-    held = PROCESS.total("host") + (PROCESS.total("device") if device.unified else 0)
+    held = PROCESS.total(Tier.HOST) + (PROCESS.total(Tier.DEVICE) if device.unified else 0)
     storages = [p.untyped_storage() for p in model.parameters() if not p.is_meta]
     ours = {storage.data_ptr(): storage.nbytes() for storage in storages}
     coming = sum(b.nbytes for b in model.buffers() if b.is_meta) if device.unified else 0
@@ -158,7 +158,7 @@ def limits_for(config: Config, device: Device, model: nn.Module) -> Limits:
     if device_budget is None and memory is not None:
         device_budget = int(memory * AUTO_DEVICE_BUDGET)
     if device_budget is not None:
-        device_budget = max(device_budget - PROCESS.total("device"), 0)
+        device_budget = max(device_budget - PROCESS.total(Tier.DEVICE), 0)
     base = max(base, 0 if held else PROCESS_BASE_BYTES)  # another engine counts the process
     made = max((p.nbytes for p in model.parameters() if p.is_meta), default=0)
     return Limits(device_budget, max(host - held, 0), config.budget.disk, base, made)

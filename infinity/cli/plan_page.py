@@ -435,7 +435,7 @@ def _home_bytes(plan: Plan, kind: Kind) -> dict[str, dict[str, int]]:
     for tier in Tier:
         count = sum(homes.of(kind) is tier for homes in plan.homes)
         if count:
-            nbytes = plan.memory[tier.value][memory]
+            nbytes = plan.memory[tier][memory]
             found[tier.value] = {"units": count, "bytes": nbytes}
     return found
 

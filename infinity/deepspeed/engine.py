@@ -191,7 +191,7 @@ class DeepSpeedEngine(Engine):
 
     def zero_has_nvme_offload(self) -> bool:
         """Whether the plan lets anything rest on disk."""
-        return any(self.plan.memory["disk"].values())
+        return any(self.plan.memory[Tier.DISK].values())
 
     zero_gather_16bit_weights_on_model_save = _always(True)  # they are always saved whole
 

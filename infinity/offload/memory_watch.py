@@ -29,6 +29,7 @@ from infinity.errors import DoesNotFitError, InfinityWarning
 from infinity.heap import return_freed_memory
 from infinity.model.shapes import target_of
 from infinity.plan.activations import Activations, estimate_activations
+from infinity.plan.layout import Tier
 from infinity.plan.machine import high_water_bytes, memory_room
 from infinity.plan.plan import Plan
 from infinity.sizes import format_size
@@ -137,7 +138,7 @@ class MemoryWatch:
 
     def _error(self, unit: int, phase: str, held: int, what: str) -> DoesNotFitError:
         planned = self._plan.tier_bytes
-        ours = planned["host"] + (planned["device"] if self._plan.unified else 0)
+        ours = planned[Tier.HOST] + (planned[Tier.DEVICE] if self._plan.unified else 0)
         because = f"{format_size(ours)} were planned; activations and gradients come on top"
         guess = self._estimated()
         if guess is not None and self._plan.unified:
@@ -192,7 +193,7 @@ class MemoryWatch:
     def _reserved(self) -> int:
         """Bytes of RAM that all engines of this process have reserved."""
         unified = self._plan.unified
-        return PROCESS.total("host") + (PROCESS.total("device") if unified else 0)
+        return PROCESS.total(Tier.HOST) + (PROCESS.total(Tier.DEVICE) if unified else 0)
 
     # --- readings --------------------------------------------------------------------------------
 

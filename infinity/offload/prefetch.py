@@ -36,7 +36,7 @@ from infinity.plan import access_order
 from infinity.plan.access_order import NEVER, Tape, guess_cycle
 from infinity.plan.budget import largest_slot, num_landings
 from infinity.plan.layout import Kind, Tier
-from infinity.plan.plan import Plan, publishes, updated_on_device
+from infinity.plan.plan import Plan, UpdatePlace, publishes, update_place
 from infinity.storage.device import HAPPENED, Event, after_all
 from infinity.storage.disk import checksum
 from infinity.storage.staging import BufferPool
@@ -175,7 +175,7 @@ class Mover:
                 while entry.where is Where.PENDING and self.failure is None:
                     self.changed.wait()
             self.check()
-        if updated_on_device(self.plan, unit) and not entry.ready.done():
+        if update_place(self.plan, unit) is UpdatePlace.DEVICE and not entry.ready.done():
             self.lanes.device.compute_wait(entry.ready)  # queued there, not yet over
 
     def _require_slot(self, unit: int) -> None:

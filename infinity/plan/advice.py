@@ -17,7 +17,7 @@ from infinity.config.schema import BudgetConfig, HomesConfig
 from infinity.errors import DoesNotFitError
 from infinity.formats import MomentFormat
 from infinity.plan.budget import AUTO_SHARE
-from infinity.plan.layout import UnitLayout
+from infinity.plan.layout import Tier, UnitLayout
 from infinity.plan.machine import HOST_BUDGET_SHARE
 from infinity.plan.plan import Plan
 from infinity.plan.planner import Case, Priced, price
@@ -27,7 +27,7 @@ from infinity.sizes import format_size
 
 
 SOME_DISK = (Path("/a/fast/drive"),)  # where a case has a disk that has no path yet
-TIERS = ("disk", "host", "device")
+TIERS = (Tier.DISK, Tier.HOST, Tier.DEVICE)
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ def way_of(case: Case, priced: Priced) -> Way:
         for tier in TIERS:
             now, then = size_of(case, tier) or 0, size_of(after, tier) or 0
             if now != then:
-                name = {"host": "RAM", "disk": "disk", "device": "device memory"}[tier]
+                name = {Tier.HOST: "RAM", Tier.DISK: "disk", Tier.DEVICE: "device memory"}[tier]
                 what = f"{format_size(then)} of {name} instead of {format_size(now)}"
-                what += " (or one more path)" if tier == "disk" and now else ""
+                what += " (or one more path)" if tier is Tier.DISK and now else ""
                 pairs.append((what, f"--{tier} {size_text(then)}"))
     return Way(
         what=", ".join(what for what, _ in pairs),
@@ -123,17 +123,17 @@ def _batch(case: Case) -> int:
     return case.work.tokens * case.micro_batches
 
 
-def size_of(case: Case, tier: str) -> int | None:
+def size_of(case: Case, tier: Tier) -> int | None:
     """Bytes of a tier of the machine; None for a device that is the host."""
     size: int | None = getattr(case.machine, f"{tier}_bytes")
     return size
 
 
-def sized(case: Case, tier: str, nbytes: int) -> Case:
+def sized(case: Case, tier: Tier, nbytes: int) -> Case:
     """With so much of a tier, and no budget in the configuration that hides it."""
     sizes: dict[str, Any] = {f"{tier}_bytes": nbytes}
     changed = case.with_machine(**sizes).with_budget(tier, None)
-    if tier == "disk" and nbytes and not case.config.nvme_path:
+    if tier is Tier.DISK and nbytes and not case.config.nvme_path:
         changed = changed.with_config(nvme_path=SOME_DISK)
     return changed
 
@@ -168,9 +168,9 @@ SMALL_CHUNK = 1 << 17
 _ATTEMPTS = 4
 _GIB = 1 << 30
 # Nobody buys more for one machine.
-_LARGEST = {"disk": 512 << 40, "host": 8 << 40, "device": 288 * _GIB}
+_LARGEST = {Tier.DISK: 512 << 40, Tier.HOST: 8 << 40, Tier.DEVICE: 288 * _GIB}
 # Roughly what a byte costs, as a multiple of a drive's: only the order of offers depends on it.
-_COST = {"disk": 1.0, "host": 40.0, "device": 400.0}
+_COST = {Tier.DISK: 1.0, Tier.HOST: 40.0, Tier.DEVICE: 400.0}
 
 
 # --- to make it fit ------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def ways_to_fit(case: Case, finer: Sequence[UnitLayout] = (), count: int = 3) ->
             found += sorted(larger, key=lambda way: _cost(case, way.priced.case))
         if found:
             break
-    return found[:count] or _larger(case, _all_larger(small), "host")
+    return found[:count] or _larger(case, _all_larger(small), Tier.HOST)
 
 
 def split_to_fit(case: Case, recompute: bool | None = None) -> Case:
@@ -292,7 +292,7 @@ def _smaller_formats(case: Case) -> Iterator[str]:
             yield form.value
 
 
-def _larger(case: Case, changed: Case | None, tier: str) -> list[Way]:
+def _larger(case: Case, changed: Case | None, tier: Tier) -> list[Way]:
     """The way of a larger tier; none if `changed` is None or does not fit after all.
 
     A search for homes may take more than `_fits` knows of, and may also relieve a tier of what
@@ -330,7 +330,7 @@ def _all_larger(case: Case) -> Case | None:
     return large
 
 
-def _smallest(case: Case, tier: str) -> Case | None:
+def _smallest(case: Case, tier: Tier) -> Case | None:
     """The case with the smallest size of a tier with which it fits, to 2 %; None where none does.
 
     None as well where only a budget keeps it from fitting: see `_larger_budgets`.
@@ -402,7 +402,7 @@ def _fits(case: Case) -> bool:
 def _taken(case: Case, plan: Plan) -> int:
     """What homes may take of the memory that activations need as well."""
     used = plan.tier_bytes
-    taken = used["host"] + used["device"] if plan.unified else used["device"]
+    taken = used[Tier.HOST] + used[Tier.DEVICE] if plan.unified else used[Tier.DEVICE]
     if "auto" not in case.config.homes.model_dump().values():
         return taken
     # A search may fill this much, if there is so much to move.
@@ -453,21 +453,21 @@ def _same_batch(case: Case) -> Iterator[Case]:
 def _more_hardware(priced: Priced) -> Iterator[Case]:
     """A second drive, and RAM: a quarter more, and enough to hold what rests on disk."""
     case, rates = priced.case, priced.case.machine.rates
-    if not any(priced.plan.memory["disk"].values()):
+    if not any(priced.plan.memory[Tier.DISK].values()):
         return
     names = ("disk_read", "disk_write", "disk_mixed")
     doubled = replace(rates, **{name: 2 * getattr(rates, name) for name in names})
     yield case.with_machine(rates=doubled, disk_bytes=2 * case.machine.disk_bytes)
-    disk, used = priced.plan.memory["disk"], priced.plan.tier_bytes
-    held = used["host"] + (used["device"] if priced.plan.unified else 0)
+    disk, used = priced.plan.memory[Tier.DISK], priced.plan.tier_bytes
+    held = used[Tier.HOST] + (used[Tier.DEVICE] if priced.plan.unified else 0)
     share = HOST_BUDGET_SHARE * (AUTO_SHARE if priced.plan.unified else 1.0)
     sizes = {round_size(int(1.25 * case.machine.host_bytes))}
     for purpose in ("gradients", "weights", "state"):
         held += disk[purpose]
         sizes.add(round_size(int(1.01 * held / share)))  # and what else grows with it
     for nbytes in sorted(sizes):
-        if case.machine.host_bytes < nbytes <= _LARGEST["host"]:
-            yield sized(case, "host", nbytes)
+        if case.machine.host_bytes < nbytes <= _LARGEST[Tier.HOST]:
+            yield sized(case, Tier.HOST, nbytes)
 
 
 def _cost(case: Case, changed: Case) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from infinity.plan.layout import PAGE, Kind, Tier, UnitLayout
-from infinity.plan.plan import Plan, SlotClass, UnitHomes, UpdatePlace, update_place
+from infinity.plan.plan import Alike, Plan, SlotClass, UpdatePlace, update_place
 
 NUM_WINDOWS = 3  # gradient ranges in RAM when gradients rest on disk
 NUM_BOUNCES = 2  # device -> host gradient buffers
@@ -30,12 +30,16 @@ class Limits:
     base: int = 0
     made: int = 0
 
+    @property
+    def budgets(self) -> dict[Tier, int | None]:
+        """By tier."""
+        return {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.DISK: self.disk}
+
 
 def with_memory(plan: Plan, limits: Limits) -> Plan:
     """The same plan with its slot classes and bytes per tier and purpose."""
     plan = replace(plan, slot_classes=_slot_classes(plan))
-    rest = _at_rest(plan)
-    device, host, disk = (rest[tier] for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK))
+    device, host, disk = _at_rest(plan).values()
     device = {
         "slots": sum(c.slot_bytes * c.count for c in plan.slot_classes),
         **device,
@@ -59,7 +63,7 @@ def with_memory(plan: Plan, limits: Limits) -> Plan:
         disk = {**disk, "activations": plan.saved.disk_bytes}
     host["checksums"] = checksum_bytes(sum(disk.values())) if plan.verify else 0
     host["birth"] = _birth_bytes(plan, limits, device, host)
-    return replace(plan, memory={"device": device, "host": host, "disk": disk})
+    return replace(plan, memory={Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: disk})
 
 
 def _birth_bytes(plan: Plan, limits: Limits, device: dict[str, int], host: dict[str, int]) -> int:
@@ -77,24 +81,22 @@ def _birth_bytes(plan: Plan, limits: Limits, device: dict[str, int], host: dict[
     return max(2 * record + 4 * chunk + limits.made - untouched, 0)
 
 
-def budgeted_bytes(plan: Plan) -> dict[str, int]:
+def budgeted_bytes(plan: Plan) -> dict[Tier, int]:
     """Bytes that count against each tier's budget; on a unified device the host holds its too."""
     used = plan.tier_bytes
     if plan.unified:
-        used["host"] += used["device"]
+        used[Tier.HOST] += used[Tier.DEVICE]
     return used
 
 
-def excess(plan: Plan, limits: Limits, *, auto: bool = False) -> dict[str, int]:
+def excess(plan: Plan, limits: Limits, *, auto: bool = False) -> dict[Tier, int]:
     """Tier -> bytes over its budget; empty when the plan fits."""
+    over: dict[Tier, int] = {}
+    computes = Tier.HOST if plan.unified else Tier.DEVICE
     used = budgeted_bytes(plan)
-    over: dict[str, int] = {}
-    for tier, limit in (("device", limits.device), ("host", limits.host), ("disk", limits.disk)):
-        if limit is None:
-            continue
-        computes = tier == ("host" if plan.unified else "device")
-        share = AUTO_SHARE if auto and computes else 1.0
-        if used[tier] > limit * share:
+    for tier, limit in limits.budgets.items():
+        share = AUTO_SHARE if auto and tier is computes else 1.0
+        if limit is not None and used[tier] > limit * share:
             over[tier] = used[tier] - int(limit * share)
     return over
 
@@ -124,68 +126,56 @@ def checksum_bytes(nbytes: int) -> int:
 def _at_rest(plan: Plan) -> dict[Tier, dict[str, int]]:
     """What rests on each tier."""
     found = {tier: {"weights": 0, "state": 0, "gradients": 0} for tier in Tier}
-    state_kinds = [k for k in plan.precision.kinds if k is not Kind.WEIGHT]
-    state: dict[int, int] = {}  # blocks are equal: their bytes are added up once
-    for unit, homes in zip(plan.units, plan.homes, strict=True):
-        if unit.numel not in state:
-            state[unit.numel] = sum(plan.range_bytes(unit, k) for k in state_kinds)
-        found[homes.weight]["weights"] += unit.slot_bytes
-        found[homes.state]["state"] += state[unit.numel]
-        found[homes.gradient]["gradients"] += unit.numel * plan.gradient_itemsize
+    for alike in plan.alike:
+        layout, homes, count = alike.layout, alike.homes, len(alike.units)
+        weight = plan.range_bytes(layout, Kind.WEIGHT)
+        state = plan.state_bytes(layout, homes, tuple(Tier)) - weight
+        found[homes.weight]["weights"] += count * layout.slot_bytes
+        found[homes.state]["state"] += count * state
+        found[homes.gradient]["gradients"] += count * plan.gradient_bytes(layout)
     return found
 
 
 def stage_bytes(plan: Plan) -> int:
     """Bytes of one staging buffer: a chunk of every kind that some unit cannot update in place."""
-    nbytes = 0
-    seen: set[tuple[int, UnitHomes]] = set()
-    for unit, homes in zip(plan.units, plan.homes, strict=True):
-        if (unit.numel, homes) in seen or not unit.numel:
-            continue
-        seen.add((unit.numel, homes))
-        place = update_place(plan, unit.index)
+
+    def staged(alike: Alike) -> int:
+        place = update_place(plan, alike.units[0])
         if place is UpdatePlace.DEVICE:
-            continue
-        reached = _in_ram(plan)
-        if place is UpdatePlace.STREAMED:  # what rests on the device is updated there
-            reached = {Tier.HOST, Tier.DEVICE}
-        need = _chunk_outside(plan, homes, unit.numel, reached)
-        if homes.gradient not in reached:
-            need += min(plan.chunk_elements, unit.numel) * plan.gradient_itemsize
-        nbytes = max(nbytes, need)
-    return nbytes
+            return 0
+        # What rests on the device and is streamed is updated there.
+        outside = (Tier.DISK,) if place is UpdatePlace.STREAMED else _out_of_reach(plan)
+        return _chunk_bytes(plan, alike, outside, gradient=True)
+
+    return max(map(staged, plan.alike), default=0)
 
 
 def stream_bytes(plan: Plan) -> int:
     """Bytes of one device buffer of streamed updates: a chunk of all that does not rest there."""
-    nbytes = 0
-    if plan.streamed:
-        for homes, numel in {(h, u.numel) for u, h in zip(plan.units, plan.homes, strict=True)}:
-            if homes in plan.streamed:
-                need = _chunk_outside(plan, homes, numel, {Tier.DEVICE})
-                if homes.gradient is not Tier.DEVICE:
-                    need += min(plan.chunk_elements, numel) * plan.gradient_itemsize
-                nbytes = max(nbytes, need)
-    return nbytes
+    away = (Tier.HOST, Tier.DISK)
+    streamed = (alike for alike in plan.alike if alike.homes in plan.streamed)
+    return max((_chunk_bytes(plan, one, away, gradient=True) for one in streamed), default=0)
 
 
 def copy_buffer_bytes(plan: Plan) -> int:
     """Bytes of one buffer of a save: a chunk of every kind that some unit has not in RAM."""
-    cases = {(homes, u.numel) for u, homes in zip(plan.units, plan.homes, strict=True)}
-    in_ram = _in_ram(plan)
-    return max((_chunk_outside(plan, homes, numel, in_ram) for homes, numel in cases), default=0)
+    outside = _out_of_reach(plan)
+    return max((_chunk_bytes(plan, alike, outside) for alike in plan.alike), default=0)
 
 
-def _in_ram(plan: Plan) -> set[Tier]:
-    """The tiers that the CPU reaches."""
-    return {Tier.HOST, Tier.DEVICE} if plan.unified else {Tier.HOST}
+def _out_of_reach(plan: Plan) -> tuple[Tier, ...]:
+    """The tiers that the CPU does not reach."""
+    return (Tier.DISK,) if plan.unified else (Tier.DEVICE, Tier.DISK)
 
 
-def _chunk_outside(plan: Plan, homes: UnitHomes, numel: int, reached: set[Tier]) -> int:
-    """Bytes of the state kinds of a unit's first chunk that rest on none of these tiers."""
-    count = min(plan.chunk_elements, numel)
-    away = (k for k in plan.precision.kinds if homes.of(k) not in reached)
-    return sum(plan.precision.nbytes(k, count) for k in away)
+def _chunk_bytes(
+    plan: Plan, alike: Alike, tiers: tuple[Tier, ...], *, gradient: bool = False
+) -> int:
+    """Bytes of a unit's first chunk that rest on these tiers: state, and the gradient too."""
+    nbytes = plan.state_bytes(alike.layout, alike.homes, tiers, chunk=True)
+    if gradient and alike.homes.gradient in tiers:
+        nbytes += plan.gradient_bytes(alike.layout, chunk=True)
+    return nbytes
 
 
 def commit_buffer_bytes(plan: Plan) -> int:
@@ -197,34 +187,35 @@ def commit_buffer_bytes(plan: Plan) -> int:
     ):
         return 0
     nbytes = FROZEN_PIECE
-    for homes, numel in {(h, u.numel) for u, h in zip(plan.units, plan.homes, strict=True)}:
-        count = min(plan.chunk_elements, numel)
-        away = [k for k in plan.precision.kinds if homes.of(k) is Tier.DEVICE]
+    for alike in plan.alike:
+        count = min(plan.chunk_elements, alike.layout.numel)
+        away = [k for k in plan.precision.kinds if alike.homes.of(k) is Tier.DEVICE]
         nbytes = max([nbytes, *(plan.precision.nbytes(k, count) for k in away)])
     return nbytes
 
 
 def _durable_bytes(plan: Plan, disk: dict[str, int]) -> int:
     """Bytes on disk beyond what rests there: two extents of everything."""
-    sizes: dict[int, int] = {}
     total = 0
-    for unit in plan.units:
-        if unit.numel not in sizes:
-            sizes[unit.numel] = sum(plan.range_bytes(unit, k) for k in plan.precision.kinds)
-        total += sizes[unit.numel] + unit.frozen_bytes
+    for alike in plan.alike:
+        state = plan.state_bytes(alike.layout, alike.homes, tuple(Tier))
+        total += len(alike.units) * (state + alike.layout.frozen_bytes)
     return 2 * total - disk["weights"] - disk["state"]
 
 
 def num_windows(plan: Plan) -> int:
     """Gradient windows: only where some gradients rest on disk."""
-    disk = [u for u in plan.units if u.numel and plan.homes[u.index].gradient is Tier.DISK]
-    return min(NUM_WINDOWS, len(disk))
+    return min(NUM_WINDOWS, len(_gradients_on_disk(plan)))
 
 
 def largest_window(plan: Plan) -> int:
     """Bytes of one gradient window."""
-    units = [u for u in plan.units if plan.homes[u.index].gradient is Tier.DISK]
-    return max((u.numel * plan.gradient_itemsize for u in units), default=0)
+    return max(_gradients_on_disk(plan), default=0)
+
+
+def _gradients_on_disk(plan: Plan) -> list[int]:
+    on_disk = [a for a in plan.alike if a.homes.gradient is Tier.DISK and a.layout.numel]
+    return [plan.gradient_bytes(alike.layout) for alike in on_disk for _ in alike.units]
 
 
 def num_landings(plan: Plan) -> int:

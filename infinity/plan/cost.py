@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from infinity.plan.forecast import PhaseBytes, forecast_phases
-from infinity.plan.plan import Plan, UnitHomes, UpdatePlace, streamed_bytes, update_place
+from infinity.plan.plan import Plan, UpdatePlace, streamed_bytes, update_place
 
 # How fast the lanes of a machine are: the numbers a plan's times are computed from.
 #
@@ -320,11 +320,13 @@ def _elements(plan: Plan, work: Work) -> tuple[float, int, float]:
 def update_s(plan: Plan, rates: Rates) -> tuple[float, float]:
     """Seconds of one step's update: on the host, and on the device, streamed or not."""
     host = device = 0
-    for unit in plan.units:
-        if rates.device_update and update_place(plan, unit.index) is not UpdatePlace.CPU:
-            device += unit.num_trained
+    for alike in plan.alike:
+        trained = sum(plan.units[unit].num_trained for unit in alike.units)
+        place = update_place(plan, alike.units[0])
+        if rates.device_update and place is not UpdatePlace.CPU:
+            device += trained
         else:
-            host += unit.num_trained
+            host += trained
     slowest = [_update_rate(rates, name) for name in _formats(plan)]
     host_rate = min(slowest, default=0.0)
     device_s = device / rates.device_update if rates.device_update else 0.0
@@ -333,14 +335,11 @@ def update_s(plan: Plan, rates: Rates) -> tuple[float, float]:
 
 def stream_s(plan: Plan, rates: Rates) -> float:
     """Seconds that the links need for all streamed updates of a step, both directions at once."""
-    known: dict[tuple[int, UnitHomes], tuple[int, int]] = {}
     inward = outward = 0
-    for layout, homes in zip(plan.units, plan.homes, strict=True):
-        if homes in plan.streamed:
-            found = known.get((layout.numel, homes))
-            if found is None:
-                found = known[layout.numel, homes] = streamed_bytes(plan, layout, homes)
-            inward, outward = inward + found[0], outward + found[1]
+    for alike in plan.alike:
+        if alike.homes in plan.streamed:
+            coming, going = streamed_bytes(plan, alike.layout, alike.homes)
+            inward, outward = inward + len(alike.units) * coming, outward + len(alike.units) * going
     return max(
         inward / rates.to_device if rates.to_device else 0.0,
         outward / rates.from_device if rates.from_device else 0.0,

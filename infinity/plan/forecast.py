@@ -1,6 +1,6 @@
 """Bytes per lane of one steady step, by running the plan's own rules on counted slots.
 
-The rules are those of `policy` and `tape`; what a run really moves is counted by the lanes and
+The rules are those of `access_order`; what a run really moves is counted by the lanes and
 must come out equal (tests hold that). Which unit moves when depends on little of a plan, its
 `_Course`, and is remembered: a search for homes asks for the same course many times.
 """
@@ -14,7 +14,7 @@ from functools import lru_cache
 from infinity.plan import access_order
 from infinity.plan.access_order import Tape, guess_cycle
 from infinity.plan.activations import saved_moves
-from infinity.plan.layout import Kind, Tier, UnitLayout
+from infinity.plan.layout import Tier, UnitLayout
 from infinity.plan.plan import (
     LANES,
     Plan,
@@ -72,24 +72,6 @@ def forecast_phases(
     return _Bytes(plan, dict.fromkeys(course.cycle), sizes).of(_run(course))
 
 
-def forecast_call(plan: Plan, cycle: list[int] | None = None) -> dict[str, float]:
-    """Bytes per lane of a call without gradients that follows others: a token of `generate()`.
-
-    An average, because which units stay in slots can differ from call to call. `cycle` is a learnt
-    order, else all units in turn.
-    """
-    sequence = tuple(cycle or guess_cycle(len(plan.units), backward=False))
-    nothing = (False,) * len(plan.units)
-    run = _CountedRun(_Course(sequence, plan.slot_classes, nothing, nothing, plan.look_ahead, 1))
-    seen: dict[tuple[frozenset[int], ...], int] = {}  # calls before the slots were like this
-    while (slots := tuple(map(frozenset, run.present))) not in seen:
-        seen[slots] = len(run.phases)
-        run.call()
-    calls = run.phases[seen[slots] :]
-    moved = [_Bytes(plan, sequence).of([phase])[0].moved for phase in calls]
-    return {lane: sum(m[lane] for m in moved) / len(moved) for lane in LANES}
-
-
 @dataclass(frozen=True, slots=True)
 class _Course:
     """All of a plan that decides which unit moves when; how many bytes that is comes later."""
@@ -127,18 +109,18 @@ class _Bytes:
     `saved` are sizes of tensors that each forward saves, and its backward brings back.
     """
 
-    def __init__(self, plan: Plan, used: Collection[int], saved: tuple[int, ...] = ()) -> None:
+    def __init__(self, plan: Plan, used: Collection[int], saved: tuple[int, ...]) -> None:
         self.plan = plan
-        self.used = used
         self._saved = saved_moves(saved, plan.saved, unified=plan.unified)
         self._swept: dict[tuple[int, int, UnitHomes, bool], dict[str, int]] = {}
-        self._first_gradients, self._more_gradients = self._of_gradients()
+        self._gradients = self._of_gradients(used)
 
     def of(self, phases: Sequence[_PhaseMoves]) -> list[PhaseBytes]:
+        """The bytes of every phase; of repeated ones, which share their lists, counted once."""
         found: list[PhaseBytes] = []
         alike: dict[tuple[int, int, bool], dict[str, int]] = {}
         for moves in phases:
-            # Repeated phases share their lists; but the first backward has no sums to add to.
+            # The first backward has no sums to add to.
             first = moves.backward and not moves.micro_batch
             key = (id(moves.fetched), id(moves.swept), first)
             if key not in alike:
@@ -155,8 +137,7 @@ class _Bytes:
         for unit, publish in moves.swept:
             _add(self._of_sweep(self.plan.units[unit], publish), moved)
         if moves.backward:
-            gradients = self._more_gradients if moves.micro_batch else self._first_gradients
-            _add(gradients, moved)
+            _add(self._gradients[moves.micro_batch > 0], moved)
         return moved
 
     def _of_fetches(self, fetched: list[int]) -> dict[str, int]:
@@ -181,12 +162,9 @@ class _Bytes:
     def _sweep(
         self, layout: UnitLayout, homes: UnitHomes, publish: bool, normed: int
     ) -> dict[str, int]:
-        plan = self.plan
-        moved = dict.fromkeys(LANES, 0)
-        record = plan.record_bytes(layout)
-        moved["disk_read"] += record
-        moved["disk_write"] += record
-        gradient = layout.numel * plan.gradient_itemsize
+        plan, gradient = self.plan, self.plan.gradient_bytes(layout)
+        record = plan.state_bytes(layout, homes, (Tier.DISK,))
+        moved = {"disk_read": record, "disk_write": record, "to_device": 0, "from_device": 0}
         if homes.gradient is Tier.DISK:
             moved["disk_read"] += gradient
         place = update_place(plan, layout.index)
@@ -197,24 +175,22 @@ class _Bytes:
             moved["to_device"] += layout.trained_bytes
         if plan.unified or place is UpdatePlace.DEVICE:
             return moved
-        for kind in plan.precision.kinds:
-            if homes.of(kind) is Tier.DEVICE:
-                nbytes = plan.range_bytes(layout, kind)
-                moved["from_device"] += nbytes
-                moved["to_device"] += nbytes
-        if homes.of(Kind.GRADIENT) is Tier.DEVICE:  # for the update, and for a norm on the host
+        resting = plan.state_bytes(layout, homes, (Tier.DEVICE,))
+        moved["from_device"] += resting
+        moved["to_device"] += resting
+        if homes.gradient is Tier.DEVICE:  # for the update, and for a norm on the host
             moved["from_device"] += gradient + normed
         return moved
 
-    def _of_gradients(self) -> tuple[dict[str, int], dict[str, int]]:
+    def _of_gradients(self, used: Collection[int]) -> tuple[dict[str, int], dict[str, int]]:
         """Of all units in one backward: the first of a step, and any other."""
         plan, on_disk, from_device = self.plan, 0, 0
-        for unit in self.used:
+        for unit in used:
             layout, home = plan.units[unit], plan.homes[unit].gradient
             if home is Tier.DISK:
-                on_disk += layout.numel * plan.gradient_itemsize
+                on_disk += plan.gradient_bytes(layout)
             if not plan.unified and home is not Tier.DEVICE:
-                from_device += sum(s.nbytes for s in layout.segments if s.trained)
+                from_device += layout.num_trained * layout.weight_itemsize
         first = {"disk_write": on_disk, "from_device": from_device}
         return first, {"disk_read": on_disk, **first}
 
@@ -268,15 +244,6 @@ class _CountedRun:
             self._sweep(self.pending.pop(0), publish=False)
         self.pending = trained
         self._run_sweep()
-
-    def call(self) -> None:
-        """A call without gradients, with another one behind it."""
-        self.wraps = True
-        self.begin_phase(1, backward=False)  # not the first: no sweep is counted
-        self.tape.begin()
-        for unit in self.tape.sequence:
-            self._use(unit)
-        self.tape.end()
 
     def _repeat(self, micro_batch: int) -> None:
         for phase in self.phases[-2:]:

@@ -15,8 +15,9 @@ them, then padding. Every part starts and ends on a 4096-byte boundary: lengths 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+from functools import cached_property
 
 from infinity.formats import MOMENT_BLOCK, MomentFormat
 
@@ -25,14 +26,14 @@ ELEMENT_ALIGN = 2048  # elements: 4096 bytes of the narrowest kind (2 bytes)
 SEGMENT_ALIGN_BYTES = 512  # start of every tensor in a slot; enough for any device
 
 
-class Tier(Enum):
-    """Where bytes rest."""
+class Tier(StrEnum):
+    """Where bytes rest; the fastest first."""
 
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"
 
-    __hash__ = object.__hash__  # plans are hashed by the thousand, and Enum's own is in Python
+    __hash__ = str.__hash__  # plans are hashed by the thousand, and Enum's own is in Python
 
 
 class Kind(Enum):
@@ -152,7 +153,7 @@ class Segment:
         return max(self.offset - start, 0), min(self.offset + self.numel - start, count)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class UnitLayout:
     """Parameters that travel together, and the size of their ranges."""
 
@@ -163,19 +164,20 @@ class UnitLayout:
     frozen_bytes: int  # padded to PAGE
     weight_itemsize: int
 
-    # Asked for by the thousand while homes are searched for, so made once.
-    trained_bytes: int = field(init=False, compare=False)
-    """Bytes of the trained range in the compute dtype."""
-    slot_bytes: int = field(init=False, compare=False)
-    """Bytes a slot needs to hold this unit's weights, frozen ones included."""
-    num_trained: int = field(init=False, compare=False)
-    """Trained elements, padding not counted."""
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes of the trained range in the compute dtype."""
+        return self.numel * self.weight_itemsize
 
-    def __post_init__(self) -> None:
-        trained_bytes = self.numel * self.weight_itemsize
-        object.__setattr__(self, "trained_bytes", trained_bytes)
-        object.__setattr__(self, "slot_bytes", trained_bytes + self.frozen_bytes)
-        object.__setattr__(self, "num_trained", sum(s.numel for s in self.trained_segments))
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes a slot needs to hold this unit's weights, frozen ones included."""
+        return self.trained_bytes + self.frozen_bytes
+
+    @cached_property
+    def num_trained(self) -> int:
+        """Trained elements, padding not counted."""
+        return sum(segment.numel for segment in self.trained_segments)
 
     @property
     def trained_segments(self) -> tuple[Segment, ...]:

@@ -136,17 +136,13 @@ class _Search:
 
     def _moves(self, plan: Plan) -> Iterator[_Move]:
         """Every kind of step upwards, first units first; whole units onto a device together."""
-        alike: dict[tuple[int, int, UnitHomes], list[int]] = {}
-        for unit, homes in zip(plan.units, plan.homes, strict=True):
-            alike.setdefault((unit.numel, unit.frozen_bytes, homes), []).append(unit.index)
-        for (_, _, homes), members in alike.items():
-            units = tuple(members)
+        for alike in plan.alike:
             for field in self.fields:
                 for tier in _tiers(plan, field):
-                    if _below(homes.of_field(field), tier):
-                        yield _Move((field,), units, tier)
-            if not plan.unified and self._raisable(homes):
-                yield _Move(self.fields, units, Tier.DEVICE)
+                    if _below(alike.homes.of_field(field), tier):
+                        yield _Move((field,), alike.units, tier)
+            if not plan.unified and self._raisable(alike.homes):
+                yield _Move(self.fields, alike.units, Tier.DEVICE)
 
     def _raisable(self, homes: UnitHomes) -> bool:
         return sum(_below(homes.of_field(f), Tier.DEVICE) for f in self.fields) > 1
@@ -213,7 +209,7 @@ class _Search:
         """The share of the budgets that a change takes."""
         price = 0.0
         used, uses = budgeted_bytes(plan), budgeted_bytes(changed)
-        for tier, limit in (("device", self.limits.device), ("host", self.limits.host)):
+        for tier, limit in ((Tier.DEVICE, self.limits.device), (Tier.HOST, self.limits.host)):
             if limit:
                 price += max(uses[tier] - used[tier], 0) / limit
         return price

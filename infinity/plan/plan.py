@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property, lru_cache
 
 from infinity.formats import MomentFormat
 from infinity.plan.activations import NOTHING_SAVED, SavedPlan
-from infinity.plan.layout import (
-    Kind,
-    Precision,
-    Record,
-    Tier,
-    UnitLayout,
-)
+from infinity.plan.layout import Kind, Precision, Record, Tier, UnitLayout
 from infinity.sizes import format_count, format_size
 
 LANES = ("disk_read", "disk_write", "to_device", "from_device")
@@ -79,6 +76,15 @@ class SlotClass:
     members: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """Units of one size with the same homes; `layout` is the first one's."""
+
+    layout: UnitLayout
+    homes: UnitHomes
+    units: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Plan:
     """Homes, slots, chunk size, and the memory and bytes they cost.
@@ -98,8 +104,8 @@ class Plan:
     gradient_itemsize: int
     unified: bool
     verify: bool  # checksums of what rests on disk are kept on the host
-    memory: dict[str, dict[str, int]]  # tier -> purpose -> bytes
-    budget: dict[str, int | None]
+    memory: dict[Tier, dict[str, int]]  # purpose -> bytes
+    budget: dict[Tier, int | None]
     predicted_bytes: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     rule: RuleFacts = RuleFacts()
@@ -112,14 +118,25 @@ class Plan:
     saved: SavedPlan = NOTHING_SAVED  # what autograd keeps for backward, and where
 
     @property
-    def tier_bytes(self) -> dict[str, int]:
-        """Bytes per tier ("device", "host", "disk"), all purposes together."""
+    def tier_bytes(self) -> dict[Tier, int]:
+        """Bytes per tier, all purposes together."""
         return {tier: sum(parts.values()) for tier, parts in self.memory.items()}
 
     @property
     def num_trained(self) -> int:
         """Parameters with optimizer state, padding not counted."""
         return sum(unit.num_trained for unit in self.units)
+
+    @cached_property
+    def alike(self) -> tuple[Alike, ...]:
+        """The units, those that are alike together, in the order of their first."""
+        found: dict[tuple[int, int, UnitHomes], list[int]] = {}
+        for unit, homes in zip(self.units, self.homes, strict=True):
+            found.setdefault((unit.numel, unit.frozen_bytes, homes), []).append(unit.index)
+        return tuple(
+            Alike(self.units[units[0]], homes, tuple(units))
+            for (_, _, homes), units in found.items()
+        )
 
     def record(self, unit: UnitLayout) -> Record:
         """Which kinds of the unit share its on-disk records."""
@@ -137,29 +154,31 @@ class Plan:
         """Bytes that a commit writes beside the sweep: the state that does not rest on disk."""
         if not self.durable:
             return 0
-        whole, found = self.whole_record.kinds, 0
-        sizes: dict[int, dict[Kind, int]] = {}
-        for unit, homes in zip(self.units, self.homes, strict=True):
-            if unit.numel not in sizes:
-                sizes[unit.numel] = {kind: self.range_bytes(unit, kind) for kind in whole}
-            found += sum(n for k, n in sizes[unit.numel].items() if homes.of(k) is not Tier.DISK)
-        return found
+        off_disk = (Tier.DEVICE, Tier.HOST)
+        return sum(self.state_bytes(a.layout, a.homes, off_disk) * len(a.units) for a in self.alike)
 
     def range_bytes(self, layout: UnitLayout, kind: Kind) -> int:
         """Bytes of the trained range of one state kind: the sum of its chunks' parts."""
-        whole, rest = divmod(layout.numel, self.chunk_elements)
-        nbytes = self.precision.nbytes
-        return whole * nbytes(kind, self.chunk_elements) + (nbytes(kind, rest) if rest else 0)
+        return _range_bytes(self.precision, layout.numel, self.chunk_elements)[kind]
+
+    def state_bytes(
+        self, layout: UnitLayout, homes: UnitHomes, tiers: Collection[Tier], *, chunk: bool = False
+    ) -> int:
+        """Bytes of the state kinds that rest on one of these tiers; `chunk`: of the first chunk."""
+        numel = min(layout.numel, self.chunk_elements) if chunk else layout.numel
+        sizes = _range_bytes(self.precision, numel, self.chunk_elements)
+        return sum(nbytes for kind, nbytes in sizes.items() if homes.of(kind) in tiers)
+
+    def gradient_bytes(self, layout: UnitLayout, *, chunk: bool = False) -> int:
+        """Bytes of the trained range's gradient at home; `chunk`: of the first chunk."""
+        numel = min(layout.numel, self.chunk_elements) if chunk else layout.numel
+        return numel * self.gradient_itemsize
 
     def part(self, layout: UnitLayout, kind: Kind, chunk: int) -> slice:
         """Where a chunk's part of one state kind lies in the unit's range, in bytes."""
         _, count = layout.chunk(chunk, self.chunk_elements)
         start = chunk * self.precision.nbytes(kind, self.chunk_elements)
         return slice(start, start + self.precision.nbytes(kind, count))
-
-    def record_bytes(self, layout: UnitLayout) -> int:
-        """Bytes on disk of all records of a unit."""
-        return sum(self.range_bytes(layout, kind) for kind in self.record(layout).kinds)
 
     def class_of(self, unit: int) -> int | None:
         """The unit's slot class, None where its weights rest on the device."""
@@ -170,7 +189,7 @@ class Plan:
 
     def describe(self) -> str:
         """Several plain lines: what lives where, memory against budgets, bytes per step."""
-        name = _MASTERS[self.precision.name]
+        name, rest = _MASTERS[self.precision.name], self.precision.rest_kind or Kind.RESIDUAL
         lines = [
             f"{format_count(self.num_trained)} trained parameters in {len(self.units)} units, "
             f"master {name}, {self.micro_batches} micro-batch(es) per step",
@@ -179,14 +198,14 @@ class Plan:
         ]
         for label, kind in (
             ("weights", Kind.WEIGHT),
-            (_state_label(self.precision), Kind.MOMENT1),
+            (f"moments and {rest.value}", Kind.MOMENT1),
             ("gradients", Kind.GRADIENT),
         ):
             lines.append(f"  {label:<21} {self._homes_line(kind)}")
         if not self.unified:
             lines.append(f"  {'updates':<21} {self.updates_line}")
         for tier, parts in self._memory_lines().items():
-            budget = self.budget.get("host" if tier == "ram" else tier)
+            budget = self.budget.get(Tier.HOST if tier == "ram" else Tier(tier))
             total = sum(parts.values())
             of = f" of {format_size(budget)}" if budget is not None else ""
             inside = ", ".join(f"{k} {format_size(v)}" for k, v in parts.items() if v)
@@ -217,16 +236,12 @@ class Plan:
     @property
     def updates_line(self) -> str:
         """Where updates run, in words, with counts of units where they differ."""
-        counts: dict[UpdatePlace, int] = {}
-        for unit in self.units:
-            if unit.numel:
-                place = update_place(self, unit.index)
-                counts[place] = counts.get(place, 0) + 1
-        if len(counts) == 1:
-            why = why_only_cpu(self)
-            return next(iter(counts)).value + (f": {why}" if why else "")
-        words = [f"{p.value} ({n} unit{'s' if n > 1 else ''})" for p, n in counts.items()]
-        return ", ".join(words) or "nothing is trained"
+        counts = Counter[str]()
+        for alike in self.alike:
+            if alike.layout.numel:
+                counts[update_place(self, alike.units[0]).value] += len(alike.units)
+        why = why_only_cpu(self) if len(counts) == 1 else ""
+        return (_counted(counts) or "nothing is trained") + (f": {why}" if why else "")
 
     def _moments_line(self) -> str:
         """The moments and their formats in words; lossy ones are called so."""
@@ -249,41 +264,37 @@ class Plan:
     def _memory_lines(self) -> dict[str, dict[str, int]]:
         """Tier -> purpose -> bytes, with device and host as one where they are one memory."""
         if not self.unified:
-            return self.memory
-        device, host = self.memory["device"], self.memory["host"]
+            return {tier.value: parts for tier, parts in self.memory.items()}
+        device, host = self.memory[Tier.DEVICE], self.memory[Tier.HOST]
         purposes = dict.fromkeys([*host, *device])
         ram = {p: host.get(p, 0) + device.get(p, 0) for p in purposes}
-        return {"ram": ram, "disk": self.memory["disk"]}
+        return {"ram": ram, "disk": self.memory[Tier.DISK]}
 
     def _homes_line(self, kind: Kind) -> str:
-        counts: dict[Tier, int] = {}
-        for homes in self.homes:
-            tier = homes.of(kind)
-            counts[tier] = counts.get(tier, 0) + 1
-        return ", ".join(
-            f"{tier.value} ({n} unit{'s' if n > 1 else ''})" if len(counts) > 1 else tier.value
-            for tier, n in counts.items()
-        )
+        return _counted(Counter(homes.of(kind).value for homes in self.homes))
 
 
-def _state_label(precision: Precision) -> str:
-    """What rests beside weights, in words."""
-    return "moments and master" if precision.rest_kind is Kind.MASTER else "moments and residual"
+def _counted(units: Counter[str]) -> str:
+    """Words with the numbers of units where they differ."""
+    words = [f"{word} ({n} unit{'s' if n > 1 else ''})" for word, n in units.items()]
+    return ", ".join(words) if len(units) > 1 else "".join(units)
 
 
-def updated_on_device(plan: Plan, unit: int) -> bool:
-    """Whether a unit is updated where it rests, on a device with memory of its own."""
-    homes = plan.homes[unit]
-    tier = Tier.DEVICE  # asked for by the thousand: no equality of dataclasses
-    rests = homes.weight is tier and homes.state is tier and homes.gradient is tier
-    return rests and not why_only_cpu(plan)
+@lru_cache(maxsize=256)
+def _range_bytes(precision: Precision, numel: int, chunk_elements: int) -> Mapping[Kind, int]:
+    """Bytes of each state kind of a range: the sum of its chunks' parts."""
+    whole, rest = divmod(numel, chunk_elements)
+    nbytes = precision.nbytes
+    return {k: whole * nbytes(k, chunk_elements) + nbytes(k, rest) for k in precision.kinds}
 
 
 def update_place(plan: Plan, unit: int) -> UpdatePlace:
     """Where a unit's optimizer runs."""
-    if updated_on_device(plan, unit):
+    homes, tier = plan.homes[unit], Tier.DEVICE  # asked for by the thousand: no `==` of dataclasses
+    rests = homes.weight is tier and homes.state is tier and homes.gradient is tier
+    if rests and not why_only_cpu(plan):
         return UpdatePlace.DEVICE
-    streamed = plan.streamed and plan.homes[unit] in plan.streamed
+    streamed = plan.streamed and homes in plan.streamed
     return UpdatePlace.STREAMED if streamed else UpdatePlace.CPU
 
 
@@ -302,9 +313,8 @@ def streamed_bytes(plan: Plan, layout: UnitLayout, homes: UnitHomes) -> tuple[in
     What rests on the device stays there. New weights go back like the rest; where the forward wants
     them they are in its slot already, in which they were updated.
     """
-    away = (kind for kind in plan.precision.kinds if homes.of(kind) is not Tier.DEVICE)
-    state = sum(plan.range_bytes(layout, kind) for kind in away)
-    gradient = 0 if homes.gradient is Tier.DEVICE else layout.numel * plan.gradient_itemsize
+    state = plan.state_bytes(layout, homes, (Tier.HOST, Tier.DISK))
+    gradient = 0 if homes.gradient is Tier.DEVICE else plan.gradient_bytes(layout)
     return state + gradient, state
 
 

@@ -268,7 +268,7 @@ def make_plan(
         unified=unified,
         verify=config.durable if config.io.verify == "auto" else config.io.verify,
         memory={},
-        budget={"device": limits.device, "host": limits.host, "disk": limits.disk},
+        budget=limits.budgets,
         notes=notes,
         rule=rule,
         device_kernels=device_kernels,
@@ -394,22 +394,21 @@ def _require_fit(plan: Plan, limits: Limits, config: Config) -> None:
         return
     tier, too_much = next(iter(over.items()))
     parts = dict(plan.memory[tier])
-    if tier == "host" and plan.unified:
-        parts = {**{f"device {k}": v for k, v in plan.memory["device"].items()}, **parts}
+    if tier is Tier.HOST and plan.unified:
+        parts = {**{f"device {k}": v for k, v in plan.memory[Tier.DEVICE].items()}, **parts}
     needs = ", ".join(f"{k} {format_size(v)}" for k, v in parts.items() if v)
-    limit = {"device": limits.device, "host": limits.host, "disk": limits.disk}[tier]
     raise DoesNotFitError(
         f"the {tier} tier needs {format_size(sum(parts.values()))} of a budget of "
-        f"{format_size(limit or 0)}: {format_size(too_much)} too much",
+        f"{format_size(limits.budgets[tier] or 0)}: {format_size(too_much)} too much",
         because=needs,
         remedy=_remedy(tier, config, plan.rule),
     )
 
 
-def _remedy(tier: str, config: Config, rule: RuleFacts) -> str:
-    if tier == "disk":
+def _remedy(tier: Tier, config: Config, rule: RuleFacts) -> str:
+    if tier is Tier.DISK:
         return "free space on nvme_path, add a path to the list, or raise budget.disk"
-    if tier == "device" and config.update == "device":
+    if tier is Tier.DEVICE and config.update == "device":
         return "raise budget.device, lower chunk_size, or leave update: device out"
     if not config.nvme_path:
         return "set nvme_path so that state can rest on disk"
@@ -463,9 +462,9 @@ class Case:
         return Limits(device=device, host=host, disk=disk, base=self.base, made=self.made)
 
     @property
-    def compute_tier(self) -> str:
+    def compute_tier(self) -> Tier:
         """The tier whose memory holds activations."""
-        return "host" if self.machine.unified else "device"
+        return Tier.HOST if self.machine.unified else Tier.DEVICE
 
     @property
     def compute_bytes(self) -> int:

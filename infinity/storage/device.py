@@ -21,7 +21,7 @@ from torch import Tensor
 
 from infinity.errors import MachineError
 from infinity.optim.cpu import Piece
-from infinity.plan.layout import PAGE, round_up
+from infinity.plan.layout import PAGE, Tier, round_up
 from infinity.sizes import format_size
 from infinity.trace.recorder import Stamp
 
@@ -80,9 +80,11 @@ class Reservations:
     """Bytes per tier, by owner."""
 
     def __init__(self) -> None:
-        self._taken: weakref.WeakKeyDictionary[object, dict[str, int]] = weakref.WeakKeyDictionary()
+        self._taken: weakref.WeakKeyDictionary[object, dict[Tier, int]] = (
+            weakref.WeakKeyDictionary()
+        )
 
-    def take(self, owner: object, tier_bytes: Mapping[str, int]) -> None:
+    def take(self, owner: object, tier_bytes: Mapping[Tier, int]) -> None:
         """Record what an engine reserved."""
         self._taken[owner] = dict(tier_bytes)
 
@@ -90,7 +92,7 @@ class Reservations:
         """Forget it; idempotent."""
         self._taken.pop(owner, None)
 
-    def total(self, tier: str) -> int:
+    def total(self, tier: Tier) -> int:
         """Bytes of a tier that all engines of the process hold."""
         return sum(taken.get(tier, 0) for taken in self._taken.values())
 

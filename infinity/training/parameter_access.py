@@ -175,7 +175,7 @@ def refuse_to_move(plan: Plan, include: Any, device: Any) -> None:
         raise ConfigError(str(error), remedy=f"of {names}") from None
     if plan.unified:  # one memory: nothing is on a device of its own
         return
-    held = {name: nbytes for name, nbytes in plan.memory["device"].items() if nbytes}
+    held = {name: nbytes for name, nbytes in plan.memory[Tier.DEVICE].items() if nbytes}
     if held:
         parts = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in held.items())
         raise ConfigError(

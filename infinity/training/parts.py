@@ -29,7 +29,7 @@ from infinity.offload.transfers import Lanes
 from infinity.offload.window import AccumulationWindow
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.offloaded import OffloadedOptimizer
-from infinity.plan.layout import largest_trained_of
+from infinity.plan.layout import Tier, largest_trained_of
 from infinity.plan.machine import read_machine
 from infinity.plan.plan import Plan
 from infinity.storage.device import PROCESS, CpuDevice, Device
@@ -89,7 +89,7 @@ class Parts:
             self.device.copier = self.kernels.copy
         stored = read_run(Path(plan.resumed), config.nvme_path) if plan.resumed else None
         self.disk: Disk | None = None
-        if any(plan.memory["disk"].values()):
+        if any(plan.memory[Tier.DISK].values()):
             io = config.io.model_copy(update={"verify": plan.verify})
             self.disk = Disk(config.nvme_path, io, stored.placement if stored else None)
             undo.append(self.disk.close)

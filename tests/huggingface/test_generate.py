@@ -11,7 +11,6 @@ from support.families import FAMILIES
 from support.small import ON_DISK, settings
 
 import infinity
-from infinity.plan.forecast import forecast_call
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -70,23 +69,22 @@ def deep(blocks: int = 8) -> Any:
 
 
 @pytest.mark.parametrize("look_ahead", [0, 1, 2, 3])
-def test_bytes_per_token_are_those_of_the_plan(look_ahead: int, tmp_path: Path) -> None:
+def test_a_token_brings_what_finds_no_slot_and_no_more(look_ahead: int, tmp_path: Path) -> None:
     engine, *_ = infinity.initialize(deep(), config(tmp_path, look_ahead))
     with engine:
         generate(engine.module, "llama", 3)
         before, tokens = engine.counters(), 14  # whole periods of what stays and what goes
         generate(engine.module, "llama", tokens)
         moved = engine.counters()["disk_read"] - before["disk_read"]
-        predicted = forecast_call(engine.plan)["disk_read"]
         unit = max(u.slot_bytes for u in engine.plan.units)
-        assert abs(moved - tokens * predicted) <= unit
         # Least recently used would bring every block again for every token. What look-ahead holds
         # ready is no resident.
         (blocks,) = (c for c in engine.plan.slot_classes if len(c.members) == 8)
         assert blocks.count == 2 + look_ahead
         everything = 8 * blocks.slot_bytes
-        assert predicted <= everything - (blocks.count - 1 - look_ahead) * blocks.slot_bytes
-        assert predicted < everything
+        stays = (blocks.count - 1 - look_ahead) * blocks.slot_bytes
+        assert stays > 0
+        assert moved <= tokens * (everything - stays) + unit
         assert engine.counters()["disk_write"] == before["disk_write"]
 
 
@@ -97,7 +95,6 @@ def test_what_fits_is_brought_once(tmp_path: Path) -> None:
         generate(engine.module, "llama", 20)
         once = sum(unit.slot_bytes for unit in engine.plan.units)
         assert engine.counters()["disk_read"] - before == once
-        assert forecast_call(engine.plan)["disk_read"] == 0
 
 
 @pytest.mark.parametrize("moment", ["between steps", "between forward and backward"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property, lru_cache
@@ -159,15 +159,17 @@ class Plan:
 
     def range_bytes(self, layout: UnitLayout, kind: Kind) -> int:
         """Bytes of the trained range of one state kind: the sum of its chunks' parts."""
-        return _range_bytes(self.precision, layout.numel, self.chunk_elements)[kind]
+        whole, rest = divmod(layout.numel, self.chunk_elements)
+        nbytes = self.precision.nbytes
+        return whole * nbytes(kind, self.chunk_elements) + nbytes(kind, rest)
 
     def state_bytes(
         self, layout: UnitLayout, homes: UnitHomes, tiers: Collection[Tier], *, chunk: bool = False
     ) -> int:
         """Bytes of the state kinds that rest on one of these tiers; `chunk`: of the first chunk."""
         numel = min(layout.numel, self.chunk_elements) if chunk else layout.numel
-        sizes = _range_bytes(self.precision, numel, self.chunk_elements)
-        return sum(nbytes for kind, nbytes in sizes.items() if homes.of(kind) in tiers)
+        weight, rest = _weight_and_state(self.precision, numel, self.chunk_elements)
+        return (weight if homes.weight in tiers else 0) + (rest if homes.state in tiers else 0)
 
     def gradient_bytes(self, layout: UnitLayout, *, chunk: bool = False) -> int:
         """Bytes of the trained range's gradient at home; `chunk`: of the first chunk."""
@@ -281,11 +283,11 @@ def _counted(units: Counter[str]) -> str:
 
 
 @lru_cache(maxsize=256)
-def _range_bytes(precision: Precision, numel: int, chunk_elements: int) -> Mapping[Kind, int]:
-    """Bytes of each state kind of a range: the sum of its chunks' parts."""
+def _weight_and_state(precision: Precision, numel: int, chunk_elements: int) -> tuple[int, int]:
+    """Bytes of a range's weights, and of its other state kinds: the sum of its chunks' parts."""
     whole, rest = divmod(numel, chunk_elements)
-    nbytes = precision.nbytes
-    return {k: whole * nbytes(k, chunk_elements) + nbytes(k, rest) for k in precision.kinds}
+    record = Record(precision.kinds[1:], precision)
+    return numel * precision.weight, whole * record.nbytes(chunk_elements) + record.nbytes(rest)
 
 
 def update_place(plan: Plan, unit: int) -> UpdatePlace:

@@ -18,7 +18,6 @@ import math
 import os
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, date, datetime
@@ -40,6 +39,7 @@ from infinity.plan.machine import cpu_model, mount_of, read_machine
 from infinity.rules import AdamW
 from infinity.storage.device import HAPPENED, CpuDevice, Device, DeviceArena, Event, HostArena
 from infinity.storage.disk import Disk, DiskTicket, Extent
+from infinity.storage.disk_speed import keep_moving
 
 SECONDS = 2.0  # of everything; more with several paths, or on a machine that is very slow
 # Shares of the time. The disk binds most runs, and wanders most; the host's updates are of all
@@ -211,17 +211,6 @@ def _write(of: dict[str, Any], numbers: _Numbers, measured: str) -> None:
             file.write(json.dumps(entry, indent=1).encode())
 
 
-def measure_disk(paths: Sequence[Path], io: IoConfig, seconds: float) -> dict[str, float]:
-    """Bytes per second of all `paths` together: `disk_read`, `disk_write` and `disk_mixed`.
-
-    Takes about `seconds`; with several paths half a second more, in which the disk tier weighs them
-    against each other. Files that are not direct (tmpfs, some network mounts) are measured as they
-    are, page cache included. Raises what the disk tier raises.
-    """
-    with contextlib.closing(Disk(paths, io)) as disk:
-        return measure_tier(disk, seconds, SPAN_BYTES)
-
-
 def measure_processors(
     device: Device, num_threads: int, seconds: float = SECONDS
 ) -> dict[str, float]:
@@ -352,16 +341,16 @@ def _copies(device: Device, seconds: float) -> dict[str, float]:
 
 def _copy_rate(copy: Callable[[Event], Event], seconds: float) -> float:
     """Bytes per second with two copies under way, so that the lane is never empty."""
-    copy(HAPPENED).wait()
-    count = 0
-    event: Event = HAPPENED
-    started = time.perf_counter()
-    while count < _LEAST_CALLS or time.perf_counter() - started < seconds:
-        before, event = event, copy(event)
-        before.wait()
-        count += 1
+    event = copy(HAPPENED)
     event.wait()
-    return count * _COPY_BYTES / (time.perf_counter() - started)
+
+    def next_copy(_: int) -> Event:
+        nonlocal event
+        event = copy(event)
+        return event
+
+    count, seconds = keep_moving(next_copy, seconds, depth=2, least=_LEAST_CALLS)
+    return count * _COPY_BYTES / seconds
 
 
 def _flop_per_s(device: Device, dtype: torch.dtype, seconds: float) -> float:
@@ -410,16 +399,22 @@ _READ, _WRITE = False, True
 _KINDS = {"disk_read": (_READ,), "disk_write": (_WRITE,), "disk_mixed": (_READ, _WRITE)}
 
 
-def measure_tier(disk: Disk, seconds: float, most_bytes: int) -> dict[str, float]:
-    """Bytes per second of the whole tier, not yet allocated: `disk_read`, `_write` and `_mixed`.
+def measure_disk(paths: Sequence[Path], io: IoConfig, seconds: float) -> dict[str, float]:
+    """Bytes per second of all `paths` together: `disk_read`, `disk_write` and `disk_mixed`.
 
-    Writes `most_bytes` at most, and a quarter of what is free. Raises what the disk raises.
+    Takes about `seconds`; with several paths half a second more, in which the disk tier weighs them
+    against each other. Writes at most `SPAN_BYTES`, and a quarter of what is free. Files that are
+    not direct (tmpfs, some network mounts) are measured as they are, page cache included. Raises
+    what the disk tier raises.
     """
-    free_bytes = sum(scratch.free_bytes() for scratch in disk.scratches)
-    span = min(most_bytes, max(free_bytes // 4, 2 * _LEAST_BYTES)) // _LEAST_BYTES * _LEAST_BYTES
-    region = disk.extent(span, "the measurement of the disk's speed")
-    disk.allocate()
-    return _Tier(disk, region, seconds).rates()
+    with contextlib.closing(Disk(paths, io)) as disk:
+        free_bytes = sum(scratch.free_bytes() for scratch in disk.scratches)
+        most = (
+            min(SPAN_BYTES, max(free_bytes // 4, 2 * _LEAST_BYTES)) // _LEAST_BYTES * _LEAST_BYTES
+        )
+        region = disk.extent(most, "the measurement of the disk's speed")
+        disk.allocate()
+        return _Tier(disk, region, seconds).rates()
 
 
 class _Tier:
@@ -434,14 +429,14 @@ class _Tier:
         noise = torch.frombuffer(bytearray(os.urandom(nbytes)), dtype=torch.uint8)
         for buffer in self._buffers:
             buffer.copy_(noise)
-        self._in_flight: deque[DiskTicket] = deque()
         self._next = {_READ: 0, _WRITE: 0}
 
     def rates(self) -> dict[str, float]:
         """The three medians."""
         started = time.perf_counter()
         self._choose_size()
-        half = self._prepare() // 2
+        # Records from the beginning, as far as time goes: what reads will find.
+        half = self._write(_PREPARE_SHARE * self._seconds)[0] // 2
         passes: dict[str, list[float]] = {name: [] for name in _KINDS}
         for _ in range(_NUM_PASSES):
             for name, kinds in _KINDS.items():
@@ -454,44 +449,34 @@ class _Tier:
         """Records so small that several go into a pass."""
         most, self._nbytes = self._nbytes, min(_TRIAL_BYTES, self._nbytes)
         for _ in range(2):  # the first write of reserved space is slower
-            once_s = time.perf_counter()
-            self._move(_WRITE, 0)
-            self._wait()
-            once_s = time.perf_counter() - once_s
+            _, once_s = self._write(0, least=1)
         wanted = int(self._nbytes / once_s * self._pass_s / _NUM_IN_FLIGHT) // PAGE * PAGE
         self._nbytes = min(most, max(wanted, _LEAST_BYTES))
 
-    def _prepare(self) -> int:
-        """Write records from the beginning, as far as time goes, two at least; how many."""
-        count, most = 0, self._region.nbytes // self._nbytes
-        end = time.perf_counter() + self._seconds * _PREPARE_SHARE
-        while count < most and (count < 2 or time.perf_counter() < end):
-            self._move(_WRITE, count)
-            count += 1
-        self._wait()
-        return count
+    def _write(self, seconds: float, least: int = 2) -> tuple[int, float]:
+        """Write records from the beginning; how many, and how long it took."""
+        most = self._region.nbytes // self._nbytes
+        return keep_moving(
+            lambda n: self._move(_WRITE, n, n),
+            seconds,
+            depth=_NUM_IN_FLIGHT,
+            least=least,
+            most=most,
+        )
 
     def _run(self, kinds: Sequence[bool], half: int) -> float:
         """Move records for the time of a pass, `kinds` taking turns; bytes per second."""
-        count = 0
-        started = time.perf_counter()
-        while count == 0 or time.perf_counter() - started < self._pass_s:
-            for kind in kinds:
-                self._move(kind, self._next[kind] % half + (half if kind is _WRITE else 0))
-                self._next[kind] += 1
-                count += 1
-        self._wait()
-        return count * self._nbytes / (time.perf_counter() - started)
 
-    def _move(self, kind: bool, index: int) -> None:
-        if len(self._in_flight) == _NUM_IN_FLIGHT:
-            self._in_flight.popleft().wait()
-            self._buffers.append(self._buffers.pop(0))  # the one that is free now
-        buffer = self._buffers[len(self._in_flight)][: self._nbytes]
+        def start(turn: int) -> DiskTicket:
+            kind = kinds[turn % len(kinds)]
+            index = self._next[kind] % half + (half if kind is _WRITE else 0)
+            self._next[kind] += 1
+            return self._move(kind, index, turn)
+
+        count, seconds = keep_moving(start, self._pass_s, depth=_NUM_IN_FLIGHT, least=len(kinds))
+        return count * self._nbytes / seconds
+
+    def _move(self, kind: bool, index: int, turn: int) -> DiskTicket:
+        buffer = self._buffers[turn % _NUM_IN_FLIGHT][: self._nbytes]
         piece = (self._region.part(index * self._nbytes, self._nbytes), buffer)
-        start = self._disk.write if kind is _WRITE else self._disk.read
-        self._in_flight.append(start([piece]))
-
-    def _wait(self) -> None:
-        while self._in_flight:
-            self._in_flight.popleft().wait()
+        return (self._disk.write if kind is _WRITE else self._disk.read)([piece])

@@ -114,15 +114,17 @@ def read_machine(
     for limit_bytes, room_bytes in _memory_limits(root):
         total_bytes = min(total_bytes, limit_bytes)
         available_bytes = min(available_bytes, room_bytes)
+    locked = _found(root / "proc/self/limits", r"^Max locked memory\s+([0-9]+)\s")
+    huge_pages = root / "sys/kernel/mm/transparent_hugepage/enabled"
     return Machine(
         host_ram_bytes=total_bytes,
         host_available_bytes=max(0, available_bytes),
-        own_rss_bytes=_own_rss_bytes(root),
+        own_rss_bytes=_kib(root / "proc/self/status", r"^VmRSS:\s*([0-9]+) kB$"),
         num_cpus=_num_cpus(root),
         device_memory_bytes=device_memory_bytes,
         disk_free_bytes=tuple((Path(path), disk_free_bytes(Path(path))) for path in paths),
-        memlock_bytes=_memlock_bytes(root),
-        thp_mode=_thp_mode(root),
+        memlock_bytes=int(locked) if locked else None,
+        thp_mode=_found(huge_pages, r"\[(\w+)\]") or "unknown",
         numa_nodes=tuple(_numa_nodes(root)),
         cache_bytes=_cache_bytes(root),
     )
@@ -141,9 +143,7 @@ def memory_room(root: Path = Path("/")) -> tuple[int, int]:
 
 def high_water_bytes(root: Path = Path("/")) -> int:
     """Return the most RAM this process has ever held; 0 where the kernel does not tell."""
-    status = _read(root / "proc/self/status") or ""
-    match = re.search(r"^VmHWM:\s*([0-9]+) kB$", status, re.MULTILINE)
-    return int(match[1]) * 1024 if match else 0
+    return _kib(root / "proc/self/status", r"^VmHWM:\s*([0-9]+) kB$")
 
 
 def default_host_budget_bytes(machine: Machine) -> int:
@@ -160,12 +160,7 @@ def disk_free_bytes(path: Path) -> int:
     try:
         facts = os.statvfs(path)
     except OSError as error:
-        missing = isinstance(error, FileNotFoundError)
-        raise MachineError(
-            f"{path}: free space is unknown",
-            because=error.strerror,
-            remedy=f"mkdir -p {path}" if missing else None,
-        ) from error
+        raise _unseen(path, "free space is unknown", error) from error
     if not path.is_dir():  # the disk of a file is known, but nothing can be kept there
         raise MachineError(f"{path} is not a directory", remedy="give a directory on that drive")
     return facts.f_bavail * facts.f_frsize
@@ -187,9 +182,8 @@ def may_have_gpu(root: Path = Path("/")) -> bool:
 
 def cpu_model(root: Path = Path("/")) -> str:
     """Return the processor's name, or its architecture where it does not tell."""
-    text = _read(root / "proc/cpuinfo") or ""
-    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return match[1].strip() if match else platform.machine()
+    name = _found(root / "proc/cpuinfo", r"^model name\s*:\s*(.+)$")
+    return name.strip() if name else platform.machine()
 
 
 def mount_of(path: Path, root: Path = Path("/")) -> Mount:
@@ -201,12 +195,7 @@ def mount_of(path: Path, root: Path = Path("/")) -> Mount:
         number = os.stat(path).st_dev
         place = os.path.realpath(path)
     except OSError as error:
-        missing = isinstance(error, FileNotFoundError)
-        raise MachineError(
-            f"{path}: cannot be looked at",
-            because=error.strerror,
-            remedy=f"mkdir -p {path}" if missing else None,
-        ) from error
+        raise _unseen(path, "cannot be looked at", error) from error
     best, source, kind = "", "", ""
     for _, mount_point, what in _mounts(root):
         inside = (place + "/").startswith(mount_point.rstrip("/") + "/")
@@ -216,11 +205,27 @@ def mount_of(path: Path, root: Path = Path("/")) -> Mount:
     return Mount(f"{os.major(number)}:{os.minor(number)}", source, kind)
 
 
+def _unseen(path: Path, what: str, error: OSError) -> MachineError:
+    remedy = f"mkdir -p {path}" if isinstance(error, FileNotFoundError) else None
+    return MachineError(f"{path}: {what}", because=error.strerror, remedy=remedy)
+
+
 def _read(path: Path) -> str | None:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
+
+
+def _found(path: Path, pattern: str) -> str | None:
+    """Return the group of a pattern in a file; `None` where there is no such line, or no file."""
+    match = re.search(pattern, _read(path) or "", re.MULTILINE)
+    return match[1] if match else None
+
+
+def _kib(path: Path, pattern: str) -> int:
+    """Return bytes of a number of KiB in a file, 0 where it is not told."""
+    return int(_found(path, pattern) or 0) * 1024
 
 
 def _number(path: Path) -> int | None:
@@ -325,33 +330,14 @@ def _ceil(numerator: int, denominator: int) -> int:
 
 def _num_allowed_cpus(root: Path) -> int:
     """Count the affinity mask, as `os.sched_getaffinity` would, from a file under `root`."""
-    status = _read(root / "proc/self/status") or ""
-    match = re.search(r"^Cpus_allowed_list:\s*([0-9,-]+)$", status, re.MULTILINE)
-    if match is None:
+    allowed = _found(root / "proc/self/status", r"^Cpus_allowed_list:\s*([0-9,-]+)$")
+    if allowed is None:
         return len(os.sched_getaffinity(0))
     count = 0
-    for part in match[1].split(","):
+    for part in allowed.split(","):
         first, _, last = part.partition("-")
         count += int(last or first) - int(first) + 1
     return count
-
-
-def _own_rss_bytes(root: Path) -> int:
-    status = _read(root / "proc/self/status") or ""
-    match = re.search(r"^VmRSS:\s*([0-9]+) kB$", status, re.MULTILINE)
-    return int(match[1]) * 1024 if match else 0
-
-
-def _memlock_bytes(root: Path) -> int | None:
-    limits = _read(root / "proc/self/limits") or ""
-    match = re.search(r"^Max locked memory\s+([0-9]+)\s", limits, re.MULTILINE)
-    return int(match[1]) if match else None
-
-
-def _thp_mode(root: Path) -> str:
-    text = _read(root / "sys/kernel/mm/transparent_hugepage/enabled") or ""
-    match = re.search(r"\[(\w+)\]", text)
-    return match[1] if match else "unknown"
 
 
 def _numa_nodes(root: Path) -> Iterator[NumaNode]:
@@ -360,9 +346,8 @@ def _numa_nodes(root: Path) -> Iterator[NumaNode]:
         cpus = _read(folder / "cpulist")
         if cpus is None:
             continue
-        text = _read(folder / "meminfo") or ""
-        match = re.search(r"\bMemTotal:\s+([0-9]+) kB", text)
-        yield NumaNode(folder.name, cpus.strip(), int(match[1]) * 1024 if match else 0)
+        nbytes = _kib(folder / "meminfo", r"\bMemTotal:\s+([0-9]+) kB")
+        yield NumaNode(folder.name, cpus.strip(), nbytes)
 
 
 def _cache_bytes(root: Path) -> int:

@@ -1,7 +1,7 @@
-"""Speeds of drives, each beside the others, for their shares.
+"""Speeds: of requests kept in flight, and of drives, each beside the others, for their shares.
 
-Only the ratio matters, so all are measured at the same time, as they will be used: what they share
-(a bus, a controller, the processor) is shared then too.
+Of shares only the ratio matters, so all drives are measured at the same time, as they will be
+used: what they share (a bus, a controller, the processor) is shared then too.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +24,15 @@ PROBE_S = 0.4  # timed; preparing and the last requests come on top
 SPAN = 32 << 20  # bytes of each file that are written and read
 BLOCK = 1 << 20
 DEPTH = 4  # requests in flight per drive
+_MANY = 1 << 60
 _SAME = 0.1  # speeds within this share of the fastest are called equal: the noise of a probe
+
+
+class Ticket(Protocol):
+    """A request under way."""
+
+    def wait(self) -> object:
+        """Until it is done."""
 
 
 def measure_speeds(
@@ -51,32 +60,45 @@ def measure_speeds(
     return [fastest if speed > (1 - _SAME) * fastest else speed for speed in speeds]
 
 
+def keep_moving(
+    start: Callable[[int], Ticket], seconds: float, *, depth: int, least: int = 1, most: int = _MANY
+) -> tuple[int, float]:
+    """Begin requests one after the other, `depth` in flight; how many, and the seconds they took.
+
+    `start(n)` begins the n-th; by then number n - `depth` is done. `least` and `most` are counts.
+    """
+    in_flight: deque[Ticket] = deque()
+    count, begin = 0, time.perf_counter()
+    while count < most and (count < least or time.perf_counter() - begin < seconds):
+        if len(in_flight) == depth:
+            in_flight.popleft().wait()
+        in_flight.append(start(count))
+        count += 1
+    for ticket in in_flight:
+        ticket.wait()
+    return count, time.perf_counter() - begin
+
+
 def _measure(engine: _aio.Engine, file: _aio.File, span: int, source: Tensor) -> float:
     if not span:
         return 1.0
     file.allocate(span)
     arena = HostArena(DEPTH * BLOCK)
     targets = [arena.view(i * BLOCK, BLOCK) for i in range(DEPTH)]
+
+    def write(turn: int) -> _aio.Ticket:
+        return engine.submit(_aio.WRITE, [(file, turn * BLOCK, BLOCK, source.data_ptr())])
+
     # Reserved space is slow to write for the first time, so a part is written before the clock
     # starts; on a slow drive a small part.
-    prepared = 0
-    begin = time.perf_counter()
-    while prepared < span and time.perf_counter() - begin < PROBE_S / 8:
-        segment = (file, prepared, BLOCK, source.data_ptr())
-        engine.submit(_aio.WRITE, [segment]).wait()
-        prepared += BLOCK
-    in_flight: deque[_aio.Ticket] = deque()
-    begin = now = time.perf_counter()
-    moved = turn = 0
-    while now - begin < PROBE_S or in_flight:
-        if now - begin < PROBE_S and len(in_flight) < DEPTH:
-            offset = turn // 2 * BLOCK % prepared
-            buffer = source if turn % 2 else targets[turn % DEPTH]
-            op = _aio.WRITE if turn % 2 else _aio.READ
-            in_flight.append(engine.submit(op, [(file, offset, BLOCK, buffer.data_ptr())]))
-            turn += 1
-        else:
-            in_flight.popleft().wait()
-            moved += BLOCK
-            now = time.perf_counter()
-    return moved / (now - begin)
+    prepared, _ = keep_moving(write, PROBE_S / 8, depth=1, most=span // BLOCK)
+
+    def read_or_write(turn: int) -> _aio.Ticket:
+        offset = turn // 2 % prepared
+        if turn % 2:
+            return write(offset)
+        target = targets[turn % DEPTH].data_ptr()
+        return engine.submit(_aio.READ, [(file, offset * BLOCK, BLOCK, target)])
+
+    count, seconds = keep_moving(read_or_write, PROBE_S, depth=DEPTH)
+    return count * BLOCK / seconds

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import re
+import shutil
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
@@ -13,7 +14,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-import psutil
 import typer
 
 from infinity._version import __version__
@@ -37,6 +37,7 @@ from infinity.sizes import format_count, format_rate, format_size
 # torch alone, imported and used once, takes 0.3 GiB; a model needs some room beside it.
 LEAST_HOST_BYTES = 2**29
 STATE_BYTES = 12  # per parameter, AdamW in bf16
+_OCTAL = re.compile(r"\\([0-7]{3})")  # how the kernel writes blanks in names
 
 
 def examine(paths: Sequence[Path], root: Path = Path("/")) -> dict[str, Any]:
@@ -225,19 +226,14 @@ def _drive(path: Path) -> dict[str, Any]:
 def _places() -> list[dict[str, Any]]:
     """Return the mounted file systems on block devices, largest room first; nothing is written."""
     places: dict[str, dict[str, Any]] = {}
-    for partition in psutil.disk_partitions(all=False):
-        with suppress(OSError):
-            free_bytes = psutil.disk_usage(partition.mountpoint).free
-            # Containers mount one device in many places; the first is enough.
-            places.setdefault(
-                partition.device,
-                {
-                    "path": partition.mountpoint,
-                    "device": partition.device,
-                    "file_system": partition.fstype,
-                    "free_bytes": free_bytes,
-                },
-            )
+    for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
+        device, where, kind = (_OCTAL.sub(lambda m: chr(int(m[1], 8)), w) for w in line.split()[:3])
+        # Containers mount one device in many places, single files among them.
+        if device.startswith("/dev/") and device not in places and os.path.isdir(where):
+            with suppress(OSError):
+                free_bytes = shutil.disk_usage(where).free
+                place = {"path": where, "device": device, "file_system": kind}
+                places[device] = place | {"free_bytes": free_bytes}
     return sorted(places.values(), key=lambda place: -int(place["free_bytes"]))
 
 

@@ -5,13 +5,26 @@ The command line prints `str(error)` and exits with `error.exit_code`; the libra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 
 def listed(items: Sequence[str], limit: int = 8, separator: str = ", ") -> str:
     """The first `limit` items in words, and how many more there are."""
     more = f" and {len(items) - limit} more" if len(items) > limit else ""
     return separator.join(items[:limit]) + more
+
+
+def mistakes(where: str, problems: Sequence[str]) -> str:
+    """All that is wrong in one place, each in a line of its own."""
+    heading = "1 mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
+    return f"{heading} in {where}:" + "".join(f"\n  - {problem}" for problem in problems)
+
+
+def did_you_mean(word: str, known: Iterable[str], prefix: str = "", cutoff: float = 0.6) -> str:
+    """The nearest of the words that are known, as a question with a blank behind it, or ""."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {prefix + near[0]!r}? " if near else ""
 
 
 def first_lines(error: BaseException, limit: int = 1) -> str:

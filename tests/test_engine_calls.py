@@ -114,7 +114,7 @@ def test_what_became_of_each_key_is_logged_once_and_printed_nowhere(
     told = [record for record in caplog.records if record.name == "infinity"]
     assert [record.levelno for record in told] == [logging.INFO]
     heading, *lines = told[0].getMessage().splitlines()
-    assert heading == "what became of the DeepSpeed configuration:"
+    assert heading == "the DeepSpeed configuration, key by key:"
     rows = engine.translation.rows
     assert [line.split()[0] for line in lines] == [row.key for row in rows]
     for line, row in zip(lines, rows, strict=True):

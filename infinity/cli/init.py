@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import sysconfig
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +9,7 @@ from typing import Annotated
 import typer
 
 from infinity.cli.terminal import command, say
-from infinity.errors import ConfigError, MachineError
+from infinity.errors import ConfigError, MachineError, did_you_mean
 from infinity.files import atomic_write, open_new
 
 PRESETS = {
@@ -36,10 +35,10 @@ def init(
     """
     with command():
         if preset not in PRESETS:
-            near = difflib.get_close_matches(preset, PRESETS, n=1, cutoff=0.4)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(preset, PRESETS, cutoff=0.4)
             raise ConfigError(
-                f"there is no preset {preset!r}{hint}", remedy=f"--preset {', '.join(PRESETS)}"
+                f"there is no preset {preset!r}; {hint}".rstrip("; "),
+                remedy=f"--preset {', '.join(PRESETS)}",
             )
         if str(out) == "-":
             print(preset_text(preset, "train.yaml"), end="", flush=True)

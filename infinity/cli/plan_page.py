@@ -21,7 +21,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -29,6 +28,7 @@ from typing import Any
 
 from infinity._version import __version__
 from infinity.cli.terminal import Page
+from infinity.deepspeed.config import rows_as_text
 from infinity.errors import DoesNotFitError
 from infinity.model.shapes import Target
 from infinity.plan.advice import Way, faster, ways_to_fit
@@ -56,7 +56,7 @@ def show_plan(report: dict[str, Any]) -> None:
     """Print homes, memory, bytes and times; or what does not fit, and what would."""
     page = Page()
     if "deepspeed" in report:
-        _say_translation(page, report["deepspeed"])
+        page.say(rows_as_text(report["deepspeed"]) + "\n")
     _say_question(page, report)
     if report["plan"] is not None:
         page.say()
@@ -73,20 +73,6 @@ def show_plan(report: dict[str, Any]) -> None:
         _say_faster(page, report)
     else:
         _say_problem(page, report)
-
-
-def _say_translation(page: Page, rows: list[dict[str, Any]]) -> None:
-    """What became of each key of a DeepSpeed configuration."""
-    cells = [
-        (row["key"], "" if row["given"] is None else json.dumps(row["given"]), row["verdict"])
-        for row in rows
-    ]
-    wide = [max(len(cell[column]) for cell in cells) for column in range(3)]
-    page.say("the DeepSpeed configuration, key by key:")
-    for cell, row in zip(cells, rows, strict=True):
-        words = [text.ljust(width) for text, width in zip(cell, wide, strict=True)]
-        page.say("  " + "  ".join([*words, row["note"]]))
-    page.say()
 
 
 def _say_question(page: Page, report: dict[str, Any]) -> None:

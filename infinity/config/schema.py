@@ -6,7 +6,6 @@ derives them and says so.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,8 +23,9 @@ from pydantic import (
     field_validator,
 )
 
+from infinity.config.deepspeed_keys import names_in
 from infinity.config.source import apply_overrides, explain, read_config_file
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, did_you_mean
 from infinity.rules import RULES
 from infinity.sizes import parse_size
 
@@ -270,8 +270,7 @@ class SchedulerConfig(Section):
     def _is_known(cls, name: str) -> str:
         if _parameters_of(name) is None:
             known = sorted({*torch_schedules(), *SCHEDULES})
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            hint = did_you_mean(name, known)
             where = "torch.optim.lr_scheduler or infinity.schedules"
             raise ValueError(f"is not in {where}; {hint}known: {', '.join(known)}")
         return name
@@ -529,6 +528,10 @@ class Config(Section):
         return dict(entries(self, ""))
 
 
+# Top-level names that only a DeepSpeed configuration has.
+DEEPSPEED_NAMES = frozenset(names_in("")) - Config.model_fields.keys()
+
+
 def entries(section: BaseModel, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The values of a section and of those in it by dotted name, as `Config.resolved` has them."""
     dumped = section.model_dump(mode="json")
@@ -567,4 +570,5 @@ def load_config(
     try:
         return Config.model_validate(merged)
     except ValidationError as error:
-        raise ConfigError(explain(Config, where, merged, error)) from None
+        foreign = [name for name in merged if name in DEEPSPEED_NAMES]
+        raise ConfigError(explain(Config, where, error, foreign)) from None

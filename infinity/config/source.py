@@ -6,13 +6,12 @@ written twice is an error here, because a dict would silently keep one of the tw
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, get_args
@@ -21,75 +20,10 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, did_you_mean, mistakes
 
 # What is wrong with a configuration, said for people: names, nearest names, values given.
 
-
-# Top-level names that only a DeepSpeed configuration has.
-DEEPSPEED_NAMES = frozenset(
-    {
-        "activation_checkpointing",
-        "aio",
-        "allgather_size",
-        "amp",
-        "autotuning",
-        "bf16",
-        "bfloat16",
-        "checkpoint",
-        "comet",
-        "comms_logger",
-        "communication_data_type",
-        "compression_training",
-        "csv_monitor",
-        "curriculum_learning",
-        "data_efficiency",
-        "data_parallel_size",
-        "data_types",
-        "dataloader_drop_last",
-        "datastates_ckpt",
-        "disable_allgather",
-        "disable_python_gc",
-        "dump_state",
-        "eigenvalue",
-        "elasticity",
-        "expert_parallel",
-        "flops_profiler",
-        "fp16",
-        "gradient_allreduce_op",
-        "gradient_predivide_factor",
-        "graph_harvesting",
-        "hybrid_engine",
-        "log_level",
-        "managed_gradient_accumulation",
-        "memory_breakdown",
-        "nebula",
-        "pipeline",
-        "prescale_gradients",
-        "progressive_layer_drop",
-        "quantize_training",
-        "random_ltd",
-        "seq_parallel_communication_data_type",
-        "sequence_parallel_size",
-        "sparse_attention",
-        "sparse_gradients",
-        "steps_per_print",
-        "tensor_parallel",
-        "tensorboard",
-        "timers",
-        "torch_autocast",
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "use_data_before_expert_parallelism",
-        "vocabulary_size",
-        "wall_clock_breakdown",
-        "wandb",
-        "weight_quantization",
-        "zero_allow_untested_optimizer",
-        "zero_force_ds_cpu_optimizer",
-        "zero_optimization",
-    }
-)
 
 # What people call our words; the first that is among the words of a key is meant.
 _MEANT = {
@@ -103,11 +37,13 @@ _MEANT = {
 
 
 def explain(
-    schema: type[BaseModel], where: str, raw: Mapping[str, Any], error: ValidationError
+    schema: type[BaseModel], where: str, error: ValidationError, foreign: Sequence[str] = ()
 ) -> str:
-    """Return one text that lists every mistake in `raw`, read as `schema`, by its dotted name."""
+    """Return one text that lists every mistake against `schema` by its dotted name.
+
+    `foreign` are top-level names of a DeepSpeed configuration.
+    """
     problems = []
-    foreign = [name for name in raw if name in DEEPSPEED_NAMES]
     if foreign:
         names, verb = ", ".join(foreign), "is" if len(foreign) == 1 else "are"
         problems.append(
@@ -119,8 +55,7 @@ def explain(
         told = detail["type"] == "extra_forbidden" and detail["loc"][0] in foreign
         if not told and detail["type"] != "default_factory_not_called":
             problems.append(_problem(schema, detail))
-    heading = "1 mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
-    return f"{heading} in {where}:" + "".join(f"\n  - {problem}" for problem in problems)
+    return mistakes(where, problems)
 
 
 def _problem(schema: type[BaseModel], detail: ErrorDetails) -> str:
@@ -138,9 +73,9 @@ def _problem(schema: type[BaseModel], detail: ErrorDetails) -> str:
         case "literal_error":
             words = _words(detail["ctx"]["expected"])
             near = [word for word in _MEANT.get(str(given).lower(), ()) if word in words]
-            near = near or difflib.get_close_matches(str(given), words, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            return f"{name}: should be {detail['ctx']['expected']}, got {given!r}{hint}"
+            hint = did_you_mean((near or [str(given)])[0], words)
+            told = f"{name}: should be {detail['ctx']['expected']}, got {given!r}"
+            return f"{told}; {hint}".rstrip("; ")
         case _:
             message = detail["msg"].removeprefix("Input ")
             return f"{name}: {message[:1].lower()}{message[1:]}, got {given!r}"
@@ -154,10 +89,10 @@ def _unknown_key(schema: type[BaseModel], loc: tuple[int | str, ...]) -> str:
     *parents, key = (str(part) for part in loc)
     fields = list(_section_at(schema, parents).model_fields)
     prefix = "".join(f"{parent}." for parent in parents)
-    near = [prefix + name for name in difflib.get_close_matches(key, fields, n=1)]
     # A key may also have the right name in the wrong place.
-    near = near or [name for name in _leaf_names(schema) if name.rpartition(".")[2] == key]
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    right = (name for name in _leaf_names(schema) if name.rpartition(".")[2] == key)
+    hint = did_you_mean(key, fields, prefix)
+    hint = hint or "".join(f"did you mean {name!r}? " for name in list(right)[:1])
     return f"{prefix}{key}: unknown key; {hint}valid here: {', '.join(fields)}"
 
 

@@ -7,22 +7,14 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from infinity.config.schema import (
-    BLOCK_MULTIPLE,
-    CHUNK_MULTIPLE,
-    Config,
-    IoConfig,
-    load_config,
-)
-from infinity.deepspeed.keys import (
+from infinity.config.deepspeed_keys import (
     BUILT_IN,
     KEYS,
     OLD_NAMES,
@@ -35,8 +27,15 @@ from infinity.deepspeed.keys import (
     names_in,
     read_value,
 )
+from infinity.config.schema import (
+    BLOCK_MULTIPLE,
+    CHUNK_MULTIPLE,
+    Config,
+    IoConfig,
+    load_config,
+)
 from infinity.deepspeed.source import find_source
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, did_you_mean, mistakes
 from infinity.plan.planner import CHUNK_ELEMENTS
 from infinity.rules import RULES, twin_of
 
@@ -63,16 +62,21 @@ class Translation:
 
     def describe(self) -> str:
         """The rows as text for people: a heading, and a line each."""
-        cells = [
-            (row["key"], "" if row["given"] is None else json.dumps(row["given"]), row["verdict"])
-            for row in self.table()
-        ]
-        widths = [max(map(len, column), default=0) for column in zip(*cells, strict=True)]
-        lines = ["what became of the DeepSpeed configuration:"]
-        for found, row in zip(cells, self.rows, strict=True):
-            columns = [text.ljust(width) for text, width in zip(found, widths, strict=True)]
-            lines.append("  ".join(["", *columns, row.note]).rstrip())
-        return "\n".join(lines)
+        return rows_as_text(self.table())
+
+
+def rows_as_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A heading, and a line for each row of `Translation.table`."""
+    cells = [
+        (row["key"], "" if row["given"] is None else json.dumps(row["given"]), row["verdict"])
+        for row in rows
+    ]
+    widths = [max(map(len, column), default=0) for column in zip(*cells, strict=True)]
+    lines = ["the DeepSpeed configuration, key by key:"]
+    for found, row in zip(cells, rows, strict=True):
+        columns = [text.ljust(width) for text, width in zip(found, widths, strict=True)]
+        lines.append("  ".join(["", *columns, row["note"]]).rstrip())
+    return "\n".join(lines)
 
 
 def translate_deepspeed(
@@ -130,15 +134,13 @@ def find_translation(source: Any, overrides: Iterable[str] = (), **how: Any) -> 
         if name != OURS:
             draft.read("", "", name, value)
     for name, value in list(draft.given.items()):
-        _take(draft, name, value)
+        if name in KEYS:  # else an argument of an optimizer or a schedule that only torch knows
+            _take(draft, KEYS[name], value)
     for rule in (_batch, _precision, _optimizer, _scheduler, _homes):
         rule(draft)
     config = _checked(draft, ours, overrides)
     if draft.problems or config is None:
-        count = len(draft.problems)
-        heading = "1 mistake" if count == 1 else f"{count} mistakes"
-        problems = "".join(f"\n  - {problem}" for problem in draft.problems)
-        raise ConfigError(f"{heading} in {found.where}:{problems}")
+        raise ConfigError(mistakes(found.where, draft.problems))
     rows = tuple(draft.rows.values())
     drop_last = draft.given.get("dataloader_drop_last", False)
     return Translation(config, rows, draft.batch_size, drop_last, draft.trains)
@@ -183,11 +185,6 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
             value = _merged(old, value)
         merged[name] = value
     return merged
-
-
-def _did_you_mean(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean {near[0]!r}? " if near else ""
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -328,16 +325,17 @@ def _unknown(section: str, name: str) -> str:
     prefix = f"{section}." if section else ""
     known = names_in(section)
     # It may also have the right name in the wrong place.
-    near = [full for full in (*SECTIONS, *KEYS) if full.rpartition(".")[2] == name]
-    near = near or [prefix + word for word in difflib.get_close_matches(name, known, n=1)]
-    if near:
-        return f"unknown key; did you mean {near[0]!r}?"
+    right = [full for full in (*SECTIONS, *KEYS) if full.rpartition(".")[2] == name]
+    hint = f"did you mean {right[0]!r}?" if right else did_you_mean(name, known, prefix).strip()
+    if hint:
+        return f"unknown key; {hint}"
     return f"unknown key; known {f'in {section}' if section else 'here'}: {', '.join(known)}"
 
 
 # --- what a key makes of ours --------------------------------------------------------------------
 
 _ZERO = "zero_optimization"
+_SCALE = "loss_scale."  # our section that fp16 fills, if it is enabled
 _MAX_LIVE = 10**9  # DeepSpeed's default: who writes it, or more, has no wish
 _STAGES = (
     "nothing leaves the GPU but what offload_* names, or what does not fit",
@@ -347,18 +345,17 @@ _STAGES = (
 )
 
 
-def _take(draft: _Draft, name: str, value: Any) -> None:
-    take = _TAKES.get(name)
-    if isinstance(take, str):
-        draft.set(take, value, name)
-    elif take is not None:
+def _take(draft: _Draft, key: Key, value: Any) -> None:
+    if key.ours and not key.ours.startswith(_SCALE):
+        draft.set(key.ours, value, key.name)
+    elif key.name in _TAKES:
         try:
-            note = take(draft, name, value)
+            note = _TAKES[key.name](draft, key.name, value)
         except ValueError as error:
-            draft.problem(draft.rows[name].key, f"{error}, got {value!r}")
+            draft.problem(draft.rows[key.name].key, f"{error}, got {value!r}")
         else:
             if note is not None:
-                draft.note(name, note)
+                draft.note(key.name, note)
 
 
 def _check_overflow(draft: _Draft, key: str, value: bool) -> str | None:
@@ -419,20 +416,17 @@ def _csv(draft: _Draft, key: str, value: bool) -> str | None:
     return f"a line of JSON for each step in {folder / 'journal.jsonl'}"
 
 
-# The key of ours that gets a value as it is; or what translates it, which may return a note for
-# this value, and raises `ValueError` for one that makes no sense.
-_TAKES: dict[str, str | Callable[[_Draft, str, Any], str | None]] = {
-    "gradient_clipping": "gradient_clipping",
+# What translates a value where the table names no key of ours; it may return a note for this value,
+# and raises `ValueError` for one that makes no sense.
+_TAKES: dict[str, Callable[[_Draft, str, Any], str | None]] = {
     "bf16.check_grad_overflow": _check_overflow,
     f"{_ZERO}.stage": _stage,
     f"{_ZERO}.sub_group_size": _sub_group,
     f"{_ZERO}.stage3_prefetch_bucket_size": _prefetch,
     f"{_ZERO}.stage3_max_live_parameters": _max_live,
     f"{_ZERO}.offload_param.pin_memory": _pinned,
-    f"{_ZERO}.offload_param.max_in_cpu": "hints.weights_in_ram",
     f"{_ZERO}.offload_optimizer.pin_memory": _pinned,
     "aio.block_size": _block_size,
-    "aio.queue_depth": "io.queue_depth",
     "aio.intra_op_parallelism": _threads,
     "csv_monitor.enabled": _csv,
 }
@@ -483,14 +477,6 @@ def _batch(draft: _Draft) -> None:
             draft.note(name, f"auto: {value}, from the others", Verdict.DONE)
 
 
-# Names in the fp16 section, and ours.
-_LOSS_SCALE = {
-    "loss_scale": "value", "initial_scale_power": "initial_power", "loss_scale_window": "window",
-    "hysteresis": "hysteresis", "consecutive_hysteresis": "consecutive_hysteresis",
-    "min_loss_scale": "min",
-}  # fmt: skip
-
-
 def _precision(draft: _Draft) -> None:
     """The bf16 and fp16 sections; neither means fp32, as there."""
     bf16, fp16 = draft.given.get("bf16.enabled"), draft.given.get("fp16.enabled")
@@ -504,16 +490,16 @@ def _precision(draft: _Draft) -> None:
         draft.note("bf16.enabled", "neither bf16 nor fp16 is enabled: fp32, as there", Verdict.DONE)
     draft.set("precision", chosen, "fp16.enabled" if chosen == "fp16" else "bf16.enabled")
     static = draft.given.get("fp16.loss_scale", 0)  # where it is above 0; else dynamic
-    for name, ours in _LOSS_SCALE.items():
-        key = f"fp16.{name}"
-        if key not in draft.given:
+    for key in KEYS.values():
+        if key.name not in draft.given or not key.ours.startswith(_SCALE):
             continue
         if chosen != "fp16":
-            draft.note(key, "not used: fp16 is not enabled", Verdict.ACCEPTED)
-        elif static and name != "loss_scale":
-            draft.note(key, f"not used: the scale is {static:g} all the time", Verdict.ACCEPTED)
+            draft.note(key.name, "not used: fp16 is not enabled", Verdict.ACCEPTED)
+        elif static and key.name != "fp16.loss_scale":
+            text = f"not used: the scale is {static:g} all the time"
+            draft.note(key.name, text, Verdict.ACCEPTED)
         else:
-            draft.set(f"loss_scale.{ours}", draft.given[key], key)
+            draft.set(key.ours, draft.given[key.name], key.name)
     wanted = draft.given.get("data_types.param_dtype")
     if wanted is not None and wanted != chosen:
         text = f"is {wanted!r}, but the run computes in {chosen}; leave it out, or enable {wanted}"
@@ -666,7 +652,7 @@ def _check_params(
 ) -> None:
     for name in params:
         if name not in known:
-            hint = _did_you_mean(name, known)
+            hint = did_you_mean(name, known)
             text = f"{kind} does not take it; {hint}it takes {', '.join(known)}"
             draft.problem(f"{section}.{name}", text)
 
@@ -697,7 +683,7 @@ def _why_not(kind: str, params: Mapping[str, Any]) -> str:
         )
     if reason is not None:
         return f"{kind} {reason}; use one of {_RULES}"
-    hint = _did_you_mean(kind, [*BUILT_IN.values(), *names.values()])
+    hint = did_you_mean(kind, [*BUILT_IN.values(), *names.values()])
     return f"{kind!r} is no optimizer that is known; {hint}built in: {_RULES}"
 
 
@@ -719,7 +705,7 @@ def _scheduler(draft: _Draft) -> None:
         return
     schedules = known_schedules()
     if kind not in schedules:
-        hint = _did_you_mean(kind, schedules)
+        hint = did_you_mean(kind, schedules)
         draft.problem(_SCHEDULE, f"{kind!r} is unknown; {hint}known: {', '.join(schedules)}")
         return
     section = "scheduler.params"

@@ -35,7 +35,7 @@ from infinity.checkpoint.manifest import (
 from infinity.checkpoint.plain import dtype_name
 from infinity.checkpoint.reader import split
 from infinity.checkpoint.writer import CheckpointWriter
-from infinity.deepspeed.keys import BUILT_IN
+from infinity.config.deepspeed_keys import BUILT_IN
 from infinity.errors import CheckpointError, ConfigError, first_lines
 from infinity.model.weight_files import Outgoing
 from infinity.optim.moments import COMPUTE_DTYPES

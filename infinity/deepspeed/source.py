@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infinity.config.schema import Config
-from infinity.config.source import DEEPSPEED_NAMES, json_and_repeated, read_config_file
+from infinity.config.schema import DEEPSPEED_NAMES, Config
+from infinity.config.source import json_and_repeated, read_config_file
 from infinity.errors import ConfigError
 
 _UNMISTAKABLE = (

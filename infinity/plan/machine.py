@@ -500,7 +500,7 @@ def read_machine_file(path: str | os.PathLike[str]) -> PlanMachine:
     try:
         found = _File.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError(explain(_File, str(file), raw, error)) from None
+        raise ConfigError(explain(_File, str(file), error)) from None
     given = found.rates.model_dump(exclude_none=True)
     numbers: dict[str, float] = {name: given[name] for name in given if _is_number(given[name])}
     for section in ("update", "compute"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from infinity.config.schema import Config
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, did_you_mean
 from infinity.huggingface.models import build_model, find_directory, load_model, transformers
 from infinity.model.config_shapes import explained
 from infinity.model.shapes import Target, target_of
@@ -119,8 +118,7 @@ def _from_keys(keys: Mapping[str, Any], tokenizer_size: int | None, end: int | N
 
 def _near(name: str, known: Any) -> str:
     names = [one for one in known if not one.startswith("_")]
-    near = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    return f"; {did_you_mean(name, names)}".rstrip("; ")
 
 
 def build(section: ModelSection, facts: ModelFacts, engine: Config) -> nn.Module:

@@ -17,7 +17,7 @@ from infinity.checkpoint.plain import decode
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.config.schema import Config
 from infinity.cutting import Cut, case_for, cut_model, groups_of
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, mistakes
 from infinity.model.shapes import Target, target_of
 from infinity.plan.machine import PlanMachine
 from infinity.plan.planner import Case
@@ -169,8 +169,7 @@ class _Problems:
             raise self._found[0]
         if self._found:
             texts = [str(error).replace("\n", "\n  ") for error in self._found]
-            listed = "".join(f"\n  - {text}" for text in texts)
-            raise ConfigError(f"{len(texts)} mistakes in the configuration:{listed}")
+            raise ConfigError(mistakes("the configuration", texts))
 
 
 def _tokenizer(config: RunConfig, *, required: bool) -> Tokenizer | None:

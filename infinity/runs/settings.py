@@ -12,7 +12,7 @@ import yaml
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from infinity.config.schema import Config, Number, OnePath, Section, as_path, entries
-from infinity.config.source import DEEPSPEED_NAMES, apply_overrides, explain, read_config_file
+from infinity.config.source import apply_overrides, explain, read_config_file
 from infinity.errors import ConfigError
 
 AUTO = "auto"  # in scheduler.params: the number of steps of the run
@@ -195,8 +195,7 @@ def load_run_config(
     try:
         return RunConfig.model_validate(merged)
     except ValidationError as error:
-        ours = {name: value for name, value in merged.items() if name not in DEEPSPEED_NAMES}
-        raise ConfigError(explain(RunConfig, where, ours, error)) from None
+        raise ConfigError(explain(RunConfig, where, error)) from None
 
 
 def as_yaml(config: RunConfig, derived: Mapping[str, Any], heading: str) -> str:

@@ -1,0 +1,264 @@
+"""DeepSpeed's configuration as data: a line for each key, and how values of a kind are read.
+
+The lines stand in `deepspeed_keys.md`, for people and for us. JSON knows one kind of number, so
+`1e9` is a whole number here, and texts that are numbers too.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from infinity.rules import RULES
+
+# DeepSpeed's names of the built-in rules, of which it ignores the case.
+BUILT_IN = {name.lower(): name for name, rule in RULES.items() if rule.deepspeed is not None}
+
+
+class Verdict(StrEnum):
+    """What becomes of a key."""
+
+    DONE = "done"
+    ACCEPTED = "accepted"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A line of the table.
+
+    A refused key is refused `when` ("if true"), and accepted otherwise; `remedy` is what to write
+    instead. `ours` is the key of ours that gets its value, "" where it takes more than that.
+    """
+
+    name: str
+    kind: str
+    default: str
+    verdict: Verdict
+    note: str
+    when: str
+    ours: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What became of one key that was given: shown by `infinity plan`, written to the journal."""
+
+    key: str
+    given: Any
+    verdict: Verdict
+    note: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able: what JSON has no word for is text."""
+        return {
+            "key": self.key,
+            "given": _plain(self.given),
+            "verdict": str(self.verdict),
+            "note": self.note,
+        }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if not isinstance(value, bool) and isinstance(value, numbers.Integral):
+        return int(value)  # NumPy's too
+    return value if value is None or isinstance(value, bool | float | str) else str(value)
+
+
+def _parse(text: str) -> tuple[dict[str, Key], dict[str, str]]:
+    """The keys by name, and the present names of keys and sections by their old ones."""
+    keys: dict[str, Key] = {}
+    olds: dict[str, str] = {}
+    for line in text.splitlines():
+        if not line.startswith("| `"):
+            continue
+        names, kind, default, here, told = line[2:-2].split(" | ")
+        name, *others = re.findall("`(.*?)`", names)
+        section = name.rpartition(".")[0]
+        olds |= {f"{section}.{other}".lstrip("."): name for other in others}
+        if kind != "keys":
+            assert name not in keys, f"{name} stands in the table twice"
+            word, when, ours = _HERE.fullmatch(here).groups()  # type: ignore[union-attr]
+            note, _, remedy = told.partition(" -> ")
+            keys[name] = Key(
+                name, kind, default, Verdict(word), note, when or "", ours or "", remedy
+            )
+    return keys, olds
+
+
+_HERE = re.compile("(done|accepted|refused)(?: (if .*))?(?:: (.*))?")
+KEYS, OLD_NAMES = _parse(Path(__file__).with_suffix(".md").read_text(encoding="utf-8"))
+# Sections whose keys depend on `type`: what is not in the table is judged there.
+OPEN = ("optimizer.params", "scheduler.params")
+SECTIONS = frozenset(
+    ".".join(parts[:depth])
+    for parts in (name.split(".") for name in KEYS)
+    for depth in range(1, len(parts))
+)
+
+
+def names_in(section: str) -> list[str]:
+    """The names that may stand in a section ("" is the top), old ones last."""
+    prefix = f"{section}." if section else ""
+    below = [n.removeprefix(prefix) for n in (*KEYS, *OLD_NAMES) if n.startswith(prefix)]
+    return list(dict.fromkeys(name.split(".")[0] for name in below))
+
+
+# --- when a key is refused -----------------------------------------------------------------------
+
+
+def _switched_on(value: Any) -> bool:
+    """Whether a section is on: its `enabled`, else any `enabled` inside, else that it is there."""
+    if not isinstance(value, Mapping):
+        return bool(value)
+    switches = [value["enabled"] is True] if "enabled" in value else list(_switches(value))
+    return any(switches) if switches else bool(value)
+
+
+def _switches(value: Mapping[str, Any]) -> Iterator[bool]:
+    for name, part in value.items():
+        if name == "enabled":
+            yield part is True
+        elif isinstance(part, Mapping):
+            yield from _switches(part)
+
+
+def _several_ways(value: Any) -> bool:
+    """tensor_parallel: on where a size is above 1."""
+    if not isinstance(value, dict):
+        return bool(value)
+    inner = value.get("tp") or value.get("tensor_parallel") or {}
+    sizes = [value.get("autotp_size", 0), value.get("tp_size", 1), inner.get("tp_size", 1)]
+    return any(isinstance(size, int | float) and size > 1 for size in sizes)
+
+
+def _has_stages(value: Any) -> bool:
+    """pipeline: acts only on a PipelineModule, which cannot be passed here."""
+    stages = value.get("stages") if isinstance(value, dict) else value
+    return isinstance(stages, int) and stages > 1
+
+
+REFUSED_IF: dict[str, Callable[[Any], bool]] = {
+    "if true": bool,
+    "if given": bool,
+    "if false": lambda value: not value,
+    "if above 1": lambda value: bool(value > 1),
+    "if on": _switched_on,
+    "if a size is above 1": _several_ways,
+    "if stages is above 1": _has_stages,
+}
+
+# --- kinds of values -----------------------------------------------------------------------------
+
+
+def read_value(kind: str, value: Any) -> Any:
+    """The value as Python wants it; raises `ValueError` for one of another kind."""
+    if "/" not in kind:
+        return _READ[kind](value)
+    words = kind.split("/")  # in upper or lower case
+    if isinstance(value, str) and value.lower() in words:
+        return value.lower()
+    raise ValueError(f"should be one of {', '.join(map(repr, words))}")
+
+
+def _of(types: Any, words: str) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if isinstance(value, types):
+            return value
+        raise ValueError(f"should be {words}")
+
+    return read
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            raise ValueError("should be a number") from None
+    real = not isinstance(value, bool) and isinstance(value, numbers.Real)  # NumPy's too
+    if not real or not math.isfinite(value):
+        raise ValueError("should be a number")
+    return float(value)
+
+
+def _whole(least: int | None) -> Callable[[Any], int]:
+    def read(value: Any) -> int:
+        integral = not isinstance(value, bool) and isinstance(value, numbers.Integral)
+        number = value if integral else _number(value)
+        if int(number) != number:
+            raise ValueError("should be a whole number")
+        if least is not None and number < least:
+            raise ValueError(f"should be {least} or more")
+        return int(number)
+
+    return read
+
+
+def _interval(value: Any) -> float:
+    return math.inf if value in (math.inf, "Infinity", "inf") else _whole(0)(value)
+
+
+def _numbers(value: Any) -> Any:
+    return [_number(v) for v in value] if isinstance(value, list | tuple) else _number(value)
+
+
+def _pair(value: Any) -> Any:
+    if isinstance(value, list | tuple) and len(value) == 2:
+        return _numbers(value)
+    raise ValueError("should be two numbers")
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    parts = (value,) if isinstance(value, str) else value
+    if isinstance(parts, list | tuple) and all(isinstance(part, str) for part in parts):
+        return tuple(parts)
+    raise ValueError("should be a list of texts")
+
+
+def _paths(value: Any) -> list[str]:
+    paths = value if isinstance(value, list | tuple) else [value]
+    if paths and all(isinstance(path, str | os.PathLike) for path in paths):
+        texts = [os.fspath(path) for path in paths]
+        if all(isinstance(text, str) for text in texts):
+            return texts
+    raise ValueError("should be a path, or a list of paths")
+
+
+def _share(value: Any) -> float:
+    number = _number(value)
+    if not 0 <= number <= 1:
+        raise ValueError("should be between 0 and 1")
+    return number
+
+
+_READ: dict[str, Callable[[Any], Any]] = {
+    "flag": _of(bool, "true or false"),
+    "number": _number,
+    "numbers": _numbers,  # or one per group
+    "pair": _pair,
+    "share": _share,
+    "whole": _whole(0),
+    "count": _whole(1),
+    "signed": _whole(None),
+    "interval": _interval,
+    "text": _of(str, "text"),
+    "names": _names,
+    "paths": _paths,
+    "section": _of(Mapping | bool, "a section of keys and values"),
+    "anything": lambda value: value,
+}

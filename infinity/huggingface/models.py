@@ -253,7 +253,7 @@ def load_model(
     settings = read_settings({} if config is None else config).config
     if settings.seed is not None:
         torch.manual_seed(settings.seed)
-    facts = _read_config(directory, model_class) if model_config is None else model_config
+    facts = read_config(directory, model_class) if model_config is None else model_config
     kind, facts = _chosen(_class_for(facts, model_class), facts)
     files = WeightFiles(directory)
     promised = {name: _promise(files, name) for name in files.facts}
@@ -296,7 +296,7 @@ def build_model(
         with explained("transformers does not take this config", "correct it"):
             facts = library.AutoConfig.for_model(**source)
     elif isinstance(source, str | os.PathLike):
-        facts = _read_config(find_directory(source), model_class)
+        facts = read_config(find_directory(source), model_class)
     else:
         facts = source
     kind = _class_for(facts, model_class)
@@ -310,7 +310,7 @@ def build_model(
     return model
 
 
-def _read_config(directory: Path, wanted: Any) -> Any:
+def read_config(directory: Path, wanted: Any = None) -> Any:
     """The config.json, as the config of the class that is asked for, or of its own model_type."""
     library = transformers()
     kind = getattr(library, wanted, None) if isinstance(wanted, str) else wanted

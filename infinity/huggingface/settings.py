@@ -168,9 +168,9 @@ def _rule_of(kind: type, options: Mapping[str, Any]) -> tuple[str, dict[str, Any
 
 
 def _with_rule(config: Config, name: str, parameters: Mapping[str, Any]) -> Config:
-    raw = config.model_dump(exclude_unset=True)
-    kept = {k: v for k, v in raw.pop("optimizer", {}).items() if k == "moments"}
-    return load_config({**raw, "optimizer": {**kept, "type": name, **parameters}})
+    raw = _without_optimizer(config).model_dump(exclude_unset=True)
+    rule = {**raw.get("optimizer", {}), "type": name, **parameters}
+    return load_config({**raw, "optimizer": rule})
 
 
 def _without_optimizer(config: Config) -> Config:
@@ -200,6 +200,7 @@ class TrainingArguments(_Arguments):  # type: ignore[misc]
         self.deepspeed = given
 
 
+_PARAMS = "optimizer.params"
 _PRECISION_OF = {dtype: name for name, dtype in COMPUTE_DTYPES.items()}
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")
 _PRECISIONS = ("bf16", "bfloat16", "fp16")
@@ -294,6 +295,42 @@ def _check_full_eval(args: Any, config: Config) -> None:
             )
 
 
+# --- what TrainingArguments say ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """A value of TrainingArguments, and how it is called: there, by us and by DeepSpeed."""
+
+    argument: str
+    value: Any
+    ours: str
+    theirs: str
+
+
+def _told(args: Any) -> list[_Told]:
+    """What a configuration may leave out, and has to agree with where it does not."""
+    steps, adam, params = "gradient_accumulation_steps", "adam_beta1, adam_beta2", _PARAMS
+    decay = args.weight_decay
+    micro = args.per_device_train_batch_size
+    total = f"per_device_train_batch_size x {steps}"
+    betas = (args.adam_beta1, args.adam_beta2)
+    return [
+        _Told("per_device_train_batch_size", micro, "", "train_micro_batch_size_per_gpu"),
+        _Told(steps, args.gradient_accumulation_steps, steps, steps),
+        _Told(total, micro * args.gradient_accumulation_steps, "", "train_batch_size"),
+        _Told(
+            "max_grad_norm", float(args.max_grad_norm or 0.0), "gradient_clipping",
+            "gradient_clipping",
+        ),
+        _Told("learning_rate", args.learning_rate, "optimizer.lr", f"{params}.lr"),
+        _Told(adam, betas, "optimizer.betas", f"{params}.betas"),
+        _Told("adam_epsilon", args.adam_epsilon, "optimizer.eps", f"{params}.eps"),
+        _Told("weight_decay", decay, "optimizer.weight_decay", f"{params}.weight_decay"),
+        _Told("learning_rate", args.learning_rate, "", "scheduler.params.warmup_max_lr"),
+    ]  # fmt: skip
+
+
 # --- ours --------------------------------------------------------------------------------------
 
 
@@ -301,34 +338,22 @@ def _ours(source: Any, args: Any, precision: str) -> TrainerSettings:
     raw = _without_autos(_raw(source))
     given = load_config(raw)
     kind = given.optimizer.type
-    named = "type" in given.optimizer.model_fields_set
-    wanted: dict[str, tuple[Any, str]] = {
-        "gradient_accumulation_steps": (args.gradient_accumulation_steps, "itself"),
-        "gradient_clipping": (float(args.max_grad_norm or 0.0), "max_grad_norm"),
-        "optimizer.lr": (args.learning_rate, "learning_rate"),
-        "optimizer.weight_decay": (args.weight_decay, "weight_decay"),
-    }
-    if RULES[kind].decoupled is not None:
-        wanted["optimizer.betas"] = ((args.adam_beta1, args.adam_beta2), "adam_beta1, adam_beta2")
-        wanted["optimizer.eps"] = (args.adam_epsilon, "adam_epsilon")
     problems = []
-    for name, (value, told) in wanted.items():
-        section, _, key = name.rpartition(".")
+    merged = {"precision": precision, **given.model_dump(exclude_unset=True, exclude={"scheduler"})}
+    merged["optimizer"] = {**merged.get("optimizer", {}), "type": kind}
+    for told in _told(args):
+        section, _, key = told.ours.rpartition(".")
+        if not key or (key in ("betas", "eps") and RULES[kind].decoupled is None):
+            continue
         part: Any = given.optimizer if section else given
-        if key in part.model_fields_set and getattr(part, key) != value:
-            problems.append(_mismatch(name, getattr(part, key), value, told))
-    if _flags(args) and "precision" in given.model_fields_set and given.precision != precision:
-        problems.append(_mismatch("precision", given.precision, precision, f"{precision}=True"))
+        if key in part.model_fields_set and getattr(part, key) != told.value:
+            problems.append(_mismatch(told.ours, getattr(part, key), told))
+        (merged["optimizer"] if section else merged)[key] = told.value
+    if "precision" in given.model_fields_set:
+        problems += _other_precision(args, given.precision, precision)
     _raise(problems, "leave it out")
-    merged = {"precision": precision, **given.model_dump(exclude_unset=True)}
-    scheduler = given.scheduler
-    merged.pop("scheduler", None)
-    optimizer = {**merged.get("optimizer", {}), "type": kind}
-    for name, (value, _) in wanted.items():
-        section, _, key = name.rpartition(".")
-        (optimizer if section else merged)[key] = value
-    merged["optimizer"] = optimizer
-    return TrainerSettings(load_config(merged), scheduler, named, None)
+    named = "type" in given.optimizer.model_fields_set
+    return TrainerSettings(load_config(merged), given.scheduler, named, None)
 
 
 def _raw(source: Any) -> dict[str, Any]:
@@ -358,7 +383,15 @@ def _translated(
 ) -> TrainerSettings:
     raw: dict[str, Any] = dict(found.raw)
     named = raw.get("optimizer") is not None
-    fill = _fill(args, precision, num_training_steps)
+    told = {one.theirs: one for one in _told(args)}
+    fill = {name: one.value for name, one in told.items()} | {
+        f"{_PARAMS}.betas": list(told[f"{_PARAMS}.betas"].value),
+        "bf16.enabled": precision == "bf16",
+        "fp16.enabled": precision == "fp16",
+        "scheduler.params.warmup_min_lr": 0,
+        "scheduler.params.warmup_num_steps": max(1, args.get_warmup_steps(num_training_steps)),
+        "scheduler.params.total_num_steps": num_training_steps,
+    }
     if not any(name in raw for name in _BATCH):
         raw[_BATCH[1]] = "auto"
     raw.setdefault("gradient_accumulation_steps", "auto")
@@ -368,64 +401,21 @@ def _translated(
     translation = translate_deepspeed(
         source if found.repeated else raw, fill=fill, client_optimizer=not named
     )
+    config = translation.config
     problems = [
-        _mismatch(row.key, row.given, fill[row.key], _ARGUMENT_OF[row.key])
+        _mismatch(row.key, row.given, told[row.key])
         for row in translation.rows
-        if row.key in _ARGUMENT_OF and row.given is not None and row.given != "auto"
+        if row.key in told and row.given is not None and row.given != "auto"
         if not _same(row.given, fill[row.key])
     ]
-    config = translation.config
-    if _flags(args) and config.precision != precision:
-        problems.append(_mismatch("precision", config.precision, precision, f"{precision}=True"))
-    _raise(problems, 'write "auto" there')
-    merged = config.model_dump(exclude_unset=True)
-    merged.pop("scheduler", None)
+    _raise(problems + _other_precision(args, config.precision, precision), 'write "auto" there')
+    merged = config.model_dump(exclude_unset=True, exclude={"scheduler"})
     if not named:
-        ours = merged.get("optimizer", {})
-        merged["optimizer"] = {
-            **{key: ours[key] for key in ("moments",) if key in ours},
-            "type": "AdamW",
-            "lr": args.learning_rate,
-            "betas": (args.adam_beta1, args.adam_beta2),
-            "eps": args.adam_epsilon,
-            "weight_decay": args.weight_decay,
-        }
+        kept = {key: v for key, v in merged.get("optimizer", {}).items() if key == "moments"}
+        values = {one.ours: one.value for one in told.values()}
+        rule = {key: values[f"optimizer.{key}"] for key in ("lr", "betas", "eps", "weight_decay")}
+        merged["optimizer"] = {**kept, "type": "AdamW", **rule}
     return TrainerSettings(load_config(merged), config.scheduler, named, translation)
-
-
-def _fill(args: Any, precision: str, num_training_steps: int) -> dict[str, Any]:
-    """What "auto" is, by DeepSpeed's names: the same as in transformers."""
-    micro, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    return {
-        "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": steps,
-        "train_batch_size": micro * steps,
-        "gradient_clipping": float(args.max_grad_norm or 0.0),
-        "bf16.enabled": precision == "bf16",
-        "fp16.enabled": precision == "fp16",
-        "optimizer.params.lr": args.learning_rate,
-        "optimizer.params.betas": [args.adam_beta1, args.adam_beta2],
-        "optimizer.params.eps": args.adam_epsilon,
-        "optimizer.params.weight_decay": args.weight_decay,
-        "scheduler.params.warmup_min_lr": 0,
-        "scheduler.params.warmup_max_lr": args.learning_rate,
-        "scheduler.params.warmup_num_steps": max(1, args.get_warmup_steps(num_training_steps)),
-        "scheduler.params.total_num_steps": num_training_steps,
-    }
-
-
-# Keys of which a value that is given must be that of TrainingArguments.
-_ARGUMENT_OF = {
-    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
-    "gradient_accumulation_steps": "itself",
-    "train_batch_size": "per_device_train_batch_size x gradient_accumulation_steps",
-    "gradient_clipping": "max_grad_norm",
-    "optimizer.params.lr": "learning_rate",
-    "optimizer.params.betas": "adam_beta1, adam_beta2",
-    "optimizer.params.eps": "adam_epsilon",
-    "optimizer.params.weight_decay": "weight_decay",
-    "scheduler.params.warmup_max_lr": "learning_rate",
-}
 
 
 def _same(given: Any, wanted: Any) -> bool:
@@ -437,12 +427,15 @@ def _same(given: Any, wanted: Any) -> bool:
 # --- what differs ------------------------------------------------------------------------------
 
 
-def _flags(args: Any) -> bool:
-    return bool(args.bf16 or args.fp16)
+def _other_precision(args: Any, given: str, wanted: str) -> list[str]:
+    """A mistake where a flag asks for another one."""
+    if given == wanted or not (args.bf16 or args.fp16):
+        return []
+    return [_mismatch("precision", given, _Told(f"{wanted}=True", wanted, "", ""))]
 
 
-def _mismatch(name: str, given: Any, wanted: Any, told: str) -> str:
-    where = name if told == "itself" else told
+def _mismatch(name: str, given: Any, told: _Told) -> str:
+    wanted, where = told.value, told.argument
     return f"{name}: {given!r} in the configuration, {wanted!r} by TrainingArguments ({where})"
 
 

@@ -1,7 +1,4 @@
-"""`InfinityTrainer`: `transformers.Trainer` over an engine.
-
-What of transformers it touches that is not public is listed below, in one place.
-"""
+"""`InfinityTrainer`: `transformers.Trainer` over an engine."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -394,65 +391,10 @@ def _nothing_whole(folders: list[Path]) -> ConfigError:
     )
 
 
-# Everything that `InfinityTrainer` touches of transformers and accelerate that is not public.
-#
-# A test holds each name, its parameters and where it is called to what is written here, so that
-# a release that changes one fails there and not in somebody's training.
-
-
-class Touch(NamedTuple):
-    """A private name: its parameters after `self`, who calls it there, and why it is touched."""
-
-    parameters: tuple[str, ...]
-    called_by: tuple[str, ...]
-    why: str
-
-
-# Methods of `transformers.Trainer` that are replaced.
-REPLACED: dict[str, Touch] = {
-    "_build_accelerator_args": Touch(
-        ("kwargs",),
-        ("create_accelerator_and_postprocess",),
-        "no mixed precision, no DeepSpeed and no compilation by accelerate",
-    ),
-    "_move_model_to_device": Touch(
-        ("model", "device"), ("__init__", "train"), "the engine places the model"
-    ),
-    "_wrap_model": Touch(
-        ("model", "training", "dataloader"),
-        ("_prepare_for_training", "evaluation_loop"),
-        "the model that is called is the engine's",
-    ),
-    "_prepare_for_training": Touch(
-        ("max_steps", "train_dataloader", "resume_from_checkpoint"),
-        ("_inner_training_loop",),
-        "engine, optimizer, schedule and checkpoint, without accelerator.prepare",
-    ),
-    "_save": Touch(
-        ("output_dir", "state_dict"), ("save_model",), "weights tensor by tensor from their homes"
-    ),
-    "_save_optimizer_and_scheduler": Touch(
-        ("output_dir",), ("_save_checkpoint",), "the engine's checkpoint in the place of both"
-    ),
-    "_save_rng_state": Touch(("output_dir",), ("_save_checkpoint",), "in that checkpoint too"),
-    "_load_rng_state": Touch(("checkpoint",), ("_run_epoch",), "from that checkpoint"),
-    "_load_from_checkpoint": Touch(
-        ("resume_from_checkpoint", "model"), ("train",), "weights come with that checkpoint"
-    ),
-    "_load_best_model": Touch((), ("_finalize_training",), "exact weights, to their homes"),
-}
-
-# Attributes of `transformers.Trainer` that are set.
-SET: dict[str, Touch] = {
-    "_created_lr_scheduler": Touch(
-        (), ("_prepare_for_training",), "a second train() makes the schedule anew"
-    ),
-}
-
-# Attributes of `transformers.TrainingArguments` that are set.
-SET_OF_ARGUMENTS: dict[str, Touch] = {
-    "_n_gpu": Touch((), (), "one GPU is used, however many there are; Trainer sets it so as well"),
-}
+# Private methods of Trainer are replaced, and `_created_lr_scheduler` (a second train() makes the
+# schedule anew) and `TrainingArguments._n_gpu` are set, as Trainer does. A test holds each name,
+# its parameters and its callers to what is expected: a release that changes one fails there, and
+# not in somebody's training.
 
 
 _Trainer: Any = transformers().Trainer
@@ -611,14 +553,17 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = OffloadAccelerator
 
+    # No mixed precision, no DeepSpeed and no compilation by accelerate.
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         built: dict[str, Any] = super()._build_accelerator_args(**kwargs)
         built.pop("dynamo_plugin", None)
         return {**built, "mixed_precision": "no", "deepspeed_plugin": None}
 
+    # The engine places the model.
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         pass
 
+    # The model that is called is the engine's.
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
         if self.engine is None:
             self.create_optimizer()
@@ -645,6 +590,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)
 
+    # Engine, optimizer, schedule and checkpoint, without accelerator.prepare.
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
@@ -679,6 +625,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             refuse_foreign(resume_from_checkpoint)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
+    # Weights come with that checkpoint.
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if has_engine(resume_from_checkpoint):
             return  # all of it comes with the engine
@@ -710,6 +657,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             return
         load_weights(self.model if engine is None else engine, folder)
 
+    # Weights tensor by tensor from their homes.
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         absent = any(p.is_meta or isinstance(p, Promised) for p in self.model.parameters())
         if state_dict is not None or (self.engine is None and not absent):
@@ -728,6 +676,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             tokenizer.save_pretrained(target)
         torch.save(self.args, Path(target) / "training_args.bin")  # as Trainer does; never loaded
 
+    # The engine's checkpoint in the place of both, and of the random state.
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save_engine(self._open(), output_dir)
 

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from infinity.config.schema import Config
 from infinity.errors import ConfigError, did_you_mean
-from infinity.huggingface.models import build_model, find_directory, load_model, transformers
+from infinity.huggingface.models import (
+    build_model,
+    find_directory,
+    load_model,
+    read_config,
+    transformers,
+)
 from infinity.model.config_shapes import explained
 from infinity.model.shapes import Target, target_of
 from infinity.runs.settings import BYTES, ModelSection, RunConfig
@@ -77,17 +83,7 @@ def read_facts(section: ModelSection, tokenizer_size: int | None, end: int | Non
 
 def _from_directory(source: str) -> Any:
     path = Path(source).expanduser()
-    if path.is_file() and path.name != "config.json":
-        raise ConfigError(f"model.config: {path} is a file, but not a config.json")
-    path = path.parent if path.is_file() else path
-    directory = path if path.is_dir() else find_directory(source)
-    if not (directory / "config.json").is_file():
-        raise ConfigError(
-            f"{directory} has no config.json",
-            remedy="give the directory of a model that transformers has saved",
-        )
-    with explained(_REFUSED.format(directory / "config.json")):
-        return transformers().AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    return read_config(find_directory(path.parent if path.name == "config.json" else source))
 
 
 def _from_keys(keys: Mapping[str, Any], tokenizer_size: int | None, end: int | None) -> Any:

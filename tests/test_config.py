@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -358,3 +359,36 @@ def test_a_text_is_said_to_be_taken_for_a_path() -> None:
     assert len(text) < 300
     assert "train_batch_size: 4...: not a configuration file" in text
     assert "taken for the path of a file, and the name has no ending" in text
+
+
+def test_the_schema_describes_what_is_taken() -> None:
+    """JSON Schema comes from the fields alone: defaults, limits, and the texts below them."""
+    schema = Config.model_json_schema()
+    assert json.loads(json.dumps(schema)) == schema
+    assert schema["properties"]["look_ahead"] == {
+        "default": 2, "description": "Units fetched before they are needed.", "minimum": 0,
+        "title": "Look Ahead", "type": "integer",
+    }  # fmt: skip
+    assert {"type": "integer"} in schema["properties"]["trace_steps"]["anyOf"]
+    assert {"type": "string"} in schema["$defs"]["BudgetConfig"]["properties"]["host"]["anyOf"]
+    assert set(schema["properties"]) == set(Config.model_fields)
+    assert not schema["additionalProperties"]
+
+
+def test_the_table_of_the_readme_names_keys_and_defaults_that_are_so() -> None:
+    readme = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
+    table = readme.partition("| key | default | |\n| --- | --- | --- |\n")[2].partition("\n\n")[0]
+    here = {name: entry["value"] for name, entry in load_config({}).resolved().items()}
+    seen = 0
+    for line in table.splitlines():
+        names, default = (cell.strip() for cell in line.split("|")[1:3])
+        for name in re.findall("`([^`]*)`", names):
+            section, _, parts = name.rstrip("}").partition("{")
+            for part in parts.split(","):
+                assert section + part in here, line
+                if default.startswith("`") or default[0].isdigit():
+                    told = default.strip("`")
+                    value = here[section + part]
+                    assert value == (told if isinstance(value, str) else float(told)), line
+                    seen += 1
+    assert seen > 8

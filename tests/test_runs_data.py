@@ -322,6 +322,6 @@ def test_code_that_comes_with_a_model_is_refused_without_a_question(
     (tmp_path / "own.py").write_text("raise AssertionError('it was run')\n")
     with pytest.raises(ConfigError, match="no tokenizer that transformers can load"):
         find_tokenizer(str(tmp_path))
-    with pytest.raises(ConfigError, match="is no config that transformers takes"):
+    with pytest.raises(ConfigError, match="no config that transformers takes"):
         read_facts(ModelSection(path=str(tmp_path)), None, None)
     assert questions == []

@@ -359,21 +359,21 @@ def test_killed_and_interrupted_runs_go_on_exactly(
     raw["engine"]["scheduler"] = None
     kill_after(tmp_path, raw, 5)
     steps: list[int] = []
-    shown = TrainPage.step
+    shown = TrainPage.told
 
-    def step(self: TrainPage, facts: Any) -> None:
-        shown(self, facts)
-        steps.append(facts.step)
-        if len(steps) == 4:
+    def told(self: TrainPage, record: Any) -> None:
+        shown(self, record)
+        steps.extend([record["step"]] * (record["event"] == "step"))
+        if len(steps) == 4 and record["event"] == "step":
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(TrainPage, "step", step)
+    monkeypatch.setattr(TrainPage, "told", told)
     arguments = ["train", configuration(tmp_path, raw), "--resume", "auto"]
-    told = CliRunner().invoke(app, arguments)
-    assert told.exit_code == 130, told.output
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 130, result.output
     assert len(steps) == 4
-    assert "Traceback" not in told.output
-    last = told.stderr.strip().splitlines()[-1]
+    assert "Traceback" not in result.output
+    last = result.stderr.strip().splitlines()[-1]
     assert last.startswith(f"stopped after step {steps[-1]} ")
     assert last.endswith("--resume auto")
     done = metrics_of(tmp_path)[-1]["step"]

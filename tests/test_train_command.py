@@ -19,7 +19,6 @@ from infinity.cli.main import app
 from infinity.cli.train_page import format_stalls, format_step
 from infinity.errors import ConfigError
 from infinity.plan.cost import Rates, nominal
-from infinity.runs.metrics import StepFacts
 from infinity.runs.settings import load_run_config
 
 
@@ -306,11 +305,12 @@ def test_a_run_that_is_broken_is_planned_with_its_mistakes(tmp_path: Path) -> No
 
 
 def test_the_line_of_a_step() -> None:
-    facts = StepFacts(
-        step=3, num_steps=36, epoch=0.1, loss=5.25, lr=1e-3, grad_norm=1.0, skipped=True,
-        tokens_per_s=1064.0, step_s=8.0, left_s=264.0, stall_s={"disk_read": 1.2, "slot": 0.08},
-    )  # fmt: skip
-    assert format_step(facts) == (
+    record = {
+        "step": 3, "num_steps": 36, "loss": 5.25, "lr": 1e-3, "skipped": True,
+        "tokens_per_s": 1064.0, "step_s": 8.0, "left_s": 264.0,
+        "stall_s": {"disk_read": 1.2, "slot": 0.08},
+    }  # fmt: skip
+    assert format_step(record) == (
         "step  3/36  loss 5.2500  lr 1.00e-03  1,064 tokens/s  stall read 15%, slots 1%  "
         "left 4 min 24 s  skipped: gradients are not finite"
     )

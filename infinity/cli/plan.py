@@ -12,17 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infinity.cli.plan_run import engine_of, find_run_config, model_of, tokens_of
 from infinity.cli.terminal import command, stdout_is_ours
 from infinity.errors import ConfigError, DoesNotFitError
 from infinity.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
     from infinity.config.schema import Config
-    from infinity.cutting import Cut
     from infinity.deepspeed.config import Translation
     from infinity.model.shapes import Target
-    from infinity.plan.layout import UnitLayout
     from infinity.plan.machine import PlanMachine
     from infinity.runs.settings import RunConfig
 
@@ -153,11 +150,10 @@ def plan(
             recompute=recompute,
             refresh=refresh,
         )
-        if (run := find_run_config(target)) is not None:
+        if (run := _find_run(target)) is not None:
             again = run.model.gradient_checkpointing if recompute is None else recompute
-            wishes = replace(
-                wishes, run=run, tokens=tokens or tokens_of(run), recompute=again or None
-            )
+            asked = tokens or run.tokens_of_a_step
+            wishes = replace(wishes, run=run, tokens=asked, recompute=again or None)
         rated = _size("--endurance", endurance) or 0
         with stdout_is_ours(), _no_collections():
             report = report_of(wishes, rated)
@@ -195,10 +191,6 @@ def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
     groups = groups_of(target.module, config)
     cut = cut_model(target.module, config, groups, None)
 
-    def finer() -> tuple[UnitLayout, ...]:
-        names = parts_of_blocks(cut)
-        return cut_model(target.module, config, groups, names).layouts if names else ()
-
     case = case_for(
         target,
         cut,
@@ -213,7 +205,22 @@ def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
     if wishes.micro_batches is None and config.gradient_accumulation_steps == 1:
         found = split_to_fit(case, wishes.recompute)
     told = {} if translation is None else {"deepspeed": translation.table()}
-    return report(found, target, rated_bytes, finer) | {"split": found is not case} | told
+    return report(found, target, cut, rated_bytes) | {"split": found is not case} | told
+
+
+def _find_run(text: str) -> RunConfig | None:
+    """The configuration of a run in the file that `text` names; None if that is something else."""
+    path = Path(text).expanduser()
+    if path.suffix.lower() not in (".yaml", ".yml", ".json") or not path.is_file():
+        return None
+    from infinity.config.source import read_config_file
+    from infinity.runs.settings import is_run_config, load_run_config
+
+    try:
+        raw = read_config_file(path)
+    except ConfigError:
+        return None  # whoever reads it as something else says what is wrong
+    return load_run_config(path) if is_run_config(raw) else None
 
 
 def _find(wishes: Wishes) -> tuple[Config, Target, Translation | None]:
@@ -243,14 +250,27 @@ def _find(wishes: Wishes) -> tuple[Config, Target, Translation | None]:
     }
     given = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]
     if run is not None:
-        target = find_model(wishes.model) if wishes.model is not None else model_of(run)
-        return load_config(engine_of(run), given), target, None
+        target = find_model(wishes.model) if wishes.model is not None else _model_of(run)
+        return load_config(run.engine_for(run.data.sequence_length), given), target, None
     translation = find_translation(wishes.target, given, lenient=True) if theirs else None
     if translation is not None:
         config = translation.config
     else:
         config = load_config({} if is_model else wishes.target, given)
     return config, find_model(wishes.target if is_model else str(wishes.model)), translation
+
+
+def _model_of(run: RunConfig) -> Target:
+    """The model that a run's configuration names, on meta; it has to be on this machine."""
+    path = run.model.path
+    if path is not None and not Path(path).expanduser().is_dir():
+        raise ConfigError(
+            f"model.path is {path}, which is no directory here",
+            remedy="--model 7b, 13b or 70b plans for one like it; or --model with a config.json",
+        )
+    from infinity.runs.model import target_on_meta
+
+    return target_on_meta(run)
 
 
 def _machine(wishes: Wishes, config: Config) -> PlanMachine:
@@ -317,17 +337,6 @@ def _on_machine(config: Config, wishes: Wishes, machine: PlanMachine) -> Config:
         )
     paths = wishes.paths or config.nvme_path or SOME_DISK
     return config.model_copy(update={"nvme_path": paths if machine.disk_bytes else ()})
-
-
-def parts_of_blocks(cut: Cut) -> list[str]:
-    """Smaller units: the parts of every block, by name; empty where blocks have no parts."""
-    names = []
-    for unit in cut.units:
-        for module in unit.modules[:1] if len(unit.modules) == 1 else []:
-            children = [n for n, c in module.named_children() if any(True for _ in c.parameters())]
-            if len(children) > 1:
-                names += [f"{unit.name}.{child}" for child in children]
-    return names
 
 
 def _size(option: str, text: str | None) -> int | None:

@@ -22,12 +22,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from infinity._version import __version__
 from infinity.cli.terminal import Page
+from infinity.cutting import Cut, cut_model, groups_of
 from infinity.deepspeed.config import rows_as_text
 from infinity.errors import DoesNotFitError
 from infinity.model.shapes import Target
@@ -284,10 +285,8 @@ def _say_problem(page: Page, report: dict[str, Any]) -> None:
 _KINDS = {"weights": Kind.WEIGHT, "moments and residual": Kind.RESIDUAL, "gradients": Kind.GRADIENT}
 
 
-def report(
-    case: Case, target: Target, rated_bytes: int, finer: Callable[[], Sequence[UnitLayout]]
-) -> dict[str, Any]:
-    """Plan and price a case; `finer` cuts the model into smaller units, should they be needed."""
+def report(case: Case, target: Target, cut: Cut, rated_bytes: int) -> dict[str, Any]:
+    """Plan and price the case of a target that was cut into units."""
     facts: dict[str, Any] = {
         "infinity": __version__,
         "model": _model(case, target),
@@ -299,6 +298,7 @@ def report(
             "precision": case.config.precision,
             "recompute": case.work.recompute,
         },
+        "split": False,
         "fits": True,
         "problem": None,
         "activations": _activations(case),
@@ -311,7 +311,7 @@ def report(
         try:
             priced = price(case)
         except DoesNotFitError:
-            smaller = finer()  # of use where buffers are too large, not for activations
+            smaller = _finer(case, target, cut)  # of use for large buffers, not for activations
             raise
         facts |= _planned(priced, rated_bytes)
         facts["activations"] |= {"room": priced.room, "missing": priced.missing}
@@ -328,6 +328,20 @@ def report(
     return facts
 
 
+def _finer(case: Case, target: Target, cut: Cut) -> tuple[UnitLayout, ...]:
+    """Smaller units: the parts of every block; none where blocks have no parts."""
+    names = []
+    for unit in cut.units:
+        for module in unit.modules[:1] if len(unit.modules) == 1 else []:
+            children = [n for n, c in module.named_children() if any(True for _ in c.parameters())]
+            if len(children) > 1:
+                names += [f"{unit.name}.{child}" for child in children]
+    if not names:
+        return ()
+    groups = groups_of(target.module, case.config)
+    return cut_model(target.module, case.config, groups, names).layouts
+
+
 def _model(case: Case, target: Target) -> dict[str, Any]:
     largest = max(case.units, key=lambda unit: unit.slot_bytes)
     return {
@@ -342,13 +356,8 @@ def _model(case: Case, target: Target) -> dict[str, Any]:
 
 def _machine(case: Case) -> dict[str, Any]:
     machine = case.machine
-    return {
-        "name": machine.name,
-        "unified": machine.unified,
-        "num_cpus": machine.num_cpus,
-        "host_bytes": machine.host_bytes,
-        "device_bytes": machine.device_bytes,
-        "disk_bytes": machine.disk_bytes,
+    names = ("name", "unified", "num_cpus", "host_bytes", "device_bytes", "disk_bytes")
+    return {name: getattr(machine, name) for name in names} | {
         "rates": machine.rates.numbers(),
         "nominal": list(machine.nominal),
         "rates_origin": machine.rates_origin,

@@ -107,27 +107,18 @@ def _train(config: Path, overrides: list[str], resume: str) -> Result:
 
 def _show_plan(run: Run, page: TrainPage) -> None:
     """Plan for what is there now, keep it and show it; ends the command where it does not fit."""
-    from infinity.cli.plan import DEFAULT_ENDURANCE, parts_of_blocks
+    from infinity.cli.plan import DEFAULT_ENDURANCE
     from infinity.cli.plan_page import report, show_plan
-    from infinity.cutting import cut_model, groups_of
     from infinity.runs.model import model_on_meta
     from infinity.runs.preparation import case_of
     from infinity.sizes import parse_size
     from infinity.storage.cuda import find_device
 
     assert run.prepared is not None
-    engine = run.prepared.engine
     model = model_on_meta(run.config.model, run.prepared.facts)
     with closing(find_device(None)) as device:
         case, target, cut = case_of(run.prepared, model, device)
-
-        def finer() -> Any:
-            names = parts_of_blocks(cut)
-            return (
-                cut_model(model, engine, groups_of(model, engine), names).layouts if names else ()
-            )
-
-        found = report(case, target, parse_size(DEFAULT_ENDURANCE), finer) | {"split": False}
+        found = report(case, target, cut, parse_size(DEFAULT_ENDURANCE))
     text = io.StringIO()
     with redirect_stdout(text):
         show_plan(found)

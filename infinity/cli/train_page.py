@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -16,7 +16,7 @@ from infinity.cli.terminal import Page
 from infinity.sizes import format_count, format_duration, format_size
 
 if TYPE_CHECKING:
-    from infinity.runs.metrics import Result, StepFacts
+    from infinity.runs.metrics import Result
     from infinity.runs.preparation import Prepared
 
 PLAIN_INTERVAL_S = 5.0
@@ -74,18 +74,14 @@ class TrainPage:
         self.pause()
         self.begun = True
 
-    def step(self, facts: StepFacts) -> None:
-        """One step."""
-        edge = facts.step in (1, facts.num_steps)
-        self._show(format_step(facts), facts.step, facts.num_steps, edge=edge)
-
-    def evaluated(self, step: int, loss: float) -> None:
-        """A held-out loss."""
-        self.note(f"step {step}: held-out loss {loss:.4f}")
-
-    def saved(self, path: Path, what: str) -> None:
-        """A file or directory."""
-        self.note(f"{what}: {path}")
+    def told(self, record: Mapping[str, Any]) -> None:
+        """One step, or a held-out loss."""
+        step = record["step"]
+        if record["event"] == "step":
+            num_steps = record["num_steps"]
+            self._show(format_step(record), step, num_steps, edge=step in (1, num_steps))
+        elif record["event"] == "evaluation":
+            self.note(f"step {step}: held-out loss {record['loss']:.4f}")
 
     def note(self, text: str) -> None:
         """A line of its own."""
@@ -146,15 +142,15 @@ class TrainPage:
         self._progress.update(task, description=text, completed=done, total=total)
 
 
-def format_step(facts: StepFacts) -> str:
+def format_step(record: Mapping[str, Any]) -> str:
     """The line of a step."""
-    width = len(str(facts.num_steps))
-    skipped = "  skipped: gradients are not finite" if facts.skipped else ""
+    num_steps = record["num_steps"]
+    skipped = "  skipped: gradients are not finite" if record["skipped"] else ""
     return (
-        f"step {facts.step:>{width}}/{facts.num_steps}  loss {facts.loss:.4f}  "
-        f"lr {facts.lr:.2e}  {facts.tokens_per_s:,.0f} tokens/s  "
-        f"{format_stalls(facts.stall_s, facts.step_s)}  left {format_duration(facts.left_s)}"
-        f"{skipped}"
+        f"step {record['step']:>{len(str(num_steps))}}/{num_steps}  loss {record['loss']:.4f}  "
+        f"lr {record['lr']:.2e}  {record['tokens_per_s']:,.0f} tokens/s  "
+        f"{format_stalls(record['stall_s'], record['step_s'])}  "
+        f"left {format_duration(record['left_s'])}{skipped}"
     )
 
 

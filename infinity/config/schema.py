@@ -84,9 +84,15 @@ def as_pair(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-Size: TypeAlias = Annotated[int, BeforeValidator(_size)]
+Size: TypeAlias = Annotated[int, BeforeValidator(_size, json_schema_input_type=int | str)]
 Whole: TypeAlias = Annotated[int, BeforeValidator(_whole)]
 Number: TypeAlias = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Paths: TypeAlias = Annotated[
+    tuple[Path, ...],
+    BeforeValidator(
+        as_paths, json_schema_input_type=Path | Annotated[list[Path], Field(min_length=1)]
+    ),
+]
 Weight: TypeAlias = Annotated[Number, Field(gt=0)]
 Beta: TypeAlias = Annotated[Number, Field(ge=0, lt=1)]
 OnePath: TypeAlias = Annotated[Path, BeforeValidator(as_path)]
@@ -95,7 +101,10 @@ OnePath: TypeAlias = Annotated[Path, BeforeValidator(as_path)]
 class Section(BaseModel):
     """A part of the configuration: frozen, strict, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=False)
+    # The texts below fields are the descriptions in `model_json_schema()`.
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+    )
 
 
 # The optimizer, scheduler and loss scale sections of a configuration.
@@ -178,14 +187,18 @@ else:
 class LossScaleConfig(Section):
     """By how much the loss is multiplied in fp16; see `training/step.py` for the rules."""
 
-    # 0 = dynamic: it halves when gradients overflow, and doubles when they have not for a while.
     value: Number = Field(default=0.0, ge=0)
-    initial_power: int = Field(default=16, ge=0, le=127)  # it begins at 2 to the power of this
-    window: int = Field(default=1000, ge=1)  # steps without an overflow until it doubles
-    hysteresis: int = Field(default=2, ge=1)  # overflows until it halves
-    # Start counting overflows anew in every good step, not only when the scale doubles.
+    """0 = dynamic: it halves when gradients overflow, doubles when they have not for a while."""
+    initial_power: int = Field(default=16, ge=0, le=127)
+    """It begins at 2 to the power of this."""
+    window: int = Field(default=1000, ge=1)
+    """Steps without an overflow until it doubles."""
+    hysteresis: int = Field(default=2, ge=1)
+    """Overflows until it halves."""
     consecutive_hysteresis: bool = False
-    min: Number = Field(default=1.0, gt=0)  # an overflow at this scale is an error
+    """Start counting overflows anew in every good step, not only when the scale doubles."""
+    min: Number = Field(default=1.0, gt=0)
+    """An overflow at this scale is an error."""
 
     @field_validator("initial_power", "window", "hysteresis", "consecutive_hysteresis", "min")
     @classmethod
@@ -311,17 +324,20 @@ class ActivationsConfig(Section):
     Sizes are bytes. `host` and `disk` follow from `tokens` if they are left out.
     """
 
-    # "units": a block keeps only its inputs, and runs again in backward.
     checkpoint: Literal["none", "units"] = "none"
-    # Where inputs of recomputed blocks wait for backward, beyond the device: "disk" is RAM first.
+    """units: a block keeps only its inputs, and runs again in backward."""
     offload: Literal["none", "host", "disk"] = "none"
-    # The most tokens of one micro-batch; what the sizes below are made for if they are left out.
+    """Where inputs of recomputed blocks wait for backward, beyond the device: disk is RAM first."""
     tokens: int | None = Field(default=None, ge=1)
-    host: Size | None = None  # pinned RAM that is reserved for them
-    disk: Size | None = None  # of scratch space
-    min_bytes: Size = 1 << 20  # smaller tensors stay where they are
-    # A block runs its batch in so many slices, so that its weights are fetched once for all.
+    """The most tokens of one micro-batch; the sizes below are made for it if they are left out."""
+    host: Size | None = None
+    """Pinned RAM that is reserved for them."""
+    disk: Size | None = None
+    """Scratch space that is reserved for them."""
+    min_bytes: Size = 1 << 20
+    """Smaller tensors stay where they are."""
     slices: int = Field(default=1, ge=1)
+    """A block runs its batch in so many slices, so that its weights are fetched once for all."""
 
     @field_validator("host", "disk")
     @classmethod
@@ -383,70 +399,82 @@ class HintsConfig(Section):
     DeepSpeed's `stage3_max_live_parameters` and `max_in_cpu`, see plan/planner.py.
     """
 
-    live_parameters: Whole | None = Field(default=None, ge=0)  # at most in slots on the device
-    # Of weights that rest on disk, at most so many are kept in RAM instead, within budget.host.
+    live_parameters: Whole | None = Field(default=None, ge=0)
+    """At most so many in slots on the device."""
     weights_in_ram: Whole | None = Field(default=None, ge=0)
+    """Of weights that rest on disk, at most so many are kept in RAM instead, within budget.host."""
 
 
 class IoConfig(Section):
     """How the disk is read and written."""
 
     backend: Literal["auto", "io_uring", "threads"] = "auto"
-    # Bytes; 1 MiB at depth 4 to 16 was the fastest wherever it was measured.
     block_size: Annotated[Size, Field(gt=0, le=2**30, multiple_of=BLOCK_MULTIPLE)] = 2**20
+    """Bytes; 1 MiB at depth 4 to 16 was the fastest wherever it was measured."""
     queue_depth: int = Field(default=8, ge=1, le=256)
-    # Four plain threads reach the disk; used by the threads back end only.
     num_threads: int = Field(default=4, ge=1, le=64)
-    # Relative speeds of the paths in nvme_path, in their order; left out: measured at start.
+    """Four plain threads reach the disk; used by the threads back end only."""
     weights: Annotated[tuple[Weight, ...] | None, BeforeValidator(as_pair)] = None
-    # Keep a CRC32C of every page on disk in RAM (0.1 % of it), and check it on every read; "auto"
-    # is where steps are durable, so that what a run goes on from is known to be what was written.
+    """Relative speeds of the paths in nvme_path, in their order; left out: measured at start."""
     verify: bool | Literal["auto"] = "auto"
-    # Seconds a request may be in the kernel before waiting for it is an error. 0 = for ever.
+    """Keep a CRC32C of every page on disk in RAM (0.1 % of it), and check it on every read; "auto"
+    is where steps are durable, so that what a run goes on from is known to be what was written.
+    """
     stuck_after_s: Number = Field(default=120.0, ge=0)
+    """Seconds a request may be in the kernel before waiting for it is an error. 0 = for ever."""
 
 
 class CpuConfig(Section):
     """How the optimizer uses the CPU."""
 
-    num_threads: int = Field(default=0, ge=0, le=1024)  # 0 = as many as this process may use
+    num_threads: int = Field(default=0, ge=0, le=1024)
+    """0 = as many as this process may use."""
     isa: Literal["auto", "baseline", "avx2", "avx512", "neon"] = "auto"
 
 
 class Config(Section):
     """Everything a run can be told. Build it with `load_config`, which explains mistakes."""
 
-    nvme_path: Annotated[tuple[Path, ...], BeforeValidator(as_paths)] = ()
+    nvme_path: Paths = ()
+    """Directories on the drives that state may rest on; several are striped."""
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
-    loss_scale: LossScaleConfig = LossScaleConfig()  # of fp16
+    loss_scale: LossScaleConfig = LossScaleConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig | None = None
-    gradient_clipping: Number = Field(default=1.0, ge=0)  # largest global norm; 0 = off
+    gradient_clipping: Number = Field(default=1.0, ge=0)
+    """Largest global norm; 0 = off."""
     gradient_accumulation_steps: int = Field(default=1, ge=1)
     homes: HomesConfig = HomesConfig()
-    # Who updates state that does not rest on the device: the CPU, or the device, through which it
-    # is streamed chunk by chunk; "auto" is whatever makes the shorter step. The bits are the same.
     update: Literal["auto", "cpu", "device"] = "auto"
+    """Who updates state that does not rest on the device: the CPU, or the device, through which it
+    is streamed chunk by chunk; "auto" is whatever makes the shorter step. The bits are the same.
+    """
     budget: BudgetConfig = BudgetConfig()
     hints: HintsConfig = HintsConfig()
     io: IoConfig = IoConfig()
-    chunk_size: int | Literal["auto"] = "auto"  # elements
-    look_ahead: int = Field(default=2, ge=0)  # units fetched before they are needed
+    chunk_size: int | Literal["auto"] = "auto"
+    """Elements of a chunk, in which the optimizer works and which travels as one."""
+    look_ahead: int = Field(default=2, ge=0)
+    """Units fetched before they are needed."""
     seed: int | None = None
     cpu: CpuConfig = CpuConfig()
     activations: ActivationsConfig = ActivationsConfig()
-    compile: bool = False  # torch.compile every block's forward; weights stay where they are
+    compile: bool = False
+    """`torch.compile` of every block's forward; weights stay where they are."""
     journal: OnePath | None = None
-    # A timeline of training in Chrome's format, for ui.perfetto.dev and `infinity trace`.
     trace: OnePath | None = None
-    # The steps of this run that are traced, [first, last], counted from 1; a number is the last.
-    trace_steps: Annotated[tuple[int, int], BeforeValidator(_first_and_last)] = (1, 100)
-    # State on disk is the checkpoint: sweeps write out of place, and steps are committed.
+    """A timeline of training in Chrome's format, for ui.perfetto.dev and `infinity trace`."""
+    trace_steps: Annotated[
+        tuple[int, int],
+        BeforeValidator(_first_and_last, json_schema_input_type=int | tuple[int, int]),
+    ] = (1, 100)
+    """Which steps of this run are traced, [first, last], counted from 1; a number is the last."""
     durable: bool = False
-    # Steps from one commit to the next; "auto" is every step where all state rests on disk.
+    """State on disk is the checkpoint: sweeps write out of place, and steps are committed."""
     durable_every: int | Literal["auto"] = "auto"
-    # "auto": go on from the durable run under nvme_path that fits the model; or its directory.
+    """Steps from one commit to the next; "auto" is every step where all state rests on disk."""
     resume: Annotated[Literal["never", "auto"] | Path, BeforeValidator(_resume)] = "never"
+    """auto: go on from the durable run under nvme_path that fits the model; or its directory."""
 
     @field_validator("loss_scale")
     @classmethod
@@ -454,13 +482,6 @@ class Config(Section):
         precision = info.data.get("precision")
         if value.model_fields_set and precision not in (None, "fp16"):
             raise ValueError(f"is for precision: fp16; nothing is scaled in {precision}")
-        return value
-
-    @field_validator("durable")
-    @classmethod
-    def _durable_has_a_path(cls, value: bool, info: ValidationInfo) -> bool:
-        if value and info.data.get("nvme_path") == ():
-            raise ValueError("true: nvme_path must be given, state is kept there")
         return value
 
     @field_validator("durable")
@@ -504,20 +525,20 @@ class Config(Section):
             raise ValueError(f"weights needs one number per nvme_path: {given} for {needed}")
         return io
 
-    @field_validator("activations")
+    @field_validator("homes", "activations", "durable")
     @classmethod
-    def _waits_somewhere(cls, value: ActivationsConfig, info: ValidationInfo) -> ActivationsConfig:
-        if value.offload == "disk" and info.data.get("nvme_path") == ():
-            raise ValueError("offload: disk: nvme_path must be given")
+    def _disk_has_a_path(cls, value: Any, info: ValidationInfo) -> Any:
+        needs = ""
+        if isinstance(value, HomesConfig):
+            on_disk = [name for name, home in value if home == "disk"]
+            needs = f"{', '.join(on_disk)} on disk: nvme_path must be given" if on_disk else ""
+        elif isinstance(value, ActivationsConfig):
+            needs = "offload: disk: nvme_path must be given" if value.offload == "disk" else ""
+        elif value:
+            needs = "true: nvme_path must be given, state is kept there"
+        if needs and info.data.get("nvme_path") == ():
+            raise ValueError(needs)
         return value
-
-    @field_validator("homes")
-    @classmethod
-    def _disk_has_a_path(cls, homes: HomesConfig, info: ValidationInfo) -> HomesConfig:
-        on_disk = [name for name, home in homes if home == "disk"]
-        if on_disk and info.data.get("nvme_path") == ():
-            raise ValueError(f"{', '.join(on_disk)} on disk: nvme_path must be given")
-        return homes
 
     def resolved(self) -> dict[str, dict[str, Any]]:
         """Return every value by dotted name, JSON-able, with its origin.

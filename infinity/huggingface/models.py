@@ -315,7 +315,10 @@ def read_config(directory: Path, wanted: Any = None) -> Any:
     library = transformers()
     kind = getattr(library, wanted, None) if isinstance(wanted, str) else wanted
     config_class = getattr(kind, "config_class", None)
-    remedy = "is its code in its directory? import the model's class, and pass model_class=it"
+    remedy = (
+        "is its code in its directory? that is not run: import the model's class, and pass it to "
+        "from_pretrained(model_class=...)"
+    )
     with explained(f"{directory} has no config that transformers takes", remedy):
         if config_class is not None:
             return config_class.from_pretrained(directory)

@@ -30,7 +30,7 @@ from infinity.errors import (
     TransferError,
 )
 from infinity.runs.data import Reel
-from infinity.runs.metrics import LastStep, Metrics, StepFacts, Watcher
+from infinity.runs.metrics import LastStep, Metrics, Watcher
 from infinity.runs.preparation import Prepared
 
 _RECENT = 50  # steps that a forecast of the time left is made of
@@ -144,7 +144,7 @@ class Loop:
     def _is_whole(self, path: Path) -> None:
         self.saved, self._saving, self.unsaved = path, None, None
         self._retry_step = -1
-        self._watcher.saved(path, "checkpoint")
+        self._watcher.note(f"checkpoint: {path}")
 
     def _failed(self, error: InfinityError) -> None:
         """Go on without a checkpoint, unless what failed is the drive of the state."""
@@ -202,52 +202,38 @@ class Loop:
         loss = total.item() / count
         took_s = time.perf_counter() - started_s
         self.loss = loss
-        self._tell(loss, lr, took_s)
+        self._tell(took_s)
         if not math.isfinite(loss) and prepared.engine.precision != "fp16":
             raise self._diverged(loss, lr)
 
-    def _tell(self, loss: float, lr: float, took_s: float) -> None:
+    def _tell(self, took_s: float) -> None:
         prepared, report, step = self.prepared, self.engine.last_report, self.step
         assert report is not None
         self._times_s.append(took_s)
-        rate = prepared.tokens_per_step / took_s
         record: dict[str, Any] = self._last_step.state_dict() | {
             "grad_norm": report.grad_norm,
             "clip_factor": report.clip_factor,
             "skipped": report.skipped,
             "step_s": took_s,
-            "tokens_per_s": rate,
+            "tokens_per_s": prepared.tokens_per_step / took_s,
             "stall_s": report.stall_s,
             "moved": report.moved,
             "memory": report.memory,
         }
         if prepared.engine.precision == "fp16":
             record["loss_scale"] = report.loss_scale
-        self._write(record)
-        self._watcher.step(
-            StepFacts(
-                step=step,
-                num_steps=prepared.steps,
-                epoch=self._reel.epoch,
-                loss=loss,
-                lr=lr,
-                grad_norm=report.grad_norm,
-                skipped=report.skipped,
-                tokens_per_s=rate,
-                step_s=took_s,
-                left_s=median(self._times_s) * (prepared.steps - step),
-                stall_s=report.stall_s,
-            )
-        )
+        left_s = median(self._times_s) * (prepared.steps - step)
+        self._write(record, num_steps=prepared.steps, left_s=left_s)
 
-    def _write(self, record: dict[str, Any]) -> None:
-        """A line of metrics is no reason to end a run."""
+    def _write(self, record: dict[str, Any], **more: Any) -> None:
+        """A line of metrics, which is no reason to end a run; whoever follows gets `more` too."""
         try:
             self._metrics.write(record)
         except MachineError as error:
             if not self._told_metrics:
                 self._watcher.note(f"training goes on without metrics: {error.what}")
             self._told_metrics = True
+        self._watcher.told(record | more)
 
     def _diverged(self, loss: float, lr: float) -> TrainingError:
         if self.step == 1:
@@ -281,7 +267,6 @@ class Loop:
                 "windows": count,
             }
         )
-        self._watcher.evaluated(self.step, loss)
 
     def evaluate(self) -> tuple[float, int]:
         """The mean loss over the first held-out windows, and how many those were."""

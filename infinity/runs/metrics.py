@@ -29,23 +29,6 @@ _CURVES = ("loss", "lr", "grad_norm", "tokens_per_s", "step_s", "epoch")
 
 
 @dataclass(frozen=True)
-class StepFacts:
-    """One step. `loss` is in nats a token; times in seconds; `left_s` is until the last step."""
-
-    step: int
-    num_steps: int
-    epoch: float
-    loss: float
-    lr: float
-    grad_norm: float
-    skipped: bool
-    tokens_per_s: float
-    step_s: float
-    left_s: float
-    stall_s: dict[str, float]
-
-
-@dataclass(frozen=True)
 class Result:
     """What a run came to. Losses are in nats a token, None where none was computed.
 
@@ -76,14 +59,8 @@ class Watcher(Protocol):
     def begin(self, done: int, num_steps: int) -> None:
         """Training begins, behind `done` steps."""
 
-    def step(self, facts: StepFacts) -> None:
-        """A step is over."""
-
-    def evaluated(self, step: int, loss: float) -> None:
-        """The held-out loss after `step` steps."""
-
-    def saved(self, path: Path, what: str) -> None:
-        """Something was written, or is being written: a checkpoint, the model."""
+    def told(self, record: Mapping[str, Any]) -> None:
+        """A line of `metrics.jsonl`; that of a step with `num_steps` and `left_s`, to the last."""
 
     def note(self, text: str) -> None:
         """Something worth knowing."""

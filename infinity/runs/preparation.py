@@ -24,7 +24,7 @@ from infinity.plan.planner import Case
 from infinity.runs.data import Corpus, Progress, Recipe, Windows, prepare, split
 from infinity.runs.directory import RunDirectory
 from infinity.runs.model import ModelFacts, read_facts
-from infinity.runs.settings import AUTO, DEFAULT_LENGTH, RunConfig, micro_batches
+from infinity.runs.settings import AUTO, DEFAULT_LENGTH, RunConfig
 from infinity.runs.texts import Source, Tokenizer, find_sources, find_tokenizer
 from infinity.storage.device import Device
 
@@ -115,7 +115,9 @@ def prepare_run(config: RunConfig, kept: Path, progress: Progress | None = None)
     problems.tell()
     assert facts is not None
     ending = _end(config, tokenizer, facts) if needs_text else None
-    engine = _engine(config, length)
+    engine = config.engine_for(length)
+    if engine.seed is None:
+        engine = engine.model_copy(update={"seed": config.training.seed})
 
     def corpus(files: Sequence[Source]) -> Corpus:
         recipe = Recipe(
@@ -222,20 +224,6 @@ def _end(config: RunConfig, tokenizer: Tokenizer | None, facts: ModelFacts) -> i
             remedy="data.end_of_document: none, another token, or a larger vocab_size",
         )
     return wanted
-
-
-def _engine(config: RunConfig, length: int) -> Config:
-    """What the engine is told, with the micro-batches of a step and the seed."""
-    training, update = config.training, dict[str, Any]()
-    if training.tokens_per_step is not None:
-        try:
-            count = micro_batches(training.tokens_per_step, training.micro_batch, length)
-        except ValueError as error:
-            raise ConfigError(f"training.{error}") from None
-        update["gradient_accumulation_steps"] = count
-    if config.engine.seed is None:
-        update["seed"] = training.seed
-    return config.engine.model_copy(update=update)
 
 
 def _require(key: str, windows: Windows) -> None:

@@ -144,7 +144,7 @@ class Run:
                 wanted = prepared.config.training.export
                 dtype = None if wanted == "auto" else wanted
                 save_pretrained(loop.engine, model, tokenizer=prepared.tokenizer, dtype=dtype)
-            watcher.saved(model, "model")
+            watcher.note(f"model: {model}")
         if loop.unsaved is not None:
             self._save(loop)  # much may have changed since
         if loop.unsaved is not None and not prepared.engine.durable:

@@ -32,19 +32,23 @@ def _model_source(value: Any) -> Any:
     return value if isinstance(value, Mapping) else str(as_path(value))
 
 
-Patterns: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(_patterns)]
+Patterns: TypeAlias = Annotated[
+    tuple[str, ...], BeforeValidator(_patterns, json_schema_input_type=str | tuple[str, ...])
+]
 Text: TypeAlias = Annotated[str, Field(min_length=1)]
 
 
 class ModelSection(Section):
     """The model: pretrained weights (`path`), or a new one (`config`)."""
 
-    # A directory with config.json and safetensors, or the id of a model on the Hub.
     path: Text | None = None
-    # A directory with a config.json, that file, or its keys: random weights.
+    """A directory with config.json and safetensors, or the id of a model on the Hub."""
     config: Annotated[dict[str, Any] | str | None, BeforeValidator(_model_source)] = None
-    gradient_checkpointing: bool = False  # blocks are computed again in backward: less memory
-    attention: Text | None = None  # "sdpa", "eager", ...: what transformers offers
+    """A directory with a config.json, that file, or its keys: random weights."""
+    gradient_checkpointing: bool = False
+    """Blocks are computed again in backward: less memory."""
+    attention: Text | None = None
+    """sdpa, eager, ...: what transformers offers."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -59,19 +63,26 @@ class ModelSection(Section):
 class DataSection(Section):
     """What is trained on, and how it becomes windows of tokens."""
 
-    train: Patterns  # files, directories, patterns, hub:NAME[:CONFIG[:SPLIT]]
+    train: Patterns
+    """Files, directories, patterns, hub:NAME[:CONFIG[:SPLIT]]."""
     evaluate: Patterns = ()
-    held_out: Number = Field(default=0.0, ge=0, lt=1)  # the last part of `train`, for evaluation
-    # "auto" goes by a file's ending: .jsonl, .ndjson; .npy, .bin (tokens); .parquet; else text.
+    held_out: Number = Field(default=0.0, ge=0, lt=1)
+    """The last part of `train`, for evaluation."""
     format: Literal["auto", "text", "jsonl", "tokens", "parquet"] = "auto"
-    text_field: Text = "text"  # of a line of JSONL, of a row
-    token_dtype: Literal["uint16", "uint32"] | None = None  # of .bin files
-    sequence_length: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"  # tokens of a window
-    # The token put after each document: "auto" is the tokenizer's.
+    """auto goes by a file's ending: .jsonl, .ndjson; .npy, .bin (tokens); .parquet; else text."""
+    text_field: Text = "text"
+    """Where the text is in a line of JSONL, or a row."""
+    token_dtype: Literal["uint16", "uint32"] | None = None
+    """What .bin files hold."""
+    sequence_length: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"
+    """Tokens of a window."""
     end_of_document: Annotated[int, Field(ge=0)] | Literal["auto", "none"] = "auto"
-    undecodable: Literal["refuse", "replace"] = "refuse"  # bytes that are not UTF-8
+    """The token put after each document: "auto" is the tokenizer's."""
+    undecodable: Literal["refuse", "replace"] = "refuse"
+    """What to do with bytes that are not UTF-8."""
     shuffle: bool = True
-    cache: OnePath | None = None  # where tokens are kept; the run's directory by default
+    cache: OnePath | None = None
+    """Where tokens are kept; the run's directory by default."""
 
     @field_validator("held_out")
     @classmethod
@@ -96,18 +107,25 @@ class TrainingSection(Section):
     """How long, in which steps, and what is kept."""
 
     steps: int | None = Field(default=None, ge=1)
-    epochs: Number | None = Field(default=None, gt=0)  # 1 where neither is given
-    micro_batch: int = Field(default=1, ge=1)  # windows computed at once
-    # Sets engine.gradient_accumulation_steps.
+    epochs: Number | None = Field(default=None, gt=0)
+    """1 where neither is given."""
+    micro_batch: int = Field(default=1, ge=1)
+    """Windows computed at once."""
     tokens_per_step: int | None = Field(default=None, ge=1)
-    seed: int = Field(default=0, ge=0)  # of the order of windows; engine.seed where that is None
-    evaluate_every: int = Field(default=100, ge=0)  # steps; 0 = at the end only
-    evaluate_windows: int = Field(default=64, ge=1)  # at most
-    checkpoint_every: int = Field(default=500, ge=0)  # steps; 0 = at the end only
-    keep_last: int = Field(default=2, ge=1)  # checkpoints
+    """Sets engine.gradient_accumulation_steps."""
+    seed: int = Field(default=0, ge=0)
+    """Of the order of windows; engine.seed where that is None."""
+    evaluate_every: int = Field(default=100, ge=0)
+    """Steps; 0 = at the end only."""
+    evaluate_windows: int = Field(default=64, ge=1)
+    """At most so many of the held-out windows."""
+    checkpoint_every: int = Field(default=500, ge=0)
+    """Steps; 0 = at the end only."""
+    keep_last: int = Field(default=2, ge=1)
+    """Checkpoints that stay."""
     tensorboard: bool = False
-    # Of the model that is written at the end: "auto" is the precision that was trained in.
     export: Literal["auto", "bf16", "fp16", "fp32", "none"] = "auto"
+    """Of the model that is written at the end: "auto" is the precision that was trained in."""
 
     @field_validator("epochs")
     @classmethod
@@ -122,11 +140,32 @@ class RunConfig(Section):
 
     run_dir: OnePath
     model: ModelSection
-    # "auto" is the model's own; a directory or Hub id; "bytes": a token is a byte.
     tokenizer: Text = "auto"
+    """auto is the model's own; a directory or Hub id; bytes: a token is a byte."""
     data: DataSection
     training: TrainingSection = TrainingSection()
     engine: Config = Config()
+
+    def engine_for(self, length: int | Literal["auto"]) -> Config:
+        """What the engine is told, with the micro-batches of a step.
+
+        Raises `ConfigError` where windows of `length` tokens do not come out even.
+        """
+        wanted = self.training.tokens_per_step
+        if wanted is None or length == "auto":
+            return self.engine
+        try:
+            count = micro_batches(wanted, self.training.micro_batch, length)
+        except ValueError as error:
+            raise ConfigError(f"training.{error}") from None
+        return self.engine.model_copy(update={"gradient_accumulation_steps": count})
+
+    @property
+    def tokens_of_a_step(self) -> int:
+        """All micro-batches together; of windows as long as the model may see where not said."""
+        training, length = self.training, self.data.sequence_length
+        tokens = training.micro_batch * (DEFAULT_LENGTH if length == "auto" else length)
+        return training.tokens_per_step or tokens * self.engine.gradient_accumulation_steps
 
     @field_validator("training")
     @classmethod

@@ -200,7 +200,7 @@ def test_metrics_and_logs_on_a_full_disk_end_nothing(
 
     page = TrainPage()
     page._console = Console(file=Full())
-    page.step(watcher.steps[0])
+    page.told(vars(watcher.steps[0]))
     page.note("a line")
 
 
@@ -289,20 +289,20 @@ def test_the_drive_of_the_state_fails_and_the_run_goes_on_elsewhere(
         training__checkpoint_every=None if durable else 99 if kind == "bare" else 2,
     )
     config.write_text(json.dumps(given))
-    failing, original, shown = [], getattr(Disk, name), TrainPage.step
+    failing, original, shown = [], getattr(Disk, name), TrainPage.told
 
     def request(self: Disk, *args: Any, **more: Any) -> Any:
         if failing:
             return Lost(str(self.scratches[0].directory / "state.bin"))
         return original(self, *args, **more)
 
-    def step(self: TrainPage, facts: Any) -> None:
-        shown(self, facts)
-        failing.extend([True] * (facts.step == 3))
+    def told(self: TrainPage, record: Any) -> None:
+        shown(self, record)
+        failing.extend([True] * (record["event"] == "step" and record["step"] == 3))
 
     with monkeypatch.context() as patch:
         patch.setattr(Disk, name, request)
-        patch.setattr(TrainPage, "step", step)
+        patch.setattr(TrainPage, "told", told)
         code, error = run("train", str(config), "training.evaluate_every=0")
     assert code == 4, error
     assert "Traceback" not in error

@@ -265,7 +265,7 @@ def test_code_in_a_repository_is_neither_run_nor_asked_about(
     (source / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
     for make in (infinity.from_pretrained, infinity.from_config):
-        with pytest.raises(ConfigError, match="pass model_class=it"):
+        with pytest.raises(ConfigError, match="import the model's class"):
             make(source, config(tmp_path))
         with pytest.raises(ConfigError, match="contains custom code"):
             make(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from infinity.runs.metrics import Result, StepFacts
+from infinity.runs.metrics import Result
 from infinity.runs.run import Run
 from infinity.runs.settings import load_run_config
 
@@ -72,7 +74,7 @@ class Remembers:
     """A watcher; asks to stop after `stop_after` steps, or raises after `die_after` of them."""
 
     def __init__(self, stop_after: int = 0, die_after: int = 0) -> None:
-        self.steps: list[StepFacts] = []
+        self.steps: list[SimpleNamespace] = []
         self.evaluations: dict[int, float] = {}
         self.files: list[Path] = []
         self.notes: list[str] = []
@@ -82,18 +84,17 @@ class Remembers:
     def begin(self, done: int, num_steps: int) -> None:
         self.done = done
 
-    def step(self, facts: StepFacts) -> None:
-        self.steps.append(facts)
-        if self._die_after and facts.step >= self._die_after:
-            raise KeyboardInterrupt
-
-    def evaluated(self, step: int, loss: float) -> None:
-        self.evaluations[step] = loss
-
-    def saved(self, path: Path, what: str) -> None:
-        self.files.append(path)
+    def told(self, record: Mapping[str, Any]) -> None:
+        if record["event"] == "evaluation":
+            self.evaluations[record["step"]] = record["loss"]
+        elif record["event"] == "step":
+            self.steps.append(SimpleNamespace(**record))
+            if self._die_after and record["step"] >= self._die_after:
+                raise KeyboardInterrupt
 
     def note(self, text: str) -> None:
+        if text.startswith(("checkpoint: ", "model: ")):
+            self.files.append(Path(text.partition(": ")[2]))
         self.notes.append(text)
 
     @property

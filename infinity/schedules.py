@@ -2,7 +2,7 @@
 
 Those five have DeepSpeed's names, parameters and values, quirks included, in closed form: what a
 group gets depends on the number of steps only. Each is a function of its parameters, checked and
-complete (`config_optimizer.SCHEDULES` holds names and defaults), and of the iteration: the count
+complete (names and defaults: `SCHEDULES` in `config/schema.py`), and of the iteration: the count
 starts at -1 when the schedule is made. In torch `last_epoch` is 0 then, so it is `last_epoch - 1`.
 State is plain numbers and lists.
 """

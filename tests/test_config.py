@@ -142,7 +142,7 @@ def test_a_deepspeed_configuration_is_recognised() -> None:
         ({"scheduler": {}}, "scheduler.type: must be given"),
         (
             {"scheduler": {"type": "StepLR", "params": {"step": 3}}},
-            "scheduler.params: StepLR does not take step and needs step_size; it takes step_size",
+            "scheduler.params: StepLR does not take step and needs step_size; did you mean 'step_",
         ),
         ({"seed": True}, "seed: should be a valid integer, got True"),
         ({"optimizer": {"betas": [0.9]}}, "optimizer.betas"),

@@ -302,7 +302,8 @@ class SchedulerConfig(Section):
             problem = f"does not take {', '.join(unknown)}" if unknown else ""
             problem += " and " if unknown and missing else ""
             problem += f"needs {', '.join(missing)}" if missing else ""
-            raise ValueError(f"{kind} {problem}; it takes {', '.join(takes)}")
+            hint = did_you_mean(unknown[0], takes) if unknown else ""
+            raise ValueError(f"{kind} {problem}; {hint}it takes {', '.join(takes)}")
         return {name: _number_if_it_looks_like_one(value) for name, value in params.items()}
 
 

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +29,7 @@ from infinity.config.deepspeed_keys import (
 from infinity.config.schema import (
     BLOCK_MULTIPLE,
     CHUNK_MULTIPLE,
+    SCHEDULES,
     Config,
     IoConfig,
     load_config,
@@ -629,7 +629,11 @@ def _built_in(draft: _Draft, kind: str) -> None:
     draft.note(_TYPE, told, Verdict.DONE)
     draft.set("optimizer.type", rule, _TYPE)
     known = [*takes, *(s for s in _SWITCHES if is_adam or s not in _ADAMS_OWN)]
-    _check_params(draft, _PARAMS, draft.given[_TYPE], params, known)
+    for key in params:
+        if key not in known:
+            hint = did_you_mean(key, known)
+            text = f"{kind} does not take it; {hint}it takes {', '.join(known)}"
+            draft.problem(f"{_PARAMS}.{key}", text)
     for key, value in {**start, **{k: v for k, v in params.items() if k in takes}}.items():
         draft.set(f"optimizer.{key}", value, f"{_PARAMS}.{key}")
     if "lr" not in params and f"{_PARAMS}.lr" in draft.autos:
@@ -645,16 +649,6 @@ def _built_in(draft: _Draft, kind: str) -> None:
     elif most is not None and clipping != most:
         text = f"is {most:g}, but gradient_clipping is {clipping:g}; keep gradient_clipping only"
         draft.problem(f"{_PARAMS}.max_grad_norm", text)
-
-
-def _check_params(
-    draft: _Draft, section: str, kind: str, params: Iterable[str], known: list[str]
-) -> None:
-    for name in params:
-        if name not in known:
-            hint = did_you_mean(name, known)
-            text = f"{kind} does not take it; {hint}it takes {', '.join(known)}"
-            draft.problem(f"{section}.{name}", text)
 
 
 def _moments(draft: _Draft, params: Mapping[str, Any]) -> None:
@@ -693,29 +687,18 @@ _SCHEDULE = "scheduler.type"
 
 
 def _scheduler(draft: _Draft) -> None:
-    """DeepSpeed's five schedules, and torch's by name."""
-    from infinity.schedules import OURS as DEEPSPEEDS
-    from infinity.schedules import known_schedules
-
+    """DeepSpeed's five schedules, and torch's by name; `SchedulerConfig` checks what they take."""
     if draft.client_scheduler:
         draft.leave_to_client("scheduler", "lr_scheduler")
         return
-    kind = draft.given.get(_SCHEDULE)
+    kind, section = draft.given.get(_SCHEDULE), "scheduler.params"
     if kind is None:
         return
-    schedules = known_schedules()
-    if kind not in schedules:
-        hint = did_you_mean(kind, schedules)
-        draft.problem(_SCHEDULE, f"{kind!r} is unknown; {hint}known: {', '.join(schedules)}")
-        return
-    section = "scheduler.params"
-    params, problems = draft.below(section), len(draft.problems)
-    takes = [name for name in inspect.signature(schedules[kind]).parameters if name != "optimizer"]
-    told = "DeepSpeed's, value for value" if schedules[kind] in DEEPSPEEDS else "torch's"
+    told = "DeepSpeed's, value for value" if kind in SCHEDULES else "torch's"
     draft.note(_SCHEDULE, told, Verdict.DONE)
-    _check_params(draft, section, kind, params, takes)
     # What was "auto": the largest rate is the optimizer's; numbers of steps nobody can guess.
-    autos = [name for name in takes if f"{section}.{name}" in draft.autos]
+    params = draft.below(section)
+    autos = [name for name in SCHEDULES.get(kind, ()) if f"{section}.{name}" in draft.autos]
     lr = draft.given.get(f"{_PARAMS}.lr")
     if "warmup_max_lr" in autos and lr is not None:
         params["warmup_max_lr"] = lr
@@ -726,5 +709,6 @@ def _scheduler(draft: _Draft) -> None:
         return
     for name in missing:
         draft.problem(f"{section}.{name}", "auto, and nobody filled it in; write a number of steps")
-    if len(draft.problems) == problems:
-        draft.set("scheduler", {"type": kind, "params": params}, _SCHEDULE)
+    if not missing and not any(name.startswith(section) for name in draft.wrong):
+        draft.set(_SCHEDULE, kind, _SCHEDULE)
+        draft.set(section, params, section)

@@ -433,6 +433,16 @@ _Where = list[tuple[int, int, int, int]]  # rank, flat tensor, first element, co
 _Place = tuple[str, tuple[int, ...], int, _Where]
 
 
+def _covering(begin: int, left: int, lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Where `left` elements from `begin` on lie in pieces end to end: piece, first, count."""
+    for piece, length in enumerate(lengths):
+        count = min(max(length - begin, 0), left)
+        if count:
+            yield piece, begin, count
+        left -= count
+        begin = max(begin - length, 0)
+
+
 def _places_12(files: ZeroFiles, groups: Sequence[dict[str, tuple[int, ...]]]) -> Iterator[_Place]:
     paddings = files.optimizers[0].get("param_alignment_paddings")
     flats = [s["single_partition_of_fp32_groups"] for s in files.optimizers]
@@ -445,15 +455,8 @@ def _places_12(files: ZeroFiles, groups: Sequence[dict[str, tuple[int, ...]]]) -
         if len(gaps) != len(shapes) or not all(type(gap) is int and gap >= 0 for gap in gaps):
             files.refuse("its param_alignment_paddings do not fit its parameters")
         for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
-            where: _Where = []
-            begin, left = at, prod(shape)
-            for rank, length in enumerate(lengths):
-                count = min(max(length - begin, 0), left)
-                if count:
-                    where.append((rank, group, begin, count))
-                left -= count
-                begin = max(begin - length, 0)
-            yield name, shape, group, where
+            found = _covering(at, prod(shape), lengths)
+            yield name, shape, group, [(rank, group, first, n) for rank, first, n in found]
             at += prod(shape) + gap
         spare = sum(lengths) - at
         if not -sum(gaps[-1:]) <= spare < 4 * len(lengths) + sum(gaps):
@@ -472,17 +475,11 @@ def _places_3(
     for name, shape in ((n, s) for shapes in groups for n, s in shapes.items()):
         part = -(-prod(shape) // ranks)
         where: _Where = []
-        first = 0
         for rank in range(ranks):
-            begin, left, flat = at, min(part, max(prod(shape) - rank * part, 0)), 0
-            for flat, length in enumerate(lengths):
-                count = min(max(length - begin, 0), left)
-                if count:
-                    where.append((rank, flat, begin, count))
-                    first = flat if rank == 0 else first
-                left -= count
-                begin = max(begin - length, 0)
-        yield name, shape, first, where
+            held = min(part, max(prod(shape) - rank * part, 0))
+            where += [(rank, flat, first, n) for flat, first, n in _covering(at, held, lengths)]
+        group = max((flat for rank, flat, *_ in where if rank == 0), default=0)
+        yield name, shape, group, where
         at += part
     if at != sum(lengths):
         files.refuse(f"its ranks hold {sum(lengths)} masters each, for {at} elements")

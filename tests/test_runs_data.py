@@ -18,7 +18,7 @@ import transformers
 from infinity.errors import CheckpointError, ConfigError, DoesNotFitError
 from infinity.runs import data, texts
 from infinity.runs.data import Recipe, Reel, Windows, prepare, split
-from infinity.runs.model import BYTES_END, BYTES_SIZE, read_facts
+from infinity.runs.preparation import BYTES_END, BYTES_SIZE, read_facts
 from infinity.runs.settings import ModelSection
 from infinity.runs.texts import ByteTokenizer, find_sources, find_tokenizer
 

@@ -18,7 +18,7 @@ from support.runs import LENGTH, TINY, losses_of, metrics_of, settings, train, w
 from typer.testing import CliRunner
 
 from infinity.cli.main import app
-from infinity.cli.train_page import TrainPage
+from infinity.cli.train import TrainPage
 from infinity.errors import CheckpointError, ConfigError, TrainingError
 from infinity.runs.data import Corpus, Reel, split
 from infinity.runs.run import Run

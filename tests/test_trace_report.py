@@ -25,12 +25,12 @@ from infinity.trace.reader import (
     length,
     overlap,
     read_timeline,
+    report_lines,
     union,
     verdict,
     without,
 )
 from infinity.trace.recorder import NO_UNIT, Trace
-from infinity.trace.report import report_lines
 
 TICK_S = 0.001
 SPAN = 4000  # ticks

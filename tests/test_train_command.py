@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from infinity.calibration import KnownRates
 from infinity.cli.init import PRESETS
 from infinity.cli.main import app
-from infinity.cli.train_page import format_stalls, format_step
+from infinity.cli.train import format_stalls, format_step
 from infinity.errors import ConfigError
 from infinity.plan.cost import Rates, nominal
 from infinity.runs.settings import load_run_config

@@ -38,8 +38,7 @@ from infinity.config.schema import load_config
 from infinity.model.meta_init import remember_values
 from infinity.sizes import parse_size
 from infinity.storage.cuda import find_device
-from infinity.trace.reader import Shares, read_timeline
-from infinity.trace.report import step_data
+from infinity.trace.reader import Shares, read_timeline, step_data
 
 
 class Contender:

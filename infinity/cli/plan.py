@@ -268,7 +268,7 @@ def _model_of(run: RunConfig) -> Target:
             f"model.path is {path}, which is no directory here",
             remedy="--model 7b, 13b or 70b plans for one like it; or --model with a config.json",
         )
-    from infinity.runs.model import target_on_meta
+    from infinity.runs.preparation import target_on_meta
 
     return target_on_meta(run)
 

@@ -32,8 +32,7 @@ def trace(
     For example: infinity trace run.json --step 3; ui.perfetto.dev shows the lanes of that file.
     """
     with command():
-        from infinity.trace.reader import Shares, read_timeline
-        from infinity.trace.report import report_data, report_lines
+        from infinity.trace.reader import Shares, read_timeline, report_data, report_lines
 
         shares = Shares(read_timeline(file))
         only = None if step is None else _find(shares, step)

@@ -12,7 +12,6 @@ model/        the result, once the run is complete
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import uuid
@@ -23,7 +22,7 @@ from typing import Any
 
 from infinity._version import __version__
 from infinity.errors import CheckpointError, ConfigError, MachineError, listed
-from infinity.files import TEMPORARY_NAME, atomic_write, make_directories, read_small
+from infinity.files import TEMPORARY_NAME, LockFile, atomic_write, make_directories, read_small
 from infinity.storage.run_dir import seal, unseal
 
 _RUN = "run.json"
@@ -45,22 +44,18 @@ class RunDirectory:
         self.tokens, self.checkpoints = self.path / "data", self.path / "checkpoints"
         self.metrics, self.tensorboard = self.path / "metrics.jsonl", self.path / "tensorboard"
         self.model = self.path / "model"
-        self._lock = -1
         self.record: dict[str, Any] = {}
         with self._explained():
             make_directories(self.path)
         self._check_contents(resume)
         with self._explained():
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._lock = os.open(self.path / _LOCK, flags, 0o644)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self.close()
-            raise MachineError(
-                f"another process is training in {self.path}",
-                remedy="wait until it is over, or run_dir=... another directory",
-            ) from error
+            try:
+                self._lock = LockFile(self.path / _LOCK)
+            except BlockingIOError as error:
+                raise MachineError(
+                    f"another process is training in {self.path}",
+                    remedy="wait until it is over, or run_dir=... another directory",
+                ) from error
 
     def _check_contents(self, resume: bool) -> None:
         if (self.path / _RUN).exists():
@@ -83,9 +78,7 @@ class RunDirectory:
 
     def close(self) -> None:
         """Let go of it; idempotent."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._lock.let_go()
 
     # --- the record ------------------------------------------------------------------------------
 

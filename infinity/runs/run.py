@@ -8,12 +8,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
 from infinity.checkpoint.directory import checkpoints, find_tag
+from infinity.checkpoint.durable_runs import read_run
 from infinity.checkpoint.manifest import LATEST_NAME
 from infinity.config.schema import Config
 from infinity.engine import Engine
@@ -23,6 +25,7 @@ from infinity.errors import (
     DoesNotFitError,
     InfinityError,
     MachineError,
+    TransferError,
 )
 from infinity.files import sync_directory
 from infinity.huggingface.models import save_pretrained, transformers
@@ -31,13 +34,13 @@ from infinity.runs.data import Progress, Reel
 from infinity.runs.directory import RunDirectory
 from infinity.runs.loop import Loop
 from infinity.runs.metrics import LastStep, Metrics, Result, Watcher, steps_told
-from infinity.runs.model import build, loss_of
-from infinity.runs.preparation import Prepared, check_schedule, prepare_run
+from infinity.runs.preparation import Prepared, build, check_schedule, loss_of, prepare_run
 from infinity.runs.settings import AUTO, RunConfig, as_yaml
 from infinity.startup import initialize
-from infinity.storage.run_dir import run_records
+from infinity.storage.run_dir import durable_records, run_records
 
 NEVER = "never"
+OTHER = Path("/other/drive")  # what people put their own in the place of
 _HEADING = """\
 What this run was told; in comments what was left to defaults, and what was derived from it.
 This file can be given to `infinity train` again; relative paths are from {}"""
@@ -295,3 +298,85 @@ def _find_checkpoint(path: Path) -> Path:
     if not any(name.endswith(".json") for name in os.listdir(path)):
         raise CheckpointError(f"--resume {path}: there is no checkpoint")
     return path
+
+
+# --- where the drive of a run's state fails ------------------------------------------------------
+
+
+def elsewhere(error: InfinityError, run: Run, command: Sequence[str]) -> InfinityError:
+    """What to raise for an error of a run that has begun, and was closed: `error`, or more words.
+
+    `command` is what was typed, without --resume.
+    """
+    found = _of_the_state(error, run)
+    if found is None:
+        return error
+    failure, drive = found
+    copies, given = [], []
+    if _same_drive(run.directory.path, drive):
+        copies.append(run.directory.path)
+        given.append(f"run_dir={OTHER / run.directory.path.name}")
+    checkpoint = _checkpoint(run)
+    whole = f"{checkpoint} is whole" if checkpoint else "there is no checkpoint to go on from"
+    update, durable = _committed(run), run.config.engine.durable
+    others = [path for path in run.config.engine.nvme_path if path != drive]
+    if durable and update is None:
+        others = []  # they hold parts of what is lost
+    if update is not None:
+        state = drive / run.state_name
+        copies.append(state)
+        instead = "no checkpoint is there to go on from instead"
+        if checkpoint is not None:
+            again = [*command, f"engine.nvme_path={OTHER}", "--resume", str(checkpoint)]
+            instead = f"if it cannot be copied, `{shlex.join(again)}` goes on from that checkpoint"
+        whole = f"the commit of update {update} in {state} is whole; {instead}"
+    paths = ",".join(map(str, [OTHER, *others]))
+    given.append(f"engine.nvme_path={f'[{paths}]' if others else paths}")
+    steps = [["cp", "-a", *map(str, copies), f"{OTHER}/"]] if copies else []
+    # Where steps were durable, auto refuses to go on without the state.
+    resume = str(checkpoint) if durable and update is None and checkpoint else "auto"
+    steps.append([*command, *given, "--resume", resume])
+    stay = f"; or, to stay: {failure.remedy}" if failure.remedy else ""
+    return MachineError(
+        f"the drive of {drive}, which holds the state of this run, fails: {failure.what}",
+        because="; ".join(part for part in (failure.because, whole) if part),
+        remedy=" && ".join(map(shlex.join, steps))
+        + f"  (with a directory of yours for {OTHER}){stay}",
+    )
+
+
+def _of_the_state(error: BaseException, run: Run) -> tuple[MachineError, Path] | None:
+    """The failure behind an error that names a file of the state, and its nvme_path."""
+    cause: BaseException | None = error
+    while cause is not None:
+        moved = isinstance(cause, TransferError)
+        if isinstance(cause, MachineError) and (moved or run.trains):
+            text = cause.path if isinstance(cause, TransferError) else cause.what
+            for path in run.config.engine.nvme_path:
+                if f"{path}/" in text and f"{run.directory.path}/" not in text:
+                    return cause, path
+        cause = cause.__cause__
+    return None
+
+
+def _committed(run: Run) -> int | None:
+    """The update that was committed last; None where there is none, or it cannot be read."""
+    own = [path / run.state_name for path in run.config.engine.nvme_path]
+    with suppress(InfinityError, OSError):
+        for directory in durable_records(own[0]) if run.config.engine.durable else ():
+            return read_run(directory, own).record.step
+    return None
+
+
+def _checkpoint(run: Run) -> Path | None:
+    try:
+        return run.last_checkpoint()
+    except InfinityError:
+        return None
+
+
+def _same_drive(one: Path, other: Path) -> bool:
+    try:
+        return os.stat(one).st_dev == os.stat(other).st_dev
+    except OSError:
+        return False

@@ -21,10 +21,10 @@ from typer.testing import CliRunner
 from infinity.calibration import KnownRates
 from infinity.checkpoint import writer
 from infinity.cli.main import app
-from infinity.cli.train_page import TrainPage
+from infinity.cli.train import TrainPage
 from infinity.errors import DoesNotFitError, MachineError, TransferError
 from infinity.plan.cost import Rates, nominal
-from infinity.runs import rescue
+from infinity.runs import run as runs_run
 from infinity.runs.metrics import Metrics
 from infinity.runs.run import Run
 from infinity.runs.settings import load_run_config
@@ -252,8 +252,8 @@ def follow(error: str, other: Path) -> str:
     other.mkdir()
     (line,) = (line for line in error.splitlines() if line.startswith("  try: "))
     typed, _, rest = line.removeprefix("  try: ").partition("  (")
-    assert rest == f"with a directory of yours for {rescue.OTHER}); or, to stay: check `dmesg`"
-    *copies, last = typed.replace(str(rescue.OTHER), str(other)).split(" && ")
+    assert rest == f"with a directory of yours for {runs_run.OTHER}); or, to stay: check `dmesg`"
+    *copies, last = typed.replace(str(runs_run.OTHER), str(other)).split(" && ")
     for copy in copies:
         subprocess.run(shlex.split(copy), check=True)
     infinity, *arguments = shlex.split(last)
@@ -275,7 +275,7 @@ def test_the_drive_of_the_state_fails_and_the_run_goes_on_elsewhere(
     """By doing what the message says: the losses are those of a run where nothing fails."""
     known = KnownRates(Rates.of(nominal(True).numbers()), "2026-01-02")
     monkeypatch.setattr("infinity.calibration.cached_rates", lambda *a, **more: known)
-    monkeypatch.setattr(rescue, "_same_drive", lambda *paths: kind == "one drive")
+    monkeypatch.setattr(runs_run, "_same_drive", lambda *paths: kind == "one drive")
     durable, paths = kind.startswith("durable"), [tmp_path / "state"]
     paths += [tmp_path / "second"] if kind == "durable on two" else []
     for path in paths:
@@ -329,4 +329,4 @@ def test_an_error_of_something_else_is_left_alone(tmp_path: Path) -> None:
             MachineError(f"{run.directory.path}/model is full"),
             MachineError("the GPU fell off the bus"),
         ):
-            assert rescue.elsewhere(error, run, ["infinity"]) is error
+            assert runs_run.elsewhere(error, run, ["infinity"]) is error

@@ -1,4 +1,4 @@
-"""Shares, overlaps and verdicts against a slow obvious computation on traces made by hand."""
+"""Shares and verdicts against a slow obvious computation on traces made by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from infinity.trace.reader import (
     length,
     overlap,
     read_timeline,
-    report_lines,
     union,
     verdict,
     without,
@@ -111,9 +110,6 @@ def test_shares_are_those_of_counting_ticks(tmp_path: Path, seed: int) -> None:
         window = set(range(begin, end))
         for lane in ("disk", "disk_read", "disk_write", "to_device", "update", "compute"):
             assert step.busy[lane] == pytest.approx(len(sets[lane] & window) * TICK_S, abs=1e-6)
-        for (one, other), together in step.overlaps.items():
-            both = sets.get(one, set()) & sets.get(other, set()) & window
-            assert together == pytest.approx(len(both) * TICK_S, abs=1e-6)
         assert step.waits == pytest.approx(len(waits & window) * TICK_S, abs=1e-6)
         rest = window - waits - sets["compute"]
         assert step.other == pytest.approx(len(rest) * TICK_S, abs=1e-6)
@@ -236,7 +232,6 @@ def test_the_command(tmp_path: Path) -> None:
     assert (code, error) == (0, "")
     assert "step 1: disk read binds (busy 93 %)" in said
     assert "600.00 ms  update     unit" in said
-    assert "compute and disk read: 0.330 s" in said
     for arguments, expected, part in (
         ([trace, "--step", "9"], 1, "it has step 1 to step 1"),
         ([str(tmp_path / "none.json")], 4, "cannot be read"),
@@ -295,12 +290,3 @@ def test_the_tool_is_the_command_and_draws_where_matplotlib_is(tmp_path: Path) -
         found = subprocess.run(command[:3], capture_output=True, text=True, timeout=600)
     assert found.returncode == 0, found.stderr
     assert found.stdout == run(str(tmp_path / "t.json"))[1]
-
-
-def test_nothing_is_announced_where_nothing_overlaps(tmp_path: Path) -> None:
-    apart: Spans = {"compute": [(0, 10)], "update": [(20, 30)]}
-    lines = list(report_lines(Shares(written(tmp_path / "a.json", apart, [(0, 40)]))))
-    assert not any("at the same time" in line for line in lines)
-    both: Spans = {"compute": [(0, 10)], "update": [(5, 30)]}
-    lines = list(report_lines(Shares(written(tmp_path / "b.json", both, [(0, 40)]))))
-    assert lines[lines.index("at the same time, in step 1:") + 1] == "  compute and update: 0.005 s"

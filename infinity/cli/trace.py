@@ -36,11 +36,8 @@ def trace(
 
         shares = Shares(read_timeline(file))
         only = None if step is None else _find(shares, step)
-        if as_json:
-            print(json.dumps(report_data(shares, stalls, only)), flush=True)
-            return
-        for line in report_lines(shares, stalls, only):
-            print(line)
+        data = report_data(shares, stalls, only)
+        print(json.dumps(data) if as_json else "\n".join(report_lines(data)), flush=True)
 
 
 def _find(shares: Shares, number: int) -> StepShares:

@@ -9,7 +9,6 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -173,7 +172,7 @@ def _slice(event: Mapping[str, Any]) -> Slice:
     )
 
 
-# What a trace says of each step: busy shares per lane, overlaps, stalls, and what binds.
+# What a trace says of each step: busy shares per lane, stalls, and what binds.
 #
 # Shares are unions of intervals: two requests at once count once. A lane is busy while something
 # of it goes on, not while it waits in a queue. Where compute ends with its call (a CPU) the stalls
@@ -196,7 +195,6 @@ _COPIES = ("disk_read", "disk_write", "to_device", "from_device")
 SHOWN = ("compute", "disk", *_COPIES, "sums", "update")
 _NAMES = {"disk_read": "disk read", "disk_write": "disk write"}
 _LANES = (*_COPIES, "sums", "update", "saving", "compute")
-_SAME = ({"disk", "disk_read"}, {"disk", "disk_write"})
 SMALL_SHARE = 0.05  # of a step; waits below it are not worth a name
 ONE_SIDED = 1.25  # reads cover so much more of the waits than writes, or the reverse
 CLEARLY = 4.0  # compute is so much longer than its waits
@@ -268,7 +266,7 @@ class Stall:
 
 @dataclass(frozen=True)
 class StepShares:
-    """One step; all times in seconds, `busy` and `overlaps` of its `seconds`.
+    """One step; all times in seconds, `busy` of its `seconds`.
 
     `waits` is what compute waited for data, `other` what is neither: the training loop's own code.
     """
@@ -277,7 +275,6 @@ class StepShares:
     begin: float
     end: float
     busy: dict[str, float]
-    overlaps: dict[tuple[str, str], float]
     waits: float
     other: float
     covered: dict[str, float] = field(repr=False)  # by mover: how much of the waits it was busy
@@ -332,13 +329,11 @@ class Shares:
         """What lies in a window."""
         inside = {lane: clip(times, window) for lane, times in self._busy.items()}
         waits = clip(self._waits, window)
-        pairs = [p for p in combinations(SHOWN, 2) if set(p) not in _SAME]
         return StepShares(
             name=name,
             begin=window[0],
             end=window[1],
             busy={lane: length(times) for lane, times in inside.items()},
-            overlaps={pair: length(overlap(inside[pair[0]], inside[pair[1]])) for pair in pairs},
             waits=length(waits),
             other=max(window[1] - window[0] - length(union(inside["compute"] + waits)), 0.0),
             covered={lane: length(overlap(inside[lane], waits)) for lane in (*MOVERS, *_NAMES)},
@@ -425,62 +420,22 @@ def seconds(time_s: float) -> str:
 # --- as text, and as data ------------------------------------------------------------------------
 
 
-def notes(timeline: Timeline) -> list[str]:
-    """What is missing in the trace, in words."""
-    found = []
-    if not timeline.complete:
-        found.append("the trace was not closed: the run was killed, or goes on")
-    if timeline.num_dropped:
-        found.append(f"{timeline.num_dropped:,} events were dropped: shares are lower bounds")
-    return found
-
-
-def report_lines(
-    shares: Shares, num_stalls: int = 10, only: StepShares | None = None
-) -> Iterator[str]:
-    """Shares, overlaps, the largest stalls and a verdict per step; of one only if asked for."""
-    yield from notes(shares.timeline)
-    steps = shares.steps if only is None else [only]
-    total = shares.whole if len(steps) > 1 else None
-    if not steps:
-        yield "no step was completed while the trace was recorded"
-        return
-    lanes = [lane for lane in SHOWN if any(step.busy[lane] for step in steps)]
-    yield f"{'busy share of':14}  {'seconds':>8}" + "".join(f"{_short(x):>12}" for x in lanes)
-    for step in [*steps, *([total] if total is not None else [])]:
-        percents = "".join(f"{percent(step.share(lane)):>12}" for lane in lanes)
-        yield f"{step.name:14}  {step.seconds:8.3f}{percents}"
-    yield ""
-    shown = total or steps[0]
-    together = {pair: seconds for pair, seconds in shown.overlaps.items() if seconds > 0}
-    if together:
-        yield f"at the same time, in {shown.name}:"
-        for (one, other), seconds in together.items():
-            yield f"  {_short(one)} and {_short(other)}: {seconds:.3f} s"
-        yield ""
-    yield "largest stalls:"
-    for stall in shares.largest_stalls(num_stalls):
-        share = percent(stall.lane_seconds / stall.seconds)
-        yield (
-            f"  {stall.seconds * 1e3:9.2f} ms  {stall.cause:10} {stall.unit:20} in {stall.step}; "
-            f"meanwhile {_short(stall.lane)} was busy {share}"
-        )
-    yield ""
-    for step in steps:
-        yield verdict(step)
-    if total is not None:
-        yield verdict(total)
-
-
 def report_data(
     shares: Shares, num_stalls: int = 10, only: StepShares | None = None
 ) -> dict[str, Any]:
-    """The same as data for JSON; times in seconds, shares from 0 to 1."""
-    timeline, total = shares.timeline, shares.whole if only is None else only
+    """Shares, the largest stalls and a verdict per step, of one only if asked for, for JSON.
+
+    Times are in seconds, shares from 0 to 1; `notes` say what is missing in the trace.
+    """
+    timeline, total, notes = shares.timeline, shares.whole if only is None else only, []
+    if not timeline.complete:
+        notes.append("the trace was not closed: the run was killed, or goes on")
+    if timeline.num_dropped:
+        notes.append(f"{timeline.num_dropped:,} events were dropped: shares are lower bounds")
     return {
         "trace": timeline.path,
         "device": timeline.facts.get("device"),
-        "notes": notes(timeline),
+        "notes": notes,
         "steps": [step_data(step) for step in (shares.steps if only is None else [only])],
         "whole": None if total is None else step_data(total),
         "largest_stalls": [asdict(stall) for stall in shares.largest_stalls(num_stalls)],
@@ -499,6 +454,31 @@ def step_data(step: StepShares) -> dict[str, Any]:
         "binds": binds(step),
         "verdict": verdict(step),
     }
+
+
+def report_lines(data: Mapping[str, Any]) -> Iterator[str]:
+    """What `report_data` returns, for people."""
+    yield from data["notes"]
+    steps = data["steps"]
+    if not steps:
+        yield "no step was completed while the trace was recorded"
+        return
+    shown = steps + ([data["whole"]] if len(steps) > 1 else [])
+    lanes = [lane for lane in SHOWN if any(step["busy_share"][lane] for step in steps)]
+    yield f"{'busy share of':14}  {'seconds':>8}" + "".join(f"{_short(x):>12}" for x in lanes)
+    for step in shown:
+        percents = "".join(f"{percent(step['busy_share'][lane]):>12}" for lane in lanes)
+        yield f"{step['name']:14}  {step['seconds']:8.3f}{percents}"
+    yield ""
+    yield "largest stalls:"
+    for stall in data["largest_stalls"]:
+        share = percent(stall["lane_seconds"] / stall["seconds"])
+        yield (
+            f"  {stall['seconds'] * 1e3:9.2f} ms  {stall['cause']:10} {stall['unit']:20} in "
+            f"{stall['step']}; meanwhile {_short(stall['lane'])} was busy {share}"
+        )
+    yield ""
+    yield from (step["verdict"] for step in shown)
 
 
 def _short(lane: str) -> str:

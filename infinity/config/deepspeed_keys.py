@@ -175,15 +175,6 @@ def read_value(kind: str, value: Any) -> Any:
     raise ValueError(f"should be one of {', '.join(map(repr, words))}")
 
 
-def _of(types: Any, words: str) -> Callable[[Any], Any]:
-    def read(value: Any) -> Any:
-        if isinstance(value, types):
-            return value
-        raise ValueError(f"should be {words}")
-
-    return read
-
-
 def _number(value: Any) -> float:
     if isinstance(value, str):
         try:
@@ -196,31 +187,32 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _whole(least: int | None) -> Callable[[Any], int]:
-    def read(value: Any) -> int:
-        integral = not isinstance(value, bool) and isinstance(value, numbers.Integral)
-        number = value if integral else _number(value)
-        if int(number) != number:
-            raise ValueError("should be a whole number")
-        if least is not None and number < least:
-            raise ValueError(f"should be {least} or more")
-        return int(number)
+def _whole(value: Any) -> int:
+    integral = not isinstance(value, bool) and isinstance(value, numbers.Integral)
+    number = value if integral else _number(value)
+    if int(number) != number:
+        raise ValueError("should be a whole number")
+    return int(number)
 
-    return read
+
+def _that(
+    read: Callable[[Any], Any], fits: Callable[[Any], bool], words: str
+) -> Callable[..., Any]:
+    def read_and_check(value: Any) -> Any:
+        found = read(value)
+        if fits(found):
+            return found
+        raise ValueError(f"should be {words}")
+
+    return read_and_check
 
 
 def _interval(value: Any) -> float:
-    return math.inf if value in (math.inf, "Infinity", "inf") else _whole(0)(value)
+    return math.inf if value in (math.inf, "Infinity", "inf") else _WHOLE(value)
 
 
 def _numbers(value: Any) -> Any:
     return [_number(v) for v in value] if isinstance(value, list | tuple) else _number(value)
-
-
-def _pair(value: Any) -> Any:
-    if isinstance(value, list | tuple) and len(value) == 2:
-        return _numbers(value)
-    raise ValueError("should be two numbers")
 
 
 def _names(value: Any) -> tuple[str, ...]:
@@ -239,26 +231,24 @@ def _paths(value: Any) -> list[str]:
     raise ValueError("should be a path, or a list of paths")
 
 
-def _share(value: Any) -> float:
-    number = _number(value)
-    if not 0 <= number <= 1:
-        raise ValueError("should be between 0 and 1")
-    return number
+def _kind(types: Any, words: str) -> Callable[[Any], Any]:
+    return _that(lambda value: value, lambda value: isinstance(value, types), words)
 
 
+_WHOLE = _that(_whole, lambda number: number >= 0, "0 or more")
 _READ: dict[str, Callable[[Any], Any]] = {
-    "flag": _of(bool, "true or false"),
+    "flag": _kind(bool, "true or false"),
     "number": _number,
     "numbers": _numbers,  # or one per group
-    "pair": _pair,
-    "share": _share,
-    "whole": _whole(0),
-    "count": _whole(1),
-    "signed": _whole(None),
+    "pair": _that(_numbers, lambda n: isinstance(n, list) and len(n) == 2, "two numbers"),
+    "share": _that(_number, lambda number: 0 <= number <= 1, "between 0 and 1"),
+    "whole": _WHOLE,
+    "count": _that(_whole, lambda number: number >= 1, "1 or more"),
+    "signed": _whole,
     "interval": _interval,
-    "text": _of(str, "text"),
+    "text": _kind(str, "text"),
     "names": _names,
     "paths": _paths,
-    "section": _of(Mapping | bool, "a section of keys and values"),
+    "section": _kind(Mapping | bool, "a section of keys and values"),
     "anything": lambda value: value,
 }

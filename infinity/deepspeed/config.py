@@ -99,14 +99,8 @@ def translate_deepspeed(
     Raises one `ConfigError` that names everything wrong: keys that are unknown (with the nearest
     name), given twice, in conflict, of the wrong kind, or refused (with what to write).
     """
-    found = find_translation(
-        source,
-        overrides,
-        fill=fill or {},
-        lenient=lenient,
-        client_optimizer=client_optimizer,
-        client_scheduler=client_scheduler,
-    )
+    how = {"client_optimizer": client_optimizer, "client_scheduler": client_scheduler}
+    found = find_translation(source, overrides, fill=fill or {}, lenient=lenient, **how)
     if found is None:
         text = repr(source)
         raise ConfigError(
@@ -358,10 +352,6 @@ def _take(draft: _Draft, key: Key, value: Any) -> None:
                 draft.note(key.name, note)
 
 
-def _check_overflow(draft: _Draft, key: str, value: bool) -> str | None:
-    return None if value else "kept on: a step whose gradients are not finite is skipped"
-
-
 def _stage(draft: _Draft, key: str, value: int) -> str:
     if value >= len(_STAGES):
         raise ValueError("should be 0, 1, 2 or 3")
@@ -392,8 +382,7 @@ def _max_live(draft: _Draft, key: str, value: int) -> str | None:
 
 
 def _pinned(draft: _Draft, key: str, value: bool) -> str | None:
-    note = f"not kept apart: {KEYS[key].note} where the system allows it"
-    return None if value else note
+    return None if value else f"not kept apart: {KEYS[key].note} where the system allows it"
 
 
 def _block_size(draft: _Draft, key: str, value: int) -> None:
@@ -419,7 +408,9 @@ def _csv(draft: _Draft, key: str, value: bool) -> str | None:
 # What translates a value where the table names no key of ours; it may return a note for this value,
 # and raises `ValueError` for one that makes no sense.
 _TAKES: dict[str, Callable[[_Draft, str, Any], str | None]] = {
-    "bf16.check_grad_overflow": _check_overflow,
+    "bf16.check_grad_overflow": lambda draft, key, value: (
+        None if value else "kept on: a step whose gradients are not finite is skipped"
+    ),
     f"{_ZERO}.stage": _stage,
     f"{_ZERO}.sub_group_size": _sub_group,
     f"{_ZERO}.stage3_prefetch_bucket_size": _prefetch,

@@ -25,7 +25,7 @@ from infinity.model.weight_directory import saving
 from infinity.model.weight_files import Outgoing, WeightFiles, write_shards
 from infinity.optim.moments import COMPUTE_DTYPES
 from infinity.optim.offloaded import OffloadedOptimizer
-from infinity.read_settings import Settings, read_settings
+from infinity.read_settings import read_settings
 from infinity.sizes import parse_size
 from infinity.startup import initialize
 from infinity.training.state_dict import StateDict
@@ -402,17 +402,9 @@ def from_pretrained(
     (`lambda model: peft.get_peft_model(model, peft_config)`). All other arguments, and `config`,
     are those of `initialize`.
     """
-    _check_prepare(prepare)
-    told = _read(config, arguments)
-    model = load_model(
-        source,
-        told.config,
-        model_class=model_class,
-        model_config=model_config,
-        model_kwargs=model_kwargs,
-        revision=revision,
-    )
-    return initialize(_prepared(model, prepare), told, **arguments)
+    more = {"model_config": model_config, "revision": revision}
+    build = partial(load_model, source, model_class=model_class, model_kwargs=model_kwargs, **more)
+    return _initialize(build, config, prepare, arguments)
 
 
 def from_config(
@@ -429,28 +421,25 @@ def from_config(
     `source` is a transformers config, a dict as in a config.json, or a directory or Hub id with
     one. The values are those of an ordinary build with the config's `seed`, bit for bit.
     """
-    _check_prepare(prepare)
-    told = _read(config, arguments)
-    model = build_model(source, told.config, model_class=model_class, model_kwargs=model_kwargs)
-    return initialize(_prepared(model, prepare), told, **arguments)
+    build = partial(build_model, source, model_class=model_class, model_kwargs=model_kwargs)
+    return _initialize(build, config, prepare, arguments)
 
 
-def _read(config: AnyConfig, arguments: dict[str, Any]) -> Settings:
-    """What `initialize` would be told; takes the arguments that told it out of `arguments`."""
-    ways = [arguments.pop(name, None) for name in ("config_params", "args")]
-    names = ("batch_size", "optimizer", "lr_scheduler", "model_parameters")
-    return read_settings(config, *ways, **{name: arguments.get(name) for name in names})
-
-
-def _check_prepare(prepare: Any) -> None:
-    """Before anything is read or built."""
-    if prepare is not None and not callable(prepare):
+def _initialize(
+    build: Callable[..., nn.Module],
+    config: AnyConfig,
+    prepare: Prepare | None,
+    arguments: dict[str, Any],
+) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
+    if prepare is not None and not callable(prepare):  # before anything is read or built
         raise ConfigError(
             f"prepare is {prepare!r}, which cannot be called",
             remedy="prepare=lambda model: peft.get_peft_model(model, peft_config), say",
         )
-
-
-def _prepared(model: nn.Module, prepare: Prepare | None) -> nn.Module:
+    # What `initialize` would be told; the arguments that told it are not passed on.
+    ways = [arguments.pop(name, None) for name in ("config_params", "args")]
+    names = ("batch_size", "optimizer", "lr_scheduler", "model_parameters")
+    told = read_settings(config, *ways, **{name: arguments.get(name) for name in names})
+    model = build(config=told.config)
     made = prepare(model) if prepare is not None else None
-    return model if made is None else made
+    return initialize(model if made is None else made, told, **arguments)

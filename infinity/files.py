@@ -1,7 +1,7 @@
 """Files that must outlast a loss of power, and that others may reach for while they are written.
 
-Nothing here follows a link in a file's place, and nobody but the owner may write what is made here,
-whatever the umask says.
+Also locks, and what the system refuses in our words. Nothing here follows a link in a file's
+place, and nobody but the owner may write what is made here, whatever the umask says.
 """
 
 from __future__ import annotations
@@ -19,10 +19,88 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from infinity.errors import DoesNotFitError, MachineError
+from infinity.sizes import format_size
+
 FILE_MODE = 0o644  # less what the umask takes; so with the next
 FOLDER_MODE = 0o755
 SHARED_FOLDER_MODE = 0o775  # that a user named: where groups share directories, they go on to
 TEMPORARY_NAME = re.compile(r"\.infinity-[0-9a-f]{16}\.tmp")
+
+
+# Number of an error -> why the system refused, and what to try.
+_ADVICE: dict[int, tuple[str, str]] = {
+    errno.EIO: (
+        "the drive or the file system reports a failure",
+        "check `dmesg` and the drive's health (`smartctl -a`)",
+    ),
+    errno.ENOSPC: ("the file system is full", "free space there, or use another place"),
+    errno.EDQUOT: ("the disk quota is used up", "raise the quota, or use another place"),
+    errno.EROFS: (
+        "the file system is read-only, as file systems become after an error of the drive",
+        "check `dmesg`, and mount it writable; or use another place",
+    ),
+    errno.EACCES: ("its permissions forbid it", "chown or chmod it, or use another place"),
+    errno.EPERM: ("its permissions forbid it", "chown or chmod it, or use another place"),
+    errno.ENOENT: ("it is not there, or was removed meanwhile", "look who removes files there"),
+    errno.ENOTDIR: ("a file is where a directory should be", "name a directory"),
+    errno.EFBIG: (
+        "the process or the file system does not allow files of this size",
+        "raise `ulimit -f`, or write smaller files",
+    ),
+    errno.ENOLCK: ("its file system cannot lock files", "use a local file system"),
+    errno.EOPNOTSUPP: ("its file system lacks that", "use a local file system"),
+    errno.ECANCELED: (
+        "the engine was closed while the request was queued",
+        "do not use a closed engine",
+    ),
+    errno.ETIMEDOUT: (
+        "the drive hangs, or the network behind it does",
+        "check `dmesg`; close the engine; raise io.stuck_after_s if the drive is only slow",
+    ),
+}
+
+
+def advice(error: OSError) -> tuple[str | None, str | None]:
+    """Why the system refused, and what to try, as far as the number of its error tells."""
+    why, remedy = _ADVICE.get(error.errno or 0, (None, None))
+    if error.errno in (errno.EACCES, errno.EPERM):
+        why = f"{why} to user id {os.geteuid()}"
+    return why, remedy
+
+
+def refused(
+    what: str, error: OSError, path: Path | None = None, *, remedy: str | None = None
+) -> DoesNotFitError | MachineError:
+    """The error of ours for one of the system's; `what` says what failed.
+
+    `path` tells how much is free there, where that is the trouble; `remedy` is a better one than
+    what goes with the number.
+    """
+    because, usual = advice(error)
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if full and path is not None:
+        because = f"{because}; {free_text(path)}"
+    return (DoesNotFitError if full else MachineError)(
+        f"{what}: {error.strerror or error} (errno {error.errno})",
+        because=because,
+        remedy=remedy or usual,
+    )
+
+
+def free_bytes(path: Path) -> int:
+    """What an ordinary user may still write there. Raises `OSError`."""
+    facts = os.statvfs(path)
+    return facts.f_bavail * facts.f_frsize
+
+
+def free_text(path: Path) -> str:
+    """How much is free at a path, or above it where it does not exist."""
+    for place in (path, *path.parents):
+        with suppress(OSError):
+            inodes = os.statvfs(place).f_favail
+            return f"{format_size(free_bytes(place))} and {inodes} inodes free there"
+    return "free space unknown"
 
 
 def temporary_name() -> str:
@@ -112,24 +190,32 @@ def sync_directory(path: Path) -> None:
 
 
 class LockFile:
-    """An exclusive lock, held until `release`; its empty file is there as long.
+    """A lock on a file without contents, until `release` or `let_go`; a death lets go as well.
 
-    A process that dies leaves the file, which the next one takes over.
+    The file that a dead process leaves is taken over, and tells what that left beside it.
     """
 
-    def __init__(self, path: Path, *, create: bool = True) -> None:
+    def __init__(
+        self, path: Path, *, create: bool = True, shared: bool = False, dir_fd: int | None = None
+    ) -> None:
         """Raises `BlockingIOError` if somebody has it, else `OSError`: `FileNotFoundError` without
         `create`, EEXIST if there is a file that no lock would be.
         """
         self.path = path
+        self._owner = os.getpid()
         self._descriptor = -1
         while self._descriptor < 0:
-            self._descriptor = _locked(path, create=create)
+            self._descriptor = _locked(path, dir_fd, create=create, shared=shared)
         _held.add(self)
+
+    @property
+    def held(self) -> bool:
+        """Whether this process has the lock; a forked child has not."""
+        return self._descriptor >= 0 and self._owner == os.getpid()
 
     def release(self) -> None:
         """Remove the lock file and let go; after `let_go` it does nothing. Idempotent."""
-        if self._descriptor >= 0:
+        if self.held:
             with suppress(OSError):
                 self.path.unlink(missing_ok=True)
         self.let_go()
@@ -142,16 +228,16 @@ class LockFile:
             os.close(descriptor)
 
 
-def _locked(path: Path, *, create: bool) -> int:
+def _locked(path: Path, dir_fd: int | None, *, create: bool, shared: bool) -> int:
     """The descriptor of a lock file that is locked; -1 if it was removed meanwhile."""
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(path, flags | (os.O_CREAT if create else 0), 0o600)
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_RDONLY if shared else os.O_RDWR)
+    descriptor = os.open(path, flags | (os.O_CREAT if create else 0), 0o600, dir_fd=dir_fd)
     try:
         facts = os.fstat(descriptor)
         # Of any owner: some file systems give all files to one user.
         if not stat.S_ISREG(facts.st_mode) or facts.st_size:
             raise OSError(errno.EEXIST, "a file of another making has that name", str(path))
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         if os.fstat(descriptor).st_nlink:
             return descriptor
     except BaseException:
@@ -162,7 +248,7 @@ def _locked(path: Path, *, create: bool) -> int:
 
 
 # A forked child holds a copy of every lock; it must let go, or a DataLoader worker that outlives
-# a killed run would keep what that run left looking alive.
+# a killed run would keep what that run left looking alive. (Closing a copy does not unlock.)
 _held: weakref.WeakSet[LockFile] = weakref.WeakSet()
 
 

@@ -366,7 +366,7 @@ def test_a_disk_that_fills_up_meanwhile(small_disk: Path) -> None:
             while True:
                 file.write(bytes(1))
         rest = {"at once": ("model", "residual"), "between": ("residual",), "at the end": ()}
-        with pytest.raises(DoesNotFitError, match="disk is full") as caught:
+        with pytest.raises(DoesNotFitError, match="No space left on device") as caught:
             end(writer, made, rest[moment])
         assert "free space there" in str(caught.value)
         filler.unlink()

@@ -95,7 +95,11 @@ def test_the_first_problem_gives_the_code_and_all_are_told(
 
 @pytest.mark.parametrize(
     ("number", "code", "part"),
-    [(errno.EROFS, 4, "is read-only"), (errno.EACCES, 4, "is not writable"), (28, 3, "is full")],
+    [
+        (errno.EROFS, 4, "is read-only"),
+        (errno.EACCES, 4, "permissions forbid it"),
+        (28, 3, "is full"),
+    ],
 )
 def test_a_path_that_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int, part: str

@@ -204,8 +204,8 @@ def test_a_full_disk_is_said_with_numbers(tmp_path: Path, monkeypatch: pytest.Mo
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(data, "write_new", full)
-    with pytest.raises(DoesNotFitError, match=r"are free\n.*data\.cache"):
+    monkeypatch.setattr(data, "write_sealed", full)
+    with pytest.raises(DoesNotFitError, match=r"free there\n.*data\.cache"):
         prepare(recipe(tmp_path / "a.txt"), tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 

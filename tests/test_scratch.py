@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from support.leaks import descriptors
 
+from infinity.sealed import read_sealed, write_sealed
 from infinity.storage import run_dir as module
 from infinity.storage.run_dir import Scratch, remove_dead_runs
 
@@ -77,7 +78,8 @@ def killed_run(root: Path) -> Path:
 
 def edit_record(directory: Path, **changes: object) -> None:
     path = directory / "run.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    facts = module.RECORD_FORMAT, module.RECORD_VERSION
+    write_sealed(path, *facts, read_sealed(path, *facts) | changes)
 
 
 def names_in(root: Path) -> list[str]:

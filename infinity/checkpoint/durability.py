@@ -18,7 +18,7 @@ from contextlib import closing
 from typing import Any
 
 from infinity.checkpoint.commits import CommitFiles, CommitRecord, SmallFile, newest, read_commits
-from infinity.checkpoint.durable_runs import PLAN_NAME, StoredRun, plan_text, state_tag, write_plan
+from infinity.checkpoint.durable_runs import PLAN_NAME, StoredRun, state_tag, write_plan
 from infinity.errors import CheckpointError
 from infinity.offload.state import StateStore, UnitState
 from infinity.offload.transfers import Label, Lanes
@@ -87,7 +87,7 @@ class Durability:
         self._records.reserve()
         directories = [scratch.directory for scratch in self._disk.scratches]
         placement = self._disk.placement
-        write_plan(self._primary.path(PLAN_NAME), plan_text(self._run, facts, self.plan, placement))
+        write_plan(self._primary.path(PLAN_NAME), self._run, facts, self.plan, placement)
         for index, (scratch, used) in enumerate(
             zip(self._disk.scratches, placement.used, strict=True)
         ):

@@ -6,7 +6,6 @@ reading, so that no run goes on in it meanwhile.
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -28,12 +27,13 @@ from infinity.checkpoint.commits import (
 from infinity.checkpoint.durability import SUMS_NAME
 from infinity.checkpoint.durable_runs import read_run
 from infinity.errors import CheckpointError, MachineError, listed
+from infinity.files import LockFile
 from infinity.formats import MOMENT_BLOCK
 from infinity.offload.state import UnitState, promise_extents
 from infinity.plan.layout import PAGE, Kind, Segment, Tier, round_up
 from infinity.plan.plan import Plan
 from infinity.storage.disk import CHECKSUM_BYTES, STATE_NAME, Extent, wrong_pages
-from infinity.storage.run_dir import LOCK_NAME, in_use
+from infinity.storage.run_dir import lock_durable
 from infinity.storage.striping import Stripes
 
 __all__ = ["SCALES", "DurableReader"]
@@ -52,12 +52,12 @@ class DurableReader:
 
     def __init__(self, directory: str | os.PathLike[str], roots: Iterable[Path] = ()) -> None:
         run = read_run(Path(directory).expanduser().absolute(), roots)
-        self._locks: list[int] = []
+        self._locks: list[LockFile] = []
         self._files: list[int] = []
         self._sums = -1
         try:
             for member in run.placement.directories:
-                self._lock(member)
+                self._locks.append(lock_durable(member, shared=True))
                 self._files.append(_open(member / STATE_NAME))
             record = last_commit(run.directory, run.record.run)
             if record.checksums:
@@ -184,10 +184,12 @@ class DurableReader:
 
     def close(self) -> None:
         """Let go of the directory; idempotent."""
-        descriptors = [*self._files, *self._locks, self._sums]
+        descriptors, locks = [*self._files, self._sums], self._locks
         self._files, self._locks, self._sums = [], [], -1
         for descriptor in (d for d in descriptors if d >= 0):
             os.close(descriptor)
+        for lock in locks:
+            lock.let_go()
 
     def __enter__(self) -> Self:
         return self
@@ -284,14 +286,6 @@ class DurableReader:
                 f"{piece.offset} to {piece.offset + PAGE - 1}, {part.owner}, which hold "
                 f"{held or 'no parameter'}"
             )
-
-    def _lock(self, directory: Path) -> None:
-        descriptor = _open(directory / LOCK_NAME)
-        self._locks.append(descriptor)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            raise in_use(directory) from error
 
 
 def _open(path: Path) -> int:

@@ -15,20 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from infinity.checkpoint.commits import COMMIT_NAMES, CommitRecord, last_commit
-from infinity.errors import CheckpointError, ConfigError, InfinityError, MachineError
-from infinity.files import json_lines, read_small, write_new
+from infinity.errors import CheckpointError, ConfigError, InfinityError
+from infinity.files import json_lines, read_small, refused
 from infinity.plan.layout import PAGE, Segment, Tier, UnitLayout
 from infinity.plan.plan import Plan, RuleFacts, UnitHomes
 from infinity.plan.planner import Stored
+from infinity.sealed import read_sealed, write_sealed
 from infinity.storage.disk import STATE_NAME
 from infinity.storage.run_dir import (
+    RECORD_FORMAT,
     RECORD_NAME,
+    RECORD_VERSION,
     durable_records,
     is_live,
     never_began,
     run_records,
-    seal,
-    unseal,
 )
 from infinity.storage.striping import Placement
 
@@ -116,11 +117,11 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     return found[:MAX_TOLD] + more
 
 
-def plan_text(run: str, facts: Mapping[str, Any], plan: Plan, placement: Placement) -> bytes:
-    """The text of `plan.json`."""
+def write_plan(
+    path: Path, run: str, facts: Mapping[str, Any], plan: Plan, placement: Placement
+) -> None:
+    """Write `plan.json`, for good; raises `MachineError`."""
     content = {
-        "format": _FORMAT,
-        "version": _VERSION,
         "run": run,
         **facts,
         "chunk_elements": plan.chunk_elements,
@@ -131,18 +132,10 @@ def plan_text(run: str, facts: Mapping[str, Any], plan: Plan, placement: Placeme
         "room": placement.room,
         "used": placement.used,
     }
-    return seal(content)
-
-
-def write_plan(path: Path, text: bytes) -> None:
-    """Write and sync it; raises `MachineError`."""
     try:
-        write_new(path, text)
+        write_sealed(path, _FORMAT, _VERSION, content, 0o600)
     except OSError as error:
-        raise MachineError(
-            f"{path} could not be written: {error.strerror} (errno {error.errno})",
-            remedy="look at the drive and the space on it",
-        ) from error
+        raise refused(f"{path} could not be written", error) from error
 
 
 def state_tag(run: str, index: int) -> bytes:
@@ -210,7 +203,7 @@ def _check_files(placement: Placement, run: str) -> None:
 
 def _run_record(directory: Path) -> dict[str, Any]:
     try:
-        record = unseal(read_small(directory / RECORD_NAME))
+        record = read_sealed(directory / RECORD_NAME, RECORD_FORMAT, RECORD_VERSION)
     except OSError as error:
         raise CheckpointError(
             f"{directory} is not a durable run: {RECORD_NAME} cannot be read ({error.strerror})",
@@ -226,17 +219,11 @@ def _run_record(directory: Path) -> dict[str, Any]:
 def _read_plan(directory: Path) -> dict[str, Any]:
     path = directory / PLAN_NAME
     try:
-        facts = unseal(read_small(path))
+        return read_sealed(path, _FORMAT, _VERSION)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
-    if facts.get("format") != _FORMAT or facts.get("version") != _VERSION:
-        raise CheckpointError(
-            f"{path} has format {facts.get('format')!r} of version {facts.get('version')}; this is "
-            f"{_FORMAT!r} of version {_VERSION}"
-        )
-    return facts
 
 
 def _members(directory: Path, facts: Mapping[str, Any], roots: Iterable[Path]) -> tuple[Path, ...]:

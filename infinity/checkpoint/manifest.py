@@ -2,193 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from os import PathLike
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
 from infinity.checkpoint.plain import DTYPES
-from infinity.crc32c import crc32c
 from infinity.errors import CheckpointError, ConfigError
 from infinity.formats import MomentFormat
 from infinity.model.weight_directory import INDEX_NAME
 from infinity.model.weight_files import DTYPE_NAMES, encode_header
 from infinity.optim.moments import KIND_DTYPES, VALUE_DTYPES
-
-# JSON that ends with its own checksum, and the cautious reading of what may be hostile.
-#
-# A sealed text is one object with a member per line (a list of objects: with one of those per
-# line). Its last member is "checksum", the CRC32C of all bytes before the comma that precedes it.
-
-
-LARGEST = 2**63 - 1
-_SEAL = re.compile(r',\n"checksum": "([0-9a-f]{8})"\n}\n')
-_SEAL_LENGTH = len(',\n"checksum": "00000000"\n}\n')
-
-
-def sealed(members: Mapping[str, Any], lists: Mapping[str, Sequence[Any]]) -> str:
-    """The text of `members` and, an element per line, of `lists`.
-
-    Raises `ConfigError` for what is no JSON; infinities are none.
-    """
-    lines = [f"{_dump(key, key)}: {_dump(value, key)}" for key, value in members.items()]
-    for key, items in lists.items():
-        inner = ",".join(f"\n {_dump(item, key)}" for item in items)
-        lines.append(f"{_dump(key, key)}: [{inner}]")
-    body = "{\n" + ",\n".join(lines)
-    return f'{body},\n"checksum": "{crc32c(body.encode()):08x}"\n}}\n'
-
-
-def _dump(value: Any, what: str) -> str:
-    try:
-        return json.dumps(value, allow_nan=False, separators=(",", ":"))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{what} cannot be saved as JSON: {error}",
-            remedy="encode it with infinity.checkpoint.plain.encode",
-        ) from None
-
-
-class Fields:
-    """Members of parsed JSON by kind; what is not of that kind raises `CheckpointError`.
-
-    `where` is the file that the errors name.
-    """
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-
-    def fail(self, problem: str) -> NoReturn:
-        """Raise the error for a file that is unsound."""
-        raise CheckpointError(
-            f"{self.where} is not sound: {problem}",
-            because="it is damaged, was changed, or was written by something else",
-            remedy="use another checkpoint: infinity checkpoint verify DIR --all names the sound",
-        )
-
-    def parse(self, text: str) -> dict[str, Any]:
-        """The one JSON object in `text`: no name twice, no infinities, not too deep."""
-        try:
-            found = json.loads(
-                text,
-                object_pairs_hook=self._unique,
-                parse_constant=self._no_number,
-                parse_float=self._finite,
-            )
-        except (ValueError, RecursionError) as error:
-            self.fail(f"it is not JSON: {str(error)[:200]}")
-        if type(found) is not dict:
-            self.fail("it is no JSON object")
-        return found
-
-    def check_seal(self, text: str) -> None:
-        """Hold `text` to the checksum at its end."""
-        seal = _SEAL.fullmatch(text[-_SEAL_LENGTH:])
-        if seal is None:
-            self.fail("it does not end with its checksum")
-        try:
-            crc = crc32c(text[:-_SEAL_LENGTH].encode())
-        except UnicodeEncodeError:
-            self.fail("it is no UTF-8")
-        if crc != int(seal[1], 16):
-            self.fail(f"its CRC32C is {crc:08x}, and its checksum {seal[1]}")
-
-    def _unique(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            seen: set[str] = set()
-            for name, _ in pairs:
-                if name in seen:
-                    self.fail(f"the member {name!r:.80} is there twice")
-                seen.add(name)
-        return found
-
-    def _no_number(self, text: str) -> NoReturn:
-        self.fail(f"{text} is no JSON")
-
-    def _finite(self, text: str) -> float:
-        number = float(text)
-        if not math.isfinite(number):
-            self.fail(f"the number {text:.40} is too large")
-        return number
-
-    def member(self, members: Any, key: str, place: str) -> Any:
-        """The member, whatever it is."""
-        if type(members) is not dict:
-            self.fail(f"{place or 'it'} is no object")
-        if key not in members:
-            self.fail(f"{_joined(place, key)} is missing")
-        return members[key]
-
-    def _of(self, kind: type, members: Any, key: str, place: str) -> Any:
-        value = self.member(members, key, place)
-        if type(value) is not kind:
-            self.fail(f"{_joined(place, key)} is {value!r:.60}, not of type {kind.__name__}")
-        return value
-
-    def text(self, members: Any, key: str, place: str = "") -> str:
-        """A text that has an encoding."""
-        found: str = self._of(str, members, key, place)
-        self._check_text(found, _joined(place, key))
-        return found
-
-    def _check_text(self, text: str, place: str) -> None:
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            self.fail(f"{place} is no text: {text!r:.60}")
-
-    def flag(self, members: Any, key: str, place: str = "") -> bool:
-        """True or false."""
-        found: bool = self._of(bool, members, key, place)
-        return found
-
-    def number(self, members: Any, key: str, place: str = "", limit: int = LARGEST) -> int:
-        """A whole number from 0 to `limit`."""
-        found: int = self._of(int, members, key, place)
-        if not 0 <= found <= limit:
-            self.fail(f"{_joined(place, key)} is {_number(found)}, not from 0 to {limit}")
-        return found
-
-    def items(self, members: Any, key: str, place: str = "") -> list[Any]:
-        """A list of anything."""
-        found: list[Any] = self._of(list, members, key, place)
-        return found
-
-    def texts(self, members: Any, key: str, place: str = "") -> tuple[str, ...]:
-        """A list of texts."""
-        found = self.items(members, key, place)
-        for item in found:
-            if type(item) is not str:
-                self.fail(f"{_joined(place, key)} holds {item!r:.60}, not texts alone")
-            self._check_text(item, _joined(place, key))
-        return tuple(found)
-
-    def numbers(
-        self, members: Any, key: str, place: str = "", limit: int = LARGEST
-    ) -> tuple[int, ...]:
-        """A list of whole numbers from 0 to `limit`."""
-        found = self.items(members, key, place)
-        for item in found:
-            if type(item) is not int or not 0 <= item <= limit:
-                text = _number(item) if type(item) is int else f"{item!r:.60}"
-                self.fail(f"{_joined(place, key)} holds {text}, not numbers from 0 to {limit}")
-        return tuple(found)
-
-
-def _joined(place: str, key: str) -> str:
-    return f"{place}.{key}" if place else key
-
-
-def _number(number: int) -> str:
-    return str(number) if abs(number) <= LARGEST else f"a number of {number.bit_length()} bits"
-
+from infinity.sealed import LARGEST, made, seal, shallow, unseal
 
 # Which bytes of a checkpoint lie in which file: streams, shards, names and headers.
 #
@@ -321,6 +150,7 @@ MAX_MANIFEST_BYTES = 512 << 20
 MAX_BLOCK_BYTES = 64 << 20
 MIN_BLOCK_BYTES = 4096
 MAX_MOMENTS = 6
+_RECORDS = ("parameters", "buffers", "files")  # of a manifest: tuples of objects
 _MOMENT_FORMATS = frozenset(member.value for member in MomentFormat)
 
 
@@ -382,74 +212,46 @@ class Manifest:
     plan: Any
     files: tuple[FileRecord, ...] = ()
 
-    def to_text(self) -> str:
-        """The text of manifest.json. Raises `ConfigError` for what is no JSON."""
-        members: dict[str, Any] = {
-            "format": FORMAT_NAME,
-            "version": VERSION,
-            "engine_version": self.engine_version,
-            "global_steps": self.global_steps,
-            "precision": self.precision,
-            "rule": self.rule,
-            "moments": self.moments,
-            "run": self.run,
-            "client_state": self.client_state,
-            "config": self.config,
-            "plan": self.plan,
+    def to_bytes(self) -> bytes:
+        """What manifest.json holds. Raises `ConfigError` for what is no JSON."""
+        members = {
+            name: [shallow(record) for record in value] if name in _RECORDS else value
+            for name, value in shallow(self).items()
         }
-        records: dict[str, list[Any]] = {
-            "parameters": [asdict(record) for record in self.parameters],
-            "buffers": [asdict(record) for record in self.buffers],
-            "files": [_file_members(record) for record in self.files],
-        }
-        return sealed(members, records)
+        return seal({"format": FORMAT_NAME, "version": VERSION, **members})
 
     @classmethod
-    def from_text(cls, text: str, where: str | PathLike[str]) -> Self:
-        """The manifest in `text`, which was found at `where`.
+    def from_bytes(cls, data: bytes, where: str | PathLike[str]) -> Self:
+        """The manifest in `data`, which was found at `where`.
 
         Members that are not known are ignored: later minor versions may have more. Raises
         `CheckpointError` that names `where` and what is at fault.
         """
-        fields = Fields(str(where))
-        found = fields.parse(text)
-        if found.get("format") != FORMAT_NAME:
-            fields.fail(f"its format is {found.get('format')!r:.60}, not {FORMAT_NAME!r}")
-        version = fields.numbers(found, "version")
-        if len(version) != 2 or version[0] != VERSION[0]:
+        try:
+            found = unseal(data)
+            if found.get("format") != FORMAT_NAME:
+                raise ValueError(f"its format is {found.get('format')!r:.60}, not {FORMAT_NAME!r}")
+            if "version" not in found:
+                raise ValueError("version is missing")
+            version = made(tuple[int, ...], found["version"], "version")
+            if len(version) == 2 and version[0] == VERSION[0]:
+                manifest: Self = made(cls, found)
+                for problem in manifest.problems():
+                    raise ValueError(problem)
+                return manifest
+        except ValueError as error:
             raise CheckpointError(
-                f"{where} has the format version {'.'.join(map(str, version[:4]))}; this "
-                f"infinity reads {VERSION[0]}.x",
-                because="another major version of infinity wrote it, or it is damaged",
-                remedy="use the version of infinity that wrote it",
-            )
-        fields.check_seal(text)
-        manifest = cls(
-            engine_version=fields.text(found, "engine_version"),
-            global_steps=fields.number(found, "global_steps"),
-            precision=fields.text(found, "precision"),
-            rule=fields.text(found, "rule"),
-            moments=fields.texts(found, "moments"),
-            parameters=tuple(
-                _parameter(fields, members, f"parameters[{i}]")
-                for i, members in enumerate(fields.items(found, "parameters"))
-            ),
-            buffers=tuple(
-                _buffer(fields, members, f"buffers[{i}]")
-                for i, members in enumerate(fields.items(found, "buffers"))
-            ),
-            run=fields.member(found, "run", ""),
-            client_state=fields.member(found, "client_state", ""),
-            config=fields.member(found, "config", ""),
-            plan=fields.member(found, "plan", ""),
-            files=tuple(
-                _file(fields, members, f"files[{i}]")
-                for i, members in enumerate(fields.items(found, "files"))
-            ),
+                f"{where} is not sound: {error}",
+                because="it is damaged, was changed, or was written by something else",
+                remedy="use another checkpoint: infinity checkpoint verify DIR --all names the "
+                "sound",
+            ) from None
+        raise CheckpointError(
+            f"{where} has the format version {'.'.join(map(str, version[:4]))}; this "
+            f"infinity reads {VERSION[0]}.x",
+            because="another major version of infinity wrote it, or it is damaged",
+            remedy="use the version of infinity that wrote it",
         )
-        for problem in manifest.problems():
-            fields.fail(problem)
-        return manifest
 
     def problems(self) -> Iterator[str]:
         """What contradicts itself."""
@@ -476,8 +278,23 @@ class Manifest:
 
 def _file_problems(files: tuple[FileRecord, ...]) -> Iterator[str]:
     by_stream: dict[str, list[str]] = {}
-    for file in files:
+    for i, file in enumerate(files):
         by_stream.setdefault(file.stream, []).append(file.name)
+        size = file.block_bytes
+        if not MIN_BLOCK_BYTES <= size <= MAX_BLOCK_BYTES or size & (size - 1):
+            yield (
+                f"files[{i}].block_bytes is {size}, no power of two from {MIN_BLOCK_BYTES} to "
+                f"{MAX_BLOCK_BYTES}"
+            )
+            continue
+        expected = -(-file.nbytes // size)
+        if len(file.crc32c) != expected:
+            yield (
+                f"files[{i}], {file.name!r:.200}, has {len(file.crc32c)} checksums, not "
+                f"{expected} for {file.nbytes} bytes in blocks of {size}"
+            )
+        if max(file.crc32c, default=0) >= 1 << 32:
+            yield f"files[{i}].crc32c holds {max(file.crc32c)}, which is no CRC32C"
     if [f.stream for f in files] != [s for s, names in by_stream.items() for _ in names]:
         yield "its files are not grouped by stream"
     for stream, names in by_stream.items():
@@ -487,61 +304,6 @@ def _file_problems(files: tuple[FileRecord, ...]) -> Iterator[str]:
             allowed += [file_names(stream, 1, numbered=False)]
         if names not in allowed:
             yield f"the files of stream {stream!r:.60} are called {names!r:.200}"
-
-
-def _file_members(record: FileRecord) -> Mapping[str, Any]:
-    # asdict would copy a million checksums one by one.
-    return {
-        "name": record.name,
-        "stream": record.stream,
-        "nbytes": record.nbytes,
-        "block_bytes": record.block_bytes,
-        "crc32c": record.crc32c,
-    }
-
-
-def _parameter(fields: Fields, members: Any, place: str) -> ParameterRecord:
-    return ParameterRecord(
-        name=fields.text(members, "name", place),
-        aliases=fields.texts(members, "aliases", place),
-        shape=fields.numbers(members, "shape", place),
-        dtype=fields.text(members, "dtype", place),
-        trained=fields.flag(members, "trained", place),
-        step=fields.number(members, "step", place),
-    )
-
-
-def _buffer(fields: Fields, members: Any, place: str) -> BufferRecord:
-    return BufferRecord(
-        name=fields.text(members, "name", place),
-        aliases=fields.texts(members, "aliases", place),
-        shape=fields.numbers(members, "shape", place),
-        dtype=fields.text(members, "dtype", place),
-        persistent=fields.flag(members, "persistent", place),
-    )
-
-
-def _file(fields: Fields, members: Any, place: str) -> FileRecord:
-    record = FileRecord(
-        name=fields.text(members, "name", place),
-        stream=fields.text(members, "stream", place),
-        nbytes=fields.number(members, "nbytes", place),
-        block_bytes=fields.number(members, "block_bytes", place),
-        crc32c=fields.numbers(members, "crc32c", place, limit=2**32 - 1),
-    )
-    size = record.block_bytes
-    if not MIN_BLOCK_BYTES <= size <= MAX_BLOCK_BYTES or size & (size - 1):
-        fields.fail(
-            f"{place}.block_bytes is {size}, no power of two from {MIN_BLOCK_BYTES} to "
-            f"{MAX_BLOCK_BYTES}"
-        )
-    expected = -(-record.nbytes // size)
-    if len(record.crc32c) != expected:
-        fields.fail(
-            f"{place}, {record.name!r:.200}, has {len(record.crc32c)} checksums, not {expected} "
-            f"for {record.nbytes} bytes in blocks of {size}"
-        )
-    return record
 
 
 # Whether the tensors of a checkpoint's files are those that its manifest speaks of.

@@ -106,18 +106,17 @@ class CheckpointReader:
                 raise ChangedError(f"it has {size} bytes, more than {MAX_MANIFEST_BYTES}")
             with os.fdopen(os.open(path, flags), "rb") as file:
                 data = file.read(size + 1)
-            text = data.decode()
         except FileNotFoundError:
             raise CheckpointError(
                 f"{self.directory} is no checkpoint: it has no {MANIFEST_NAME}",
                 because="the manifest is written last, so without it nothing else can be trusted",
                 remedy="use another checkpoint",
             ) from None
-        except (ChangedError, UnicodeDecodeError) as error:
+        except ChangedError as error:
             raise self._damaged(path, str(error)) from None
         except OSError as error:
             raise refusal("reading", path, error) from error
-        manifest = Manifest.from_text(text, path)
+        manifest = Manifest.from_bytes(data, path)
         self.manifest_crc32c = crc32c(data)
         return manifest
 

@@ -22,7 +22,6 @@ import infinity._aio as _aio
 from infinity.checkpoint.blocks import WRITES_IN_FLIGHT, BlockWriter, Pool
 from infinity.checkpoint.directory import (
     TagLock,
-    free_bytes,
     new_latest_name,
     prune,
     refusal,
@@ -49,7 +48,14 @@ from infinity.checkpoint.manifest import (
 )
 from infinity.checkpoint.manifest import problems as disagreements
 from infinity.errors import CheckpointError, ConfigError, DoesNotFitError, MachineError, listed
-from infinity.files import FILE_MODE, FOLDER_MODE, SHARED_FOLDER_MODE, sync_directory, write_new
+from infinity.files import (
+    FILE_MODE,
+    FOLDER_MODE,
+    SHARED_FOLDER_MODE,
+    free_bytes,
+    sync_directory,
+    write_new,
+)
 from infinity.model.weight_directory import INDEX_NAME
 from infinity.sizes import format_size
 
@@ -353,8 +359,8 @@ class CheckpointWriter:
             files = {r.name: identity(os.lstat(self._temporary / r.name)) for r in records}
             if index := _index_text(manifest, self._streams):
                 records.append(self._write_index(index))
-            text = replace(manifest, files=tuple(records)).to_text()
-            write_new(self._temporary / MANIFEST_NAME, text.encode(), FILE_MODE)
+            data = replace(manifest, files=tuple(records)).to_bytes()
+            write_new(self._temporary / MANIFEST_NAME, data, FILE_MODE)
             sync_directory(self._temporary)
             self._publish(save_latest=save_latest)
         self.written = Written(self.root, self.tag, self._specs, tuple(records), files)

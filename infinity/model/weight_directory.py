@@ -18,11 +18,11 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from errno import EDQUOT, ENOLCK, ENOSPC, ENOSYS, EOPNOTSUPP
+from errno import ENOLCK, ENOSPC, ENOSYS, EOPNOTSUPP
 from pathlib import Path
 
-from infinity.errors import DoesNotFitError, MachineError
-from infinity.files import FOLDER_MODE, LockFile, make_directories, sync_directory
+from infinity.errors import MachineError
+from infinity.files import FOLDER_MODE, LockFile, make_directories, refused, sync_directory
 from infinity.sizes import format_size
 
 SINGLE_NAME = "model.safetensors"
@@ -80,7 +80,8 @@ def saving(directory: Path, nbytes: int = 0) -> Iterator[Path]:
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
-        raise _refusal(directory, error, nbytes) from error
+        what = f"{directory}: the weights need {format_size(nbytes)}, and cannot be saved"
+        raise refused(what, error, directory) from error
 
 
 @contextmanager
@@ -176,14 +177,3 @@ def _settle(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _refusal(directory: Path, error: OSError, nbytes: int) -> MachineError | DoesNotFitError:
-    because = f"{error.strerror} (errno {error.errno})"
-    if error.errno in (ENOSPC, EDQUOT):
-        return DoesNotFitError(
-            f"{directory}: the disk is full; the weights need {format_size(nbytes)}",
-            because=because,
-            remedy="free space there, or save somewhere else",
-        )
-    return MachineError(f"{directory}: the weights cannot be saved", because=because)

@@ -9,7 +9,6 @@ short would end the process.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -26,13 +25,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from infinity.errors import CheckpointError, ConfigError, DoesNotFitError, MachineError
-from infinity.files import FOLDER_MODE, open_new, read_small, sync_directory, write_new
+from infinity.errors import CheckpointError, ConfigError, MachineError
+from infinity.files import FOLDER_MODE, open_new, refused, sync_directory
 from infinity.runs.texts import Source, Tokenizer, read_texts
-from infinity.sizes import format_size
-from infinity.storage.run_dir import seal, unseal
+from infinity.sealed import read_sealed, write_sealed
 
-FORMAT = 3
+_FORMAT, FORMAT = "torch-infinity-tokens", 3
 _INDEX, _TOKENS, _PARTIAL = "index.json", "tokens.bin", ".partial-"
 _BATCH = 1 << 22  # characters that are worth a call of the tokenizer
 _CHUNK = 1 << 20  # tokens of a file that are looked at at once
@@ -93,7 +91,7 @@ class Corpus:
         self.directory = directory
         path, remedy = directory / _INDEX, f"rm -r {directory}, and start again: it is made anew"
         try:
-            index = unseal(read_small(path))
+            index = read_sealed(path, _FORMAT, FORMAT)
             self._segments = [_Segment(*facts) for facts in index["segments"]]
             self.identity: str = index["identity"]
             self.num_documents: int = index["documents"]
@@ -152,8 +150,7 @@ def _make(recipe: Recipe, directory: Path, progress: Progress | None) -> None:
 
     partial.mkdir(FOLDER_MODE)
     try:
-        write_new(partial / _INDEX, seal(_fill(recipe, partial, advance)), 0o644)
-        sync_directory(partial)
+        write_sealed(partial / _INDEX, _FORMAT, FORMAT, _fill(recipe, partial, advance))
         try:
             partial.rename(directory)
         except OSError:
@@ -269,17 +266,9 @@ def _explained(cache: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DoesNotFitError(
-                f"the tokens do not fit {cache}: {error.strerror}, "
-                f"{format_size(shutil.disk_usage(cache).free)} are free",
-                remedy="make room there, or data.cache: DIR on a larger drive",
-            ) from error
-        raise MachineError(
-            f"{error.filename or cache}: {error.strerror} (errno {error.errno})",
-            because="tokens are kept there, or read from there",
-            remedy="data.cache: DIR names another place for them",
-        ) from error
+        what = f"{error.filename or cache}: tokens cannot be kept there, or read from there"
+        remedy = "data.cache: DIR names another place, perhaps a larger one, for them"
+        raise refused(what, error, cache, remedy=remedy) from error
 
 
 # --- windows -------------------------------------------------------------------------------------

@@ -22,13 +22,19 @@ from typing import Any
 
 from infinity._version import __version__
 from infinity.errors import CheckpointError, ConfigError, MachineError, listed
-from infinity.files import TEMPORARY_NAME, LockFile, atomic_write, make_directories, read_small
-from infinity.storage.run_dir import seal, unseal
+from infinity.files import (
+    TEMPORARY_NAME,
+    LockFile,
+    atomic_write,
+    make_directories,
+    refused,
+)
+from infinity.sealed import read_sealed, write_sealed
 
 _RUN = "run.json"
 _LOCK = ".lock"
 _MADE_BEFORE = {"data", _LOCK, "config.yaml", "plan.txt", "plan.json"}
-_FORMAT = 2
+_FORMAT, _VERSION = "torch-infinity-training", 3
 
 
 class RunDirectory:
@@ -44,18 +50,19 @@ class RunDirectory:
         self.tokens, self.checkpoints = self.path / "data", self.path / "checkpoints"
         self.metrics, self.tensorboard = self.path / "metrics.jsonl", self.path / "tensorboard"
         self.model = self.path / "model"
+        self._lock: LockFile | None = None
         self.record: dict[str, Any] = {}
         with self._explained():
             make_directories(self.path)
         self._check_contents(resume)
-        with self._explained():
-            try:
+        try:
+            with self._explained():
                 self._lock = LockFile(self.path / _LOCK)
-            except BlockingIOError as error:
-                raise MachineError(
-                    f"another process is training in {self.path}",
-                    remedy="wait until it is over, or run_dir=... another directory",
-                ) from error
+        except BlockingIOError as error:
+            raise MachineError(
+                f"another process is training in {self.path}",
+                remedy="wait until it is over, or run_dir=... another directory",
+            ) from error
 
     def _check_contents(self, resume: bool) -> None:
         if (self.path / _RUN).exists():
@@ -78,7 +85,8 @@ class RunDirectory:
 
     def close(self) -> None:
         """Let go of it; idempotent."""
-        self._lock.let_go()
+        if self._lock is not None:
+            self._lock.let_go()
 
     # --- the record ------------------------------------------------------------------------------
 
@@ -127,7 +135,6 @@ class RunDirectory:
             yield
             return
         self.record = {
-            "format": _FORMAT,
             "infinity": __version__,
             "id": uuid.uuid4().hex[:12],
             "complete": False,
@@ -150,9 +157,9 @@ class RunDirectory:
     def _read_record(self) -> dict[str, Any]:
         path = self.path / _RUN
         try:
-            record = unseal(read_small(path))
-            if record["format"] != _FORMAT or not isinstance(record["decides"], dict):
-                raise ValueError(f"its format is {record['format']!r}")
+            record = read_sealed(path, _FORMAT, _VERSION)
+            if not isinstance(record["decides"], dict):
+                raise ValueError("what decides its numbers is no object")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{path} is damaged, which says what run this is: {error}",
@@ -161,7 +168,8 @@ class RunDirectory:
         return record
 
     def _write_record(self) -> None:
-        self.write(_RUN, seal(self.record).decode())
+        with self._explained():
+            write_sealed(self.path / _RUN, _FORMAT, _VERSION, self.record)
 
     def write(self, name: str, text: str) -> None:
         """Write a small file of the directory, whole or not at all."""
@@ -172,11 +180,12 @@ class RunDirectory:
     def _explained(self) -> Iterator[None]:
         try:
             yield
+        except BlockingIOError:
+            raise
         except OSError as error:
-            raise MachineError(
-                f"the run directory {self.path} cannot be used: {error.strerror}: {error.filename}",
-                remedy="run_dir=... a directory that can be written",
-            ) from error
+            what = f"the run directory {self.path} cannot be used: {error.filename}"
+            remedy = "run_dir=... a directory that can be written"
+            raise refused(what, error, self.path, remedy=remedy) from error
 
 
 def _as_kept(decides: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import infinity._aio as _aio
 from infinity.errors import DoesNotFitError, InfinityError, MachineError, TransferError
+from infinity.files import advice, refused
 from infinity.sizes import format_size
 
 # A directory that a user gave as `nvme_path`: whether it can be used, and why not.
@@ -25,15 +25,6 @@ def does_not_fit(required_bytes: int, free_bytes: Mapping[Path, int]) -> DoesNot
         remedy=f"free {missing} there, choose another nvme_path or add one, or keep more in host "
         "RAM",
     )
-
-
-def free_bytes(path: Path) -> int:
-    """Space an ordinary user may still fill there; raises `MachineError`."""
-    try:
-        facts = os.statvfs(path)
-    except OSError as error:
-        raise refusal(path, error) from error
-    return facts.f_bavail * facts.f_frsize
 
 
 def checked_root(nvme_path: str | os.PathLike[str]) -> Path:
@@ -55,55 +46,12 @@ def checked_root(nvme_path: str | os.PathLike[str]) -> Path:
 
 def refusal(root: Path, error: OSError) -> InfinityError:
     """Return the error that says why nothing can be made under `root`."""
-    because = f"{error.strerror} (errno {error.errno})"
-    match error.errno:
-        case errno.ENOSPC | errno.EDQUOT:
-            what = f"nvme_path {root} is full: {_free_text(root)}"
-            return DoesNotFitError(what, because=because, remedy="free space there")
-        case errno.EROFS:
-            what, remedy = "is read-only", f"mount {root} writable, or choose another nvme_path"
-        case errno.EACCES | errno.EPERM:
-            what = "is not writable"
-            remedy = f"chown or chmod {root} for user id {os.geteuid()}, or choose another"
-        case errno.ENOLCK | errno.EOPNOTSUPP:
-            what, remedy = "cannot lock files", "choose an nvme_path on a local file system"
-        case _:
-            what, remedy = "cannot be used", "choose another nvme_path"
-    return MachineError(f"nvme_path {root} {what}", because=because, remedy=remedy)
-
-
-def _free_text(root: Path) -> str:
-    with suppress(OSError):
-        facts = os.statvfs(root)
-        return f"{format_size(facts.f_bavail * facts.f_frsize)} and {facts.f_favail} inodes free"
-    return "free space unknown"
-
-
-_CAUSES: dict[int, tuple[str, str]] = {
-    errno.EIO: (
-        "the drive or the file system reports a failure",
-        "check `dmesg` and the drive's health (`smartctl -a`)",
-    ),
-    errno.ENOSPC: ("the file system is full", "free space on that nvme_path, or add another"),
-    errno.EDQUOT: ("the disk quota is used up", "raise the quota, or add another nvme_path"),
-    errno.EROFS: (
-        "the file system became read-only, as file systems do after an error of the drive",
-        "check `dmesg`, repair and remount it, and start again from the last saved state",
-    ),
-    errno.ECANCELED: (
-        "the engine was closed while the request was queued",
-        "do not use a closed engine",
-    ),
-    errno.ETIMEDOUT: (
-        "the drive hangs, or the network behind the path does",
-        "check `dmesg`; close the engine; raise io.stuck_after_s if the drive is only slow",
-    ),
-}
+    return refused(f"nvme_path {root} cannot be used", error, root)
 
 
 def transfer_error(error: _aio.AioError, owner: str = "") -> TransferError:
     """Our error for a native one; `owner` says whose bytes they are ("unit 'h.3', chunk 2")."""
-    because, remedy = _CAUSES.get(error.errno or 0, (None, "check nvme_path"))
+    because, remedy = advice(error)
     return TransferError(
         f"{owner}: {error}" if owner else str(error),
         path=str(error.filename),
@@ -111,18 +59,15 @@ def transfer_error(error: _aio.AioError, owner: str = "") -> TransferError:
         length=error.length,
         errno=error.errno or 0,
         because=because,
-        remedy=remedy,
+        remedy=remedy or "check nvme_path",
     )
 
 
 def path_error(error: OSError, path: Path | str) -> InfinityError:
     """Our error for a path that was tried in vain."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        remedy = "free space there, or name a path with more room"
-        return DoesNotFitError(f"{path} is full", because=str(error), remedy=remedy)
-    if isinstance(error, _aio.AioError):
+    if isinstance(error, _aio.AioError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return transfer_error(error)
-    return MachineError(f"{path} cannot be used", because=str(error))
+    return refused(f"{path} cannot be used", error, Path(path))
 
 
 def corruption(

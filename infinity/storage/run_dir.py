@@ -12,9 +12,6 @@ goes last, so a removal that was cut short is recognised and finished by the nex
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import json
 import os
 import re
 import secrets
@@ -22,48 +19,23 @@ import shutil
 import socket
 import stat
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
-from infinity.crc32c import crc32c
 from infinity.errors import MachineError
-from infinity.files import read_small, sync_directory, temporary_name, write_new
-from infinity.storage.os_errors import checked_root, does_not_fit, free_bytes, refusal
+from infinity.files import TEMPORARY_NAME, LockFile, free_bytes, refused, sync_directory
+from infinity.sealed import read_sealed, write_sealed
+from infinity.storage.os_errors import checked_root, does_not_fit, refusal
 
-# What a scratch directory says of the run that made it (`run.json`), and how JSON is sealed.
-
-
-RECORD_VERSION = 2
-
-
-def seal(content: Mapping[str, Any]) -> bytes:
-    """The text of an object that says, with a checksum over all the rest, whether it is whole."""
-    return json.dumps({**content, "checksum": _checksum(content)}, indent=1).encode()
-
-
-def unseal(data: bytes) -> dict[str, Any]:
-    """The inverse; raises `ValueError` for what was changed, or never was sealed."""
-    try:
-        content = json.loads(data)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    if not isinstance(content, dict) or content.pop("checksum", None) != _checksum(content):
-        raise ValueError("its checksum does not fit")
-    return content
-
-
-def _checksum(content: Mapping[str, Any]) -> int:
-    return crc32c(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+RECORD_FORMAT, RECORD_VERSION = "torch-infinity-run", 2
 
 
 def write_record(path: Path, *, durable: bool = False, **facts: Any) -> None:
     """Write who the run is, and make sure that it is on the disk before the run can be seen."""
     record: dict[str, Any] = {
-        "version": RECORD_VERSION,
         "durable": durable,
         "pid": os.getpid(),
         "start_ticks": _start_ticks(os.getpid()),
@@ -72,7 +44,7 @@ def write_record(path: Path, *, durable: bool = False, **facts: Any) -> None:
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         **facts,
     }
-    write_new(path, seal(record))
+    write_sealed(path, RECORD_FORMAT, RECORD_VERSION, record, 0o600)
 
 
 def _start_ticks(pid: int) -> int | None:
@@ -96,7 +68,6 @@ _NEW_GRACE_S = 600.0
 LOCK_NAME = "lock"
 RECORD_NAME = "run.json"
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_LOCK_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Scratch:
@@ -105,12 +76,10 @@ class Scratch:
     One that is `durable` stays, whatever happens to the run; `Scratch.adopt` opens it again.
     """
 
-    def __init__(self, directory: Path, lock_fd: int, *, durable: bool = False) -> None:
+    def __init__(self, directory: Path, lock: LockFile, *, durable: bool = False) -> None:
         self.directory = directory
         self.durable = durable
-        self._lock_fd = lock_fd
-        self._owner_pid = os.getpid()
-        _open_scratches.add(self)
+        self._lock = lock
 
     @classmethod
     def create(cls, nvme_path: str | os.PathLike[str]) -> Self:
@@ -123,21 +92,20 @@ class Scratch:
         remove_dead_runs(root)
         suffix = f"{os.getpid()}-{secrets.token_hex(8)}"
         new, final = root / f".infinity-new-{suffix}", root / f"infinity-run-{suffix}"
-        lock_fd = -1
+        lock = None
         try:
             new.mkdir(mode=0o700)
-            lock_fd = os.open(new / LOCK_NAME, _LOCK_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
-            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = LockFile(new / LOCK_NAME)
             write_record(new / RECORD_NAME)
             new.rename(final)
         except BaseException as error:
             shutil.rmtree(new, ignore_errors=True)
-            if lock_fd >= 0:
-                os.close(lock_fd)
+            if lock is not None:
+                lock.let_go()
             if isinstance(error, OSError):
                 raise refusal(root, error) from error
             raise
-        return cls(final, lock_fd)
+        return cls(final, lock)
 
     @classmethod
     def adopt(cls, directory: Path) -> Self:
@@ -145,17 +113,7 @@ class Scratch:
 
         Raises `MachineError` if it is in use, or cannot be opened.
         """
-        lock_fd = -1
-        try:
-            lock_fd = os.open(directory / LOCK_NAME, _LOCK_FLAGS)
-            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if lock_fd >= 0:
-                os.close(lock_fd)
-            if error.errno == errno.EWOULDBLOCK:
-                raise in_use(directory) from error
-            raise refusal(directory, error) from error
-        return cls(directory, lock_fd, durable=True)
+        return cls(directory, lock_durable(directory), durable=True)
 
     def announce(self, run: str, members: Sequence[Path]) -> None:
         """Say which directories are about to be kept with this one; see [Note: marking].
@@ -175,12 +133,8 @@ class Scratch:
 
     def _write(self, *, durable: bool, **facts: Any) -> None:
         """Replace the record, for good."""
-        new = self.directory / temporary_name()
         try:
-            write_record(new, durable=durable, **facts)
-            sync_directory(self.directory)
-            new.rename(self.directory / RECORD_NAME)
-            sync_directory(self.directory)
+            write_record(self.directory / RECORD_NAME, durable=durable, **facts)
             sync_directory(self.directory.parent)
         except OSError as error:
             raise refusal(self.directory, error) from error
@@ -192,8 +146,11 @@ class Scratch:
         return self.directory / name
 
     def free_bytes(self) -> int:
-        """Return the space an ordinary user may still fill on this disk."""
-        return free_bytes(self.directory)
+        """Return the space an ordinary user may still fill on this disk; raises `MachineError`."""
+        try:
+            return free_bytes(self.directory)
+        except OSError as error:
+            raise refusal(self.directory, error) from error
 
     def check_space(self, required_bytes: int) -> None:
         """Raise `DoesNotFitError` unless `required_bytes` more bytes fit on this disk now."""
@@ -208,7 +165,7 @@ class Scratch:
         something could not be deleted; the lock is given up all the same, so that a later run
         cleans up.
         """
-        if self._lock_fd < 0 or self._owner_pid != os.getpid():
+        if not self._lock.held:
             return
         try:
             if not self.durable:
@@ -220,13 +177,7 @@ class Scratch:
                 f"{self.directory} could not be removed", because=because, remedy=remedy
             ) from error
         finally:
-            self._release()
-
-    def _release(self) -> None:
-        _open_scratches.discard(self)
-        lock_fd, self._lock_fd = self._lock_fd, -1
-        if lock_fd >= 0:
-            os.close(lock_fd)
+            self._lock.let_go()
 
     def __enter__(self) -> Self:
         return self
@@ -235,12 +186,20 @@ class Scratch:
         self.remove()
 
 
-def in_use(directory: Path) -> MachineError:
-    """The error for a durable run that another process has locked."""
-    return MachineError(
-        f"the durable run in {directory} is in use by another process",
-        remedy="end that process first",
-    )
+def lock_durable(directory: Path, *, shared: bool = False) -> LockFile:
+    """The lock of a durable run that is over; `shared` by those who only read.
+
+    Raises `MachineError` if it is in use, or cannot be opened.
+    """
+    try:
+        return LockFile(directory / LOCK_NAME, create=False, shared=shared)
+    except BlockingIOError as error:
+        raise MachineError(
+            f"the durable run in {directory} is in use by another process",
+            remedy="end that process first",
+        ) from error
+    except OSError as error:
+        raise refused(f"{directory / LOCK_NAME} cannot be locked", error) from error
 
 
 def run_records(nvme_path: str | os.PathLike[str]) -> dict[Path, dict[str, Any]]:
@@ -280,14 +239,12 @@ def never_began(directory: Path, record: Mapping[str, Any]) -> bool:
 
 def is_live(directory: Path) -> bool:
     """Whether a process holds the directory's lock."""
-    with suppress(OSError):
-        lock_fd = os.open(directory / LOCK_NAME, _LOCK_FLAGS)
-        try:
-            fcntl.flock(lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(lock_fd)
+    try:
+        LockFile(directory / LOCK_NAME, create=False, shared=True).let_go()
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
     return False
 
 
@@ -333,38 +290,28 @@ def _remove_if_dead(root: Path, name: str, *, is_new: bool) -> bool:
 
 def _remove_locked(root: Path, name: str, directory_fd: int, *, is_new: bool) -> bool:
     try:
-        lock_fd = os.open(LOCK_NAME, _LOCK_FLAGS, dir_fd=directory_fd)
+        lock = LockFile(Path(LOCK_NAME), create=False, dir_fd=directory_fd)
     except FileNotFoundError:
         # Only a removal or a making that was cut short leaves no lock, and then nothing else.
         os.rmdir(root / name)
         return True
     try:
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Another process may have removed it between our open and our lock.
-        if os.fstat(lock_fd).st_nlink == 0:
-            return False
-        if not _may_be_removed(directory_fd, is_new=is_new):
-            return False
-        if not is_new and not _remove_members(_read_record(root / name)):
+        if not _may_be_removed(root / name, directory_fd, is_new=is_new):
             return False
         _delete(root, name)
         return True
     finally:
-        os.close(lock_fd)
+        lock.let_go()
 
 
-def _may_be_removed(directory_fd: int, *, is_new: bool) -> bool:
-    """Return whether the record says so; a directory without one must be empty but for the lock."""
-    try:
-        record_fd = os.open(RECORD_NAME, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory_fd)
-    except FileNotFoundError:
-        return os.listdir(directory_fd) == [LOCK_NAME]
-    with os.fdopen(record_fd, "rb") as file:
-        try:
-            record = unseal(file.read(1 << 20))
-        except ValueError:
-            return is_new  # while it is made the record may be half written; later it never is
-    return record.get("durable") is False
+def _may_be_removed(directory: Path, directory_fd: int, *, is_new: bool) -> bool:
+    """Whether the record says so, and what it names is gone; without one, if nothing was begun."""
+    if RECORD_NAME not in (names := os.listdir(directory_fd)):
+        return all(name == LOCK_NAME or TEMPORARY_NAME.fullmatch(name) for name in names)
+    record = _read_record(directory)
+    if is_new and not record:
+        return True  # nothing of it was ever seen
+    return record.get("durable") is False and (is_new or _remove_members(record))
 
 
 def _remove_members(record: Mapping[str, Any]) -> bool:
@@ -377,26 +324,25 @@ def _remove_members(record: Mapping[str, Any]) -> bool:
         if not _RUN_NAME.fullmatch(path.name):
             continue
         try:
-            lock_fd = os.open(path / LOCK_NAME, _LOCK_FLAGS)
+            lock = LockFile(path / LOCK_NAME, create=False)
         except FileNotFoundError:
             continue  # gone before
+        except BlockingIOError:
+            return False
         try:
-            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             there = _read_record(path)
             dead = there.get("durable") is False or there.get("run") == record.get("run")
             if dead and path.lstat().st_uid == os.geteuid():
                 _delete(path.parent, path.name)
-        except BlockingIOError:
-            return False
         finally:
-            os.close(lock_fd)
+            lock.let_go()
     return True
 
 
 def _read_record(directory: Path) -> dict[str, Any]:
     """What a directory's record says; nothing where there is none that is whole."""
     with suppress(OSError, ValueError):
-        return unseal(read_small(directory / RECORD_NAME))
+        return read_sealed(directory / RECORD_NAME, RECORD_FORMAT, RECORD_VERSION)
     return {}
 
 
@@ -417,16 +363,3 @@ def _delete(root: Path, name: str) -> None:
         finally:
             os.close(directory_fd)
         os.rmdir(root / name)
-
-
-# A forked child holds a copy of every lock. It must let go, or a DataLoader worker that outlives a
-# killed run would keep that run's directory looking alive. (Closing a copy does not unlock.)
-_open_scratches: weakref.WeakSet[Scratch] = weakref.WeakSet()
-
-
-def _let_go_in_child() -> None:
-    for scratch in list(_open_scratches):
-        scratch._release()
-
-
-os.register_at_fork(after_in_child=_let_go_in_child)

@@ -17,7 +17,6 @@ from support.durable import HOMES, durable_engine, gated, step
 
 import infinity
 from infinity.errors import InfinityWarning, MachineError
-from infinity.storage import run_dir
 from infinity.storage.run_dir import Scratch, remove_dead_runs
 
 IO = {"weights": [2, 1, 1], "block_size": 4096}
@@ -61,9 +60,8 @@ def start_and_die(paths: list[Path], after: int) -> None:
     announce = Scratch.announce
 
     def begin(first: Scratch, *rest: Any) -> None:
-        for name in ("write_record", "sync_directory"):
-            setattr(run_dir, name, counted(getattr(run_dir, name)))
-        Path.rename = counted(Path.rename)  # type: ignore[method-assign]
+        for name in ("open", "fsync", "rename"):
+            setattr(os, name, counted(getattr(os, name)))
         announce(first, *rest)
 
     Scratch.announce = begin  # type: ignore[method-assign]
@@ -80,7 +78,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     root = tmp_path_factory.mktemp("marking")
     count, status = forked.call(die_at_each_call, root)
     assert status == 0  # the last one was not killed, and started
-    assert count == 4 * 5  # four records: written, two names synced, renamed, synced
+    assert count == 4 * 7  # four records: written, synced, renamed, two directories synced
     return root, count
 
 
@@ -179,7 +177,7 @@ def test_members_are_removed_only_if_they_are_of_that_run(tmp_path: Path) -> Non
     second.keep({"run": "other", "primary": str(first.directory), "index": 1})
     third.keep({"run": "r", "primary": str(first.directory), "index": 2})
     for one in (first, second, third):
-        one._release()
+        one._lock.let_go()
     remove_dead_runs(paths_of(tmp_path)[0])
     assert not first.directory.exists()
     assert not third.directory.exists()

@@ -281,7 +281,7 @@ def test_a_save_that_is_refused_at_its_end_leaves_what_was_there(
     before = save(tmp_path, "old", "one file" if name == SINGLE_NAME else "two shards")
     with monkeypatch.context() as patch:
         refuse(patch, call, tmp_path / name)
-        with pytest.raises(MachineError, match=r"cannot be saved\s+because: not yours"):
+        with pytest.raises(MachineError, match=r"cannot be saved: not yours \(errno 1\)\s+because"):
             save(tmp_path, "new", "three shards")
     assert seen(tmp_path) == "old"
     if call == "rename":

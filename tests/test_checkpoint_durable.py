@@ -12,7 +12,6 @@ import torch
 from support.durable import HOMES, durable_engine, gated, step
 from test_checkpoint_cli import flip, run
 
-from infinity.checkpoint.commits import committed_extents
 from infinity.checkpoint.durable_reader import DurableReader
 from infinity.model.weight_files import WeightFiles
 
@@ -81,7 +80,7 @@ def test_inspect_verify_and_export(tmp_path: Path, case: str) -> None:
     trained = report["trained"]["elements"]
     sizes = {"fp32": (4, None), "bf16": (2, "residual"), "fp16": (2, "master")}
     weight, beside = sizes[precision]
-    assert report["streams"]["weight"]["nbytes"] == weight * trained
+    assert report["streams"]["model"]["nbytes"] == weight * trained
     assert report["streams"]["moment1"]["nbytes"] == 4 * trained
     if beside:
         assert report["streams"][beside]["nbytes"] == {"residual": 2, "master": 4}[beside] * trained
@@ -130,14 +129,13 @@ def test_any_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
     state = directory / "state.bin"
     with DurableReader(directory) as reader:
         wanted = []
-        for unit in reader._units:
-            for extent, _ in committed_extents(unit):
-                wanted += [(extent.offset + at, extent.owner) for at in range(extent.nbytes)]
-        extra, _ = reader._places["extra.weight"]
-        start = extra.sides[extra.turn.current][0].offset
-        whole = reader.plan.whole_record
-        count = extra.layout.chunk(0, reader.plan.chunk_elements)[1]
-        kinds = {kind.value: start + whole.offset(kind, count) for kind in whole.kinds}
+        for extent, _ in reader._extents:
+            wanted += [(extent.offset + at, extent.owner) for at in range(extent.nbytes)]
+        streams = {}
+        for stream in reader.streams:
+            if "extra.weight" in reader.names(stream):
+                extent, piece = reader._where[stream, "extra.weight"][0]
+                streams[stream] = extent.offset + piece.start
         committed = {at for at, _ in wanted}
     assert f"{directory}: sound" in run("verify", path)[1]
     choose = random.Random(1)
@@ -149,13 +147,14 @@ def test_any_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
         assert f"{state} is damaged: bytes {first} to {first + 4095}, {owner}, which hold" in out
         assert "1 problem(s)" in out
         flip(state, at)
-    for kind, at in kinds.items():
+    assert len(streams) == 6
+    for stream, at in streams.items():
         flip(state, at)
         out = run("verify", path)[1]
-        assert f"{kind} of 'extra." in out
+        assert f"{stream} of 'extra." in out
         code, _, err = run("export", path, tmp_path / "out", "--dtype", "fp32")
-        assert code == (5 if kind in ("weight", "residual") else 0)
-        assert (f"infinity checkpoint verify {directory}" in err) == (code == 5)
+        assert code == (5 if stream in ("model", "residual") else 0)
+        assert (f"in {directory} is not what was written" in err) == (code == 5)
         flip(state, at)
     other = next(at for at in range(state.stat().st_size) if at not in committed)
     flip(state, other)

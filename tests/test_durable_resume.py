@@ -15,10 +15,9 @@ import pytest
 import torch
 from parity.test_resume import SIMPLEST, Ending, Run, ending, micro_step, straight
 
-from infinity.checkpoint.commits import last_commit
+from infinity.checkpoint.commits import Document, last_commit
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, InfinityWarning
-from infinity.training.run_state import read_document
 
 DISK = ("disk", "disk", "disk")
 IN_RAM = ("host", "host", "host")
@@ -76,7 +75,7 @@ def test_a_load_within_a_window_is_committed_at_once(
     shutil.rmtree(directory)  # what closing does is not what a crash does
     shutil.move(tmp_path / "copy", directory)
     record = last_commit(directory, directory.name[-16:])
-    window = read_document(record.document).window
+    window = Document.from_json(record.document).window
     first = 6 if more == 2 else 4
     assert record.step == (2 if more == 2 else 1)
     assert (window is None) == (more == 2)

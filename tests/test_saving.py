@@ -27,7 +27,7 @@ from support.small import (
 from torch import Tensor
 
 import infinity
-from infinity.checkpoint.reader import CheckpointReader, CheckpointWeights
+from infinity.checkpoint.reader import CheckpointReader
 from infinity.checkpoint.writer import CheckpointWriter
 from infinity.deepspeed.import_checkpoint import import_deepspeed
 from infinity.engine import Engine
@@ -94,8 +94,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowWriter]:
 
 def saved_masters(root: Path, tag: str) -> dict[str, Tensor]:
     with CheckpointReader(root, tag) as reader:
-        weights = CheckpointWeights(reader)
-        return {p.name: weights.master(p.name) for p in weights.parameters}
+        return {p.name: reader.master(p.name) for p in reader.manifest.parameters}
 
 
 @every_home

@@ -9,121 +9,79 @@ overwritten yet. Whatever is cut short, flipped or lost, loading takes the whole
 highest sequence number. A run that goes on first makes both files equal again (`mend`): otherwise
 its first pass would overwrite what the older one names. See docs/decisions/0016.
 
-A file is a fixed head, a JSON header, and the document: opaque bytes that whoever trains wants
-back (counters, random states, buffers, ...).
+A record is sealed JSON, and behind it lies what is left of longer ones.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import struct
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from infinity.crc32c import crc32c
+from torch import Tensor
+
+from infinity.checkpoint.plain import decode, encode
 from infinity.errors import CheckpointError, MachineError
-from infinity.files import read_small, sync_directory
-from infinity.formats import MOMENT_BLOCK, MomentFormat
-from infinity.offload.state import UnitState
-from infinity.plan.layout import PRECISIONS, Kind, Segment, UnitLayout
-from infinity.plan.plan import Plan, RuleFacts
-from infinity.storage.disk import Extent
-
-# What `plan.json` says of the bytes of a durable run: which of them are whose.
-
-
-SCALES = "_scales"
-SCALE_BYTES = 4
-
-
-def committed_extents(unit: UnitState) -> Iterator[tuple[Extent, int | None]]:
-    """(extent, chunk) of a unit's committed state; no chunk for its frozen bytes."""
-    if unit.sides:
-        yield from ((e, i) for i, e in enumerate(unit.sides[unit.turn.current]))
-    if unit.frozen_sides:
-        yield unit.frozen_sides[unit.frozen_turn.current], None
-
-
-def holders(plan: Plan, unit: UnitState, chunk: int | None, low: int, high: int) -> Iterator[str]:
-    """What bytes `low` to `high` of a chunk's record, or of the frozen bytes, belong to."""
-    layout = unit.layout
-    if chunk is None:
-        for segment in (s for s in layout.segments if not s.trained):
-            if segment.offset < high and segment.offset + segment.nbytes > low:
-                yield f"weight of {segment.name!r}"
-        return
-    first, count = layout.chunk(chunk, plan.chunk_elements)
-    for kind in plan.whole_record.kinds:
-        start = plan.whole_record.offset(kind, count)
-        values = count * itemsize(plan, kind)
-        areas = [(kind.value, start, values, itemsize(plan, kind), 1)]
-        if kind in plan.precision.moment_kinds:
-            scales = plan.precision.format_of(kind).num_scales(count) * SCALE_BYTES
-            areas.append((kind.value + SCALES, start + values, scales, SCALE_BYTES, MOMENT_BLOCK))
-        for what, begin, nbytes, item, elements in areas:
-            a, b = max(low, begin) - begin, min(high, begin + nbytes) - begin
-            if a >= b:
-                continue
-            for segment in layout.trained_segments:
-                one, other = segment.within(first, count)
-                one, other = max(one, a // item * elements), min(other, -(-b // item) * elements)
-                if one < other:
-                    yield f"{what} of {segment.name!r}"
-
-
-def plan_of(facts: Mapping[str, Any], homes: Sequence[Any]) -> Plan:
-    """As much of a run's plan as its `plan.json` holds: enough to find every byte."""
-    moments = tuple(MomentFormat(name) for name in facts["moments"])
-    precision = replace(PRECISIONS[facts["precision"]], moments=moments)
-    units = []
-    for index, unit in enumerate(facts["units"]):
-        segments = tuple(
-            Segment(**{**segment, "shape": tuple(segment["shape"])}, parameter=-1, group=-1)
-            for segment in unit["segments"]
-        )
-        layout = UnitLayout(
-            index, unit["name"], segments, unit["numel"], unit["frozen_bytes"], precision.weight
-        )
-        units.append(layout)
-    return Plan(
-        precision=precision,
-        units=tuple(units),
-        homes=tuple(homes),
-        slot_classes=(),
-        chunk_elements=facts["chunk_elements"],
-        num_stages=0,
-        look_ahead=0,
-        micro_batches=1,
-        gradient_itemsize=facts["gradient_itemsize"],
-        unified=True,
-        verify=False,
-        memory={},
-        budget={},
-        rule=RuleFacts(name=facts["rule"], moments=moments),
-        durable=True,
-    )
-
-
-def itemsize(plan: Plan, kind: Kind) -> int:
-    """Bytes of an element of a state kind, scales not counted."""
-    if kind is Kind.WEIGHT:
-        return plan.precision.weight
-    if kind is plan.precision.rest_kind:
-        return plan.precision.rest
-    return plan.precision.format_of(kind).itemsize
-
+from infinity.files import read_small, refused, sync_directory
+from infinity.sealed import first_sealed, made, seal, shallow, unseal
 
 COMMIT_NAMES = ("commit-a.bin", "commit-b.bin")
-_MAGIC = b"INFCMT01"
-# magic, bytes of the header, bytes of the document, CRC32C of both; then that of these 24 bytes
-_HEAD = struct.Struct("<8sIQI")
-_CHECK = struct.Struct("<I")
-_HEAD_BYTES = _HEAD.size + _CHECK.size
+_FORMAT, _VERSION = "torch-infinity-commit", 2
 _RESERVED_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class OpenWindow:
+    """The checkpoint that was loaded within an accumulation window, and the CRC of its manifest."""
+
+    root: str
+    tag: str
+    manifest_crc32c: int
+
+
+@dataclass(frozen=True)
+class Document:
+    """What a committed step holds beside the homes.
+
+    `run` are counters, groups, generators and so on; `persistent` names those buffers that are of
+    the state dict. Within an accumulation window, where only a load can commit, `window` is the
+    checkpoint that its gradients are read from: they have no place in a commit.
+    """
+
+    run: dict[str, Any] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    persistent: frozenset[str] = frozenset()
+    window: OpenWindow | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """A snapshot of it, which is JSON; empty where there is nothing."""
+        if not self.run:
+            return {}
+        return {
+            "run": encode(self.run, "the run's state"),
+            "buffers": encode(self.buffers, "the buffers"),
+            "persistent": sorted(self.persistent),
+            "window": None if self.window is None else asdict(self.window),
+        }
+
+    @staticmethod
+    def from_json(found: Mapping[str, Any]) -> Document:
+        """The inverse. Raises `CheckpointError`."""
+        if not found:
+            return Document()
+        try:
+            window = found["window"]
+            return Document(
+                run=decode(found["run"]),
+                buffers=decode(found["buffers"]),
+                persistent=frozenset(made(tuple[str, ...], found["persistent"], "persistent")),
+                window=None if window is None else made(OpenWindow, window, "window"),
+            )
+        except (KeyError, ValueError) as error:
+            raise CheckpointError(f"the document of a commit cannot be read: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -131,7 +89,8 @@ class CommitRecord:
     """One committed state.
 
     `sides` and `frozen_sides` hold 0 or 1 per unit. `checksums` says that the file of checksums
-    fits. `run` ties it to a directory; `when` is UTC, ISO 8601.
+    fits; `document` is what `Document.to_json` gave. `run` ties it to a directory; `when` is UTC,
+    ISO 8601.
     """
 
     run: str
@@ -140,41 +99,27 @@ class CommitRecord:
     sides: tuple[int, ...]
     frozen_sides: tuple[int, ...]
     checksums: bool
-    document: bytes
-    when: str = ""
+    document: Any
+    when: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     def to_bytes(self) -> bytes:
         """As a file holds it."""
-        header = {
-            "run": self.run,
-            "sequence": self.sequence,
-            "step": self.step,
-            "sides": "".join(map(str, self.sides)),
-            "frozen_sides": "".join(map(str, self.frozen_sides)),
-            "checksums": self.checksums,
-            "when": self.when or datetime.now(UTC).isoformat(timespec="seconds"),
-        }
-        text = json.dumps(header).encode()
-        crc = crc32c(text + self.document)
-        head = _HEAD.pack(_MAGIC, len(text), len(self.document), crc)
-        return head + _CHECK.pack(crc32c(head)) + text + self.document
+        return seal({"format": _FORMAT, "version": _VERSION, **shallow(self)})
 
     @staticmethod
     def from_bytes(data: bytes) -> CommitRecord | None:
-        """The record at the beginning of a file; None where there is no whole one."""
-        if len(data) < _HEAD_BYTES:
+        """The record at the beginning of a file; None where there is no whole one.
+
+        Raises `ValueError` for one of another version.
+        """
+        try:
+            found = unseal(first_sealed(data))
+        except ValueError:
             return None
-        head = data[: _HEAD.size]
-        (check,) = _CHECK.unpack_from(data, _HEAD.size)
-        magic, header_bytes, document_bytes, crc = _HEAD.unpack(head)
-        end = _HEAD_BYTES + header_bytes + document_bytes
-        if magic != _MAGIC or check != crc32c(head) or len(data) < end:
-            return None
-        if crc32c(data[_HEAD_BYTES:end]) != crc:
-            return None
-        header = json.loads(data[_HEAD_BYTES : _HEAD_BYTES + header_bytes])
-        header |= {key: tuple(map(int, header[key])) for key in ("sides", "frozen_sides")}
-        return CommitRecord(**header, document=data[_HEAD_BYTES + header_bytes : end])
+        if (found.get("format"), found.get("version")) != (_FORMAT, _VERSION):
+            raise ValueError("it is of another version")
+        record: CommitRecord = made(CommitRecord, found)
+        return record
 
 
 class SmallFile:
@@ -219,13 +164,6 @@ class SmallFile:
         except OSError as error:
             raise self._failed("read", error) from error
 
-    def holds(self, data: bytes) -> bool:
-        """Whether the file begins with `data`; what cannot be read does not."""
-        try:
-            return os.pread(self._fd, len(data), 0) == data
-        except OSError:
-            return False
-
     def close(self) -> None:
         """Idempotent."""
         fd, self._fd = self._fd, -1
@@ -233,9 +171,10 @@ class SmallFile:
             os.close(fd)
 
     def _failed(self, what: str, error: OSError) -> MachineError:
+        found = refused(f"{self.path} could not be {what}", error, self.path)
         return MachineError(
-            f"{self.path} could not be {what}: {error.strerror} (errno {error.errno})",
-            because="the steps of a durable run are committed there",
+            found.what,
+            because=f"the steps of a durable run are committed there; {found.because}",
             remedy="look at the drive and its space; resume: auto goes on from the last commit",
         )
 
@@ -260,16 +199,17 @@ class CommitFiles:
 
     def write(self, record: CommitRecord) -> None:
         """Commit: from the moment that this returns the record is what is loaded."""
-        self._put(record.to_bytes(), self._files)
+        self._put(record, self._files)
 
     def mend(self, record: CommitRecord) -> None:
         """Make both files hold a record that was read from one of them, which is not touched."""
-        data = record.to_bytes()
-        self._put(data, [file for file in self._files if not file.holds(data)])
+        there = read_commits(self._directory, record.run)
+        self._put(record, [file for file in self._files if there[file.path] != record])
         sync_directory(self._directory)
 
     @staticmethod
-    def _put(data: bytes, files: Sequence[SmallFile]) -> None:
+    def _put(record: CommitRecord, files: Sequence[SmallFile]) -> None:
+        data = record.to_bytes()
         for file in files:
             file.write(0, data)
             file.sync()
@@ -288,7 +228,7 @@ def read_commits(directory: Path, run: str) -> dict[Path, CommitRecord | str]:
             record = CommitRecord.from_bytes(read_small(path))
         except OSError as error:
             found[path] = f"cannot be read: {error.strerror}"
-        except (ValueError, KeyError, TypeError):
+        except ValueError:
             found[path] = "is of another version"
         else:
             found[path] = record or "is torn or damaged: its checksum does not fit"

@@ -148,11 +148,15 @@ _BEGIN = f'{{\n"format": "{FORMAT_NAME}"'.encode()
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A checkpoint below a root: its tag, when its manifest was written, and its size."""
+    """A checkpoint below a root: its tag, when its manifest was written, and its size.
+
+    `is_ours`: the manifest begins as one of ours does.
+    """
 
     tag: str
     written_ns: int
     nbytes: int
+    is_ours: bool
 
 
 def find_tag(root: Path, tag: str | None) -> str | None:
@@ -193,49 +197,42 @@ def no_latest(root: Path) -> str:
     return f"{why}, but is a checkpoint itself: {call}"
 
 
-def checkpoints(root: Path) -> list[Found]:
-    """All checkpoints below `root`, the last written first. Raises `MachineError`."""
+def checkpoints(root: Path, *, any_manifest: bool = False) -> list[Found]:
+    """All checkpoints below `root`, the last written first; with `any_manifest` damaged ones too.
+
+    Raises `MachineError`.
+    """
     found = []
     try:
         for entry in os.scandir(root):
             with suppress(OSError, ConfigError):
                 if entry.is_dir(follow_symlinks=False) and check_tag(entry.name):
-                    found += _found(Path(entry.path))
+                    found.append(_found(Path(entry.path)))
     except OSError as error:
         raise refusal("reading", root, error) from error
+    found = [one for one in found if one.is_ours or any_manifest]
     return sorted(found, key=lambda one: (-one.written_ns, one.tag))
 
 
 def tags(root: Path) -> list[str]:
-    """Names of the directories that have a manifest, sound or not, and what `latest` names.
-
-    The last written first. Raises `MachineError`.
-    """
-    found: dict[str, int] = {}
-    try:
-        for entry in os.scandir(root):
-            with suppress(OSError, ConfigError):
-                if entry.is_dir(follow_symlinks=False):
-                    facts = os.lstat(Path(entry.path) / MANIFEST_NAME)
-                    found[check_tag(entry.name)] = -facts.st_mtime_ns
-    except OSError as error:
-        raise refusal("reading", root, error) from error
+    """Of all `checkpoints`, sound or not, and what `latest` names. Raises `MachineError`."""
+    found = [one.tag for one in checkpoints(root, any_manifest=True)]
     latest = find_tag(root, None)
-    if latest is not None:
-        found.setdefault(latest, 0)
-    return sorted(found, key=lambda tag: (found[tag], tag))
+    return found if latest is None or latest in found else [*found, latest]
 
 
-def _found(directory: Path) -> list[Found]:
-    """The checkpoint in a directory, if there is nothing there but one of ours."""
+def _found(directory: Path) -> Found:
+    """What has a manifest; raises `OSError` where there is none."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with os.fdopen(os.open(directory / MANIFEST_NAME, flags), "rb") as file:
-        if file.read(len(_BEGIN)) != _BEGIN:
-            return []
-        written_ns = os.fstat(file.fileno()).st_mtime_ns
+    try:
+        with os.fdopen(os.open(directory / MANIFEST_NAME, flags), "rb") as file:
+            is_ours = file.read(len(_BEGIN)) == _BEGIN
+    except OSError:
+        is_ours = False
+    written_ns = os.lstat(directory / MANIFEST_NAME).st_mtime_ns
     with os.scandir(directory) as entries:
         sizes = [entry.stat(follow_symlinks=False).st_size for entry in entries]
-    return [Found(directory.name, written_ns, sum(sizes))]
+    return Found(directory.name, written_ns, sum(sizes), is_ours)
 
 
 def prune(
@@ -267,9 +264,9 @@ def discard(root: Path, tag: str) -> None:
     Raises `MachineError` if the system refuses.
     """
     with suppress(FileNotFoundError):
-        for one in _found(root / tag):
-            if _is_ours_alone(root / tag):
-                _remove(root, one)
+        one = _found(root / tag)
+        if one.is_ours and _is_ours_alone(root / tag):
+            _remove(root, one)
 
 
 def _is_ours_alone(directory: Path) -> bool:

@@ -18,7 +18,13 @@ from contextlib import closing
 from typing import Any
 
 from infinity.checkpoint.commits import CommitFiles, CommitRecord, SmallFile, newest, read_commits
-from infinity.checkpoint.durable_runs import PLAN_NAME, StoredRun, state_tag, write_plan
+from infinity.checkpoint.durable_runs import (
+    PLAN_NAME,
+    SUMS_NAME,
+    StoredRun,
+    state_tag,
+    write_plan,
+)
 from infinity.errors import CheckpointError
 from infinity.offload.state import StateStore, UnitState
 from infinity.offload.transfers import Label, Lanes
@@ -31,7 +37,6 @@ from infinity.storage.staging import BufferPool, host_buffer
 from infinity.storage.store import Range
 from infinity.trace.recorder import NO_UNIT
 
-SUMS_NAME = "checksums.bin"
 _IN_FLIGHT = 8  # writes of a commit at a time
 _LABEL: Label = (NO_UNIT, "commit")
 
@@ -55,7 +60,7 @@ class Durability:
         self._run = self._primary.directory.name.rpartition("-")[2]
         self._sequence = 0
         self._since = 0  # steps since the last commit
-        self.document: bytes | None = b""  # of the last step
+        self.document: Mapping[str, Any] | None = {}  # of the last step
         self._buffers = BufferPool(NUM_COMMIT_BUFFERS, commit_buffer_bytes(plan), lanes.device)
         self._records = CommitFiles(self._primary.directory)
         self._sums: SmallFile | None = None
@@ -96,7 +101,7 @@ class Durability:
                 file.sync()
         for state in self.store.units:
             state.turn.dirty = state.frozen_turn.dirty = True
-        self._commit(b"", in_memory=False)
+        self._commit({}, in_memory=False)
         tie = {"run": self._run, "primary": str(directories[0])}
         try:
             if len(directories) > 1:
@@ -120,7 +125,7 @@ class Durability:
 
     # --- steps -------------------------------------------------------------------------------
 
-    def finish_step(self, document: bytes | None, stopped: Callable[[], bool]) -> None:
+    def finish_step(self, document: Mapping[str, Any] | None, stopped: Callable[[], bool]) -> None:
         """A sweep is over; commit if it is time and there is a document.
 
         Where `stopped` becomes true this returns early, and nothing is committed. Raises
@@ -137,7 +142,7 @@ class Durability:
         if self._since and self.document is not None and not self.store.edited:
             self._commit(self.document)
 
-    def commit(self, document: bytes, step: int) -> None:
+    def commit(self, document: Mapping[str, Any], step: int) -> None:
         """Commit the state as it is, as that of `step`: after a state was loaded.
 
         No sweep may run, and nothing may be lent. Raises as `finish_step` does.
@@ -147,7 +152,7 @@ class Durability:
 
     def _commit(
         self,
-        document: bytes,
+        document: Mapping[str, Any],
         *,
         stopped: Callable[[], bool] = lambda: False,
         in_memory: bool = True,

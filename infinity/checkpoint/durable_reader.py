@@ -1,7 +1,7 @@
-"""Reading a durable directory by parameter name, without an engine: for tools, and other homes.
+"""The last committed state of a durable run, read like a checkpoint: for tools, and other homes.
 
-Everything follows from `plan.json` and the last commit record. The directory is locked for
-reading, so that no run goes on in it meanwhile.
+Everything follows from `plan.json` and the last commit record. The directories are locked for
+reading, so that no run goes on in them meanwhile.
 """
 
 from __future__ import annotations
@@ -10,180 +10,117 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from infinity.checkpoint.commits import (
-    SCALE_BYTES,
-    SCALES,
-    committed_extents,
-    holders,
-    itemsize,
-    last_commit,
-    plan_of,
+from infinity.checkpoint.commits import CommitRecord, Document, last_commit
+from infinity.checkpoint.directory import refusal
+from infinity.checkpoint.durable_runs import SUMS_NAME, plan_of, read_run
+from infinity.checkpoint.manifest import (
+    BUFFERS,
+    BufferRecord,
+    Manifest,
+    ParameterRecord,
+    TensorSpec,
 )
-from infinity.checkpoint.durability import SUMS_NAME
-from infinity.checkpoint.durable_runs import read_run
+from infinity.checkpoint.plain import dtype_name
+from infinity.checkpoint.reader import StateReader, damaged
+from infinity.checkpoint.streams import Piece, frozen_pieces, pieces, state_streams
 from infinity.errors import CheckpointError, MachineError, listed
 from infinity.files import LockFile
-from infinity.formats import MOMENT_BLOCK
-from infinity.offload.state import UnitState, promise_extents
-from infinity.plan.layout import PAGE, Kind, Segment, Tier, round_up
+from infinity.offload.state import Promising, UnitState, promise_extents
+from infinity.plan.layout import PAGE, Tier, round_up
 from infinity.plan.plan import Plan
 from infinity.storage.disk import CHECKSUM_BYTES, STATE_NAME, Extent, wrong_pages
 from infinity.storage.run_dir import lock_durable
 from infinity.storage.striping import Stripes
 
-__all__ = ["SCALES", "DurableReader"]
-
-_VERIFY_BYTES = 1 << 20  # read at once, whole pages
+_READ_BYTES = 1 << 20  # at once, whole pages
 
 
-class DurableReader:
-    """The last committed state of a durable run; a context manager.
+class DurableReader(StateReader):
+    """The streams of a durable run's last commit, and the buffers of its document.
 
-    `directories` are those of the run, the first one first; `plan_facts` is what `plan.json` says,
-    `record` the commit (its `document` and `step` are beside it), `names` all parameters. Raises
-    `CheckpointError` where it is damaged or incomplete, `MachineError` where a run is going on in
-    it. `roots` are where directories that were moved are sought.
+    `directories` are those of the run, the first one first; `plan` is as much of the run's as its
+    `plan.json` holds. `roots` are where directories that were moved are sought.
     """
 
     def __init__(self, directory: str | os.PathLike[str], roots: Iterable[Path] = ()) -> None:
+        """Raises `CheckpointError` where it is damaged or incomplete, `MachineError` where a run
+        is going on in it.
+        """
         run = read_run(Path(directory).expanduser().absolute(), roots)
+        super().__init__(run.directory)
+        self.directories = run.placement.directories
+        self.plan = plan_of(run.facts, run.stored.homes)
         self._locks: list[LockFile] = []
         self._files: list[int] = []
         self._sums = -1
         try:
-            for member in run.placement.directories:
+            for member in self.directories:
                 self._locks.append(lock_durable(member, shared=True))
                 self._files.append(_open(member / STATE_NAME))
-            record = last_commit(run.directory, run.record.run)
-            if record.checksums:
+            self.record = last_commit(run.directory, run.record.run)  # now that it is locked
+            if self.record.checksums:
                 self._sums = _open(run.directory / SUMS_NAME)
+            self.document = Document.from_json(self.record.document)
             self._stripes = Stripes(len(self._files), run.placement.stripe_bytes)
-            self._plan = plan_of(run.facts, run.stored.homes)
-            self._units = [UnitState(u, self._plan.record(u)) for u in self._plan.units]
-            for unit, side, frozen in zip(
-                self._units, record.sides, record.frozen_sides, strict=True
-            ):
-                promise_extents(self._plan, unit, self)
-                unit.turn.current, unit.frozen_turn.current = side, frozen
-            for layout, homes in zip(self._plan.units, self._plan.homes, strict=True):
-                if layout.numel and homes.gradient is Tier.DISK:  # behind them, as in a run
-                    self.extent(layout.numel * self._plan.gradient_itemsize)
+            self._extents = list(committed(self.plan, self.record, self))
             sizes = [os.fstat(file).st_size for file in self._files]
             self._stripes.place_again(run.placement, sizes)
         except BaseException:
             self.close()
             raise
-        self.directory = run.directory
-        self.directories = run.placement.directories
-        self.record = record
-        self.plan_facts: Mapping[str, Any] = run.facts
-        self.document = record.document
-        self.step = record.step
-        self._places: dict[str, tuple[UnitState, Segment]] = {
-            segment.name: (unit, segment)
-            for unit in self._units
-            for segment in unit.layout.segments
+        self.manifest = _manifest(run.facts, self.plan, self.record, self.document)
+        specs = state_streams(self.plan)
+        if self.document.buffers:
+            specs[BUFFERS] = [
+                TensorSpec(name, tuple(value.shape), value.dtype)
+                for name, value in self.document.buffers.items()
+            ]
+        self._specs = {
+            stream: {spec.name: spec for spec in found} for stream, found in specs.items()
         }
+        self._where: dict[tuple[str, str], list[tuple[Extent, Piece]]] = {}
+        for extent, held in self._extents:
+            for piece in held:
+                self._where.setdefault((piece.stream, piece.name), []).append((extent, piece))
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All parameters, by the names that they have in the plan."""
-        return tuple(self._places)
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """What there is of a trained parameter; of a frozen one there is only "weight"."""
-        precision = self._plan.precision
-        scales = [
-            kind.value + SCALES
-            for kind in precision.moment_kinds
-            if precision.format_of(kind).num_scales(1)
-        ]
-        return (*(kind.value for kind in precision.kinds), *scales)
-
-    @property
-    def plan(self) -> Plan:
-        """As much of the run's plan as its directory holds."""
-        return self._plan
+    def extent(self, nbytes: int, owner: str = "", cuts: Sequence[int] = ()) -> Extent:
+        """As `Disk.extent` does it."""
+        return Extent(self._stripes.promise(nbytes, cuts), round_up(nbytes, PAGE), owner)
 
     @property
     def verified(self) -> bool:
         """Whether checksums of the state were kept (`io.verify`)."""
         return self._sums >= 0
 
-    def nbytes(self, name: str, kind: Kind | str) -> int:
-        """Bytes of all elements of a parameter in a kind, as `read` gives them."""
-        _, segment = self._place(name)
-        if not segment.trained:
-            return segment.nbytes
-        text = kind.value if isinstance(kind, Kind) else kind
-        base = Kind(text.removesuffix(SCALES))
-        if text.endswith(SCALES):
-            return self._plan.precision.format_of(base).num_scales(segment.numel) * SCALE_BYTES
-        return segment.numel * itemsize(self._plan, base)
-
-    def segment(self, name: str) -> Segment:
-        """Shape, dtype and place of a parameter; raises `CheckpointError` for unknown names."""
-        return self._place(name)[1]
-
-    def read(self, name: str, kind: Kind | str, first_element: int, count: int) -> Tensor:
-        """The bytes (uint8, 1-D) of elements `first_element` to `first_element + count`.
-
-        `kind` is a state kind, or a moment's name with "_scales" behind it: then the fp32 scales
-        of all blocks of 128 elements that those elements lie in. Where checksums were kept, they
-        are checked. Raises `CheckpointError`.
-        """
-        unit, segment = self._place(name)
-        text = kind.value if isinstance(kind, Kind) else kind
-        if text not in self.kinds or (not segment.trained and text != Kind.WEIGHT.value):
-            there = ", ".join(self.kinds) if segment.trained else Kind.WEIGHT.value
-            raise CheckpointError(f"{name!r} has no {text!r} in {self.directory}; it has {there}")
-        if not 0 <= first_element <= first_element + count <= segment.numel:
-            raise CheckpointError(
-                f"{name!r} has {segment.numel} elements; {first_element} to "
-                f"{first_element + count} were asked for"
-            )
-        if not segment.trained:
-            return self._read_frozen(unit, segment, first_element, count)
-        base, scales = Kind(text.removesuffix(SCALES)), text.endswith(SCALES)
-        parts = []
-        start, end = segment.offset + first_element, segment.offset + first_element + count
-        for index, (first, size) in enumerate(unit.layout.chunks(self._plan.chunk_elements)):
-            low, high = max(start - first, 0), min(end - first, size)
-            if low < high:
-                parts.append(self._read_chunk(unit, index, base, (low, high), scales=scales))
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+    @property
+    def nbytes(self) -> int:
+        """Of the committed state, with its padding."""
+        return sum(extent.nbytes for extent, _ in self._extents)
 
     def verify(self, seen: Callable[[int], None] | None = None) -> Iterator[str]:
-        """Hold every page of the committed state to its checksum; yields what is wrong.
-
-        Each problem names file, bytes, unit, chunk and parameters. `seen` is told how many bytes
-        were read. Without checksums (`verified`) nothing is read.
-        """
+        """See `StateReader.verify`; page by page. Without checksums nothing is read."""
         if not self.verified:
             return
         for file in self._files:  # what lies in memory was checked, the disk was not
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        for unit in self._units:
-            for extent, chunk in committed_extents(unit):
-                for start in range(0, extent.nbytes, _VERIFY_BYTES):
-                    part = extent.part(start, min(_VERIFY_BYTES, extent.nbytes - start))
-                    yield from self._problems(unit, chunk, part, part.offset - extent.offset)
-                    if seen is not None:
-                        seen(part.nbytes)
-
-    @property
-    def state_bytes(self) -> int:
-        """What `verify` reads: the committed state, with its padding."""
-        return sum(e.nbytes for unit in self._units for e, _ in committed_extents(unit))
+        for extent, held in self._extents:
+            for start in range(0, extent.nbytes, _READ_BYTES):
+                part = extent.part(start, min(_READ_BYTES, extent.nbytes - start))
+                try:
+                    for page in self._wrong_pages(part, self._read_pages(part)):
+                        yield self._place(extent, start + page * PAGE, held)
+                except (CheckpointError, MachineError) as error:
+                    yield error.what
+                if seen is not None:
+                    seen(part.nbytes)
 
     def close(self) -> None:
-        """Let go of the directory; idempotent."""
+        """Let go of the directories. Idempotent."""
         descriptors, locks = [*self._files, self._sums], self._locks
         self._files, self._locks, self._sums = [], [], -1
         for descriptor in (d for d in descriptors if d >= 0):
@@ -191,59 +128,32 @@ class DurableReader:
         for lock in locks:
             lock.let_go()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def extent(self, nbytes: int, owner: str = "", cuts: Sequence[int] = ()) -> Extent:
-        """As `Disk.extent` does it."""
-        return Extent(self._stripes.promise(nbytes, cuts), round_up(nbytes, PAGE), owner)
-
     # --- inside ------------------------------------------------------------------------------
 
-    def _place(self, name: str) -> tuple[UnitState, Segment]:
-        if name not in self._places:
-            raise CheckpointError(f"there is no parameter {name!r} in {self.directory}")
-        return self._places[name]
+    def _fill(self, stream: str, name: str, first_byte: int, target: Tensor) -> None:
+        end = first_byte + target.numel()
+        if stream == BUFFERS:
+            flat = self.document.buffers[name].contiguous().view(-1).view(torch.uint8)
+            target.copy_(flat[first_byte:end])
+            return
+        for extent, piece in self._where[stream, name]:
+            low, high = max(first_byte, piece.first), min(end, piece.first + piece.nbytes)
+            if low < high:
+                start = piece.start + low - piece.first
+                self._fill_from(extent, start, target[low - first_byte : high - first_byte])
 
-    def _read_chunk(
-        self, unit: UnitState, index: int, kind: Kind, elements: tuple[int, int], *, scales: bool
-    ) -> Tensor:
-        """Values, or scales, of elements counted from the chunk's first."""
-        plan, (first, last) = self._plan, elements
-        _, size = unit.layout.chunk(index, plan.chunk_elements)
-        start = plan.whole_record.offset(kind, size)
-        if scales:
-            form = plan.precision.format_of(kind)
-            start += size * form.itemsize
-            first, last = first // MOMENT_BLOCK, -(-last // MOMENT_BLOCK)
-            item = SCALE_BYTES
-        else:
-            item = itemsize(plan, kind)
-        extent = unit.sides[unit.turn.current][index]
-        return self._read_bytes(extent, start + first * item, (last - first) * item)
-
-    def _read_frozen(self, unit: UnitState, segment: Segment, first: int, count: int) -> Tensor:
-        item = segment.nbytes // max(segment.numel, 1)
-        extent = unit.frozen_sides[unit.frozen_turn.current] if count else Extent(0, 0, "")
-        return self._read_bytes(extent, segment.offset + first * item, count * item)
-
-    def _read_bytes(self, extent: Extent, start: int, nbytes: int) -> Tensor:
+    def _fill_from(self, extent: Extent, start: int, target: Tensor) -> None:
         """A range of an extent; whole pages are read, and checked."""
-        if not nbytes:
-            return torch.empty(0, dtype=torch.uint8)
-        low = start // PAGE * PAGE
-        part = extent.part(low, round_up(start + nbytes, PAGE) - low)
-        pages = self._read_pages(part)
-        if self.verified and self._wrong_pages(part, pages):
-            raise CheckpointError(
-                f"{part.owner} in {self.directory} is not what was written: a checksum is wrong",
-                because="the drive, or another program, changed it",
-                remedy=f"infinity checkpoint verify {self.directory} names all that is damaged",
-            )
-        return pages[start - low : start - low + nbytes].clone()
+        end = start + target.numel()
+        for first in range(start // PAGE * PAGE, end, _READ_BYTES):
+            part = extent.part(first, min(_READ_BYTES, round_up(end, PAGE) - first))
+            data = self._read_pages(part)
+            if self.verified and self._wrong_pages(part, data):
+                raise damaged(
+                    f"{part.owner} in {self.directory} is not what was written: a checksum is wrong"
+                )
+            low, high = max(start, first), min(end, first + part.nbytes)
+            target[low - start : high - start].copy_(data[low - first : high - first])
 
     def _read_pages(self, part: Extent) -> Tensor:
         data = bytearray()
@@ -252,13 +162,10 @@ class DurableReader:
                 got = os.pread(self._files[piece.path_index], piece.nbytes, piece.offset)
             except OSError as error:
                 path = self.directories[piece.path_index] / STATE_NAME
-                raise MachineError(
-                    f"{path} cannot be read at byte {piece.offset}, in {part.owner}",
-                    because=f"{error.strerror} (errno {error.errno})",
-                    remedy="look at the drive's health (`smartctl -a`)",
-                ) from error
+                doing = f"reading {part.owner}, at byte {piece.offset} of"
+                raise refusal(doing, path, error) from error
             if len(got) < piece.nbytes:
-                raise CheckpointError(f"a state file of {self.directory} ends inside {part.owner}")
+                raise damaged(f"a state file of {self.directory} ends inside {part.owner}")
             data += got
         return torch.frombuffer(data, dtype=torch.uint8)
 
@@ -268,24 +175,76 @@ class DurableReader:
         start = part.offset // PAGE * CHECKSUM_BYTES
         return wrong_pages(pages, os.pread(self._sums, count * CHECKSUM_BYTES, start))
 
-    def _problems(
-        self, unit: UnitState, chunk: int | None, part: Extent, start: int
-    ) -> Iterator[str]:
-        """What is wrong with a part that begins `start` bytes behind its extent's begin."""
-        try:
-            wrong = self._wrong_pages(part, self._read_pages(part))
-        except (CheckpointError, MachineError) as error:
-            yield error.what
-            return
-        for page in wrong:
-            (piece,) = self._stripes.pieces(part.offset + page * PAGE, PAGE)
-            low = start + page * PAGE
-            held = listed(list(holders(self._plan, unit, chunk, low, low + PAGE)), limit=3)
-            yield (
-                f"{self.directories[piece.path_index] / STATE_NAME} is damaged: bytes "
-                f"{piece.offset} to {piece.offset + PAGE - 1}, {part.owner}, which hold "
-                f"{held or 'no parameter'}"
+    def _place(self, extent: Extent, start: int, held: Sequence[Piece]) -> str:
+        """A damaged page of an extent, and whose bytes it holds."""
+        (piece,) = self._stripes.pieces(extent.offset + start, PAGE)
+        names = [
+            f"{one.stream} of {one.name!r}"
+            for one in held
+            if one.start < start + PAGE and one.start + one.nbytes > start
+        ]
+        return (
+            f"{self.directories[piece.path_index] / STATE_NAME} is damaged: bytes {piece.offset} "
+            f"to {piece.offset + PAGE - 1}, {extent.owner}, which hold "
+            f"{listed(names, limit=3) or 'no parameter'}"
+        )
+
+
+def committed(
+    plan: Plan, record: CommitRecord, disk: Promising
+) -> Iterator[tuple[Extent, list[Piece]]]:
+    """The committed extents of a run, which `disk` promises, and what lies where in each."""
+    units = [UnitState(layout, plan.record(layout)) for layout in plan.units]
+    for unit in units:
+        promise_extents(plan, unit, disk)
+    for layout, homes in zip(plan.units, plan.homes, strict=True):
+        if layout.numel and homes.gradient is Tier.DISK:  # behind them, as in a run
+            disk.extent(layout.numel * plan.gradient_itemsize)
+    for unit, side, frozen in zip(units, record.sides, record.frozen_sides, strict=True):
+        for chunk, extent in enumerate(unit.sides[side] if unit.sides else ()):
+            _, count = unit.layout.chunk(chunk, plan.chunk_elements)
+            held = []
+            for kind in plan.whole_record.kinds:
+                start = plan.whole_record.offset(kind, count)
+                for piece in pieces(plan, unit.layout, chunk, kind):
+                    held.append(piece._replace(start=start + piece.start))
+            yield extent, held
+        if unit.frozen_sides:
+            yield unit.frozen_sides[frozen], list(frozen_pieces(unit.layout))
+
+
+def _manifest(
+    facts: Mapping[str, Any], plan: Plan, record: CommitRecord, document: Document
+) -> Manifest:
+    """A commit as a checkpoint would tell it."""
+    steps, progress = document.run.get("steps", {}), document.run.get("progress", {})
+    segments = [segment for layout in plan.units for segment in layout.segments]
+    return Manifest(
+        engine_version=facts["engine_version"],
+        # A skipped step changes nothing: it is committed with the next.
+        global_steps=record.step + progress.get("skipped_steps", 0),
+        precision=plan.precision.name,
+        rule=facts["rule"],
+        moments=tuple(form.value for form in plan.precision.moments),
+        parameters=tuple(
+            ParameterRecord(s.name, (), s.shape, s.dtype, s.trained, steps.get(s.name, 0))
+            for s in segments
+        ),
+        buffers=tuple(
+            BufferRecord(
+                name,
+                (),
+                tuple(value.shape),
+                dtype_name(value.dtype),
+                name in document.persistent,
             )
+            for name, value in document.buffers.items()
+        ),
+        run=record.document.get("run", {}),
+        client_state={},
+        config={},
+        plan={},
+    )
 
 
 def _open(path: Path) -> int:

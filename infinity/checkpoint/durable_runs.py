@@ -10,14 +10,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from infinity._version import __version__
 from infinity.checkpoint.commits import COMMIT_NAMES, CommitRecord, last_commit
 from infinity.errors import CheckpointError, ConfigError, InfinityError
 from infinity.files import json_lines, read_small, refused
-from infinity.plan.layout import PAGE, Segment, Tier, UnitLayout
+from infinity.formats import MomentFormat
+from infinity.plan.layout import PAGE, PRECISIONS, Segment, Tier, UnitLayout
 from infinity.plan.plan import Plan, RuleFacts, UnitHomes
 from infinity.plan.planner import Stored
 from infinity.sealed import read_sealed, write_sealed
@@ -34,6 +36,7 @@ from infinity.storage.run_dir import (
 from infinity.storage.striping import Placement
 
 PLAN_NAME = "plan.json"
+SUMS_NAME = "checksums.bin"
 _FORMAT = "torch-infinity-durable"
 _VERSION = 2
 _STATE_FORMAT = "torch-infinity-state"
@@ -122,6 +125,7 @@ def write_plan(
 ) -> None:
     """Write `plan.json`, for good; raises `MachineError`."""
     content = {
+        "engine_version": __version__,
         "run": run,
         **facts,
         "chunk_elements": plan.chunk_elements,
@@ -136,6 +140,39 @@ def write_plan(
         write_sealed(path, _FORMAT, _VERSION, content, 0o600)
     except OSError as error:
         raise refused(f"{path} could not be written", error) from error
+
+
+def plan_of(facts: Mapping[str, Any], homes: Sequence[Any]) -> Plan:
+    """As much of a run's plan as its `plan.json` holds: enough to find every byte."""
+    moments = tuple(MomentFormat(name) for name in facts["moments"])
+    precision = replace(PRECISIONS[facts["precision"]], moments=moments)
+    units = []
+    for index, unit in enumerate(facts["units"]):
+        segments = tuple(
+            Segment(**{**segment, "shape": tuple(segment["shape"])}, parameter=-1, group=-1)
+            for segment in unit["segments"]
+        )
+        layout = UnitLayout(
+            index, unit["name"], segments, unit["numel"], unit["frozen_bytes"], precision.weight
+        )
+        units.append(layout)
+    return Plan(
+        precision=precision,
+        units=tuple(units),
+        homes=tuple(homes),
+        slot_classes=(),
+        chunk_elements=facts["chunk_elements"],
+        num_stages=0,
+        look_ahead=0,
+        micro_batches=1,
+        gradient_itemsize=facts["gradient_itemsize"],
+        unified=True,
+        verify=False,
+        memory={},
+        budget={},
+        rule=RuleFacts(name=facts["rule"], moments=moments),
+        durable=True,
+    )
 
 
 def state_tag(run: str, index: int) -> bytes:

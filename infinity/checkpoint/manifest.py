@@ -16,7 +16,6 @@ from infinity.errors import CheckpointError, ConfigError
 from infinity.formats import MomentFormat
 from infinity.model.weight_directory import INDEX_NAME
 from infinity.model.weight_files import DTYPE_NAMES, encode_header
-from infinity.optim.moments import KIND_DTYPES, VALUE_DTYPES
 from infinity.sealed import LARGEST, made, seal, shallow, unseal
 
 # Which bytes of a checkpoint lie in which file: streams, shards, names and headers.
@@ -51,9 +50,14 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype
 
     @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of its elements."""
-        return prod(self.shape) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,81 +313,68 @@ def _file_problems(files: tuple[FileRecord, ...]) -> Iterator[str]:
 # Whether the tensors of a checkpoint's files are those that its manifest speaks of.
 
 
-_MOMENT = re.compile(r"moment([1-9][0-9]?)(_scales)?")
-_BESIDE = {kind.value: dtype for kind, dtype in KIND_DTYPES.items()}
-
-Records = Mapping[str, ParameterRecord | BufferRecord]
-
-
 def problems(manifest: Manifest, streams: Mapping[str, Sequence[TensorSpec]]) -> Iterator[str]:
     """What does not agree, each naming stream and tensor; streams of other names are not judged."""
-    trained: Records = {p.name: p for p in manifest.parameters if p.trained}
-    frozen: Records = {p.name: p for p in manifest.parameters if not p.trained}
-    buffers: Records = {b.name: b for b in manifest.buffers}
-    for stream, records in ((MODEL, trained), (FROZEN, frozen), (BUFFERS, buffers)):
-        specs = streams.get(stream, ())
-        found = {spec.name for spec in specs}
-        for name in records:
-            if name not in found:
-                yield f"{name!r} is missing in the stream {stream!r}"
-        for spec, record in _known(stream, specs, records):
-            yield from (
-                _differences(stream, spec, record, DTYPES[record.dtype])
-                if record
-                else (_unknown(stream, spec),)
-            )
+    expected = _expected(manifest)
+    for stream in (MODEL, FROZEN, BUFFERS):
+        there = {spec.name for spec in streams.get(stream, ())}
+        for name in expected[stream].keys() - there:
+            yield f"{name!r} is missing in the stream {stream!r}"
     for stream, specs in streams.items():
-        if stream in (*_BESIDE, GRADIENT) or _MOMENT.fullmatch(stream):
-            yield from _state_problems(manifest, stream, specs, trained)
+        known = expected.get(stream)
+        if known is None:
+            if _MOMENT.fullmatch(stream):
+                count = len(manifest.moments)
+                yield f"the stream {stream!r} is there, and {count} moments are known"
+            continue
+        for spec in specs:
+            if spec.name in known:
+                yield from differences(stream, spec, *known[spec.name])
+            else:
+                yield (
+                    f"{spec.name!r} in the stream {stream!r} is not in the manifest, or not of "
+                    "that kind"
+                )
 
 
-def _state_problems(
-    manifest: Manifest, stream: str, specs: Sequence[TensorSpec], trained: Records
+def differences(
+    stream: str, spec: TensorSpec, shape: tuple[int, ...], dtype: torch.dtype | None
 ) -> Iterator[str]:
-    """A stream with something for each of the trained parameters, or for some of them."""
-    dtype = _BESIDE.get(stream)
-    scaled = None
-    if match := _MOMENT.fullmatch(stream):
-        index = int(match[1])
-        if index > len(manifest.moments):
-            yield f"the stream {stream!r} is there, and {len(manifest.moments)} moments are known"
-            return
-        format = MomentFormat(manifest.moments[index - 1])
-        dtype = VALUE_DTYPES[format]
-        if match[2]:
-            scaled, dtype = format, torch.float32
-    for spec, record in _known(stream, specs, trained):
-        if record is None:
-            yield _unknown(stream, spec)
-        elif scaled is None:
-            yield from _differences(stream, spec, record, dtype)
-        elif prod(spec.shape) != scaled.num_scales(prod(record.shape)) or spec.dtype is not dtype:
-            yield (
-                f"{spec.name!r} in the stream {stream!r} is {spec.dtype} of shape {spec.shape}, "
-                f"not {dtype} with {scaled.num_scales(prod(record.shape))} elements"
-            )
-
-
-def _known(
-    stream: str, specs: Sequence[TensorSpec], records: Records
-) -> Iterator[tuple[TensorSpec, ParameterRecord | BufferRecord | None]]:
-    for spec in specs:
-        yield spec, records.get(spec.name)
-
-
-def _unknown(stream: str, spec: TensorSpec) -> str:
-    return f"{spec.name!r} in the stream {stream!r} is not in the manifest, or not of that kind"
-
-
-def _differences(
-    stream: str,
-    spec: TensorSpec,
-    record: ParameterRecord | BufferRecord,
-    dtype: torch.dtype | None,
-) -> Iterator[str]:
-    if spec.shape != record.shape:
-        yield (
-            f"{spec.name!r} in the stream {stream!r} has the shape {spec.shape}, not {record.shape}"
-        )
+    """How a tensor of a stream is not what it should be; a dtype of None is any."""
+    where = f"{spec.name!r} in the stream {stream!r}"
+    if spec.shape != shape:
+        yield f"{where} has the shape {spec.shape}, not {shape}"
     if dtype is not None and spec.dtype is not dtype:
-        yield f"{spec.name!r} in the stream {stream!r} is {spec.dtype}, not {dtype}"
+        yield f"{where} is {spec.dtype}, not {dtype}"
+
+
+_MOMENT = re.compile(r"moment[1-9][0-9]?(_scales)?")
+_MOMENT_DTYPES = {MomentFormat.FP32: torch.float32, MomentFormat.INT8: torch.uint8}
+_Expected = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
+
+
+def _expected(manifest: Manifest) -> dict[str, _Expected]:
+    """Stream -> name -> shape and dtype."""
+    trained = {p.name: p for p in manifest.parameters if p.trained}
+    frozen = {p.name: p for p in manifest.parameters if not p.trained}
+    buffers = {b.name: b for b in manifest.buffers}
+    found: dict[str, _Expected] = {
+        stream: {name: (one.shape, DTYPES[one.dtype]) for name, one in records.items()}
+        for stream, records in ((MODEL, trained), (FROZEN, frozen), (BUFFERS, buffers))
+    }
+    beside: dict[str, torch.dtype | None] = {
+        RESIDUAL: torch.int16,
+        MASTER: torch.float32,
+        GRADIENT: None,
+    }
+    for index, form in enumerate(map(MomentFormat, manifest.moments), start=1):
+        stream = moment_stream(index)
+        beside[stream] = _MOMENT_DTYPES.get(form, torch.bfloat16)
+        if form.num_scales(1):
+            found[f"{stream}_scales"] = {
+                name: ((form.num_scales(prod(one.shape)),), torch.float32)
+                for name, one in trained.items()
+            }
+    for stream, dtype in beside.items():
+        found[stream] = {name: (one.shape, dtype) for name, one in trained.items()}
+    return found

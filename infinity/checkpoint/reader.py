@@ -1,7 +1,6 @@
-"""A checkpoint that is read: nothing of it is believed before it was checked.
+"""State that is read, from a checkpoint or whatever else holds it.
 
-The manifest is held to its checksum, the files to the manifest, headers to both, all before memory
-is taken for a tensor; and every block is held to its CRC before its bytes are handed out.
+Nothing of it is believed before it was checked.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -35,10 +34,8 @@ from infinity.checkpoint.manifest import (
     MAX_MANIFEST_BYTES,
     MODEL,
     RESIDUAL,
-    BufferRecord,
     FileRecord,
     Manifest,
-    ParameterRecord,
     TensorSpec,
     check_tag,
 )
@@ -49,14 +46,161 @@ from infinity.errors import CheckpointError, ConfigError, DoesNotFitError, Machi
 from infinity.model.weight_files import Outgoing, SafetensorsFile, TensorFacts
 from infinity.sizes import format_size
 
-__all__ = ["CheckpointReader", "find_tag"]
-
-_DAMAGE = "a drive, a copy or another program changed it, or it is of another checkpoint"
-_REMEDY = "infinity checkpoint verify DIR --all names the checkpoints that are sound"
+__all__ = ["CheckpointReader", "StateReader", "find_tag"]
 
 
-class CheckpointReader:
-    """An open checkpoint; one thread at a time reads from it. A context manager."""
+class StateReader:
+    """Tensors by stream and name, and what they are of: the manifest. A context manager.
+
+    Whatever they lie in: the files of a checkpoint, or the extents of a durable run. One thread at
+    a time reads.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.manifest: Manifest
+        self._specs: dict[str, dict[str, TensorSpec]] = {}  # by stream and name, in their order
+
+    @property
+    def verified(self) -> bool:
+        """Whether there are checksums of all that is read."""
+        return True
+
+    @property
+    def nbytes(self) -> int:
+        """What `verify` reads."""
+        raise NotImplementedError
+
+    def verify(self, seen: Callable[[int], None] | None = None) -> Iterator[str]:
+        """Read everything; yields every problem, naming file, bytes and tensors.
+
+        `seen` is told how many bytes were read, sound or not, piece by piece.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of the files. Idempotent."""
+        raise NotImplementedError
+
+    def _fill(self, stream: str, name: str, first_byte: int, target: Tensor) -> None:
+        """`read_into`, of bytes that the tensor has."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # --- streams -----------------------------------------------------------------------------
+
+    @property
+    def streams(self) -> Sequence[str]:
+        """Those that have tensors."""
+        return tuple(self._specs)
+
+    def names(self, stream: str) -> Sequence[str]:
+        """The tensors of a stream, in the order of their bytes; none if it is not there."""
+        return tuple(self._specs.get(stream, ()))
+
+    def facts(self, stream: str, name: str) -> TensorSpec:
+        """Shape and dtype of a tensor. Raises `CheckpointError` if it is not there."""
+        found = self._specs.get(stream, {}).get(name)
+        if found is None:
+            raise CheckpointError(
+                f"{self.directory} has no tensor {name!r} in the stream {stream!r}",
+                because=f"it has {len(self._specs.get(stream, ()))} in that stream",
+            )
+        return found
+
+    def read_into(self, stream: str, name: str, first_byte: int, target: Tensor) -> None:
+        """Fill `target` (uint8, 1-D, on the CPU) with bytes of a tensor, from `first_byte` on.
+
+        What has a checksum is checked before it is copied. Raises `CheckpointError` that names
+        file, tensor and place, `MachineError` if the drive refuses, `ConfigError` for bytes that
+        the tensor does not have. What `target` holds then is undefined.
+        """
+        nbytes = self.facts(stream, name).nbytes
+        if target.dtype is not torch.uint8 or target.dim() != 1 or target.device.type != "cpu":
+            raise ConfigError(f"the target is {target.dtype} on {target.device}, not plain bytes")
+        if not 0 <= first_byte <= first_byte + target.numel() <= nbytes:
+            raise ConfigError(
+                f"bytes {first_byte} to {first_byte + target.numel()} of tensor {name!r}, which "
+                f"has {nbytes}"
+            )
+        if target.numel():
+            self._fill(stream, name, first_byte, target)
+
+    def read(self, stream: str, name: str) -> Tensor:
+        """A whole tensor, in memory of its own. Raises as `read_into`, and `DoesNotFitError`."""
+        facts = self.facts(stream, name)
+        flat = _empty(name, facts.numel, facts.dtype)
+        self.read_into(stream, name, 0, flat.view(torch.uint8))
+        return flat.view(facts.shape)
+
+    # --- the model ---------------------------------------------------------------------------
+
+    def weight(self, name: str) -> Tensor:
+        """What a parameter computes with."""
+        return self.read(FROZEN if name in self._specs.get(FROZEN, ()) else MODEL, name)
+
+    def master(self, name: str) -> Tensor:
+        """A trained parameter's fp32 master, or a frozen one's value, in its shape.
+
+        That of a bf16 weight is joined from it and the residual, that of an fp16 weight a stream
+        of its own, that of an fp32 weight itself.
+        """
+        if name in self._specs.get(MASTER, ()):
+            return self.read(MASTER, name)
+        if name not in self._specs.get(RESIDUAL, ()):
+            return self.weight(name)
+        facts = self.facts(MODEL, name)
+        master = _empty(name, facts.numel, torch.float32)
+        weight = torch.empty(min(_PIECE, facts.numel), dtype=torch.bfloat16)
+        residual = torch.empty_like(weight, dtype=torch.int16)
+        for first in range(0, facts.numel, _PIECE):
+            count = min(_PIECE, facts.numel - first)
+            for stream, part in ((MODEL, weight), (RESIDUAL, residual)):
+                self.read_into(stream, name, 2 * first, part[:count].view(torch.uint8))
+            master[first : first + count] = join(weight[:count], residual[:count])
+        return master.view(facts.shape)
+
+    def outgoing(self, dtype: torch.dtype | None) -> Sequence[Outgoing]:
+        """The tensors of the model's state dict, tied ones once; one is in memory at a time.
+
+        Parameters are converted to `dtype`, fp32 being the exact masters; None keeps what they
+        compute in. Other dtypes are rounded once, from the masters. Buffers stay as they are.
+        """
+        tensors = []
+        for parameter in self.manifest.parameters:
+            kept = DTYPES[parameter.dtype]
+            stored = dtype if dtype is not None and kept in _CONVERTED else kept
+            read = self.master if stored is not kept else self.weight
+            get = partial(read, parameter.name)
+            tensors.append(Outgoing(parameter.name, parameter.shape, stored, get))
+        for buffer in self.manifest.buffers:
+            if buffer.persistent:
+                get = partial(self.read, BUFFERS, buffer.name)
+                tensors.append(Outgoing(buffer.name, buffer.shape, DTYPES[buffer.dtype], get))
+        return tensors
+
+
+def damaged(what: str) -> CheckpointError:
+    """The error for bytes that are not those that were written."""
+    return CheckpointError(
+        what,
+        because="a drive, a copy or another program changed it, or it is of another checkpoint",
+        remedy="infinity checkpoint verify DIR --all names the checkpoints that are sound, and all "
+        "that is damaged",
+    )
+
+
+class CheckpointReader(StateReader):
+    """An open checkpoint.
+
+    The manifest is held to its checksum, the files to the manifest, headers to both, all before
+    memory is taken for a tensor; and every block is held to its CRC before it is handed out.
+    """
 
     def __init__(self, root: Path, tag: str) -> None:
         """Check all that can be known without the bytes of tensors.
@@ -65,7 +209,7 @@ class CheckpointReader:
         fault, `MachineError` if one cannot be read.
         """
         check_tag(tag)
-        self.directory = Path(root).expanduser().absolute() / tag
+        super().__init__(Path(root).expanduser().absolute() / tag)
         self._engine: _aio.Engine | None = None
         self._open: dict[str, BlockReader] = {}  # one file of each stream
         self._rings: dict[str, Ring] = {}
@@ -75,9 +219,13 @@ class CheckpointReader:
         self.manifest_crc32c = 0  # tells this checkpoint from others of its name
         self.manifest = self._read_manifest()
         self._records = {record.name: record for record in self.manifest.files}
-        self._facts: dict[str, dict[str, TensorFacts]] = {}
+        self._places: dict[str, dict[str, TensorFacts]] = {}
         for record in self.manifest.files:
             self._check_file(record)
+        self._specs = {
+            stream: {name: TensorSpec(name, one.shape, one.dtype) for name, one in places.items()}
+            for stream, places in self._places.items()
+        }
         self._engine = _aio.Engine(block_size=BLOCK_BYTES)
         try:
             self._check_consistency()
@@ -136,7 +284,7 @@ class CheckpointReader:
         except OSError as error:
             raise refusal("reading", path, error) from error
         file.close()
-        known = self._facts.setdefault(record.stream, {})
+        known = self._places.setdefault(record.stream, {})
         facts = sorted(file.facts.items(), key=lambda item: item[1].offset)
         for name, one in facts:
             if name in known:
@@ -144,56 +292,21 @@ class CheckpointReader:
             known[name] = one
 
     def _check_consistency(self) -> None:
-        streams = {
-            stream: [TensorSpec(name, one.shape, one.dtype) for name, one in facts.items()]
-            for stream, facts in self._facts.items()
-        }
+        streams = {stream: list(specs.values()) for stream, specs in self._specs.items()}
         problems = list(disagreements(self.manifest, streams))
         if problems:
             for record in self.manifest.files:
                 self._check_header(record)  # a damaged one is named, rather than its effects
-            raise CheckpointError(
+            raise damaged(
                 f"the files of the checkpoint {self.directory} are not those of its manifest: "
-                + listed(problems, separator="; "),
-                because=_DAMAGE,
-                remedy=_REMEDY,
+                + listed(problems, separator="; ")
             )
 
     def _damaged(self, path: Path, problem: str) -> CheckpointError:
-        return CheckpointError(f"{path} is not sound: {problem}", because=_DAMAGE, remedy=_REMEDY)
+        return damaged(f"{path} is not sound: {problem}")
 
-    def names(self, stream: str) -> Sequence[str]:
-        """The tensors of a stream, in the order of their bytes; none if it is not there."""
-        return tuple(self._facts.get(stream, ()))
-
-    def facts(self, stream: str, name: str) -> TensorFacts:
-        """Shape, dtype and place of a tensor. Raises `CheckpointError` if it is not there."""
-        found = self._facts.get(stream, {}).get(name)
-        if found is None:
-            raise CheckpointError(
-                f"the checkpoint {self.directory} has no tensor {name!r} in the stream {stream!r}",
-                because=f"it has {len(self._facts.get(stream, ()))} in that stream",
-            )
-        return found
-
-    def read_into(self, stream: str, name: str, first_byte: int, target: Tensor) -> None:
-        """Fill `target` (uint8, 1-D, on the CPU) with bytes of a tensor, from `first_byte` on.
-
-        Each block is checked before its bytes are copied. Raises `CheckpointError` that names
-        file, tensor and block, `MachineError` if the drive refuses, `ConfigError` for bytes that
-        the tensor does not have. What `target` holds then is undefined.
-        """
-        facts = self.facts(stream, name)
-        nbytes = facts.numel * facts.dtype.itemsize
-        if target.dtype is not torch.uint8 or target.dim() != 1 or target.device.type != "cpu":
-            raise ConfigError(f"the target is {target.dtype} on {target.device}, not plain bytes")
-        if not 0 <= first_byte <= first_byte + target.numel() <= nbytes:
-            raise ConfigError(
-                f"bytes {first_byte} to {first_byte + target.numel()} of tensor {name!r}, which "
-                f"has {nbytes}"
-            )
-        if not target.numel():
-            return
+    def _fill(self, stream: str, name: str, first_byte: int, target: Tensor) -> None:
+        facts = self._places[stream][name]
         record = self._records[facts.file.name]
         self._check_header(record)
         done, size = 0, record.block_bytes
@@ -205,20 +318,13 @@ class CheckpointReader:
             target.numpy()[done : done + count] = data[start : start + count].numpy()
             done += count
 
-    def read(self, stream: str, name: str) -> Tensor:
-        """A whole tensor, in memory of its own. Raises as `read_into`, and `DoesNotFitError`."""
-        facts = self.facts(stream, name)
-        flat = empty(name, facts.numel, facts.dtype)
-        self.read_into(stream, name, 0, flat.view(torch.uint8))
-        return flat.view(facts.shape)
-
     def _check_header(self, record: FileRecord) -> None:
         """Once a file: what its header says is only now known to be what was written."""
         if record.name in self._headers_checked:
             return
         ends = [
             facts.offset
-            for facts in self._facts.get(record.stream, {}).values()
+            for facts in self._places.get(record.stream, {}).values()
             if facts.file.name == record.name
         ]
         for block in range(-(-min(ends, default=0) // record.block_bytes)):
@@ -239,11 +345,8 @@ class CheckpointReader:
             self._forget(record.stream)
             place = self._place(record, block)
             raise refusal(f"reading {place} of", self.directory / record.name, error) from error
-        raise CheckpointError(
-            f"{self.directory / record.name} is damaged: {self._place(record, block)}: {problem}",
-            because=_DAMAGE,
-            remedy=_REMEDY,
-        )
+        place = self._place(record, block)
+        raise damaged(f"{self.directory / record.name} is damaged: {place}: {problem}")
 
     def _reader(self, record: FileRecord) -> BlockReader:
         if self._engine is None:
@@ -271,7 +374,7 @@ class CheckpointReader:
         last = min(first + record.block_bytes, record.nbytes)
         names = []
         header = record.nbytes
-        for name, one in self._facts.get(record.stream, {}).items():
+        for name, one in self._places.get(record.stream, {}).items():
             if one.file.name != record.name:
                 continue
             header = min(header, one.offset)
@@ -283,11 +386,13 @@ class CheckpointReader:
         held = listed(names, limit=3) or "no tensor"
         return f"block {block} (bytes {first} to {last - 1}), which holds {held}"
 
-    def verify(self, seen: Callable[[int], None] | None = None) -> Iterator[str]:
-        """Read everything; yields every problem, naming file, block, bytes and tensors.
+    @property
+    def nbytes(self) -> int:
+        """Of all files."""
+        return sum(record.nbytes for record in self.manifest.files)
 
-        `seen` is told how many bytes were read, sound or not, block by block.
-        """
+    def verify(self, seen: Callable[[int], None] | None = None) -> Iterator[str]:
+        """See `StateReader.verify`; block by block."""
         for record in self.manifest.files:
             self._forget(record.stream)  # what lies in memory was checked, the disk was not
             for block in range(len(record.crc32c)):
@@ -309,14 +414,8 @@ class CheckpointReader:
             with suppress(OSError):
                 engine.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-
-def empty(name: str, numel: int, dtype: torch.dtype) -> Tensor:
+def _empty(name: str, numel: int, dtype: torch.dtype) -> Tensor:
     """Memory for a tensor's values, in one dimension; raises `DoesNotFitError` that names it."""
     try:
         return torch.empty(numel, dtype=dtype)
@@ -325,10 +424,7 @@ def empty(name: str, numel: int, dtype: torch.dtype) -> Tensor:
         raise DoesNotFitError(f"tensor {name!r} needs {size} of RAM", because=str(error)) from error
 
 
-# fp32 masters of a checkpoint, whole: joined from bf16 weights and residuals, or as they are.
-#
-# Those of fp16 weights are a stream of their own, of fp32 weights the model itself. What exports
-# weights asks a `WeightSource`: a checkpoint is one, the directory of a durable run another.
+# fp32 masters, and bf16 weights with what they lack to them.
 
 
 _PIECE = 1 << 20  # elements
@@ -351,88 +447,3 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
     residual = bits.to(torch.int16)  # the lower half, signed
     weight = ((bits - residual) >> 16).to(torch.int16)
     return weight.view(torch.bfloat16), residual
-
-
-class WeightSource(Protocol):
-    """Weights and buffers by name; values are read when they are asked for, whole."""
-
-    @property
-    def parameters(self) -> Sequence[ParameterRecord]:
-        """All parameters, tied ones once."""
-
-    @property
-    def buffers(self) -> Sequence[BufferRecord]:
-        """All buffers."""
-
-    def weight(self, name: str) -> Tensor:
-        """What a parameter computes with."""
-
-    def has_master(self, name: str) -> bool:
-        """Whether there is more of a parameter than its weight."""
-
-    def master(self, name: str) -> Tensor:
-        """A trained parameter's fp32 master."""
-
-    def buffer(self, name: str) -> Tensor:
-        """A buffer's value."""
-
-
-class CheckpointWeights:
-    """A checkpoint as a `WeightSource`; raises as `CheckpointReader.read` does."""
-
-    def __init__(self, reader: CheckpointReader) -> None:
-        self._reader = reader
-        self._residuals, self._masters = set(reader.names(RESIDUAL)), set(reader.names(MASTER))
-        self._frozen = set(reader.names(FROZEN))
-        self.parameters = reader.manifest.parameters
-        self.buffers = reader.manifest.buffers
-
-    def weight(self, name: str) -> Tensor:
-        """What a parameter computes with."""
-        return self._reader.read(FROZEN if name in self._frozen else MODEL, name)
-
-    def has_master(self, name: str) -> bool:
-        """Whether there is a residual or a master."""
-        return name in self._residuals or name in self._masters
-
-    def master(self, name: str) -> Tensor:
-        """A trained parameter's fp32 master, or a frozen one's value, in its shape."""
-        if name in self._masters:
-            return self._reader.read(MASTER, name)
-        if name not in self._residuals:
-            return self.weight(name)
-        facts = self._reader.facts(MODEL, name)
-        master = empty(name, facts.numel, torch.float32)
-        weight = torch.empty(min(_PIECE, facts.numel), dtype=torch.bfloat16)
-        residual = torch.empty_like(weight, dtype=torch.int16)
-        for first in range(0, facts.numel, _PIECE):
-            count = min(_PIECE, facts.numel - first)
-            for stream, part in ((MODEL, weight), (RESIDUAL, residual)):
-                self._reader.read_into(stream, name, 2 * first, part[:count].view(torch.uint8))
-            master[first : first + count] = join(weight[:count], residual[:count])
-        return master.view(facts.shape)
-
-    def buffer(self, name: str) -> Tensor:
-        """A buffer's value."""
-        return self._reader.read(BUFFERS, name)
-
-
-def outgoing(source: WeightSource, dtype: torch.dtype | None) -> Sequence[Outgoing]:
-    """The tensors of the model's state dict, tied ones once; one is in memory at a time.
-
-    Parameters are converted to `dtype`, fp32 being the exact masters; None keeps what they
-    compute in. Other dtypes are rounded once, from the masters. Buffers stay as they are.
-    """
-    tensors = []
-    for parameter in source.parameters:
-        kept = DTYPES[parameter.dtype]
-        stored = dtype if dtype is not None and kept in _CONVERTED else kept
-        read: Callable[[], Tensor] = partial(source.weight, parameter.name)
-        if stored is not kept and source.has_master(parameter.name):
-            read = partial(source.master, parameter.name)
-        tensors.append(Outgoing(parameter.name, parameter.shape, stored, read))
-    for buffer in source.buffers:
-        if buffer.persistent:
-            read = partial(source.buffer, buffer.name)
-            tensors.append(Outgoing(buffer.name, buffer.shape, DTYPES[buffer.dtype], read))
-    return tensors

@@ -44,7 +44,6 @@ from infinity.checkpoint.manifest import (
     TensorSpec,
     check_tag,
     cut,
-    is_our_file,
 )
 from infinity.checkpoint.manifest import problems as disagreements
 from infinity.errors import CheckpointError, ConfigError, DoesNotFitError, MachineError, listed
@@ -53,6 +52,7 @@ from infinity.files import (
     FOLDER_MODE,
     SHARED_FOLDER_MODE,
     free_bytes,
+    open_new,
     sync_directory,
     write_new,
 )
@@ -67,9 +67,7 @@ from infinity.sizes import format_size
 
 
 _FICLONE = 0x40049409  # ioctl: share all blocks of another file
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _OLD_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 Identity = tuple[int, int, int, int]
 
@@ -116,70 +114,49 @@ def share(
         return None
     if tuple(before.specs.get(stream, ())) != tuple(t for s in shards for t in s.tensors):
         return None
-    made: list[str] = []
-    source = target = -1
+    made: list[Path] = []
     try:
-        source = _open_checkpoint(root, before.tag)
-        target = os.open(directory, _DIRECTORY | os.O_NOFOLLOW)
+        source = root / check_tag(before.tag)
+        if source.is_symlink():
+            raise OSError(f"{source} is not the directory that was written")
         for record in records:
-            _share_file(record.name, before.identities[record.name], source, target, made)
+            made.append(directory / record.name)
+            _share_file(source / record.name, made[-1], before.identities[record.name])
     except OSError:
-        for name in made:
+        for path in made:
             with suppress(OSError):
-                os.unlink(name, dir_fd=target)
+                path.unlink()
         return None
-    finally:
-        for descriptor in (source, target):
-            if descriptor >= 0:
-                os.close(descriptor)
     return records
 
 
-def _open_checkpoint(root: Path, tag: str) -> int:
-    above = os.open(root, _DIRECTORY)
+def _share_file(old: Path, new: Path, wanted: Identity) -> None:
+    """One file; raises `OSError` unless it is the very one that was written, before and after."""
+    descriptor = os.open(old, _OLD_FILE)
     try:
-        found = os.open(check_tag(tag), _DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
-    finally:
-        os.close(above)
-    if os.fstat(found).st_uid != os.geteuid():
-        os.close(found)
-        raise PermissionError(f"{root / tag} belongs to another user")
-    return found
-
-
-def _share_file(name: str, wanted: Identity, source: int, target: int, made: list[str]) -> None:
-    """One file; what was made is noted, also where this raises `OSError`."""
-    assert is_our_file(name), name
-    old = os.open(name, _OLD_FILE, dir_fd=source)
-    try:
-        facts = os.fstat(old)
+        if identity(os.fstat(descriptor)) != wanted:
+            raise OSError(f"{old} is not the file that was written")
+        if _clone(descriptor, new):
+            facts = os.fstat(descriptor)
+        else:
+            os.link(old, new, follow_symlinks=False)
+            facts = os.lstat(new)
         if not stat.S_ISREG(facts.st_mode) or identity(facts) != wanted:
-            raise OSError(f"{name} is not the file that was written")
-        made.append(name)
-        if _clone(old, name, target):
-            if identity(os.fstat(old)) != wanted:
-                raise OSError(f"{name} was written to meanwhile")
-            return
+            raise OSError(f"{old} was exchanged, or written to, meanwhile")
     finally:
-        os.close(old)
-    os.link(name, name, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
-    facts = os.stat(name, dir_fd=target, follow_symlinks=False)
-    if not stat.S_ISREG(facts.st_mode) or identity(facts) != wanted:
-        raise OSError(f"{name} was exchanged meanwhile")
+        os.close(descriptor)
 
 
-def _clone(old: int, name: str, target: int) -> bool:
+def _clone(old: int, new: Path) -> bool:
     """A new file over the same blocks, on stable storage; whether the file system has that."""
-    new = os.open(name, _NEW_FILE, FILE_MODE, dir_fd=target)
-    try:
-        fcntl.ioctl(new, _FICLONE, old)
-        os.fsync(new)
-        return True
-    except OSError:
-        os.unlink(name, dir_fd=target)
-        return False
-    finally:
-        os.close(new)
+    with open_new(new) as file:
+        try:
+            fcntl.ioctl(file.fileno(), _FICLONE, old)
+            os.fsync(file.fileno())
+            return True
+        except OSError:
+            new.unlink()
+            return False
 
 
 __all__ = ["CheckpointWriter", "TensorSpec"]

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from infinity.checkpoint.manifest import FROZEN, MODEL
-from infinity.checkpoint.writer import CheckpointWriter, TensorSpec, Written, checksums
+from infinity.checkpoint.manifest import FROZEN
+from infinity.checkpoint.streams import frozen_pieces, pieces
+from infinity.checkpoint.writer import CheckpointWriter, Written, checksums
 from infinity.errors import InfinityWarning
 from infinity.offload.state import Staged, StateStore
-from infinity.optim.moments import KIND_DTYPES, VALUE_DTYPES, moment_in
 from infinity.plan.budget import NUM_COPY_BUFFERS, copy_buffer_bytes
-from infinity.plan.layout import Kind, Segment, Tier, UnitLayout
+from infinity.plan.layout import Kind, Tier, UnitLayout
 from infinity.plan.plan import Plan
 from infinity.storage.staging import BufferPool
 
@@ -93,58 +92,6 @@ class FrozenBytes:
         """Whether modules compute with the home itself."""
         at = self._plan.homes[layout.index].weight
         return bool(layout.frozen_bytes) and at is Tier.DEVICE
-
-
-def state_streams(plan: Plan) -> dict[str, list[TensorSpec]]:
-    """Stream -> its tensors, of everything that rests in homes; in the order they are copied."""
-    streams: dict[str, list[TensorSpec]] = {MODEL: [], FROZEN: []}
-    rest = plan.precision.rest_kind
-    if rest is not None:
-        streams[rest.value] = []
-    for kind in plan.precision.moment_kinds:
-        streams[kind.value] = []
-        if plan.precision.format_of(kind).num_scales(1):
-            streams[scales_of(kind)] = []
-    for layout in plan.units:
-        for segment in layout.segments:
-            name, shape = segment.name, segment.shape
-            dtype = getattr(torch, segment.dtype)
-            if not segment.trained:
-                streams[FROZEN].append(TensorSpec(name, shape, dtype))
-                continue
-            streams[MODEL].append(TensorSpec(name, shape, dtype))
-            if rest is not None:
-                streams[rest.value].append(TensorSpec(name, shape, KIND_DTYPES[rest]))
-            for kind in plan.precision.moment_kinds:
-                form = plan.precision.format_of(kind)
-                streams[kind.value].append(TensorSpec(name, shape, VALUE_DTYPES[form]))
-                scales = form.num_scales(segment.numel)
-                if scales_of(kind) in streams:
-                    streams[scales_of(kind)].append(TensorSpec(name, (scales,), torch.float32))
-    return {stream: tensors for stream, tensors in streams.items() if tensors}
-
-
-def scales_of(kind: Kind) -> str:
-    """The stream of the scales of a moment's blocks."""
-    return f"{kind.value}_scales"
-
-
-def stream_parts(
-    plan: Plan, layout: UnitLayout, segment: Segment, chunk: int, kind: Kind, view: Tensor
-) -> Iterator[tuple[str, Tensor]]:
-    """(stream, uint8 bytes) of what a chunk's part of a kind holds of a trained parameter."""
-    start, count = layout.chunk(chunk, plan.chunk_elements)
-    first, last = segment.within(start, count)
-    if first >= last:
-        return
-    if kind is Kind.WEIGHT or kind is plan.precision.rest_kind:
-        size = plan.precision.nbytes(kind, 1)
-        yield (MODEL if kind is Kind.WEIGHT else kind.value), view[first * size : last * size]
-        return
-    moment = moment_in(view, count, plan.precision.format_of(kind)).part(first, last)
-    yield kind.value, moment.values.view(torch.uint8)
-    if moment.scales is not None:
-        yield scales_of(kind), moment.scales.view(torch.uint8)
 
 
 @dataclass
@@ -316,19 +263,17 @@ class Saver:
         if read.chunk is None:
             self._write_frozen(writer, layout)
             return
-        for segment in layout.trained_segments:
-            for kind, view in read.staged.views.items():
-                parts = stream_parts(self._plan, layout, segment, read.chunk, kind, view)
-                for stream, data in parts:
-                    writer.write(stream, data)
+        for kind, view in read.staged.views.items():
+            for piece in pieces(self._plan, layout, read.chunk, kind):
+                writer.write(piece.stream, view[piece.place])
 
     def _write_frozen(self, writer: CheckpointWriter, layout: UnitLayout) -> None:
         if not layout.frozen_bytes or writer.shares(FROZEN):
             return
         frozen = self.frozen.read(layout)
         self.frozen.note(layout, frozen)
-        for segment in (s for s in layout.segments if not s.trained):
-            writer.write(FROZEN, frozen[segment.offset : segment.offset + segment.nbytes])
+        for piece in frozen_pieces(layout):
+            writer.write(piece.stream, frozen[piece.place])
 
 
 class _StoppedError(Exception):

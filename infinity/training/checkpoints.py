@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from infinity.checkpoint.commits import Document, OpenWindow
 from infinity.checkpoint.directory import no_latest
 from infinity.checkpoint.manifest import (
     BUFFERS,
@@ -20,26 +21,28 @@ from infinity.checkpoint.manifest import (
     BufferRecord,
     Manifest,
     ParameterRecord,
+    differences,
 )
 from infinity.checkpoint.plain import decode, dtype_name, encode
-from infinity.checkpoint.reader import CheckpointReader, CheckpointWeights, find_tag
+from infinity.checkpoint.reader import CheckpointReader, find_tag
+from infinity.checkpoint.streams import Piece, frozen_pieces, pieces, state_streams
 from infinity.checkpoint.writer import CheckpointWriter, TensorSpec
 from infinity.errors import (
     CheckpointError,
     EngineFailedError,
+    InfinityError,
     InfinityWarning,
     PresenceError,
     listed,
 )
 from infinity.model.buffers import Buffer, check_buffers, find_buffers, put_buffers
 from infinity.offload.state import StateStore
-from infinity.plan.layout import Kind, UnitLayout
+from infinity.plan.layout import Kind
 from infinity.plan.plan import Plan
 from infinity.storage.staging import host_buffer
-from infinity.training.async_save import state_streams, stream_parts
 from infinity.training.parameter_access import Values
 from infinity.training.parts import Parts
-from infinity.training.run_state import OpenWindow, RunState, read_document, write_document
+from infinity.training.run_state import RunState
 from infinity.training.step import Stepper
 
 # The streams of a checkpoint into homes, whatever their placement, unit by unit.
@@ -75,54 +78,33 @@ def _differences(reader: CheckpointReader, stream: str, specs: list[TensorSpec])
     there, here = set(reader.names(stream)), {spec.name for spec in specs}
     problems = [f"{name!r} is missing in {stream}" for name in sorted(here - there)]
     problems += [f"{name!r} is in {stream}, but not in the model" for name in sorted(there - here)]
-    for spec in specs:
-        if spec.name in there:
-            facts = reader.facts(stream, spec.name)
-            if facts.shape != tuple(spec.shape):
-                problems.append(f"{spec.name!r} has shape {facts.shape}, not {tuple(spec.shape)}")
-            elif facts.dtype is not spec.dtype:
-                problems.append(f"{spec.name!r} is {facts.dtype} in {stream}, not {spec.dtype}")
+    for spec in (spec for spec in specs if spec.name in there):
+        problems += differences(stream, reader.facts(stream, spec.name), spec.shape, spec.dtype)
     return problems
 
 
-class Loader:
-    """Reads streams in the order of homes; one kind of one unit in RAM at a time."""
+def load_state(reader: CheckpointReader, plan: Plan, store: StateStore) -> None:
+    """Replace every home, one kind of one unit in RAM at a time.
 
-    def __init__(self, reader: CheckpointReader, plan: Plan, store: StateStore) -> None:
-        self._reader = reader
-        self._plan = plan
-        self._store = store
-
-    def load(self) -> None:
-        """Replace every home; raises `CheckpointError` at the first byte that is not as saved."""
-        for layout in self._plan.units:
-            self._load_unit(layout)
-
-    def _load_unit(self, layout: UnitLayout) -> None:
-        for kind in self._plan.precision.kinds:
-            nbytes = self._store.home_bytes(layout, kind)
+    Raises `CheckpointError` at the first byte that is not as saved.
+    """
+    for layout in plan.units:
+        for kind in plan.precision.kinds:
+            nbytes = store.home_bytes(layout, kind)
             if not nbytes:
                 continue
             flat = host_buffer(nbytes)
-            self._load_trained(layout, kind, flat)
+            for chunk in range(layout.num_chunks(plan.chunk_elements)):
+                part = flat[plan.part(layout, kind, chunk)]
+                _fill(reader, part, pieces(plan, layout, chunk, kind))
             if kind is Kind.WEIGHT:
-                self._load_frozen(layout, flat[layout.trained_bytes :])
-            self._store.write(layout.index, kind, flat)
+                _fill(reader, flat[layout.trained_bytes :], frozen_pieces(layout))
+            store.write(layout.index, kind, flat)
 
-    def _load_trained(self, layout: UnitLayout, kind: Kind, flat: Tensor) -> None:
-        plan, done = self._plan, dict[tuple[str, str], int]()
-        for chunk in range(layout.num_chunks(plan.chunk_elements)):
-            view = flat[plan.part(layout, kind, chunk)]
-            for segment in layout.trained_segments:
-                for stream, part in stream_parts(plan, layout, segment, chunk, kind, view):
-                    first = done.get((stream, segment.name), 0)
-                    self._reader.read_into(stream, segment.name, first, part)
-                    done[stream, segment.name] = first + part.numel()
 
-    def _load_frozen(self, layout: UnitLayout, flat: Tensor) -> None:
-        for segment in (s for s in layout.segments if not s.trained):
-            part = flat[segment.offset : segment.offset + segment.nbytes]
-            self._reader.read_into(FROZEN, segment.name, 0, part)
+def _fill(reader: CheckpointReader, flat: Tensor, held: Iterable[Piece]) -> None:
+    for piece in held:
+        reader.read_into(piece.stream, piece.name, piece.first, flat[piece.place])
 
 
 class HalfLoadedError(EngineFailedError):
@@ -388,17 +370,16 @@ class Checkpoints:
         rooms = self._rooms
         for layout in rooms.plan.units:
             rooms.mover.drop(layout.index)
-        Loader(reader, rooms.plan, rooms.store).load()
+        load_state(reader, rooms.plan, rooms.store)
         for layout in rooms.plan.units:
             rooms.mover.edited(layout.index)
 
     def _load_weights(self, reader: CheckpointReader) -> None:
-        weights = CheckpointWeights(reader)
-        there = {p.name for p in weights.parameters}
+        there = {p.name for p in reader.manifest.parameters}
         for index in sorted(self._segments, key=self._values.place):
             name = self._segments[index].name
             if name in there:
-                self._values.write(index, weights.master(name))
+                self._values.write(index, reader.master(name))
         self._values.flush()
 
     def _load_gradients(self, reader: CheckpointReader) -> None:
@@ -412,16 +393,22 @@ class Checkpoints:
 
     # --- durable steps -----------------------------------------------------------------------
 
-    def document(self, window: OpenWindow | None = None) -> bytes:
+    def document(self, window: OpenWindow | None = None) -> Mapping[str, Any]:
         """All that a committed step needs beside the homes; see `checkpoint/commits.py`."""
-        return write_document(self._module, self.run_state.capture(), window)
+        buffers = find_buffers(self._module)
+        return Document(
+            run=self.run_state.capture(),
+            buffers={b.names[0]: b.value.detach().cpu() for b in buffers},
+            persistent=frozenset(b.names[0] for b in buffers if b.persistent),
+            window=window,
+        ).to_json()
 
-    def restore_document(self, document: bytes) -> None:
+    def restore_document(self, document: Mapping[str, Any]) -> None:
         """Go on from a committed step. Raises `CheckpointError`."""
-        data = read_document(document)
+        data = Document.from_json(document)
         self.run_state.check(data.run, optimizer=True, scheduler=True)
         if data.window is not None:
-            with data.window.open() as reader:
+            with _opened(data.window) as reader:
                 self._check_window(reader)
                 self._load_gradients(reader)
         put_buffers(self._module, data.buffers)
@@ -452,3 +439,22 @@ class Checkpoints:
 def _bytes(value: Tensor) -> Tensor:
     """The bytes of a tensor in host memory, flat."""
     return value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+
+
+def _opened(window: OpenWindow) -> CheckpointReader:
+    """The very checkpoint of an open window; raises `CheckpointError` if it is gone, or another."""
+    root = Path(window.root)
+    try:
+        reader = CheckpointReader(root, window.tag)
+        if reader.manifest_crc32c == window.manifest_crc32c:
+            return reader
+        reader.close()
+        why = "another checkpoint has that name now"
+    except InfinityError as error:
+        why = error.what
+    raise CheckpointError(
+        f"the committed state is that of {root / window.tag}, which was loaded within an "
+        f"accumulation window; the gradients of that window cannot be read from there: {why}",
+        because="no step was committed since",
+        remedy="bring that checkpoint back; or start with resume: never, and load another",
+    )

@@ -54,7 +54,7 @@ class SweepJob:
     grad_scale: float
     computed: Event
     landing: dict[int, list[Copy]] = field(default_factory=dict)
-    document: bytes | None = None  # of a durable run: what a commit of this step holds besides
+    document: Mapping[str, Any] | None = None  # of a durable run: what its commit holds besides
 
 
 def tiles_of(

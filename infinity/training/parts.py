@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -105,7 +106,7 @@ class Parts:
         if self.disk is not None:
             self.disk.allocate()
         self.durability: Durability | None = None  # None again at the end of a run
-        self.resumed: bytes | None = None  # the document of the commit that this run goes on from
+        self.resumed: Mapping[str, Any] | None = None  # the document of the commit to go on from
         if plan.durable:
             self.commits = self.durability = Durability(plan, self.lanes, self.store, stored)
             undo.append(self.durability.close)

@@ -6,31 +6,21 @@ weights, moments, buffers and gradients it is all that decides what the next ste
 
 from __future__ import annotations
 
-import json
 import random
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import fields
 from itertools import islice
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
 
-from infinity.checkpoint.durable_reader import DurableReader
-from infinity.checkpoint.manifest import BufferRecord, ParameterRecord
-from infinity.checkpoint.plain import DTYPES, decode, dtype_name, encode
-from infinity.checkpoint.reader import CheckpointReader, empty, join
-from infinity.errors import CheckpointError, InfinityError, InfinityWarning
-from infinity.model.buffers import find_buffers
+from infinity.errors import CheckpointError, InfinityWarning
 from infinity.offload.window import AccumulationWindow
-from infinity.optim.moments import KIND_DTYPES
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.optim.update import KernelUpdater, Updater
-from infinity.plan.layout import Kind
 from infinity.training.step import Progress, Stepper, as_data
 
 # The states of every random generator a training loop may draw from, taken and put back.
@@ -151,155 +141,6 @@ class ResumableLoader(DataLoader[Any]):
         self._epoch, self._batches = int(state["epoch"]), int(state["batches"])
         self._start = state["start"]
         self._resume = True
-
-
-# What a committed step holds beside the homes: counters, groups, generators, buffers.
-#
-# The document is opaque to `checkpoint/`, which keeps it with the commit. Within an accumulation
-# window, where only a load can commit, it also says which checkpoint the window's gradients are
-# read from: they have no place in a commit, and that checkpoint holds them.
-
-
-@dataclass(frozen=True)
-class OpenWindow:
-    """The checkpoint that was loaded within an accumulation window, and the CRC of its manifest."""
-
-    root: str
-    tag: str
-    manifest_crc32c: int
-
-    def open(self) -> CheckpointReader:
-        """That very checkpoint; raises `CheckpointError` if it is gone, or another."""
-        where = Path(self.root) / self.tag
-        try:
-            reader = CheckpointReader(Path(self.root), self.tag)
-        except InfinityError as error:
-            raise self._refusal(where, error.what) from error
-        if reader.manifest_crc32c != self.manifest_crc32c:
-            reader.close()
-            raise self._refusal(where, "another checkpoint has that name now")
-        return reader
-
-    def _refusal(self, where: Path, why: str) -> CheckpointError:
-        return CheckpointError(
-            f"the committed state is that of {where}, which was loaded within an accumulation "
-            f"window; the gradients of that window cannot be read from there: {why}",
-            because="no step was committed since",
-            remedy="bring that checkpoint back; or start with resume: never, and load another",
-        )
-
-
-@dataclass(frozen=True)
-class Document:
-    """`run` is what `RunState.capture` took; `persistent` names those buffers of the state dict."""
-
-    run: dict[str, Any] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    persistent: frozenset[str] = frozenset()
-    window: OpenWindow | None = None
-
-
-def write_document(module: nn.Module, run: dict[str, Any], window: OpenWindow | None) -> bytes:
-    """The state of a run as a commit keeps it."""
-    buffers = find_buffers(module)
-    data = {
-        "run": run,
-        "buffers": {b.names[0]: b.value.detach().cpu() for b in buffers},
-        "persistent": [b.names[0] for b in buffers if b.persistent],
-        "window": None if window is None else asdict(window),
-    }
-    return json.dumps(encode(data, "the run's state"), allow_nan=False).encode()
-
-
-def read_document(document: bytes) -> Document:
-    """The inverse; empty where no step was committed. Raises `CheckpointError`."""
-    if not document:
-        return Document()
-    data = decode(json.loads(document))
-    buffers, window = data["buffers"], data.get("window")
-    return Document(
-        run=data["run"],
-        buffers=buffers,
-        persistent=frozenset(data.get("persistent", buffers)),
-        window=None if window is None else OpenWindow(**window),
-    )
-
-
-# The committed state of a durable run as weights and buffers by name, without an engine.
-#
-# The state files hold parameters, which `checkpoint/durable_reader.py` finds; buffers and counters
-# are in the commit's document.
-
-
-_PIECE = 1 << 20  # elements, a multiple of what pages hold
-
-
-class DurableWeights:
-    """A `WeightSource` over the directory of a durable run; raises as its reader does.
-
-    `document` is what the commit holds beside; where no step was committed it is empty, and
-    nothing is known of buffers.
-    """
-
-    def __init__(self, reader: DurableReader) -> None:
-        """Raises `CheckpointError` for a document that cannot be understood."""
-        self._reader = reader
-        self.document = read_document(reader.document)
-        steps = self.document.run.get("steps", {})
-        self.parameters = [
-            ParameterRecord(
-                name, (), segment.shape, segment.dtype, segment.trained, steps.get(name, 0)
-            )
-            for name, segment in ((name, reader.segment(name)) for name in reader.names)
-        ]
-        self.buffers = [
-            BufferRecord(
-                name,
-                (),
-                tuple(value.shape),
-                dtype_name(value.dtype),
-                name in self.document.persistent,
-            )
-            for name, value in self.document.buffers.items()
-        ]
-
-    def weight(self, name: str) -> Tensor:
-        """What a parameter computes with."""
-        return self._whole(name, Kind.WEIGHT, DTYPES[self._reader.segment(name).dtype])
-
-    def has_master(self, name: str) -> bool:
-        """Whether there is a residual or a master beside the weight."""
-        trained = self._reader.segment(name).trained
-        return trained and self._reader.plan.precision.rest_kind is not None
-
-    def master(self, name: str) -> Tensor:
-        """The fp32 master."""
-        kind = self._reader.plan.precision.rest_kind
-        assert kind is not None
-        if kind is Kind.MASTER:
-            return self._whole(name, kind, torch.float32)
-        segment = self._reader.segment(name)
-        master = empty(name, segment.numel, torch.float32)
-        for first in range(0, segment.numel, _PIECE):
-            count = min(_PIECE, segment.numel - first)
-            weight = self._reader.read(name, Kind.WEIGHT, first, count).view(torch.bfloat16)
-            rest = self._reader.read(name, kind, first, count)
-            master[first : first + count] = join(weight, rest.view(KIND_DTYPES[kind]))
-        return master.view(segment.shape)
-
-    def buffer(self, name: str) -> Tensor:
-        """A buffer's value."""
-        return self.document.buffers[name]
-
-    def _whole(self, name: str, kind: Kind, dtype: torch.dtype) -> Tensor:
-        """In pieces: what is read lies in memory twice."""
-        segment = self._reader.segment(name)
-        flat = empty(name, segment.numel, dtype)
-        for first in range(0, segment.numel, _PIECE):
-            count = min(_PIECE, segment.numel - first)
-            part = self._reader.read(name, kind, first, count)
-            flat.view(torch.uint8)[first * dtype.itemsize :][: part.numel()] = part
-        return flat.view(segment.shape)
 
 
 # The state of the loss scale is saved beside them, for it is of one precision only.

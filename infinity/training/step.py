@@ -230,7 +230,7 @@ class Given:
 
     samples: int
     lr_kwargs: Mapping[str, Any]
-    document: Callable[[], bytes] | None
+    document: Callable[[], Mapping[str, Any]] | None
 
 
 class Stepper:

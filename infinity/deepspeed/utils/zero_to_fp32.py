@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from infinity.checkpoint.reader import CheckpointReader, CheckpointWeights, find_tag, outgoing
+from infinity.checkpoint.reader import CheckpointReader, find_tag
 from infinity.deepspeed.import_checkpoint import deepspeed_weights, is_zero
 from infinity.errors import CheckpointError
 from infinity.files import atomic_write, make_directories
@@ -89,7 +89,7 @@ def _tensors(
     with CheckpointReader(root, found) as reader:
         parameters = reader.manifest.parameters
         left_out = {p.name for p in parameters if exclude_frozen and not p.trained}
-        every = outgoing(CheckpointWeights(reader), torch.float32)
+        every = reader.outgoing(torch.float32)
         tensors = [tensor for tensor in every if tensor.name not in left_out]
         kept = [p for p in parameters if p.name not in left_out]
         yield tensors, {alias: p.name for p in kept for alias in p.aliases}

@@ -1,0 +1,102 @@
+"""The streams of a plan's state: which tensors there are, and where their bytes lie in chunks.
+
+Saving, loading and reading a durable run all follow from `pieces`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from infinity.checkpoint.manifest import FROZEN, MODEL, TensorSpec
+from infinity.formats import MOMENT_BLOCK, MomentFormat
+from infinity.optim.moments import VALUE_DTYPES
+from infinity.plan.layout import REST_DTYPES, Kind, UnitLayout
+from infinity.plan.plan import Plan
+
+_SCALE_BYTES = torch.float32.itemsize
+
+
+class Piece(NamedTuple):
+    """Some bytes of a tensor: from `first` of it on, which lie at `start` of a chunk's part."""
+
+    stream: str
+    name: str
+    first: int
+    start: int
+    nbytes: int
+
+    @property
+    def place(self) -> slice:
+        """Where they lie."""
+        return slice(self.start, self.start + self.nbytes)
+
+
+def state_streams(plan: Plan) -> dict[str, list[TensorSpec]]:
+    """Stream -> its tensors, of everything that rests in homes; in the order of units."""
+    streams: dict[str, list[TensorSpec]] = {MODEL: [], FROZEN: []}
+    for layout in plan.units:
+        for segment in layout.segments:
+            name, shape = segment.name, segment.shape
+            dtype = getattr(torch, segment.dtype)
+            streams[MODEL if segment.trained else FROZEN].append(TensorSpec(name, shape, dtype))
+            for kind in plan.precision.kinds[1:] if segment.trained else ():
+                kept = _dtype_of(plan, kind)
+                streams.setdefault(kind.value, []).append(TensorSpec(name, shape, kept))
+                if form := _scaled(plan, kind):
+                    scales = TensorSpec(name, (form.num_scales(segment.numel),), torch.float32)
+                    streams.setdefault(_scales_of(kind), []).append(scales)
+    return {stream: tensors for stream, tensors in streams.items() if tensors}
+
+
+def pieces(plan: Plan, layout: UnitLayout, chunk: int, kind: Kind) -> Iterator[Piece]:
+    """What a chunk's part of a state kind holds of the tensors of its stream, and of scales."""
+    start, count = layout.chunk(chunk, plan.chunk_elements)
+    size, form = _dtype_of(plan, kind).itemsize, _scaled(plan, kind)
+    stream = MODEL if kind is Kind.WEIGHT else kind.value
+    for segment in layout.trained_segments:
+        first, last = segment.within(start, count)
+        if first >= last:
+            continue
+        element = start + first - segment.offset
+        yield Piece(stream, segment.name, element * size, first * size, (last - first) * size)
+        if form:
+            assert first % MOMENT_BLOCK == element % MOMENT_BLOCK == 0, segment
+            block, blocks = first // MOMENT_BLOCK, form.num_scales(last - first)
+            yield Piece(
+                _scales_of(kind),
+                segment.name,
+                element // MOMENT_BLOCK * _SCALE_BYTES,
+                count * size + block * _SCALE_BYTES,
+                blocks * _SCALE_BYTES,
+            )
+
+
+def frozen_pieces(layout: UnitLayout) -> Iterator[Piece]:
+    """What the frozen bytes of a unit hold."""
+    for segment in layout.segments:
+        if not segment.trained:
+            yield Piece(FROZEN, segment.name, 0, segment.offset, segment.nbytes)
+
+
+def _dtype_of(plan: Plan, kind: Kind) -> torch.dtype:
+    if kind is Kind.WEIGHT:
+        found: torch.dtype = getattr(torch, plan.precision.dtype)
+        return found
+    if kind is plan.precision.rest_kind:
+        return getattr(torch, REST_DTYPES[kind])  # type: ignore[no-any-return]
+    return VALUE_DTYPES[plan.precision.format_of(kind)]
+
+
+def _scaled(plan: Plan, kind: Kind) -> MomentFormat | None:
+    """The format of a moment that has scales."""
+    if kind not in plan.precision.moment_kinds:
+        return None
+    form = plan.precision.format_of(kind)
+    return form if form.num_scales(1) else None
+
+
+def _scales_of(kind: Kind) -> str:
+    return f"{kind.value}_scales"

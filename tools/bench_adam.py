@@ -83,7 +83,7 @@ class Bench:
         prepared = next(iter(self.kernels.values())).prepare(pieces)
         nbytes = sum(piece.nbytes for piece in prepared) / self.n
         limits = [
-            Contender("limit", nbytes, lambda k=k: k.stream(prepared), isa)
+            Contender("limit", nbytes, lambda k=k: k.pool.stream(prepared), isa)
             for isa, k in self.kernels.items()
         ]
         # The whole call: checks of every piece are part of it.

@@ -171,10 +171,11 @@ class CpuKernels:
     def __init__(self, num_threads: int = 0, isa: str = "auto", root: Path = Path("/")) -> None:
         """`num_threads` counts the caller; 0 is every CPU in the affinity mask.
 
-        `root` is where /sys is looked for (memory nodes); a test hands in a made-up machine.
+        `root` is where /sys is looked for (memory nodes); a test hands in a made-up machine. `pool`
+        is the native side of it.
         """
         try:
-            self._pool = _adam.Pool(num_threads=num_threads, isa=isa, root=str(root))
+            self.pool = _adam.Pool(num_threads=num_threads, isa=isa, root=str(root))
         except ValueError as error:
             raise ConfigError(str(error)) from error
         self._closed = False
@@ -182,80 +183,60 @@ class CpuKernels:
     @property
     def num_threads(self) -> int:
         """Threads that compute one large call, the caller's included."""
-        return self._pool.num_threads
+        return self.pool.num_threads
 
     @property
     def isa(self) -> str:
         """The instruction set in use."""
-        return self._pool.isa
+        return self.pool.isa
 
     @property
     def nodes(self) -> list[list[int]]:
         """The CPUs of each memory node; on more than one, the workers are spread and pinned."""
-        return self._pool.nodes
-
-    def update(
-        self,
-        weight: torch.Tensor,
-        rest: torch.Tensor | None,
-        moments: Sequence[Moment],
-        gradient: torch.Tensor,
-        hyper: Hyper,
-        step: int,
-        grad_scale: float = 1.0,
-        key: int = 0,
-        first: int = 0,
-    ) -> None:
-        """One step in place, in one pass over memory; the arguments are those of `Piece`."""
-        piece = Piece(weight, rest, moments, gradient, hyper, step, grad_scale, key, first)
-        self._pool.update(self._checked([piece]))
+        return self.pool.nodes
 
     def update_all(self, pieces: Iterable[Piece]) -> None:
-        """Update many pieces as one job: for many small parameters this is the fast call.
+        """One step of every piece, in place, as one job: each in one pass over memory.
 
         All pieces are checked before any byte is touched. No two may share memory.
         """
-        self._pool.update(self._checked(list(pieces)))
+        self.pool.update(self.prepare(list(pieces)))
 
-    def prepare(self, pieces: Iterable[Piece]) -> list[_adam.Piece]:
-        """Check pieces now and update them later, with `update_prepared` and as often as wanted.
+    def prepare(self, pieces: list[Piece]) -> list[_adam.Piece]:
+        """What `pool` takes of pieces; raises before any byte is touched if anything is wrong.
 
         Only addresses are kept: the caller keeps the tensors alive and does not move them.
         """
-        return self._checked(list(pieces))
-
-    def update_prepared(self, pieces: list[_adam.Piece]) -> None:
-        """One step of pieces that `prepare` has checked."""
         self._require_open()
-        self._pool.update(pieces)
-
-    def stream(self, pieces: list[_adam.Piece]) -> None:
-        """Move the bytes that an update of `pieces` moves and change none: the limit of speed."""
-        self._require_open()
-        self._pool.stream(pieces)
+        settings = _settings(pieces)
+        made = _read(pieces, settings)
+        if made is None:  # something is wrong, or out of the ordinary
+            made = _looked_at(pieces, settings, _HOST)
+        _check_all_apart(made)
+        return made
 
     def encode(self, values: torch.Tensor, moment: Moment, *, signed: bool) -> None:
         """Write fp32 `values` into a moment, rounded to nearest; `signed` is false for squares."""
-        self._code(self._pool.encode, values, moment, signed)
+        self._code(self.pool.encode, values, moment, signed)
 
     def decode(self, moment: Moment, values: torch.Tensor, *, signed: bool) -> None:
         """Write what a moment stands for into fp32 `values`."""
-        self._code(self._pool.decode, values, moment, signed)
+        self._code(self.pool.decode, values, moment, signed)
 
     def accumulate(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """`target += source`, added in fp32; a 16-bit target is rounded to nearest even."""
-        self._pair(self._pool.accumulate, target, source)
+        self._pair(self.pool.accumulate, target, source)
 
     def convert(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """`target = source` with torch's rounding (to nearest even) where it narrows."""
-        self._pair(self._pool.convert, target, source)
+        self._pair(self.pool.convert, target, source)
 
     def square_sum(self, tensor: torch.Tensor) -> float:
         """Sum of squares in fp64 over a fixed tree; inf or nan if any element is."""
         self._require_open()
         n = tensor.numel()
         check_tensor("tensor", tensor, n, FLOATS, _HOST)
-        return self._pool.square_sum(
+        return self.pool.square_sum(
             n=n, source=tensor.data_ptr(), source_dtype=_CODES[tensor.dtype]
         )
 
@@ -269,7 +250,7 @@ class CpuKernels:
             self.convert(weight, master)
             self.copy(rest, master)
             return
-        self._pool.split(
+        self.pool.split(
             n=n,
             master=master.data_ptr(),
             weight=weight.data_ptr(),
@@ -282,7 +263,7 @@ class CpuKernels:
         if weight.dtype is torch.float16:
             self.copy(master, rest)
             return
-        self._pool.join(
+        self.pool.join(
             n=n,
             weight=weight.data_ptr(),
             residual=rest.data_ptr(),
@@ -297,28 +278,18 @@ class CpuKernels:
         if target.nbytes != source.nbytes:
             raise ConfigError(f"target has {target.nbytes} bytes, source {source.nbytes}")
         check_apart(target, source)
-        self._pool.copy(nbytes=target.nbytes, target=target.data_ptr(), source=source.data_ptr())
+        self.pool.copy(nbytes=target.nbytes, target=target.data_ptr(), source=source.data_ptr())
 
     def close(self) -> None:
         """Join the threads; idempotent. Later calls raise EngineClosedError."""
         self._closed = True
-        self._pool.close()
+        self.pool.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-    def _checked(self, pieces: list[Piece]) -> list[_adam.Piece]:
-        """Return what the native side takes, or raise before any byte is touched."""
-        self._require_open()
-        settings = _settings(pieces)
-        made = _read(pieces, settings)
-        if made is None:  # something is wrong, or out of the ordinary
-            made = _looked_at(pieces, settings, _HOST)
-        _check_all_apart(made)
-        return made
 
     def _code(
         self, kernel: Callable[..., None], values: torch.Tensor, moment: Moment, signed: bool

@@ -22,6 +22,7 @@ from support.adam_values import (
     bits,
     copy_in_place,
     equal_or_both_nan,
+    update_one,
 )
 from support.reference import reference_square_sum, reference_update
 from support.rounding import join_master, split_master
@@ -82,7 +83,7 @@ def test_update_equals_reference(
     reference_update(want.weight, want.rest, want.moments, *given_)
     for pool in pools:
         got = state.copy()
-        pool.update(got.weight, got.rest, got.moments, *given_)
+        update_one(pool, got.weight, got.rest, got.moments, *given_)
         assert_same(got.tensors, want.tensors)
 
 
@@ -98,7 +99,7 @@ def test_every_rule_layout_and_gradient_equals_reference(pools, hyper, kind) -> 
             reference_update(want.weight, want.rest, want.moments, gradient, hyper, 3, 0.5, 9, 256)
             for pool in pools[::4]:
                 got = state.copy()
-                pool.update(got.weight, got.rest, got.moments, gradient, hyper, 3, 0.5, 9, 256)
+                update_one(pool, got.weight, got.rest, got.moments, gradient, hyper, 3, 0.5, 9, 256)
                 assert_same(got.tensors, want.tensors)
 
 
@@ -117,8 +118,8 @@ def test_the_cut_does_not_show(pools, seed, n, kind, hyper, cuts) -> None:
     gradient = source.floats(n, BF16)
     pieces, alone = whole.copy(), whole.copy()
     step, scale, key, first = 5, 0.25, 77, 2**32 - 2048
-    pools[-1].update(
-        whole.weight, whole.rest, whole.moments, gradient, hyper, step, scale, key, first
+    update_one(
+        pools[-1], whole.weight, whole.rest, whole.moments, gradient, hyper, step, scale, key, first
     )
     grain = MOMENT_BLOCK if kind is MomentFormat.INT8 else 1
     marks = sorted({min(n, cut // grain * grain) for cut in cuts} | {0, n})
@@ -128,7 +129,7 @@ def test_the_cut_does_not_show(pools, seed, n, kind, hyper, cuts) -> None:
         rest = (gradient[start:end], hyper, step, scale, key, first + start)
         made.append(Piece(part.weight, part.rest, part.moments, *rest))
         other = alone.part(start, end)
-        pools[0].update(other.weight, other.rest, other.moments, *rest)
+        update_one(pools[0], other.weight, other.rest, other.moments, *rest)
     pools[-1].update_all(made)
     assert_same(pieces.tensors, whole.tensors)
     assert_same(alone.tensors, whole.tensors)
@@ -165,7 +166,7 @@ def test_the_stream_changes_nothing(pools) -> None:
                 prepared = pool.prepare(
                     [Piece(state.weight, state.rest, state.moments, gradient, ADAMW, 1)]
                 )
-                pool.stream(prepared)
+                pool.pool.stream(prepared)
             assert_same(state.tensors, before.tensors)
 
 
@@ -280,7 +281,9 @@ def test_nan_is_canonical_after_an_update(pools) -> None:
         for pool in pools:
             weight, residual, moment1, moment2 = Source(3).state(100, split=split, wild=False)
             gradient = torch.full((100,), -torch.nan)
-            pool.update(weight, residual, [Moment(moment1), Moment(moment2)], gradient, ADAMW, 1)
+            update_one(
+                pool, weight, residual, [Moment(moment1), Moment(moment2)], gradient, ADAMW, 1
+            )
             assert set(bits(weight)) == {0x7FC0 if split else 0x7FC00000}
             assert residual is None or set(bits(residual)) == {0}
             assert set(bits(moment1)) == set(bits(moment2)) == {0x7FC00000}

@@ -19,6 +19,7 @@ from support.adam_values import (
     bits,
     copy_in_place,
     fp32_moments,
+    update_one,
 )
 from support.reference import reference_square_sum, reference_update
 
@@ -43,7 +44,7 @@ def test_two_threads_share_one_pool() -> None:
     def sweep() -> None:
         started.wait()
         for step in range(1, 9):
-            pool.update(*state[:2], fp32_moments(state), gradient, ADAMW, step)
+            update_one(pool, *state[:2], fp32_moments(state), gradient, ADAMW, step)
 
     def accumulate() -> None:
         started.wait()
@@ -93,7 +94,7 @@ def test_flush_denormal_does_not_change_the_bits() -> None:
         pytest.skip("this CPU cannot flush denormals")
     try:
         with CpuKernels(2) as pool:
-            pool.update(*state[:2], fp32_moments(state), gradient, ADAMW, 1)
+            update_one(pool, *state[:2], fp32_moments(state), gradient, ADAMW, 1)
         assert float(torch.full((1,), 1e-40) * 2) == 0.0  # and torch's choice is restored
     finally:
         torch.set_flush_denormal(False)

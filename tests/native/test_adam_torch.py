@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.adam_values import ADAMW, L2, Source
+from support.adam_values import ADAMW, L2, Source, update_one
 from support.rounding import join_master, split_master
 
 from infinity.optim.cpu import CpuKernels
@@ -66,10 +66,10 @@ def test_twenty_steps_agree_with_torch(hyper, split) -> None:
             ours = [moment.clone() for moment in moments]
             if split:
                 halves = split_master(master)
-                pool.update(*halves, [Moment(one) for one in ours], gradient, hyper, step)
+                update_one(pool, *halves, [Moment(one) for one in ours], gradient, hyper, step)
                 master = join_master(*halves)
             else:
-                pool.update(master, None, [Moment(one) for one in ours], gradient, hyper, step)
+                update_one(pool, master, None, [Moment(one) for one in ours], gradient, hyper, step)
             weight.grad = gradient.clone()
             optimizer.step()
             state = optimizer.state[weight]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.adam_values import ADAMW, Source
+from support.adam_values import ADAMW, Source, update_one
 from support.reference import read_moment, write_moment
 from support.rounding import random_bits, random_for_bf16
 
@@ -112,7 +112,7 @@ def test_a_nan_in_a_gradient_shows_in_moments_and_weight(kernels) -> None:
         moments = [Moment.zeros(256, kind), Moment.zeros(256, kind)]
         gradient = torch.ones(256)
         gradient[3] = torch.nan
-        kernels.update(weight, None, moments, gradient, ADAMW, 1)
+        update_one(kernels, weight, None, moments, gradient, ADAMW, 1)
         assert weight.isnan().nonzero().flatten().tolist() == [3]
         for moment, signed in zip(moments, (True, False), strict=True):
             assert decoded(kernels, moment, signed)[3].isnan()
@@ -124,7 +124,7 @@ def test_a_second_moment_never_becomes_zero(kernels) -> None:
     weight = torch.zeros(256)
     moments = [Moment.zeros(256, INT8), Moment.zeros(256, INT8)]
     for step in range(1, 30):
-        kernels.update(weight, None, moments, gradient, ADAMW, step, key=step)
+        update_one(kernels, weight, None, moments, gradient, ADAMW, step, key=step)
     assert (decoded(kernels, moments[1], signed=False) > 0).all()
     assert float(weight.abs().max()) < 29 * ADAMW.lr * 1.5
 
@@ -149,7 +149,7 @@ def test_stochastic_rounding_is_right_on_average(kernels, kind) -> None:
     rounds = 400
     for key in range(rounds):
         moment = start.clone()
-        kernels.update(torch.zeros(n), None, [moment], gradient, hyper, 1, key=key)
+        update_one(kernels, torch.zeros(n), None, [moment], gradient, hyper, 1, key=key)
         total += decoded(kernels, moment, signed=False).double()
     want = decoded(kernels, start, signed=False).double() + gradient.double() ** 2
     step = want * (2.0**-7 if kind is MomentFormat.BF16_STOCHASTIC else 2.0**-3)
@@ -170,8 +170,15 @@ def test_a_sum_smaller_than_a_step_still_grows(kernels) -> None:
         gradient = torch.full((4096,), 1e-3**0.5)
         gradient[::MOMENT_BLOCK] = 0.0  # these keep the scale
         for step in range(1, 1001):
-            kernels.update(
-                torch.zeros(4096), None, [moment], gradient, Adagrad(lr=0.0), step, key=step
+            update_one(
+                kernels,
+                torch.zeros(4096),
+                None,
+                [moment],
+                gradient,
+                Adagrad(lr=0.0),
+                step,
+                key=step,
             )
         mean = float(decoded(kernels, moment, signed=False).mean())
         assert (1.8 < mean < 2.1) if grows else mean == 1.0
@@ -215,7 +222,7 @@ def test_lossy_moments_follow_exact_ones(kernels, kind) -> None:
     lossy_moments = [Moment.zeros(n, kind) for _ in range(2)]
     for step in range(1, 201):
         gradient = mean + spread * torch.randn(n, generator=generator)
-        kernels.update(exact, None, exact_moments, gradient, ADAMW, step)
-        kernels.update(lossy, None, lossy_moments, gradient, ADAMW, step, key=step)
+        update_one(kernels, exact, None, exact_moments, gradient, ADAMW, step)
+        update_one(kernels, lossy, None, lossy_moments, gradient, ADAMW, step, key=step)
     distance = float((exact - lossy).norm() / exact.norm())
     assert distance < {INT8: 0.12, MomentFormat.BF16: 0.05}.get(kind, 0.02)

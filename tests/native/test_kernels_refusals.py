@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.adam_values import ADAMW, Source
+from support.adam_values import ADAMW, Source, update_one
 
 from infinity import _adam
 from infinity.errors import ConfigError, EngineClosedError, InfinityError, PresenceError
@@ -94,7 +94,7 @@ def test_bad_input_touches_nothing(kernels, change, error, words) -> None:
     here = [t for t in tensors if t is not None and t.is_cpu]
     before = [tensor.clone() for tensor in here]
     with pytest.raises(error, match=words):
-        kernels.update(**arguments)
+        update_one(kernels, **arguments)
     with pytest.raises(error, match=words):
         kernels.update_all([Piece(**good()), Piece(**arguments)])
     with pytest.raises(error, match=words):
@@ -144,14 +144,13 @@ def test_misuse_of_the_helpers_is_refused(kernels) -> None:
 
 def test_a_closed_pool_refuses() -> None:
     pool = CpuKernels(1)
-    prepared = pool.prepare([Piece(**good())])
     pool.close()
     with pytest.raises(EngineClosedError):
-        pool.update(**good())
+        update_one(pool, **good())
     with pytest.raises(EngineClosedError):
         pool.decode(Moment(torch.zeros(4)), torch.zeros(4), signed=True)
     with pytest.raises(EngineClosedError):
-        pool.update_prepared(prepared)
+        pool.prepare([Piece(**good())])
 
 
 def test_the_native_side_refuses_too() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.adam_values import Source
+from support.adam_values import Source, update_one
 
 from infinity.errors import ConfigError
 from infinity.formats import MomentFormat
@@ -67,7 +67,7 @@ def test_ten_steps_follow_torch(hyper, make, arguments) -> None:
             gradient = source.floats(n, torch.float32, wild=False)
             theirs.grad = gradient.clone()
             optimizer.step()
-            kernels.update(ours, None, moments, gradient, hyper, step)
+            update_one(kernels, ours, None, moments, gradient, hyper, step)
             torch.testing.assert_close(ours, theirs.detach(), rtol=2e-5, atol=2e-6)
     assert not torch.equal(ours, torch.zeros(n))
 
@@ -83,7 +83,7 @@ def test_lion_is_its_definition() -> None:
             g = gradient.double().numpy()
             p = p * (1 - 0.01 * 0.1) - 0.01 * np.sign(0.9 * m + 0.1 * g)
             m = 0.99 * m + 0.01 * g
-            kernels.update(ours, None, [moment], gradient, hyper, step)
+            update_one(kernels, ours, None, [moment], gradient, hyper, step)
     np.testing.assert_allclose(ours.numpy(), p, rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(moment.values.numpy(), m, rtol=1e-5, atol=1e-7)
 
@@ -92,7 +92,7 @@ def test_lion_keeps_a_nan_visible() -> None:
     weight, moment = torch.ones(4), Moment(torch.zeros(4))
     with CpuKernels(1) as kernels:
         gradient = torch.tensor([1.0, torch.nan, -1.0, 0.0])
-        kernels.update(weight, None, [moment], gradient, Lion(lr=0.5), 1)
+        update_one(kernels, weight, None, [moment], gradient, Lion(lr=0.5), 1)
     assert weight.isnan().tolist() == [False, True, False, False]
     assert weight[[0, 2, 3]].tolist() == [0.5, 1.5, 1.0]
 
@@ -102,9 +102,9 @@ def test_the_first_momentum_is_the_gradient() -> None:
     gradient = torch.arange(8.0)
     hyper = SGD(lr=1.0, momentum=0.9, dampening=0.5)
     with CpuKernels(1) as kernels:
-        kernels.update(torch.zeros(8), None, [moment], gradient, hyper, 1)
+        update_one(kernels, torch.zeros(8), None, [moment], gradient, hyper, 1)
         assert torch.equal(moment.values, gradient)
-        kernels.update(torch.zeros(8), None, [moment], gradient, hyper, 2)
+        update_one(kernels, torch.zeros(8), None, [moment], gradient, hyper, 2)
     torch.testing.assert_close(moment.values, 0.9 * gradient + 0.5 * gradient)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from support.reference import write_moment
 from support.rounding import split_master, to_fp16
 
 from infinity.formats import MomentFormat
+from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.moments import Moment
 from infinity.rules import RULES, SGD, Adam, AdamW, Hyper
 
@@ -193,3 +195,8 @@ def assert_same(got: list[torch.Tensor | None], want: list[torch.Tensor | None])
 def equal_or_both_nan(one: torch.Tensor, other: torch.Tensor) -> bool:
     same = torch.from_numpy(bits(one) == bits(other))
     return bool((same | (one.isnan() & other.isnan())).all())
+
+
+def update_one(kernels: CpuKernels, *piece: Any, **more: Any) -> None:
+    """One step of one piece, by what `Piece` takes."""
+    kernels.update_all([Piece(*piece, **more)])

@@ -55,10 +55,13 @@ class _Views:
     Making them anew takes several times as long as the update of a small parameter.
     """
 
-    __slots__ = ("address", "count", "moments", "parameter", "rest", "state", "version", "weight")
+    __slots__ = (
+        "address", "count", "device", "moments", "parameter", "rest", "state", "version", "weight"
+    )  # fmt: skip
 
     def __init__(self, parameter: Tensor, state: _State, rest: Tensor | None) -> None:
         self.parameter = parameter
+        self.device = parameter.device
         self.address = parameter.data_ptr()
         self.version = parameter._version
         self.weight = parameter.detach().view(-1)
@@ -234,13 +237,13 @@ class _Adam(torch.optim.Optimizer):
                     views = stepped[parameter] = self._views_of(parameter)
                     step = int(views.count) + 1 if corrected else _NO_CORRECTION
                     piece = self._piece(views, gradient, hyper, step, scale)
-                    pieces.setdefault(parameter.device, []).append(piece)
+                    pieces.setdefault(views.device, []).append(piece)
         work = [(self._kernels_of(device), some) for device, some in pieces.items()]
         for kernels, some in work:
             kernels.update_all(some)
         torch.autograd.graph.increment_version(stepped)  # what autograd saved is stale now
         for views in stepped.values():
-            views.count[...] += 1
+            views.count[...] = int(views.count) + 1
             views.version = views.parameter._version
         return loss
 
@@ -253,7 +256,8 @@ class _Adam(torch.optim.Optimizer):
                 remedy="use sparse=False in nn.Embedding",
             )
         rest = views.rest if self._settings.master else self._rest(views.parameter, {})
-        flat = (gradient if gradient.is_contiguous() else gradient.contiguous()).view(-1)
+        flat = gradient if gradient.is_contiguous() else gradient.contiguous()
+        flat = flat if flat.dim() == 1 else flat.view(-1)
         return Piece(views.weight, rest, views.moments, flat, hyper, step, scale)
 
     def _views_of(self, parameter: Tensor) -> _Views:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -166,68 +167,62 @@ class _Trial:
 
     def __init__(self, facts: GuestFacts, scale: float) -> None:
         self.facts = facts
-        self._chance = torch.Generator().manual_seed(1)
-        self._profile = torch.ones(SMALL_ELEMENTS)
-        self._profile[: _CUTS[1]] = 0.05  # so that tiles differ in their means
+        chance = torch.Generator().manual_seed(1)
+        profile = torch.ones(SMALL_ELEMENTS)
+        profile[: _CUTS[1]] = 0.05  # so that tiles differ in their means
+
+        def draw(shape: Sequence[int]) -> Tensor:
+            flat = torch.randn(SMALL_ELEMENTS, generator=chance) * profile
+            return flat.view(shape) if shape else flat[0].clone()
+
         self.options: list[dict[str, Any]] = []
-        self.values: list[list[Tensor]] = []
-        for group in facts.groups:
+        self.values: list[tuple[int, Tensor]] = []  # number of the group, values
+        for number, group in enumerate(facts.groups):
             options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
             if isinstance(options.get("lr"), float) and options["lr"] == 0:
                 options["lr"] = 1e-3  # a schedule may begin with 0, where nothing shows
             self.options.append(options)
             shapes = sorted({small_shape(p.shape, whole=True) for p in group["params"]}, key=len)
-            self.values.append([self._draw(shape) for shape in shapes])
+            self.values += [(number, draw(shape)) for shape in shapes]
         self.gradients = [
-            [[self._draw(v.shape) * scale for v in values] for values in self.values]
-            for _ in range(_STEPS)
+            [draw(value.shape) * scale for _, value in self.values] for _ in range(_STEPS)
         ]
-
-    def _draw(self, shape: tuple[int, ...]) -> Tensor:
-        flat = torch.randn(SMALL_ELEMENTS, generator=self._chance) * self._profile
-        return flat.view(shape) if shape else flat[0].clone()
 
     def plain(self) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
         """Plain use: all groups together in one optimizer."""
         worker = _without_parameters(self.facts.worker, ())
-        mine = [[nn.Parameter(v.clone()) for v in values] for values in self.values]
-        worker.param_groups = [
-            {**copy.deepcopy(options), "params": parameters}
-            for options, parameters in zip(self.options, mine, strict=True)
-        ]
-        if self.facts.make_state is not None:
-            for group in worker.param_groups:
-                for p in group["params"]:
-                    worker.state[p] = self.facts.make_state(group, p)
+        mine = [nn.Parameter(value.clone()) for _, value in self.values]
+        worker.param_groups = [{**copy.deepcopy(o), "params": []} for o in self.options]
+        for (number, _), parameter in zip(self.values, mine, strict=True):
+            group = worker.param_groups[number]
+            group["params"].append(parameter)
+            if self.facts.make_state is not None:
+                worker.state[parameter] = self.facts.make_state(group, parameter)
         for gradients in self.gradients:
-            for parameters, wanted in zip(mine, gradients, strict=True):
-                for parameter, gradient in zip(parameters, wanted, strict=True):
-                    parameter.grad = gradient.clone()
+            for parameter, gradient in zip(mine, gradients, strict=True):
+                parameter.grad = gradient.clone()
             with torch.no_grad():
                 worker.step()
-        return [p for parameters in mine for p in parameters], worker
+        return mine, worker
 
     def tiled(self, facts: GuestFacts) -> tuple[list[Tensor], list[dict[str, Any]]]:
         """Our use: tile by tile, or parameter by parameter."""
         facts = replace(facts, worker=_without_parameters(facts.worker, ()))
         guest = Guest(facts, tile_elements=SMALL_ELEMENTS)
-        flats = [v.clone().reshape(-1) for values in self.values for v in values]
-        shapes = [tuple(v.shape) for values in self.values for v in values]
-        hypers = [copied(o) for o, vs in zip(self.options, self.values, strict=True) for _ in vs]
+        flats = [value.clone().reshape(-1) for _, value in self.values]
+        shapes = [tuple(value.shape) for _, value in self.values]
+        hypers = [copied(self.options[number]) for number, _ in self.values]
         moments = [
             tuple(Moment.zeros(f.numel(), MomentFormat.FP32) for _ in range(facts.num_moments))
             for f in flats
         ]
-        for number, step in enumerate(self.gradients):
-            flat_gradients = [g.reshape(-1) for gradients in step for g in gradients]
-            for index, flat in enumerate(flats):
-                edges = [0, *(c for c in _CUTS[1:] if c < flat.numel()), flat.numel()]
-                edges = [0, flat.numel()] if facts.whole else edges
-                for first, end in zip(edges, edges[1:], strict=False):  # noqa: RUF007
+        for number, gradients in enumerate(self.gradients, 1):
+            for index, (flat, gradient) in enumerate(zip(flats, gradients, strict=True)):
+                inner = () if facts.whole else (c for c in _CUTS[1:] if c < flat.numel())
+                for first, end in pairwise((0, *inner, flat.numel())):
                     parts = tuple(m.part(first, end) for m in moments[index])
-                    gradient = flat_gradients[index][first:end]
                     tile = Tile(index, shapes[index], first, flat[first:end], None, parts,
-                                gradient, hypers[index], number + 1)  # fmt: skip
+                                gradient.reshape(-1)[first:end], hypers[index], number)  # fmt: skip
                     guest.update([tile], 1.0)
         states = [guest.state_of(i, None, moments[i], shapes[i], _STEPS) for i in range(len(flats))]
         return flats, states
@@ -300,8 +295,7 @@ def _require_change(
     trials: list[_Trial],
     plain: list[tuple[list[nn.Parameter], torch.optim.Optimizer]],
 ) -> None:
-    before = [v for values in trials[1].values for v in values]
-    for old, new in zip(before, plain[1][0], strict=True):
+    for (_, old), new in zip(trials[1].values, plain[1][0], strict=True):
         if torch.equal(old, new):
             raise ConfigError(
                 f"{facts.name} changed nothing in {_STEPS} steps",

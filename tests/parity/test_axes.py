@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.adam_values import SECTIONS
 from support.fake_accelerator import FakeAccelerator
 from support.half import HalfResult, ScaleWords, train_half
 from support.models import CASES, CHECKPOINTINGS, LENGTH, Batch, Checkpointing
@@ -39,13 +40,7 @@ RECOMPUTE: dict[str, tuple[Checkpointing, dict[str, Any]]] = {
     "units-host": (NONE, {**OFFLOADED, "offload": "host"}),
     "units-disk": (NONE, {**OFFLOADED, "offload": "disk"}),
 }
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "AdamW": {"type": "AdamW"},
-    "Adam": {"type": "Adam", "weight_decay": 0.1, "maximize": True},
-    "Lion": {"type": "Lion", "lr": 1e-3},
-    "SGD": {"type": "SGD", "momentum": 0.9, "nesterov": True},
-    "Adagrad": {"type": "Adagrad", "lr_decay": 0.1, "initial_accumulator_value": 0.3},
-}
+OPTIMIZERS = {**SECTIONS, "uphill": {"type": "Adam", "maximize": True}}
 
 
 def backends() -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.adam_values import SECTIONS
 from support.grids import diagonal
 from support.small import Block, batch
 from support.trainer import SIMPLEST, make_config, make_device, same_bits
@@ -220,10 +221,8 @@ RUNS = {
     "8bit": Run({"precision": "bf16", "optimizer": {"moments": "8bit"}}),
     "stochastic": Run({"seed": 5, "optimizer": {"moments": "bf16_stochastic"}}),
     "bf16 moments": Run({"optimizer": {"moments": "bf16"}}),
-    "Lion": Run({"optimizer": {"type": "Lion"}}),
-    "SGD": Run({"optimizer": {"type": "SGD", "momentum": 0.9}}),
+    **{name: Run({"optimizer": section}) for name, section in SECTIONS.items()},
     "SGD without state": Run({"optimizer": {"type": "SGD"}}),
-    "Adagrad": Run({"optimizer": {"type": "Adagrad", "initial_accumulator_value": 0.1}}),
     "groups": Run({}, two_groups),
     "cosine": Run({}, scheduled("CosineAnnealingLR", T_max=6)),
     "one cycle": Run({}, scheduled("OneCycleLR", max_lr=0.02, total_steps=12)),

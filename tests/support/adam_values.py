@@ -32,6 +32,18 @@ def hypers_of(rule: type[Hyper]) -> tuple[Hyper, Hyper]:
     )
 
 
+# Sections of a config: every rule with all of its numbers at work, but for the learning rate.
+SECTIONS: dict[str, dict[str, Any]] = {
+    name: {
+        "type": name,
+        **{
+            entry: getattr(hypers_of(rule)[1], entry)
+            for entry, default in rule.defaults().items()
+            if entry != "lr" and not isinstance(default, bool)
+        },
+    }
+    for name, rule in RULES.items()
+}
 HYPERS: tuple[Hyper, ...] = (
     *(hyper for rule in RULES.values() for hyper in hypers_of(rule)),
     AdamW(lr=3e-4, betas=(0.4, 0.95), weight_decay=0.0, maximize=True),

@@ -59,6 +59,19 @@ def transformer() -> nn.Module:
     return nn.TransformerEncoder(layer, 2)  # deep copies of one layer
 
 
+def assigned() -> nn.Module:
+    """Numbers and tensors are put into parts of large tensors."""
+    layer = nn.Linear(30, 30)
+    with torch.no_grad():
+        layer.bias[10:20] = 1  # as of a forget gate
+        layer.weight[3] = 0.5
+        layer.weight[torch.tensor([4, 6])] = 2
+        layer.weight[layer.weight < -0.1] = 0.25
+        layer.weight[:, 7] = torch.arange(30.0)
+    layer.weight.data[9, 1:] = -1
+    return layer
+
+
 def converted() -> nn.Module:
     return nn.Sequential(nn.Linear(40, 40), nn.Conv2d(3, 6, 3), nn.BatchNorm1d(40)).bfloat16()
 
@@ -77,7 +90,7 @@ def weight_normed() -> nn.Module:
 
 
 BUILDS: list[Callable[[], nn.Module]] = [
-    Rough, Generators, lstm, transformer, converted, weight_normed,
+    Rough, Generators, lstm, transformer, assigned, converted, weight_normed,
 ]  # fmt: skip
 
 
@@ -145,6 +158,7 @@ def test_shadows_are_dropped_while_the_model_is_built(monkeypatch: pytest.Monkey
         plain[0].weight[:1].fill_(1)
     for layer, expected in zip(layers, plain, strict=True):
         assert torch.equal(deferral.value(layer.weight), expected.weight)
+    deferral.forget_shadows()
     assert all(_shadow(s) is None for s in _storages(deferral))
 
 

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.errors import ConfigError, PresenceError
-from infinity.model.meta_init import Origins, is_unborn, remember_values
+from infinity.model.meta_init import Origins, remember_values
 from infinity.storage.device import PROCESS
 
 SMALL = 64  # bytes; so that nearly every tensor of a test's small models is deferred
@@ -91,7 +91,7 @@ def test_every_placement_gets_the_values_of_an_ordinary_build(
     for weights, moments, gradients in product(TIERS, repeat=3):
         homes = {"weights": weights, "moments": moments, "gradients": gradients}
         model = under_init(rough)
-        assert is_unborn(model)
+        assert all(p.is_meta for p in model.parameters())
         found = run(tmp_path, homes, model, precision=precision)
         assert same(found[0], before), homes
         assert found[1] == losses, homes

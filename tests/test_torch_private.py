@@ -13,9 +13,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from infinity.model.torch_private import (
+    DispatchMode,
     after_backward,
     inside_backward,
     inside_function_transform,
+    is_number_on_meta,
     is_weight_norm,
     runs_backward,
     storage_use_count,
@@ -172,6 +174,27 @@ def test_weight_norm_operation_by_operation_is_torchs(dim: int, dtype: torch.dty
     assert any(calls.seen)
     with pytest.raises(RuntimeError, match="same device"):  # if not, none of this is needed
         torch._weight_norm(v.to("meta"), g, dim)
+
+
+def test_a_number_for_a_part_of_a_tensor_on_meta_is_seen() -> None:
+    found = []
+
+    class Seen(DispatchMode):
+        def __torch_dispatch__(
+            self, call: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            found.append(is_number_on_meta(call, kwargs or {}))
+            return call(*args, **(kwargs or {}))
+
+    there, here = torch.empty(4, device="meta"), torch.empty(4)
+    with Seen():
+        there[1] = 2.0
+    assert any(found)
+    found.clear()
+    with Seen():
+        here[1] = 2.0
+        torch.empty(3, device="meta")
+    assert not any(found)
 
 
 def test_a_backward_is_known_by_its_code_and_says_when_it_is_over() -> None:

@@ -32,6 +32,7 @@ from infinity.heap import return_freed_memory
 from infinity.model.torch_private import (
     DispatchMode,
     is_cast,
+    is_number_on_meta,
     is_weight_norm,
     tensor_without_memory,
     weight_norm_anywhere,
@@ -360,7 +361,7 @@ class Deferral(DispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, threshold_bytes: int = DEFER_FROM_BYTES) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._threshold = threshold_bytes
+        self.threshold_bytes = threshold_bytes
         self._storages: dict[int, _Storage] = {}
         self._log: list[_Entry] = []
         self._live: dict[int, None] = {}  # storages with a shadow, least recently used first
@@ -388,6 +389,10 @@ class Deferral(DispatchMode):  # type: ignore[no-untyped-call]
             torch.set_rng_state(state)
         return _view(made, place).contiguous()  # nobody else has it: no copy
 
+    def num_writes(self, tensor: Tensor) -> int:
+        """How often the tensor, or what shares its memory, was written to."""
+        return len(self._storages[_key(tensor)].entries)
+
     def forget_shadows(self) -> None:
         """Give back the memory of values that are still around."""
         for key in list(self._live):
@@ -403,7 +408,6 @@ class Deferral(DispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *exception: Any) -> None:
         self._disguise.__exit__(*exception)  # type: ignore[no-untyped-call]
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        self.forget_shadows()
 
     # --- while the model is built --------------------------------------------------------------
 
@@ -412,6 +416,8 @@ class Deferral(DispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         places = [_place(t) for t in tensors_in((args, kwargs)) if self.holds(t)]
+        if is_number_on_meta(call, kwargs):  # what `deferred[...] = 1` makes of its number
+            kwargs = {**kwargs, "device": torch.device("cpu")}
         if not places and not self._makes_large(call, args, kwargs):
             return call(*args, **kwargs)
         if places and only_makes_views(call):
@@ -428,7 +434,8 @@ class Deferral(DispatchMode):  # type: ignore[no-untyped-call]
         if device is not None and torch.device(device).type != "cpu":
             return False
         return any(
-            nbytes_of(t) >= self._threshold for t in tensors_in(results_on_meta(call, args, kwargs))
+            nbytes_of(t) >= self.threshold_bytes
+            for t in tensors_in(results_on_meta(call, args, kwargs))
         )
 
     def _carry_out(self, call: Any, args: Any, kwargs: Any, places: Sequence[_Place]) -> Any:
@@ -473,7 +480,7 @@ class Deferral(DispatchMode):  # type: ignore[no-untyped-call]
                 continue
             if index < len(mutated):
                 results[index] = mutated[index]
-            elif real.device.type == "cpu" and nbytes_of(real) >= self._threshold:
+            elif real.device.type == "cpu" and nbytes_of(real) >= self.threshold_bytes:
                 meta = torch.empty_strided(
                     real.size(), real.stride(), dtype=real.dtype, device="meta"
                 )

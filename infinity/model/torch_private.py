@@ -127,6 +127,16 @@ def is_cast(call: Any) -> bool:
     return call.overloadpacket is torch.ops.aten._to_copy
 
 
+def is_number_on_meta(call: Any, kwargs: Any) -> bool:
+    """Whether an operation, as a `DispatchMode` sees it, puts one number into a tensor on meta.
+
+    As an assignment to a part of a tensor on meta does it.
+    """
+    device = kwargs.get("device")
+    is_scalar = call.overloadpacket is torch.ops.aten.scalar_tensor
+    return is_scalar and device is not None and torch.device(device).type == "meta"
+
+
 def is_weight_norm(call: Any) -> bool:
     """Whether a function, as a `TorchFunctionMode` sees it, is that of both weight norms."""
     return bool(call == torch._weight_norm)

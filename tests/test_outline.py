@@ -16,11 +16,11 @@ from infinity.config.schema import load_config
 from infinity.cutting import cut_model, groups_of
 from infinity.model.shapes import (
     FAMILIES,
-    Lookup,
     Outline,
-    OutlineList,
     Shape,
     build_skeleton,
+    is_list,
+    is_lookup,
     target_of,
 )
 from infinity.plan.machine import may_have_gpu
@@ -38,11 +38,11 @@ class Bag(nn.Module):
 def built(outline: Outline, made: dict[int, nn.Parameter] | None = None) -> nn.Module:
     """The module of an outline, on meta; parameters that are shared stay shared."""
     made = {} if made is None else made
-    if isinstance(outline, Lookup):
+    if is_lookup(outline):
         shape = outline.own["weight"].shape
         module: nn.Module = nn.Embedding(*shape, device="meta")
     else:
-        module = nn.ModuleList() if isinstance(outline, OutlineList) else Bag()
+        module = nn.ModuleList() if is_list(outline) else Bag()
     for name, shape in outline.own.items():
         found = made.setdefault(id(shape), nn.Parameter(torch.empty(shape.shape, device="meta")))
         module.register_parameter(name, found)

@@ -29,42 +29,24 @@ from torch.overrides import TorchFunctionMode
 
 from infinity.errors import ConfigError, InfinityError
 from infinity.heap import return_freed_memory
+from infinity.model.parameters import swap_parameters
 from infinity.model.torch_private import (
     DispatchMode,
     is_cast,
     is_number_on_meta,
     is_weight_norm,
     tensor_without_memory,
+    tree_leaves,
+    tree_map,
     weight_norm_anywhere,
 )
 
 # Questions about one operation of torch, as a `DispatchMode` sees it.
 
 
-def leaves(value: Any) -> Iterator[Any]:
-    """Everything in nested dicts, tuples and lists that is none of these."""
-    if isinstance(value, dict):
-        for item in value.values():
-            yield from leaves(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from leaves(item)
-    else:
-        yield value
-
-
-def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
-    """`value` with every leaf changed."""
-    if isinstance(value, dict):
-        return {name: map_leaves(change, item) for name, item in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(map_leaves(change, item) for item in value)
-    return change(value)
-
-
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors among the leaves."""
-    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+    """The tensors in nested dicts, tuples and lists."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def nbytes_of(tensor: Tensor) -> int:
@@ -93,7 +75,7 @@ def only_makes_views(call: Any) -> bool:
 
 def results_on_meta(call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The results on meta, to see how large they would be; empty if the operation cannot tell."""
-    to_meta = map_leaves(lambda x: x.to("meta") if isinstance(x, Tensor) else x, (args, kwargs))
+    to_meta = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, (args, kwargs))
     moved = dict(to_meta[1])
     if "device" in moved:
         moved["device"] = torch.device("meta")
@@ -107,7 +89,7 @@ def generator_state(call: Any, args: Any, kwargs: Any) -> Tensor | None:
     """The state of the generator an operation draws from, None for one that draws nothing."""
     if torch.Tag.nondeterministic_seeded not in call.tags:
         return None
-    own = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
+    own = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
     return own[0].get_state() if own else torch.get_rng_state()
 
 
@@ -170,15 +152,15 @@ class Promised(Tensor):
         kwargs = kwargs or {}
         mutated = mutated_arguments(call, args, kwargs)
         if mutated and not any(isinstance(tensor, Promised) for tensor in mutated):
-            call(*map_leaves(_made, args), **map_leaves(_made, kwargs))
+            call(*tree_map(_made, args), **tree_map(_made, kwargs))
             return mutated[0]  # a copy into memory
         if mutated:
             return _changed(mutated[0], call, args, kwargs)
         try:
-            found = call(*map_leaves(_on_meta, args), **_with_device_meta(kwargs))
+            found = call(*tree_map(_on_meta, args), **_with_device_meta(kwargs))
         except (NotImplementedError, RuntimeError):  # it depends on values, or cannot be
-            return call(*map_leaves(_made, args), **map_leaves(_made, kwargs))
-        args, kwargs = map_leaves(_as_of_now, args), map_leaves(_as_of_now, kwargs)
+            return call(*tree_map(_made, args), **tree_map(_made, kwargs))
+        args, kwargs = tree_map(_as_of_now, args), tree_map(_as_of_now, kwargs)
         several = isinstance(found, tuple | list)
         results = list(found) if several else [found]
         if not tensors_in(results):
@@ -208,23 +190,11 @@ def keep_promises(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Read]
                 empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
                 meta = nn.Parameter(empty, parameter.requires_grad)
                 reads[id(parameter)] = parameter._read
-                _swap(f"{path}.{name}", parameter, meta)
+                swap_parameters(f"{path}.{name}", "has no memory yet", parameter, meta)
             if parameter is not None and id(parameter) in reads:
                 found[name] = reads[id(parameter)]
         if found:
             yield module, found
-
-
-def _swap(name: str, parameter: Tensor, meta: nn.Parameter) -> None:
-    try:
-        torch.utils.swap_tensors(parameter, meta)  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        raise ConfigError(
-            f"parameter {name!r} has no memory yet and cannot get values",
-            because=str(error).partition(chr(10))[0],
-            remedy="register hooks after initialize(), and keep no views of parameters or weak "
-            "references to them",
-        ) from error
 
 
 def _changed(tensor: Tensor, call: Any, args: Any, kwargs: Any) -> Tensor:
@@ -237,7 +207,7 @@ def _changed(tensor: Tensor, call: Any, args: Any, kwargs: Any) -> Tensor:
             f"{call} changes a weight in place before the engine has it",
             remedy="change it after initialize(), inside `with engine.materialized(...)`",
         )
-    args, kwargs = map_leaves(_as_of_now, args), map_leaves(_as_of_now, kwargs)
+    args, kwargs = tree_map(_as_of_now, args), tree_map(_as_of_now, kwargs)
     tensor._read = partial(_carried_out, call, args, kwargs, None)
     return tensor
 
@@ -249,7 +219,7 @@ def _only_casts(call: Any, source: Any, result: Tensor) -> bool:
 
 def _carried_out(call: Any, args: Any, kwargs: Any, index: int | None) -> Tensor:
     """The operation on real values; contiguous, so that nothing larger than the result is kept."""
-    result = call(*map_leaves(_made, args), **map_leaves(_made, kwargs))
+    result = call(*tree_map(_made, args), **tree_map(_made, kwargs))
     chosen: Tensor = result if index is None else result[index]
     if chosen.untyped_storage().nbytes() > chosen.nbytes:
         return chosen.clone(memory_format=torch.contiguous_format)
@@ -263,7 +233,7 @@ def _on_meta(leaf: Any) -> Any:
 
 
 def _with_device_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = map_leaves(_on_meta, kwargs)
+    found: dict[str, Any] = tree_map(_on_meta, kwargs)
     if found.get("device") is not None:
         found["device"] = torch.device("meta")
     return found
@@ -440,12 +410,12 @@ class Deferral(DispatchMode):  # type: ignore[no-untyped-call]
 
     def _carry_out(self, call: Any, args: Any, kwargs: Any, places: Sequence[_Place]) -> Any:
         state = generator_state(call, args, kwargs)
-        logged_args, logged_kwargs = map_leaves(self._to_log, (args, kwargs))
+        logged_args, logged_kwargs = tree_map(self._to_log, (args, kwargs))
         reads = tuple(dict.fromkeys(p.storage for p in places))
         for key in reads:
             self._revive(key)
         shadows = {key: self._shadow(key) for key in reads}
-        real_args, real_kwargs = map_leaves(lambda x: _real(x, shadows), (args, kwargs))
+        real_args, real_kwargs = tree_map(lambda x: _real(x, shadows), (args, kwargs))
         result = call(*real_args, **real_kwargs)
         mutated = [t for t in mutated_arguments(call, args, kwargs) if self.holds(t)]
         writes = tuple(dict.fromkeys(_key(t) for t in mutated))
@@ -630,8 +600,8 @@ def _from_log(value: Any, shadows: dict[int, torch.UntypedStorage], state: Tenso
 
 
 def _arguments(entry: _Entry, shadows: dict[int, torch.UntypedStorage]) -> Any:
-    return map_leaves(lambda x: _from_log(x, shadows, entry.state), (entry.args, entry.kwargs))
+    return tree_map(lambda x: _from_log(x, shadows, entry.state), (entry.args, entry.kwargs))
 
 
 def _places(value: Any) -> list[_Place]:
-    return [leaf for leaf in leaves(value) if isinstance(leaf, _Place)]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, _Place)]

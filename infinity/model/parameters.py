@@ -83,6 +83,27 @@ def freeze(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
     return undo
 
 
+def swap_parameters(name: str, state: str, parameter: Tensor, other: Tensor) -> None:
+    """Exchange all that two parameters are but the Python objects; `state` says of one why.
+
+    Raises `ConfigError` for one that something else is tied to by more than a Python reference.
+    """
+    try:
+        torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise _tied_down(name, state, str(error).partition(chr(10))[0]) from error
+
+
+def _tied_down(name: str, state: str, because: str) -> ConfigError:
+    return ConfigError(
+        f"parameter {name!r} {state} and cannot get values",
+        because=because,
+        remedy="register hooks after initialize(), and keep no views of parameters or weak "
+        "references to them",
+    )
+
+
+_ON_META = "is on the meta device"
 EDIT = "edit inside `with engine.materialized(module_or_params):`"
 # Negative signaling NaNs: whatever computes with one makes another of it.
 _NAN_BITS = {
@@ -207,26 +228,13 @@ class Presence:
     def _swap(self, index: int, parameter: nn.Parameter, other: nn.Parameter) -> None:
         other.__class__ = parameter.__class__  # torch swaps these too; they shall stay
         other.__dict__.update(parameter.__dict__)
-        try:
-            torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            raise self._tied_down(index, str(error).partition(chr(10))[0]) from error
+        swap_parameters(self._names[index], _ON_META, parameter, other)
 
     def _refuse_hooks(self, index: int, parameter: nn.Parameter) -> None:
         # They would stay behind with the meta tensor, and never run.
         for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             if getattr(parameter, name, None):
-                raise self._tied_down(index, "it has a hook")
-
-    def _tied_down(self, index: int, because: str) -> ConfigError:
-        segments = (s for layout in self._layouts for s in layout.segments)
-        name = next(s.name for s in segments if s.parameter == index)
-        return ConfigError(
-            f"parameter {name!r} is on the meta device and cannot get values",
-            because=because,
-            remedy="register hooks after initialize(), and keep no views of parameters or weak "
-            "references to them",
-        )
+                raise _tied_down(self._names[index], _ON_META, "it has a hook")
 
     # --- present or absent ---------------------------------------------------------------------
 

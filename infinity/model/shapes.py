@@ -11,10 +11,10 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from infinity.errors import ConfigError, first_lines
 
@@ -61,23 +61,22 @@ class Shape:
 
 
 class Outline:
-    """A module: children and parameters by name; members that are None are left out.
+    """A module: children and parameters by name.
 
     Walks in the order of `torch.nn.Module`, and like it names everything once, where it is first.
     """
 
-    def __init__(self, **members: Outline | Shape | None) -> None:
+    is_table = False  # as `torch.nn.Embedding`
+
+    def __init__(self) -> None:
         self.own: dict[str, Shape] = {}
         self.below: dict[str, Outline] = {}
-        for name, member in members.items():
-            self.add(name, member)
 
-    def add(self, name: str, member: Outline | Shape | None) -> None:
-        """One more child or parameter; None is left out."""
-        if isinstance(member, Shape):
-            self.own[name] = member
-        elif member is not None:
-            self.below[name] = member
+    def at(self, path: str) -> Outline:
+        """The module of a dotted name; it is made, with those that it is in, if it is not there."""
+        name, _, rest = path.partition(".")
+        child = self.below.setdefault(name, Outline())
+        return child.at(rest) if rest else child
 
     def named_children(self) -> Iterator[tuple[str, Outline]]:
         """Direct children."""
@@ -91,10 +90,10 @@ class Outline:
         """Direct children."""
         return (child for _, child in self.named_children())
 
-    def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Outline]]:
+    def named_modules(self) -> Iterator[tuple[str, Outline]]:
         """The module itself and all below it, each before what is in it."""
         seen: set[int] = set()
-        waiting = [(prefix, self)]
+        waiting = [("", self)]
         while waiting:
             name, module = waiting.pop()
             if id(module) in seen:
@@ -122,34 +121,10 @@ class Outline:
         return (parameter for _, parameter in self.named_parameters(recurse=recurse))
 
 
-class Lookup(Outline):
-    """As `torch.nn.Embedding`."""
-
-    def __init__(self, rows: int, width: int) -> None:
-        super().__init__(weight=Shape((rows, width)))
-
-
-class OutlineList(Outline):
-    """As `torch.nn.ModuleList`."""
-
-    def __init__(self, members: list[Outline]) -> None:
-        super().__init__(**{str(index): member for index, member in enumerate(members)})
-
-
-def linear(inputs: int, outputs: int, *, bias: bool = True) -> Outline:
-    """As `torch.nn.Linear`."""
-    return Outline(weight=Shape((outputs, inputs)), bias=Shape((outputs,)) if bias else None)
-
-
-def layer_norm(width: int) -> Outline:
-    """As `torch.nn.LayerNorm`."""
-    return Outline(weight=Shape((width,)), bias=Shape((width,)))
-
-
 def is_lookup(module: nn.Module | Outline) -> bool:
     """Whether a module is an embedding."""
     if isinstance(module, Outline):
-        return isinstance(module, Lookup)
+        return module.is_table
     from torch import nn  # whoever has a module has imported torch already
 
     return isinstance(module, nn.Embedding)
@@ -158,57 +133,27 @@ def is_lookup(module: nn.Module | Outline) -> bool:
 def is_list(module: nn.Module | Outline) -> bool:
     """Whether a module is a list or a dict of others."""
     if isinstance(module, Outline):
-        return isinstance(module, OutlineList)
+        return bool(module.below) and all(name.isdigit() for name in module.below)
     from torch import nn
 
     return isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
 # Shapes people ask for by size; published configs (Llama 2, Llama 3 for 8b, GPT-3 for 1.3b).
+_LLAMA = {"model_type": "llama", "vocab_size": 32000}
 NAMED: dict[str, dict[str, Any]] = {
-    "1.3b": {
-        "model_type": "gpt2",
-        "n_embd": 2048,
-        "n_layer": 24,
-        "n_head": 16,
-        "n_positions": 2048,
-        "vocab_size": 50257,
-    },
-    "7b": {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "vocab_size": 32000,
-    },
-    "8b": {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    },
-    "13b": {
-        "model_type": "llama",
-        "hidden_size": 5120,
-        "intermediate_size": 13824,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 40,
-        "vocab_size": 32000,
-    },
-    "70b": {
-        "model_type": "llama",
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "vocab_size": 32000,
-    },
-}
+    "1.3b": {"model_type": "gpt2", "n_embd": 2048, "n_layer": 24, "n_head": 16,
+             "n_positions": 2048, "vocab_size": 50257},
+    "7b": {**_LLAMA, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+           "num_attention_heads": 32},
+    "8b": {**_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+           "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
+    "13b": {**_LLAMA, "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40,
+            "num_attention_heads": 40},
+    "70b": {**_LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+            "num_attention_heads": 64, "num_key_value_heads": 8},
+}  # fmt: skip
+_GIVE = f"give one of {', '.join(NAMED)}, a config.json, or a directory that holds one"
 MAX_CONFIG_BYTES = 16 << 20  # a config.json is a few KiB; anything else is a mistake
 
 
@@ -217,7 +162,6 @@ class _Decoder:
     """What tells the Llama-like families apart."""
 
     qkv_bias: bool = False
-    output_bias: bool = False
     qk_norm: bool = False
     fused: bool = False  # one matrix for q, k, v and one for gate and up (Phi-3)
     extra_norms: bool = False  # norms around the MLP too (Gemma 2)
@@ -243,22 +187,25 @@ def read_model_config(path: Path) -> dict[str, Any]:
     Raises `ConfigError` for what cannot be read or is no such config.
     """
     file = path / "config.json" if path.is_dir() else path
-    try:
-        if file.stat().st_size > MAX_CONFIG_BYTES:
-            raise ConfigError(f"{file} has {file.stat().st_size} bytes: not a model's config.json")
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"{file} cannot be read: {error.strerror}",
-            remedy=f"give one of {', '.join(NAMED)}, a config.json, or a directory that holds one",
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"{file} is not JSON: {error}") from error
+    config = _json_of(file)
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ConfigError(
             f"{file} has no model_type", because="a Hugging Face config.json names its family"
         )
     return config
+
+
+def _json_of(file: Path) -> Any:
+    try:
+        if file.stat().st_size > MAX_CONFIG_BYTES:
+            raise ConfigError(f"{file} has {file.stat().st_size} bytes: not a model's config.json")
+        return json.loads(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}", remedy=_GIVE) from error
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{file} is not JSON: it is nested too deeply") from error
 
 
 def build_skeleton(config: Mapping[str, Any]) -> Outline | nn.Module:
@@ -279,14 +226,46 @@ def build_skeleton(config: Mapping[str, Any]) -> Outline | nn.Module:
     return from_transformers(config, FAMILIES)
 
 
-def _scale(width: int) -> Outline:
-    """One weight vector: an RMS norm."""
-    return Outline(weight=Shape((width,)))
+_Sizes: TypeAlias = tuple[int, ...]
+_Parameters: TypeAlias = Iterator[tuple[str, _Sizes]]
 
 
-def _matrix(inputs: int, outputs: int) -> Outline:
+def _outline(
+    tables: Mapping[str, _Sizes], parameters: Iterable[tuple[str, _Sizes]], head: str, *, tied: bool
+) -> Outline:
+    """A model of embeddings, what stands behind them, and the head, which may share the first."""
+    root = Outline()
+    for name, sizes in tables.items():
+        table = root.at(name)
+        table.own["weight"], table.is_table = Shape(sizes), True
+    for name, sizes in parameters:
+        module, _, key = name.rpartition(".")
+        root.at(module).own[key] = Shape(sizes)
+    first = root.at(next(iter(tables))).own["weight"]
+    root.at(head).own["weight"] = first if tied else Shape(first.shape)
+    return root
+
+
+def _with_bias(name: str, *sizes: int, outputs: int, bias: bool = True) -> _Parameters:
+    """A weight, and a bias for its outputs."""
+    yield f"{name}.weight", sizes
+    if bias:
+        yield f"{name}.bias", (outputs,)
+
+
+def _linear(name: str, inputs: int, outputs: int, *, bias: bool = True) -> _Parameters:
+    """As `torch.nn.Linear`."""
+    return _with_bias(name, outputs, inputs, outputs=outputs, bias=bias)
+
+
+def _matrix(name: str, inputs: int, outputs: int) -> _Parameters:
     """GPT-2's Conv1D: a linear layer stored the other way round."""
-    return Outline(weight=Shape((inputs, outputs)), bias=Shape((outputs,)))
+    return _with_bias(name, inputs, outputs, outputs=outputs)
+
+
+def _norm(name: str, width: int) -> _Parameters:
+    """As `torch.nn.LayerNorm`."""
+    return _with_bias(name, width, outputs=width)
 
 
 def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
@@ -304,22 +283,20 @@ def _flag(config: Mapping[str, Any], name: str, default: bool) -> bool:
     return default if value is None else bool(value)
 
 
-def _head(table: Lookup, hidden: int, vocabulary: int, *, tied: bool) -> Outline:
-    """The head, which may share the table of the embedding."""
-    return Outline(weight=table.own["weight"] if tied else Shape((vocabulary, hidden)))
-
-
 def _decoder(config: Mapping[str, Any], kind: _Decoder) -> Outline:
-    hidden = _count(config, "hidden_size")
-    vocabulary = _count(config, "vocab_size")
-    layers = [_decoder_layer(config, kind) for _ in range(_count(config, "num_hidden_layers"))]
-    table = Lookup(vocabulary, hidden)
-    body = Outline(embed_tokens=table, layers=OutlineList(layers), norm=_scale(hidden))
+    hidden, vocabulary = _count(config, "hidden_size"), _count(config, "vocab_size")
+
+    def parameters() -> _Parameters:
+        for index in range(_count(config, "num_hidden_layers")):
+            yield from _decoder_layer(f"model.layers.{index}", config, kind)
+        yield "model.norm.weight", (hidden,)
+
     tied = _flag(config, "tie_word_embeddings", kind.tied)
-    return Outline(model=body, lm_head=_head(table, hidden, vocabulary, tied=tied))
+    tables = {"model.embed_tokens": (vocabulary, hidden)}
+    return _outline(tables, parameters(), "lm_head", tied=tied)
 
 
-def _decoder_layer(config: Mapping[str, Any], kind: _Decoder) -> Outline:
+def _decoder_layer(at: str, config: Mapping[str, Any], kind: _Decoder) -> _Parameters:
     hidden = _count(config, "hidden_size")
     heads = _count(config, "num_attention_heads")
     groups = _count(config, "num_key_value_heads", heads)
@@ -332,99 +309,86 @@ def _decoder_layer(config: Mapping[str, Any], kind: _Decoder) -> Outline:
     queries, keys = heads * width, groups * width
     bias = _flag(config, "attention_bias", kind.qkv_bias)
     if kind.fused:
-        attention = Outline(qkv_proj=linear(hidden, queries + 2 * keys, bias=False))
+        yield from _linear(f"{at}.self_attn.qkv_proj", hidden, queries + 2 * keys, bias=False)
     else:
-        attention = Outline(
-            q_proj=linear(hidden, queries, bias=bias),
-            k_proj=linear(hidden, keys, bias=bias),
-            v_proj=linear(hidden, keys, bias=bias),
-        )
-    output_bias = _flag(config, "attention_bias", kind.output_bias) and not kind.qkv_bias
-    attention.add("o_proj", linear(queries, hidden, bias=output_bias))
+        for name, outputs in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+            yield from _linear(f"{at}.self_attn.{name}", hidden, outputs, bias=bias)
+    output_bias = _flag(config, "attention_bias", False) and not kind.qkv_bias
+    yield from _linear(f"{at}.self_attn.o_proj", queries, hidden, bias=output_bias)
     if kind.qk_norm:
-        attention.add("q_norm", _scale(width))
-        attention.add("k_norm", _scale(width))
-    layer = Outline(self_attn=attention)
+        yield f"{at}.self_attn.q_norm.weight", (width,)
+        yield f"{at}.self_attn.k_norm.weight", (width,)
     if config.get("model_type") == "mixtral":
-        layer.add("block_sparse_moe", _experts(config))
+        yield from _experts(f"{at}.block_sparse_moe", config)
     else:
-        layer.add("mlp", _gated(config, kind))
+        yield from _gated(f"{at}.mlp", config, kind)
     norms = ["input_layernorm", "post_attention_layernorm"]
     if kind.extra_norms:
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
     for name in norms:
-        layer.add(name, _scale(hidden))
-    return layer
+        yield f"{at}.{name}.weight", (hidden,)
 
 
-def _gated(config: Mapping[str, Any], kind: _Decoder) -> Outline:
+def _gated(at: str, config: Mapping[str, Any], kind: _Decoder) -> _Parameters:
     hidden, inner = _count(config, "hidden_size"), _count(config, "intermediate_size")
     bias = _flag(config, "mlp_bias", False)
-    down = linear(inner, hidden, bias=bias)
     if kind.fused:
-        return Outline(gate_up_proj=linear(hidden, 2 * inner, bias=False), down_proj=down)
-    return Outline(
-        gate_proj=linear(hidden, inner, bias=bias),
-        up_proj=linear(hidden, inner, bias=bias),
-        down_proj=down,
-    )
+        yield from _linear(f"{at}.gate_up_proj", hidden, 2 * inner, bias=False)
+    else:
+        yield from _linear(f"{at}.gate_proj", hidden, inner, bias=bias)
+        yield from _linear(f"{at}.up_proj", hidden, inner, bias=bias)
+    yield from _linear(f"{at}.down_proj", inner, hidden, bias=bias)
 
 
-def _experts(config: Mapping[str, Any]) -> Outline:
+def _experts(at: str, config: Mapping[str, Any]) -> _Parameters:
     hidden, inner = _count(config, "hidden_size"), _count(config, "intermediate_size")
     num_experts = _count(config, "num_local_experts")
-    experts = [
-        Outline(
-            w1=linear(hidden, inner, bias=False),
-            w2=linear(inner, hidden, bias=False),
-            w3=linear(hidden, inner, bias=False),
-        )
-        for _ in range(num_experts)
-    ]
-    return Outline(gate=linear(hidden, num_experts, bias=False), experts=OutlineList(experts))
+    yield f"{at}.gate.weight", (num_experts, hidden)
+    for index in range(num_experts):
+        yield f"{at}.experts.{index}.w1.weight", (inner, hidden)
+        yield f"{at}.experts.{index}.w2.weight", (hidden, inner)
+        yield f"{at}.experts.{index}.w3.weight", (inner, hidden)
 
 
 def _gpt2(config: Mapping[str, Any]) -> Outline:
     hidden, vocabulary = _count(config, "n_embd"), _count(config, "vocab_size")
     inner = _count(config, "n_inner", 4 * hidden)
-    layers = [
-        Outline(
-            ln_1=layer_norm(hidden),
-            attn=Outline(c_attn=_matrix(hidden, 3 * hidden), c_proj=_matrix(hidden, hidden)),
-            ln_2=layer_norm(hidden),
-            mlp=Outline(c_fc=_matrix(hidden, inner), c_proj=_matrix(inner, hidden)),
-        )
-        for _ in range(_count(config, "n_layer"))
-    ]
-    table = Lookup(vocabulary, hidden)
-    body = Outline(
-        wte=table,
-        wpe=Lookup(_count(config, "n_positions", 1024), hidden),
-        h=OutlineList(layers),
-        ln_f=layer_norm(hidden),
-    )
+    positions = _count(config, "n_positions", 1024)
+
+    def parameters() -> _Parameters:
+        for index in range(_count(config, "n_layer")):
+            at = f"transformer.h.{index}"
+            yield from _norm(f"{at}.ln_1", hidden)
+            yield from _matrix(f"{at}.attn.c_attn", hidden, 3 * hidden)
+            yield from _matrix(f"{at}.attn.c_proj", hidden, hidden)
+            yield from _norm(f"{at}.ln_2", hidden)
+            yield from _matrix(f"{at}.mlp.c_fc", hidden, inner)
+            yield from _matrix(f"{at}.mlp.c_proj", inner, hidden)
+        yield from _norm("transformer.ln_f", hidden)
+
     tied = _flag(config, "tie_word_embeddings", True)
-    return Outline(transformer=body, lm_head=_head(table, hidden, vocabulary, tied=tied))
+    tables = {"transformer.wte": (vocabulary, hidden), "transformer.wpe": (positions, hidden)}
+    return _outline(tables, parameters(), "lm_head", tied=tied)
 
 
 def _gpt_neox(config: Mapping[str, Any]) -> Outline:
     hidden, vocabulary = _count(config, "hidden_size"), _count(config, "vocab_size")
     inner = _count(config, "intermediate_size", 4 * hidden)
-    layers = [
-        Outline(
-            input_layernorm=layer_norm(hidden),
-            post_attention_layernorm=layer_norm(hidden),
-            attention=Outline(
-                query_key_value=linear(hidden, 3 * hidden), dense=linear(hidden, hidden)
-            ),
-            mlp=Outline(dense_h_to_4h=linear(hidden, inner), dense_4h_to_h=linear(inner, hidden)),
-        )
-        for _ in range(_count(config, "num_hidden_layers"))
-    ]
-    table = Lookup(vocabulary, hidden)
-    body = Outline(embed_in=table, layers=OutlineList(layers), final_layer_norm=layer_norm(hidden))
+
+    def parameters() -> _Parameters:
+        for index in range(_count(config, "num_hidden_layers")):
+            at = f"gpt_neox.layers.{index}"
+            yield from _norm(f"{at}.input_layernorm", hidden)
+            yield from _norm(f"{at}.post_attention_layernorm", hidden)
+            yield from _linear(f"{at}.attention.query_key_value", hidden, 3 * hidden)
+            yield from _linear(f"{at}.attention.dense", hidden, hidden)
+            yield from _linear(f"{at}.mlp.dense_h_to_4h", hidden, inner)
+            yield from _linear(f"{at}.mlp.dense_4h_to_h", inner, hidden)
+        yield from _norm("gpt_neox.final_layer_norm", hidden)
+
     tied = _flag(config, "tie_word_embeddings", False)
-    return Outline(gpt_neox=body, embed_out=_head(table, hidden, vocabulary, tied=tied))
+    tables = {"gpt_neox.embed_in": (vocabulary, hidden)}
+    return _outline(tables, parameters(), "embed_out", tied=tied)
 
 
 # Which model is meant: a size people know, a Hugging Face config.json, or a directory with one.
@@ -470,12 +434,7 @@ def names_a_model(text: str) -> bool:
         raise _nowhere(text, path)
     if path.suffix.lower() in (".yaml", ".yml"):
         return False
-    try:
-        raw = json.loads(path.read_bytes()) if path.stat().st_size <= MAX_CONFIG_BYTES else {}
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
+    raw = _json_of(path) if path.stat().st_size <= MAX_CONFIG_BYTES else {}
     return not isinstance(raw, dict) or any(key in raw for key in _MODEL_KEYS)
 
 
@@ -489,10 +448,7 @@ def find_model(text: str) -> Target:
         path = Path(text).expanduser()
         if not path.is_dir() and not path.is_file():
             raise _nowhere(text, path)
-        try:
-            config = read_model_config(path)
-        except RecursionError as error:
-            raise ConfigError(f"{path} is not JSON: it is nested too deeply") from error
+        config = read_model_config(path)
     _check_counts(config)
     try:
         module = build_skeleton(config)
@@ -570,11 +526,10 @@ def _is_count(value: object) -> bool:
 
 def _nowhere(text: str, path: Path) -> ConfigError:
     """Neither a name nor a place: say which it may have meant to be."""
-    remedy = f"give one of {', '.join(NAMED)}, a config.json, or a directory that holds one"
     if path.exists():
-        return ConfigError(f"{path} is neither a file nor a directory", remedy=remedy)
+        return ConfigError(f"{path} is neither a file nor a directory", remedy=_GIVE)
     if "/" in text or path.suffix.lower() in (".json", ".yaml", ".yml"):
-        return ConfigError(f"{path} does not exist", remedy=remedy)
+        return ConfigError(f"{path} does not exist", remedy=_GIVE)
     near = difflib.get_close_matches(text.lower(), NAMED, n=1, cutoff=0.4)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return ConfigError(f"{text!r} is no model known by name, and no file{hint}", remedy=remedy)
+    return ConfigError(f"{text!r} is no model known by name, and no file{hint}", remedy=_GIVE)

@@ -101,6 +101,13 @@ def excess(plan: Plan, limits: Limits, *, auto: bool = False) -> dict[Tier, int]
     return over
 
 
+def fits_as(changed: Plan, before: Plan, limits: Limits, *, auto: bool) -> bool:
+    """Whether no budget is exceeded, or none more than before."""
+    over = excess(changed, limits, auto=auto)
+    had = excess(before, limits, auto=auto) if over else {}
+    return all(nbytes <= had.get(tier, 0) for tier, nbytes in over.items())
+
+
 def _slot_classes(plan: Plan) -> tuple[SlotClass, ...]:
     """Group units whose sizes lie within a factor of two; a class has slots of its largest."""
     moving = [u for u in plan.units if plan.homes[u.index].weight is not Tier.DEVICE]

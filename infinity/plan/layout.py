@@ -35,6 +35,13 @@ class Tier(StrEnum):
 
     __hash__ = str.__hash__  # plans are hashed by the thousand, and Enum's own is in Python
 
+    def is_below(self, other: Tier) -> bool:
+        """Whether it is slower than `other`."""
+        return _FASTEST_FIRST.index(self) > _FASTEST_FIRST.index(other)
+
+
+_FASTEST_FIRST = tuple(Tier)
+
 
 class Kind(Enum):
     """What a byte is for."""

@@ -17,13 +17,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from infinity.plan.budget import Limits, budgeted_bytes, excess, with_memory
+from infinity.plan.budget import Limits, budgeted_bytes, excess, fits_as, with_memory
 from infinity.plan.cost import Rates, step_cost
 from infinity.plan.layout import Tier
 from infinity.plan.plan import Plan, UnitHomes
 
 FIELDS = ("weight", "gradient", "state")
-_ORDER = (Tier.DISK, Tier.HOST, Tier.DEVICE)  # slow to fast
 # Lanes that do not bind count this much: where compute hides everything, fewer bytes still win.
 HIDDEN_SHARE = 1e-3
 MANY_UNITS = 7  # one unit more or less matters little then: no exchanges
@@ -139,13 +138,13 @@ class _Search:
         for alike in plan.alike:
             for field in self.fields:
                 for tier in _tiers(plan, field):
-                    if _below(alike.homes.of_field(field), tier):
+                    if alike.homes.of_field(field).is_below(tier):
                         yield _Move((field,), alike.units, tier)
             if not plan.unified and self._raisable(alike.homes):
                 yield _Move(self.fields, alike.units, Tier.DEVICE)
 
     def _raisable(self, homes: UnitHomes) -> bool:
-        return sum(_below(homes.of_field(f), Tier.DEVICE) for f in self.fields) > 1
+        return sum(homes.of_field(f).is_below(Tier.DEVICE) for f in self.fields) > 1
 
     def _lowered(self, plan: Plan, kept: _Move) -> Iterator[Plan]:
         """The plan with one thing on a slower tier, for each kind of thing that was not `kept`."""
@@ -159,7 +158,7 @@ class _Search:
                 seen.add(kind)
                 lowest = self.start[unit.index].of_field(field)
                 for tier in dict.fromkeys((lowest, lowest if plan.unified else Tier.HOST)):
-                    if _below(tier, homes.of_field(field)) and not _below(tier, lowest):
+                    if tier.is_below(homes.of_field(field)) and not tier.is_below(lowest):
                         lower: dict[str, Tier] = {field: tier}
                         changed = list(plan.homes)
                         changed[unit.index] = replace(homes, **lower)
@@ -197,10 +196,7 @@ class _Search:
         return found
 
     def _fits(self, changed: Plan, before: Plan) -> bool:
-        """Whether no budget is exceeded, or none more than before."""
-        over = excess(changed, self.limits, auto=True)
-        had = excess(before, self.limits, auto=True) if over else {}
-        return all(over[tier] <= had.get(tier, 0) for tier in over)
+        return fits_as(changed, before, self.limits, auto=True)
 
     def _over(self, plan: Plan) -> int:
         return sum(excess(plan, self.limits, auto=True).values())
@@ -218,7 +214,3 @@ class _Search:
 def _tiers(plan: Plan, field: str) -> tuple[Tier, ...]:
     """Where a kind may go; on a unified device a second copy of weights would serve nobody."""
     return (Tier.DEVICE,) if plan.unified and field == "weight" else (Tier.DEVICE, Tier.HOST)
-
-
-def _below(tier: Tier, other: Tier) -> bool:
-    return _ORDER.index(tier) < _ORDER.index(other)

@@ -53,7 +53,8 @@ class UnitHomes:
 
     def of_field(self, field: str) -> Tier:
         """The home by field name: "weight", "state" or "gradient"."""
-        return {"weight": self.weight, "state": self.state, "gradient": self.gradient}[field]
+        tier: Tier = getattr(self, field)
+        return tier
 
 
 class UpdatePlace(Enum):

@@ -17,6 +17,7 @@ from infinity.plan.budget import (
     Limits,
     budgeted_bytes,
     excess,
+    fits_as,
     largest_slot,
     stream_bytes,
     with_memory,
@@ -176,29 +177,20 @@ def _shortest(
 ) -> Plan:
     """From `start`, one set of homes more or fewer while that makes the step shorter and fits."""
     best = _streaming(plan, start, limits)
-    if _too_much(best, plan, limits, leave_share):
+    if not fits_as(best, plan, limits, auto=leave_share):
         return plan
     improved = True
     while improved:
         improved = False
-        for one in sorted(homes, key=_order):
+        # In an order that does not hang on hashes.
+        for one in sorted(
+            homes, key=lambda h: [list(Tier).index(h.of_field(f)) for f in h.__slots__]
+        ):
             other = _streaming(best, best.streamed ^ {one}, limits)
             shorter = score(other, rates) < score(best, rates) * (1 - 1e-9)
-            if shorter and not _too_much(other, plan, limits, leave_share):
+            if shorter and fits_as(other, plan, limits, auto=leave_share):
                 best, improved = other, True
     return best
-
-
-def _too_much(changed: Plan, before: Plan, limits: Limits, leave_share: bool) -> bool:
-    """Whether a budget is exceeded that was not exceeded as much."""
-    had = excess(before, limits, auto=leave_share)
-    over = excess(changed, limits, auto=leave_share)
-    return any(nbytes > had.get(tier, 0) for tier, nbytes in over.items())
-
-
-def _order(homes: UnitHomes) -> list[int]:
-    tiers = list(Tier)
-    return [tiers.index(tier) for tier in (homes.weight, homes.state, homes.gradient)]
 
 
 CHUNK_ELEMENTS = 1 << 20  # 12 MiB records: inside the 8-64 MiB that disks like

@@ -74,15 +74,19 @@ def only_makes_views(call: Any) -> bool:
 
 
 def results_on_meta(call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The results on meta, to see how large they would be; empty if the operation cannot tell."""
-    to_meta = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, (args, kwargs))
-    moved = dict(to_meta[1])
-    if "device" in moved:
-        moved["device"] = torch.device("meta")
+    """The results on meta, for their shapes; `NotImplemented` if these depend on values."""
     try:
-        return call(*to_meta[0], **moved)
+        args, kwargs = tree_map(_on_meta, (args, kwargs))
+        device = {"device": torch.device("meta")} if kwargs.get("device") is not None else {}
+        return call(*args, **kwargs | device)
     except (NotImplementedError, RuntimeError):
-        return ()
+        return NotImplemented
+
+
+def _on_meta(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
 
 
 def generator_state(call: Any, args: Any, kwargs: Any) -> Tensor | None:
@@ -156,9 +160,8 @@ class Promised(Tensor):
             return mutated[0]  # a copy into memory
         if mutated:
             return _changed(mutated[0], call, args, kwargs)
-        try:
-            found = call(*tree_map(_on_meta, args), **_with_device_meta(kwargs))
-        except (NotImplementedError, RuntimeError):  # it depends on values, or cannot be
+        found = results_on_meta(call, args, kwargs)
+        if found is NotImplemented:
             return call(*tree_map(_made, args), **tree_map(_made, kwargs))
         args, kwargs = tree_map(_as_of_now, args), tree_map(_as_of_now, kwargs)
         several = isinstance(found, tuple | list)
@@ -224,19 +227,6 @@ def _carried_out(call: Any, args: Any, kwargs: Any, index: int | None) -> Tensor
     if chosen.untyped_storage().nbytes() > chosen.nbytes:
         return chosen.clone(memory_format=torch.contiguous_format)
     return chosen
-
-
-def _on_meta(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-
-
-def _with_device_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = tree_map(_on_meta, kwargs)
-    if found.get("device") is not None:
-        found["device"] = torch.device("meta")
-    return found
 
 
 @dataclass(frozen=True)

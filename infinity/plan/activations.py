@@ -82,43 +82,37 @@ def estimate_activations(
     `lookups`, `heads` and `shares` are parameters by index, see `model.target.Target`.
     """
     shares = shares or {}
-    logits = 0
-    saved: Counter[str] = Counter()
-    sides: dict[str, Counter[int]] = {}
-    carried: dict[str, float] = {}  # bytes a token, beside the block's width
-    blocks = _blocks(units)
-    modules: dict[tuple[str, str], list[Segment]] = {}
-    for unit in units:
-        block = blocks[unit.name]
-        for segment in unit.segments:
-            if segment.parameter in lookups:
-                continue
-            if len(segment.shape) < 2:
-                modules.setdefault((block, _parent(segment)), []).append(segment)
-                continue
-            values = sum(_sides(segment))
-            if segment.parameter in heads:
-                logits += tokens * segment.shape[0] * LOGIT_BYTES
-                values = segment.shape[1]
-            else:
-                modules.setdefault((block, _parent(segment)), []).append(segment)
-            share = shares.get(segment.parameter, 1.0)
-            saved[block] += int(tokens * share * values * unit.weight_itemsize)
-            sides.setdefault(block, Counter()).update(_sides(segment))
     itemsize = max((u.weight_itemsize for u in units), default=0)
-    for (block, _), segments in modules.items():
-        width = _commonest(sides[block]) if block in sides else 0
-        share = max(shares.get(s.parameter, 1.0) for s in segments)
-        gate, widest = _gate_and_widest(segments, width)
-        saved[block] += int(tokens * (share * gate * itemsize + _of_norms(segments, itemsize)))
-        inner = share * (2 * gate or widest)
-        carried[block] = max(carried.get(block, 0.0), (width + inner) * itemsize)
-    boundaries = sum(tokens * _commonest(of) * itemsize for of in sides.values())
+    saved: list[int] = []
+    logits = boundaries = 0
+    carried = 0.0  # bytes a token
+    for block in _blocks(units):
+        segments = [s for unit in block for s in unit.segments if s.parameter not in lookups]
+        matrices = [s for s in segments if len(s.shape) > 1]
+        width = _width(matrices)
+        boundaries += tokens * width * itemsize
+        nbytes = 0
+        for matrix in matrices:
+            values = sum(_sides(matrix))
+            if matrix.parameter in heads:
+                logits += tokens * matrix.shape[0] * LOGIT_BYTES
+                values = matrix.shape[1]
+            nbytes += int(tokens * shares.get(matrix.parameter, 1.0) * values * itemsize)
+        modules: dict[str, list[Segment]] = {}
+        for segment in segments:
+            if len(segment.shape) < 2 or segment.parameter not in heads:
+                modules.setdefault(_parent(segment), []).append(segment)
+        for module in modules.values():
+            share = max(shares.get(s.parameter, 1.0) for s in module)
+            gate, widest = _gate_and_widest(module, width)
+            nbytes += int(tokens * (share * gate * itemsize + _of_norms(module, itemsize)))
+            carried = max(carried, (width + share * (2 * gate or widest)) * itemsize)
+        saved.append(nbytes)
     return Activations(
-        saved=max(saved.values(), default=0) if recompute else sum(saved.values()),
+        saved=max(saved, default=0) if recompute else sum(saved),
         boundaries=boundaries if recompute else 0,
         logits=logits,
-        flow=int(tokens * max(carried.values(), default=0.0)),
+        flow=int(tokens * carried),
         gradients=max((u.trained_bytes for u in units), default=0),
         recompute=recompute,
     )
@@ -172,19 +166,15 @@ def _of_norms(segments: Sequence[Segment], itemsize: int) -> int:
 
 def block_widths(units: Sequence[UnitLayout]) -> list[int]:
     """Values a token brings to each repeated block, in order; experts belong to their block."""
-    blocks = _blocks(units)
-    shapes = {u.name: tuple(s.shape for s in u.segments) for u in units if len(u.segments) > 1}
-    alike = Counter(shapes.values())
-    widths = []
-    for unit in units:
-        repeated = unit.name in shapes and alike[shapes[unit.name]] > 1
-        matrices = [s for s in unit.segments if len(s.shape) >= 2]
-        if repeated and matrices and blocks[unit.name] == unit.name:
-            sides: Counter[int] = Counter()
-            for segment in matrices:
-                sides.update(_sides(segment))
-            widths.append(_commonest(sides))
-    return widths
+    shapes = [tuple(s.shape for s in u.segments) for u in units]
+    alike = Counter(shape for shape in shapes if len(shape) > 1)
+    own = {block[0].name for block in _blocks(units)}
+    widths = (
+        _width([s for s in unit.segments if len(s.shape) > 1])
+        for unit, shape in zip(units, shapes, strict=True)
+        if alike[shape] > 1 and unit.name in own
+    )
+    return [width for width in widths if width]
 
 
 def _sides(segment: Segment) -> tuple[int, int]:
@@ -193,20 +183,21 @@ def _sides(segment: Segment) -> tuple[int, int]:
     return first, second
 
 
-def _blocks(units: Sequence[UnitLayout]) -> dict[str, str]:
-    """The block that each unit belongs to: experts are units inside one."""
+def _blocks(units: Sequence[UnitLayout]) -> list[list[UnitLayout]]:
+    """The units by block, the block's own first: experts are units inside one."""
     names = {unit.name for unit in units}
-    found = {}
-    for name in names:
-        parts = name.split(".")
+    found: dict[str, list[UnitLayout]] = {}
+    for unit in sorted(units, key=lambda u: u.name.count(".")):
+        parts = unit.name.split(".")
         above = (".".join(parts[:depth]) for depth in range(1, len(parts)))
-        found[name] = next((n for n in above if n in names), name)
-    return found
+        found.setdefault(next((n for n in above if n in names), unit.name), []).append(unit)
+    return list(found.values())
 
 
-def _commonest(sides: Counter[int]) -> int:
-    """The width of a block: the side most of its matrices have, the smaller one of equals."""
-    return min(sides, key=lambda side: (-sides[side], side))
+def _width(matrices: Sequence[Segment]) -> int:
+    """Of a block: the side most of its matrices have, the smaller one of equals; 0 of none."""
+    sides = Counter(side for matrix in matrices for side in _sides(matrix))
+    return min(sides, key=lambda side: (-sides[side], side), default=0)
 
 
 # Where inputs of recomputed blocks wait for backward: sizes, the rule, and the bytes it moves.
@@ -268,7 +259,7 @@ def plan_saved(
     sizes: tuple[int, ...] = ()
     if settings.tokens is not None:
         sizes = _expected_sizes(settings, units)
-    offload = {"none": None, "host": Tier.HOST, "disk": Tier.DISK}[settings.offload]
+    offload = None if settings.offload == "none" else Tier(settings.offload)
     if offload is Tier.HOST and unified:
         offload = None
         notes = ("activations.offload: host moves nothing: the device's memory is the host's",)

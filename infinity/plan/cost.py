@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from infinity.plan.forecast import PhaseBytes, forecast_phases
 from infinity.plan.plan import Plan, UpdatePlace, streamed_bytes, update_place
@@ -75,26 +76,32 @@ class Rates:
 
     def numbers(self) -> dict[str, float]:
         """Every rate that there is by dotted name, such as "disk_read" or "update.fp32"."""
-        flat: dict[str, float | None] = {name: getattr(self, name) for name in DISK}
-        flat |= {f"update.{name}": rate for name, rate in self.update.items()}
-        flat |= {f"compute.{name}": rate for name, rate in self.compute.items()}
-        flat |= {name: getattr(self, name) for name in (*COPIES, DEVICE_UPDATE)}
-        return {name: rate for name, rate in flat.items() if rate is not None}
+        return flat(vars(self))
 
     @staticmethod
     def of(numbers: Mapping[str, float]) -> Rates:
         """The inverse of `numbers`; the disk's three must be there."""
+        return Rates(**nested(numbers))
 
-        def below(section: str) -> dict[str, float]:
-            prefix = f"{section}."
-            return {
-                name.removeprefix(prefix): rate
-                for name, rate in numbers.items()
-                if name.startswith(prefix)
-            }
 
-        alone = {name: rate for name, rate in numbers.items() if "." not in name}
-        return Rates(**alone, update=below("update"), compute=below("compute"))
+def flat(rates: Mapping[str, Any]) -> dict[str, float]:
+    """Rates in sections by dotted name; what is None is left out."""
+    found: dict[str, float] = {}
+    for name, rate in rates.items():
+        if isinstance(rate, Mapping):
+            found |= {f"{name}.{key}": value for key, value in rate.items()}
+        elif rate is not None:
+            found[name] = rate
+    return found
+
+
+def nested(numbers: Mapping[str, float]) -> dict[str, Any]:
+    """The inverse of `flat`."""
+    found: dict[str, Any] = {}
+    for name, rate in numbers.items():
+        section, _, key = name.rpartition(".")
+        (found.setdefault(section, {}) if section else found)[key] = rate
+    return found
 
 
 # Where nothing was measured: a desktop of the years 2020 to 2024, told low rather than high.

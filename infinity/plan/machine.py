@@ -35,7 +35,16 @@ from pydantic import (
 from infinity.config.schema import Size
 from infinity.config.source import explain, read_config_file
 from infinity.errors import ConfigError, MachineError
-from infinity.plan.cost import COPIES, DEVICE_UPDATE, DISK, Rates, completed, rates_origin
+from infinity.plan.cost import (
+    COPIES,
+    DEVICE_UPDATE,
+    DISK,
+    Rates,
+    completed,
+    flat,
+    nested,
+    rates_origin,
+)
 from infinity.sizes import parse_size
 
 # cgroup v1 says "no limit" with the largest page-aligned 63-bit number.
@@ -460,15 +469,8 @@ class PlanMachine:
 
     def as_dict(self) -> dict[str, Any]:
         """What the file of this machine holds, JSON-able; nominal rates are left out."""
-        numbers = {
-            name: _rounded(rate)
-            for name, rate in self.rates.numbers().items()
-            if name not in self.nominal
-        }
-        rates: dict[str, Any] = {}
-        for name, rate in numbers.items():
-            section, _, key = name.rpartition(".")
-            (rates.setdefault(section, {}) if section else rates)[key] = rate
+        numbers = self.rates.numbers().items()
+        rates = nested({name: _rounded(n) for name, n in numbers if name not in self.nominal})
         if not self.unified and self.rates.device_update is None:
             rates[DEVICE_UPDATE] = None
         facts = {
@@ -501,10 +503,7 @@ def read_machine_file(path: str | os.PathLike[str]) -> PlanMachine:
         found = _File.model_validate(raw)
     except ValidationError as error:
         raise ConfigError(explain(_File, str(file), error)) from None
-    given = found.rates.model_dump(exclude_none=True)
-    numbers: dict[str, float] = {name: given[name] for name in given if _is_number(given[name])}
-    for section in ("update", "compute"):
-        numbers |= {f"{section}.{key}": rate for key, rate in given.get(section, {}).items()}
+    numbers = flat(found.rates.model_dump())
     named = found.rates.model_fields_set
     without = {DEVICE_UPDATE} if DEVICE_UPDATE in named and DEVICE_UPDATE not in numbers else set()
     rates, nominal = completed(numbers, unified=found.unified, without=without)
@@ -519,10 +518,6 @@ def read_machine_file(path: str | os.PathLike[str]) -> PlanMachine:
         nominal=nominal,
         measured=found.measured,
     )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, float)
 
 
 def _rounded(rate: float) -> int:

@@ -122,8 +122,10 @@ class _Search:
             best: tuple[tuple[bool, float], Plan] | None = None
             for lowered in self._lowered(changed, move):
                 freed = over - self._over(lowered)
-                loss = max(self.score(lowered) - self.score(changed), 0.0)
-                worth = (freed <= 0, loss / freed if freed > 0 else -freed)
+                worth = True, float(-freed)
+                if freed > 0:
+                    loss = max(self.score(lowered) - self.score(changed), 0.0)
+                    worth = False, loss / freed
                 if best is None or worth < best[0]:
                     best = worth, lowered
             if best is None:
@@ -147,13 +149,20 @@ class _Search:
         return sum(homes.of_field(f).is_below(Tier.DEVICE) for f in self.fields) > 1
 
     def _lowered(self, plan: Plan, kept: _Move) -> Iterator[Plan]:
-        """The plan with one thing on a slower tier, for each kind of thing that was not `kept`."""
+        """The plan with one thing less on a tier that is too full, but for what is `kept`.
+
+        Each kind of thing once.
+        """
+        full = set(excess(plan, self.limits, auto=True))
+        if plan.unified and Tier.HOST in full:
+            full.add(Tier.DEVICE)
         seen: set[tuple[object, ...]] = set()
         for unit in reversed(plan.units):  # the last of equals was raised last
             homes = plan.homes[unit.index]
             for field in self.fields:
                 kind = (unit.numel, unit.frozen_bytes, field, homes)
-                if kind in seen or (unit.index in kept.units and field in kept.fields):
+                is_kept = unit.index in kept.units and field in kept.fields
+                if kind in seen or is_kept or homes.of_field(field) not in full:
                     continue
                 seen.add(kind)
                 lowest = self.start[unit.index].of_field(field)

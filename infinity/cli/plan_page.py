@@ -134,16 +134,23 @@ def _bars(page: Page, report: dict[str, Any]) -> None:
         "memory   W weights, S moments and residual, G gradients, p process, b buffers, "
         "a activations (estimated), . free"
     )
-    for tier, parts in _by_memory(report).items():
+    memory, found, computes = dict(report["plan"]["memory"]), report["activations"], "RAM"
+    if report["machine"]["unified"]:  # device and host are one memory
+        host, device = memory.pop("host"), memory.pop("device")
+        both = {name: host.get(name, 0) + device.get(name, 0) for name in {**host, **device}}
+        memory = {"RAM": both, **memory}
+    else:
+        computes = found["tier"]
+    for tier, parts in memory.items():
         budget = report["plan"]["budget"]["host" if tier == "RAM" else tier]
         used = sum(parts.values())
         if not used and not budget:
             continue
-        shown = {"a": _activations_of(report, tier)}
         marks = {mark: parts.get(purpose, 0) for purpose, mark in _MARKS.items()}
         marks["b"] = used - sum(marks.values())
+        marks["a"] = int(found["total"]) if tier == computes else 0
         page.say(
-            f"  {tier:<7}[{_bar({**marks, **shown}, budget or used)}] {format_size(used)} of "
+            f"  {tier:<7}[{_bar(marks, budget or used)}] {format_size(used)} of "
             f"{format_size(budget or used)}"
         )
         inside = ", ".join(f"{name} {format_size(v)}" for name, v in parts.items() if v)
@@ -151,22 +158,6 @@ def _bars(page: Page, report: dict[str, Any]) -> None:
     _say_activations(page, report)
     for note in report["plan"]["notes"]:
         page.say(f"note: {note}")
-
-
-def _by_memory(report: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """Tier -> purpose -> bytes; device and host are one where they are one memory."""
-    memory: dict[str, dict[str, int]] = report["plan"]["memory"]
-    if not report["machine"]["unified"]:
-        return memory
-    names = dict.fromkeys([*memory["host"], *memory["device"]])
-    ram = {n: memory["host"].get(n, 0) + memory["device"].get(n, 0) for n in names}
-    return {"RAM": ram, "disk": memory["disk"]}
-
-
-def _activations_of(report: dict[str, Any], tier: str) -> int:
-    found = report["activations"]
-    computes = "RAM" if report["machine"]["unified"] else found["tier"]
-    return int(found["total"]) if tier == computes else 0
 
 
 def _bar(marks: dict[str, int], whole: int) -> str:
@@ -194,40 +185,29 @@ def _say_activations(page: Page, report: dict[str, Any]) -> None:
 
 
 def _moved(page: Page, report: dict[str, Any]) -> None:
-    rows = []
-    for lane, moved in report["moved"].items():
-        if moved["bytes"]:
-            rate = moved["rate"]
-            star = " *" if lane in report["machine"]["nominal"] else ""
-            rows.append(
-                [
-                    _LANE_NAMES[lane],
-                    format_size(moved["bytes"]),
-                    f"{moved['per_parameter']:.1f}",
-                    "" if rate is None else f"{format_rate(rate)}{star}",
-                ]
-            )
-    if not rows:
+    lanes = {lane: moved for lane, moved in report["moved"].items() if moved["bytes"]}
+    if not lanes:
         page.say("nothing moves between tiers")
         return
-    title = "what a step moves" + (" (* nominal, not measured)" if _any_star(rows) else "")
+    stars = {lane: " *" for lane in lanes if lane in report["machine"]["nominal"]}
+    rows = [
+        [
+            _LANE_NAMES[lane],
+            format_size(moved["bytes"]),
+            f"{moved['per_parameter']:.1f}",
+            "" if moved["rate"] is None else format_rate(moved["rate"]) + stars.get(lane, ""),
+        ]
+        for lane, moved in lanes.items()
+    ]
+    title = "what a step moves" + (" (* nominal, not measured)" if stars else "")
     page.table(title, ["lane", "a step", "bytes a parameter", "rate"], rows)
     wear = report["wear"]
     if wear["days"] is not None:
         page.say(
             f"wear     {wear['written_per_step'] / 1e9:,.1f} GB written a step: "
-            f"{format_rated(wear['rated_bytes'])} of rated writes last for {wear['days']:,.1f} "
+            f"{wear['rated_bytes'] / 1e12:,.4g} TB of rated writes last for {wear['days']:,.1f} "
             "days of training without a pause"
         )
-
-
-def _any_star(rows: list[list[str]]) -> bool:
-    return any(cell.endswith("*") for row in rows for cell in row)
-
-
-def format_rated(num_bytes: int) -> str:
-    """Endurance as drives are sold: "600 TB"."""
-    return f"{num_bytes / 1e12:,.4g} TB"
 
 
 def _step(page: Page, report: dict[str, Any]) -> None:

@@ -59,12 +59,8 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able: what JSON has no word for is text."""
-        return {
-            "key": self.key,
-            "given": _plain(self.given),
-            "verdict": str(self.verdict),
-            "note": self.note,
-        }
+        given, verdict = _plain(self.given), str(self.verdict)
+        return {"key": self.key, "given": given, "verdict": verdict, "note": self.note}
 
 
 def _plain(value: Any) -> Any:

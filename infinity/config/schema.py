@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from infinity.config.deepspeed_keys import names_in
-from infinity.config.source import apply_overrides, explain, read_config_file
+from infinity.config.source import apply_overrides, explain, read_source
 from infinity.errors import ConfigError, did_you_mean
 from infinity.rules import RULES
 from infinity.sizes import parse_size
@@ -576,18 +576,9 @@ def load_config(
     `overrides` are "section.key=value" texts and win over the source. Raises one `ConfigError`
     that lists everything that is wrong, each with its dotted name.
     """
-    where = "the configuration"
     if isinstance(source, Config):
-        raw: Mapping[str, Any] = source.model_dump(exclude_unset=True)
-    elif isinstance(source, Mapping):
-        raw = source
-    else:
-        try:
-            path = Path(os.fsdecode(source)).expanduser()
-        except TypeError as error:
-            remedy = "give a dict, the path of a YAML or JSON file, or a Config"
-            raise ConfigError(f"not a configuration: {source!r}", remedy=remedy) from error
-        where, raw = str(path), read_config_file(path)
+        source = source.model_dump(exclude_unset=True)
+    where, raw = read_source(source)
     merged = apply_overrides(raw, overrides)
     try:
         return Config.model_validate(merged)

@@ -186,6 +186,18 @@ def short(text: str, limit: int = 200) -> str:
     return first if not more and len(first) <= limit else f"{first[:limit]}..."
 
 
+def read_source(source: Any) -> tuple[str, dict[str, Any]]:
+    """What a configuration is called, and its keys: of a mapping, or a YAML or JSON file's path."""
+    if isinstance(source, Mapping):
+        return "the configuration", dict(source)
+    try:
+        path = Path(os.fsdecode(source)).expanduser()
+    except TypeError as error:
+        remedy = "give a dict, the path of a YAML or JSON file, or a Config"
+        raise ConfigError(f"not a configuration: {source!r}", remedy=remedy) from error
+    return str(path), read_config_file(path)
+
+
 def read_config_file(path: Path) -> dict[str, Any]:
     """Return the mapping in a `.yaml`, `.yml` or `.json` file; an empty YAML file is `{}`.
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from infinity.config.schema import Config, SchedulerConfig, load_config
-from infinity.config.source import read_config_file
+from infinity.config.source import read_source
 from infinity.deepspeed.config import Translation, translate_deepspeed
 from infinity.deepspeed.source import Source, find_source
 from infinity.errors import ConfigError
@@ -335,7 +333,9 @@ def _told(args: Any) -> list[_Told]:
 
 
 def _ours(source: Any, args: Any, precision: str) -> TrainerSettings:
-    raw = _without_autos(_raw(source))
+    if isinstance(source, Config):
+        source = source.model_dump(exclude_unset=True)
+    raw = _without_autos(read_source(source)[1])
     given = load_config(raw)
     kind = given.optimizer.type
     problems = []
@@ -354,16 +354,6 @@ def _ours(source: Any, args: Any, precision: str) -> TrainerSettings:
     _raise(problems, "leave it out")
     named = "type" in given.optimizer.model_fields_set
     return TrainerSettings(load_config(merged), given.scheduler, named, None)
-
-
-def _raw(source: Any) -> dict[str, Any]:
-    if isinstance(source, Config):
-        return source.model_dump(exclude_unset=True)
-    if isinstance(source, Mapping):
-        return dict(source)
-    if not isinstance(source, str | os.PathLike):
-        return load_config(source).model_dump(exclude_unset=True)  # which says what is wrong
-    return dict(read_config_file(Path(os.fsdecode(source)).expanduser()))
 
 
 def _without_autos(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -323,17 +323,19 @@ def newest_whole(directory: str) -> str | None:
     A crash while one is saved leaves a folder without its last file: such are passed over. Warns
     where newer ones hold weights only. Raises `ConfigError` where none of them is complete.
     """
-    root = Path(directory)
-    numbers = {int(m[1]): p for p in _folders(root) if (m := _FOLDER.fullmatch(p.name))}
-    newer: list[Path] = []
-    for number in sorted(numbers, reverse=True):
-        folder = numbers[number]
-        if has_engine(folder) and (folder / STATE).is_file():
-            _warn_of_newer(folder, [path for path in newer if _weights_only(path)])
-            return str(folder)
-        newer.append(folder)
-    if newer:
-        raise _nothing_whole(newer)
+    numbers = {
+        int(match[1]): path
+        for path in Path(directory).glob("checkpoint-*")
+        if path.is_dir() and (match := _FOLDER.fullmatch(path.name))
+    }
+    folders = [numbers[number] for number in sorted(numbers, reverse=True)]
+    weights_only = [p for p in folders if (p / STATE).is_file() and not (p / TAG).exists()]
+    whole = next((p for p in folders if has_engine(p) and (p / STATE).is_file()), None)
+    if whole is not None:
+        _warn_of_newer(whole, [p for p in weights_only if folders.index(p) < folders.index(whole)])
+        return str(whole)
+    if folders:
+        raise _nothing_whole(folders[0], weights_only)
     return None
 
 
@@ -352,14 +354,6 @@ def refuse_foreign(folder: str) -> None:
         )
 
 
-def _folders(root: Path) -> list[Path]:
-    return [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
-
-
-def _weights_only(folder: Path) -> bool:
-    return (folder / STATE).is_file() and not (folder / TAG).exists()
-
-
 def _warn_of_newer(taken: Path, newer: list[Path]) -> None:
     if newer:
         warnings.warn(
@@ -371,10 +365,10 @@ def _warn_of_newer(taken: Path, newer: list[Path]) -> None:
         )
 
 
-def _nothing_whole(folders: list[Path]) -> ConfigError:
-    """For folders, newest first, of which none can be resumed as it was."""
-    weights = next((folder for folder in folders if _weights_only(folder)), None)
-    if weights is not None:
+def _nothing_whole(newest: Path, weights_only: list[Path]) -> ConfigError:
+    """For folders of which none can be resumed as it was."""
+    if weights_only:
+        weights = weights_only[0]
         return ConfigError(
             f"resume_from_checkpoint=True: no complete checkpoint of an engine in {weights.parent}",
             because=f"{weights.name} holds weights only: saved with save_only_model, or by another "
@@ -382,7 +376,6 @@ def _nothing_whole(folders: list[Path]) -> ConfigError:
             remedy=f"resume_from_checkpoint={str(weights)!r} takes its weights, with a new "
             "optimizer; or train() without it starts anew",
         )
-    newest = folders[0]
     missing = STATE if has_engine(newest) else f"{TAG}/{MANIFEST_NAME}"
     return ConfigError(
         f"resume_from_checkpoint=True: no complete checkpoint in {newest.parent}",

@@ -12,6 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,51 +39,42 @@ _SOON = 10  # a save that failed is tried again after this part of the steps bet
 _REFUSALS = (CheckpointError, DoesNotFitError, MachineError)  # of a save
 
 
+@dataclass
 class Loop:
-    """Trains one engine from where its reel stands."""
+    """Trains one engine from where its reel stands.
 
-    def __init__(
-        self,
-        prepared: Prepared,
-        engine: Engine,
-        reel: Reel,
-        loss_of: Callable[[Any, Tensor], Tensor],
-        metrics: Metrics,
-        last_step: LastStep,
-        checkpoints: Path,
-        watcher: Watcher,
-    ) -> None:
-        self.prepared = prepared
-        self.engine = engine
-        self.loss: float | None = None
-        """Of the last step."""
-        self.evaluation_before: float | None = None
-        self.evaluation: float | None = None
-        self.saved: Path | None = None
-        """The last checkpoint that is whole."""
-        self.failed_saves = 0
-        self.unsaved: InfinityError | None = None
-        """Why the last try to save failed; None where it did not."""
-        self._reel = reel
-        self._loss_of = loss_of
-        self._metrics = metrics
-        self._last_step = last_step
-        self._checkpoints = checkpoints
-        self._watcher = watcher
-        self._times_s: deque[float] = deque(maxlen=_RECENT)
-        self._saved_step = -1
-        self._saving: Path | None = None  # it is being copied
-        self._retry_step = -1
-        self._told_metrics = False
+    `loss` is of the last step, `saved` the last checkpoint that is whole, `unsaved` why the last
+    try to save failed.
+    """
+
+    prepared: Prepared
+    engine: Engine
+    reel: Reel
+    loss_of: Callable[[Any, Tensor], Tensor]
+    metrics: Metrics
+    last_step: LastStep
+    checkpoints: Path
+    watcher: Watcher
+    loss: float | None = None
+    evaluation_before: float | None = None
+    evaluation: float | None = None
+    saved: Path | None = None
+    failed_saves: int = 0
+    unsaved: InfinityError | None = None
+    _times_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    _saved_step: int = -1
+    _saving: Path | None = None  # it is being copied
+    _retry_step: int = -1
+    _told_metrics: bool = False
 
     @property
     def step(self) -> int:
         """Steps that are behind us, skipped ones among them."""
-        return self._reel.taken // self.prepared.windows_per_step
+        return self.reel.taken // self.prepared.windows_per_step
 
     def run(self) -> None:
         """Train until the last step, or until the watcher wants to stop."""
-        prepared, watcher = self.prepared, self._watcher
+        prepared, watcher = self.prepared, self.watcher
         self._saved_step = self.step  # that is where this came from
         watcher.begin(self.step, prepared.steps)
         self._evaluate_if_due()
@@ -111,13 +103,13 @@ class Loop:
         self._collect(wait=True)
         if self._saved_step == self.step:
             return
-        self._saving = self._checkpoints / f"step{self.step}"
+        self._saving = self.checkpoints / f"step{self.step}"
         self._saved_step = self.step
         try:
             # One that is there is of a life of this run that went on from before this step.
-            discard(self._checkpoints, self._saving.name)
+            discard(self.checkpoints, self._saving.name)
             self.engine.save_checkpoint(
-                self._checkpoints,
+                self.checkpoints,
                 self._saving.name,
                 {"step": self.step},
                 keep_last=self.prepared.config.training.keep_last,
@@ -144,16 +136,16 @@ class Loop:
     def _is_whole(self, path: Path) -> None:
         self.saved, self._saving, self.unsaved = path, None, None
         self._retry_step = -1
-        self._watcher.note(f"checkpoint: {path}")
+        self.watcher.note(f"checkpoint: {path}")
 
     def _failed(self, error: InfinityError) -> None:
         """Go on without a checkpoint, unless what failed is the drive of the state."""
-        path, root = self._saving, self._checkpoints
+        path, root = self._saving, self.checkpoints
         assert path is not None
         if isinstance(error, TransferError) and not Path(error.path).is_relative_to(root):
             raise error
         if _latest(root) == path.name:
-            self._watcher.note(f"{path.name} is whole, but older ones were not removed: {error}")
+            self.watcher.note(f"{path.name} is whole, but older ones were not removed: {error}")
             self._is_whole(path)
             return
         every, soon = self._checkpoint_every, self._saved_step != self._retry_step
@@ -163,7 +155,7 @@ class Loop:
         first, self.unsaved = self.unsaved is None, error
         self._write({"event": "not saved", "step": self.step, "tag": path.name, "why": str(error)})
         if first:
-            self._watcher.note(
+            self.watcher.note(
                 f"{path.name} was not saved: {error}\n"
                 f"  training goes on, and saves again when it can; {self.last_checkpoint}"
             )
@@ -171,8 +163,8 @@ class Loop:
     @property
     def last_checkpoint(self) -> str:
         """The one to go on from, in words."""
-        tag = _latest(self._checkpoints)
-        return f"the last checkpoint is {self._checkpoints / tag}" if tag else "there is none yet"
+        tag = _latest(self.checkpoints)
+        return f"the last checkpoint is {self.checkpoints / tag}" if tag else "there is none yet"
 
     def _one_step(self) -> None:
         engine, prepared = self.engine, self.prepared
@@ -181,18 +173,18 @@ class Loop:
         lr = float(engine.optimizer.param_groups[0]["lr"])
         total: Tensor | None = None
         for micro_batch in range(count):
-            tokens = self._reel.next().to(engine.device)
-            part = self._loss_of(engine, tokens)
+            tokens = self.reel.next().to(engine.device)
+            part = self.loss_of(engine, tokens)
             value = part.detach().double()
             total = value if total is None else total + value
             engine.backward(part)
             del part
             if micro_batch == count - 1:  # the step may be committed before it can be told
-                self._last_step.record = {
+                self.last_step.record = {
                     "event": "step",
                     "step": self.step,
-                    "epoch": round(self._reel.epoch, 6),
-                    "tokens": self._reel.taken * prepared.length,
+                    "epoch": round(self.reel.epoch, 6),
+                    "tokens": self.reel.taken * prepared.length,
                     "loss": total / count,
                     "lr": lr,
                 }
@@ -210,7 +202,7 @@ class Loop:
         prepared, report, step = self.prepared, self.engine.last_report, self.step
         assert report is not None
         self._times_s.append(took_s)
-        record: dict[str, Any] = self._last_step.state_dict() | {
+        record: dict[str, Any] = self.last_step.state_dict() | {
             "grad_norm": report.grad_norm,
             "clip_factor": report.clip_factor,
             "skipped": report.skipped,
@@ -228,12 +220,12 @@ class Loop:
     def _write(self, record: dict[str, Any], **more: Any) -> None:
         """A line of metrics, which is no reason to end a run; whoever follows gets `more` too."""
         try:
-            self._metrics.write(record)
+            self.metrics.write(record)
         except MachineError as error:
             if not self._told_metrics:
-                self._watcher.note(f"training goes on without metrics: {error.what}")
+                self.watcher.note(f"training goes on without metrics: {error.what}")
             self._told_metrics = True
-        self._watcher.told(record | more)
+        self.watcher.told(record | more)
 
     def _diverged(self, loss: float, lr: float) -> TrainingError:
         if self.step == 1:
@@ -254,7 +246,7 @@ class Loop:
         every = self.prepared.config.training.evaluate_every
         last = self.step == self.prepared.steps
         due = last or (every and self.step % every == 0)
-        if self.prepared.evaluate is None or not due or self.step in self._metrics.evaluated:
+        if self.prepared.evaluate is None or not due or self.step in self.metrics.evaluated:
             return
         loss, count = self.evaluate()
         self.evaluation = loss
@@ -280,7 +272,7 @@ class Loop:
                 for first in range(0, count, prepared.micro_batch):
                     last = min(first + prepared.micro_batch, count)
                     tokens = torch.stack([windows.window(i) for i in range(first, last)])
-                    loss = self._loss_of(self.engine, tokens.to(self.engine.device))
+                    loss = self.loss_of(self.engine, tokens.to(self.engine.device))
                     total += loss.item() * (last - first)
         finally:
             self.engine.train()

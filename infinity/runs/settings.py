@@ -12,7 +12,7 @@ import yaml
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from infinity.config.schema import Config, Number, OnePath, Section, as_path, entries
-from infinity.config.source import apply_overrides, explain, read_config_file
+from infinity.config.source import apply_overrides, explain, read_source
 from infinity.errors import ConfigError
 
 AUTO = "auto"  # in scheduler.params: the number of steps of the run
@@ -215,15 +215,10 @@ def load_run_config(
     `overrides` are "section.key=value" texts and win. Raises one `ConfigError` that lists
     everything that is wrong, each with its dotted name.
     """
-    where = "the configuration"
-    if isinstance(source, Mapping):
-        raw: Mapping[str, Any] = source
-    else:
-        path = Path(source).expanduser()
-        if not path.exists():
-            remedy = "`infinity init` writes one to start from"
-            raise ConfigError(f"{path} does not exist", remedy=remedy)
-        where, raw = str(path), read_config_file(path)
+    if not isinstance(source, Mapping) and not (path := Path(source).expanduser()).exists():
+        remedy = "`infinity init` writes one to start from"
+        raise ConfigError(f"{path} does not exist", remedy=remedy)
+    where, raw = read_source(source)
     merged = apply_overrides(raw, overrides)
     if merged and not is_run_config(merged) and any(name in Config.model_fields for name in merged):
         raise ConfigError(

@@ -282,8 +282,6 @@ def doctor(
     4 the machine refuses. No machine file is written then.
     """
     with command():
-        pass
-
         if refresh and machine_file is None:
             raise ConfigError("--refresh measures nothing", remedy="add --machine-file OUT.json")
         paths = [part.expanduser() for part in path or []]

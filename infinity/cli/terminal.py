@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Self
@@ -46,24 +46,31 @@ def command() -> Iterator[None]:
             received.append(signum)
             raise Stopped(signum)
 
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            before[signum] = signal.signal(signum, on_signal)
+    with handling(on_signal):
+        try:
+            yield
+        except (InfinityError, OSError, RuntimeError, UnicodeError, MemoryError) as error:
+            found = in_words(error)
+            if found is None:
+                raise
+            say(f"error: {found}")
+            raise typer.Exit(found.exit_code) from None
+        except Stopped as stopped:
+            say(stopped.text)
+            raise typer.Exit(stopped.exit_code) from None
+
+
+@contextmanager
+def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """SIGINT and SIGTERM go to a handler; only the main thread may say so."""
+    main = threading.current_thread() is threading.main_thread()
+    signums = (signal.SIGINT, signal.SIGTERM) if main else ()
+    before = {signum: signal.signal(signum, handler) for signum in signums}
     try:
         yield
-    except (InfinityError, OSError, RuntimeError, UnicodeError, MemoryError) as error:
-        found = in_words(error)
-        if found is None:
-            raise
-        say(f"error: {found}")
-        raise typer.Exit(found.exit_code) from None
-    except Stopped as stopped:
-        say(stopped.text)
-        raise typer.Exit(stopped.exit_code) from None
     finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
+        for signum, old in before.items():
+            signal.signal(signum, old)
 
 
 def in_words(error: Exception) -> InfinityError | None:

@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from infinity.cli.terminal import Page, Stopped, command, say, stdout_is_ours
+from infinity.cli.terminal import Page, Stopped, command, handling, say, stdout_is_ours
 from infinity.errors import DoesNotFitError, EngineFailedError, MachineError
 from infinity.sizes import format_count, format_duration, format_size
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 PLAIN_INTERVAL_S = 5.0
 _STALLS = {"disk_read": "read", "slot": "slots", "gradient": "gradients"}
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def train(
@@ -91,7 +90,7 @@ def _train(config: Path, overrides: list[str], resume: str) -> Result:
             page.question(prepared)
             if not run.continues_state:
                 _show_plan(run, page)
-            with _Signals(page):
+            with handling(_Stop(page)):
                 result = run.train(page, page.progress)
         except Stopped as stopped:
             begun = run.directory.has_run
@@ -150,23 +149,14 @@ def _warnings_as_notes(page: TrainPage) -> Iterator[None]:
         yield
 
 
-class _Signals:
-    """While training: the first signal asks for a stop between steps, the second stops at once."""
+class _Stop:
+    """Of the signals while training the first asks for a stop between steps, the second stops."""
 
     defers = True  # see [Note: Ctrl-C] in `offload/owner.py`
 
     def __init__(self, page: TrainPage) -> None:
         self._page = page
         self._count = 0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> None:
-        for signum in _SIGNALS:
-            self._before[signum] = signal.signal(signum, self)
-
-    def __exit__(self, *exc_info: object) -> None:
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler)
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         """A signal has come."""

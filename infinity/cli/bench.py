@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from infinity.cli.doctor import rate_lines
-from infinity.cli.terminal import command, stdout_is_ours
+from infinity.cli import doctor
+from infinity.cli.terminal import AsJson, Drives, command, stdout_is_ours
 from infinity.sizes import format_count
 
 _STATE_BYTES = 12  # per parameter, AdamW in bf16; each is read and written once a step
 
 
 def bench(
-    path: Annotated[
-        list[Path] | None,
-        typer.Option("--path", metavar="DIR", help="An nvme_path to measure; may be repeated."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    path: Drives = None,
+    as_json: AsJson = False,
 ) -> None:
     """Measure this machine: disk, copies, optimizer updates and matrix products.
 
@@ -28,15 +21,13 @@ def bench(
     `io` go by it. How near that is to what the drives can do: tools/bench_swap.py of the source.
     """
     with command():
-        from infinity.cli.doctor import describe
-
         with stdout_is_ours():
-            machine = describe([part.expanduser() for part in path or []], True)
+            machine = doctor.describe([part.expanduser() for part in path or []], True)
         rates = machine.as_dict()["rates"]
         if as_json:
             print(json.dumps({"rates": rates, "origin": machine.rates_origin}), flush=True)
             return
-        print("\n".join(rate_lines(rates, machine.rates_origin)))
+        print("\n".join(doctor.rate_lines(rates, machine.rates_origin)))
         if path:
             swept = rates["disk_mixed"] / (2 * _STATE_BYTES)
             print(f"           AdamW state swaps at {format_count(swept)} parameters/s", flush=True)

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from infinity._version import __version__
-from infinity.cli.terminal import command, stdout_is_ours
+from infinity.cli.terminal import AsJson, Drives, command, stdout_is_ours
 from infinity.errors import ConfigError, DoesNotFitError, InfinityError, MachineError
 from infinity.files import atomic_write
 from infinity.plan.machine import (
@@ -170,14 +170,10 @@ def _torch() -> dict[str, Any]:
         raise MachineError(
             "torch cannot be imported", because=str(error), remedy="pip install 'torch>=2.10'"
         ) from error
-    accelerators: list[str] = []
+    found, reason = [], ""
     if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            properties = torch.cuda.get_device_properties(index)
-            size = format_size(properties.total_memory)
-            capability = f"{properties.major}.{properties.minor}"
-            accelerators.append(f"{properties.name}, {size}, capability {capability}")
-        reason = ""
+        count = torch.cuda.device_count()
+        found = [torch.cuda.get_device_properties(index) for index in range(count)]
     elif torch.version.cuda is None:
         reason = f"this torch ({torch.__version__}) is built without CUDA"
     else:
@@ -185,7 +181,10 @@ def _torch() -> dict[str, Any]:
     return {
         "version": torch.__version__,
         "num_threads": torch.get_num_threads(),
-        "accelerators": accelerators,
+        "accelerators": [
+            f"{gpu.name}, {format_size(gpu.total_memory)}, capability {gpu.major}.{gpu.minor}"
+            for gpu in found
+        ],
         "no_accelerator_because": reason,
     }
 
@@ -260,10 +259,7 @@ def _notes(paths: Sequence[Path], facts: dict[str, Any]) -> list[str]:
 
 
 def doctor(
-    path: Annotated[
-        list[Path] | None,
-        typer.Option("--path", metavar="DIR", help="An nvme_path to try; may be repeated."),
-    ] = None,
+    path: Drives = None,
     machine_file: Annotated[
         Path | None,
         typer.Option(
@@ -274,7 +270,7 @@ def doctor(
     refresh: Annotated[
         bool, typer.Option("--refresh", help="Measure again what was measured before.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what this machine offers, and whether a run could start.
 

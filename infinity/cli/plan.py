@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infinity.cli.terminal import command, stdout_is_ours
+from infinity.cli.terminal import AsJson, Drives, command, stdout_is_ours
 from infinity.errors import ConfigError, DoesNotFitError
 from infinity.sizes import format_size, parse_size
 
@@ -107,10 +107,7 @@ def plan(
         Path | None,
         typer.Option("--machine", metavar="FILE", help="From `infinity doctor --machine-file`."),
     ] = None,
-    path: Annotated[
-        list[Path] | None,
-        typer.Option("--path", metavar="DIR", help="A directory on a drive; may be repeated."),
-    ] = None,
+    path: Drives = None,
     tokens: _Tokens = None,
     micro_batches: _MicroBatches = None,
     precision: Annotated[
@@ -121,7 +118,7 @@ def plan(
     endurance: Annotated[
         str, typer.Option("--endurance", metavar="SIZE", help="Rated writes of the drives.")
     ] = DEFAULT_ENDURANCE,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: AsJson = False,
     refresh: Annotated[bool, typer.Option("--refresh", help="Measure this machine again.")] = False,
 ) -> None:
     """Say what a run would take and how fast it would be.

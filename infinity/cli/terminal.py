@@ -9,8 +9,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import Annotated, Self, TypeAlias
 
 import typer
 from rich.console import Console
@@ -20,6 +21,15 @@ from rich.table import Table
 from infinity.errors import ConfigError, InfinityError, MachineError, first_lines
 
 # How a command ends: errors as text with an exit code, signals after cleaning up.
+
+
+AsJson: TypeAlias = Annotated[
+    bool, typer.Option("--json", help="One JSON object on stdout, and nothing else there.")
+]
+Drives: TypeAlias = Annotated[
+    list[Path] | None,
+    typer.Option("--path", metavar="DIR", help="A directory on a drive; may be repeated."),
+]
 
 
 class Stopped(KeyboardInterrupt):

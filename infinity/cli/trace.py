@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from infinity.cli.terminal import command
+from infinity.cli.terminal import AsJson, command
 from infinity.errors import InfinityError
 
 if TYPE_CHECKING:
@@ -23,9 +23,7 @@ def trace(
         int | None, typer.Option("--step", help="This step only, by its number in the run.")
     ] = None,
     stalls: Annotated[int, typer.Option("--stalls", help="How many stalls to list.", min=0)] = 10,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object on stdout, and nothing else there.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say who was busy when in a training run, what it waited for, and what binds.
 

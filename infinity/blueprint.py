@@ -34,14 +34,19 @@ from infinity.storage.device import PROCESS, Device
 _TRAINABLE = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def check_model(model: nn.Module) -> None:
-    """Refuse what cannot be owned: owned modules, several processes."""
+def check_processes() -> None:
+    """Raise `ConfigError` if a launcher started several."""
     world_size = int(os.environ.get("WORLD_SIZE", "1") or 1)
     if world_size > 1:
         raise ConfigError(
             f"WORLD_SIZE={world_size}: several processes are not supported yet",
             remedy="run one process, without a launcher (unset WORLD_SIZE)",
         )
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse what cannot be owned: owned modules, several processes."""
+    check_processes()
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():

@@ -233,12 +233,12 @@ def import_deepspeed(
     found = _contents(files)
     streams = _streams(found)
     manifest = _manifest(files, engine_version, found)
-    writer = CheckpointWriter(root, files.directory.name, streams)
+    specs = {stream: [spec for spec, _ in tensors] for stream, tensors in streams.items()}
+    writer = CheckpointWriter(root, files.directory.name, specs)
     try:
-        for stream, specs in streams.items():
-            for spec in specs:
-                for data in _bytes(stream, spec.name, found):
-                    writer.write(stream, data)
+        for stream, tensors in streams.items():
+            for piece in (piece for _, pieces in tensors for piece in pieces):
+                writer.write(stream, _raw(piece))
         path = writer.finish(manifest)
     finally:
         writer.abort()
@@ -266,20 +266,39 @@ def _contents(files: ZeroFiles, *, frozen: bool = True) -> _Contents:
     )
 
 
-def _streams(found: _Contents) -> dict[str, list[TensorSpec]]:
-    def specs(dtype: torch.dtype, held: torch.dtype | None = None) -> list[TensorSpec]:
-        kept = {n: one for n, one in found.trained.items() if held in (None, one.dtype)}
-        return [TensorSpec(n, one.shape, dtype) for n, one in kept.items()]
+def _streams(found: _Contents) -> dict[str, list[tuple[TensorSpec, Iterator[Tensor]]]]:
+    """The tensors of each stream of ours, and their values piece by piece."""
+    trained, fp32 = found.trained.items(), torch.float32
+
+    def half(one: _Trained, which: int) -> Iterator[Tensor]:
+        """The weight, or what the master has beyond it."""
+        for piece in _pieces(one.master):
+            master = piece.to(fp32)
+            bf16 = one.dtype is torch.bfloat16
+            yield (split(master) if bf16 else (master.to(one.dtype), master))[which]
+
+    def beyond(dtype: torch.dtype, held: torch.dtype) -> list[tuple[TensorSpec, Iterator[Tensor]]]:
+        kept = [(name, one) for name, one in trained if one.dtype is held]
+        return [(TensorSpec(name, one.shape, dtype), half(one, 1)) for name, one in kept]
 
     streams = {
-        MODEL: [TensorSpec(n, one.shape, one.dtype) for n, one in found.trained.items()],
-        FROZEN: [TensorSpec(n, shape, p[0].dtype) for n, (shape, p) in found.frozen.items()],
-        BUFFERS: [TensorSpec(n, tuple(v.shape), v.dtype) for n, v in found.buffers.items()],
-        RESIDUAL: specs(torch.int16, torch.bfloat16),
-        MASTER: specs(torch.float32, torch.float16),
+        MODEL: [(TensorSpec(n, one.shape, one.dtype), half(one, 0)) for n, one in trained],
+        FROZEN: [
+            (TensorSpec(n, shape, parts[0].dtype), _pieces(parts))
+            for n, (shape, parts) in found.frozen.items()
+        ],
+        BUFFERS: [
+            (TensorSpec(n, tuple(v.shape), v.dtype), iter([v.contiguous().reshape(-1)]))
+            for n, v in found.buffers.items()
+        ],
+        RESIDUAL: beyond(torch.int16, torch.bfloat16),
+        MASTER: beyond(fp32, torch.float16),
     }
-    for index in range(len(found.moments)):
-        streams[moment_stream(index + 1)] = specs(torch.float32)
+    for number, moment in enumerate(found.moments, start=1):
+        streams[moment_stream(number)] = [
+            (TensorSpec(n, one.shape, fp32), (p.to(fp32) for p in _pieces(one.moments[moment])))
+            for n, one in trained
+        ]
     return streams
 
 
@@ -336,25 +355,6 @@ def _steps(files: ZeroFiles) -> int:
     if type(steps) is not int or steps < 0:
         files.refuse(f"its global_steps is {steps!r:.40}")
     return steps
-
-
-def _bytes(stream: str, name: str, found: _Contents) -> Iterator[Tensor]:
-    """The bytes of a tensor of ours, piece by piece."""
-    if stream == FROZEN:
-        yield from (_raw(piece) for piece in _pieces(found.frozen[name][1]))
-    elif stream == BUFFERS:
-        yield _raw(found.buffers[name].contiguous().reshape(-1))
-    elif stream in (MODEL, RESIDUAL, MASTER):
-        one = found.trained[name]
-        for piece in _pieces(one.master):
-            master = piece.to(torch.float32)
-            bf16 = one.dtype is torch.bfloat16
-            halves = split(master) if bf16 else (master.to(one.dtype), master)
-            yield _raw(halves[stream != MODEL])
-    else:
-        (moment,) = (m for i, m in enumerate(found.moments) if moment_stream(i + 1) == stream)
-        for piece in _pieces(found.trained[name].moments[moment]):
-            yield _raw(piece.to(torch.float32))
 
 
 def _pieces(parts: Sequence[Tensor]) -> Iterator[Tensor]:

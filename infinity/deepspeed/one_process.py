@@ -6,12 +6,12 @@ Of DeepSpeed's `comm`, `checkpointing` and `runtime.dataloader`, and the two cal
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
 from torch.utils import checkpoint as torch_checkpoint
 
+from infinity.blueprint import check_processes
 from infinity.errors import ConfigError
 
 
@@ -45,12 +45,7 @@ def init_distributed(*args: Any, **kwargs: Any) -> None:
 
     Raises `ConfigError` if a launcher started several.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1") or 1)
-    if world_size > 1:
-        raise ConfigError(
-            f"WORLD_SIZE={world_size}: several processes are not supported yet",
-            remedy="run one process, without a launcher (unset WORLD_SIZE)",
-        )
+    check_processes()
 
 
 def _always(value: Any, what: str) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -180,15 +180,14 @@ class OffloadedModel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
 
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, Mapping):
-        kind: Any = type(value)
-        return kind({key: _cast(item, dtype) for key, item in value.items()})
-    if type(value) in (list, tuple):
-        return type(value)(_cast(item, dtype) for item in value)
-    return value
+    """The same with all its floats in a dtype, whatever holds them."""
+    apply = importlib.import_module("accelerate.utils").recursively_apply
+    return apply(lambda tensor: tensor.to(dtype), value, test_type=_is_float)
 
 
 # Random draws of collators and datasets, the same after a resume.

@@ -144,7 +144,7 @@ class Loop:
         assert path is not None
         if isinstance(error, TransferError) and not Path(error.path).is_relative_to(root):
             raise error
-        if _latest(root) == path.name:
+        if latest(root) == path:
             self.watcher.note(f"{path.name} is whole, but older ones were not removed: {error}")
             self._is_whole(path)
             return
@@ -163,8 +163,8 @@ class Loop:
     @property
     def last_checkpoint(self) -> str:
         """The one to go on from, in words."""
-        tag = _latest(self.checkpoints)
-        return f"the last checkpoint is {self.checkpoints / tag}" if tag else "there is none yet"
+        path = latest(self.checkpoints)
+        return f"the last checkpoint is {path}" if path else "there is none yet"
 
     def _one_step(self) -> None:
         engine, prepared = self.engine, self.prepared
@@ -279,9 +279,10 @@ class Loop:
         return total / count, count
 
 
-def _latest(root: Path) -> str | None:
-    """The tag that `latest` names, where that can be read."""
+def latest(root: Path) -> Path | None:
+    """The checkpoint that the file `latest` names, where that can be read."""
     try:
-        return find_tag(root, None)
+        tag = find_tag(root, None)
     except InfinityError:
         return None
+    return None if tag is None else root / tag

@@ -32,7 +32,7 @@ from infinity.huggingface.models import save_pretrained, transformers
 from infinity.model.weight_directory import holds_weights
 from infinity.runs.data import Progress, Reel
 from infinity.runs.directory import RunDirectory
-from infinity.runs.loop import Loop
+from infinity.runs.loop import Loop, latest
 from infinity.runs.metrics import LastStep, Metrics, Result, Watcher, steps_told
 from infinity.runs.preparation import Prepared, build, check_schedule, loss_of, prepare_run
 from infinity.runs.settings import AUTO, RunConfig, as_yaml
@@ -249,9 +249,8 @@ class Run:
 
     def last_checkpoint(self) -> Path | None:
         """What `latest` names; raises `CheckpointError` or `MachineError`."""
-        root = self.directory.checkpoints
-        tag = find_tag(root, None) if root.is_dir() else None
-        return None if tag is None else root / tag
+        tag = find_tag(self.directory.checkpoints, None)
+        return None if tag is None else self.directory.checkpoints / tag
 
     # --- the end ---------------------------------------------------------------------------------
 
@@ -316,7 +315,7 @@ def elsewhere(error: InfinityError, run: Run, command: Sequence[str]) -> Infinit
     if _same_drive(run.directory.path, drive):
         copies.append(run.directory.path)
         given.append(f"run_dir={OTHER / run.directory.path.name}")
-    checkpoint = _checkpoint(run)
+    checkpoint = latest(run.directory.checkpoints)
     whole = f"{checkpoint} is whole" if checkpoint else "there is no checkpoint to go on from"
     update, durable = _committed(run), run.config.engine.durable
     others = [path for path in run.config.engine.nvme_path if path != drive]
@@ -366,13 +365,6 @@ def _committed(run: Run) -> int | None:
         for directory in durable_records(own[0]) if run.config.engine.durable else ():
             return read_run(directory, own).record.step
     return None
-
-
-def _checkpoint(run: Run) -> Path | None:
-    try:
-        return run.last_checkpoint()
-    except InfinityError:
-        return None
 
 
 def _same_drive(one: Path, other: Path) -> bool:

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from infinity.errors import DoesNotFitError, MachineError
+from infinity.errors import DoesNotFitError, MachineError, TransferError
 from infinity.sizes import format_size
 
 FILE_MODE = 0o644  # less what the umask takes; so with the next
@@ -75,17 +75,27 @@ def refused(
     """The error of ours for one of the system's; `what` says what failed.
 
     `path` tells how much is free there, where that is the trouble; `remedy` is a better one than
-    what goes with the number.
+    what goes with the number. `DoesNotFitError` for a full disk, `TransferError` for a read or
+    write of the native module's.
     """
     because, usual = advice(error)
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if full and path is not None:
-        because = f"{because}; {free_text(path)}"
-    return (DoesNotFitError if full else MachineError)(
-        f"{what}: {error.strerror or error} (errno {error.errno})",
-        because=because,
-        remedy=remedy or usual,
-    )
+    what, remedy = f"{what}: {error.strerror or error} (errno {error.errno})", remedy or usual
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if path is not None:
+            because = f"{because}; {free_text(path)}"
+        return DoesNotFitError(what, because=because, remedy=remedy)
+    request: Any = error
+    if getattr(error, "op", "") in ("read", "write"):
+        return TransferError(
+            what,
+            path=str(path or error.filename),
+            offset=request.offset,
+            length=request.length,
+            errno=error.errno or 0,
+            because=because,
+            remedy=remedy,
+        )
+    return MachineError(what, because=because, remedy=remedy)
 
 
 def free_bytes(path: Path) -> int:

@@ -26,8 +26,8 @@ from _swap_load import NUM_SLOTS, Array, Load, Piece, Span, Testbed, address_of,
 
 from infinity import _aio
 from infinity.errors import InfinityError
+from infinity.files import refused
 from infinity.sizes import format_size
-from infinity.storage.os_errors import path_error
 
 
 class UnavailableError(InfinityError):
@@ -79,7 +79,8 @@ def checked(testbed: Testbed, work: Callable[[], None], load: Load) -> Sample:
     try:
         sample = timed(work, load)
     except OSError as error:
-        raise path_error(error, ", ".join(map(str, testbed.file_paths))) from error
+        places = ", ".join(map(str, testbed.file_paths))
+        raise refused(f"{places} cannot be used", error) from error
     testbed.check_slots(load)
     testbed.check_written(load)
     return sample
@@ -199,7 +200,8 @@ class PlainThreads:
         try:
             sample = timed(work, load)
         except OSError as error:
-            raise path_error(error, self._testbed.file_paths[0]) from error
+            place = self._testbed.file_paths[0]
+            raise refused(f"{place} cannot be used", error) from error
         for file_index, buffer, (piece, start, nbytes) in last:
             truth = self._testbed.pattern(piece.index)[start : start + nbytes]
             if not np.array_equal(buffer[:nbytes], truth):

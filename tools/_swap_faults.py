@@ -23,7 +23,7 @@ from _swap_rounds import usable_backends
 
 from infinity import _aio
 from infinity.cli.terminal import ProgressLine
-from infinity.storage.os_errors import path_error
+from infinity.files import refused
 from infinity.storage.run_dir import Scratch
 from infinity.storage.striping import look_at
 
@@ -86,7 +86,7 @@ def check_faults(paths: Sequence[Path], seed: int, watcher: ProgressLine) -> dic
                     try:
                         outcomes.append(_Trial(file, backend, kind, seed).run())
                     except OSError as error:
-                        raise path_error(error, path) from error
+                        raise refused(f"{path} cannot be used", error, path) from error
                     watcher.advance()
     return {
         "ok": all(outcome.ok for outcome in outcomes),

@@ -20,9 +20,9 @@ import numpy as np
 
 from infinity import _aio
 from infinity.errors import DoesNotFitError, InfinityError, MachineError
+from infinity.files import refused
 from infinity.plan.machine import disk_free_bytes
 from infinity.sizes import format_size
-from infinity.storage.os_errors import path_error
 from infinity.storage.run_dir import Scratch
 
 Mode: TypeAlias = Literal["read", "write", "mixed"]
@@ -188,7 +188,7 @@ class Testbed:
             try:
                 self._write_once(file_path, tell)
             except OSError as error:
-                raise path_error(error, self.paths[number]) from error
+                raise refused(f"{self.paths[number]} cannot be used", error) from error
         return self
 
     def _check_space(self) -> None:

@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import infinity._aio as _aio
 from infinity.checkpoint.manifest import (
     FORMAT_NAME,
     LATEST_NAME,
@@ -21,9 +20,7 @@ from infinity.checkpoint.manifest import (
 from infinity.errors import (
     CheckpointError,
     ConfigError,
-    DoesNotFitError,
     InfinityError,
-    TransferError,
 )
 from infinity.files import LockFile, refused
 from infinity.sizes import format_size
@@ -32,23 +29,10 @@ from infinity.sizes import format_size
 def refusal(doing: str, path: Path, error: OSError, nbytes: int | None = None) -> InfinityError:
     """The error for `error`, met while `doing` ("writing") something to `path`.
 
-    `nbytes` is what the whole needs. `DoesNotFitError` for a full disk, else `MachineError`.
+    `nbytes` is what the whole needs.
     """
-    found = refused(f"{doing} {path} failed", error, path)
-    if isinstance(found, DoesNotFitError):
-        needed = "" if nbytes is None else f"; the checkpoint needs {format_size(nbytes)}"
-        return DoesNotFitError(found.what + needed, because=found.because, remedy=found.remedy)
-    if isinstance(error, _aio.AioError) and error.op in ("read", "write"):
-        return TransferError(
-            found.what,
-            path=str(path),
-            offset=error.offset,
-            length=error.length,
-            errno=error.errno or 0,
-            because=found.because,
-            remedy=found.remedy,
-        )
-    return found
+    needed = "" if nbytes is None else f" (the checkpoint needs {format_size(nbytes)})"
+    return refused(f"{doing} {path} failed{needed}", error, path)
 
 
 # Who may write a checkpoint's directory, and the removal of what dead writers left.

@@ -63,13 +63,6 @@ def transfer_error(error: _aio.AioError, owner: str = "") -> TransferError:
     )
 
 
-def path_error(error: OSError, path: Path | str) -> InfinityError:
-    """Our error for a path that was tried in vain."""
-    if isinstance(error, _aio.AioError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return transfer_error(error)
-    return refused(f"{path} cannot be used", error, Path(path))
-
-
 def corruption(
     owner: str, path: str, offset: int, length: int, found: int, expected: int
 ) -> TransferError:

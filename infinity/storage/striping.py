@@ -26,9 +26,9 @@ from typing import Any
 
 import infinity._aio as _aio
 from infinity.errors import CheckpointError, MachineError
+from infinity.files import refused
 from infinity.plan.layout import PAGE, round_up
 from infinity.sizes import format_size
-from infinity.storage.os_errors import path_error
 from infinity.storage.run_dir import Scratch
 
 # What lies behind a path: device, drive, file system and its costs, direct I/O, back ends.
@@ -171,7 +171,7 @@ def look_at(path: Path) -> Drive:
                 file_system = file.file_system
                 notes = file_system_warnings(path, file, free_bytes)
         except OSError as error:
-            raise path_error(error, path) from error
+            raise refused(f"{path} cannot be used", error, path) from error
     backends = {name: _answer(found.get(name)) for name in BACKENDS}
     if not any(answer["ok"] for answer in backends.values()):
         because = "; ".join(f"{name}: {answer['reason']}" for name, answer in backends.items())

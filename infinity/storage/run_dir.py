@@ -38,26 +38,11 @@ def write_record(path: Path, *, durable: bool = False, **facts: Any) -> None:
     record: dict[str, Any] = {
         "durable": durable,
         "pid": os.getpid(),
-        "start_ticks": _start_ticks(os.getpid()),
         "hostname": socket.gethostname(),
-        "boot_id": _read("/proc/sys/kernel/random/boot_id"),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         **facts,
     }
     write_sealed(path, RECORD_FORMAT, RECORD_VERSION, record, 0o600)
-
-
-def _start_ticks(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; the name may hold anything."""
-    fields = (_read(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
-    return int(fields[19]) if len(fields) > 19 else None
-
-
-def _read(path: str) -> str | None:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return None
 
 
 _RUN_NAME = re.compile(r"infinity-run-[0-9]+-[0-9a-f]{16}")
@@ -202,17 +187,21 @@ def lock_durable(directory: Path, *, shared: bool = False) -> LockFile:
         raise refused(f"{directory / LOCK_NAME} cannot be locked", error) from error
 
 
+def _listing(nvme_path: str | os.PathLike[str]) -> tuple[Path, list[str]]:
+    root = checked_root(nvme_path)
+    try:
+        return root, sorted(os.listdir(root))
+    except OSError as error:
+        raise refusal(root, error) from error
+
+
 def run_records(nvme_path: str | os.PathLike[str]) -> dict[Path, dict[str, Any]]:
     """All run directories under `nvme_path`, and what their run.json says; oldest first.
 
     Of one whose run.json is missing or damaged nothing is known: {}. Links, and what belongs to
     other people, are left out. Raises `MachineError`.
     """
-    root = checked_root(nvme_path)
-    try:
-        names = sorted(os.listdir(root))
-    except OSError as error:
-        raise refusal(root, error) from error
+    root, names = _listing(nvme_path)
     found: dict[Path, dict[str, Any]] = {}
     for name in names:
         if _RUN_NAME.fullmatch(name):
@@ -255,11 +244,7 @@ def remove_dead_runs(nvme_path: str | os.PathLike[str]) -> list[Path]:
     other people's directories, anything that does not look as we made it. What cannot be deleted
     is left for the next run. Raises `MachineError` if `nvme_path` is not a readable directory.
     """
-    root = checked_root(nvme_path)
-    try:
-        names = sorted(os.listdir(root))
-    except OSError as error:
-        raise refusal(root, error) from error
+    root, names = _listing(nvme_path)
     removed = []
     for name in names:
         is_run, is_new = _RUN_NAME.fullmatch(name), _NEW_NAME.fullmatch(name)

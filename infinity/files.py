@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 from infinity.errors import DoesNotFitError, MachineError, TransferError
 from infinity.sizes import format_size
@@ -228,6 +228,12 @@ class LockFile:
         if self.held:
             with suppress(OSError):
                 self.path.unlink(missing_ok=True)
+        self.let_go()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
         self.let_go()
 
     def let_go(self) -> None:

@@ -94,7 +94,7 @@ def test_a_private_directory_with_a_record(tmp_path: Path) -> None:
         record = json.loads((scratch.directory / "run.json").read_text())
         assert record["pid"] == os.getpid()
         assert record["durable"] is False
-        assert record["version"] == 2
+        assert record["version"] == module.RECORD_VERSION
         assert scratch.path("state") == scratch.directory / "state"
         for name in ("a/b", "..", "", "lock", "run.json"):
             with pytest.raises(AssertionError):

@@ -85,13 +85,10 @@ def remove_stale(root: Path) -> list[Path]:
             continue
         with suppress(OSError, ConfigError):
             check_tag(tag)
-            lock = LockFile(root / name, create=False)
-            try:
+            with LockFile(root / name, create=False) as lock:
                 if remove_temporary(root, tag):
                     removed.append(root / f"{tag}{TEMPORARY_SUFFIX}")
                 lock.release()
-            finally:
-                lock.let_go()
     return removed
 
 
@@ -260,14 +257,12 @@ def _is_ours_alone(directory: Path) -> bool:
 
 def _remove(root: Path, one: Found) -> None:
     """Renamed first: what is half removed must not look like a checkpoint."""
-    lock = TagLock(root, one.tag)
     try:
-        remove_temporary(root, one.tag)
-        os.rename(root / one.tag, root / f"{one.tag}{TEMPORARY_SUFFIX}")
-        remove_temporary(root, one.tag)
-        lock.release()
+        with TagLock(root, one.tag) as lock:
+            remove_temporary(root, one.tag)
+            os.rename(root / one.tag, root / f"{one.tag}{TEMPORARY_SUFFIX}")
+            remove_temporary(root, one.tag)
+            lock.release()
     except OSError as error:
         doing = f"removing the checkpoint of {format_size(one.nbytes)} in"
         raise refusal(doing, root / one.tag, error) from error
-    finally:
-        lock.let_go()

@@ -30,7 +30,7 @@ from infinity.files import TEMPORARY_NAME, LockFile, free_bytes, refused, sync_d
 from infinity.sealed import read_sealed, write_sealed
 from infinity.storage.os_errors import checked_root, does_not_fit, refusal
 
-RECORD_FORMAT, RECORD_VERSION = "torch-infinity-run", 2
+RECORD_FORMAT, RECORD_VERSION = "torch-infinity-run", 3
 
 
 def write_record(path: Path, *, durable: bool = False, **facts: Any) -> None:
@@ -280,13 +280,11 @@ def _remove_locked(root: Path, name: str, directory_fd: int, *, is_new: bool) ->
         # Only a removal or a making that was cut short leaves no lock, and then nothing else.
         os.rmdir(root / name)
         return True
-    try:
+    with lock:
         if not _may_be_removed(root / name, directory_fd, is_new=is_new):
             return False
         _delete(root, name)
         return True
-    finally:
-        lock.let_go()
 
 
 def _may_be_removed(directory: Path, directory_fd: int, *, is_new: bool) -> bool:
@@ -314,13 +312,11 @@ def _remove_members(record: Mapping[str, Any]) -> bool:
             continue  # gone before
         except BlockingIOError:
             return False
-        try:
+        with lock:
             there = _read_record(path)
             dead = there.get("durable") is False or there.get("run") == record.get("run")
             if dead and path.lstat().st_uid == os.geteuid():
                 _delete(path.parent, path.name)
-        finally:
-            lock.let_go()
     return True
 
 

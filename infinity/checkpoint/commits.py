@@ -15,7 +15,8 @@ A record is sealed JSON, and behind it lies what is left of longer ones.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -123,60 +124,58 @@ class CommitRecord:
 
 
 class SmallFile:
-    """A small file that is written in place and synced; beside the state, never in its way."""
+    """A small file that is written in place and synced; beside the state, never in its way.
+
+    All methods raise `MachineError`.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
+        self._fd = -1
+        with self._doing("opened"):
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             self._fd = os.open(path, flags, 0o600)
+
+    @contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
-            raise self._failed("opened", error) from error
+            found = refused(f"{self.path} could not be {what}", error, self.path)
+            raise MachineError(
+                found.what,
+                because=f"the steps of a durable run are committed there; {found.because}",
+                remedy="look at the drive and its space; resume: auto goes on from the last commit",
+            ) from error
 
     def write(self, offset: int, data: bytes) -> None:
-        """Write all of `data`; raises `MachineError`."""
+        """Write all of `data`."""
         view = memoryview(data)
-        try:
+        with self._doing("written"):
             while view:
                 written = os.pwrite(self._fd, view, offset)
                 view, offset = view[written:], offset + written
-        except OSError as error:
-            raise self._failed("written", error) from error
 
     def sync(self) -> None:
-        """Put it on stable storage; raises `MachineError`."""
-        try:
+        """Put it on stable storage."""
+        with self._doing("synced"):
             os.fsync(self._fd)
-        except OSError as error:
-            raise self._failed("synced", error) from error
 
     def reserve(self, nbytes: int) -> None:
         """Take the space beforehand, where the file system can."""
-        try:
+        with self._doing("reserved"):
             os.posix_fallocate(self._fd, 0, nbytes)
-        except OSError as error:
-            raise self._failed("reserved", error) from error
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """So many bytes, fewer where the file ends; raises `MachineError`."""
-        try:
+        """So many bytes, fewer where the file ends."""
+        with self._doing("read"):
             return os.pread(self._fd, nbytes, offset)
-        except OSError as error:
-            raise self._failed("read", error) from error
 
     def close(self) -> None:
         """Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
-
-    def _failed(self, what: str, error: OSError) -> MachineError:
-        found = refused(f"{self.path} could not be {what}", error, self.path)
-        return MachineError(
-            found.what,
-            because=f"the steps of a durable run are committed there; {found.because}",
-            remedy="look at the drive and its space; resume: auto goes on from the last commit",
-        )
 
 
 class CommitFiles:

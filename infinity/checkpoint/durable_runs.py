@@ -190,7 +190,7 @@ def read_run(directory: Path, roots: Iterable[Path] = ()) -> StoredRun:
     Raises `CheckpointError` if it is none, is damaged, or one of the run's is missing.
     """
     directory = _first_directory(directory, _run_record(directory), roots)
-    facts = _read_plan(directory)
+    facts = _read(directory / PLAN_NAME, _FORMAT, _VERSION)
     commit = last_commit(directory, facts["run"])
     if len(commit.sides) != len(facts["units"]):
         raise CheckpointError(f"the commit record in {directory} is of another run")
@@ -239,26 +239,19 @@ def _check_files(placement: Placement, run: str) -> None:
 
 
 def _run_record(directory: Path) -> dict[str, Any]:
-    try:
-        record = read_sealed(directory / RECORD_NAME, RECORD_FORMAT, RECORD_VERSION)
-    except OSError as error:
-        raise CheckpointError(
-            f"{directory} is not a durable run: {RECORD_NAME} cannot be read ({error.strerror})",
-            remedy="give the directory infinity-run-... below an nvme_path",
-        ) from error
-    except ValueError as error:
-        raise CheckpointError(f"{directory / RECORD_NAME} is damaged: {error}") from error
+    remedy = "give the directory infinity-run-... below an nvme_path"
+    record = _read(directory / RECORD_NAME, RECORD_FORMAT, RECORD_VERSION, remedy)
     if record.get("durable") is not True:
         raise CheckpointError(f"{directory} is not a durable run, according to its {RECORD_NAME}")
     return record
 
 
-def _read_plan(directory: Path) -> dict[str, Any]:
-    path = directory / PLAN_NAME
+def _read(path: Path, format: str, version: int, remedy: str | None = None) -> dict[str, Any]:
     try:
-        return read_sealed(path, _FORMAT, _VERSION)
+        return read_sealed(path, format, version)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        what = f"{path.parent} is not a durable run that can be read: {path.name}: {error.strerror}"
+        raise CheckpointError(what, remedy=remedy) from error
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
 
@@ -378,7 +371,7 @@ def survey(roots: Iterable[Path], here: Mapping[str, Any]) -> Survey:
             first = _first_directory(directory, record, roots)
             if first != directory and first in there:
                 continue  # it is met by itself
-            facts = _read_plan(first)
+            facts = _read(first / PLAN_NAME, _FORMAT, _VERSION)
             if _shapes(facts) != _shapes(here):
                 found.foreign.append((directory, "; ".join(differences(facts, here))))
             elif is_live(first):

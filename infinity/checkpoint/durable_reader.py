@@ -23,9 +23,7 @@ from infinity.checkpoint.manifest import (
     BufferRecord,
     Manifest,
     ParameterRecord,
-    TensorSpec,
 )
-from infinity.checkpoint.plain import dtype_name
 from infinity.checkpoint.reader import StateReader, damaged
 from infinity.checkpoint.streams import Piece, frozen_pieces, pieces, state_streams
 from infinity.errors import CheckpointError, MachineError, listed
@@ -75,11 +73,8 @@ class DurableReader(StateReader):
             raise
         self.manifest = _manifest(run.facts, self.plan, self.record, self.document)
         specs = state_streams(self.plan)
-        if self.document.buffers:
-            specs[BUFFERS] = [
-                TensorSpec(name, tuple(value.shape), value.dtype)
-                for name, value in self.document.buffers.items()
-            ]
+        if self.manifest.buffers:
+            specs[BUFFERS] = [buffer.spec for buffer in self.manifest.buffers]
         self._specs = {
             stream: {spec.name: spec for spec in found} for stream, found in specs.items()
         }
@@ -231,13 +226,7 @@ def _manifest(
             for s in segments
         ),
         buffers=tuple(
-            BufferRecord(
-                name,
-                (),
-                tuple(value.shape),
-                dtype_name(value.dtype),
-                name in document.persistent,
-            )
+            BufferRecord.of([name], value, persistent=name in document.persistent)
             for name, value in document.buffers.items()
         ),
         run=record.document.get("run", {}),

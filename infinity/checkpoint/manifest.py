@@ -10,8 +10,9 @@ from os import PathLike
 from typing import Any, NamedTuple, Self
 
 import torch
+from torch import Tensor
 
-from infinity.checkpoint.plain import DTYPES
+from infinity.checkpoint.plain import DTYPES, dtype_name
 from infinity.errors import CheckpointError, ConfigError
 from infinity.formats import MomentFormat
 from infinity.model.weight_directory import INDEX_NAME
@@ -182,6 +183,17 @@ class BufferRecord:
     shape: tuple[int, ...]
     dtype: str
     persistent: bool
+
+    @classmethod
+    def of(cls, names: Sequence[str], value: Tensor, *, persistent: bool) -> Self:
+        """Of a buffer with these names, the first of which is its key."""
+        dtype = dtype_name(value.dtype)
+        return cls(names[0], tuple(names[1:]), tuple(value.shape), dtype, persistent)
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The tensor in the stream of buffers."""
+        return TensorSpec(self.name, self.shape, getattr(torch, self.dtype))
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from infinity.checkpoint.manifest import (
     ParameterRecord,
     differences,
 )
-from infinity.checkpoint.plain import decode, dtype_name, encode
+from infinity.checkpoint.plain import decode, encode
 from infinity.checkpoint.reader import CheckpointReader, find_tag
 from infinity.checkpoint.streams import Piece, frozen_pieces, pieces, state_streams
 from infinity.checkpoint.writer import CheckpointWriter, TensorSpec
@@ -167,10 +167,6 @@ class Checkpoints:
         gradients = sorted(rooms.gradients.arrived())
         buffers = find_buffers(self._module)
         streams = state_streams(rooms.plan)
-        if buffers:
-            streams[BUFFERS] = [
-                TensorSpec(b.names[0], tuple(b.value.shape), b.value.dtype) for b in buffers
-            ]
         if gradients:
             dtype = rooms.gradients.dtype
             streams[GRADIENT] = [
@@ -178,6 +174,8 @@ class Checkpoints:
                 for i in gradients
             ]
         manifest = self._manifest(client_state, buffers)
+        if buffers:
+            streams[BUFFERS] = [record.spec for record in manifest.buffers]
         before = rooms.saver.frozen.begin()
         writer = CheckpointWriter(root, tag, streams, before=before, same=(FROZEN,))
         try:
@@ -212,16 +210,6 @@ class Checkpoints:
             for unit in plan.units
             for s in unit.segments
         ]
-        records = [
-            BufferRecord(
-                b.names[0],
-                b.names[1:],
-                tuple(b.value.shape),
-                dtype_name(b.value.dtype),
-                b.persistent,
-            )
-            for b in buffers
-        ]
         return Manifest(
             engine_version=version("torch-infinity"),
             global_steps=self._stepper.progress.steps,
@@ -229,7 +217,9 @@ class Checkpoints:
             rule=self._rule,
             moments=tuple(m.value for m in plan.precision.moments),
             parameters=tuple(parameters),
-            buffers=tuple(records),
+            buffers=tuple(
+                BufferRecord.of(b.names, b.value, persistent=b.persistent) for b in buffers
+            ),
             run=encode(self.run_state.capture(), "the run's state"),
             client_state=encode(dict(client_state), "client_state"),
             config=dict(self._config),

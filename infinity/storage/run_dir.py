@@ -156,11 +156,8 @@ class Scratch:
             if not self.durable:
                 _delete(self.directory.parent, self.directory.name)
         except OSError as error:
-            because = error.strerror
-            remedy = f"rm -r {self.directory}"
-            raise MachineError(
-                f"{self.directory} could not be removed", because=because, remedy=remedy
-            ) from error
+            what = f"{self.directory} could not be removed"
+            raise refused(what, error, remedy=f"rm -r {self.directory}") from error
         finally:
             self._lock.let_go()
 

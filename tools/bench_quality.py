@@ -6,7 +6,7 @@
     python tools/bench_quality.py --plot-only                          the plot from what is there
 
 The model of examples/gpt.py (bf16 with split masters, or `--precision fp32`, which small CPUs
-compute faster), the standard library's source as text, `infinity.CPUAdam`: the engine's kernels.
+compute faster), the standard library's source as text, an engine with all of it in RAM.
 Same seed, same data, same order in every variant. Each writes `<out>/<variant>.json` (losses in
 bits per byte) and, every `--save-every` steps, a checkpoint beside it, from which the same command
 goes on; with more `--steps` it goes on further. `quality.svg` and `quality.json` sum up. Exit code
@@ -59,64 +59,52 @@ def train(arguments: argparse.Namespace, variant: str, say: Callable[[str], None
 
     import infinity
 
-    torch.manual_seed(arguments.seed)
     shape = presets.shape_of(arguments.model, arguments.context)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[arguments.precision]
     model = presets.build(shape, dtype, arguments.seed)
-    optimizer = infinity.CPUAdam(
-        model.parameters(), lr=arguments.lr, betas=(0.9, 0.95), moments=variant, seed=arguments.seed
-    )
-    scheduler = torch.optim.lr_scheduler.LinearLR(
-        optimizer, start_factor=0.05, total_iters=arguments.warm_up
-    )
+    in_ram = dict.fromkeys(("weights", "moments", "gradients"), "host")
+    rule = {"type": "AdamW", "lr": arguments.lr, "betas": [0.9, 0.95], "moments": variant}
+    config = {
+        "precision": arguments.precision, "homes": in_ram, "optimizer": rule,
+        "gradient_clipping": arguments.clipping, "seed": arguments.seed,
+    }  # fmt: skip
+
+    def warm_up(optimizer: Any) -> Any:
+        schedules = torch.optim.lr_scheduler
+        return schedules.LinearLR(optimizer, start_factor=0.05, total_iters=arguments.warm_up)
+
     source = corpus.batches(
         corpus.standard_library().train, arguments.seed, arguments.micro_batch, shape.context
     )
     settings = {name: getattr(arguments, name) for name in FIXED}
-    checkpoint = arguments.out / f"{variant}.pt"
+    saved = arguments.out / variant
     losses: list[float] = []
-    if checkpoint.exists():
-        kept = torch.load(checkpoint, weights_only=True)
-        if kept["settings"] != settings:
-            say(f"{checkpoint} was made with {kept['settings']}; remove it, or use another --out")
-            return 2
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(kept["model"][name])
-        optimizer.load_state_dict(kept["optimizer"])  # after the weights: masters belong to them
-        scheduler.load_state_dict(kept["scheduler"])
-        losses = kept["losses"]
-        source.position = len(losses)
-        say(f"{variant}: going on from step {len(losses)}")
-    started, done = time.perf_counter(), len(losses)
-    while len(losses) < arguments.steps:
-        tokens, targets = next(source)
-        loss = model(tokens, targets)
-        loss.backward()
-        losses.append(loss.item() / math.log(2))
-        if not math.isfinite(losses[-1]):
-            say(f"{variant}: the loss of step {len(losses)} is {losses[-1]}")
-            return 1
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients))
-        optimizer.step(grad_scale=min(1.0, arguments.clipping / (norm + 1e-6)))
-        optimizer.zero_grad()
-        scheduler.step()
-        step = len(losses)
-        if step % arguments.save_every == 0 or step == arguments.steps:
-            rate = (time.perf_counter() - started) / (step - done)
-            say(f"{variant}: step {step}, {losses[-1]:.4f} bits per byte, {rate:.2f} s a step")
-            _save(torch, checkpoint, {
-                "settings": settings,
-                "losses": losses,
-                "model": dict(model.named_parameters()),
-                "optimizer": optimizer.state_dict(),
-                "scheduler": scheduler.state_dict(),
-            })  # fmt: skip
-            _write(arguments.out / f"{variant}.json", json.dumps(
-                {"variant": variant, "settings": settings, "losses": losses}
-            ))  # fmt: skip
-    optimizer.close()
+    with infinity.initialize(model, config, lr_scheduler=warm_up, device="cpu")[0] as engine:
+        if saved.exists():
+            kept = engine.load_checkpoint(saved)[1] or {}
+            if kept["settings"] != settings:
+                say(f"{saved} was made with {kept['settings']}; remove it, or use another --out")
+                return 2
+            losses = list(kept["losses"])
+            source.position = len(losses)
+            say(f"{variant}: going on from step {len(losses)}")
+        started, done = time.perf_counter(), len(losses)
+        while len(losses) < arguments.steps:
+            loss = engine(*next(source))
+            losses.append(loss.item() / math.log(2))
+            if not math.isfinite(losses[-1]):
+                say(f"{variant}: the loss of step {len(losses)} is {losses[-1]}")
+                return 1
+            engine.backward(loss)
+            engine.step()
+            step = len(losses)
+            if step % arguments.save_every == 0 or step == arguments.steps:
+                rate = (time.perf_counter() - started) / (step - done)
+                say(f"{variant}: step {step}, {losses[-1]:.4f} bits per byte, {rate:.2f} s a step")
+                state = {"settings": settings, "losses": losses}
+                engine.save_checkpoint(saved, client_state=state, keep_last=1, wait=True)
+                told = {"variant": variant, **state}
+                _write(arguments.out / f"{variant}.json", json.dumps(told))
     return 0
 
 
@@ -149,11 +137,6 @@ def plot(out: Path) -> int:
     _write(out / "quality.json", json.dumps({**summary, "losses": losses}))
     _say(json.dumps(summary, indent=2))
     return 0
-
-
-def _save(torch: Any, path: Path, state: dict[str, Any]) -> None:
-    torch.save(state, path.with_suffix(".tmp"))
-    os.replace(path.with_suffix(".tmp"), path)
 
 
 def _write(path: Path, text: str) -> None:

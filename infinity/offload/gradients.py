@@ -480,8 +480,9 @@ class GradientStore:
             return part(self.ram[unit], segment).clone()
         self.settle(unit)
         start, nbytes = (n * self.dtype.itemsize for n in (segment.offset, segment.numel))
-        low = start // PAGE * PAGE  # of a disk whole pages are read
-        place = self.places[unit].part(low, round_up(start + nbytes, PAGE) - low)
+        whole = 1 if unit in self.on_device else PAGE  # of a disk whole pages are read
+        low = start // whole * whole
+        place = self.places[unit].part(low, round_up(start + nbytes, whole) - low)
         buffer = host_buffer(place.nbytes)
         self.lanes.read([(place, buffer)], label=(unit, "gradient")).wait()
         return buffer[start - low : start - low + nbytes].view(self.dtype)

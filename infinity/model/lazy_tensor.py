@@ -336,12 +336,16 @@ class Deferral(DispatchMode):  # type: ignore[no-untyped-call]
             return False  # these have no storage
         return _key(tensor) in self._storages
 
-    def value(self, tensor: Tensor) -> Tensor:
-        """A fresh contiguous CPU tensor with the values, of the tensor's shape and dtype."""
+    def value(self, tensor: Tensor, *, copy: bool = True) -> Tensor:
+        """A contiguous CPU tensor with the values, of the tensor's shape and dtype.
+
+        Without `copy` it may be the shadow itself, to be looked at and let go.
+        """
         place = _place(tensor)
         shadow = self._storages[place.storage].shadow
         if shadow is not None:
-            return _view(shadow, place).clone(memory_format=torch.contiguous_format)
+            view = _view(shadow, place)
+            return view.clone(memory_format=torch.contiguous_format) if copy else view
         state = torch.get_rng_state()
         try:
             made = self._replay(place.storage)[place.storage]
@@ -402,23 +406,13 @@ class Deferral(DispatchMode):  # type: ignore[no-untyped-call]
         state = generator_state(call, args, kwargs)
         logged_args, logged_kwargs = tree_map(self._to_log, (args, kwargs))
         reads = tuple(dict.fromkeys(p.storage for p in places))
-        for key in reads:
-            self._revive(key)
-        shadows = {key: self._shadow(key) for key in reads}
-        real_args, real_kwargs = tree_map(lambda x: _real(x, shadows), (args, kwargs))
-        result = call(*real_args, **real_kwargs)
         mutated = [t for t in mutated_arguments(call, args, kwargs) if self.holds(t)]
         writes = tuple(dict.fromkeys(_key(t) for t in mutated))
-        entry = _Entry(
-            call,
-            logged_args,
-            logged_kwargs,
-            reads,
-            writes,
-            self._overwritten(call, mutated),
-            (),
-            state,
-        )
+        over = self._overwritten(call, mutated)
+        shadows = {key: self._revive(key, overwritten=key == over) for key in reads}
+        real_args, real_kwargs = tree_map(lambda x: _real(x, shadows), (args, kwargs))
+        result = call(*real_args, **real_kwargs)
+        entry = _Entry(call, logged_args, logged_kwargs, reads, writes, over, (), state)
         returned, made = self._hand_out(call, args, kwargs, result)
         entry.made = tuple(made)
         if writes or made:
@@ -469,21 +463,20 @@ class Deferral(DispatchMode):  # type: ignore[no-untyped-call]
 
     # --- shadows -------------------------------------------------------------------------------
 
-    def _shadow(self, key: int) -> torch.UntypedStorage:
-        shadow = self._storages[key].shadow
-        assert shadow is not None
-        return shadow
-
-    def _revive(self, key: int) -> None:
+    def _revive(self, key: int, *, overwritten: bool) -> torch.UntypedStorage:
+        """The shadow of a storage; its values do not matter where it is `overwritten` now."""
         storage = self._storages[key]
         self._live.pop(key, None)
         self._live[key] = None
+        if storage.shadow is None and overwritten:
+            storage.shadow = _empty(storage.nbytes)
         if storage.shadow is None:
             state = torch.get_rng_state()
             try:
                 storage.shadow = self._replay(key)[key]
             finally:
                 torch.set_rng_state(state)
+        return storage.shadow
 
     def _trim(self, in_use: set[int]) -> None:
         """Drop the least recently used shadows beyond what is kept."""

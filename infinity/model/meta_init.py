@@ -131,7 +131,8 @@ class Initialisers:
             writes = self._deferral.num_writes(tensor)
             if writes != self._writes[key]:
                 self._writes[key] = writes
-                if not (_has_nan(tensor.dtype) and _shows_nan(self._deferral.value(tensor.data))):
+                shown = self._deferral.value(tensor.data, copy=False)
+                if not (_has_nan(tensor.dtype) and _shows_nan(shown)):
                     self._filled.add(key)
         self._deferral.forget_shadows()
 

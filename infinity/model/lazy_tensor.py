@@ -325,6 +325,7 @@ class Deferral(DispatchMode):  # type: ignore[no-untyped-call]
         self._storages: dict[int, _Storage] = {}
         self._log: list[_Entry] = []
         self._live: dict[int, None] = {}  # storages with a shadow, least recently used first
+        self._live_bytes = 0
         self._dropped_bytes = 0  # since free memory was given back
         self._disguise = _Disguise(self)
 
@@ -334,7 +335,7 @@ class Deferral(DispatchMode):  # type: ignore[no-untyped-call]
         """Whether the tensor's values can be made again here."""
         if is_lazy(tensor) or tensor.layout is not torch.strided:
             return False  # these have no storage
-        return _key(tensor) in self._storages
+        return storage_key(tensor) in self._storages
 
     def value(self, tensor: Tensor, *, copy: bool = True) -> Tensor:
         """A contiguous CPU tensor with the values, of the tensor's shape and dtype.
@@ -346,22 +347,22 @@ class Deferral(DispatchMode):  # type: ignore[no-untyped-call]
         if shadow is not None:
             view = _view(shadow, place)
             return view.clone(memory_format=torch.contiguous_format) if copy else view
-        state = torch.get_rng_state()
-        try:
-            made = self._replay(place.storage)[place.storage]
-        finally:
-            torch.set_rng_state(state)
+        made = self._replay(place.storage)
         return _view(made, place).contiguous()  # nobody else has it: no copy
 
-    def num_writes(self, tensor: Tensor) -> int:
-        """How often the tensor, or what shares its memory, was written to."""
-        return len(self._storages[_key(tensor)].entries)
+    @property
+    def num_operations(self) -> int:
+        """How many were carried out on deferred tensors, and changed or made some."""
+        return len(self._log)
+
+    def written_since(self, number: int) -> set[int]:
+        """The storages (see `storage_key`) that operations from this one on wrote to."""
+        return {key for entry in self._log[number:] for key in entry.writes}
 
     def forget_shadows(self) -> None:
         """Give back the memory of values that are still around."""
         for key in list(self._live):
-            self._storages[key].shadow = None
-        self._live.clear()
+            self._set_live(key, None)
         return_freed_memory()
 
     def __enter__(self) -> Self:
@@ -407,7 +408,7 @@ class Deferral(DispatchMode):  # type: ignore[no-untyped-call]
         logged_args, logged_kwargs = tree_map(self._to_log, (args, kwargs))
         reads = tuple(dict.fromkeys(p.storage for p in places))
         mutated = [t for t in mutated_arguments(call, args, kwargs) if self.holds(t)]
-        writes = tuple(dict.fromkeys(_key(t) for t in mutated))
+        writes = tuple(dict.fromkeys(storage_key(t) for t in mutated))
         over = self._overwritten(call, mutated)
         shadows = {key: self._revive(key, overwritten=key == over) for key in reads}
         real_args, real_kwargs = tree_map(lambda x: _real(x, shadows), (args, kwargs))
@@ -438,12 +439,10 @@ class Deferral(DispatchMode):  # type: ignore[no-untyped-call]
                 meta = torch.empty_strided(
                     real.size(), real.stride(), dtype=real.dtype, device="meta"
                 )
-                storage = real.untyped_storage()
-                self._storages[_key(meta)] = _Storage(
-                    meta.untyped_storage(), storage.nbytes(), shadow=storage
-                )
-                self._live[_key(meta)] = None
-                made.append((index, _key(meta)))
+                shadow, key = real.untyped_storage(), storage_key(meta)
+                self._storages[key] = _Storage(meta.untyped_storage(), shadow.nbytes())
+                self._set_live(key, shadow)
+                made.append((index, key))
                 results[index] = meta
         if isinstance(result, tuple | list):
             return type(result)(results), made
@@ -466,36 +465,49 @@ class Deferral(DispatchMode):  # type: ignore[no-untyped-call]
     def _revive(self, key: int, *, overwritten: bool) -> torch.UntypedStorage:
         """The shadow of a storage; its values do not matter where it is `overwritten` now."""
         storage = self._storages[key]
-        self._live.pop(key, None)
-        self._live[key] = None
-        if storage.shadow is None and overwritten:
-            storage.shadow = _empty(storage.nbytes)
-        if storage.shadow is None:
-            state = torch.get_rng_state()
-            try:
-                storage.shadow = self._replay(key)[key]
-            finally:
-                torch.set_rng_state(state)
-        return storage.shadow
+        shadow = storage.shadow
+        if shadow is None and overwritten:
+            shadow = _empty(storage.nbytes)
+        if shadow is None:
+            shadow = self._replay(key)
+        self._set_live(key, shadow)
+        return shadow
+
+    def _set_live(self, key: int, shadow: torch.UntypedStorage | None) -> None:
+        """Keep a storage's shadow, which is used now, or let go of it."""
+        storage = self._storages[key]
+        if key in self._live:
+            del self._live[key]
+            self._live_bytes -= storage.nbytes
+        storage.shadow = shadow
+        if shadow is not None:
+            self._live[key] = None
+            self._live_bytes += storage.nbytes
 
     def _trim(self, in_use: set[int]) -> None:
         """Drop the least recently used shadows beyond what is kept."""
-        total = sum(self._storages[key].nbytes for key in self._live if key not in in_use)
-        for key in [k for k in self._live if k not in in_use]:
-            if total <= KEEP_BYTES:
-                break
+        total = self._live_bytes - sum(self._storages[key].nbytes for key in in_use)
+        while total > KEEP_BYTES:
+            key = next(key for key in self._live if key not in in_use)
             total -= self._storages[key].nbytes
             self._dropped_bytes += self._storages[key].nbytes
-            self._storages[key].shadow = None
-            del self._live[key]
+            self._set_live(key, None)
         if self._dropped_bytes >= RETURN_BYTES:
             return_freed_memory()
             self._dropped_bytes = 0
 
     # --- making values again --------------------------------------------------------------------
 
-    def _replay(self, key: int) -> dict[int, torch.UntypedStorage]:
-        """Carry out again what `key` depends on; returns the storages that were made for it."""
+    def _replay(self, key: int) -> torch.UntypedStorage:
+        """A storage made again; the random generator is left alone."""
+        state = torch.get_rng_state()
+        try:
+            return self._carry_out_again(key)
+        finally:
+            torch.set_rng_state(state)
+
+    def _carry_out_again(self, key: int) -> torch.UntypedStorage:
+        """Everything that `key` depends on."""
         shadows: dict[int, torch.UntypedStorage] = {}
         numbers, last_use = self._needed(key)
         for number in numbers:
@@ -516,7 +528,7 @@ class Deferral(DispatchMode):  # type: ignore[no-untyped-call]
                 del shadows[done]
         if key not in shadows:
             raise InfinityError("a deferred tensor has no history")  # pragma: no cover
-        return shadows
+        return shadows[key]
 
     def _needed(self, key: int) -> tuple[list[int], dict[int, int]]:
         """Numbers of the entries `key` depends on, in order, and each storage's last use there."""
@@ -544,13 +556,14 @@ class Deferral(DispatchMode):  # type: ignore[no-untyped-call]
         return numbers, last_use
 
 
-def _key(tensor: Tensor) -> int:
+def storage_key(tensor: Tensor) -> int:
+    """What a tensor's memory is known by: equal for those that share it."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _place(tensor: Tensor) -> _Place:
     return _Place(
-        _key(tensor),
+        storage_key(tensor),
         tensor.dtype,
         tuple(tensor.size()),
         tensor.stride(),
@@ -568,8 +581,8 @@ def _view(storage: torch.UntypedStorage, place: _Place) -> Tensor:
 
 
 def _real(value: Any, shadows: dict[int, torch.UntypedStorage]) -> Any:
-    if isinstance(value, Tensor) and value.is_meta and _key(value) in shadows:
-        return _view(shadows[_key(value)], _place(value))
+    if isinstance(value, Tensor) and value.is_meta and storage_key(value) in shadows:
+        return _view(shadows[storage_key(value)], _place(value))
     return value
 
 

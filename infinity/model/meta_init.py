@@ -28,7 +28,7 @@ from torch.nn.modules import module as registration
 
 from infinity.config.schema import Config, load_config
 from infinity.errors import ConfigError, PresenceError
-from infinity.model.lazy_tensor import DEFER_FROM_BYTES, Deferral, keep_promises
+from infinity.model.lazy_tensor import DEFER_FROM_BYTES, Deferral, keep_promises, storage_key
 
 # Values for a model built on the meta device: its initialisers, run as under `Init`.
 #
@@ -65,7 +65,7 @@ class Initialisers:
         self._names = {id(tensor): name for name, tensor in wanted.items()}
         self._deferral = Deferral(threshold_bytes=1)
         self._made: dict[int, Tensor] = {}
-        self._writes: dict[int, int] = {}  # to each of them, when it was last looked at
+        self._by_storage: dict[int, int] = {}
         self._filled: set[int] = set()
         self._problem: ConfigError | None = None
 
@@ -116,6 +116,7 @@ class Initialisers:
     def _call(self, name: str, method: Callable[..., Any], *modules: nn.Module) -> None:
         """An initialiser, with random numbers of its own; what it wrote to is looked at."""
         self._draw_from(name, method.__name__)
+        begun = self._deferral.num_operations
         try:
             with self._deferral:
                 method(*modules)
@@ -127,13 +128,11 @@ class Initialisers:
                 "module",
                 remedy=REMEDY,
             )
-        for key, tensor in self._made.items():
-            writes = self._deferral.num_writes(tensor)
-            if writes != self._writes[key]:
-                self._writes[key] = writes
-                shown = self._deferral.value(tensor.data, copy=False)
-                if not (_has_nan(tensor.dtype) and _shows_nan(shown)):
-                    self._filled.add(key)
+        for storage in self._deferral.written_since(begun) & self._by_storage.keys():
+            key = self._by_storage[storage]
+            value = self._deferral.value(self._made[key].data, copy=False)
+            if not (_has_nan(value.dtype) and _shows_nan(value)):
+                self._filled.add(key)
         self._deferral.forget_shadows()
 
     def _draw_from(self, *names: str) -> None:
@@ -161,7 +160,7 @@ class Initialisers:
                                 made[id(tensor)] = _stand_in(tensor, "cpu" if wanted else "meta")
                         replaced.append((store, key, tensor))
                         store[key] = made[id(tensor)]
-            self._writes = {key: self._deferral.num_writes(t) for key, t in self._made.items()}
+            self._by_storage = {storage_key(t): key for key, t in self._made.items()}
             self._deferral.threshold_bytes = DEFER_FROM_BYTES  # of what initialisers make
             yield
         finally:

@@ -48,64 +48,62 @@ class Way:
 def way_of(case: Case, priced: Priced) -> Way:
     """The difference between two cases, in words and as what to type."""
     after = priced.case
-    pairs = [*_layout_words(case, after), *_step_words(case, after)]
-    form = after.config.optimizer.moments
-    lossy = form != case.config.optimizer.moments
-    if lossy:
-        pairs.append((f"moments in {form}, which is lossy", f"--moments {form}"))
-    if after.machine.rates != case.machine.rates:
-        pairs.append(("a second drive, as large and as fast", "nvme_path with one more directory"))
-    else:
-        for tier in TIERS:
-            now, then = size_of(case, tier) or 0, size_of(after, tier) or 0
-            if now != then:
-                name = {Tier.HOST: "RAM", Tier.DISK: "disk", Tier.DEVICE: "device memory"}[tier]
-                what = f"{format_size(then)} of {name} instead of {format_size(now)}"
-                what += " (or one more path)" if tier is Tier.DISK and now else ""
-                pairs.append((what, f"--{tier} {size_text(then)}"))
+    pairs = list(_differences(case, after))
+    hows = [how for _, how in pairs]
+    options = all(how.startswith("--") for how in hows)  # follow one another as on a command line
     return Way(
         what=", ".join(what for what, _ in pairs),
-        how=_joined([how for _, how in pairs]),
+        how=(" " if options else ", ").join(hows),
         priced=priced,
-        lossy=lossy,
+        lossy=after.config.optimizer.moments != case.config.optimizer.moments,
         changes_batch=not _same(_batch(after) / _batch(case)),
     )
-
-
-def _joined(hows: list[str]) -> str:
-    """Options follow one another as on a command line."""
-    return (" " if all(how.startswith("--") for how in hows) else ", ").join(hows)
 
 
 def _same(ratio: float) -> bool:
     return abs(ratio - 1) < 0.01  # what rounding micro-batches up makes of it
 
 
-def _layout_words(case: Case, after: Case) -> Iterator[tuple[str, str]]:
-    if after.config.homes != case.config.homes:
+def _differences(case: Case, after: Case) -> Iterator[tuple[str, str]]:
+    """What differs, and how to say so."""
+    old, new = case.config, after.config
+    if new.homes != old.homes:
         yield "homes chosen by the plan", "homes: auto for all"
-    if after.config.chunk_size != case.config.chunk_size:
-        yield "smaller chunks", f"chunk_size: {after.config.chunk_size}"
-    if after.config.precision != case.config.precision:
-        name = after.config.precision
-        yield f"{name}, which this machine multiplies faster", f"--precision {name}"
+    if new.chunk_size != old.chunk_size:
+        yield "smaller chunks", f"chunk_size: {new.chunk_size}"
+    if new.precision != old.precision:
+        what = f"{new.precision}, which this machine multiplies faster"
+        yield what, f"--precision {new.precision}"
     elif after.units != case.units:
         yield "blocks cut into their parts", "initialize(units=[...]) with the parts of each block"
     for tier in TIERS:
-        before, budget = getattr(case.config.budget, tier), getattr(after.config.budget, tier)
-        if budget == before:
+        budget = getattr(new.budget, tier)
+        if budget == getattr(old.budget, tier):
             continue
         if budget is None:
             yield f"no budget for the {tier} but the machine's", f"budget.{tier} left out"
-        elif budget > getattr(case.limits, tier):
+            continue
+        what = f"less of the {tier} for what rests there, more for activations"
+        if budget > getattr(case.limits, tier):
             what = f"a budget of {format_size(budget)} of the {tier}"
-            yield what, f"budget.{tier}: {size_text(budget)}"
-        else:
-            what = f"less of the {tier} for what rests there, more for activations"
-            yield what, f"budget.{tier}: {size_text(budget)}"
+        yield what, f"budget.{tier}: {size_text(budget)}"
+    yield from _step_differences(case, after)
+    form = new.optimizer.moments
+    if form != old.optimizer.moments:
+        yield f"moments in {form}, which is lossy", f"--moments {form}"
+    if after.machine.rates != case.machine.rates:
+        yield "a second drive, as large and as fast", "nvme_path with one more directory"
+        return
+    for tier in TIERS:
+        now, then = size_of(case, tier) or 0, size_of(after, tier) or 0
+        if now != then:
+            name = {Tier.HOST: "RAM", Tier.DISK: "disk", Tier.DEVICE: "device memory"}[tier]
+            what = f"{format_size(then)} of {name} instead of {format_size(now)}"
+            what += " (or one more path)" if tier is Tier.DISK and now else ""
+            yield what, f"--{tier} {size_text(then)}"
 
 
-def _step_words(case: Case, after: Case) -> Iterator[tuple[str, str]]:
+def _step_differences(case: Case, after: Case) -> Iterator[tuple[str, str]]:
     tokens, count = after.work.tokens, after.micro_batches
     if (case.work.tokens, case.micro_batches) != (tokens, count):
         what = f"{count} micro-batches" if count > 1 else "one micro-batch"

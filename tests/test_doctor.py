@@ -178,11 +178,11 @@ def test_a_back_end_that_does_not_work_is_explained(
 
 def test_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    problems: list[dict[str, Any]] = []
-    assert doctor_module._part(doctor_module._torch, problems) is None
-    assert problems[0]["what"] == "torch cannot be imported"
-    assert problems[0]["exit_code"] == 4
-    assert "pip install" in problems[0]["remedy"]
+    facts = doctor_module.examine([])
+    assert facts["torch"] is None
+    found = {problem["what"]: problem for problem in facts["problems"]}["torch cannot be imported"]
+    assert found["exit_code"] == 4
+    assert "pip install" in found["remedy"]
 
 
 MEMINFO = "MemTotal: {total} kB\nMemAvailable: {free} kB\nHugePages_Total: 7\n"

@@ -7,12 +7,13 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -37,6 +38,7 @@ from infinity.sizes import format_count, format_rate, format_size
 # torch alone, imported and used once, takes 0.3 GiB; a model needs some room beside it.
 LEAST_HOST_BYTES = 2**29
 STATE_BYTES = 12  # per parameter, AdamW in bf16
+T = TypeVar("T")
 _OCTAL = re.compile(r"\\([0-7]{3})")  # how the kernel writes blanks in names
 
 
@@ -47,18 +49,25 @@ def examine(paths: Sequence[Path], root: Path = Path("/")) -> dict[str, Any]:
     `root` replaces "/" as the place of /proc and /sys.
     """
     problems: list[dict[str, Any]] = []
-    facts: dict[str, Any] = {"infinity": __version__, "machine": {}, "memory": {}}
-    try:
-        facts["machine"] = machine_facts()
-        machine = read_machine(root=root)
-        facts["memory"] = _memory(machine, root)
-        _check_memory(machine)
-    except InfinityError as error:
-        problems.append(_problem(error))
-    facts["torch"] = _part(_torch, problems)
-    facts["kernels"] = _part(_kernels, problems)
-    facts["io"] = _part(_io, problems)
-    facts["drives"] = [_part(lambda path=path: _drive(path), problems) for path in paths]
+
+    def part(look: Callable[[], T]) -> T | None:
+        """What it finds, or None, and a problem."""
+        try:
+            return look()
+        except InfinityError as error:
+            names = ("what", "because", "remedy", "exit_code")
+            problems.append({name: getattr(error, name) for name in names})
+            return None
+
+    facts: dict[str, Any] = {"infinity": __version__, "machine": part(machine_facts) or {}}
+    machine = part(lambda: read_machine(root=root)) if facts["machine"] else None
+    facts["memory"] = {} if machine is None else _memory(machine, root)
+    if machine is not None:
+        part(lambda: _check_memory(machine))
+    facts["torch"] = part(_torch)
+    facts["kernels"] = part(_kernels)
+    facts["io"] = part(_io)
+    facts["drives"] = [part(partial(_drive, path)) for path in paths]
     facts["places"] = [] if paths else _places()
     facts["notes"] = _notes(paths, facts)
     facts["problems"] = problems
@@ -99,25 +108,6 @@ def describe(paths: Sequence[Path], refresh: bool = False) -> PlanMachine:
             name=f"{cpu_model()}, device {device_name(device)}",
             measured=found.measured,
         )
-
-
-def _part(look: Any, problems: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return what `look` finds, or note why it fails and return None."""
-    try:
-        found: dict[str, Any] = look()
-    except InfinityError as error:
-        problems.append(_problem(error))
-        return None
-    return found
-
-
-def _problem(error: InfinityError) -> dict[str, Any]:
-    return {
-        "what": error.what,
-        "because": error.because,
-        "remedy": error.remedy,
-        "exit_code": error.exit_code,
-    }
 
 
 def _memory(machine: Machine, root: Path) -> dict[str, Any]:

@@ -245,8 +245,11 @@ class _Draft:
             return
         full = f"{section}.{name}" if section else name
         full = OLD_NAMES.get(full, full)
-        if full in KEYS:
-            self._read_key(KEYS[full], where, value)
+        key = KEYS.get(full)
+        if key is None and section in OPEN:
+            key = Key(full, "anything", "its own default", Verdict.DONE, "passed on", "", "", "")
+        if key is not None:
+            self._read_key(key, where, value)
         elif full in SECTIONS:
             if full == "zero_optimization" and isinstance(value, bool):
                 value = {"stage": int(value)}  # how it was written at first
@@ -255,12 +258,6 @@ class _Draft:
                     self.read(full, where, inner, part)
             elif value is not None:
                 self.problem(where, f"should be a section of keys and values, got {value!r}")
-        elif section in OPEN:
-            if value == "auto" and full not in self.fill:
-                self.autos.add(full)
-            elif value is not None:
-                self.given[full] = self.fill[full] if value == "auto" else value
-            self.rows[full] = Row(where, value, Verdict.DONE, "passed on")
         else:
             self.problem(where, _unknown(section, name))
 
@@ -283,23 +280,17 @@ class _Draft:
             return
         before = self.written.get(name)
         if before is not None and self.given[name] != read:
-            self.problem(
-                where,
-                f"{shown!r}, but {before} is {self.given[name]!r}: two names of one key; "
-                f"keep {before}",
-            )
+            text = f"{shown!r}, but {before} is {self.given[name]!r}: two names of one key"
+            self.problem(where, f"{text}; keep {before}")
             return
         self.written[name], self.given[name] = where, read
         note = f"{key.note} (auto, filled in with {read!r})" if is_auto else key.note
         self.rows[name] = Row(where, shown, key.verdict, note)
-        if key.verdict is not Verdict.REFUSED:
-            return
-        if not REFUSED_IF[key.when](read):
+        if key.verdict is Verdict.REFUSED and REFUSED_IF[key.when](read):
+            what = "a section that is on" if isinstance(shown, Mapping) else repr(shown)
+            self.problem(where, f"{what} is refused: {key.note}; {key.remedy}")
+        elif key.verdict is Verdict.REFUSED:
             self.note(name, "off, as here", Verdict.ACCEPTED)
-            return
-        what = "a section that is on" if isinstance(shown, Mapping) else repr(shown)
-        self.problem(where, f"{what} is refused: {key.note}; {key.remedy}")
-        self.note(name, f"{key.note}; {key.remedy}")
 
 
 def _when_auto(key: Key) -> str:

@@ -32,7 +32,7 @@ NAMES: dict[str, dict[str, str]] = {
         "get_world_size init_distributed is_initialized",
     },
     "ops": {},
-    "ops.adam": {f"{_HERE}.adam": "DeepSpeedCPUAdam FusedAdam"},
+    "ops.adam": {f"{_HERE}.one_process": "DeepSpeedCPUAdam FusedAdam"},
     "runtime": {},
     "runtime.dataloader": {f"{_HERE}.one_process": "RepeatingLoader"},
     "runtime.engine": {f"{_HERE}.engine": "DeepSpeedEngine"},

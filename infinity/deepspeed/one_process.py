@@ -1,7 +1,7 @@
 """What scripts written for DeepSpeed call around the engine, where there is one process.
 
-Of DeepSpeed's `comm`, `checkpointing` and `runtime.dataloader`, and the two calls before
-`initialize`: `add_config_arguments`, `init_distributed`.
+Of DeepSpeed's `comm`, `checkpointing`, `runtime.dataloader` and `ops.adam`, and the two calls
+before `initialize`: `add_config_arguments`, `init_distributed`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from infinity.blueprint import check_processes
 from infinity.errors import ConfigError
+from infinity.optim import standalone
 
 
 def add_config_arguments(parser: Any) -> Any:
@@ -122,3 +123,65 @@ class RepeatingLoader:
         except StopIteration:
             self.data_iter = iter(self.loader)
             return next(self.data_iter)
+
+
+# --- ops.adam: ours, with DeepSpeed's order of arguments and defaults -----------------------------
+
+
+class DeepSpeedCPUAdam(standalone.CPUAdam):
+    """`infinity.CPUAdam`; weight decay starts from 0.
+
+    In `initialize(optimizer=...)` it means the built-in rule with these settings;
+    `fp32_optimizer_states=False` (moments in bf16) is for there only.
+    """
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        super().__init__(
+            model_params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            adamw_mode=adamw_mode,
+            bias_correction=bias_correction,
+            moments="fp32" if fp32_optimizer_states else "bf16",
+        )
+
+
+class FusedAdam(standalone.FusedAdam):
+    """`infinity.FusedAdam`; as `DeepSpeedCPUAdam`. `set_grad_none` changes nothing."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            adamw_mode=adam_w_mode,
+            bias_correction=bias_correction,
+        )

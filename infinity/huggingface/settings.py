@@ -306,14 +306,16 @@ class _Told:
     theirs: str
 
 
-def _told(args: Any) -> list[_Told]:
+def _told(args: Any, precision: str) -> list[_Told]:
     """What a configuration may leave out, and has to agree with where it does not."""
     steps, adam, params = "gradient_accumulation_steps", "adam_beta1, adam_beta2", _PARAMS
     decay = args.weight_decay
     micro = args.per_device_train_batch_size
     total = f"per_device_train_batch_size x {steps}"
     betas = (args.adam_beta1, args.adam_beta2)
+    flag = [_Told(f"{precision}=True", precision, "precision", "precision")]
     return [
+        *(flag if args.bf16 or args.fp16 else ()),
         _Told("per_device_train_batch_size", micro, "", "train_micro_batch_size_per_gpu"),
         _Told(steps, args.gradient_accumulation_steps, steps, steps),
         _Told(total, micro * args.gradient_accumulation_steps, "", "train_batch_size"),
@@ -337,23 +339,21 @@ def _ours(source: Any, args: Any, precision: str) -> TrainerSettings:
         source = source.model_dump(exclude_unset=True)
     raw = _without_autos(read_source(source)[1])
     given = load_config(raw)
-    kind = given.optimizer.type
-    problems = []
+    kind, of_adam = given.optimizer.type, ("optimizer.betas", "optimizer.eps")
+    told = {one.ours: one for one in _told(args, precision) if one.ours}
+    told = {
+        name: one
+        for name, one in told.items()
+        if RULES[kind].decoupled is not None or name not in of_adam
+    }
+    written = {n: e["value"] for n, e in given.resolved().items() if e["origin"] == "given"}
+    _check_same(written, told, "leave it out")
     merged = {"precision": precision, **given.model_dump(exclude_unset=True, exclude={"scheduler"})}
     merged["optimizer"] = {**merged.get("optimizer", {}), "type": kind}
-    for told in _told(args):
-        section, _, key = told.ours.rpartition(".")
-        if not key or (key in ("betas", "eps") and RULES[kind].decoupled is None):
-            continue
-        part: Any = given.optimizer if section else given
-        if key in part.model_fields_set and getattr(part, key) != told.value:
-            problems.append(_mismatch(told.ours, getattr(part, key), told))
-        (merged["optimizer"] if section else merged)[key] = told.value
-    if "precision" in given.model_fields_set:
-        problems += _other_precision(args, given.precision, precision)
-    _raise(problems, "leave it out")
-    named = "type" in given.optimizer.model_fields_set
-    return TrainerSettings(load_config(merged), given.scheduler, named, None)
+    for name, one in told.items():
+        section, _, key = name.rpartition(".")
+        (merged["optimizer"] if section else merged)[key] = one.value
+    return TrainerSettings(load_config(merged), given.scheduler, "optimizer.type" in written, None)
 
 
 def _without_autos(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -373,7 +373,7 @@ def _translated(
 ) -> TrainerSettings:
     raw: dict[str, Any] = dict(found.raw)
     named = raw.get("optimizer") is not None
-    told = {one.theirs: one for one in _told(args)}
+    told = {one.theirs: one for one in _told(args, precision)}
     fill = {name: one.value for name, one in told.items()} | {
         f"{_PARAMS}.betas": list(told[f"{_PARAMS}.betas"].value),
         "bf16.enabled": precision == "bf16",
@@ -392,13 +392,8 @@ def _translated(
         source if found.repeated else raw, fill=fill, client_optimizer=not named
     )
     config = translation.config
-    problems = [
-        _mismatch(row.key, row.given, told[row.key])
-        for row in translation.rows
-        if row.key in told and row.given is not None and row.given != "auto"
-        if not _same(row.given, fill[row.key])
-    ]
-    _raise(problems + _other_precision(args, config.precision, precision), 'write "auto" there')
+    written = {row.key: row.given for row in translation.rows} | {"precision": config.precision}
+    _check_same(written, told, 'write "auto" there')
     merged = config.model_dump(exclude_unset=True, exclude={"scheduler"})
     if not named:
         kept = {key: v for key, v in merged.get("optimizer", {}).items() if key == "moments"}
@@ -408,31 +403,24 @@ def _translated(
     return TrainerSettings(load_config(merged), config.scheduler, named, translation)
 
 
-def _same(given: Any, wanted: Any) -> bool:
-    if isinstance(wanted, list):
-        return len(given) == len(wanted) and all(map(_same, given, wanted))
-    return float(given) == float(wanted)
-
-
 # --- what differs ------------------------------------------------------------------------------
 
 
-def _other_precision(args: Any, given: str, wanted: str) -> list[str]:
-    """A mistake where a flag asks for another one."""
-    if given == wanted or not (args.bf16 or args.fp16):
-        return []
-    return [_mismatch("precision", given, _Told(f"{wanted}=True", wanted, "", ""))]
-
-
-def _mismatch(name: str, given: Any, told: _Told) -> str:
-    wanted, where = told.value, told.argument
-    return f"{name}: {given!r} in the configuration, {wanted!r} by TrainingArguments ({where})"
-
-
-def _raise(problems: list[str], remedy: str) -> None:
+def _check_same(given: Mapping[str, Any], told: Mapping[str, _Told], remedy: str) -> None:
+    problems = [
+        f"\n  - {name}: {value!r} in the configuration, {told[name].value!r} by TrainingArguments "
+        f"({told[name].argument})"
+        for name, value in given.items()
+        if name in told and value not in (None, "auto") and not _same(value, told[name].value)
+    ]
     if problems:
-        lines = "".join(f"\n  - {problem}" for problem in problems)
         raise ConfigError(
-            f"the configuration and TrainingArguments differ:{lines}",
+            f"the configuration and TrainingArguments differ:{''.join(problems)}",
             remedy=f"{remedy}, and the value of TrainingArguments is used; or make them the same",
         )
+
+
+def _same(given: Any, wanted: Any) -> bool:
+    if isinstance(wanted, tuple):
+        return len(given) == len(wanted) and all(map(_same, given, wanted))
+    return bool(given == wanted) if isinstance(wanted, str) else float(given) == float(wanted)

@@ -88,7 +88,7 @@ class Hyper:
 
     @property
     def initial(self) -> tuple[float, ...]:
-        """What fresh moments are filled with."""
+        """What fresh moments are filled with: 0, but where they are never negative."""
         return (0.0,) * len(self.state_names)
 
     def begun_at(self, step: int) -> Self:

@@ -76,6 +76,8 @@ def test_the_engine_runs_them_on_every_format(name: str, kind: MomentFormat) -> 
         rule.reserve([group])
         assert rule.capture(group) == hyper
         assert len(rule.moments) == hyper.num_moments
+        begins = zip(hyper.initial, hyper.unsigned, strict=True)
+        assert all(unsigned or not value for value, unsigned in begins)
         tensors = []
         for step in (_step, reference.reference_update):
             weight, gradient = torch.linspace(-1, 1, 300), torch.linspace(2, -3, 300)

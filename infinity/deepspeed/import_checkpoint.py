@@ -39,7 +39,7 @@ from infinity.config.deepspeed_keys import BUILT_IN
 from infinity.errors import CheckpointError, ConfigError, first_lines
 from infinity.model.weight_files import Outgoing
 from infinity.optim.moments import COMPUTE_DTYPES
-from infinity.rules import RULES, twin_of
+from infinity.rules import RULES, AdamW, twin_of
 
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_([0-9]+)_)?mp_rank_([0-9]+)_model_states\.pt")
@@ -180,7 +180,7 @@ def flat_tensors(value: Any) -> list[Tensor] | None:
 # --- a checkpoint of ours ------------------------------------------------------------------------
 
 _PIECE = 1 << 20  # elements
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENTS = AdamW.state_names  # as it calls them too
 # Of trained parameters, and so of the checkpoint; any other dtype becomes fp32.
 _PRECISIONS = {d: name for name, d in COMPUTE_DTYPES.items() if d is not torch.float32}
 

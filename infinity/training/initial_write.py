@@ -127,7 +127,7 @@ class Birth:
                 if first < last and any(initial):
                     values = torch.full((last - first,), initial[index], dtype=torch.float32)
                     part = moment.part(first, last)
-                    self.kernels.encode(values, part, signed=False)  # only Adagrad's sum
+                    self.kernels.encode(values, part, signed=False)  # see `Hyper.initial`
 
     def _write_frozen(self, layout: UnitLayout, parameters: Sequence[nn.Parameter]) -> None:
         if not layout.frozen_bytes:

@@ -190,11 +190,6 @@ class CpuKernels:
         """The instruction set in use."""
         return self.pool.isa
 
-    @property
-    def nodes(self) -> list[list[int]]:
-        """The CPUs of each memory node; on more than one, the workers are spread and pinned."""
-        return self.pool.nodes
-
     def update_all(self, pieces: Iterable[Piece]) -> None:
         """One step of every piece, in place, as one job: each in one pass over memory.
 

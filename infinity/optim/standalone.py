@@ -42,13 +42,6 @@ _MASTERS = {torch.bfloat16: "residual", torch.float16: "master"}  # entries of a
 _State = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class _Settings:
-    moments: MomentFormat
-    master: bool
-    num_threads: int
-
-
 class _Views:
     """Flat views of a parameter and its state, kept from step to step while nothing changed them.
 
@@ -112,7 +105,8 @@ class _Adam(torch.optim.Optimizer):
         except ValueError:
             known = ", ".join(repr(f.value) for f in MomentFormat)
             raise ConfigError(f"moments is {moments!r}", remedy=f"one of {known}") from None
-        self._settings = _Settings(chosen, master, num_threads)
+        # How moments are stored where the engine runs this; without it, fp32.
+        self.moments, self.master, self.num_threads = chosen, master, num_threads
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -125,11 +119,6 @@ class _Adam(torch.optim.Optimizer):
         }
         self._begin()
         super().__init__(params, defaults)
-
-    @property
-    def moments(self) -> MomentFormat:
-        """How moments are stored where the engine runs this; without it, fp32."""
-        return self._settings.moments
 
     def _begin(self) -> None:
         """Everything that is neither copied nor pickled."""
@@ -199,11 +188,12 @@ class _Adam(torch.optim.Optimizer):
         loaded = {}
         for parameter, number in zip(order, numbers, strict=True):
             if state := states.pop(number, None):
-                loaded[parameter] = _taken_state(parameter, state, self._settings.master)
+                loaded[parameter] = _taken_state(parameter, state, self.master)
         return {**given, "param_groups": groups, "state": states}, loaded
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_settings": self._settings}
+        own = {name: getattr(self, name) for name in ("moments", "master", "num_threads")}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -255,7 +245,7 @@ class _Adam(torch.optim.Optimizer):
                 f"the gradient of a parameter of shape {tuple(gradient.shape)} is sparse",
                 remedy="use sparse=False in nn.Embedding",
             )
-        rest = views.rest if self._settings.master else self._rest(views.parameter, {})
+        rest = views.rest if self.master else self._rest(views.parameter, {})
         flat = gradient if gradient.is_contiguous() else gradient.contiguous()
         flat = flat if flat.dim() == 1 else flat.view(-1)
         return Piece(views.weight, rest, views.moments, flat, hyper, step, scale)
@@ -277,7 +267,7 @@ class _Adam(torch.optim.Optimizer):
             state["step"] = torch.tensor(0.0)
             for name in AdamW.state_names:
                 state[name] = torch.zeros_like(parameter, dtype=torch.float32)
-        rest = self._rest(parameter, state) if self._settings.master else None
+        rest = self._rest(parameter, state) if self.master else None
         views = self._views[parameter] = _Views(parameter, state, rest)
         return views
 
@@ -333,7 +323,7 @@ class _Adam(torch.optim.Optimizer):
         kernels = self._kernels.get(device)
         if kernels is None:
             if device.type == "cpu":
-                kernels = CpuKernels(self._settings.num_threads or read_machine().num_cpus)
+                kernels = CpuKernels(self.num_threads or read_machine().num_cpus)
             else:
                 kernels = CudaKernels(device)
             self._kernels[device] = kernels

@@ -111,9 +111,8 @@ def make_optimizer(
         )
     if groups and not isinstance(groups[0], dict):
         groups = [{"params": groups}]
-    same_rule = built_in_of(given, groups)
-    if same_rule is not None:
-        return OffloadedOptimizer(same_rule.groups, same_rule.defaults, rule=same_rule.rule)
+    if (ours := built_in_of(given, groups)) is not None:
+        return ours
     facts = open_guest(given, groups)
     return OffloadedOptimizer(facts.groups, facts.defaults, rule=GuestRule(facts))
 

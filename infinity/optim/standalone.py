@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
@@ -31,7 +30,7 @@ from infinity.formats import MomentFormat
 from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.cuda import CudaKernels
 from infinity.optim.moments import BESIDE, Moment
-from infinity.optim.offloaded import optimizer_method
+from infinity.optim.offloaded import OffloadedOptimizer, optimizer_method
 from infinity.optim.update import BuiltInRule
 from infinity.plan.machine import read_machine
 from infinity.rules import RULES, AdamW, Hyper, twin_of
@@ -456,17 +455,8 @@ def _finite(given: Any) -> float:
 # --- passed to the engine ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SameRule:
-    """A built-in rule, and the groups and defaults of the optimizer it stands for."""
-
-    rule: BuiltInRule
-    groups: list[dict[str, Any]]
-    defaults: dict[str, Any]
-
-
-def built_in_of(given: Any, groups: Sequence[dict[str, Any]]) -> SameRule | None:
-    """What the engine runs for a `CPUAdam` or `FusedAdam`, or the class; None if it is no such.
+def built_in_of(given: Any, groups: Sequence[dict[str, Any]]) -> OffloadedOptimizer | None:
+    """The engine's for a `CPUAdam` or `FusedAdam`, or the class; None if it is no such.
 
     Their kernels are the engine's, but it keeps the state in its tiers. The groups of an instance
     stay the same objects: schedulers over it keep working. Raises `ConfigError` for settings that
@@ -503,4 +493,4 @@ def built_in_of(given: Any, groups: Sequence[dict[str, Any]]) -> SameRule | None
             )
     rule = BuiltInRule(twin_of("AdamW", decoupled=modes == {True}), optimizer.moments)
     defaults = {key: optimizer.defaults[key] for key in AdamW.defaults()}
-    return SameRule(rule, list(groups), defaults)
+    return OffloadedOptimizer(list(groups), defaults, rule=rule)

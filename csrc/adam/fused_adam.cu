@@ -212,7 +212,8 @@ INFINITY_FUNCTION void update_four(const Rule& rule, const Segment& s, Range<kVe
   if constexpr (Rule::kNumMoments > 1) v = Format::template load<true>(place2, range);
 
   for (u32 i = 0; i < kPerLane; ++i) {
-    rule(p.at[i], Gradient::widen(gradients.at[i]), m.at[i], v.at[i]);
+    const float gradient = Gradient::widen(gradients.at[i]);
+    p.at[i] = rule.apply(p.at[i], rule.change(rule.begin(p.at[i], gradient, m.at[i], v.at[i])));
   }
 
   Layout::store(s, range, p);

@@ -267,12 +267,11 @@ INFINITY_FUNCTION float decode_unsigned(u8 code, float scale) {
 
 // --- rules ---------------------------------------------------------------------------------------
 // A rule is made from its scalars, each rounded to fp32 once, in the order in which
-// infinity/rules.py returns them. It takes the parameter, the gradient as it is stored and
-// its moments, and leaves the new values; the includer stores them (`canonical` first). `maximize`
-// is the sign of grad_scale. A loop may take three steps instead: `begin` makes the new moments and
-// a fraction, and reads the parameter only if `kReadsWeight`; `change` divides it; `apply`
-// subtracts. A rule with a `Short` form takes that for scalars that are not `is_general`. A rule is
-// known to everybody by its line in `INFINITY_RULES`, at the end.
+// infinity/rules.py returns them. `begin` takes the parameter, the gradient as it is stored and the
+// moments; it makes the new moments and a fraction, and reads the parameter only if `kReadsWeight`.
+// `change` divides the fraction, `apply` subtracts it; the includer stores (`canonical` first).
+// `maximize` is the sign of grad_scale. A rule with a `Short` form takes that for scalars that are
+// not `is_general`. A rule is known to everybody by its line in `INFINITY_RULES`, at the end.
 
 template <class F>
 struct Fraction {
@@ -324,10 +323,6 @@ struct AdamOf {
   INFINITY_FUNCTION F apply(F p, F change) const {
     return p * decay - change;
   }
-
-  INFINITY_FUNCTION void operator()(float& p, float gradient, float& m, float& v) const {
-    p = apply(p, change(begin(p, gradient, m, v)));
-  }
 };
 
 using Adam = AdamOf<true>;
@@ -364,10 +359,6 @@ struct Lion {
   INFINITY_FUNCTION F apply(F p, F change) const {
     return p * decay - change;
   }
-
-  INFINITY_FUNCTION void operator()(float& p, float gradient, float& m, float& v) const {
-    p = apply(p, change(begin(p, gradient, m, v)));
-  }
 };
 
 // SGD with momentum: dampening, Nesterov (look_ahead != 0). In the first step the caller passes
@@ -402,10 +393,6 @@ struct Momentum {
   INFINITY_FUNCTION F apply(F p, F change) const {
     return p - change;
   }
-
-  INFINITY_FUNCTION void operator()(float& p, float gradient, float& m, float& v) const {
-    p = apply(p, change(begin(p, gradient, m, v)));
-  }
 };
 
 // SGD without momentum; the scalars of `Momentum`.
@@ -434,10 +421,6 @@ struct Plain {
   template <class F>
   INFINITY_FUNCTION F apply(F p, F change) const {
     return p - change;
-  }
-
-  INFINITY_FUNCTION void operator()(float& p, float gradient, float& m, float& v) const {
-    p = apply(p, change(begin(p, gradient, m, v)));
   }
 };
 
@@ -468,10 +451,6 @@ struct Adagrad {
   template <class F>
   INFINITY_FUNCTION F apply(F p, F change) const {
     return p - change;
-  }
-
-  INFINITY_FUNCTION void operator()(float& p, float gradient, float& m, float& v) const {
-    p = apply(p, change(begin(p, gradient, m, v)));
   }
 };
 

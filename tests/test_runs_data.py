@@ -16,6 +16,7 @@ import pytest
 import transformers
 
 from infinity.errors import CheckpointError, ConfigError, DoesNotFitError
+from infinity.files import LockFile
 from infinity.runs import data, texts
 from infinity.runs.data import Recipe, Reel, Windows, prepare, split
 from infinity.runs.preparation import BYTES_END, BYTES_SIZE, read_facts
@@ -109,11 +110,15 @@ def test_tokens_are_used_again_until_a_file_changes(
 def test_nothing_is_left_of_what_failed(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "good"}\n{"text": 3}\n')
     cache = tmp_path / "cache"
-    gone = cache / "0123.partial-999999999-ab"
-    gone.mkdir(parents=True)
-    with pytest.raises(ConfigError, match="line 2: the field 'text' is 3, no text"):
+    for name in ("0123.partial-ab", "0123.partial-cd"):
+        (cache / name).mkdir(parents=True)
+        (cache / f"{name}.lock").touch()
+    with (
+        LockFile(cache / "0123.partial-cd.lock"),  # somebody else is at it
+        pytest.raises(ConfigError, match="line 2: the field 'text' is 3, no text"),
+    ):
         prepare(recipe(tmp_path / "a.jsonl"), cache)
-    assert list(cache.iterdir()) == []
+    assert sorted(p.name for p in cache.iterdir()) == ["0123.partial-cd", "0123.partial-cd.lock"]
 
 
 @pytest.mark.parametrize("damage", ["cut", "index", "gone"])

@@ -15,7 +15,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,12 +26,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from infinity.errors import CheckpointError, ConfigError, MachineError
-from infinity.files import FOLDER_MODE, open_new, refused, sync_directory
+from infinity.files import FOLDER_MODE, LockFile, open_new, refused, sync_directory
 from infinity.runs.texts import Source, Tokenizer, read_texts
 from infinity.sealed import read_sealed, write_sealed
 
 _FORMAT, FORMAT = "torch-infinity-tokens", 3
-_INDEX, _TOKENS, _PARTIAL = "index.json", "tokens.bin", ".partial-"
+_INDEX, _TOKENS, _PARTIAL, _LOCK = "index.json", "tokens.bin", ".partial-", ".lock"
 _BATCH = 1 << 22  # characters that are worth a call of the tokenizer
 _CHUNK = 1 << 20  # tokens of a file that are looked at at once
 
@@ -130,16 +130,21 @@ def prepare(recipe: Recipe, cache: Path, progress: Progress | None = None) -> Co
     if not directory.is_dir():
         with _explained(cache):
             cache.mkdir(parents=True, exist_ok=True)
-            for path in cache.glob(f"*{_PARTIAL}*"):  # of processes that are gone
-                pid = path.name.partition(_PARTIAL)[2].partition("-")[0]
-                if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-                    shutil.rmtree(path, ignore_errors=True)
-            _make(recipe, directory, progress)
+            for path in cache.glob(f"*{_PARTIAL}*{_LOCK}"):
+                with suppress(OSError), LockFile(path, create=False) as lock:  # of the dead
+                    shutil.rmtree(path.with_suffix(""), ignore_errors=True)
+                    lock.release()
+            partial = directory.with_name(f"{directory.name}{_PARTIAL}{uuid.uuid4().hex[:16]}")
+            lock = LockFile(partial.with_suffix(f"{partial.suffix}{_LOCK}"))
+            try:
+                _make(recipe, partial, directory, progress)
+            finally:
+                lock.release()
     return Corpus(directory)
 
 
-def _make(recipe: Recipe, directory: Path, progress: Progress | None) -> None:
-    partial = directory.with_name(f"{directory.name}{_PARTIAL}{os.getpid()}-{uuid.uuid4().hex[:8]}")
+def _make(recipe: Recipe, partial: Path, directory: Path, progress: Progress | None) -> None:
+    """Make it in `partial`, and give it its name."""
     total, done = sum(source.size for source in recipe.sources), 0
 
     def advance(nbytes: int) -> None:

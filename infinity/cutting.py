@@ -84,7 +84,9 @@ def cut_model(
         )  # fmt: skip
     cuts = cutter.cut(units)
     layouts = tuple(
-        lay_out(index, cut.name, [facts[i] for i in cut.parameters], precision)
+        lay_out(
+            index, cut.name, [facts[i] for i in cut.parameters], precision, is_block=cut.is_block
+        )
         for index, cut in enumerate(cuts)
     )
     trained, names = [fact.trained for fact in facts], [fact.dtype for fact in facts]

@@ -603,7 +603,8 @@ class Engine:
     def forecast(self) -> dict[str, int]:
         """Predicted bytes per lane and step, for the order of units learnt so far."""
         sizes = getattr(self._parts.activations, "learnt", None)
-        return forecast_bytes(self.plan, self._cycles.training.sequence, sizes)
+        summed = self._parts.hooks.summed_units if self._window.arrived else None
+        return forecast_bytes(self.plan, self._cycles.training.sequence, sizes, summed)
 
     def saved_activations(self) -> dict[str, int]:
         """Blocks "recomputed", inputs of them "saved", and bytes of these that waited per tier."""

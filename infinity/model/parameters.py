@@ -348,7 +348,7 @@ def move_buffers(
 # (`parameters()`, `items()`) does not fetch: it serves shapes and identities.
 
 
-Touch = Callable[[nn.Parameter], None]
+Touch = Callable[[nn.Parameter], Tensor]  # gives the parameter, or a view to read in its place
 
 
 class ParameterMap(dict[str, nn.Parameter | None]):
@@ -358,11 +358,9 @@ class ParameterMap(dict[str, nn.Parameter | None]):
         super().__init__(plain)
         self._touch = touch
 
-    def __getitem__(self, name: str) -> nn.Parameter | None:
+    def __getitem__(self, name: str) -> Any:
         parameter = super().__getitem__(name)
-        if parameter is not None:
-            self._touch(parameter)
-        return parameter
+        return None if parameter is None else self._touch(parameter)
 
     def get(self, name: str, default: Any = None) -> Any:
         """Like `[]`, with a default for what is not there."""

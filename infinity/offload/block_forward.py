@@ -28,6 +28,7 @@ from infinity.model.cut import UnitCut
 from infinity.model.parameters import ParameterMap
 from infinity.model.torch_private import inside_backward
 from infinity.offload.hooks import Hooks
+from infinity.offload.slice_sums import SlicedCall, SliceSums
 from infinity.plan.activations import SavedPlan
 
 # A block's forward, compiled by torch, while its weights come and go.
@@ -45,18 +46,23 @@ _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
 class CompiledForward:
-    """`forward` of a module, compiled when it is first called; `options` are torch.compile's."""
+    """`forward` of a module, compiled when it is first called; `options` are torch.compile's.
+
+    `read` gives a parameter as a slice is to see it.
+    """
 
     def __init__(
         self,
         module: nn.Module,
         name: str,
         forward: Callable[..., Any],
+        read: Callable[[nn.Parameter], Tensor],
         options: Mapping[str, Any],
     ) -> None:
         self._name = name
+        self._read = read
         self._owned = [
-            (part, part._parameters, dict(part._parameters))
+            (part, part._parameters, dict[str, Any](part._parameters))
             for part in module.modules()
             if isinstance(part._parameters, ParameterMap)
         ]
@@ -65,7 +71,9 @@ class CompiledForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it; raises `TrainingError` for what the compiler cannot take whole."""
         try:
-            for part, _, plain in self._owned:
+            for part, owned, plain in self._owned:
+                for name, parameter in owned.items():
+                    plain[name] = None if parameter is None else self._read(parameter)
                 part.__dict__["_parameters"] = plain
             return self._run(*args, **kwargs)
         except Exception as error:
@@ -77,8 +85,9 @@ class CompiledForward:
                 remedy="leave compile out, or change the block as the error above says",
             ) from error
         finally:
-            for part, owned, _ in self._owned:
+            for part, owned, plain in self._owned:
                 part.__dict__["_parameters"] = owned
+                plain.update(owned)  # taps are views of slots
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,7 +145,7 @@ def put_together(shape: Any, tensors: Sequence[Tensor]) -> Any:
 # The batch is split along the first dimension, each slice runs alone, and results are put behind
 # one another. Where no sample sees another, the numbers are those of plain torch run with the same
 # slices, bit for bit. They are not those of the whole batch at once: matrix products of other
-# shapes round differently, and autograd adds the gradients of slices in the compute dtype. What
+# shapes round differently. Gradients of slices are summed in fp32 (`slice_sums.py`). What
 # cannot be sliced is refused by name; and the first call of each kind of block is tried out, on
 # two slices together and on the first of them alone, which leaves no trace in its buffers. A slice
 # is a call of its own: what a forward counts in a buffer is counted once a slice.
@@ -155,11 +164,19 @@ class Slicer:
     """Slices the calls of one block; `tried` holds the kinds of blocks that were tried out."""
 
     def __init__(
-        self, module: nn.Module, plain: Forward, name: str, count: int, tried: set[object]
+        self,
+        module: nn.Module,
+        plain: Forward,
+        cut: UnitCut,
+        count: int,
+        tried: set[object],
+        sums: SliceSums,
     ) -> None:
         self._module = module
+        self._own = frozenset(cut.parameters)
+        self._sums = sums
         self._plain = plain
-        self._name = name
+        self._name = cut.name
         self._count = count
         self._tried = tried
         self._kind = (type(module), tuple(tuple(p.shape) for p in module.parameters()))
@@ -190,12 +207,14 @@ class Slicer:
             given = [p[index] if s else p[0] for p, s in zip(parts, sliced, strict=True)]
             calls.append(put_together(shape, given))
         self._try_out(shape, tensors, sliced, size)
-        results: list[list[Tensor]] = []
-        forms: list[Any] = []
-        for slice_args, slice_kwargs in calls:
-            found: list[Tensor] = []
-            forms.append(take_apart(run(*slice_args, **slice_kwargs), found))
-            results.append(found)
+        results: list[list[Tensor]] = [[] for _ in calls]
+        forms: list[Any] = [None] * len(calls)
+        call = SlicedCall(self._sums, self._own)
+        for number in reversed(range(len(calls))):  # backward finds them the other way round
+            slice_args, slice_kwargs = calls[number]
+            with call.slice(number):
+                result = run(*slice_args, **slice_kwargs)
+            forms[number] = take_apart(result, results[number])
         return self._joined(forms, results, rows, size)
 
     def _sliced(self, tensors: Sequence[Tensor]) -> tuple[int, list[bool]]:
@@ -293,6 +312,8 @@ class UnitForwards:
     ) -> None:
         self.recomputed = 0
         self.warned = False  # of a cache that was left out
+        self.told = False  # of a block that the model checkpoints itself
+        self.inside = 0  # blocks whose recomputable forward runs
         self.tried: set[object] = set()  # see `Slicer`
         self._hooks = hooks
         self._cuts = cuts
@@ -307,9 +328,7 @@ class UnitForwards:
             own = {id(self._parameters[index]) for index in cut.parameters}
             for module in blocks_of(cut):
                 alone = own.issuperset(id(p) for p in module.parameters())
-                self._blocks.append(
-                    _Block(self, self._hooks, self._plan, module, unit, cut.name, alone)
-                )
+                self._blocks.append(_Block(self, self._hooks, self._plan, module, unit, cut, alone))
 
     def compile_units(self, **options: Any) -> None:
         """Compile every block's forward, when it is first called in training mode.
@@ -338,6 +357,18 @@ class UnitForwards:
         """Blocks that are, or will be, compiled."""
         return sum(block.compiled is not None for block in self._blocks)
 
+    def say_left_whole(self, name: str) -> None:
+        """Warn, once, of a block that the model checkpoints itself, and that is not sliced."""
+        if not self.told:
+            self.told = True
+            warnings.warn(
+                f"block {name!r} does not run in slices: the model checkpoints it, and would keep "
+                "all slices' tensors while it computes it again; turn that off, and set "
+                "activations.checkpoint: units, which does it slice by slice",
+                InfinityWarning,
+                stacklevel=2,
+            )
+
     def remove(self) -> None:
         """Every block has its own forward again."""
         while self._blocks:
@@ -355,21 +386,23 @@ class _Block:
         plan: SavedPlan,
         module: nn.Module,
         unit: int,
-        name: str,
+        cut: UnitCut,
         alone: bool,
     ) -> None:
         self.alone = alone  # no other unit has parameters inside
         self.compiled: CompiledForward | None = None
         self._owner = owner
         self._saved = hooks.saved
+        self._sums = hooks.sums
         self._recomputes = plan.checkpoint
-        self._name = name
+        self._name = cut.name
+        self._read = hooks.read
         self._module = module
         self._before, self._after = hooks.around(unit)
         self._own: Callable[..., Any] = module.forward
         self._slicer = None
         if plan.slices > 1:
-            self._slicer = Slicer(module, self._own, name, plan.slices, owner.tried)
+            self._slicer = Slicer(module, self._own, cut, plan.slices, owner.tried, hooks.sums)
         self._replaced = module.__dict__.get("forward")
 
         @functools.wraps(self._own)
@@ -380,7 +413,7 @@ class _Block:
 
     def compile(self, options: Mapping[str, Any]) -> None:
         """From the next call on."""
-        self.compiled = CompiledForward(self._module, self._name, self._own, options)
+        self.compiled = CompiledForward(self._module, self._name, self._own, self._read, options)
 
     def remove(self) -> None:
         """The module's own forward again."""
@@ -389,7 +422,10 @@ class _Block:
             self._module.__dict__["forward"] = self._replaced
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not torch.is_grad_enabled() or inside_backward() or self._saved.under_checkpoint:
+        again = inside_backward() or self._saved.under_checkpoint
+        if not torch.is_grad_enabled() or again or self._sums.call is not None:
+            if again and self._slicer is not None and not self._owner.inside:
+                self._owner.say_left_whole(self._name)
             return self._plain(*args, **kwargs)
         if self._recomputes or self._slicer is not None:
             kwargs = self._without_caches(kwargs)
@@ -404,21 +440,22 @@ class _Block:
         return self._plain(*args, **kwargs)
 
     def _recomputable(self, rerun: Rerun, *args: Any, **kwargs: Any) -> Any:
-        if not inside_backward():  # the module's hooks have run
+        again, pushed = inside_backward(), False
+        if again:
+            self._owner.recomputed += 1
+            self._before(self._module, args, kwargs)
+        else:  # the module's hooks have run
             pushed = self._saved.push()
-            try:
-                with rerun.first():
-                    return self._plain(*args, **kwargs)
-            finally:
-                if pushed:
-                    self._saved.pop()
-        self._owner.recomputed += 1
-        self._before(self._module, args, kwargs)
+        self._owner.inside += 1
         try:
-            with rerun.again():
+            with rerun.again() if again else rerun.first():
                 return self._plain(*args, **kwargs)
         finally:
-            self._after(self._module, args, None)
+            self._owner.inside -= 1
+            if again:
+                self._after(self._module, args, None)
+            elif pushed:
+                self._saved.pop()
 
     def _plain(self, *args: Any, **kwargs: Any) -> Any:
         if self.compiled is not None and self._module.training:

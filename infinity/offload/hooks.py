@@ -36,6 +36,7 @@ from infinity.offload.owner import Call, Owner
 from infinity.offload.prefetch import Mover
 from infinity.offload.report import Timeline
 from infinity.offload.saved_tensors import SavedTensors
+from infinity.offload.slice_sums import SliceSums
 from infinity.offload.window import AccumulationWindow
 
 
@@ -84,6 +85,7 @@ class Hooks:
         self.owner = owner
         self.watch = watch
         self.gradients = gradients
+        self.sums = SliceSums()
         self.saved = SavedTensors(mover, gradients.expect, self._backward, activations)
         self.lent = lent
         self.write_edits = write_edits
@@ -113,13 +115,24 @@ class Hooks:
         """The unit of a parameter."""
         return self._unit_of[index]
 
-    def touch(self, parameter: nn.Parameter) -> None:
-        """A parameter is being reached for through its module."""
+    @property
+    def summed_units(self) -> set[int]:
+        """Units whose gradients were sums of slices when they last arrived."""
+        return {self._unit_of[index] for index in self.sums.summed}
+
+    def touch(self, parameter: nn.Parameter) -> Tensor:
+        """A parameter is being reached for through its module; what is given to whoever does."""
         self._refuse_strangers()
         index = self._index_of[id(parameter)]
-        if index not in self.lent:
-            self._is_lent(self._unit_of[index])  # raises where a sibling is
-            self._use(self._unit_of[index])
+        if index in self.lent:
+            return parameter
+        self._is_lent(self._unit_of[index])  # raises where a sibling is
+        self._use(self._unit_of[index])
+        return self.sums.read(index, parameter)
+
+    def read(self, parameter: nn.Parameter) -> Tensor:
+        """A parameter whose unit is there, as whoever computes now is to see it."""
+        return self.sums.read(self._index_of[id(parameter)], parameter)
 
     def _use(self, unit: int) -> None:
         self._join()
@@ -321,7 +334,9 @@ class Hooks:
         def hook(parameter: Tensor) -> None:
             self._backward()
             gradient, parameter.grad = parameter.grad, None
-            assert gradient is not None
+            gradient = self.sums.take(index, gradient)
+            if gradient is None:
+                return
             self.mover.await_consumed(self._unit_of[index])
             self.window.arrived += 1
             if self.window.divisor != 1:
@@ -360,6 +375,7 @@ class Hooks:
         """Forget gradients that a backward made, but did not hand over."""
         if self.timeline is not None:
             self.timeline.forget()
+        self.sums.drop()
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -374,3 +390,4 @@ class Hooks:
         self._handles = []
         self.watch.close()
         self.saved.close()
+        self.sums.drop()

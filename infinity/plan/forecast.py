@@ -45,19 +45,26 @@ class PhaseBytes:
 
 
 def forecast_bytes(
-    plan: Plan, cycle: list[int] | None = None, saved: tuple[int, ...] | None = None
+    plan: Plan,
+    cycle: list[int] | None = None,
+    saved: tuple[int, ...] | None = None,
+    summed: Collection[int] | None = None,
 ) -> dict[str, int]:
     """Bytes per lane and steady step; the writes of durable commits are shared out over steps.
 
     `cycle` is a learnt tape, else the usual order is assumed; `saved` the learnt sizes of what a
-    micro-batch saves, else those that the plan expects.
+    micro-batch saves, else those that the plan expects; `summed` the units that were seen to run in
+    slices, whose gradients leave in fp32, else all blocks if the plan has slices.
     """
-    phases = forecast_phases(plan, cycle, saved)
+    phases = forecast_phases(plan, cycle, saved, summed)
     return {lane: sum(phase.moved[lane] for phase in phases) for lane in LANES}
 
 
 def forecast_phases(
-    plan: Plan, cycle: list[int] | None = None, saved: tuple[int, ...] | None = None
+    plan: Plan,
+    cycle: list[int] | None = None,
+    saved: tuple[int, ...] | None = None,
+    summed: Collection[int] | None = None,
 ) -> list[PhaseBytes]:
     """The same by phase: forward and backward of every micro-batch, in order."""
     course = _Course(
@@ -69,7 +76,9 @@ def forecast_phases(
         micro_batches=plan.micro_batches,
     )
     sizes = plan.saved.sizes if saved is None else saved
-    return _Bytes(plan, dict.fromkeys(course.cycle), sizes).of(_run(course))
+    if summed is None:
+        summed = [u.index for u in plan.units if u.is_block and plan.saved.slices > 1]
+    return _Bytes(plan, dict.fromkeys(course.cycle), sizes, summed).of(_run(course))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +118,11 @@ class _Bytes:
     `saved` are sizes of tensors that each forward saves, and its backward brings back.
     """
 
-    def __init__(self, plan: Plan, used: Collection[int], saved: tuple[int, ...]) -> None:
+    def __init__(
+        self, plan: Plan, used: Collection[int], saved: tuple[int, ...], summed: Collection[int]
+    ) -> None:
         self.plan = plan
+        self._summed = summed
         self._saved = saved_moves(saved, plan.saved, unified=plan.unified)
         self._swept: dict[tuple[int, int, UnitHomes, bool], dict[str, int]] = {}
         self._gradients = self._of_gradients(used)
@@ -190,7 +202,8 @@ class _Bytes:
             if home is Tier.DISK:
                 on_disk += plan.gradient_bytes(layout)
             if not plan.unified and home is not Tier.DEVICE:
-                from_device += layout.num_trained * layout.weight_itemsize
+                itemsize = 4 if unit in self._summed else layout.weight_itemsize
+                from_device += layout.num_trained * itemsize
         first = {"disk_write": on_disk, "from_device": from_device}
         return first, {"disk_read": on_disk, **first}
 

@@ -170,6 +170,7 @@ class UnitLayout:
     numel: int  # trained elements, padded to ELEMENT_ALIGN
     frozen_bytes: int  # padded to PAGE
     weight_itemsize: int
+    is_block: bool = False  # its modules compute by themselves: what can be recomputed, or sliced
 
     @property
     def trained_bytes(self) -> int:
@@ -226,7 +227,12 @@ class ParameterFacts:
 
 
 def lay_out(
-    index: int, name: str, parameters: list[ParameterFacts], precision: Precision
+    index: int,
+    name: str,
+    parameters: list[ParameterFacts],
+    precision: Precision,
+    *,
+    is_block: bool = False,
 ) -> UnitLayout:
     """Place parameters one after the other, each aligned; trained ones first."""
     segments: list[Segment] = []
@@ -254,6 +260,7 @@ def lay_out(
         numel=round_up(element, ELEMENT_ALIGN),
         frozen_bytes=round_up(offset, PAGE),
         weight_itemsize=precision.weight,
+        is_block=is_block,
     )
 
 

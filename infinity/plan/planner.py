@@ -210,8 +210,8 @@ class Stored:
 
 
 def gradient_itemsize(config: Config) -> int:
-    """Bytes of a gradient at home: fp32 where micro-batches are summed."""
-    summed = config.gradient_accumulation_steps > 1
+    """Bytes of a gradient at home: fp32 where micro-batches, or slices, are summed."""
+    summed = config.gradient_accumulation_steps > 1 or config.activations.slices > 1
     return 4 if summed or PRECISIONS[config.precision].weight == 4 else 2
 
 
@@ -536,7 +536,7 @@ class Case:
                                precision.weight, s.trained, s.group)
                 for s in unit.segments
             ]  # fmt: skip
-            units.append(lay_out(unit.index, unit.name, facts, precision))
+            units.append(lay_out(unit.index, unit.name, facts, precision, is_block=unit.is_block))
         return replace(self.with_config(precision=name), units=tuple(units))
 
     def with_step(self, tokens: int, micro_batches: int, recompute: bool | None = None) -> Case:

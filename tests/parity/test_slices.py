@@ -1,18 +1,21 @@
 """`activations.slices`: what is equal to what, bytes fetched once, and what is refused.
 
 Equal, bit for bit: an engine whose blocks run in slices, and plain torch whose blocks run the same
-slices (`Sliced`, written out below), with and without recomputation, wherever things rest. Close,
-not equal: the same batch at once, or its parts as micro-batches.
+slices, each with weights of its own, whose gradients are added in fp32 (`Sliced`, written out
+below), with and without recomputation, wherever things rest; and, of blocks alone, the same slices
+as micro-batches. Close, not equal: the same batch at once, or a head's part of it.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from support.grids import diagonal
 from support.models import VOCAB, WIDTH, Batch, Case, Gpt
+from support.slices import in_slices
 from support.trainer import Result, Run, make_config, make_device, train, train_exactly
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -45,13 +48,9 @@ class Sliced(nn.Module):
         return self.run(x)
 
     def run(self, x: Tensor) -> Tensor:
-        results = []
-        for part in x.split(self.size):
-            if self.recompute:
-                results.append(checkpoint(self.block, part, use_reentrant=False))
-            else:
-                results.append(self.block(part))
-        return torch.cat(results)
+        parts = [(part,) for part in x.split(self.size)]
+        again = partial(partial, checkpoint, use_reentrant=False)
+        return torch.cat(in_slices(self.block, parts, again if self.recompute else partial))
 
 
 def build(slices: int = 0, *, recompute: bool = False) -> nn.Module:
@@ -66,7 +65,8 @@ def build(slices: int = 0, *, recompute: bool = False) -> nn.Module:
 
 
 def expected_of(slices: int, *, recompute: bool, **changes: Any) -> Result:
-    found = train_exactly(build(slices, recompute=recompute), batches(), make_config(**changes))
+    config = make_config(activations={"slices": slices}, **changes)
+    found = train_exactly(build(slices, recompute=recompute), batches(), config)
     found.masters = {name.replace(".block.", "."): v for name, v in found.masters.items()}
     return found
 
@@ -104,6 +104,45 @@ def test_near_the_same_batch_at_once() -> None:
     config = make_config(gradient_accumulation_steps=3)
     micro = train(build(), parts, config, device="cpu")
     assert sliced.norms == pytest.approx(micro.norms, rel=1e-4)
+
+
+class Blocks(nn.Module):
+    """Blocks alone: nothing in it, and in its loss, is computed of the whole batch at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = build().blocks  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return (x.float() ** 2).mean()
+
+
+@pytest.mark.parametrize(
+    ("recompute", "precision", "device"),
+    [(False, "bf16", "cpu"), (True, "bf16", "fake"), (True, "fp32", "cpu")],
+)
+def test_the_bits_of_micro_batches_of_a_slice_each(
+    recompute: bool, precision: str, device: str
+) -> None:
+    """Powers of two: a mean of means is the mean of all, to the last bit."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    generator = torch.Generator().manual_seed(5)
+    whole = [Batch((torch.randn(8, LENGTH, WIDTH, generator=generator).to(dtype),)) for _ in "abc"]
+    parts = [Batch((part,)) for batch in whole for part in batch.args[0].split(2)]
+    recomputing = {"checkpoint": "units"} if recompute else {}
+    sliced = train(
+        Blocks(), whole, make_config(precision=precision, activations={**recomputing, "slices": 4}),
+        device=make_device(device),
+    )  # fmt: skip
+    micro = train(
+        Blocks(), parts,
+        make_config(precision=precision, gradient_accumulation_steps=4, activations=recomputing),
+        device=make_device(device),
+    )  # fmt: skip
+    assert sliced.norms == micro.norms
+    assert all(torch.equal(value, micro.masters[name]) for name, value in sliced.masters.items())
 
 
 def moved_by(activations: dict[str, Any], micro_batches: int, rows: int) -> dict[str, int]:
@@ -150,7 +189,7 @@ def test_a_last_slice_that_is_shorter(rows: int) -> None:
     plain = build(2)
     for block in plain.blocks:
         block.size = -(-rows // 2)
-    expected = train_exactly(plain, batch, make_config())
+    expected = train_exactly(plain, batch, make_config(activations={"slices": 2}))
     assert found.losses == expected.losses
     assert found.norms == expected.norms
 

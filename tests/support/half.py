@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from support.models import Batch
 from support.reference import reference_update
+from support.slices import taken
 from support.trainer import (
     Result,
     _hyper,
@@ -106,7 +107,8 @@ def train_half(
     """
     settings = _settings(config)
     micro_batches = settings.gradient_accumulation_steps
-    dtype = torch.float16 if micro_batches == 1 else torch.float32
+    summed = micro_batches > 1 or settings.activations.slices > 1
+    dtype = torch.float32 if summed else torch.float16
     cast_frozen(model, torch.float16)
     halves = _halves(model, settings, groups)
     for half in halves:
@@ -213,9 +215,7 @@ def _collect(half: _Half, dtype: torch.dtype) -> None:
     """Sum arriving gradients in `dtype`."""
 
     def arrived(parameter: Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
-        flat = gradient.reshape(-1).to(dtype)
+        flat = taken(parameter).reshape(-1).to(dtype)
         half.gradient = flat.clone() if half.gradient is None else half.gradient + flat
 
     half.parameter.register_post_accumulate_grad_hook(arrived)

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from support.slices import in_slices
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -28,7 +30,7 @@ class Checkpointing:
     """`mode`: none, reentrant or non_reentrant; `place`: block (around a unit) or inside.
 
     `slices`: a block runs so many parts of its batch one after the other, in plain torch, each
-    checkpointed by itself.
+    checkpointed by itself, and the gradients of parts are added in fp32.
     """
 
     mode: str = "none"
@@ -43,7 +45,11 @@ class Checkpointing:
         if place == "block" and self.slices > 1:
             one = replace(self, slices=1)
             parts = zip(*(tensor.chunk(self.slices) for tensor in args), strict=True)
-            return torch.cat([one.call(place, function, *part) for part in parts])
+            if not torch.is_grad_enabled():
+                return torch.cat([function(*part) for part in parts])
+            assert isinstance(function, nn.Module)
+            wrap = partial(partial, one.call, place)
+            return torch.cat(in_slices(function, parts, wrap))
         if self.mode == "none" or place != self.place or not torch.is_grad_enabled():
             return function(*args)
         result: Tensor = checkpoint(function, *args, use_reentrant=self.mode == "reentrant")

@@ -26,6 +26,7 @@ from support.models import CASES, Batch
 from support.patience import wait_until
 from support.reference import SQUARE_BLOCK, SQUARE_LANES, reference_update, write_moment
 from support.rounding import join_master, split_master
+from support.slices import taken
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -325,13 +326,15 @@ def train_exactly(
 ) -> Result:
     """Plain forward and backward, the update rule written out; nothing of the engine's.
 
-    Gradients of one micro-batch stay in the compute dtype; several are summed in fp32, each
-    arrival by itself. The norm is summed per parameter in fp64, in the model's order.
+    Gradients of one micro-batch stay in the compute dtype; several are summed in fp32, and so are
+    those of slices, each arrival by itself. The norm is summed per parameter in fp64, in the
+    model's order.
     """
     settings = _settings(config)
     split = settings.precision == "bf16"
     micro_batches = settings.gradient_accumulation_steps
-    accumulated = torch.bfloat16 if split and micro_batches == 1 else torch.float32
+    summed = micro_batches > 1 or settings.activations.slices > 1
+    accumulated = torch.bfloat16 if split and not summed else torch.float32
     cast_frozen(model, torch.bfloat16 if split else torch.float32)
     masters = _masters(model, settings, groups, split=split)
     for master in masters.values():
@@ -420,9 +423,7 @@ def _collect(master: _Master, dtype: torch.dtype) -> None:
     """Sum arriving gradients in `dtype`."""
 
     def arrived(parameter: Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
-        flat = gradient.reshape(-1).to(dtype)
+        flat = taken(parameter).reshape(-1).to(dtype)
         if master.gradient is None:
             master.gradient = flat.clone()
         else:

@@ -1,0 +1,61 @@
+"""Gradients of slices, added in fp32 by plain torch: each slice computes with leaves of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_SUM = "_sum_of_slices"
+
+
+def in_slices(
+    block: nn.Module, parts: Iterable[tuple[Tensor, ...]], wrap: Callable[..., Callable[..., Any]]
+) -> list[Tensor]:
+    """What `block` makes of every part, by `wrap` of a function of it.
+
+    When the last leaf of a parameter has its gradient, the sum over slices, in their order, arrives
+    at the parameter's hooks: see `taken`.
+    """
+    parts = list(parts)
+    parameters = {n: p for n, p in block.named_parameters() if p.requires_grad}
+    arrived: dict[str, dict[int, Tensor]] = {name: {} for name in parameters}
+    results = []
+    for number, part in enumerate(parts):
+        leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
+        for name, leaf in leaves.items():
+            take = partial(_take, parameters[name], arrived[name], len(parts), number)
+            leaf.register_post_accumulate_grad_hook(take)
+
+        def run(*given: Tensor, leaves: dict[str, Tensor] = leaves) -> Tensor:
+            found: Tensor = torch.func.functional_call(block, leaves, given)
+            return found
+
+        results.append(wrap(run)(*part))
+    return results
+
+
+def _take(
+    parameter: Any, arrived: dict[int, Tensor], count: int, number: int, leaf: Tensor
+) -> None:
+    assert leaf.grad is not None
+    arrived[number], leaf.grad = leaf.grad, None
+    if len(arrived) == count:
+        total = arrived[0].float()
+        for index in range(1, count):
+            total = total + arrived[index].float()
+        arrived.clear()
+        setattr(parameter, _SUM, total)
+        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+            hook(parameter)
+
+
+def taken(parameter: Tensor) -> Tensor:
+    """For such a hook: the gradient that arrives now, a sum of slices (fp32) or torch's own."""
+    total: Tensor | None = vars(parameter).pop(_SUM, None)
+    gradient, parameter.grad = (total if total is not None else parameter.grad), None
+    assert gradient is not None
+    return gradient

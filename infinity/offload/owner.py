@@ -12,13 +12,16 @@ frame: that is on its thread's stack no more. SIGINT waits for a call's end: [No
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate, repeat
 from threading import get_ident, main_thread
 from types import CodeType, FrameType
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -111,12 +114,36 @@ class Call:
     @property
     def is_over(self) -> bool:
         """Whether its frame has gone from its thread's stack."""
-        frame = sys._current_frames().get(self.thread)
-        while frame is not None:
+        if self.thread != get_ident():
+            frames = _stack_of(self.thread)
+            return not any(id(f) == self.frame_id and f.f_code is self.code for f in frames)
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:  # no list of them: one of our own would hold itself
             if id(frame) == self.frame_id and frame.f_code is self.code:
                 return False
             frame = frame.f_back
         return True
+
+
+def _stack_of(thread: int) -> list[FrameType]:
+    """The frames of another thread, which may be running, the innermost first.
+
+    Followed by one call into C, without a collection of garbage: in either the thread might go on,
+    and a frame be followed that is gone. (Seen under load with Python 3.11: `f_back` of one was a
+    tuple.)
+    """
+    frames: list[Any] = []
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        outwards = accumulate(repeat("f_back"), getattr, initial=sys._current_frames().get(thread))
+        deque(map(frames.append, outwards), maxlen=0)
+    except AttributeError:  # of None, behind the outermost
+        frames.pop()
+    finally:
+        if collecting:
+            gc.enable()
+    return frames
 
 
 class Owner:

@@ -154,7 +154,7 @@ def test_the_budgets_of_ours_are_told_on_a_gpu_only() -> None:
     assert config["budget"] == {"device": "24GiB", "host": "116GiB"}
     assert config["homes"] == {}
     assert config["activations"] == {
-        "checkpoint": "units", "slices": 4, "offload": "host", "tokens": 32768
+        "checkpoint": "units", "slices": 2, "offload": "host", "tokens": 16384
     }  # fmt: skip
     on_cpu = engine_config(job | {"device": "cpu"}, "infinity_ram")
     assert on_cpu["budget"] == {}

@@ -56,8 +56,9 @@ class BufferPool:
         while not self._free:
             assert make_one_free is not None, "every buffer is taken"
             make_one_free()
-        over = (n for n, (_, event) in enumerate(self._free) if event is None or event.done())
-        index = next(over, 0)
+        # The last one that is free, which caches may still hold; else the one that will be first.
+        newest = reversed(range(len(self._free)))
+        index = next((n for n in newest if (e := self._free[n][1]) is None or e.done()), 0)
         buffer, event = self._free[index]
         if event is not None:
             with nullcontext() if event.done() else waiting():

@@ -84,18 +84,28 @@ def refused(
         if path is not None:
             because = f"{because}; {free_text(path)}"
         return DoesNotFitError(what, because=because, remedy=remedy)
-    request: Any = error
     if getattr(error, "op", "") in ("read", "write"):
-        return TransferError(
-            what,
-            path=str(path or error.filename),
-            offset=request.offset,
-            length=request.length,
-            errno=error.errno or 0,
-            because=because,
-            remedy=remedy,
-        )
+        return transfer_refused(what, error, path, remedy=remedy)
     return MachineError(what, because=because, remedy=remedy)
+
+
+def transfer_refused(
+    what: str, error: Any, path: Path | None = None, *, remedy: str | None = None
+) -> TransferError:
+    """The same for a request of the native module's, whatever it was; `what` is all that is said.
+
+    `remedy` is a better one than what goes with the number.
+    """
+    because, usual = advice(error)
+    return TransferError(
+        what,
+        path=str(path or error.filename),
+        offset=error.offset,
+        length=error.length,
+        errno=error.errno or 0,
+        because=because,
+        remedy=remedy or usual,
+    )
 
 
 def free_bytes(path: Path) -> int:

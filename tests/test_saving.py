@@ -135,7 +135,7 @@ def test_a_sweep_waits_for_the_units_it_would_change(
         assert waits.acquire(timeout=60)
         # The update has not begun: the homes are as they were.
         segment = engine.plan.units[0].trained_segments[0]
-        home = engine._parts.store.units[0].memory[Kind.WEIGHT].reached(by_device=False)
+        home = engine._parts.store.units[0].in_ram(Kind.WEIGHT)
         assert home is not None
         held = home.view(torch.float32)
         held = held[segment.offset : segment.offset + segment.numel].view(segment.shape)

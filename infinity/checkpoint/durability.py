@@ -199,7 +199,7 @@ class Durability:
     ) -> bool:
         """Write what rests in memory to the current sides; False if it was stopped."""
         for state in changed:  # updates and copies into a device are queued, perhaps not over
-            if not all(state.reached(kind, by_device=False) for kind in state.memory):
+            if any(map(state.on_device, state.memory)):
                 for write in tuple(state.writes):
                     write.wait()
         writes: deque[Event] = deque()

@@ -12,8 +12,8 @@ import torch
 
 from infinity.checkpoint.manifest import FROZEN, MODEL, TensorSpec
 from infinity.formats import MOMENT_BLOCK, MomentFormat
-from infinity.optim.moments import VALUE_DTYPES
-from infinity.plan.layout import REST_DTYPES, Kind, UnitLayout
+from infinity.optim.moments import COMPUTE_DTYPES, KIND_DTYPES, VALUE_DTYPES
+from infinity.plan.layout import Kind, UnitLayout
 from infinity.plan.plan import Plan
 
 _SCALE_BYTES = torch.float32.itemsize
@@ -83,10 +83,9 @@ def frozen_pieces(layout: UnitLayout) -> Iterator[Piece]:
 
 def _dtype_of(plan: Plan, kind: Kind) -> torch.dtype:
     if kind is Kind.WEIGHT:
-        found: torch.dtype = getattr(torch, plan.precision.dtype)
-        return found
-    if kind is plan.precision.rest_kind:
-        return getattr(torch, REST_DTYPES[kind])  # type: ignore[no-any-return]
+        return COMPUTE_DTYPES[plan.precision.name]
+    if kind in KIND_DTYPES:
+        return KIND_DTYPES[kind]
     return VALUE_DTYPES[plan.precision.format_of(kind)]
 
 

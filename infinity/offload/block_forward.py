@@ -311,8 +311,7 @@ class UnitForwards:
         plan: SavedPlan,
     ) -> None:
         self.recomputed = 0
-        self.warned = False  # of a cache that was left out
-        self.told = False  # of a block that the model checkpoints itself
+        self._said: set[str] = set()  # of what was warned
         self.inside = 0  # blocks whose recomputable forward runs
         self.tried: set[object] = set()  # see `Slicer`
         self._hooks = hooks
@@ -357,17 +356,11 @@ class UnitForwards:
         """Blocks that are, or will be, compiled."""
         return sum(block.compiled is not None for block in self._blocks)
 
-    def say_left_whole(self, name: str) -> None:
-        """Warn, once, of a block that the model checkpoints itself, and that is not sliced."""
-        if not self.told:
-            self.told = True
-            warnings.warn(
-                f"block {name!r} does not run in slices: the model checkpoints it, and would keep "
-                "all slices' tensors while it computes it again; turn that off, and set "
-                "activations.checkpoint: units, which does it slice by slice",
-                InfinityWarning,
-                stacklevel=2,
-            )
+    def warn_once(self, of: str, text: str) -> None:
+        """Warn, the first time `of` this."""
+        if of not in self._said:
+            self._said.add(of)
+            warnings.warn(text, InfinityWarning, stacklevel=3)
 
     def remove(self) -> None:
         """Every block has its own forward again."""
@@ -425,7 +418,12 @@ class _Block:
         again = inside_backward() or self._saved.under_checkpoint
         if not torch.is_grad_enabled() or again or self._sums.call is not None:
             if again and self._slicer is not None and not self._owner.inside:
-                self._owner.say_left_whole(self._name)
+                self._owner.warn_once(
+                    "left whole",
+                    f"block {self._name!r} does not run in slices: the model checkpoints it, and "
+                    "would keep all slices' tensors while it computes it again; turn that off, and "
+                    "set activations.checkpoint: units, which does it slice by slice",
+                )
             return self._plain(*args, **kwargs)
         if self._recomputes or self._slicer is not None:
             kwargs = self._without_caches(kwargs)
@@ -478,14 +476,11 @@ class _Block:
                     "activations.checkpoint and activations.slices",
                 )
             kept[key] = None
-            if not self._owner.warned:
-                self._owner.warned = True
-                warnings.warn(
-                    "blocks that are recomputed or sliced are not given a cache of keys and "
-                    "values while they train; pass use_cache=False to silence this",
-                    InfinityWarning,
-                    stacklevel=2,
-                )
+            self._owner.warn_once(
+                "cache",
+                "blocks that are recomputed or sliced are not given a cache of keys and values "
+                "while they train; pass use_cache=False to silence this",
+            )
         for key in _CACHE_FLAGS:
             if kept.get(key) is True:
                 kept[key] = False

@@ -277,8 +277,7 @@ class Mover:
             entry = self.ledger.move(unit, Where.FETCHING)
         entry.ready, label = HAPPENED, (unit, "weight")
         state = self.store.units[unit]
-        home = state.memory.get(Kind.WEIGHT)
-        source = None if home is None else home.reached(by_device=False)
+        source = state.in_ram(Kind.WEIGHT)
         if source is not None:
             entry.ready = self.lanes.copy_in(residency, source, slot.free_after, label)
             return

@@ -85,10 +85,14 @@ class UnitState:
         kinds = self.record.precision.kinds
         return sorted(kinds, key=self.memory.__contains__)
 
-    def reached(self, kind: Kind, *, by_device: bool) -> bool:
-        """Whether a kind is updated where it rests, by the CPU or else by a kernel."""
+    def in_ram(self, kind: Kind) -> Tensor | None:
+        """The bytes (uint8) of a kind where they rest, if the CPU reaches them there."""
         place = self.memory.get(kind)
-        return place is not None and place.reached(by_device=by_device) is not None
+        return None if place is None else place.reached(by_device=False)
+
+    def on_device(self, kind: Kind) -> bool:
+        """Whether a kind rests in memory that only the device's kernels reach."""
+        return kind in self.memory and self.in_ram(kind) is None
 
 
 class Staged(NamedTuple):
@@ -207,7 +211,7 @@ class StateStore:
                 view = buffer[used : used + place.nbytes]
                 used += place.nbytes
                 pieces.append((place, view))
-            elif not state.reached(kind, by_device=False):
+            elif state.on_device(kind):
                 resting.add(kind)
             views[kind] = view
         waits = [self.lanes.read(pieces, label=(unit, "state"))] if pieces else []
@@ -226,7 +230,7 @@ class StateStore:
         """A fresh uint8 copy of one kind's flat range (weights with their frozen bytes)."""
         state = self.units[unit]
         buffer = host_buffer(self.home_bytes(state.layout, kind))
-        if not state.reached(kind, by_device=False):
+        if state.in_ram(kind) is None:
             self.settle_writes(unit)
         self.lanes.read(self.places(unit, kind, buffer), label=(unit, kind.value)).wait()
         return buffer
@@ -241,7 +245,7 @@ class StateStore:
         if kind is Kind.WEIGHT and state.layout.frozen_bytes:
             self.frozen_edition += 1
         self._move_over(unit, kind)
-        if not state.reached(kind, by_device=False):
+        if state.in_ram(kind) is None:
             self.settle_writes(unit)
         source = value
         if kind not in state.memory and nbytes and value.data_ptr() % PAGE:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from infinity.errors import TransferError
+from infinity.optim.cpu import Piece
 from infinity.plan.layout import Tier
 from infinity.plan.plan import LANES
 from infinity.storage.device import HAPPENED, Device, Event
@@ -221,6 +222,15 @@ class Lanes:
     ) -> Event:
         """Device to host, after `after` alone: see `Device.copy_back`."""
         return self._copy("from_device", self.device.copy_back, target, source, after, label)
+
+    def update(self, pieces: Sequence[Piece], after: Event, unit: int) -> Event:
+        """A step of the device's kernel over pieces of a unit: see `Device.update`."""
+        submitted = time.perf_counter_ns()
+        event = self.device.update(pieces, after)
+        trace = self.trace  # another thread may end it
+        if trace is not None:
+            record(trace, "update", "update", unit, event, 0, submitted)
+        return event
 
     def _copy(
         self,

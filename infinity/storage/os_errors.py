@@ -9,7 +9,7 @@ from pathlib import Path
 
 import infinity._aio as _aio
 from infinity.errors import DoesNotFitError, InfinityError, MachineError, TransferError
-from infinity.files import advice, refused
+from infinity.files import advice, refused, transfer_refused
 from infinity.sizes import format_size
 
 # A directory that a user gave as `nvme_path`: whether it can be used, and why not.
@@ -51,16 +51,9 @@ def refusal(root: Path, error: OSError) -> InfinityError:
 
 def transfer_error(error: _aio.AioError, owner: str = "") -> TransferError:
     """Our error for a native one; `owner` says whose bytes they are ("unit 'h.3', chunk 2")."""
-    because, remedy = advice(error)
-    return TransferError(
-        f"{owner}: {error}" if owner else str(error),
-        path=str(error.filename),
-        offset=error.offset,
-        length=error.length,
-        errno=error.errno or 0,
-        because=because,
-        remedy=remedy or "check nvme_path",
-    )
+    _, usual = advice(error)
+    what = f"{owner}: {error}" if owner else str(error)
+    return transfer_refused(what, error, remedy=usual or "check nvme_path")
 
 
 def corruption(

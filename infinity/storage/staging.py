@@ -66,11 +66,6 @@ class BufferPool:
         del self._free[index]
         return buffer
 
-    @property
-    def any_free(self) -> bool:
-        """Whether some buffer was given back, though something may use it still."""
-        return bool(self._free)
-
     def give_back(self, buffer: Tensor, *events: Event) -> None:
         """The buffer, whole, is free once all events have happened."""
         self._free.append((buffer, together(events) if events else None))

@@ -73,8 +73,7 @@ class FrozenBytes:
 
     def read(self, layout: UnitLayout) -> Tensor:
         """The frozen bytes of a unit (uint8), in its home or a copy."""
-        home = self._store.units[layout.index].memory.get(Kind.WEIGHT)
-        weights = None if home is None else home.reached(by_device=False)
+        weights = self._store.units[layout.index].in_ram(Kind.WEIGHT)
         if weights is None:
             weights = self._store.read(layout.index, Kind.WEIGHT)
         return weights[layout.trained_bytes : layout.trained_bytes + layout.frozen_bytes]

@@ -9,7 +9,6 @@ the training thread may be waiting for one of those, and only it can free a slot
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -25,7 +24,7 @@ from infinity.offload.gradients import Copy, GradientStore
 from infinity.offload.prefetch import Mover
 from infinity.offload.slots import Slot
 from infinity.offload.state import StateStore
-from infinity.offload.transfers import Lanes, record
+from infinity.offload.transfers import Lanes
 from infinity.optim.cpu import Piece
 from infinity.optim.moments import master_in, moment_in
 from infinity.optim.update import KernelUpdater, Tile, Updater
@@ -233,10 +232,7 @@ class Updates:
             tiles += tiles_of(job, plan, state.layout, chunk, views, self.gradients.dtype)
         pieces = self.updater.pieces(tiles, job.grad_scale)
         self.before_change(unit)
-        submitted = time.perf_counter_ns()
-        event = self.lanes.device.update(pieces, job.computed)
-        if self.lanes.trace is not None:
-            record(self.lanes.trace, "update", "update", unit, event, 0, submitted)
+        event = self.lanes.update(pieces, job.computed, unit)
         state.writes.append(event)
         state.turn.advance()
         return event
@@ -315,9 +311,9 @@ class Updates:
     def _write_back(self, work: Work) -> list[Event]:
         """Send what was updated in the buffer to where it rests."""
         state, store = self.store.units[work.unit], self.store
-        staged = {k: work.views[k] for k in state.kinds if not state.reached(k, by_device=False)}
+        staged = {k: work.views[k] for k in state.kinds if state.in_ram(k) is None}
         events = []
-        if Kind.WEIGHT in staged and Kind.WEIGHT in state.memory:  # by itself: forwards wait for it
+        if state.on_device(Kind.WEIGHT):  # by itself: forwards wait for it
             weight = {Kind.WEIGHT: staged.pop(Kind.WEIGHT)}
             events.append(store.send(work.unit, work.chunk, weight))
             self._published += events
@@ -327,9 +323,7 @@ class Updates:
 
     def _publish(self, work: Work) -> list[Event]:
         """Copy the chunk's new weights into the unit's slot, unless they rest there."""
-        state = self.store.units[work.unit]
-        rests = Kind.WEIGHT in state.memory and not state.reached(Kind.WEIGHT, by_device=False)
-        if self._target is None or rests:
+        if self._target is None or self.store.units[work.unit].on_device(Kind.WEIGHT):
             return []
         slot, residency = self._target
         weights, target = work.views[Kind.WEIGHT], self._part_of_slot(work, residency)
@@ -394,10 +388,7 @@ class Updates:
         lanes = self.lanes
         ready = after_all(after, *work.events)
         if pieces:
-            submitted = time.perf_counter_ns()
-            ready = lanes.device.update(pieces, ready)
-            if lanes.trace is not None:
-                record(lanes.trace, "update", "update", work.unit, ready, 0, submitted)
+            ready = lanes.update(pieces, ready, work.unit)
             work.events.append(ready)
         for kind in work.brought:
             if kind is not Kind.GRADIENT:

@@ -29,7 +29,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 DEFAULT_FOLDER = Path("scratch")  # of the repository; made, and removed when empty
 BITS = 1 / math.log(2)  # per nat; a token is a byte
 SLOW_BF16 = 3  # times slower than fp32; halving the bytes is worth no more
-NUM_WARMUP_STEPS = 2  # before the slots, the tape and the sweep are in their steady state
+NUM_WARMUP_STEPS = 2  # before the slots, the order and the optimizer pass are in their steady state
 
 
 class Run:
@@ -138,7 +138,7 @@ class Run:
                     "step_s": wall_s,
                     "stall_s": dict(report.stall_s),
                     "moved": dict(report.moved),
-                    "surprises": report.surprises,
+                    "mispredictions": report.mispredictions,
                 }
             )
             typical_s = statistics.median(entry["step_s"] for entry in steps)
@@ -226,20 +226,22 @@ def _summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over the steady steps; a run too short to have any tells no bytes."""
     steady = steps[NUM_WARMUP_STEPS:]
     timed = steady or steps
-    lanes = list(steady[0]["moved"]) if steady else []
+    directions = list(steady[0]["moved"]) if steady else []
     return {
         "steps": len(steps),
         "loss_bits_per_byte": [entry["loss"] for entry in steps],
         "step_s": statistics.median(entry["step_s"] for entry in timed),
         "stall_share": {
-            lane: statistics.median(e["stall_s"].get(lane, 0.0) / e["step_s"] for e in timed)
-            for lane in timed[0]["stall_s"]
+            direction: statistics.median(
+                e["stall_s"].get(direction, 0.0) / e["step_s"] for e in timed
+            )
+            for direction in timed[0]["stall_s"]
         },
         "moved_bytes": {
-            lane: int(statistics.median_low([entry["moved"][lane] for entry in steady]))
-            for lane in lanes
+            direction: int(statistics.median_low([entry["moved"][direction] for entry in steady]))
+            for direction in directions
         },
-        "surprises": sum(entry["surprises"] for entry in steady),
+        "mispredictions": sum(entry["mispredictions"] for entry in steady),
     }
 
 

@@ -20,7 +20,7 @@ from rich.text import Text
 from infinity.sizes import format_duration, format_size
 
 PLAIN_INTERVAL_S = 4.0
-_LANE_NAMES = {"disk_read": "read", "slot": "slots", "gradient": "gradients"}
+_STALL_NAMES = {"disk_read": "read", "slot": "slots", "gradient": "gradients"}
 
 
 @dataclass(frozen=True)
@@ -32,18 +32,18 @@ class StepLine:
     loss: float  # bits per byte
     tokens_per_s: float
     wall_s: float
-    stall_s: Mapping[str, float]  # per lane
+    stall_s: Mapping[str, float]  # per direction
     eta_s: float
     skipped: bool = False
 
 
 def format_stalls(stall_s: Mapping[str, float], wall_s: float) -> str:
-    """Return the share of a step that was spent waiting, by lane, largest first."""
+    """Return the share of a step that was spent waiting, by direction, largest first."""
     shares = {name: seconds / wall_s for name, seconds in stall_s.items() if wall_s > 0}
     shown = sorted(
         ((share, name) for name, share in shares.items() if share >= 0.005), reverse=True
     )
-    parts = [f"{_LANE_NAMES.get(name, name)} {share:.0%}" for share, name in shown]
+    parts = [f"{_STALL_NAMES.get(name, name)} {share:.0%}" for share, name in shown]
     return "stall " + (", ".join(parts) if parts else "none")
 
 
@@ -154,11 +154,14 @@ def closing_rows(result: Mapping[str, Any]) -> list[list[str]]:
         rows.append(["peak RSS of this process", format_size(peak), against, verdict])
         state = result["state_bytes"]
         rows.append(["  the state it trained", format_size(state), "12 bytes a parameter", ""])
-    for lane, name in (
+    for direction, name in (
         ("disk_read", "bytes read per step"),
         ("disk_write", "bytes written per step"),
     ):
-        moved, predicted = result["moved_bytes"].get(lane), result["predicted_bytes"][lane]
+        moved, predicted = (
+            result["moved_bytes"].get(direction),
+            result["predicted_bytes"][direction],
+        )
         if moved is not None:
             verdict = "exact" if moved == predicted else f"{_percent(moved, predicted)}"
             against = f"predicted {format_size(predicted)}"

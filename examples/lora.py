@@ -43,7 +43,7 @@ def main() -> None:
         source = arguments.model or write_small_model(Path(folder) / "small")
         config = {
             "nvme_path": arguments.nvme_path or folder,
-            "homes": {"weights": "disk"},  # adapters too; or leave it out: the plan decides
+            "placement": {"weights": "disk"},  # adapters too; or leave it out: the plan decides
             "precision": "bf16" if on_gpu else "fp32",
             "optimizer": {"type": "AdamW", "lr": arguments.lr},
             "seed": 0,

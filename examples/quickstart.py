@@ -21,7 +21,7 @@ with infinity.Init():  # no memory is taken until the engine takes over
 
 config = {
     "nvme_path": tempfile.mkdtemp(),  # a directory on your fastest drive
-    "homes": {"weights": "disk", "moments": "disk"},  # or leave it out: the plan decides
+    "placement": {"weights": "disk", "moments": "disk"},  # or leave it out: the plan decides
     "precision": "bf16" if device == "cuda" else "fp32",
     "optimizer": {"type": "AdamW", "lr": 1e-3},
 }

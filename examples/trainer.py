@@ -45,7 +45,7 @@ class Pieces(Dataset[dict[str, Tensor]]):
 
 
 def build() -> LlamaForCausalLM:
-    """0.9M parameters; under `Init` none takes memory before the engine has a home for it."""
+    """0.9M parameters; under `Init` none takes memory before the engine has a place for it."""
     config = LlamaConfig(
         vocab_size=256, hidden_size=128, intermediate_size=384, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4 * CONTEXT,
@@ -84,7 +84,7 @@ def run(given: argparse.Namespace, out: Path, scratch: Path) -> None:
     text = standard_library()
     disk = {
         "nvme_path": str(scratch),
-        "homes": {"weights": "disk", "moments": "disk", "gradients": "disk"},
+        "placement": {"weights": "disk", "moments": "disk", "gradients": "disk"},
     }
     with Trainer(
         model=build(),

@@ -17,7 +17,7 @@ from infinity._version import __version__
 # Where the public names live; `__init__.pyi` says so to type checkers. They are imported when first
 # used: the command line must not wait for torch, and a broken part must not keep `infinity doctor`
 # from saying so.
-_HOMES = {
+_WHERE = {
     "Config": "infinity.config.schema",
     "load_config": "infinity.config.schema",
     "Engine": "infinity.engine",
@@ -49,9 +49,9 @@ def __getattr__(name: str) -> object:
     if name in ("deepspeed", *_MODULES):
         wing = _import_module("infinity.deepspeed")
         return wing if name == "deepspeed" else getattr(wing, name)
-    if name not in _HOMES:
+    if name not in _WHERE:
         raise AttributeError(f"module 'infinity' has no attribute {name!r}")
-    value = globals()[name] = getattr(_import_module(_HOMES[name]), name)
+    value = globals()[name] = getattr(_import_module(_WHERE[name]), name)
     return value
 
 

@@ -17,8 +17,8 @@ from infinity.errors import ConfigError
 from infinity.formats import MomentFormat
 from infinity.heap import return_freed_memory
 from infinity.model.parameters import ParameterMap
-from infinity.optim.adapter import GuestRule
-from infinity.optim.adapter_probe import GuestMaker, open_guest
+from infinity.optim.adapter import AdapterRule
+from infinity.optim.adapter_probe import OptimizerMaker, open_adapter
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.optim.standalone import built_in_of
 from infinity.optim.update import BuiltInRule, Rule
@@ -61,7 +61,7 @@ def make_optimizer(
     model: nn.Module,
     config: Config,
     model_parameters: Iterable[Any] | None,
-    given: torch.optim.Optimizer | GuestMaker | None = None,
+    given: torch.optim.Optimizer | OptimizerMaker | None = None,
     *,
     trains: bool = True,
 ) -> OffloadedOptimizer:
@@ -113,8 +113,8 @@ def make_optimizer(
         groups = [{"params": groups}]
     if (ours := built_in_of(given, groups)) is not None:
         return ours
-    facts = open_guest(given, groups)
-    return OffloadedOptimizer(facts.groups, facts.defaults, rule=GuestRule(facts))
+    facts = open_adapter(given, groups)
+    return OffloadedOptimizer(facts.groups, facts.defaults, rule=AdapterRule(facts))
 
 
 def _flat(groups: Iterable[Any]) -> list[Any]:
@@ -200,7 +200,7 @@ def plan_for(
         rates=rates,
         stored=run.stored if run is not None else None,
     )
-    if reason and Tier.DEVICE in {homes.state for homes in plan.homes}:
+    if reason and Tier.DEVICE in {placement.state for placement in plan.placements}:
         note = f"state that rests on the device is updated by the host, slower: {reason}"
         plan = replace(plan, notes=(*plan.notes, note))
     return plan

@@ -261,7 +261,7 @@ def _host_updates(num_threads: int, seconds: float) -> dict[str, float]:
             pieces = _pieces(arena, num_chunks, MomentFormat(name))
 
             def update(pieces: Sequence[Piece] = pieces) -> None:
-                for piece in pieces:  # a sweep comes chunk by chunk
+                for piece in pieces:  # an optimizer pass comes chunk by chunk
                     kernels.update_all([piece])
 
             update()
@@ -340,7 +340,7 @@ def _copies(device: Device, seconds: float) -> dict[str, float]:
 
 
 def _copy_rate(copy: Callable[[Event], Event], seconds: float) -> float:
-    """Bytes per second with two copies under way, so that the lane is never empty."""
+    """Bytes per second with two copies under way, so that the direction is never empty."""
     event = copy(HAPPENED)
     event.wait()
 
@@ -388,7 +388,8 @@ def _linear_layer(device: Device, noise: Tensor, size: int) -> Callable[..., Non
     return work
 
 
-# --- the disk tier, measured as a sweep uses it: chunk records in flight, through the same striping
+# --- the disk tier, measured as an optimizer pass uses it: chunk records in flight, through the
+# same striping
 
 _RECORD_BYTES = 12 << 20  # of the tier: a chunk of 2**20 parameters
 _LEAST_BYTES, _TRIAL_BYTES = 1 << 20, 4 << 20

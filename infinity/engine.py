@@ -152,7 +152,7 @@ class Engine:
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
-        """Backward of one micro-batch; gradients leave to their homes as they are made.
+        """Backward of one micro-batch; gradients leave for their tier as they are made.
 
         The loss is divided by `gradient_accumulation_steps`, unless `scale_wrt_gas` is false: then
         you have done that. It is returned so; in fp16 backward starts from that times the loss
@@ -212,9 +212,9 @@ class Engine:
         `lr_kwargs` go to the `step` of the learning rate schedule, as `metrics` of
         `ReduceLROnPlateau` does.
 
-        Returns once the norm and the clip factor are known; the sweep runs behind the next
+        Returns once the norm and the clip factor are known; the optimizer pass runs behind the next
         forward. A step whose gradients are not all finite is skipped and counted. After an error,
-        as where gradients were lost on their way home (`TransferError`), it has happened, or the
+        as where gradients were lost on their way (`TransferError`), it has happened, or the
         accumulation window starts over: `global_steps` and `micro_step` tell.
         """
         self._parts.saver.warn()
@@ -229,8 +229,8 @@ class Engine:
         before = self._stepper.progress
         try:
             self._cycles.end()
-            self._parts.mover.verify(may_wait=True)
-            self._parts.mover.release_all(reached=True)
+            self._parts.prefetcher.verify(may_wait=True)
+            self._parts.prefetcher.release_all(reached=True)
             self._values.take_back_all()
             self._values.settle()
             samples = self._micro_batch_size * self._window.length
@@ -362,7 +362,7 @@ class Engine:
     ) -> list[Path]:
         """Write safetensors that Hugging Face and `load_weights` take; returns the files.
 
-        Tensor by tensor, out of any homes, persistent buffers included; tied weights once, under
+        Tensor by tensor, from any tier, persistent buffers included; tied weights once, under
         their first name. `dtype`: None is the compute dtype; torch.float32 or "fp32" the exact
         master; "bf16"; "fp16". Buffers, and frozen parameters that are not floats, keep theirs.
 
@@ -414,7 +414,7 @@ class Engine:
         index = self._index_for(parameter, value)
         state = self._stepper.progress.loss_scale
         scaled = value.float() * (1.0 if state is None else state.scale)
-        self._parts.mover.await_consumed(self._parts.hooks.unit_of(index))
+        self._parts.prefetcher.await_consumed(self._parts.hooks.unit_of(index))
         self._parts.gradients.replace(index, scaled.reshape(-1))
 
     @exclusive
@@ -447,7 +447,7 @@ class Engine:
 
     @exclusive
     def settle(self) -> None:
-        """Wait until no update is owed and everything is home."""
+        """Wait until no update is owed and everything is where it rests."""
         self._check_usable()
         self._values.settle()
         for unit in range(len(self.plan.units)):
@@ -519,7 +519,7 @@ class Engine:
         """
         self._owner.check()
         self._check_open()
-        self._parts.mover.verify(may_wait=True)
+        self._parts.prefetcher.verify(may_wait=True)
         if custom_load_fn is not None:
             raise ConfigError(
                 "load_checkpoint(custom_load_fn=...) is not supported",
@@ -601,7 +601,7 @@ class Engine:
         return (*self._parts.device.warnings, *(disk.warnings if disk is not None else ()))
 
     def forecast(self) -> dict[str, int]:
-        """Predicted bytes per lane and step, for the order of units learnt so far."""
+        """Predicted bytes per direction and step, for the order of units learnt so far."""
         sizes = getattr(self._parts.activations, "learnt", None)
         summed = self._parts.hooks.summed_units if self._window.arrived else None
         return forecast_bytes(self.plan, self._cycles.training.sequence, sizes, summed)
@@ -616,8 +616,8 @@ class Engine:
         return found
 
     def counters(self) -> dict[str, int]:
-        """Bytes per lane since the engine was made, the initial state included."""
-        return self._parts.lanes.moved()
+        """Bytes per direction since the engine was made, the initial state included."""
+        return self._parts.transfers.moved()
 
     def drives(self) -> dict[str, dict[str, Any]]:
         """Per path in use: device, file system, share of the state, speed, bytes and times."""
@@ -630,8 +630,8 @@ class Engine:
 
         An engine that nothing refers to any more does that too, but its module then refuses. In a
         forked child nothing happens. A checkpoint that is being saved is completed first; what made
-        one fail is raised when all is given back. Parameters are absent afterwards; with `restore`
-        they first get their full values back, in RAM, in the compute dtype.
+        one fail is raised when all is given back. Parameters are offloaded afterwards; with
+        `restore` they first get their full values back, in RAM, in the compute dtype.
         """
         if self._owner.is_here() and not (self._closed and self._parts.closed):
             self._close(restore)
@@ -642,8 +642,8 @@ class Engine:
         failure: BaseException | None = None
         if not self._closed:
             try:
-                if self._parts.mover.failure is None:
-                    failure = self._parts.mover.find_edit(may_wait=True)
+                if self._parts.prefetcher.failure is None:
+                    failure = self._parts.prefetcher.find_edit(may_wait=True)
                 self._parts.saver.finish()
                 if restore:
                     self._values.take_back_all()
@@ -658,7 +658,7 @@ class Engine:
             if self._parts.closed:
                 self._finalizer.detach()
             if values is not None:
-                self._parts.presence.restore(values)
+                self._parts.binding.restore(values)
         if failure is not None:
             raise failure
 
@@ -673,8 +673,8 @@ class Engine:
     def _check_usable(self, *, may_wait: bool = False) -> None:
         self._owner.check()
         self._check_open()
-        self._parts.mover.check()
-        self._parts.mover.verify(may_wait=may_wait)
+        self._parts.prefetcher.check()
+        self._parts.prefetcher.verify(may_wait=may_wait)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -691,7 +691,7 @@ class Engine:
 
 
 def _loses_gradients(error: Exception) -> bool:
-    """Whether gradients were lost on their way home; other errors of ours are refusals."""
+    """Whether gradients were lost on their way; other errors of ours are refusals."""
     return isinstance(error, TransferError) or not isinstance(error, InfinityError)
 
 
@@ -699,20 +699,20 @@ def _fail(reference: weakref.ref[Engine]) -> None:
     """A call ended in the middle. A signal handler's: it takes no lock."""
     engine = reference()
     if engine is not None:
-        mover, step = engine._parts.mover, engine._stepper.progress.steps + 1
-        mover.failure = mover.failure or TrainingError(
+        prefetcher, step = engine._parts.prefetcher, engine._stepper.progress.steps + 1
+        prefetcher.failure = prefetcher.failure or TrainingError(
             f"a call was interrupted in the middle, in step {step}"
         )
 
 
 def _after_fork(engine: Engine) -> None:
-    """In a forked child: parameters are absent, because the slots were not inherited."""
+    """In a forked child: parameters are offloaded, because the slots were not inherited."""
     reference = weakref.ref(engine)
 
-    def absent() -> None:
+    def offload() -> None:
         engine = reference()
         if engine is not None and not engine._closed:
-            engine._parts.presence.absent_in_child()
+            engine._parts.binding.offload_in_child()
             engine._finalizer.detach()
 
-    os.register_at_fork(after_in_child=absent)
+    os.register_at_fork(after_in_child=offload)

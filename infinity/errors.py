@@ -119,8 +119,8 @@ class CheckpointError(InfinityError):
     exit_code = 5
 
 
-class PresenceError(InfinityError):
-    """A parameter was used in a way that an absent or moved parameter cannot serve."""
+class ResidencyError(InfinityError):
+    """A parameter was used in a way that an offloaded or moved parameter cannot serve."""
 
 
 class TrainingError(InfinityError):

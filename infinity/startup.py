@@ -24,7 +24,7 @@ from infinity.errors import ConfigError, InfinityWarning
 from infinity.journal import Journal
 from infinity.model.cut import UnitSpec
 from infinity.model.meta_init import Origins
-from infinity.optim.adapter_probe import GuestMaker
+from infinity.optim.adapter_probe import OptimizerMaker
 from infinity.optim.offloaded import OffloadedOptimizer, mark_stepped
 from infinity.plan.plan import Plan
 from infinity.read_settings import Settings, read_settings, sort_arguments
@@ -41,7 +41,7 @@ def initialize(
     *positional: Any,
     args: Any = None,
     model: nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | GuestMaker | None = None,
+    optimizer: torch.optim.Optimizer | OptimizerMaker | None = None,
     model_parameters: Iterable[Any] | None = None,
     training_data: Any = None,
     lr_scheduler: Any = None,
@@ -182,7 +182,7 @@ def _make_plan(
     """The plan of this run, by what is known of this machine's rates."""
     known = _rates_for(config, device)
     plan = plan_for(model, cut, config, device, optimizer.rule, known.rates)
-    if "auto" in config.homes.model_dump().values():
+    if "auto" in config.placement.model_dump().values():
         plan = replace(plan, rates_origin=known.origin)
     return plan
 

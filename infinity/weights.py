@@ -1,7 +1,7 @@
 """`load_weights`: safetensors files streamed to where a model's tensors rest, whatever the tier.
 
 Everything that can be known from headers is checked first and told at once; then one tensor at a
-time is read, in an order that writes every unit home once.
+time is read, in an order that writes every unit once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def load_weights(
 ) -> LoadedWeights:
     """Load safetensors (a file, a directory, an index of shards) tensor by tensor.
 
-    `target` is an engine, whose weights go to their homes, or a module. Parameters of a module
+    `target` is an engine, whose weights go to where they rest, or a module. Parameters of a module
     that are on the meta device are not read now: `initialize` reads each when it is first
     written. Floats are converted: fp32 values become an engine's masters as they are; bf16 values
     keep the residual where their bits are not new. Optimizer state is not touched.

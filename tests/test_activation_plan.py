@@ -112,7 +112,7 @@ def test_the_forecast_has_inputs_in_every_micro_batch() -> None:
         config = {"gradient_accumulation_steps": count}
         with_it = case_of(told, **config).plan().predicted_bytes
         without = case_of(UNITS_AGAIN, **config).plan().predicted_bytes
-        difference = {lane: with_it[lane] - without[lane] for lane in with_it}
+        difference = {direction: with_it[direction] - without[direction] for direction in with_it}
         assert difference == {
             "disk_read": count * BLOCKS * PAGED,
             "disk_write": count * BLOCKS * PAGED,

@@ -26,7 +26,7 @@ from infinity.model.torch_private import (
     top_saved_tensors_hooks,
 )
 from infinity.offload.activations import ActivationStore
-from infinity.plan.activations import TRANSIT, Ranges, SavedPlan, homes_of, saved_moves
+from infinity.plan.activations import TRANSIT, Ranges, SavedPlan, saved_moves, tiers_of
 from infinity.plan.layout import PAGE, Tier, round_up
 
 DISK: dict[str, Any] = {"checkpoint": "units", "offload": "disk", "tokens": 18, "min_bytes": 1}
@@ -62,7 +62,7 @@ def assert_all_free(engine: Engine) -> None:
 # --- the rule, and ranges ------------------------------------------------------------------------
 
 
-def slow_homes(sizes: tuple[int, ...], plan: SavedPlan) -> list[Tier]:
+def slow_placement(sizes: tuple[int, ...], plan: SavedPlan) -> list[Tier]:
     """The rule in words, tried out: as many as possible move, the last of them to RAM."""
     fits = [s >= plan.min_bytes and round_up(s, PAGE) <= plan.host_bytes for s in sizes]
     pages = [round_up(s, PAGE) for s in sizes]
@@ -87,7 +87,7 @@ def slow_homes(sizes: tuple[int, ...], plan: SavedPlan) -> list[Tier]:
     return [Tier.DEVICE] * len(sizes)
 
 
-def test_homes_are_those_of_the_rule_in_words() -> None:
+def test_tiers_are_those_of_the_rule_in_words() -> None:
     chosen = random.Random(1)
     for _ in range(400):
         sizes = tuple(chosen.choice((100, 4096, 5000, 9000)) for _ in range(chosen.randint(0, 9)))
@@ -104,7 +104,7 @@ def test_homes_are_those_of_the_rule_in_words() -> None:
                 disk_bytes=PAGE * chosen.randint(0, 12),
                 min_bytes=plan.min_bytes,
             )
-        assert list(homes_of(sizes, plan)) == slow_homes(sizes, plan), (sizes, plan)
+        assert list(tiers_of(sizes, plan)) == slow_placement(sizes, plan), (sizes, plan)
         forward, backward = saved_moves(sizes, plan, unified=False)
         assert forward.get("from_device", 0) == backward.get("to_device", 0)
         assert forward.get("disk_write", 0) == backward.get("disk_read", 0) <= plan.disk_bytes
@@ -355,7 +355,7 @@ def test_a_drive_that_fails_is_an_error_and_no_place_is_lost(tmp_path: Path) -> 
     on_device = {"weights": "device", "moments": "device", "gradients": "device"}
     with small_engine(tmp_path, on_device, model=deep_model(), activations=DISK) as engine:
         store = store_of(engine)
-        write = store.lanes.write
+        write = store.transfers.write
 
         class Failed:
             def __init__(self, ticket: Any) -> None:
@@ -368,10 +368,10 @@ def test_a_drive_that_fails_is_an_error_and_no_place_is_lost(tmp_path: Path) -> 
                 self.ticket.wait()
                 raise TransferError("it broke", path="x", offset=0, length=PAGE, errno=5)
 
-        store.lanes.write = lambda *a, **k: Failed(write(*a, **k))  # type: ignore[method-assign]
+        store.transfers.write = lambda *a, **k: Failed(write(*a, **k))  # type: ignore[method-assign]
         with pytest.raises(TransferError):
             engine.backward(engine(batch(0)))
-        store.lanes.write = write  # type: ignore[method-assign]
+        store.transfers.write = write  # type: ignore[method-assign]
         engine.backward(engine(batch(0)))
         assert_all_free(engine)
         (expected,) = reference(1)

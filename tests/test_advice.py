@@ -160,9 +160,9 @@ def test_budgets_of_the_configuration_are_raised_before_hardware_is_bought() -> 
     assert "budget.device left out" in free.how
 
 
-def test_explicit_homes_are_given_up_for_those_of_the_plan() -> None:
-    case = case_of(128 * MIB, device=16 * MIB, homes={"moments": "device"}, count=16, tokens=1)
-    assert "homes" in ways_of(case)[0].how
+def test_explicit_placement_is_given_up_for_those_of_the_plan() -> None:
+    case = case_of(128 * MIB, device=16 * MIB, placement={"moments": "device"}, count=16, tokens=1)
+    assert "placement" in ways_of(case)[0].how
 
 
 def test_smaller_units_are_offered_where_the_model_has_them() -> None:

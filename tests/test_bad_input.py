@@ -34,7 +34,7 @@ from infinity.errors import (
     DoesNotFitError,
     InfinityError,
     MachineError,
-    PresenceError,
+    ResidencyError,
     TrainingError,
 )
 from infinity.storage.device import PROCESS
@@ -72,12 +72,12 @@ def test_a_missing_path(tmp_path: Path) -> None:
     assert "mkdir -p" in text or "does not exist" in text
 
 
-@pytest.mark.parametrize("homes", [ON_DISK, ON_DEVICE], ids=["disk", "device"])
-def test_a_path_that_is_a_file(tmp_path: Path, homes: dict[str, str]) -> None:
+@pytest.mark.parametrize("placement", [ON_DISK, ON_DEVICE], ids=["disk", "device"])
+def test_a_path_that_is_a_file(tmp_path: Path, placement: dict[str, str]) -> None:
     file = tmp_path / "file"
     file.write_text("x")
     with pytest.raises(MachineError, match="not a directory"):
-        infinity.initialize(small_model(), settings(file, homes=homes))
+        infinity.initialize(small_model(), settings(file, placement=placement))
     assert list(tmp_path.iterdir()) == [file]
 
 
@@ -110,7 +110,7 @@ def test_a_disk_that_fills_up_while_it_is_reserved(
     assert "disk: full" in refusal(DoesNotFitError, tmp_path, settings(tmp_path))
 
 
-def test_disk_homes_without_a_path(tmp_path: Path) -> None:
+def test_placement_on_disk_without_a_path(tmp_path: Path) -> None:
     given = settings(tmp_path)
     del given["nvme_path"]
     assert "nvme_path must be given" in refusal(ConfigError, tmp_path, given)
@@ -227,7 +227,7 @@ def test_a_worker_that_touches_the_engine(tmp_path: Path) -> None:
         )
         rows = iter(loader)
         for _ in touches:
-            with pytest.raises((PresenceError, RuntimeError), match="is a fork of it") as caught:
+            with pytest.raises((ResidencyError, RuntimeError), match="is a fork of it") as caught:
                 next(rows)
             # What it holds must not be garbage that only the collector finds: finalised in any
             # order, the loader's pipes are closed before it can tell its workers to end.

@@ -139,7 +139,7 @@ def test_the_default_stays_unless_another_is_clearly_faster() -> None:
 
 def test_training_terms_by_hand() -> None:
     terms = training_terms(2.4e9, 2e9, 1_000_000_000)
-    assert terms["sweep_parameters_per_s"] == pytest.approx(1e8)
+    assert terms["update_parameters_per_s"] == pytest.approx(1e8)
     assert (terms["read_bytes"], terms["written_bytes"]) == (14 * 10**9, 12 * 10**9)
     assert terms["step_s"] == pytest.approx(10 + 1)
     assert terms["steps_per_100_tbw"] == pytest.approx(100e12 / 12e9)

@@ -9,21 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from support.durable import HOMES, durable_engine, gated, step
+from support.durable import PLACEMENTS, durable_engine, gated, step
 from test_checkpoint_cli import flip, run
 
 from infinity.checkpoint.durable_reader import DurableReader
 from infinity.model.weight_files import WeightFiles
 
 CASES: dict[str, dict[str, Any]] = {
-    "bf16, on disk": {"homes": HOMES["all on disk"], "precision": "bf16"},
+    "bf16, on disk": {"placement": PLACEMENTS["all on disk"], "precision": "bf16"},
     "fp32, in RAM, no checksums": {
-        "homes": HOMES["all in RAM"],
+        "placement": PLACEMENTS["all in RAM"],
         "durable_every": 1,
         "io": {"verify": False},
     },
     "fp16, two drives": {
-        "homes": HOMES["moments in RAM"],
+        "placement": PLACEMENTS["moments in RAM"],
         "precision": "fp16",
         "loss_scale": {"value": 128},
         "durable_every": 1,
@@ -32,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 VERIFIED: dict[str, Any] = {
-    "homes": HOMES["moments in RAM"],
+    "placement": PLACEMENTS["moments in RAM"],
     "precision": "bf16",
     "durable_every": 1,
     "optimizer": {"lr": 1e-2, "moments": "8bit"},
@@ -113,7 +113,7 @@ def compare(target: Path, masters: dict[str, torch.Tensor], dtype: torch.dtype) 
 
 def test_the_initial_state_can_be_exported(tmp_path: Path) -> None:
     (path,) = paths_of(tmp_path, {})
-    masters = train([path], {"homes": HOMES["all on disk"]}, steps=0)
+    masters = train([path], {"placement": PLACEMENTS["all on disk"]}, steps=0)
     assert "the initial state: no step was committed" in run("inspect", path)[1]
     assert run("export", path, tmp_path / "out")[0] == 0
     del masters["inner.offset"]  # buffers come with the first step
@@ -191,7 +191,7 @@ def test_which_directory_is_meant(tmp_path: Path) -> None:
     assert code == 5
     assert "there are no checkpoints in it, and it holds no durable run" in err
     for _ in range(2):
-        train([path], {"homes": HOMES["all in RAM"]}, steps=0)
+        train([path], {"placement": PLACEMENTS["all in RAM"]}, steps=0)
     runs = sorted(path.iterdir())
     for command in ("inspect", "verify"):
         code, _, err = run(command, path)

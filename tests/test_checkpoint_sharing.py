@@ -21,7 +21,7 @@ from infinity.checkpoint.directory import prune
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.checkpoint.writer import _FICLONE, CheckpointWriter, Written
 from infinity.engine import Engine
-from infinity.errors import PresenceError
+from infinity.errors import ResidencyError
 
 FROZEN = "frozen.safetensors"
 
@@ -215,12 +215,12 @@ def whole(root: Path, tag: str, engine: Engine) -> None:
             assert torch.equal(reader.read("frozen", name), here[name]), name
 
 
-@pytest.mark.parametrize("homes", [ON_DISK, MIXED, ON_DEVICE], ids=["disk", "mixed", "device"])
+@pytest.mark.parametrize("placement", [ON_DISK, MIXED, ON_DEVICE], ids=["disk", "mixed", "device"])
 def test_frozen_parameters_are_saved_once(
-    tmp_path: Path, nvme: Path, homes: dict[str, str]
+    tmp_path: Path, nvme: Path, placement: dict[str, str]
 ) -> None:
     root = tmp_path / "saved"
-    with small_engine(nvme, homes, gated()) as engine:
+    with small_engine(nvme, placement, gated()) as engine:
         train(engine, 1)
         first = save(engine, root, "a")
         train(engine, 1, first=1)
@@ -236,12 +236,12 @@ def test_frozen_parameters_are_saved_once(
         assert same(masters(engine), expected)
 
 
-@pytest.mark.parametrize("homes", [ON_DISK, MIXED, ON_DEVICE], ids=["disk", "mixed", "device"])
+@pytest.mark.parametrize("placement", [ON_DISK, MIXED, ON_DEVICE], ids=["disk", "mixed", "device"])
 def test_edited_frozen_parameters_are_written(
-    tmp_path: Path, nvme: Path, homes: dict[str, str]
+    tmp_path: Path, nvme: Path, placement: dict[str, str]
 ) -> None:
     root = tmp_path / "saved"
-    with small_engine(nvme, homes, gated()) as engine:
+    with small_engine(nvme, placement, gated()) as engine:
         inodes = [save(engine, root, "a"), save(engine, root, "b")]
         assert inodes[0] == inodes[1]
         with engine.materialized(engine.module.fixed), torch.no_grad():
@@ -268,8 +268,8 @@ def test_edits_of_weights_at_rest_are_told_before_they_are_saved(
         engine.backward(engine(batch(0)))
         engine.step()
         bare: Tensor = engine.module.fixed.weight.data
-        assert bare.stride() == (16, 1)  # bound to its home, and no placeholder
+        assert bare.stride() == (16, 1)  # bound to its bytes at rest, and no placeholder
         bare[3, 5] += 1
-        with pytest.raises(PresenceError, match=r"'fixed.weight' was edited in place .* has chan"):
+        with pytest.raises(ResidencyError, match=r"'fixed.weight' was edited in place .* has chan"):
             save(engine, root, "b")
     assert sorted(path.name for path in root.iterdir() if path.is_dir()) == ["a"]

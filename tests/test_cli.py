@@ -79,7 +79,7 @@ assert not heavy, heavy
     [
         (["bench", "--path", "{absent}"], 4, "mkdir -p {absent}"),
         (["bench", "--path", "{file}"], 4, "is not a directory"),
-        (["bench", "tape"], 2, "tape"),
+        (["bench", "order"], 2, "order"),
         (["doctor", "--speed"], 2, "--speed"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.durable import HOMES, durable_engine, gated, state_of, step
+from support.durable import PLACEMENTS, durable_engine, gated, state_of, step
 from torch import Tensor
 
 from infinity.checkpoint.commits import COMMIT_NAMES, CommitFiles, CommitRecord, last_commit
@@ -30,7 +30,7 @@ records = st.builds(
     sequence=st.integers(0, 1 << 60),
     step=st.integers(0, 1 << 60),
     sides=bits,
-    frozen_sides=bits,
+    frozen_copies=bits,
     checksums=st.booleans(),
     document=st.dictionaries(st.text(max_size=20), st.text(max_size=500), max_size=5),
     when=st.just("2026-01-01T00:00:00+00:00"),
@@ -109,7 +109,7 @@ def test_files_that_cannot_be_written_or_read(tmp_path: Path) -> None:
 
 
 def facts_of(engine: Engine) -> dict[tuple[str, str], Tensor]:
-    """(stream, parameter) -> its bytes, from the homes of an engine."""
+    """(stream, parameter) -> its bytes, from the placement of an engine."""
     found: dict[tuple[str, str], list[Tensor]] = {}
 
     def put(stream: str, name: str, value: Tensor) -> None:
@@ -143,15 +143,15 @@ def facts_of(engine: Engine) -> dict[tuple[str, str], Tensor]:
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "all on disk": {"homes": HOMES["all on disk"], "precision": "bf16"},
+    "all on disk": {"placement": PLACEMENTS["all on disk"], "precision": "bf16"},
     "verified, 8 bits": {
-        "homes": HOMES["moments in RAM"],
+        "placement": PLACEMENTS["moments in RAM"],
         "optimizer": {"lr": 1e-2, "moments": "8bit"},
         "io": {"verify": True},
         "durable_every": 2,
     },
     "two drives": {
-        "homes": HOMES["all on disk"],
+        "placement": PLACEMENTS["all on disk"],
         "io": {"weights": [2, 1], "block_size": 4096, "verify": True},
     },
 }
@@ -199,7 +199,9 @@ def test_every_parameter_can_be_read_by_name(tmp_path: Path, case: str) -> None:
 
 
 def test_rot_is_named(tmp_path: Path) -> None:
-    with durable_engine(tmp_path, gated(), homes=HOMES["all on disk"], io={"verify": True}):
+    with durable_engine(
+        tmp_path, gated(), placement=PLACEMENTS["all on disk"], io={"verify": True}
+    ):
         pass
     (directory,) = tmp_path.iterdir()
     state = bytearray((directory / "state.bin").read_bytes())

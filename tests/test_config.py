@@ -21,7 +21,7 @@ FULL = {
     "precision": "fp32",
     "optimizer": {"type": "adam", "lr": 1e-4, "betas": [0.9, 0.95]},
     "scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 10}},
-    "homes": {"weights": "disk", "moments": "disk", "gradients": "host"},
+    "placement": {"weights": "disk", "moments": "disk", "gradients": "host"},
     "budget": {"host": "24GiB", "disk": "1 TB"},
     "io": {"block_size": "2MiB", "queue_depth": 16},
     "chunk_size": 1 << 20,
@@ -47,11 +47,13 @@ def test_the_defaults() -> None:
     assert config.optimizer.weight_decay == 0.01
     assert config.gradient_clipping == 1.0
     assert config.gradient_accumulation_steps == 1
-    assert config.homes.weights == config.homes.moments == config.homes.gradients == "auto"
+    assert (
+        config.placement.weights == config.placement.moments == config.placement.gradients == "auto"
+    )
     assert config.budget.host is None
     assert (config.io.block_size, config.io.queue_depth) == (2**20, 8)
     assert config.chunk_size == "auto"
-    assert config.look_ahead == 2
+    assert config.prefetch_units == 2
 
 
 def test_dict_yaml_json_and_config_say_the_same(tmp_path: Path) -> None:
@@ -84,21 +86,21 @@ def test_every_mistake_is_told_at_once() -> None:
     text = refusal(
         {
             "nvm_path": "/x",
-            "homes": {"weigths": "host", "moments": "dsik", "gradients": "disk"},
+            "placement": {"weigths": "host", "moments": "dsik", "gradients": "disk"},
             "io": {"queue_depth": 0, "num_threads": "4", "block_size": 5000},
             "optimizer": {"type": "adamm", "lr": -1, "betas": [0.9, 1.0], "eps": "abc"},
             "budget": {"host": "24 XB", "device": True},
             "gradient_clipping": float("nan"),
             "gradient_accumulation_steps": 1.5,
-            "look_ahead": -1,
+            "prefetch_units": -1,
             "chunk_size": 1000,
             "cpu": None,
         }
     )
     for part in (
         "nvm_path: unknown key; did you mean 'nvme_path'? valid here: nvme_path, precision,",
-        "homes.weigths: unknown key; did you mean 'homes.weights'? valid here: weights, moments",
-        "homes.moments: should be 'auto', 'device', 'host' or 'disk', got 'dsik'; did you mean 'd",
+        "placement.weigths: unknown key; did you mean 'placement.weights'? valid here: weights",
+        "placement.moments: should be 'auto', 'device', 'host' or 'disk', got 'dsik'; did you",
         "io.queue_depth: should be greater than or equal to 1, got 0",
         "io.num_threads: should be a valid integer, got '4'",
         "io.block_size: should be a multiple of 4096, got 5000",
@@ -110,7 +112,7 @@ def test_every_mistake_is_told_at_once() -> None:
         "budget.device: True is not a size",
         "gradient_clipping: should be",
         "gradient_accumulation_steps: should be",
-        "look_ahead: should be",
+        "prefetch_units: should be",
         "chunk_size: should be",
         "cpu: is a section of keys and values, got None",
     ):
@@ -138,7 +140,7 @@ def test_a_deepspeed_configuration_is_recognised() -> None:
         ({"durable": True}, "durable: true: nvme_path must be given, state is kept there"),
         ({"resume": "auto"}, "resume: auto needs durable: true"),
         ({"durable_every": 0}, "durable_every"),
-        ({"homes": {"weights": "disk"}}, "homes: weights on disk: nvme_path must be given"),
+        ({"placement": {"weights": "disk"}}, "placement: weights on disk: nvme_path must be given"),
         ({"scheduler": {"type": "CosineAnealingLR"}}, "did you mean 'CosineAnnealingLR'?"),
         ({"scheduler": {"type": "LRScheduler"}}, "scheduler.type: is not in torch"),
         ({"scheduler": {}}, "scheduler.type: must be given"),
@@ -154,8 +156,8 @@ def test_a_deepspeed_configuration_is_recognised() -> None:
         ({"chunk_size": True}, "chunk_size: should be"),
         ({"journal": 3}, "journal: should be a path, got 3"),
         ({"update": "gpu"}, "got 'gpu'; did you mean 'device'?"),
-        ({"homes": {"weights": "gpu"}}, "got 'gpu'; did you mean 'device'?"),
-        ({"homes": {"weights": "cpu"}}, "got 'cpu'; did you mean 'host'?"),
+        ({"placement": {"weights": "gpu"}}, "got 'gpu'; did you mean 'device'?"),
+        ({"placement": {"weights": "cpu"}}, "got 'cpu'; did you mean 'host'?"),
         ({"resume": "yes"}, """should be "auto", "never", or the directory of a run, got 'yes'"""),
         ({"resume": True}, 'should be "auto", "never", or the directory of a run, got True'),
         ({"trace_steps": -1}, "counted from 1, got -1"),
@@ -252,11 +254,11 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_yaml_merges_and_empty_files_are_fine(tmp_path: Path) -> None:
-    text = "homes: &h {weights: host}\nio: {queue_depth: 4}\n"
+    text = "placement: &h {weights: host}\nio: {queue_depth: 4}\n"
     config = load_config(written(tmp_path / "a.yaml", text))
-    assert config.homes.weights == "host"
+    assert config.placement.weights == "host"
     assert load_config(written(tmp_path / "b.yaml", "# nothing\n")) == load_config({})
-    merged = "homes: &h {weights: host}\nbudget: {<<: {host: 1GiB}, host: 2GiB}\n"
+    merged = "placement: &h {weights: host}\nbudget: {<<: {host: 1GiB}, host: 2GiB}\n"
     assert load_config(written(tmp_path / "c.yaml", merged)).budget.host == 2**31
 
 
@@ -266,7 +268,7 @@ def test_overrides_win_and_leave_the_source_alone() -> None:
         raw,
         [
             "io.queue_depth=16",
-            "homes.weights=host",
+            "placement.weights=host",
             "cpu.isa=avx2",
             "optimizer.lr=1e-4",
             "journal=",
@@ -284,11 +286,11 @@ def test_overrides_win_and_leave_the_source_alone() -> None:
 
 def test_wrong_overrides_are_all_named() -> None:
     text = refusal(
-        {"seed": 1}, "io.queue_depth", "=3", "a..b=1", "io=[", "seed.x=1", "look_ahead=0"
+        {"seed": 1}, "io.queue_depth", "=3", "a..b=1", "io=[", "seed.x=1", "prefetch_units=0"
     )
     for part in ("'io.queue_depth':", "'=3':", "'a..b=1':", "'io=['", "'seed.x=1': seed holds 1"):
         assert part in text
-    assert "look_ahead" not in text
+    assert "prefetch_units" not in text
     assert "io.queue_deep: unknown key" in refusal({}, "io.queue_deep=1")
 
 
@@ -367,9 +369,9 @@ def test_the_schema_describes_what_is_taken() -> None:
     """JSON Schema comes from the fields alone: defaults, limits, and the texts below them."""
     schema = Config.model_json_schema()
     assert json.loads(json.dumps(schema)) == schema
-    assert schema["properties"]["look_ahead"] == {
+    assert schema["properties"]["prefetch_units"] == {
         "default": 2, "description": "Units fetched before they are needed.", "minimum": 0,
-        "title": "Look Ahead", "type": "integer",
+        "title": "Prefetch Units", "type": "integer",
     }  # fmt: skip
     assert {"type": "integer"} in schema["properties"]["trace_steps"]["anyOf"]
     assert {"type": "string"} in schema["$defs"]["BudgetConfig"]["properties"]["host"]["anyOf"]

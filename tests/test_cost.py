@@ -11,7 +11,7 @@ from infinity.plan.budget import Limits
 from infinity.plan.cost import Rates, Work, disk_days, step_cost, update_s
 from infinity.plan.forecast import forecast_bytes, forecast_phases
 from infinity.plan.layout import BF16, ParameterFacts, lay_out
-from infinity.plan.plan import LANES, RuleFacts
+from infinity.plan.plan import DIRECTIONS, RuleFacts
 from infinity.plan.planner import make_plan
 
 ON_DISK = dict.fromkeys(("weights", "moments", "gradients"), "disk")
@@ -31,19 +31,19 @@ def test_disk_time_is_the_common_part_mixed_and_the_rest_alone() -> None:
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_phases_add_up_to_the_step(micro_batches: int, count: int) -> None:
-    plan = plan_of(SIZES[:count], homes=ON_DISK, gradient_accumulation_steps=micro_batches)
+    plan = plan_of(SIZES[:count], placement=ON_DISK, gradient_accumulation_steps=micro_batches)
     phases = forecast_phases(plan)
     assert [(p.micro_batch, p.backward) for p in phases] == [
         (m, backward) for m in range(micro_batches) for backward in (False, True)
     ]
-    assert [p.has_sweep for p in phases] == [True] + [False] * (2 * micro_batches - 1)
-    total = {lane: sum(p.moved[lane] for p in phases) for lane in LANES}
+    assert [p.has_update for p in phases] == [True] + [False] * (2 * micro_batches - 1)
+    total = {resource: sum(p.moved[resource] for p in phases) for resource in DIRECTIONS}
     assert total == forecast_bytes(plan) == plan.predicted_bytes
 
 
 def test_bytes_fall_into_the_phases_where_they_move() -> None:
-    """Gradients in RAM, all else on disk: the sweep writes, backward reads what left its slot."""
-    plan = plan_of(SIZES, homes=ON_DISK | {"gradients": "host"}, look_ahead=1)
+    """Gradients in RAM, all else on disk: the update writes, backward reads what left its slot."""
+    plan = plan_of(SIZES, placement=ON_DISK | {"gradients": "host"}, prefetch_units=1)
     forward, backward = forecast_phases(plan)
     weights = 102_400 * 2
     assert forward.moved["disk_write"] == forward.moved["disk_read"] == 8 * 102_400 * 12
@@ -51,35 +51,35 @@ def test_bytes_fall_into_the_phases_where_they_move() -> None:
     assert backward.moved["disk_read"] == (8 - 3) * weights  # three slots at the turn
 
 
-def test_the_slowest_lane_decides_each_phase() -> None:
-    plan = plan_of(SIZES, homes=ON_DISK | {"gradients": "host"}, look_ahead=1)
+def test_the_slowest_resource_decides_each_phase() -> None:
+    plan = plan_of(SIZES, placement=ON_DISK | {"gradients": "host"}, prefetch_units=1)
     cost = step_cost(plan, CPU, Work(tokens=1000))
     forward, backward = cost.phases
     numel = sum(SIZES)
     assert forward.name, backward.name == ("forward 1", "backward 1")
     memory = 26 * GB
     read = max(0.0, numel * 2 / memory)  # vectors: no products, one pass over the weights
-    assert forward.lanes["compute and update"] == pytest.approx(read + numel / GB)
-    assert forward.lanes["disk"] == pytest.approx(2 * numel * 12 / (3 * GB))
-    assert forward.seconds == forward.lanes["disk"]
+    assert forward.resources["compute and update"] == pytest.approx(read + numel / GB)
+    assert forward.resources["disk"] == pytest.approx(2 * numel * 12 / (3 * GB))
+    assert forward.seconds == forward.resources["disk"]
     assert forward.binds == backward.binds == cost.binds == "disk"
-    assert backward.lanes["compute"] == pytest.approx(read + numel * (2 * 2 + 2 + 2) / memory)
+    assert backward.resources["compute"] == pytest.approx(read + numel * (2 * 2 + 2 + 2) / memory)
     assert cost.seconds == forward.seconds + backward.seconds
-    assert cost.lanes["disk"] == forward.lanes["disk"] + backward.lanes["disk"]
+    assert cost.resources["disk"] == forward.resources["disk"] + backward.resources["disk"]
 
 
 def test_a_device_of_its_own_hides_the_update() -> None:
-    plan = plan_of(SIZES, homes=ON_DISK | {"gradients": "host"}, unified=False)
+    plan = plan_of(SIZES, placement=ON_DISK | {"gradients": "host"}, unified=False)
     links = {"to_device": 4 * GB, "from_device": 2 * GB}
     rates = Rates(CPU.disk_read, CPU.disk_write, CPU.disk_mixed, CPU.update, CPU.compute, **links)
     forward, backward = step_cost(plan, rates).phases
-    assert forward.lanes["update"] == pytest.approx(sum(SIZES) / GB)
-    assert forward.lanes["compute"] == backward.lanes["compute"] == 0
+    assert forward.resources["update"] == pytest.approx(sum(SIZES) / GB)
+    assert forward.resources["compute"] == backward.resources["compute"] == 0
     moved = plan.predicted_bytes
-    assert forward.lanes["to_device"] + backward.lanes["to_device"] == pytest.approx(
+    assert forward.resources["to_device"] + backward.resources["to_device"] == pytest.approx(
         moved["to_device"] / (4 * GB)
     )
-    assert backward.lanes["from_device"] == pytest.approx(moved["from_device"] / (2 * GB))
+    assert backward.resources["from_device"] == pytest.approx(moved["from_device"] / (2 * GB))
 
 
 def test_lossy_moments_update_at_their_own_rate() -> None:
@@ -105,10 +105,10 @@ def test_products_count_for_matrices_that_are_multiplied() -> None:
     rates = Rates(GB, GB, GB, compute={"bf16": GB})
     work = Work(tokens=10, lookups=frozenset({0}))
     forward, backward = step_cost(plan, rates, work).phases
-    assert forward.lanes["compute"] == pytest.approx(2 * 4096 * 10 / GB)
-    assert backward.lanes["compute"] == pytest.approx(4 * 4096 * 10 / GB)
+    assert forward.resources["compute"] == pytest.approx(2 * 4096 * 10 / GB)
+    assert backward.resources["compute"] == pytest.approx(4 * 4096 * 10 / GB)
     again = step_cost(plan, rates, Work(tokens=10, recompute=True)).phases[1]
-    assert again.lanes["compute"] == pytest.approx(6 * (4096 + 64_000) * 10 / GB)
+    assert again.resources["compute"] == pytest.approx(6 * (4096 + 64_000) * 10 / GB)
 
 
 def test_days_to_a_rated_endurance() -> None:

@@ -16,7 +16,7 @@ from support.cuda_on_host import HostLauncher, compiler
 from support.cuda_pieces import BF16, FLOATS, FP16, FP32, HYPERS, Combination, Rooms, combinations
 from support.reference import reference_update
 
-from infinity.errors import ConfigError, InfinityError, PresenceError
+from infinity.errors import ConfigError, InfinityError, ResidencyError
 from infinity.formats import MomentFormat
 from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.cuda import SQUARE_TILE, TILE, CudaKernels
@@ -230,8 +230,8 @@ def refused() -> dict[str, tuple[dict[str, object], type[InfinityError], str]]:
     return {
         "size": ({"gradient": long}, ConfigError, "gradient has 301 elements, expected 300"),
         "dtype": ({"gradient": torch.zeros(300).double()}, ConfigError, "gradient has dtype"),
-        "strides": ({"gradient": wide[::2]}, PresenceError, "contiguous"),
-        "device": ({"gradient": long.to("meta")[:300]}, PresenceError, "gradient is on meta"),
+        "strides": ({"gradient": wide[::2]}, ResidencyError, "contiguous"),
+        "device": ({"gradient": long.to("meta")[:300]}, ResidencyError, "gradient is on meta"),
         "no rest": ({"rest": None}, ConfigError, "rest is missing"),
         "rest": ({"rest": torch.zeros(300)}, ConfigError, "rest has dtype"),
         "weight": ({"weight": torch.zeros(300, dtype=torch.int8)}, ConfigError, "weight has"),

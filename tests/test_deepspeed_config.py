@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration: every key of the table, batch sizes, homes, names, sources."""
+"""A DeepSpeed configuration: every key of the table, batch sizes, placement, names, sources."""
 
 from __future__ import annotations
 
@@ -160,19 +160,21 @@ DONE: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "scheduler.params.last_batch_iteration": (-1, {}, WARMUP),
     f"{ZERO}.stage": (3, {}, {}),
     f"{ZERO}.sub_group_size": (1e5, {"chunk_size": 48 * 2048}, {}),
-    f"{ZERO}.stage3_prefetch_bucket_size": (0, {"look_ahead": 0}, {}),
+    f"{ZERO}.stage3_prefetch_bucket_size": (0, {"prefetch_units": 0}, {}),
     f"{ZERO}.stage3_max_live_parameters": (3e8, {"hints.live_parameters": 300_000_000}, {}),
     f"{ZERO}.offload_param.max_in_cpu": (1e9, {"hints.weights_in_ram": 10**9}, {}),
-    f"{ZERO}.cpu_offload": (True, {"homes.moments": "host"}, {}),
-    f"{ZERO}.cpu_offload_param": (True, {"homes.weights": "host"}, {}),
-    f"{ZERO}.offload_param.device": ("cpu", {"homes.weights": "host"}, {}),
-    f"{ZERO}.offload_param.nvme_path": ("/a", {"homes.weights": "disk", "nvme_path": ["/a"]}, NVME),
-    f"{OFFLOAD}.device": ("none", {"homes.moments": "device"}, {}),
+    f"{ZERO}.cpu_offload": (True, {"placement.moments": "host"}, {}),
+    f"{ZERO}.cpu_offload_param": (True, {"placement.weights": "host"}, {}),
+    f"{ZERO}.offload_param.device": ("cpu", {"placement.weights": "host"}, {}),
+    f"{ZERO}.offload_param.nvme_path": (
+        "/a", {"placement.weights": "disk", "nvme_path": ["/a"]}, NVME,
+    ),
+    f"{OFFLOAD}.device": ("none", {"placement.moments": "device"}, {}),
     f"{OFFLOAD}.nvme_path": (
-        ["/a", "/b"], {"homes.moments": "disk", "nvme_path": ["/a", "/b"]},
+        ["/a", "/b"], {"placement.moments": "disk", "nvme_path": ["/a", "/b"]},
         {f"{OFFLOAD}.device": "nvme"},
     ),
-    f"{OFFLOAD}.ratio": (0.4, {"homes.moments": "auto"}, {f"{OFFLOAD}.device": "cpu"}),
+    f"{OFFLOAD}.ratio": (0.4, {"placement.moments": "auto"}, {f"{OFFLOAD}.device": "cpu"}),
     "aio.block_size": (2**21, {"io.block_size": 2**21}, {}),
     "aio.queue_depth": (32.0, {"io.queue_depth": 32}, {}),
     "aio.intra_op_parallelism": (8, {"io.num_threads": 8}, {}),
@@ -430,7 +432,7 @@ def test_batch_sizes_that_are_auto() -> None:
     assert "filled in with 4" in row(filled, "train_micro_batch_size_per_gpu")["note"]
 
 
-# --- precision, optimizer, schedule, homes ---------------------------------------------------
+# --- precision, optimizer, schedule, placement ---------------------------------------------------
 
 ADAM = ("optimizer.type", "optimizer.lr", "optimizer.weight_decay")
 CPU = {f"{OFFLOAD}.device": "cpu"}
@@ -467,18 +469,18 @@ def rule(kind: str | None, **params: Any) -> dict[str, Any]:
         (rule("SGD", lr=0.1), adam("SGD", 0.1, 0.0)),
         (rule("SGD", max_grad_norm=1.5), {"gradient_clipping": 1.5}),
         ({f"{PARAMS}.max_grad_norm": 1.5, "gradient_clipping": 1.5}, {"gradient_clipping": 1.5}),
-        ({**CPU, f"{OFFLOAD}.ratio": 1.0}, {"homes.moments": "host"}),
-        ({**CPU, f"{OFFLOAD}.ratio": 0}, {"homes.moments": "device"}),
-        ({**NVME_MOMENTS, f"{OFFLOAD}.ratio": 0.5}, {"homes.moments": "disk"}),
-        ({**CPU, f"{ZERO}.cpu_offload": True}, {"homes.moments": "host"}),
-        ({f"{ZERO}.cpu_offload": False}, {"homes.moments": "auto"}),
-        ({f"{OFFLOAD}.buffer_count": 0}, {"homes.moments": "auto"}),
+        ({**CPU, f"{OFFLOAD}.ratio": 1.0}, {"placement.moments": "host"}),
+        ({**CPU, f"{OFFLOAD}.ratio": 0}, {"placement.moments": "device"}),
+        ({**NVME_MOMENTS, f"{OFFLOAD}.ratio": 0.5}, {"placement.moments": "disk"}),
+        ({**CPU, f"{ZERO}.cpu_offload": True}, {"placement.moments": "host"}),
+        ({f"{ZERO}.cpu_offload": False}, {"placement.moments": "auto"}),
+        ({f"{OFFLOAD}.buffer_count": 0}, {"placement.moments": "auto"}),
         ({"aio.thread_count": 1}, {"io.num_threads": 4}),  # fewer than a disk needs
         ({"aio.thread_count": 16}, {"io.num_threads": 16}),
         # Hints never stop a run, and what people copy says nothing.
         ({f"{ZERO}.sub_group_size": 1}, {"chunk_size": 2048}),
         ({f"{ZERO}.sub_group_size": 1e9}, {"chunk_size": "auto"}),
-        ({f"{ZERO}.stage3_prefetch_bucket_size": 1}, {"look_ahead": 2}),
+        ({f"{ZERO}.stage3_prefetch_bucket_size": 1}, {"prefetch_units": 2}),
         ({f"{ZERO}.stage3_max_live_parameters": 1e9}, {"hints.live_parameters": None}),
         ({f"{ZERO}.stage3_max_live_parameters": 0}, {"hints.live_parameters": 0}),
     ]
@@ -537,7 +539,7 @@ def test_what_it_makes_of_ours(more: dict[str, Any], expected: dict[str, Any]) -
         ({"qqqq": 1}, "unknown key; known here: train_batch_size"),
         ({"aio": 3}, "aio: should be a section of keys and values, got 3"),
         ({"bf16": True}, "bf16: should be a section"),
-        ({"infinity": {"homes": {"gradient": "host"}}}, "homes.gradient: unknown key"),
+        ({"infinity": {"placement": {"gradient": "host"}}}, "placement.gradient: unknown key"),
         ({"infinity": 3}, "infinity: should be a section"),
         # A wrong value is not said to be missing.
         ({**NVME, f"{ZERO}.offload_param.nvme_path": 5}, "offload_param.nvme_path: should be"),
@@ -589,13 +591,13 @@ def test_what_initialize_got_wins() -> None:
     assert translated({"optimizer.type": None}, lenient=True).config.optimizer.type == "AdamW"
 
 
-# --- homes -----------------------------------------------------------------------------------
+# --- placement -----------------------------------------------------------------------------------
 
 DEVICES = {None: "auto", "none": "device", "cpu": "host", "nvme": "disk"}
 
 
 @each(itertools.product([0, 1, 2, 3, True], DEVICES, DEVICES))
-def test_offload_is_homes_at_any_stage(
+def test_offload_is_placement_at_any_stage(
     stage: int, weights: str | None, moments: str | None
 ) -> None:
     zero: dict[str, Any] = {"stage": stage}
@@ -606,9 +608,9 @@ def test_offload_is_homes_at_any_stage(
     config = translated({ZERO: zero}).config if stage is not True else translated({
         ZERO: {key: value for key, value in zero.items() if key != "stage"}
     }).config  # fmt: skip
-    assert config.homes.weights == DEVICES[weights]
-    assert config.homes.moments == DEVICES[moments]
-    assert config.homes.gradients == "auto"
+    assert config.placement.weights == DEVICES[weights]
+    assert config.placement.moments == DEVICES[moments]
+    assert config.placement.gradients == "auto"
     paths = (Path("/fast"),) if "nvme" in (weights, moments) else ()
     assert config.nvme_path == paths
 
@@ -630,7 +632,7 @@ def test_paths() -> None:
     assert "not used" in row(unused, f"{two}.nvme_path")["note"]
     left = translated({f"{two}.nvme_path": "/fast"})
     assert left.config.nvme_path == (Path("/fast"),)
-    assert left.config.homes.moments == "auto"
+    assert left.config.placement.moments == "auto"
 
 
 # --- names -----------------------------------------------------------------------------------
@@ -668,12 +670,12 @@ def test_every_mistake_is_told_at_once() -> None:
 
 
 def test_keys_of_ours_win() -> None:
-    ours = {"homes": {"gradients": "host"}, "seed": 3, "optimizer": {"moments": "8bit"}}
+    ours = {"placement": {"gradients": "host"}, "seed": 3, "optimizer": {"moments": "8bit"}}
     ours["gradient_clipping"] = 0.25
     more = {"infinity": ours, f"{PARAMS}.lr": 2e-4, "gradient_clipping": 4}
     found = translated(more, overrides=["seed=4"])
     assert found.config.gradient_clipping == 0.25
-    assert found.config.homes.gradients == "host"
+    assert found.config.placement.gradients == "host"
     assert found.config.seed == 4
     assert (found.config.optimizer.moments, found.config.optimizer.lr) == ("8bit", 2e-4)
 
@@ -806,7 +808,7 @@ def test_hjson_is_asked_for_where_json_will_not_do(
 @each(
     [
         ({}, False),
-        ({"nvme_path": "/x", "homes": {"weights": "disk"}}, False),
+        ({"nvme_path": "/x", "placement": {"weights": "disk"}}, False),
         ({"optimizer": {"lr": 1e-3}, "gradient_clipping": 0.0}, False),
         ({"nvme_path": "/x", "log_level": "info"}, False),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1}}}, True),
@@ -918,7 +920,8 @@ def test_a_run_is_plain_torchs(tmp_path: Path, form: str) -> None:
 
 def test_a_translated_run_is_that_of_our_own_words(tmp_path: Path) -> None:
     ours = {
-        "precision": "fp32", "nvme_path": str(tmp_path), "homes": {**ON_DISK, "gradients": "auto"},
+        "precision": "fp32", "nvme_path": str(tmp_path),
+        "placement": {**ON_DISK, "gradients": "auto"},
         "gradient_clipping": 0.5, "gradient_accumulation_steps": 2, "cpu": {"num_threads": 1},
         "optimizer": {"lr": 1e-2, "weight_decay": 0.1},
         "scheduler": {"type": "WarmupLR", "params": {
@@ -1019,9 +1022,13 @@ def test_paths_and_numbers_of_python(tmp_path: Path) -> None:
 
 
 def test_keys_of_ours_are_named_by_their_section() -> None:
-    ours = {"budgets": {}, "homes": {"weight": "disk"}, "look_ahead": -1}
+    ours = {"budgets": {}, "placement": {"weight": "disk"}, "prefetch_units": -1}
     text = refusal({"infinity": ours, "gradient_clipping": -1})
-    for name in ("infinity.budgets: unknown", "infinity.homes.weight: ", "infinity.look_ahead: "):
+    for name in (
+        "infinity.budgets: unknown",
+        "infinity.placement.weight: ",
+        "infinity.prefetch_units: ",
+    ):
         assert f"- {name}" in text
     assert "- gradient_clipping: " in text
 

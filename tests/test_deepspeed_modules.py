@@ -41,9 +41,9 @@ from infinity.deepspeed.utils.zero_to_fp32 import (
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
-from infinity.errors import CheckpointError, ConfigError, PresenceError
+from infinity.errors import CheckpointError, ConfigError, ResidencyError
 
-HOMES = {"disk": ON_DISK, "device": ON_DEVICE, "mixed": MIXED}
+PLACEMENTS = {"disk": ON_DISK, "device": ON_DEVICE, "mixed": MIXED}
 THEIRS = Path(__file__).parent / "data" / "deepspeed"
 
 
@@ -84,12 +84,12 @@ def test_names_are_found_by_attribute_and_by_import(name: str) -> None:
 # --- zero --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("homes", HOMES)
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_gathered_parameters_hold_values_and_edits_stay(
-    tmp_path: Path, homes: str, precision: str
+    tmp_path: Path, placement: str, precision: str
 ) -> None:
-    with small_engine(tmp_path, HOMES[homes], precision=precision) as engine:
+    with small_engine(tmp_path, PLACEMENTS[placement], precision=precision) as engine:
         up, norm = engine.module.blocks[1].up.weight, engine.module.norm
         expected = small_model().blocks[1].up.weight.to(up.dtype)
         with deepspeed.zero.GatheredParameters(up, modifier_rank=0):
@@ -119,9 +119,9 @@ def test_what_no_engine_owns_is_left_alone(tmp_path: Path) -> None:
     with deepspeed.zero.GatheredParameters(engine.module.parameters()):
         pass  # the engine is closed: nobody owns them
     with torch.device("meta"):
-        unborn = nn.Linear(2, 2)
-    with pytest.raises(PresenceError, match="no values yet"):
-        deepspeed.zero.GatheredParameters(unborn.parameters()).__enter__()
+        without_values = nn.Linear(2, 2)
+    with pytest.raises(ResidencyError, match="no values yet"):
+        deepspeed.zero.GatheredParameters(without_values.parameters()).__enter__()
 
 
 def test_parameters_of_two_engines_are_gathered_together(tmp_path: Path) -> None:
@@ -182,10 +182,10 @@ def test_external_parameters_need_no_registration(tmp_path: Path) -> None:
 # --- utils: values -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("homes", HOMES)
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_full_fp32_values(tmp_path: Path, homes: str, precision: str) -> None:
-    with small_engine(tmp_path, HOMES[homes], precision=precision) as engine:
+def test_full_fp32_values(tmp_path: Path, placement: str, precision: str) -> None:
+    with small_engine(tmp_path, PLACEMENTS[placement], precision=precision) as engine:
         train(engine, 2)
         weight = engine.module.blocks[0].down.weight
         expected = engine.state_dict(master=True)["blocks.0.down.weight"]
@@ -204,14 +204,14 @@ def test_full_fp32_values(tmp_path: Path, homes: str, precision: str) -> None:
         safe_get_full_fp32_param(weight)
 
 
-@pytest.mark.parametrize("homes", HOMES)
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(("precision", "steps"), [("fp32", 1), ("bf16", 1), ("bf16", 2)])
-def test_full_gradients(tmp_path: Path, homes: str, precision: str, steps: int) -> None:
+def test_full_gradients(tmp_path: Path, placement: str, precision: str, steps: int) -> None:
     """Doubled gradients update like a doubled loss."""
     found = []
     more = {"precision": precision, "gradient_accumulation_steps": steps, "gradient_clipping": 0}
     for factor in (2.0, 1.0):
-        with small_engine(tmp_path, HOMES[homes], **more) as engine:
+        with small_engine(tmp_path, PLACEMENTS[placement], **more) as engine:
             parameters = list(engine.module.parameters())
             assert safe_get_full_grad(parameters[0]) is None
             for index in range(steps):
@@ -246,11 +246,11 @@ def test_gradients_are_updated_by_a_function(tmp_path: Path) -> None:
         assert torch.equal(after, before.sign())
 
 
-@pytest.mark.parametrize("homes", HOMES)
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
-def test_full_optimizer_state(tmp_path: Path, homes: str, moments: str) -> None:
+def test_full_optimizer_state(tmp_path: Path, placement: str, moments: str) -> None:
     optimizer = {"lr": 1e-2, "moments": moments}
-    with small_engine(tmp_path, HOMES[homes], optimizer=optimizer) as engine:
+    with small_engine(tmp_path, PLACEMENTS[placement], optimizer=optimizer) as engine:
         train(engine, 2)
         weight = engine.module.embedding.weight
         for key in ("exp_avg", "exp_avg_sq"):

@@ -73,14 +73,14 @@ def test_the_table_stands_before_the_plan(files: tuple[str, str]) -> None:
 
 def test_the_plan_is_that_of_our_own_words(files: tuple[str, str], tmp_path: Path) -> None:
     theirs = answer(files[0], "--model", files[1], *DESKTOP)
-    ours = {"homes": {"weights": "host", "moments": "disk"}, "nvme_path": "/local_nvme"}
+    ours = {"placement": {"weights": "host", "moments": "disk"}, "nvme_path": "/local_nvme"}
     (tmp_path / "ours.json").write_text(json.dumps(ours))
     expected = answer(str(tmp_path / "ours.json"), "--model", files[1], *DESKTOP)
     rows = theirs.pop("deepspeed")
     assert "deepspeed" not in expected
     assert theirs == expected
     assert theirs["machine"]["device_bytes"] == 24 * GIB
-    assert set(theirs["plan"]["homes"]["moments and residual"]) == {"disk"}
+    assert set(theirs["plan"]["placement"]["moments and residual"]) == {"disk"}
     assert {row["key"]: row["verdict"] for row in rows}["zero_optimization.stage"] == "done"
     assert all(set(row) == {"key", "given", "verdict", "note"} for row in rows)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.durable import (
-    HOMES,
+    PLACEMENTS,
     Entry,
     Gated,
     Recorder,
@@ -75,8 +75,8 @@ def paths_for(root: Path, more: dict[str, Any]) -> list[Path]:
 
 
 def arguments(case: str) -> dict[str, Any]:
-    homes, more = CASES[case]
-    return {"homes": HOMES[homes], "durable_every": 1, **more}
+    placement, more = CASES[case]
+    return {"placement": PLACEMENTS[placement], "durable_every": 1, **more}
 
 
 def check_resumed(paths: list[Path], more: dict[str, Any], to: int | None = None) -> int:
@@ -184,15 +184,15 @@ def test_a_run_goes_on_where_it_was_closed(tmp_path: Path, case: str) -> None:
         assert len(list(path.iterdir())) == 1
 
 
-@pytest.mark.parametrize("homes", HOMES)
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("seed", range(2))
-def test_a_device_of_its_own(tmp_path: Path, homes: str, seed: int) -> None:
+def test_a_device_of_its_own(tmp_path: Path, placement: str, seed: int) -> None:
     """Kinds that rest there are copied out for a commit, and back in."""
     more = {"nvme_path": str(tmp_path), "durable": True, "durable_every": 2, "resume": "auto"}
     at = 0
     for _ in range(2):
         fake = FakeAccelerator(seed)
-        given = settings(tmp_path, HOMES[homes], **more)
+        given = settings(tmp_path, PLACEMENTS[placement], **more)
         engine, *_ = infinity.initialize(gated(), given, device=fake)
         with engine:
             assert engine.global_steps == at
@@ -216,7 +216,9 @@ def test_the_same_bytes_as_without(tmp_path: Path) -> None:
     for durable in (False, True):
         path = tmp_path / str(durable)
         path.mkdir()
-        with durable_engine(path, gated(), homes=HOMES["all on disk"], durable=durable) as engine:
+        with durable_engine(
+            path, gated(), placement=PLACEMENTS["all on disk"], durable=durable
+        ) as engine:
             steps = []
             for _ in range(4):
                 before = engine.counters()
@@ -232,25 +234,31 @@ def test_the_same_bytes_as_without(tmp_path: Path) -> None:
     assert moved[False] == moved[True]
 
 
-@pytest.mark.parametrize("homes", ["weights in RAM", "all in RAM"])
-def test_predicted_bytes_hold_over_commits(tmp_path: Path, homes: str) -> None:
-    with durable_engine(tmp_path, small_model(), homes=HOMES[homes], durable_every=2) as engine:
+@pytest.mark.parametrize("placement", ["weights in RAM", "all in RAM"])
+def test_predicted_bytes_hold_over_commits(tmp_path: Path, placement: str) -> None:
+    with durable_engine(
+        tmp_path, small_model(), placement=PLACEMENTS[placement], durable_every=2
+    ) as engine:
         for _ in range(2):
             step(engine)
-        engine._parts.sweep.finish()
+        engine._parts.optimizer_pass.finish()
         before = engine.counters()
         for _ in range(4):
             step(engine)
-        engine._parts.sweep.finish()
+        engine._parts.optimizer_pass.finish()
         written = engine.counters()["disk_write"] - before["disk_write"]
         assert written == 4 * engine.forecast()["disk_write"]
 
 
 def test_how_often_is_chosen_by_what_it_costs(tmp_path: Path) -> None:
     auto: dict[str, Any] = {"durable_every": "auto"}
-    with durable_engine(tmp_path, small_model(), homes=HOMES["all on disk"], **auto) as engine:
+    with durable_engine(
+        tmp_path, small_model(), placement=PLACEMENTS["all on disk"], **auto
+    ) as engine:
         assert engine.plan.durable_every == 1
-    with durable_engine(tmp_path, small_model(), homes=HOMES["all in RAM"], **auto) as engine:
+    with durable_engine(
+        tmp_path, small_model(), placement=PLACEMENTS["all in RAM"], **auto
+    ) as engine:
         every = engine.plan.durable_every
         assert every > 1
         assert f"1 step in {every} is committed, at most {every} are lost" in engine.plan.describe()
@@ -259,11 +267,15 @@ def test_how_often_is_chosen_by_what_it_costs(tmp_path: Path) -> None:
 # --- edits ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("homes", HOMES)
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_an_edit_belongs_to_the_next_commit(tmp_path: Path, homes: str, precision: str) -> None:
+def test_an_edit_belongs_to_the_next_commit(tmp_path: Path, placement: str, precision: str) -> None:
     """Of trained and of frozen parameters; before that commit it never happened."""
-    more: dict[str, Any] = {"homes": HOMES[homes], "precision": precision, "durable_every": 1}
+    more: dict[str, Any] = {
+        "placement": PLACEMENTS[placement],
+        "precision": precision,
+        "durable_every": 1,
+    }
     before, edited, after = undisturbed_edit(precision)
     assert not equal(before, edited)
     with durable_engine(tmp_path, gated(), **more) as engine:
@@ -293,7 +305,7 @@ def test_an_edit_belongs_to_the_next_commit(tmp_path: Path, homes: str, precisio
 
 def undisturbed_edit(precision: str) -> tuple[State, State, State]:
     """The states before and after an edit, and after one more step, without a disk."""
-    given = settings(Path("unused"), HOMES["all in RAM"], precision=precision)
+    given = settings(Path("unused"), PLACEMENTS["all in RAM"], precision=precision)
     del given["nvme_path"]
     with infinity.initialize(gated(), given)[0] as engine:
         step(engine)
@@ -316,15 +328,17 @@ def edit(engine: Engine) -> None:
 
 
 def test_close_does_not_commit_edits_that_have_no_document(tmp_path: Path) -> None:
-    with durable_engine(tmp_path, gated(), homes=HOMES["all in RAM"], durable_every=4) as engine:
+    with durable_engine(
+        tmp_path, gated(), placement=PLACEMENTS["all in RAM"], durable_every=4
+    ) as engine:
         step(engine)
         edit(engine)
-    assert check_resumed([tmp_path], {"homes": HOMES["all in RAM"]}) == 0
+    assert check_resumed([tmp_path], {"placement": PLACEMENTS["all in RAM"]}) == 0
 
 
 def test_an_edit_can_be_committed_at_once(tmp_path: Path) -> None:
     """As it is after a checkpoint was loaded."""
-    with durable_engine(tmp_path, gated(), homes=HOMES["moments in RAM"]) as engine:
+    with durable_engine(tmp_path, gated(), placement=PLACEMENTS["moments in RAM"]) as engine:
         step(engine)
         edit(engine)
         durability = engine._parts.durability
@@ -345,14 +359,14 @@ def test_an_edit_can_be_committed_at_once(tmp_path: Path) -> None:
 @pytest.fixture
 def finished(tmp_path: Path) -> Path:
     """The directory of a durable run of one step."""
-    with durable_engine(tmp_path, gated(), homes=HOMES["moments in RAM"]) as engine:
+    with durable_engine(tmp_path, gated(), placement=PLACEMENTS["moments in RAM"]) as engine:
         step(engine)
     (directory,) = tmp_path.iterdir()
     return directory
 
 
 def start(path: Path, model: nn.Module | None = None, **more: Any) -> Engine:
-    given = settings(path, HOMES["moments in RAM"], **{"durable": True, **more})
+    given = settings(path, PLACEMENTS["moments in RAM"], **{"durable": True, **more})
     return infinity.initialize(model or gated(), given)[0]
 
 
@@ -374,12 +388,16 @@ def test_a_directory_can_be_named(tmp_path: Path, finished: Path) -> None:
     assert not list(other.iterdir())
 
 
-def test_homes_and_chunks_are_those_of_the_old_run(tmp_path: Path, finished: Path) -> None:
-    more: dict[str, Any] = {"homes": HOMES["all in RAM"], "chunk_size": 4096, "resume": "auto"}
+def test_placement_and_chunks_are_those_of_the_old_run(tmp_path: Path, finished: Path) -> None:
+    more: dict[str, Any] = {
+        "placement": PLACEMENTS["all in RAM"],
+        "chunk_size": 4096,
+        "resume": "auto",
+    }
     with durable_engine(tmp_path, gated(), **more) as engine:
         assert engine.plan.chunk_elements == 2048
-        assert {h.weight.value for h in engine.plan.homes} == {"disk"}
-        assert {h.state.value for h in engine.plan.homes} == {"host"}
+        assert {h.weight.value for h in engine.plan.placements} == {"disk"}
+        assert {h.state.value for h in engine.plan.placements} == {"host"}
 
 
 def test_a_budget_that_is_too_small_now(tmp_path: Path, finished: Path) -> None:
@@ -388,7 +406,7 @@ def test_a_budget_that_is_too_small_now(tmp_path: Path, finished: Path) -> None:
 
 
 def test_several_that_fit(tmp_path: Path, finished: Path) -> None:
-    with durable_engine(tmp_path, gated(), homes=HOMES["moments in RAM"]):
+    with durable_engine(tmp_path, gated(), placement=PLACEMENTS["moments in RAM"]):
         pass
     with pytest.raises(ConfigError, match="2 durable runs fit") as caught:
         start(tmp_path, resume="auto")
@@ -462,7 +480,7 @@ def test_damaged_files_are_refused(tmp_path: Path, finished: Path, what: str) ->
 
 def test_rot_between_runs_is_found(tmp_path: Path) -> None:
     """Checksums are kept with the commit; without (io.verify), they are taken on resuming."""
-    verify: dict[str, Any] = {"homes": HOMES["all on disk"]}
+    verify: dict[str, Any] = {"placement": PLACEMENTS["all on disk"]}
     with durable_engine(tmp_path, gated(), **verify) as engine:
         step(engine)
     without = {**verify, "io": {"verify": False}}
@@ -474,7 +492,7 @@ def test_rot_between_runs_is_found(tmp_path: Path) -> None:
     assert last_commit(directory, directory.name[-16:]).checksums
     with durable_engine(tmp_path, gated(), **verify, resume="auto") as engine:
         extent = engine._parts.store.on_disk(
-            0, Kind.WEIGHT, 0, engine._parts.store.units[0].turn.current
+            0, Kind.WEIGHT, 0, engine._parts.store.units[0].copy.active
         )
     state[extent.offset] ^= 1
     (directory / "state.bin").write_bytes(state)

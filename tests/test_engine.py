@@ -35,7 +35,7 @@ from infinity.errors import (
     EngineFailedError,
     InfinityError,
     InfinityWarning,
-    PresenceError,
+    ResidencyError,
     TrainingError,
 )
 from infinity.storage.device import PROCESS
@@ -142,12 +142,12 @@ def test_backward_needs_a_scalar_loss(tmp_path: Path, loss: Any) -> None:
             engine.backward(without)
 
 
-@pytest.mark.parametrize("homes", [ON_DISK, ON_DEVICE])
+@pytest.mark.parametrize("placement", [ON_DISK, ON_DEVICE])
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
 def test_a_step_that_is_not_finite_is_skipped_and_counted(
-    tmp_path: Path, homes: dict[str, str], factor: float
+    tmp_path: Path, placement: dict[str, str], factor: float
 ) -> None:
-    with small_engine(tmp_path, homes, model=Poisonable()) as engine:
+    with small_engine(tmp_path, placement, model=Poisonable()) as engine:
         train(engine, 1)
         before = masters(engine)
         engine.backward(engine(batch(1), factor))
@@ -284,7 +284,7 @@ def test_a_parameter_in_a_loss_outside_the_call(tmp_path: Path) -> None:
     """Right, or a clear error: here an L2 term over a parameter fetched by access."""
     plain = small_model()
     (plain(batch(0)) + plain.blocks[0].up.weight.square().sum()).backward()
-    with small_engine(tmp_path, look_ahead=0) as engine:
+    with small_engine(tmp_path, prefetch_units=0) as engine:
         loss = engine(batch(0)) + engine.module.blocks[0].up.weight.square().sum()
         try:
             engine.backward(loss)
@@ -296,10 +296,10 @@ def test_a_parameter_in_a_loss_outside_the_call(tmp_path: Path) -> None:
         assert torch.allclose(grad, plain.blocks[0].up.weight.grad, atol=1e-6)
 
 
-def test_an_absent_parameter_in_a_loss_is_loud(tmp_path: Path) -> None:
+def test_an_offloaded_parameter_in_a_loss_is_loud(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
-        absent = [p for p in engine.module.parameters() if p.isnan().all()]
-        loss = engine(batch(0)) + sum(p.square().sum() for p in absent)
+        offloaded = [p for p in engine.module.parameters() if p.isnan().all()]
+        loss = engine(batch(0)) + sum(p.square().sum() for p in offloaded)
         assert loss.isnan()
 
 
@@ -372,20 +372,20 @@ def test_a_second_engine_that_does_not_fit_is_refused_until_the_first_closes(
     tmp_path: Path,
 ) -> None:
     big = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))  # 8 MiB with its state
-    homes = dict.fromkeys(("weights", "moments", "gradients"), "device")
+    placement = dict.fromkeys(("weights", "moments", "gradients"), "device")
     fake, other = FakeAccelerator(), FakeAccelerator()
     limits = {"budget": {"device": "12MiB"}}
     before = PROCESS.total("device")
-    first, *_ = infinity.initialize(big, settings(tmp_path, homes, **limits), device=fake)
+    first, *_ = infinity.initialize(big, settings(tmp_path, placement, **limits), device=fake)
     assert PROCESS.total("device") > before
     second = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
     with pytest.raises(DoesNotFitError, match="device"):
-        infinity.initialize(second, settings(tmp_path, homes, **limits), device=other)
+        infinity.initialize(second, settings(tmp_path, placement, **limits), device=other)
     assert type(second[0]._parameters) is dict
     first.close()
     assert PROCESS.total("device") == before
     again, *_ = infinity.initialize(
-        second, settings(tmp_path, homes, **limits), device=FakeAccelerator()
+        second, settings(tmp_path, placement, **limits), device=FakeAccelerator()
     )
     again.close()
 
@@ -439,11 +439,13 @@ def test_the_with_block_closes_on_an_exception(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_failed_sweep_poisons_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_update_poisons_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with small_engine(tmp_path) as engine:
         train(engine, 1)
         engine.settle()
-        lanes = engine._parts.lanes
+        transfers = engine._parts.transfers
         loss = engine(batch(1))
         engine.backward(loss)
         engine._parts.gradients.settle()
@@ -451,7 +453,7 @@ def test_a_failed_sweep_poisons_the_engine(tmp_path: Path, monkeypatch: pytest.M
         def broken(pieces: Any, **options: Any) -> Any:
             raise OSError(5, "Input/output error")
 
-        monkeypatch.setattr(lanes, "write", broken)
+        monkeypatch.setattr(transfers, "write", broken)
         calls = [
             lambda: engine(batch(2)),
             lambda: engine.state_dict(),
@@ -511,12 +513,12 @@ def test_function_transforms_are_refused(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         module = engine.module
         x = torch.ones(3, 16)
-        with pytest.raises(PresenceError, match=r"torch\.func"):
+        with pytest.raises(ResidencyError, match=r"torch\.func"):
             torch.func.grad(lambda value: module.blocks[0](value).sum())(x)
-        with pytest.raises(PresenceError, match=r"torch\.func"):
+        with pytest.raises(ResidencyError, match=r"torch\.func"):
             torch.func.vmap(module.blocks[0])(x)
         weights = {k: v for k, v in engine.state_dict().items() if k != "head.weight"}
-        with pytest.raises(PresenceError, match=r"torch\.func|functional_call"):
+        with pytest.raises(ResidencyError, match=r"torch\.func|functional_call"):
             torch.func.functional_call(module, weights, (batch(0),))
         train(engine, 2)
 

@@ -31,10 +31,10 @@ import infinity
 from infinity import deepspeed
 from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.engine import Engine
-from infinity.errors import ConfigError, InfinityWarning, PresenceError, TrainingError
+from infinity.errors import ConfigError, InfinityWarning, ResidencyError, TrainingError
 
 small_engine = partial(small.small_engine, engine_class=DeepSpeedEngine)
-HOMES = {"disk": ON_DISK, "device": ON_DEVICE, "mixed": MIXED}
+PLACEMENTS = {"disk": ON_DISK, "device": ON_DEVICE, "mixed": MIXED}
 
 
 def few_of(every: list[Any], few: list[Any]) -> list[Any]:
@@ -221,9 +221,11 @@ def test_arguments_of_the_schedules_step(tmp_path: Path) -> None:
 # --- engines for inference ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("homes", HOMES)
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_frozen_model_beside_a_trained_one(tmp_path: Path, homes: str, precision: str) -> None:
+def test_a_frozen_model_beside_a_trained_one(
+    tmp_path: Path, placement: str, precision: str
+) -> None:
     """A reference model and a policy in one process, as in preference training."""
     plain, reference_plain = small_model(1), small_model(2).requires_grad_(False)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -233,9 +235,9 @@ def test_a_frozen_model_beside_a_trained_one(tmp_path: Path, homes: str, precisi
     place.mkdir()
     other = tmp_path / "frozen"
     other.mkdir()
-    given = settings(other, HOMES[homes], precision=precision)
+    given = settings(other, PLACEMENTS[placement], precision=precision)
     with (
-        small_engine(place, HOMES[homes], plain, precision=precision) as policy,
+        small_engine(place, PLACEMENTS[placement], plain, precision=precision) as policy,
         rough.initialize(frozen, given, engine_class=DeepSpeedEngine)[0] as reference,
     ):
         reference.eval()
@@ -310,7 +312,7 @@ def backward_by_user(engine: Engine, loss: Tensor) -> None:
     loss.backward()
 
 
-ALL_OWN = list(itertools.product(HOMES, ("fp32", "bf16"), (1, 4)))
+ALL_OWN = list(itertools.product(PLACEMENTS, ("fp32", "bf16"), (1, 4)))
 FEW_OWN = [
     ("disk", "fp32", 1),
     ("disk", "bf16", 4),
@@ -321,14 +323,14 @@ FEW_OWN = [
 ]
 
 
-@pytest.mark.parametrize(("homes", "precision", "steps"), few_of(ALL_OWN, FEW_OWN))
+@pytest.mark.parametrize(("placement", "precision", "steps"), few_of(ALL_OWN, FEW_OWN))
 def test_a_backward_of_the_users_own_is_the_engines(
-    tmp_path: Path, homes: str, precision: str, steps: int
+    tmp_path: Path, placement: str, precision: str, steps: int
 ) -> None:
     found = []
     for backward in (backward_by_engine, backward_by_user):
         with small_engine(
-            tmp_path, HOMES[homes], precision=precision, gradient_accumulation_steps=steps
+            tmp_path, PLACEMENTS[placement], precision=precision, gradient_accumulation_steps=steps
         ) as engine:
             norms = []
             for index in range(2 * steps):
@@ -394,7 +396,7 @@ def test_several_backwards_add_up(tmp_path: Path) -> None:
 
 ALL_WINDOWS = list(
     itertools.product(
-        HOMES, ("fp32", "bf16"), (1, 2, 3, 5), ("accelerate", "every_step", "no_sync")
+        PLACEMENTS, ("fp32", "bf16"), (1, 2, 3, 5), ("accelerate", "every_step", "no_sync")
     )
 )
 FEW_WINDOWS = [  # all pairs
@@ -413,13 +415,15 @@ FEW_WINDOWS = [  # all pairs
 ]
 
 
-@pytest.mark.parametrize(("homes", "precision", "count", "style"), few_of(ALL_WINDOWS, FEW_WINDOWS))
+@pytest.mark.parametrize(
+    ("placement", "precision", "count", "style"), few_of(ALL_WINDOWS, FEW_WINDOWS)
+)
 def test_windows_set_by_hand(
-    tmp_path: Path, homes: str, precision: str, count: int, style: str
+    tmp_path: Path, placement: str, precision: str, count: int, style: str
 ) -> None:
     """More and fewer micro-batches than configured, against as many as configured."""
     with small_engine(
-        tmp_path, HOMES[homes], precision=precision, gradient_accumulation_steps=count + 1
+        tmp_path, PLACEMENTS[placement], precision=precision, gradient_accumulation_steps=count + 1
     ) as engine:
         engine.set_gradient_accumulation_steps(max(count, 1))
         for index in range(2 * count):
@@ -428,7 +432,7 @@ def test_windows_set_by_hand(
         assert engine.global_steps == 2
         expected = masters(engine)
     with small_engine(
-        tmp_path, HOMES[homes], precision=precision, gradient_accumulation_steps=3
+        tmp_path, PLACEMENTS[placement], precision=precision, gradient_accumulation_steps=3
     ) as engine:
         for index in range(2 * count):
             last = index % count == count - 1
@@ -668,14 +672,14 @@ def test_weights_are_saved_in_16_bits(tmp_path: Path) -> None:
 # --- moving states -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("homes", HOMES)
-def test_states_are_off_the_device_where_the_cpu_computes(tmp_path: Path, homes: str) -> None:
-    with small_engine(tmp_path, HOMES[homes]) as engine:
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_states_are_off_the_device_where_the_cpu_computes(tmp_path: Path, placement: str) -> None:
+    with small_engine(tmp_path, PLACEMENTS[placement]) as engine:
         engine.backward(engine(batch(0)))
         engine.step()
         engine.offload_states()
         expected = {"disk": {"disk"}, "device": {torch.device("cpu")}, "mixed": {"disk"}}
-        assert engine.get_state_devices(OffloadStateTypeEnum.lp_params) == expected[homes]
+        assert engine.get_state_devices(OffloadStateTypeEnum.lp_params) == expected[placement]
         engine.offload_states(include=[OffloadStateTypeEnum.optim_states], device="cpu")
         engine.reload_states()
         engine.backward(engine(batch(1)))
@@ -705,7 +709,7 @@ def test_an_owned_parameter_is_pickled_and_copied_like_any_other(tmp_path: Path)
         loaded = torch.load(tmp_path / "weight.pt", weights_only=True)
         assert torch.equal(loaded, torch.ones(16))
         (tmp_path / "weight.pt").unlink()
-        with pytest.raises(PresenceError):
+        with pytest.raises(ResidencyError):
             engine.module.norm.weight = loaded
 
 

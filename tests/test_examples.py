@@ -260,7 +260,7 @@ def test_a_processor_that_is_slow_with_bf16_gets_fp32(
     assert _training._with_precision(config, torch.device("cuda")).precision == "bf16"
 
 
-def test_the_live_line_names_the_lanes_that_stall() -> None:
+def test_the_live_line_names_what_makes_it_stall() -> None:
     report = RecordedReport()
     line = _ui.StepLine(
         step=3,
@@ -333,12 +333,14 @@ def test_the_closing_table_says_what_held() -> None:
 
 
 def test_the_bounds_are_those_of_the_architecture() -> None:
-    """State and weights on disk, gradients in RAM: 12 bytes a parameter each way, one sweep."""
-    homes = {"weights": "disk", "moments": "disk", "gradients": "host"}
+    """State and weights on disk, gradients in RAM: 12 bytes a parameter each way, one pass."""
+    placement = {"weights": "disk", "moments": "disk", "gradients": "host"}
     sizes = [102_400] * 8
     for micro_batches in (1, 2):
-        plan = plan_of(sizes, homes=homes, look_ahead=1, gradient_accumulation_steps=micro_batches)
-        sweep_s = 2 * 12 * sum(sizes) / 1.5e9
+        plan = plan_of(
+            sizes, placement=placement, prefetch_units=1, gradient_accumulation_steps=micro_batches
+        )
+        pass_s = 2 * 12 * sum(sizes) / 1.5e9
         weights_s = (8 - 3) * 102_400 * 2 / 2e9  # three are in slots at the turn
         rates = Rates(2e9, 1e9, 1.5e9, update={"fp32": sum(sizes) / 0.5})
         slow = bounds_of(plan, rates, 1.0, 2.0)  # compute binds, and the update with it
@@ -350,9 +352,9 @@ def test_the_bounds_are_those_of_the_architecture() -> None:
             assert fast.schedule_s == pytest.approx(0.5 + weights_s)
             rates = replace(rates, update={"fp32": 1e12})
             quick = bounds_of(plan, rates, 0.0, 0.0)
-            assert quick.schedule_s == quick.ideal_s == pytest.approx(sweep_s + weights_s)
+            assert quick.schedule_s == quick.ideal_s == pytest.approx(pass_s + weights_s)
             assert quick.binds == "disk"
-            assert bounds_of(plan, rates, 0.0, 1.0).schedule_s == pytest.approx(sweep_s + 1.0)
+            assert bounds_of(plan, rates, 0.0, 1.0).schedule_s == pytest.approx(pass_s + 1.0)
 
 
 # The demo, end to end
@@ -424,8 +426,8 @@ def test_the_demo_tells_everything_it_promises_and_learns_as_plain_torch_does(
     held_out = result["held_out_bits_per_byte"]
     assert held_out["last"] < held_out["first"]
     assert result["peak_rss_bytes"] < result["budget_host_bytes"] == 2 * 2**30
-    for lane in ("disk_read", "disk_write"):
-        assert result["moved_bytes"][lane] == result["predicted_bytes"][lane]
+    for direction in ("disk_read", "disk_write"):
+        assert result["moved_bytes"][direction] == result["predicted_bytes"][direction]
     assert result["predicted_bytes"]["disk_write"] >= result["state_bytes"]
     assert result["skipped_steps"] == 0
     assert result["config"]["gradient_accumulation_steps"] == 2
@@ -503,7 +505,7 @@ def test_a_signal_at_any_moment_leaves_nothing(
     ("arguments", "message"),
     [
         (["--nvme-path", "/missing/folder"], "/missing/folder"),
-        (["--set", "homs.weights=disk"], "homes"),
+        (["--set", "homs.weights=disk"], "placement"),
         (["--set", "budget.host=8MiB"], "budget"),
         (["--model", "gpt-100n"], "gpt-100m"),
         (["--text", "/dev/null"], "0 bytes"),
@@ -585,7 +587,7 @@ def test_bench_step_reports_ratios(
     assert set(report["contenders"]) >= {"torch_ram", "infinity_ram", "infinity_disk"}
     for bound in report["bound"].values():
         assert 0 < bound["ideal"] <= bound["schedule"]
-        assert bound["lanes_s"]["compute"] > 0
+        assert bound["resources_s"]["compute"] > 0
     assert set(report["bound"]) == {"infinity_ram", "infinity_disk"}
     assert set(report["ratio"]) >= {"torch_ram", "schedule", "ideal"}
     assert {one["target"] for one in report["targets"]} == {"at least 0.9524", "at most 1.10"}
@@ -593,8 +595,8 @@ def test_bench_step_reports_ratios(
     assert disk["loss"] == pytest.approx(
         plain["loss"], abs=0.02
     )  # they began with the same weights
-    for lane in ("disk_read", "disk_write"):
-        assert disk["moved_bytes"][lane] == disk["predicted_bytes"][lane]
+    for direction in ("disk_read", "disk_write"):
+        assert disk["moved_bytes"][direction] == disk["predicted_bytes"][direction]
     assert "gpu_idle_share" not in report["contenders"]["torch_ram"]
     for name in ("infinity_ram", "infinity_disk"):
         facts = report["contenders"][name]

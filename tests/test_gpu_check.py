@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import _gpu_check as tool
 import bench_step
 from _bench_bound import bounds_of
-from _bench_config import HOMES, engine_config
+from _bench_config import PLACEMENTS, engine_config
 from _bench_contender import cap_device
 from _bench_model import outline
 from _bench_targets import judged
@@ -152,15 +152,17 @@ def test_the_budgets_of_ours_are_told_on_a_gpu_only() -> None:
     _, job, _ = next(one for one in benchmarks() if one[0] == "step-8b-32k")
     config = engine_config(job, "infinity_ram")
     assert config["budget"] == {"device": "24GiB", "host": "116GiB"}
-    assert config["homes"] == {}
+    assert config["placement"] == {}
     assert config["activations"] == {
         "checkpoint": "units", "slices": 2, "offload": "host", "tokens": 16384
     }  # fmt: skip
     on_cpu = engine_config(job | {"device": "cpu"}, "infinity_ram")
     assert on_cpu["budget"] == {}
-    assert on_cpu["homes"] == HOMES["infinity_ram"]
+    assert on_cpu["placement"] == PLACEMENTS["infinity_ram"]
     assert engine_config(job | {"compile": True}, "infinity_disk")["compile"] is True
-    assert engine_config(job | {"state": "host"}, "infinity_ram")["homes"] == {"moments": "host"}
+    assert engine_config(job | {"state": "host"}, "infinity_ram")["placement"] == {
+        "moments": "host"
+    }
 
 
 def test_the_cap_is_the_budgets_share_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +201,7 @@ def test_a_gpu_is_judged_by_a_gpus_targets() -> None:
     assert plain not in said(tokens=512, ratio={"torch_ram": 9.0})
     assert said(model="llama-14b")["tokens/s"] == ("at least 6000", True)
     disk = said(ratio={"schedule": 1.11})
-    assert disk["disk homes: step beside the schedule bound"] == ("at most 1.10", False)
+    assert disk["all on disk: step beside the schedule bound"] == ("at most 1.10", False)
     assert said()["infinity_ram: device memory, GiB"] == ("at most 24 GiB", True)
     on_cpu = said(device="cpu", tokens=512, ratio={"torch_ram": 1.04})
     assert on_cpu[plain] == ("at least 0.9524", True)
@@ -291,7 +293,7 @@ def test_a_call_from_its_start_to_its_report(
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert names[1:] == ["log.txt", "results.json"]
     assert names[0].startswith("gpu_disk_h200-139_20")
-    row = "| 1.5B, disk homes: step beside the schedule bound | <= 1.1 | 1.05 | met |"
+    row = "| 1.5B, all on disk: step beside the schedule bound | <= 1.1 | 1.05 | met |"
     assert row in (tmp_path / "out" / names[0]).read_text()
     capsys.readouterr()
     assert tool.main(["--table", str(tmp_path / "out" / "results.json")]) == 0

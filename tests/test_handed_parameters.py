@@ -54,9 +54,9 @@ def build() -> Model:
     return Model()
 
 
-def train(path: Path, homes: dict[str, str]) -> tuple[list[float], dict[str, Tensor], int]:
+def train(path: Path, placement: dict[str, str]) -> tuple[list[float], dict[str, Tensor], int]:
     engine: Engine
-    engine, *_ = rough.initialize(build(), settings(path, homes, look_ahead=0))
+    engine, *_ = rough.initialize(build(), settings(path, placement, prefetch_units=0))
     with engine:
         losses = []
         for step in range(4):
@@ -67,7 +67,7 @@ def train(path: Path, homes: dict[str, str]) -> tuple[list[float], dict[str, Ten
             losses.append(loss.item())
         with torch.no_grad():
             losses.append(engine.module(x).item())
-        stuck = sum(entry.entered for entry in engine._parts.mover.entries)
+        stuck = sum(entry.entered for entry in engine._parts.prefetcher.entries)
         return losses, dict(engine.state_dict(master=True)), stuck
 
 
@@ -84,9 +84,9 @@ def test_it_is_there_when_it_is_computed_with(tmp_path: Path) -> None:
 
 def test_an_exception_inside_gives_it_back(tmp_path: Path) -> None:
     model = build()
-    engine, *_ = infinity.initialize(model, settings(tmp_path, ON_DISK, look_ahead=0))
+    engine, *_ = infinity.initialize(model, settings(tmp_path, ON_DISK, prefetch_units=0))
     with engine:
         with pytest.raises(RuntimeError):
             engine(torch.ones(5, WIDTH + 1))
-        assert sum(entry.entered for entry in engine._parts.mover.entries) == 0
+        assert sum(entry.entered for entry in engine._parts.prefetcher.entries) == 0
         assert engine(torch.ones(5, WIDTH)).isfinite()

@@ -27,20 +27,22 @@ ZERO = "zero_optimization"
 
 
 def plan_of(hints: dict[str, Any], host: int | None = None, **config: Any) -> Plan:
-    settings = {"nvme_path": "/tmp", "homes": ON_DISK, "hints": hints, **config}
+    settings = {"nvme_path": "/tmp", "placement": ON_DISK, "hints": hints, **config}
     limits = Limits(device=None, host=host, disk=None)
     return make_plan(UNITS, load_config(settings), limits, unified=False)
 
 
 @pytest.mark.parametrize(
-    ("most", "look_ahead"), [(8 * EACH, 3), (5 * EACH, 3), (4 * EACH, 2), (3 * EACH, 1), (0, 1)]
+    ("most", "prefetch_units"), [(8 * EACH, 3), (5 * EACH, 3), (4 * EACH, 2), (3 * EACH, 1), (0, 1)]
 )
-def test_slots_hold_no_more_than_hinted_while_anything_overlaps(most: int, look_ahead: int) -> None:
-    plan = plan_of({"live_parameters": most}, look_ahead=3)
-    assert plan.look_ahead == look_ahead
-    assert live_parameters(plan) == (look_ahead + 2) * EACH
-    lowered = "look-ahead lowered from 3" in "\n".join(plan.notes)
-    assert lowered == (look_ahead < 3)
+def test_slots_hold_no_more_than_hinted_while_anything_overlaps(
+    most: int, prefetch_units: int
+) -> None:
+    plan = plan_of({"live_parameters": most}, prefetch_units=3)
+    assert plan.prefetch_units == prefetch_units
+    assert live_parameters(plan) == (prefetch_units + 2) * EACH
+    lowered = "prefetch_units lowered from 3" in "\n".join(plan.notes)
+    assert lowered == (prefetch_units < 3)
     missed = [note for note in plan.notes if "hints.live_parameters is" in note]
     assert bool(missed) == (live_parameters(plan) > most)
     if missed:
@@ -48,14 +50,14 @@ def test_slots_hold_no_more_than_hinted_while_anything_overlaps(most: int, look_
 
 
 def test_who_looks_at_nothing_ahead_is_left_alone() -> None:
-    assert plan_of({"live_parameters": 0}, look_ahead=0).look_ahead == 0
+    assert plan_of({"live_parameters": 0}, prefetch_units=0).prefetch_units == 0
 
 
 @pytest.mark.parametrize(("most", "kept"), [(0, 0), (EACH - 1, 0), (3 * EACH, 3), (10**9, 8)])
 def test_so_many_weights_stay_in_ram(most: int, kept: int) -> None:
     plan = plan_of({"weights_in_ram": most})
-    assert [h.weight for h in plan.homes] == [Tier.HOST] * kept + [Tier.DISK] * (8 - kept)
-    assert {(h.state, h.gradient) for h in plan.homes} == {(Tier.DISK, Tier.DISK)}
+    assert [h.weight for h in plan.placements] == [Tier.HOST] * kept + [Tier.DISK] * (8 - kept)
+    assert {(h.state, h.gradient) for h in plan.placements} == {(Tier.DISK, Tier.DISK)}
     before = plan_of({})
     assert plan.memory["host"]["weights"] == 2 * kept * EACH
     assert (plan.predicted_bytes["disk_read"] < before.predicted_bytes["disk_read"]) == (kept > 0)
@@ -64,12 +66,12 @@ def test_so_many_weights_stay_in_ram(most: int, kept: int) -> None:
 def test_as_many_as_the_budget_has_room_for() -> None:
     needs = sum(plan_of({}).memory["host"].values())
     plan = plan_of({"weights_in_ram": 10**9}, host=needs + 5 * EACH)  # 2 bytes each: 2 units
-    assert sum(h.weight is Tier.HOST for h in plan.homes) == 2
+    assert sum(h.weight is Tier.HOST for h in plan.placements) == 2
     assert any(f"{2 * EACH // 1000}" in note.replace(".", "") for note in plan.notes)
 
 
 def test_a_run_with_hints_has_the_same_bits(tmp_path: Path) -> None:
-    """DeepSpeed's words, and the homes and slots that they come to."""
+    """DeepSpeed's words, and the placement and slots that they come to."""
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     found = []
     for more, less in (({}, {}), ({"max_in_cpu": 3000}, {"stage3_max_live_parameters": 10})):
@@ -81,9 +83,9 @@ def test_a_run_with_hints_has_the_same_bits(tmp_path: Path) -> None:
         }
         engine, *_ = infinity.initialize(model=_model(), config=config)
         with engine:
-            in_ram = sum(h.weight is not Tier.DISK for h in engine.plan.homes)
+            in_ram = sum(h.weight is not Tier.DISK for h in engine.plan.placements)
             assert (in_ram > 0) == bool(more)
-            assert engine.plan.look_ahead == (1 if less else 2)
+            assert engine.plan.prefetch_units == (1 if less else 2)
             for index in range(3):
                 engine.backward(engine(batch(index)))
                 engine.step()

@@ -1,4 +1,4 @@
-"""Models whose values are made at birth: `infinity.Init`, meta models, values that are read."""
+"""Values made as they are written: `infinity.Init`, meta models, values that are read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from support.trainer import Run, make_config, make_device
 from torch import Tensor, nn
 
 import infinity
-from infinity.errors import ConfigError, PresenceError
+from infinity.errors import ConfigError, ResidencyError
 from infinity.model.meta_init import Origins, remember_values
 from infinity.storage.device import PROCESS
 
@@ -73,9 +73,9 @@ def rough() -> nn.Module:
     return Rough()
 
 
-def run(path: Path, homes: dict[str, str], model: nn.Module, **more: Any) -> Any:
-    """(values after birth, losses, values after three steps)."""
-    with small_engine(path, homes, model, **more) as engine:
+def run(path: Path, placement: dict[str, str], model: nn.Module, **more: Any) -> Any:
+    """(values after the initial write, losses, values after three steps)."""
+    with small_engine(path, placement, model, **more) as engine:
         before = masters(engine)
         return before, train(engine, 3), masters(engine)
 
@@ -89,13 +89,13 @@ def test_every_placement_gets_the_values_of_an_ordinary_build(
 ) -> None:
     before, losses, after = run(tmp_path, ON_DEVICE, rough(), precision=precision)
     for weights, moments, gradients in product(TIERS, repeat=3):
-        homes = {"weights": weights, "moments": moments, "gradients": gradients}
+        placement = {"weights": weights, "moments": moments, "gradients": gradients}
         model = under_init(rough)
         assert all(p.is_meta for p in model.parameters())
-        found = run(tmp_path, homes, model, precision=precision)
-        assert same(found[0], before), homes
-        assert found[1] == losses, homes
-        assert same(found[2], after), homes
+        found = run(tmp_path, placement, model, precision=precision)
+        assert same(found[0], before), placement
+        assert found[1] == losses, placement
+        assert same(found[2], after), placement
 
 
 @pytest.mark.parametrize("device", ["cpu", "fake"])
@@ -135,7 +135,7 @@ def test_tied_weights_and_buffers_stay_one_and_parameters_the_same_objects(tmp_p
     assert not any(p.is_meta for p in model.parameters())
 
 
-def test_nothing_is_left_of_init_on_a_model_that_is_born(tmp_path: Path) -> None:
+def test_nothing_is_left_of_init_on_a_model_that_is_initialised(tmp_path: Path) -> None:
     model = under_init(rough)
     assert any(m._forward_pre_hooks for m in model.modules())
     with small_engine(tmp_path, ON_DISK, model) as engine:
@@ -201,13 +201,13 @@ def test_a_forward_in_the_constructor_is_carried_out() -> None:
 
 def test_a_model_without_values_refuses_what_needs_them() -> None:
     model = under_init(rough)
-    with pytest.raises(PresenceError, match=r"has no values yet[\s\S]*initialize"):
+    with pytest.raises(ResidencyError, match=r"has no values yet[\s\S]*initialize"):
         model(batch(0))
-    with pytest.raises(PresenceError, match=r"cannot be copied"):
+    with pytest.raises(ResidencyError, match=r"cannot be copied"):
         copy.deepcopy(model)
-    with pytest.raises(PresenceError, match=r"cannot be pickled"):
+    with pytest.raises(ResidencyError, match=r"cannot be pickled"):
         pickle.dumps(model)
-    with pytest.raises(PresenceError, match=r"cannot be pickled"):
+    with pytest.raises(ResidencyError, match=r"cannot be pickled"):
         torch.save(model, io.BytesIO())
 
 
@@ -281,14 +281,15 @@ def test_a_dropped_model_takes_everything_along() -> None:
     assert deferral() is None
 
 
-# --- what cannot be born ----------------------------------------------------------------------
+# --- what cannot be initialised
+# ----------------------------------------------------------------------
 
 
 class StopError(Exception):
     pass
 
 
-def test_a_birth_that_fails_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+def test_an_initial_write_that_fails_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     expected = run(tmp_path, ON_DEVICE, rough())
     model = under_init(rough, threshold=1)
     threads, held = set(threading.enumerate()), PROCESS.total("host")
@@ -305,7 +306,7 @@ def test_a_birth_that_fails_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     assert_nothing_left(tmp_path, threads)
     assert PROCESS.total("host") == held
     assert all(p.is_meta for p in model.parameters())
-    with pytest.raises(PresenceError, match="has no values yet"):
+    with pytest.raises(ResidencyError, match="has no values yet"):
         model(batch(0))
     found = run(tmp_path, MIXED, model)
     assert same(found[0], expected[0])
@@ -379,9 +380,9 @@ def test_meta_models_are_initialised_module_by_module(tmp_path: Path) -> None:
 
 def test_values_on_meta_depend_on_seed_and_name_alone(tmp_path: Path) -> None:
     expected = run(tmp_path, ON_DEVICE, on_meta(), seed=5)
-    for homes in (MIXED, ON_DISK):
+    for placement in (MIXED, ON_DISK):
         torch.manual_seed(99)
-        found = run(tmp_path, homes, on_meta(), seed=5)
+        found = run(tmp_path, placement, on_meta(), seed=5)
         assert same(found[0], expected[0])
         assert same(found[2], expected[2])
     cut = run(tmp_path, MIXED, on_meta(), seed=5, arguments={"units": ["norm", "blocks.1"]})
@@ -563,7 +564,7 @@ def _builds() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
 
 @pytest.mark.parametrize("build", [b for _, b in _builds()], ids=[n for n, _ in _builds()])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_remembered_values_are_read_at_birth(
+def test_remembered_values_are_read_at_the_initial_write(
     tmp_path: Path, build: Callable[[], nn.Module], precision: str
 ) -> None:
     source = rough()

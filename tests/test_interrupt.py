@@ -33,7 +33,7 @@ from torch import Tensor
 
 import infinity
 from infinity.engine import Engine
-from infinity.errors import EngineFailedError, PresenceError
+from infinity.errors import EngineFailedError, ResidencyError
 from infinity.offload.owner import DEFERRAL
 
 STEPS = 3
@@ -58,7 +58,7 @@ def assert_restored(engine: Engine) -> None:
     assert not hooks._inside
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert torch.is_autocast_cache_enabled()
-    assert all(entry.entered == 0 for entry in engine._parts.mover.entries)
+    assert all(entry.entered == 0 for entry in engine._parts.prefetcher.entries)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -80,7 +80,7 @@ def during(engine: Engine, name: str, action: Callable[[], object]) -> Callable[
         return block.up.weight.register_hook(lambda _: action() and None).remove
     owner, method = {
         "step": (parts.gradients, "square_sum"),
-        "commit": (parts.mover, "make_pending"),
+        "commit": (parts.prefetcher, "make_pending"),
         "save": (parts.saver, "start"),
         "load": (parts.gradients, "reset"),
         "read": (engine._values, "_load"),
@@ -241,7 +241,7 @@ def test_a_wait_is_ended_by_the_second(tmp_path: Path, wait: str) -> None:
     with small_engine(nvme, arguments={"device": FakeAccelerator(1)}, **TWO) as engine:
         parts = engine._parts
         if wait == "for an update":
-            parts.sweep.updates.before_change = lambda unit: gate.wait() and None
+            parts.optimizer_pass.updates.before_change = lambda unit: gate.wait() and None
             train(engine, 1)
             call: Callable[[], Any] = engine.settle
         elif wait == "for a gradient":
@@ -279,7 +279,7 @@ def test_close_can_be_called_again_when_it_was_ended(
     engine, *_ = infinity.initialize(small_model(), settings(tmp_path))
     train(engine, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(engine._parts.presence, "forget", lambda unit: (ctrl_c(), ctrl_c()))
+        patch.setattr(engine._parts.binding, "forget", lambda unit: (ctrl_c(), ctrl_c()))
         with pytest.raises(KeyboardInterrupt):
             engine.close()
     engine.close()
@@ -418,7 +418,7 @@ def test_an_edit_outside_is_refused_at_the_step_and_training_can_go_on(tmp_path:
         engine.backward(engine(batch(0)))
         with torch.no_grad():
             engine.module.blocks[0].up.weight.add_(1.0)
-        with pytest.raises(PresenceError, match=r"edited in place[\s\S]*materialized"):  # noqa: PT012
+        with pytest.raises(ResidencyError, match=r"edited in place[\s\S]*materialized"):  # noqa: PT012
             engine.step()
             engine(batch(1))
         for index in range(2, 4):

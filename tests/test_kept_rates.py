@@ -1,4 +1,4 @@
-"""`initialize` weighs lanes by rates that were measured before; it measures nothing itself."""
+"""`initialize` weighs resources by rates that were measured before; it measures nothing itself."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from infinity.storage.device import CpuDevice
 AUTO = {"weights": "auto", "moments": "auto", "gradients": "auto"}
 
 
-def plan_of(path: Path, homes: dict[str, str] = AUTO) -> Plan:
-    given = settings(path, homes, cpu={"num_threads": 0})
+def plan_of(path: Path, placement: dict[str, str] = AUTO) -> Plan:
+    given = settings(path, placement, cpu={"num_threads": 0})
     with infinity.initialize(small_model(), given)[0] as engine:
         return engine.plan
 
@@ -64,6 +64,6 @@ def test_a_part_that_was_not_measured_is_named(
     assert kept_rates([], CpuDevice()).nominal == ()  # without a disk its rates are of no use
 
 
-def test_homes_that_were_named_say_nothing_of_rates(tmp_path: Path) -> None:
-    homes = {"weights": "disk", "moments": "disk", "gradients": "disk"}
-    assert "chosen by" not in plan_of(tmp_path, homes).describe()
+def test_placement_that_was_named_says_nothing_of_rates(tmp_path: Path) -> None:
+    placement = {"weights": "disk", "moments": "disk", "gradients": "disk"}
+    assert "chosen by" not in plan_of(tmp_path, placement).describe()

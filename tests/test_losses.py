@@ -213,11 +213,11 @@ class Chunked(SmallModel):
 @pytest.mark.parametrize("kind", ["cpu", "fake"])
 def test_with_an_engine_and_an_offloaded_weight(tmp_path: Path, kind: str) -> None:
     results: list[tuple[list[float], dict[str, Tensor]]] = []
-    for model, homes in ((SmallModel, ON_DEVICE), (Chunked, ON_DEVICE), (Chunked, None)):
+    for model, placement in ((SmallModel, ON_DEVICE), (Chunked, ON_DEVICE), (Chunked, None)):
         torch.manual_seed(0)
-        fake = homes is None and kind == "fake"
+        fake = placement is None and kind == "fake"
         arguments = {"device": FakeAccelerator(1)} if fake else {"device": "cpu"}
-        with small_engine(tmp_path, homes, model(), arguments=arguments) as engine:
+        with small_engine(tmp_path, placement, model(), arguments=arguments) as engine:
             losses = []
             for index in range(4):
                 loss = engine(batch(index))
@@ -225,7 +225,7 @@ def test_with_an_engine_and_an_offloaded_weight(tmp_path: Path, kind: str) -> No
                 engine.step()
                 losses.append(float(loss.detach()))
             results.append((losses, masters(engine)))
-            if homes is None:
+            if placement is None:
                 assert engine.last_report is not None
                 assert engine.last_report.moved == engine.forecast()
     plain_run, chunked, offloaded = results

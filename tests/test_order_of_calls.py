@@ -10,11 +10,11 @@ from support.fake_accelerator import FakeAccelerator
 from support.small import ON_DEVICE, ON_DISK, batch, masters, same, small_engine
 from torch import Tensor
 
-from infinity.errors import EngineClosedError, PresenceError
+from infinity.errors import EngineClosedError, ResidencyError
 
 
-def masters_with_a_stray_backward(path: Path, homes: dict[str, str]) -> dict[str, Tensor]:
-    with small_engine(path, homes) as engine:
+def masters_with_a_stray_backward(path: Path, placement: dict[str, str]) -> dict[str, Tensor]:
+    with small_engine(path, placement) as engine:
         engine.backward(engine(batch(1)))
         engine.module.blocks[0].up.weight.sum().backward()  # a part of one unit
         engine.step()
@@ -26,12 +26,14 @@ def test_a_backward_the_engine_did_not_see_reaches_the_update(tmp_path: Path) ->
     assert same(masters_with_a_stray_backward(tmp_path, ON_DISK), expected)
 
 
-@pytest.mark.parametrize("homes", [ON_DEVICE, {**ON_DEVICE, "weights": "host"}])
-def test_values_read_right_after_a_step_are_whole(tmp_path: Path, homes: dict[str, str]) -> None:
+@pytest.mark.parametrize("placement", [ON_DEVICE, {**ON_DEVICE, "weights": "host"}])
+def test_values_read_right_after_a_step_are_whole(
+    tmp_path: Path, placement: dict[str, str]
+) -> None:
     found = []
     for delay_s in (0.0, 0.03):
         device = FakeAccelerator(1, max_delay_s=delay_s)
-        with small_engine(tmp_path, homes, arguments={"device": device}) as engine:
+        with small_engine(tmp_path, placement, arguments={"device": device}) as engine:
             engine.backward(engine(batch(0)))
             engine.step()
             names = list(engine.state_dict())
@@ -49,13 +51,13 @@ def test_an_edit_between_forward_and_backward_is_refused(tmp_path: Path) -> None
             engine.backward(loss)
 
 
-@pytest.mark.parametrize("homes", [ON_DEVICE, ON_DISK])
+@pytest.mark.parametrize("placement", [ON_DEVICE, ON_DISK])
 def test_reading_between_forward_and_backward_changes_nothing(
-    tmp_path: Path, homes: dict[str, str]
+    tmp_path: Path, placement: dict[str, str]
 ) -> None:
     found = []
     for reads in (False, True):
-        with small_engine(tmp_path, homes) as engine:
+        with small_engine(tmp_path, placement) as engine:
             loss = engine(batch(0))
             if reads:
                 with engine.materialized(engine.module):
@@ -71,26 +73,26 @@ def test_the_sibling_of_a_materialized_parameter_is_refused(tmp_path: Path) -> N
         up = engine.module.blocks[1].up
         with engine.materialized(up.weight), torch.no_grad():
             up.weight.fill_(7)
-            with pytest.raises(PresenceError, match="materialize the whole module"):
+            with pytest.raises(ResidencyError, match="materialize the whole module"):
                 _ = up.bias
         assert bool((engine.state_dict()["blocks.1.up.weight"] == 7).all())
 
 
-@pytest.mark.parametrize("homes", [ON_DEVICE, ON_DISK])
+@pytest.mark.parametrize("placement", [ON_DEVICE, ON_DISK])
 def test_loaded_values_are_used_by_a_module_called_directly(
-    tmp_path: Path, homes: dict[str, str]
+    tmp_path: Path, placement: dict[str, str]
 ) -> None:
-    with small_engine(tmp_path, homes) as engine, torch.no_grad():
+    with small_engine(tmp_path, placement) as engine, torch.no_grad():
         block = engine.module.blocks[2]
         block.load_state_dict({n: v * 0 + 0.25 for n, v in block.state_dict().items()})
         assert bool((block.down.weight == 0.25).all())
 
 
-@pytest.mark.parametrize("homes", [ON_DEVICE, ON_DISK])
-def test_after_close_parameters_are_absent_and_lazy_values_refuse(
-    tmp_path: Path, homes: dict[str, str]
+@pytest.mark.parametrize("placement", [ON_DEVICE, ON_DISK])
+def test_after_close_parameters_are_offloaded_and_lazy_values_refuse(
+    tmp_path: Path, placement: dict[str, str]
 ) -> None:
-    with small_engine(tmp_path, homes) as engine:
+    with small_engine(tmp_path, placement) as engine:
         module, state = engine.module, engine.state_dict()
         engine.backward(engine(batch(0)))
         engine.step()

@@ -89,7 +89,7 @@ def test_planning_for_shapes_does_not_import_torch(tmp_path: Path) -> None:
     """Importing it takes longer than the plan."""
     config = SMALL | {"model_type": "llama"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "ours.json").write_text(json.dumps({"precision": "bf16", "look_ahead": 1}))
+    (tmp_path / "ours.json").write_text(json.dumps({"precision": "bf16", "prefetch_units": 1}))
     ours = f"{tmp_path}/ours.json"
     code = (
         "import sys\n"

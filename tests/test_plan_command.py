@@ -81,10 +81,10 @@ def test_the_page_of_a_large_model_can_be_checked_by_hand() -> None:
     assert report["fits"]
     assert report["problem"] is None
     assert report["model"]["parameters"] == 68_976_648_192
-    moved = {lane: found["per_parameter"] for lane, found in report["moved"].items()}
-    homes = report["plan"]["homes"]
-    on_disk = {kind: homes[kind].get("disk", {"bytes": 0})["bytes"] for kind in homes}
-    total = {kind: sum(h["bytes"] for h in homes[kind].values()) for kind in homes}
+    moved = {direction: found["per_parameter"] for direction, found in report["moved"].items()}
+    placement = report["plan"]["placement"]
+    on_disk = {kind: placement[kind].get("disk", {"bytes": 0})["bytes"] for kind in placement}
+    total = {kind: sum(h["bytes"] for h in placement[kind].values()) for kind in placement}
     assert total["weights"] == pytest.approx(2 * 68_976_648_192, rel=1e-3)
     assert total["moments and residual"] == pytest.approx(10 * 68_976_648_192, rel=1e-3)
     assert total["gradients"] == total["weights"], "one micro-batch in bf16"
@@ -181,7 +181,7 @@ def test_a_configuration_of_ours_is_obeyed(tiny: str, tmp_path: Path) -> None:
     assert report["work"]["micro_batches"] == 3
     assert report["plan"]["rule"] == "Lion"
     assert report["plan"]["moments"] == ["bf16"]
-    assert report["plan"]["homes"]["moments and residual"].keys() == {"disk"}
+    assert report["plan"]["placement"]["moments and residual"].keys() == {"disk"}
     assert report["plan"]["budget"]["host"] == GIB
     over = answer(str(path), "--model", tiny, *DESKTOP, "--micro-batches", "1", "--moments", "fp32")
     assert over["work"]["micro_batches"] == 1

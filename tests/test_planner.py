@@ -1,4 +1,4 @@
-"""The plan: explicit homes honoured or refused, budgets kept, and numbers in every refusal."""
+"""The plan: explicit placement honoured or refused, budgets kept, and numbers in every refusal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from infinity.formats import MomentFormat
 from infinity.plan.budget import Limits
 from infinity.plan.forecast import forecast_bytes
 from infinity.plan.layout import PRECISIONS, Kind, ParameterFacts, Tier, UnitLayout, lay_out
-from infinity.plan.plan import LANES, Plan, RuleFacts
+from infinity.plan.plan import DIRECTIONS, Plan, RuleFacts
 from infinity.plan.planner import make_plan
 
 TIERS = ("device", "host", "disk")
@@ -42,11 +42,11 @@ def plan_of(
     limits: Limits = UNLIMITED,
     *,
     unified: bool = True,
-    homes: dict[str, str] | None = None,
+    placement: dict[str, str] | None = None,
     frozen: int = 0,
     **more: Any,
 ) -> Plan:
-    given = {"nvme_path": "/nvme", "homes": homes or {}, **more}
+    given = {"nvme_path": "/nvme", "placement": placement or {}, **more}
     given = {k: v for k, v in given.items() if v is not None}
     config = load_config(given)
     return make_plan(units(sizes, config.precision, frozen), config, limits, unified=unified)
@@ -63,7 +63,7 @@ def assert_sums(plan: Plan) -> None:
     per_state = plan.precision.rest + 8  # two fp32 moments
     for tier in Tier:
         parts = plan.memory[tier.value]
-        at = [h for h in zip(plan.units, plan.homes, strict=True)]  # noqa: C416
+        at = [h for h in zip(plan.units, plan.placements, strict=True)]  # noqa: C416
         assert parts["weights"] == sum(u.slot_bytes for u, h in at if h.weight is tier)
         assert parts["state"] == sum(u.numel * per_state for u, h in at if h.state is tier)
         assert parts["gradients"] == sum(
@@ -76,7 +76,7 @@ def assert_sums(plan: Plan) -> None:
 def assert_slots_serve(plan: Plan) -> None:
     for unit in plan.units:
         index = plan.class_of(unit.index)
-        if plan.homes[unit.index].weight is Tier.DEVICE:
+        if plan.placements[unit.index].weight is Tier.DEVICE:
             assert index is None
         elif unit.slot_bytes:
             assert index is not None
@@ -89,27 +89,27 @@ def assert_slots_serve(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("weights", "moments", "gradients"), list(itertools.product(TIERS, repeat=3))
 )
-def test_every_explicit_home_is_honoured(
+def test_every_explicit_tier_is_honoured(
     weights: str, moments: str, gradients: str, unified: bool
 ) -> None:
     wish = {"weights": weights, "moments": moments, "gradients": gradients}
-    plan = plan_of([5000, 7000, 40000], homes=wish, unified=unified)
-    for homes in plan.homes:
+    plan = plan_of([5000, 7000, 40000], placement=wish, unified=unified)
+    for placement in plan.placements:
         expected = "device" if unified and weights == "host" else weights
-        assert homes.weight.value == expected
-        assert homes.state.value == moments
-        assert homes.gradient.value == gradients
+        assert placement.weight.value == expected
+        assert placement.state.value == moments
+        assert placement.gradient.value == gradients
     assert_sums(plan)
     assert_slots_serve(plan)
 
 
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("kind", ["weights", "moments", "gradients"])
-def test_an_explicit_home_that_does_not_fit_is_refused_and_not_moved(kind: str, tier: str) -> None:
+def test_an_explicit_tier_that_does_not_fit_is_refused_and_not_moved(kind: str, tier: str) -> None:
     wish = dict.fromkeys(("weights", "moments", "gradients"), "auto") | {kind: tier}
     roomy = dict.fromkeys(TIERS, 2**40)
     tight = Limits(**{**roomy, tier: 64 << 10})
-    text = refusal([100_000, 100_000], tight, homes=wish, unified=False)
+    text = refusal([100_000, 100_000], tight, placement=wish, unified=False)
     assert "64.00 KiB" in text
     assert f"budget.{tier}" in text
 
@@ -167,14 +167,14 @@ def assert_budgets_kept(
     assert used["host"] + (used["device"] if unified else 0) <= (limits.host or 0)
     assert_sums(plan)
     assert_slots_serve(plan)
-    assert set(plan.predicted_bytes) == set(LANES)
+    assert set(plan.predicted_bytes) == set(DIRECTIONS)
     assert plan.describe()
 
 
 def test_without_limits_everything_rests_on_the_device() -> None:
     plan = plan_of([5000, 7000])
-    assert {h.weight for h in plan.homes} == {Tier.DEVICE}
-    assert {h.state for h in plan.homes} == {Tier.DEVICE}
+    assert {h.weight for h in plan.placements} == {Tier.DEVICE}
+    assert {h.state for h in plan.placements} == {Tier.DEVICE}
     assert plan.slot_classes == ()
     assert set(plan.predicted_bytes.values()) == {0}
 
@@ -201,36 +201,36 @@ def test_auto_fills_the_device_then_the_host_then_the_disk() -> None:
 
 def test_auto_leaves_nothing_on_disk_where_ram_has_room() -> None:
     plan = plan_of([100_000] * 4, Limits(MIB, 1 << 30, 1 << 40), unified=False)
-    assert Tier.DISK not in {h.of(k) for h in plan.homes for k in Kind}
+    assert Tier.DISK not in {h.of(k) for h in plan.placements for k in Kind}
     assert plan.tier_bytes["device"] <= MIB
 
 
 def test_auto_fills_ram_with_weights_first() -> None:
     """A byte of a weight saves three of the disk's, one of gradients or state two."""
     sizes, on_disk = [1_000_000] * 8, dict.fromkeys(("weights", "moments", "gradients"), "disk")
-    lean = plan_of(sizes, homes=on_disk, chunk_size=65536)
+    lean = plan_of(sizes, placement=on_disk, chunk_size=65536)
     room = lean.tier_bytes["host"] + lean.tier_bytes["device"] + 9 * MIB  # 8 units x 2 bytes: 15
     plan = plan_of(sizes, Limits(None, int(room / 0.7), 1 << 40), chunk_size=65536)
-    assert {h.weight for h in plan.homes} == {Tier.DEVICE}
-    assert {h.state for h in plan.homes} == {Tier.DISK}
+    assert {h.weight for h in plan.placements} == {Tier.DEVICE}
+    assert {h.state for h in plan.placements} == {Tier.DISK}
 
 
 def test_without_a_disk_path_auto_stays_in_ram() -> None:
     config = load_config({})
     plan = make_plan(units([5000, 7000]), config, Limits(None, 1 << 30, None), unified=False)
-    assert Tier.DISK not in {h.of(k) for h in plan.homes for k in Kind}
+    assert Tier.DISK not in {h.of(k) for h in plan.placements for k in Kind}
     with pytest.raises(DoesNotFitError, match="set nvme_path"):
         make_plan(units([500_000] * 4), config, Limits(8 << 20, 4 << 20, None), unified=False)
 
 
-def test_disk_homes_without_a_path_are_refused() -> None:
+def test_placement_on_disk_without_a_path_are_refused() -> None:
     with pytest.raises(ConfigError, match="nvme_path"):
-        load_config({"homes": {"weights": "disk"}})
+        load_config({"placement": {"weights": "disk"}})
 
 
 def test_the_refusal_names_unit_and_numbers_when_two_slots_do_not_fit() -> None:
     wish = dict.fromkeys(("weights", "moments", "gradients"), "disk")
-    text = refusal([5000, 300_000], Limits(MIB, 1 << 30, 1 << 40), homes=wish, unified=False)
+    text = refusal([5000, 300_000], Limits(MIB, 1 << 30, 1 << 40), placement=wish, unified=False)
     assert "cannot hold two slots of the largest unit: 'unit1'" in text
     assert "1.00 MiB" in text
     assert "588.00 KiB" in text  # 300 000 bf16 weights, padded
@@ -239,7 +239,7 @@ def test_the_refusal_names_unit_and_numbers_when_two_slots_do_not_fit() -> None:
 
 def test_the_refusal_of_a_disk_budget_names_the_missing_bytes() -> None:
     wish = dict.fromkeys(("weights", "moments", "gradients"), "disk")
-    text = refusal([102_400] * 4, Limits(None, None, MIB), homes=wish)
+    text = refusal([102_400] * 4, Limits(None, None, MIB), placement=wish)
     needed = 4 * 102_400 * (12 + 2)
     assert "5.47 MiB" in text  # needed
     assert "4.47 MiB too much" in text
@@ -247,13 +247,13 @@ def test_the_refusal_of_a_disk_budget_names_the_missing_bytes() -> None:
     assert "nvme_path" in text
 
 
-def test_look_ahead_is_lowered_to_fit_and_noted() -> None:
+def test_prefetch_is_lowered_to_fit_and_noted() -> None:
     wish = dict.fromkeys(("weights", "moments", "gradients"), "disk")
     slot = 102_400 * 2
     for device, expected in ((20 * slot, 4), (5 * slot, 3), (3 * slot, 1), (2 * slot, 0)):
         limits = Limits(device, 1 << 30, 1 << 40)
-        plan = plan_of([102_400] * 8, limits, homes=wish, unified=False, look_ahead=4)
-        assert plan.look_ahead == expected
+        plan = plan_of([102_400] * 8, limits, placement=wish, unified=False, prefetch_units=4)
+        assert plan.prefetch_units == expected
         assert sum(c.count for c in plan.slot_classes) == expected + 2
         assert bool(plan.notes) == (expected != 4)
         assert all(f"from 4 to {expected}" in note for note in plan.notes)
@@ -262,7 +262,7 @@ def test_look_ahead_is_lowered_to_fit_and_noted() -> None:
 def test_units_of_like_size_share_slots_and_small_ones_do_not_waste_large_ones() -> None:
     wish = dict.fromkeys(("weights", "moments", "gradients"), "disk")
     sizes = [2048 * n for n in (64, 63, 33, 32, 20, 1)]
-    plan = plan_of(sizes, homes=wish)
+    plan = plan_of(sizes, placement=wish)
     assert [c.members for c in plan.slot_classes] == [(0, 1, 2), (3, 4), (5,)]
     assert_slots_serve(plan)
 
@@ -279,7 +279,7 @@ def test_bytes_per_step_are_those_of_the_table(micro_batches: int) -> None:
     count = 2048 * 16
     wish = {"weights": "disk", "moments": "disk", "gradients": "host"}
     plan = plan_of(
-        [count] * 30, homes=wish, unified=True, gradient_accumulation_steps=micro_batches
+        [count] * 30, placement=wish, unified=True, gradient_accumulation_steps=micro_batches
     )
     moved = forecast_bytes(plan)
     trained = 30 * count
@@ -287,7 +287,7 @@ def test_bytes_per_step_are_those_of_the_table(micro_batches: int) -> None:
     assert moved["to_device"] == moved["from_device"] == 0
     table = 12 + 2 + 4 * (micro_batches - 1)
     # the units kept across each turn are not read again
-    kept = 2 * 2 * micro_batches * len(plan.slot_classes) * (plan.look_ahead + 2) * count
+    kept = 2 * 2 * micro_batches * len(plan.slot_classes) * (plan.prefetch_units + 2) * count
     assert table * trained - kept <= moved["disk_read"] <= table * trained
 
 
@@ -299,7 +299,7 @@ def test_chunks_are_no_longer_than_the_largest_unit() -> None:
 def test_the_description_says_where_everything_lives() -> None:
     wish = {"weights": "device", "moments": "disk", "gradients": "host"}
     text = plan_of(
-        [5000, 6000], Limits(None, 1 << 30, 1 << 40, base=77 << 20), homes=wish
+        [5000, 6000], Limits(None, 1 << 30, 1 << 40, base=77 << 20), placement=wish
     ).describe()
     for part in (
         "weights",
@@ -328,7 +328,7 @@ def test_sizes_follow_the_rule_and_its_formats(
 ) -> None:
     """Memory, stages, records and forecast, added up chunk by chunk from the formats alone."""
     given = {"nvme_path": "/nvme", "precision": precision, "chunk_size": 4096,
-             "homes": dict.fromkeys(("weights", "moments", "gradients"), tier)}  # fmt: skip
+             "placement": dict.fromkeys(("weights", "moments", "gradients"), tier)}  # fmt: skip
     made = units(sizes, precision)
     plan = make_plan(made, load_config(given), UNLIMITED, unified=False, rule=rule)
     largest = max(u.numel for u in made)
@@ -365,24 +365,27 @@ def test_without_a_disk_weights_rest_where_one_memory_computes(wishes: dict[str,
     """Above 70 % of it as well, where nothing is left to choose: no slots, no second copies."""
     rest = 2 * 100_352 * 14  # two units, padded: 12 bytes of state, 2 of a gradient
     limits = Limits(None, int(rest / 0.8), None)
-    plan = plan_of([100_000] * 2, limits, homes=wishes, nvme_path=None, chunk_size=2048)
+    plan = plan_of([100_000] * 2, limits, placement=wishes, nvme_path=None, chunk_size=2048)
     assert plan.tier_bytes["host"] + plan.tier_bytes["device"] > 0.7 * rest / 0.8
-    assert {homes.weight for homes in plan.homes} == {Tier.DEVICE}
+    assert {placement.weight for placement in plan.placements} == {Tier.DEVICE}
     assert plan.slot_classes == ()
     apart = plan_of([100_000] * 2, Limits(None, 1 << 30, None), unified=False, nvme_path=None,
-                    homes={"weights": "host"})  # fmt: skip
+                    placement={"weights": "host"})  # fmt: skip
     assert apart.slot_classes  # a device of its own has slots
 
 
-def test_birth_is_in_the_plan_beyond_what_is_not_touched_yet() -> None:
+def test_initial_write_is_in_the_plan_beyond_what_is_not_touched_yet() -> None:
     sizes, wish = [100_000] * 2, {"weights": "device", "moments": "host", "gradients": "host"}
     chunk = 100_352
     working = 2 * 12 * chunk + 4 * chunk + 5 * MIB  # two records, a master, a value of 5 MiB
     limits = Limits(None, None, None, made=5 * MIB)
-    untouched = 2 * chunk * 2  # gradients come after birth
-    assert plan_of(sizes, limits, homes=wish).memory["host"]["birth"] == working - untouched
-    pinned = plan_of(sizes, limits, homes=wish, unified=False)
-    assert pinned.memory["host"]["birth"] == working
+    untouched = 2 * chunk * 2  # gradients come after the initial write
+    assert (
+        plan_of(sizes, limits, placement=wish).memory["host"]["initial_write"]
+        == working - untouched
+    )
+    pinned = plan_of(sizes, limits, placement=wish, unified=False)
+    assert pinned.memory["host"]["initial_write"] == working
     on_disk = dict.fromkeys(wish, "disk")
-    roomy = plan_of([100_000] * 20, Limits(None, None, None), homes=on_disk, look_ahead=8)
-    assert roomy.memory["host"]["birth"] == 0
+    roomy = plan_of([100_000] * 20, Limits(None, None, None), placement=on_disk, prefetch_units=8)
+    assert roomy.memory["host"]["initial_write"] == 0

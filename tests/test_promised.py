@@ -1,4 +1,4 @@
-"""Promises: shapes without memory, values when asked, and an engine that reads them home."""
+"""Promises: shapes without memory, values when asked, and an engine that reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of `infinity train`, in this process: the loop, going on, homes, the export."""
+"""Runs of `infinity train`, in this process: the loop, going on, placement, the export."""
 
 from __future__ import annotations
 
@@ -220,8 +220,8 @@ def test_goes_on_from_a_checkpoint_that_is_named(
 def test_state_on_disk_gives_the_same_bits(plain: tuple[Path, list[Any]], tmp_path: Path) -> None:
     state = tmp_path / "state"
     state.mkdir()
-    homes = {"weights": "disk", "moments": "disk", "gradients": "disk"}
-    raw = settings(tmp_path, engine__homes=homes, engine__nvme_path=str(state))
+    placement = {"weights": "disk", "moments": "disk", "gradients": "disk"}
+    raw = settings(tmp_path, engine__placement=placement, engine__nvme_path=str(state))
     train(raw)
     assert losses_of(tmp_path) == plain[1]
     moved = [line["moved"]["disk_read"] for line in metrics_of(tmp_path) if "moved" in line]
@@ -234,10 +234,10 @@ def test_a_durable_run_goes_on_without_checkpoints(
 ) -> None:
     state = tmp_path / "state"
     state.mkdir()
-    homes = {"weights": "disk", "moments": "disk", "gradients": "host"}
+    placement = {"weights": "disk", "moments": "disk", "gradients": "host"}
     raw = settings(
         tmp_path,
-        engine__homes=homes,
+        engine__placement=placement,
         engine__nvme_path=str(state),
         engine__durable=True,
         training__checkpoint_every=None,

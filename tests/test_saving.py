@@ -37,12 +37,14 @@ from infinity.errors import (
     DoesNotFitError,
     EngineFailedError,
     InfinityWarning,
-    PresenceError,
+    ResidencyError,
 )
 from infinity.plan.layout import Kind
 
-HOMES = {"disk": ON_DISK, "mixed": MIXED, "device": ON_DEVICE}
-every_home = pytest.mark.parametrize("homes", list(HOMES.values()), ids=list(HOMES))
+PLACEMENTS = {"disk": ON_DISK, "mixed": MIXED, "device": ON_DEVICE}
+every_placement = pytest.mark.parametrize(
+    "placement", list(PLACEMENTS.values()), ids=list(PLACEMENTS)
+)
 
 
 @pytest.fixture
@@ -97,11 +99,11 @@ def saved_masters(root: Path, tag: str) -> dict[str, Tensor]:
         return {p.name: reader.master(p.name) for p in reader.manifest.parameters}
 
 
-@every_home
+@every_placement
 def test_the_snapshot_is_of_the_moment_of_the_call(
-    nvme: Path, saved: Path, slow: SlowWriter, homes: dict[str, str]
+    nvme: Path, saved: Path, slow: SlowWriter, placement: dict[str, str]
 ) -> None:
-    with small_engine(nvme, homes, precision="bf16") as engine:
+    with small_engine(nvme, placement, precision="bf16") as engine:
         train(engine, 2)
         expected = masters(engine)
         engine.save_checkpoint(saved)  # nothing is copied yet when this returns
@@ -121,7 +123,7 @@ def test_the_snapshot_is_of_the_moment_of_the_call(
         assert not same(expected, masters(engine))
 
 
-def test_a_sweep_waits_for_the_units_it_would_change(
+def test_a_pass_waits_for_the_units_it_would_change(
     nvme: Path, saved: Path, slow: SlowWriter
 ) -> None:
     with small_engine(nvme, ON_DEVICE) as engine:
@@ -133,11 +135,11 @@ def test_a_sweep_waits_for_the_units_it_would_change(
         engine.backward(engine(batch(5)))
         engine.step()
         assert waits.acquire(timeout=60)
-        # The update has not begun: the homes are as they were.
+        # The update has not begun: all state is as it was.
         segment = engine.plan.units[0].trained_segments[0]
-        home = engine._parts.store.units[0].in_ram(Kind.WEIGHT)
-        assert home is not None
-        held = home.view(torch.float32)
+        at_rest = engine._parts.store.units[0].in_ram(Kind.WEIGHT)
+        assert at_rest is not None
+        held = at_rest.view(torch.float32)
         held = held[segment.offset : segment.offset + segment.numel].view(segment.shape)
         assert torch.equal(held, before[segment.name])
         slow.go.set()
@@ -224,7 +226,7 @@ def test_refusals_leave_the_engine_as_it_was(nvme: Path, saved: Path) -> None:
             engine.save_checkpoint(saved, "twice")
         with pytest.raises(ConfigError, match=r"client_state\.model"):
             engine.save_checkpoint(saved, "other", {"model": object()})
-        with engine.materialized(engine.module.norm), pytest.raises(PresenceError):
+        with engine.materialized(engine.module.norm), pytest.raises(ResidencyError):
             engine.save_checkpoint(saved, "other")
         with pytest.raises(CheckpointError):
             engine.load_checkpoint(saved, "not there")
@@ -317,15 +319,15 @@ class Peer(torch.nn.Module):
         return torch.nn.functional.cross_entropy(self.head(x).float(), ids)
 
 
-@every_home
+@every_placement
 @pytest.mark.parametrize("kind", ["z1-fp32", "z3-fp32", "z2-bf16-w2", "z3-bf16-w2"])
 def test_training_goes_on_from_a_checkpoint_of_the_peer(
-    nvme: Path, saved: Path, kind: str, homes: dict[str, str]
+    nvme: Path, saved: Path, kind: str, placement: dict[str, str]
 ) -> None:
     data = Path(__file__).parent / "data/deepspeed" / kind
     import_deepspeed(data, saved, "0.1.0")
     precision = "bf16" if "bf16" in kind else "fp32"
-    with small_engine(nvme, homes, Peer(), precision=precision) as engine:
+    with small_engine(nvme, placement, Peer(), precision=precision) as engine:
         engine.load_checkpoint(saved)
         assert engine.global_steps == 3
         expected = saved_masters(saved, "global_step3")
@@ -346,15 +348,15 @@ def test_training_goes_on_from_a_checkpoint_of_the_peer(
         assert engine.global_steps == 4
 
 
-@every_home
+@every_placement
 def test_a_loaded_checkpoint_is_committed_at_once(
-    nvme: Path, saved: Path, homes: dict[str, str]
+    nvme: Path, saved: Path, placement: dict[str, str]
 ) -> None:
-    with small_engine(nvme, homes) as engine:
+    with small_engine(nvme, placement) as engine:
         train(engine, 3)
         engine.save_checkpoint(saved)
         expected = masters(engine)
-    given = settings(nvme, homes, durable=True, durable_every=4)
+    given = settings(nvme, placement, durable=True, durable_every=4)
     engine, *_ = infinity.initialize(small_model(seed=9), given)
     train(engine, 1, first=7)
     engine.load_checkpoint(saved)

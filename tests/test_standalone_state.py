@@ -14,7 +14,7 @@ from support.trainer import same_bits
 from torch import Tensor, nn
 
 import infinity
-from infinity.errors import ConfigError, PresenceError
+from infinity.errors import ConfigError, ResidencyError
 
 SHAPES = ((7, 30), (), (0, 4), (200,))
 HALVES = (torch.bfloat16, torch.float16)
@@ -419,5 +419,5 @@ def test_a_parameter_that_lost_its_order_is_refused() -> None:
     optimizer.step()
     parameter.data = parameter.data.as_strided((40, 9), (1, 40))  # the same address
     parameter.grad = gradient(2).t()
-    with pytest.raises(PresenceError, match="strides"):
+    with pytest.raises(ResidencyError, match="strides"):
         optimizer.step()

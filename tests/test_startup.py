@@ -26,7 +26,7 @@ from infinity import startup
 from infinity.errors import ConfigError, DoesNotFitError, InfinityWarning
 from infinity.storage.device import PROCESS, CpuDevice, Device
 
-HOMES = {"disk": ON_DISK, "device": ON_DEVICE, "mixed": MIXED}
+PLACEMENTS = {"disk": ON_DISK, "device": ON_DEVICE, "mixed": MIXED}
 
 
 class Watched(FakeAccelerator):
@@ -61,14 +61,14 @@ FAILURES: dict[str, tuple[type[BaseException], dict[str, Any], dict[str, Any]]] 
     "optimizer": (ConfigError, {}, {"optimizer": optim.LBFGS}),
     "plan": (DoesNotFitError, {"budget": {"host": "1MiB"}}, {}),
     "scheduler": (ValueError, {}, {"lr_scheduler": broken}),
-    "birth": (KeyboardInterrupt, {}, {"progress": interrupt}),
+    "initial_write": (KeyboardInterrupt, {}, {"progress": interrupt}),
     "loader": (ValueError, {}, {"training_data": TensorDataset(torch.ones(2)), "batch_size": -1}),
 }
 
 
-def fail(name: str, path: Path, device: Any, homes: dict[str, str]) -> None:
+def fail(name: str, path: Path, device: Any, placement: dict[str, str]) -> None:
     kind, more, arguments = FAILURES[name]
-    config = {**settings(path, homes), **more}
+    config = {**settings(path, placement), **more}
     if "optimizer" in arguments:
         del config["optimizer"]
     before = PROCESS.total("host")
@@ -77,14 +77,14 @@ def fail(name: str, path: Path, device: Any, homes: dict[str, str]) -> None:
     assert PROCESS.total("host") == before
 
 
-@pytest.mark.parametrize("homes", HOMES)
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_passed_device_is_closed_where_initialize_fails(
-    tmp_path: Path, name: str, homes: str
+    tmp_path: Path, name: str, placement: str
 ) -> None:
     threads = set(threading.enumerate())
     device = Watched(1)
-    fail(name, tmp_path, device, HOMES[homes])
+    fail(name, tmp_path, device, PLACEMENTS[placement])
     assert device.num_closed >= 1
     assert_nothing_left(tmp_path, threads)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.durable import HOMES, equal, gated, state_of, undisturbed
+from support.durable import PLACEMENTS, equal, gated, state_of, undisturbed
 from support.fake_accelerator import FakeAccelerator
 from support.ordered_accelerator import ordered_device
 from support.small import (
@@ -46,7 +46,7 @@ def with_kernels(seed: int = 0, max_delay_s: float = 0.002) -> FakeAccelerator:
 def test_a_save_is_of_the_moment_of_the_call(
     tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of a unit comes home before the copier has what was there."""
+    """Nothing of a unit comes back before the copier has what was there."""
     nvme, saved = tmp_path / "nvme", tmp_path / "saved"
     nvme.mkdir()
     slow = SlowWriter(monkeypatch)
@@ -69,12 +69,12 @@ def test_a_save_is_of_the_moment_of_the_call(
 # --- durable steps --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("homes", HOMES)
-def test_a_durable_run_goes_on_where_it_was_closed(tmp_path: Path, homes: str) -> None:
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_durable_run_goes_on_where_it_was_closed(tmp_path: Path, placement: str) -> None:
     more = {"nvme_path": str(tmp_path), "durable": True, "durable_every": 2, "resume": "auto"}
     for at in (0, 2):
         fake = with_kernels(at)
-        given = settings(tmp_path, HOMES[homes], update="device", **more)
+        given = settings(tmp_path, PLACEMENTS[placement], update="device", **more)
         engine, *_ = infinity.initialize(gated(), given, device=fake)
         with engine:
             assert equal(state_of(engine), undisturbed(at))
@@ -86,16 +86,16 @@ def test_a_durable_run_goes_on_where_it_was_closed(tmp_path: Path, homes: str) -
 
 @pytest.mark.parametrize("update", ["cpu", "device"])
 @pytest.mark.parametrize(
-    "homes",
+    "placement",
     [ON_DEVICE, {**ON_DEVICE, "weights": "disk"}, {**IN_RAM, "weights": "device"}, IN_RAM],
     ids=["device", "weights_on_disk", "weights_on_device", "ram"],
 )
-def test_a_commit_reads_homes_after_what_is_queued_for_them(
-    tmp_path: Path, homes: dict[str, str], update: str
+def test_a_commit_reads_state_after_what_is_queued_for_them(
+    tmp_path: Path, placement: dict[str, str], update: str
 ) -> None:
-    """Updates, and copies into homes, that are asked for but not over on the device."""
+    """Updates, and copies to where they rest, that are asked for but not over on the device."""
     with ordered_device(seed=1, kernels=True) as device:
-        given = settings(tmp_path, homes, durable=True, durable_every=1, update=update)
+        given = settings(tmp_path, placement, durable=True, durable_every=1, update=update)
         engine, *_ = infinity.initialize(small_model(), given, device=device)
         with engine:
             train(engine, 3)
@@ -114,7 +114,7 @@ def test_a_close_waits_for_chunks_under_way(tmp_path: Path, place: str) -> None:
     with small_engine(tmp_path, PLACES[place], **more) as engine:
         engine.backward(engine(batch(0)))
         engine.step()
-        streams = engine._parts.sweep.updates._under_way
+        streams = engine._parts.optimizer_pass.updates._under_way
         while not len(streams):
             time.sleep(0.0005)
     assert len(streams) == 0
@@ -135,7 +135,7 @@ def test_a_trace_shows_every_chunk_on_its_way(tmp_path: Path) -> None:
     timeline = read_timeline(tmp_path / "t.json")
     assert timeline.complete
     assert len(timeline.of("update")) == fake.num_updates > 0
-    for lane in ("to_device", "from_device"):
-        slices = timeline.of(lane)
+    for direction in ("to_device", "from_device"):
+        slices = timeline.of(direction)
         assert {"weight", "moment1", "moment2", "gradient"} == {one.what for one in slices}
-        assert sum(one.nbytes for one in slices) == moved[lane]
+        assert sum(one.nbytes for one in slices) == moved[direction]

@@ -1,4 +1,4 @@
-"""The private torch calls mean what the presence mechanism takes them to mean."""
+"""The private torch calls mean what the residency mechanism takes them to mean."""
 
 from __future__ import annotations
 

@@ -29,15 +29,15 @@ from infinity.offload.transfers import STALLS
 from infinity.storage.device import Event
 from infinity.trace.reader import Shares, Slice, Timeline, overlap, read_timeline, union, verdict
 
-LANES = ("disk_read", "disk_write", "to_device", "from_device")
+TRACKS = ("disk_read", "disk_write", "to_device", "from_device")
 IN_RAM = dict.fromkeys(("weights", "moments", "gradients"), "host")
-HOMES = {"disk": ON_DISK, "mixed": MIXED, "device": ON_DEVICE}
+PLACEMENTS = {"disk": ON_DISK, "mixed": MIXED, "device": ON_DEVICE}
 
 
 def traced(
     path: Path,
     *,
-    homes: dict[str, str],
+    placement: dict[str, str],
     kind: str = "cpu",
     steps: int = 4,
     **more: Any,
@@ -45,7 +45,7 @@ def traced(
     """The trace of a run of some steps of two micro-batches, and their reports."""
     more = {"gradient_accumulation_steps": 2, "trace": str(path / "t.json"), **more}
     (path / "nvme").mkdir(exist_ok=True)
-    config = settings(path / "nvme", homes, **more)
+    config = settings(path / "nvme", placement, **more)
     engine = rough.initialize(small_model(), config, poison=None, device=make_device(kind))[0]
     reports = []
     with engine:
@@ -71,30 +71,30 @@ def check_nesting(slices: Sequence[Slice]) -> None:
 def check_sane(timeline: Timeline) -> None:
     assert timeline.complete
     assert timeline.num_dropped == 0
-    for slices in timeline.lanes.values():
+    for slices in timeline.tracks.values():
         for one in slices:
             assert 0 <= one.submitted <= one.begin <= one.end, one
             assert "failed" not in one.args
-    for lane in ("compute", "stall", "sweep", "step", "micro_batch"):
-        check_nesting(timeline.of(lane))
-    check_nesting(timeline.of("sweep", "update"))  # one thread, where the host updates
+    for track in ("compute", "stall", "optimizer_pass", "step", "micro_batch"):
+        check_nesting(timeline.of(track))
+    check_nesting(timeline.of("optimizer_pass", "update"))  # one thread, where the host updates
 
 
 @pytest.mark.parametrize("kind", ["cpu", "fake"])
-@pytest.mark.parametrize("where", list(HOMES))
+@pytest.mark.parametrize("where", list(PLACEMENTS))
 def test_bytes_and_stalls_are_those_of_the_reports(tmp_path: Path, kind: str, where: str) -> None:
-    timeline, reports = traced(tmp_path, homes=HOMES[where], kind=kind)
+    timeline, reports = traced(tmp_path, placement=PLACEMENTS[where], kind=kind)
     check_sane(timeline)
     steps = timeline.of("step")
     assert [s.what for s in steps] == [f"step {r.step}" for r in reports]
     apart = [abs(s.seconds - r.wall_s) for s, r in zip(steps, reports, strict=True)]
     assert min(apart) < 0.02  # a busy machine may come between the clocks of some
-    moved_at_all = dict.fromkeys(LANES, 0)
+    moved_at_all = dict.fromkeys(TRACKS, 0)
     for step, report in zip(steps, reports, strict=True):
-        for lane in LANES:
-            inside = [s for s in timeline.of(lane) if step.begin <= s.submitted < step.end]
-            assert sum(s.nbytes for s in inside) == report.moved[lane], (step.what, lane)
-            moved_at_all[lane] += report.moved[lane]
+        for track in TRACKS:
+            inside = [s for s in timeline.of(track) if step.begin <= s.submitted < step.end]
+            assert sum(s.nbytes for s in inside) == report.moved[track], (step.what, track)
+            moved_at_all[track] += report.moved[track]
         assert step.args["moved"] == report.moved
         for cause, seconds in report.stall_s.items():
             mine = [
@@ -109,7 +109,7 @@ def test_bytes_and_stalls_are_those_of_the_reports(tmp_path: Path, kind: str, wh
 
 @pytest.mark.parametrize("kind", ["cpu", "fake"])
 def test_every_unit_has_its_compute_and_its_update(tmp_path: Path, kind: str) -> None:
-    timeline, reports = traced(tmp_path, homes=ON_DISK, kind=kind)
+    timeline, reports = traced(tmp_path, placement=ON_DISK, kind=kind)
     units = {"embedding", "blocks.0", "blocks.1", "blocks.2", "rest"}
     batches = timeline.of("micro_batch")
     assert [b.what for b in batches] == ["micro-batch 0", "micro-batch 1"] * len(reports)
@@ -132,7 +132,7 @@ def test_every_unit_has_its_compute_and_its_update(tmp_path: Path, kind: str) ->
 
 @pytest.mark.clock
 def test_a_slow_disk_binds(tmp_path: Path) -> None:
-    timeline, _ = traced(tmp_path, homes=ON_DISK, io={"slow_bytes_per_s": "1MiB"})
+    timeline, _ = traced(tmp_path, placement=ON_DISK, io={"slow_bytes_per_s": "1MiB"})
     shares = Shares(timeline)
     total = shares.whole
     assert total is not None
@@ -163,7 +163,7 @@ def test_copies_of_an_accelerator_are_seen(tmp_path: Path) -> None:
     assert total is not None
     assert total.busy["to_device"] > 0
     compute, copied = (
-        union((s.begin, s.end) for s in timeline.of(lane)) for lane in ("compute", "from_device")
+        union((s.begin, s.end) for s in timeline.of(track)) for track in ("compute", "from_device")
     )
     assert overlap(compute, copied)
 
@@ -207,10 +207,10 @@ def test_only_the_steps_that_are_asked_for(tmp_path: Path) -> None:
     config = make_config(("disk", "disk", "disk"), trace=str(tmp_path / "t.json"))
     with Run(small_model(), config | {"trace_steps": [2, 3]}) as run:
         engine = run.engine
-        lanes, hooks = engine._parts.lanes, engine._parts.hooks
+        tracks, hooks = engine._parts.tracks, engine._parts.hooks
         seen = []
         for index in range(6):
-            seen.append((lanes.trace is not None, hooks.timeline is not None))
+            seen.append((tracks.trace is not None, hooks.timeline is not None))
             engine.backward(engine(batch(index)))
             engine.step()
             alive = [t for t in threading.enumerate() if t.name == "infinity-trace"]
@@ -220,8 +220,8 @@ def test_only_the_steps_that_are_asked_for(tmp_path: Path) -> None:
         assert timeline.complete
         assert [s.what for s in timeline.of("step")] == ["step 2", "step 3"]
         begin, end = timeline.of("step")[0].begin, timeline.of("step")[1].end
-        for lane in ("compute", "stall", "micro_batch"):
-            assert all(begin <= s.begin and s.end <= end for s in timeline.of(lane))
+        for track in ("compute", "stall", "micro_batch"):
+            assert all(begin <= s.begin and s.end <= end for s in timeline.of(track))
 
 
 def test_steps_that_can_be_asked_for() -> None:
@@ -236,7 +236,7 @@ def test_steps_that_can_be_asked_for() -> None:
 
 def test_without_a_trace_there_is_none(tmp_path: Path) -> None:
     with small_engine(tmp_path, ON_DISK) as engine:
-        assert engine._parts.lanes.trace is None
+        assert engine._parts.tracks.trace is None
         assert engine._parts.hooks.timeline is None
         assert engine._parts.timeline is None
         assert not [t for t in threading.enumerate() if t.name == "infinity-trace"]
@@ -298,11 +298,11 @@ class Watched(FakeAccelerator):
 def test_waiting_for_weights_is_not_computing(tmp_path: Path, checkpoint: str) -> None:
     """However long a wait takes, it lies in no slice of compute."""
     (tmp_path / "nvme").mkdir()
-    more = {"activations": {"checkpoint": checkpoint}, "look_ahead": 0, "precision": "bf16"}
+    more = {"activations": {"checkpoint": checkpoint}, "prefetch_units": 0, "precision": "bf16"}
     config = settings(tmp_path / "nvme", IN_RAM, trace=str(tmp_path / "t.json"), **more)
     device = Watched()
     with infinity.initialize(small_model(), config, device=device)[0] as engine:
-        trace = engine._parts.lanes.trace
+        trace = engine._parts.tracks.trace
         assert trace is not None
         for index in range(3):
             engine.backward(engine(batch(index)))

@@ -137,7 +137,7 @@ def test_a_long_run_takes_no_more_memory(tmp_path: Path) -> None:
             for i in range(500):
                 now = trace.start_ns + i
                 trace.add("disk_write", "state", 0, now, now + 900, 4096, submitted=now)
-                trace.add_later("to_device", "weight", 0, never, 64, now)  # a lane that hangs
+                trace.add_later("to_device", "weight", 0, never, 64, now)  # a track that hangs
             assert wait_until(lambda: not trace._queue)
 
     record(5)
@@ -157,7 +157,7 @@ def test_a_long_run_takes_no_more_memory(tmp_path: Path) -> None:
     assert len(timeline.of("disk_write")) + timeline.num_dropped == 22 * 1000
 
 
-def test_what_is_known_later_is_written_in_the_order_of_its_lane(tmp_path: Path) -> None:
+def test_what_is_known_later_is_written_in_the_order_of_its_track(tmp_path: Path) -> None:
     trace = Trace(tmp_path / "t.json", ["unit"])
     at = trace.start_ns
     first, second = Later(), Later()
@@ -201,8 +201,8 @@ def test_on_one_track_nothing_overlaps_that_does_not_nest(tmp_path: Path) -> Non
     trace = Trace(tmp_path / "t.json", ["unit"])
     for i in range(40):
         begin = trace.start_ns + 100 * i
-        for lane in SPREAD:
-            trace.add(lane, "what", 0, begin, begin + 100 * (1 + i % 4), 1, submitted=begin)
+        for track in SPREAD:
+            trace.add(track, "what", 0, begin, begin + 100 * (1 + i % 4), 1, submitted=begin)
     trace.close()
     events = [e for e in json.loads(trace.path.read_text()) if e["ph"] == "X"]
     assert len(events) == 40 * len(SPREAD)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from infinity.cli.main import app
 from infinity.trace.reader import (
-    MOVERS,
+    CAUSES,
     Interval,
     Shares,
     Timeline,
@@ -63,7 +63,7 @@ def test_sets_of_times() -> None:
             assert all(x[1] <= y[0] for x, y in itertools.pairwise(times))
 
 
-Spans = dict[str, list[tuple[int, int]]]  # lane (or "stall:cause") -> spans in ticks
+Spans = dict[str, list[tuple[int, int]]]  # track (or "stall:cause") -> spans in ticks
 
 
 def written(path: Path, spans: Spans, steps: list[tuple[int, int]], **facts: Any) -> Timeline:
@@ -76,10 +76,10 @@ def written(path: Path, spans: Spans, steps: list[tuple[int, int]], **facts: Any
     for number, (begin, end) in enumerate(steps, start=1):
         trace.add("step", f"step {number}", NO_UNIT, at(begin), at(end))
     for name, ranges in spans.items():
-        lane, _, cause = name.partition(":")
+        track, _, cause = name.partition(":")
         for begin, end in ranges:
-            submitted = at(begin - 5) if lane.startswith("disk") else None  # 5 in the queue
-            trace.add(lane, cause or "what", 0, at(begin), at(end), 1, submitted=submitted)
+            submitted = at(begin - 5) if track.startswith("disk") else None  # 5 in the queue
+            trace.add(track, cause or "what", 0, at(begin), at(end), 1, submitted=submitted)
     trace.close()
     return read_timeline(path)
 
@@ -94,7 +94,7 @@ def test_shares_are_those_of_counting_ticks(tmp_path: Path, seed: int) -> None:
 
     cuts = sorted(draw.sample(range(100, SPAN, 10), 30))  # stalls do not overlap each other
     stalls = list(zip(cuts[::2], cuts[1::2], strict=True))
-    spans: Spans = {lane: busy(40, 120) for lane in ("disk_read", "disk_write", "to_device")}
+    spans: Spans = {track: busy(40, 120) for track in ("disk_read", "disk_write", "to_device")}
     spans |= {"update": busy(10, 200), "compute": busy(25, 150)}
     spans |= {"stall:update": stalls[::2], "stall:norm": stalls[1::2]}
     steps = [(10, 1200), (1200, 2222), (2222, SPAN)]
@@ -108,22 +108,22 @@ def test_shares_are_those_of_counting_ticks(tmp_path: Path, seed: int) -> None:
     shares = Shares(timeline)
     for step, (begin, end) in zip(shares.steps, steps, strict=True):
         window = set(range(begin, end))
-        for lane in ("disk", "disk_read", "disk_write", "to_device", "update", "compute"):
-            assert step.busy[lane] == pytest.approx(len(sets[lane] & window) * TICK_S, abs=1e-6)
+        for track in ("disk", "disk_read", "disk_write", "to_device", "update", "compute"):
+            assert step.busy[track] == pytest.approx(len(sets[track] & window) * TICK_S, abs=1e-6)
         assert step.waits == pytest.approx(len(waits & window) * TICK_S, abs=1e-6)
         rest = window - waits - sets["compute"]
         assert step.other == pytest.approx(len(rest) * TICK_S, abs=1e-6)
-        for lane in ("disk", "to_device", "update"):
-            inside = sets[lane] & waits & window
-            assert step.covered[lane] == pytest.approx(len(inside) * TICK_S, abs=1e-6)
+        for track in ("disk", "to_device", "update"):
+            inside = sets[track] & waits & window
+            assert step.covered[track] == pytest.approx(len(inside) * TICK_S, abs=1e-6)
         for cause in ("update", "norm"):
             inside = sets[f"stall:{cause}"] & window
             assert step.causes[cause] == pytest.approx(len(inside) * TICK_S, abs=1e-6)
     total = shares.whole
     assert total is not None
-    for lane in ("disk", "compute", "update"):
-        parts = sum(step.busy[lane] for step in shares.steps)
-        assert total.busy[lane] == pytest.approx(parts, abs=1e-6)
+    for track in ("disk", "compute", "update"):
+        parts = sum(step.busy[track] for step in shares.steps)
+        assert total.busy[track] == pytest.approx(parts, abs=1e-6)
 
     longest = sorted((e - b for b, e in stalls), reverse=True)[:5]
     found = shares.largest_stalls(5)
@@ -132,8 +132,8 @@ def test_shares_are_those_of_counting_ticks(tmp_path: Path, seed: int) -> None:
         span = set(
             range(round(stall.begin / TICK_S), round((stall.begin + stall.seconds) / TICK_S))
         )
-        most = max(len(sets.get(lane, set()) & span) for lane in MOVERS)
-        assert stall.lane_seconds == pytest.approx(most * TICK_S, abs=1e-6)
+        most = max(len(sets.get(track, set()) & span) for track in CAUSES)
+        assert stall.resource_seconds == pytest.approx(most * TICK_S, abs=1e-6)
 
 
 # (what is going on in a step of 1000 ticks, what binds, words of the verdict)
@@ -199,9 +199,9 @@ BY_HAND: dict[str, tuple[Spans, str, str]] = {
 
 @pytest.mark.parametrize("name", list(BY_HAND))
 def test_verdicts(tmp_path: Path, name: str) -> None:
-    spans, lane, words = BY_HAND[name]
+    spans, track, words = BY_HAND[name]
     (step,) = Shares(written(tmp_path / "t.json", spans, [(0, 1000)])).steps
-    assert binds(step) == lane
+    assert binds(step) == track
     assert verdict(step).startswith(f"step 1: {words}")
 
 
@@ -269,7 +269,7 @@ def test_the_command_as_data(tmp_path: Path) -> None:
     assert data["whole"]["idle_share"] == pytest.approx(0.4)
     assert data["whole"]["busy_share"]["disk"] == pytest.approx(0.16)
     (stall,) = data["largest_stalls"]
-    assert (stall["cause"], stall["lane"]) == ("slot", "disk")
+    assert (stall["cause"], stall["track"]) == ("slot", "disk")
     text = run(str(tmp_path / "t.json"))[1]
     for step in (first, second, data["whole"]):
         assert step["verdict"] in text

@@ -298,7 +298,7 @@ def test_the_tiny_preset_trains(tmp_path: Path) -> None:
 def test_a_run_that_is_broken_is_planned_with_its_mistakes(tmp_path: Path) -> None:
     code, _, error = run("plan", write(tmp_path, engine__homs={}))
     assert code == 2
-    assert "engine.homs: unknown key; did you mean 'engine.homes'?" in error
+    assert "engine.homs: unknown key; did you mean 'engine.placement'?" in error
 
 
 # --- the page ------------------------------------------------------------------------------------

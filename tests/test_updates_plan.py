@@ -14,7 +14,7 @@ from infinity.plan.budget import AUTO_SHARE, Limits, with_memory
 from infinity.plan.cost import NOMINAL, Rates, step_cost, stream_s, update_s
 from infinity.plan.forecast import forecast_phases
 from infinity.plan.layout import Tier
-from infinity.plan.plan import Plan, RuleFacts, UnitHomes, UpdatePlace, update_place
+from infinity.plan.plan import Plan, RuleFacts, UnitPlacement, UpdatePlace, update_place
 from infinity.plan.planner import make_plan
 
 IN_RAM = dict.fromkeys(("weights", "moments", "gradients"), "host")
@@ -28,7 +28,7 @@ RATES = Rates(disk_read=1e12, disk_write=1e12, disk_mixed=1e12, update={"fp32": 
 
 
 def plan_of(
-    homes: dict[str, str] | None = None,
+    placement: dict[str, str] | None = None,
     update: str = "auto",
     limits: Limits = UNLIMITED,
     *,
@@ -38,7 +38,12 @@ def plan_of(
     unified: bool = False,
     **more: Any,
 ) -> Plan:
-    given = {"nvme_path": "/nvme", "homes": homes or {}, "update": update, "chunk_size": CHUNK}
+    given = {
+        "nvme_path": "/nvme",
+        "placement": placement or {},
+        "update": update,
+        "chunk_size": CHUNK,
+    }
     config = load_config(given | more)
     return make_plan(units(SIZES, config.precision), config, limits, unified=unified, rule=rule,
                      device_kernels=kernels, rates=rates)  # fmt: skip
@@ -53,27 +58,29 @@ def test_bytes_and_seconds_by_hand(micro_batches: int, gradient: int) -> None:
     """28 GB/s bring 12 bytes of state and the gradient, 24 GB/s take 12 back; beside compute."""
     more = {"gradient_accumulation_steps": micro_batches}
     plan = plan_of(IN_RAM, "device", **more)
-    sweep, numel = forecast_phases(plan)[0].moved, sum(SIZES)
-    assert (sweep["to_device"], sweep["from_device"]) == ((12 + gradient) * numel, 12 * numel)
+    updated, numel = forecast_phases(plan)[0].moved, sum(SIZES)
+    assert (updated["to_device"], updated["from_device"]) == ((12 + gradient) * numel, 12 * numel)
     assert stream_s(plan, RATES) == pytest.approx(numel * max((12 + gradient) / 28e9, 12 / 24e9))
     assert update_s(plan, RATES) == (0.0, pytest.approx(numel / 1e11))
     assert plan.memory["device"]["streaming"] == 3 * CHUNK * (12 + gradient)
     phase = step_cost(plan, RATES).phases[0]
     assert phase.seconds == pytest.approx(stream_s(plan, RATES))
-    assert phase.lanes["update"] == 0
+    assert phase.resources["update"] == 0
     by_cpu = step_cost(plan_of(IN_RAM, "cpu", **more), RATES).phases[0]
-    assert by_cpu.seconds == by_cpu.lanes["update"] == pytest.approx(numel / 1e9)
+    assert by_cpu.seconds == by_cpu.resources["update"] == pytest.approx(numel / 1e9)
 
 
 def test_the_cpu_and_the_links_take_turns_where_both_have_units() -> None:
     plan = plan_of(IN_RAM, "cpu")
-    half = [UnitHomes(Tier.HOST, Tier.HOST, Tier.DISK)] * 4
-    mixed = replace(plan, homes=(*plan.homes[:4], *half), streamed=frozenset(plan.homes[:1]))
+    half = [UnitPlacement(Tier.HOST, Tier.HOST, Tier.DISK)] * 4
+    mixed = replace(
+        plan, placements=(*plan.placements[:4], *half), streamed=frozenset(plan.placements[:1])
+    )
     mixed = with_memory(mixed, UNLIMITED)
     assert places(mixed) == {UpdatePlace.STREAMED, UpdatePlace.CPU}
     assert mixed.updates_line == "streamed through the device (4 units), by the CPU (4 units)"
-    lanes = step_cost(mixed, RATES).phases[0].lanes
-    assert lanes["update"] == pytest.approx(4 * NUMEL / 1e9 + stream_s(mixed, RATES))
+    directions = step_cost(mixed, RATES).phases[0].directions
+    assert directions["update"] == pytest.approx(4 * NUMEL / 1e9 + stream_s(mixed, RATES))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +135,7 @@ def test_buffers_count_against_the_device_budget() -> None:
         ({"rule": RuleFacts("NAdam", tile_elements=4096)}, "NAdam is not one of our kernels"),
         ({"unified": True, "kernels": False}, "the device is the CPU"),
     ],
-    ids=["no_kernels", "guest", "cpu"],
+    ids=["no_kernels", "adapted", "cpu"],
 )
 def test_what_only_the_cpu_can_do_is_said(more: dict[str, Any], why: str) -> None:
     plan = plan_of(IN_RAM, "device", **more)
@@ -139,7 +146,7 @@ def test_what_only_the_cpu_can_do_is_said(more: dict[str, Any], why: str) -> Non
     assert not any("update" in note for note in plan_of(IN_RAM, **more).notes)
 
 
-def test_homes_left_to_the_plan_are_streamed_too() -> None:
+def test_placement_left_to_the_plan_is_streamed_too() -> None:
     """A device too small for the model: the rest is in RAM, and passes through."""
     limits = Limits(28 << 20, 1 << 30, None)
     plan = plan_of(limits=limits)
@@ -150,7 +157,7 @@ def test_homes_left_to_the_plan_are_streamed_too() -> None:
 
 
 def test_streaming_takes_no_room_from_activations() -> None:
-    """Homes that the plan chooses leave a share of the device to them, and its buffers too."""
+    """Placement by the plan leaves a share of the device to them, and its buffers too."""
     for megabytes in (24, 28, 40, 64):
         limits = Limits(megabytes << 20, 1 << 30, None)
         plan = plan_of(limits=limits)

@@ -1,4 +1,4 @@
-"""Whole values: read, written, materialized; exact, from and to every home."""
+"""Whole values: read, written, materialized; exact, from and to every tier."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ from support.small import (
 from torch import Tensor
 
 from infinity.engine import Engine
-from infinity.errors import ConfigError, EngineClosedError, PresenceError
+from infinity.errors import ConfigError, EngineClosedError, ResidencyError
 
-HOMES = {"disk": ON_DISK, "mixed": MIXED, "device": ON_DEVICE}
-every_home = pytest.mark.parametrize("homes", list(HOMES.values()), ids=list(HOMES))
+PLACEMENTS = {"disk": ON_DISK, "mixed": MIXED, "device": ON_DEVICE}
+every_placement = pytest.mark.parametrize(
+    "placement", list(PLACEMENTS.values()), ids=list(PLACEMENTS)
+)
 every_precision = pytest.mark.parametrize("precision", ["fp32", "bf16"])
 
 
@@ -36,13 +38,13 @@ def values(engine: Engine) -> dict[str, Tensor]:
     return dict(engine.state_dict().items())
 
 
-@every_home
+@every_placement
 @every_precision
 def test_the_first_values_are_those_of_the_model(
-    tmp_path: Path, homes: dict[str, str], precision: str
+    tmp_path: Path, placement: dict[str, str], precision: str
 ) -> None:
     plain = small_model().state_dict()
-    with small_engine(tmp_path, homes, precision=precision) as engine:
+    with small_engine(tmp_path, placement, precision=precision) as engine:
         assert same(masters(engine), dict(plain))
         assert list(engine.state_dict()) == [*(k for k in plain if k != "offset"), "offset"]
         compute = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -68,12 +70,12 @@ def test_a_state_dict_reads_what_is_asked_for_and_no_more(
             _ = state["nothing"]
 
 
-@every_home
+@every_placement
 @every_precision
 def test_the_state_dict_of_the_module_is_full(
-    tmp_path: Path, homes: dict[str, str], precision: str
+    tmp_path: Path, placement: dict[str, str], precision: str
 ) -> None:
-    with small_engine(tmp_path, homes, precision=precision) as engine:
+    with small_engine(tmp_path, placement, precision=precision) as engine:
         train(engine, 2)
         assert same(dict(engine.module.state_dict()), values(engine))
         sub = engine.module.blocks[1].state_dict(prefix="b.")
@@ -96,9 +98,9 @@ def test_a_saved_module_state_loads_into_a_plain_model(tmp_path: Path) -> None:
 
 def test_saving_or_copying_the_module_itself_is_refused(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
-        with pytest.raises(PresenceError):
+        with pytest.raises(ResidencyError):
             torch.save(engine.module, io.BytesIO())
-        with pytest.raises(PresenceError):
+        with pytest.raises(ResidencyError):
             copy.deepcopy(engine.module)
 
 
@@ -110,15 +112,15 @@ def by_module(engine: Engine, state: dict[str, Tensor]) -> None:
     engine.module.load_state_dict(state)
 
 
-@every_home
+@every_placement
 @every_precision
 @pytest.mark.parametrize("load", [by_engine, by_module])
 def test_fp32_values_become_exact_masters(
-    tmp_path: Path, homes: dict[str, str], precision: str, load: Callable[[Engine, Any], None]
+    tmp_path: Path, placement: dict[str, str], precision: str, load: Callable[[Engine, Any], None]
 ) -> None:
     other = dict(small_model(seed=5).state_dict())
     other["offset"] = torch.tensor(2.25)
-    with small_engine(tmp_path, homes, precision=precision) as engine:
+    with small_engine(tmp_path, placement, precision=precision) as engine:
         train(engine, 1)
         load(engine, other)
         assert same(masters(engine), other)
@@ -182,14 +184,14 @@ def test_a_lenient_load_takes_what_there_is(tmp_path: Path) -> None:
         assert engine(batch(0)).isfinite()
 
 
-@every_home
+@every_placement
 @every_precision
 @pytest.mark.parametrize("accelerator", [False, True])
 def test_edits_persist_and_the_next_forward_uses_them(
-    tmp_path: Path, homes: dict[str, str], precision: str, accelerator: bool
+    tmp_path: Path, placement: dict[str, str], precision: str, accelerator: bool
 ) -> None:
     arguments = {"device": FakeAccelerator(1)} if accelerator else {}
-    with small_engine(tmp_path, homes, precision=precision, arguments=arguments) as engine:
+    with small_engine(tmp_path, placement, precision=precision, arguments=arguments) as engine:
         train(engine, 1)
         weight = engine.module.blocks[1].down.weight
         before = engine(batch(3)).detach()
@@ -254,7 +256,7 @@ def test_nested_materialized_is_refused_and_the_outer_one_goes_on(tmp_path: Path
     with small_engine(tmp_path) as engine:
         norm = engine.module.norm
         with engine.materialized(norm):
-            with pytest.raises(PresenceError, match="materialized already"):  # noqa: SIM117
+            with pytest.raises(ResidencyError, match="materialized already"):  # noqa: SIM117
                 with engine.materialized(norm.weight):
                     pass
             with torch.no_grad():
@@ -272,7 +274,7 @@ def test_a_unit_may_compute_inside_the_block_when_it_is_lent_whole(tmp_path: Pat
         with engine.materialized(block), torch.no_grad():
             assert torch.equal(block(x), plain.blocks[0](x))
         with engine.materialized(block.up.weight), torch.no_grad():  # noqa: SIM117
-            with pytest.raises(PresenceError, match="some of its parameters are materialized"):
+            with pytest.raises(ResidencyError, match="some of its parameters are materialized"):
                 block(x)
         assert engine(batch(0)).isfinite()
 
@@ -287,13 +289,13 @@ def test_an_exception_inside_the_block_keeps_edits_and_returns_the_loan(tmp_path
         assert len(train(engine, 1)) == 1
 
 
-@pytest.mark.parametrize("homes", [ON_DISK, MIXED])
-def test_an_edit_outside_is_told_at_release(tmp_path: Path, homes: dict[str, str]) -> None:
-    with small_engine(tmp_path, homes) as engine:
+@pytest.mark.parametrize("placement", [ON_DISK, MIXED])
+def test_an_edit_outside_is_told_at_release(tmp_path: Path, placement: dict[str, str]) -> None:
+    with small_engine(tmp_path, placement) as engine:
         before = values(engine)
         with torch.no_grad():
             engine.module.blocks[0].up.weight.add_(1.0)
-        with pytest.raises(PresenceError, match=r"blocks\.0\.up\.weight.* edited in place"):
+        with pytest.raises(ResidencyError, match=r"blocks\.0\.up\.weight.* edited in place"):
             train(engine, 2)
         assert same(values(engine), before) or engine.global_steps == 1
         assert all(torch.isfinite(torch.tensor(train(engine, 2))))
@@ -318,7 +320,7 @@ def test_a_gradient_is_what_plain_torch_makes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("read", ["state_dict", "module", "materialized", "attribute"])
-def test_reading_waits_for_the_sweep(tmp_path: Path, read: str) -> None:
+def test_reading_waits_for_the_pass(tmp_path: Path, read: str) -> None:
     with small_engine(tmp_path, ON_DEVICE) as engine:
         train(engine, 1)
         expected = values(engine)["blocks.2.up.weight"]
@@ -338,13 +340,13 @@ def test_reading_waits_for_the_sweep(tmp_path: Path, read: str) -> None:
         assert torch.equal(value, expected)
 
 
-@every_home
+@every_placement
 @pytest.mark.parametrize("accelerator", [False, True])
 def test_a_state_dict_that_outlives_its_engine_says_so(
-    tmp_path: Path, homes: dict[str, str], accelerator: bool
+    tmp_path: Path, placement: dict[str, str], accelerator: bool
 ) -> None:
     arguments = {"device": FakeAccelerator(1)} if accelerator else {}
-    with small_engine(tmp_path, homes, arguments=arguments) as engine:
+    with small_engine(tmp_path, placement, arguments=arguments) as engine:
         state = engine.state_dict(master=True)
     with pytest.raises(EngineClosedError, match="read values before close"):
         state["blocks.1.down.weight"]

@@ -1,4 +1,4 @@
-"""Weights of whole models: saved from any homes, loaded into any, exact, one tensor at a time."""
+"""Weights of whole models: saved from any placement, loaded into any, exact, by tensors."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.engine import Engine
-from infinity.errors import ConfigError, DoesNotFitError, MachineError, PresenceError
+from infinity.errors import ConfigError, DoesNotFitError, MachineError, ResidencyError
 
-HOMES = {"disk": ON_DISK, "mixed": MIXED, "device": ON_DEVICE}
-every_home = pytest.mark.parametrize("homes", list(HOMES.values()), ids=list(HOMES))
+PLACEMENTS = {"disk": ON_DISK, "mixed": MIXED, "device": ON_DEVICE}
+every_placement = pytest.mark.parametrize(
+    "placement", list(PLACEMENTS.values()), ids=list(PLACEMENTS)
+)
 every_precision = pytest.mark.parametrize("precision", ["fp32", "bf16"])
 
 
@@ -71,19 +73,19 @@ def write(path: Path, state: dict[str, Tensor]) -> Path:
 # --- save and load ---------------------------------------------------------------------------
 
 
-@every_home
+@every_placement
 @every_precision
 def test_what_was_saved_loads_bit_for_bit(
-    tmp_path: Path, homes: dict[str, str], precision: str
+    tmp_path: Path, placement: dict[str, str], precision: str
 ) -> None:
     out = tmp_path / "out"
-    with engine_in(tmp_path, homes, precision=precision) as engine:
+    with engine_in(tmp_path, placement, precision=precision) as engine:
         train(engine, 2)
         engine.module.offset.fill_(0.75)
         files = engine.save_weights(out)
         expected, loss = values(engine), engine(batch(9)).detach()
     assert files == [out / "model.safetensors"]
-    for other in HOMES.values():
+    for other in PLACEMENTS.values():
         with engine_in(tmp_path, other, seed=5, precision=precision) as engine:
             result = infinity.load_weights(engine, out)
             assert same(values(engine), expected)
@@ -97,16 +99,16 @@ def test_what_was_saved_loads_bit_for_bit(
     assert all(torch.equal(v, expected[n].float()) for n, v in plain.state_dict().items())
 
 
-@every_home
-def test_saved_masters_are_restored_bit_for_bit(tmp_path: Path, homes: dict[str, str]) -> None:
-    with engine_in(tmp_path, homes, precision="bf16") as engine:
+@every_placement
+def test_saved_masters_are_restored_bit_for_bit(tmp_path: Path, placement: dict[str, str]) -> None:
+    with engine_in(tmp_path, placement, precision="bf16") as engine:
         train(engine, 3)
         expected = masters(engine)
         engine.save_weights(tmp_path / "out", torch.float32)
     assert {t.dtype for t in saved([tmp_path / "out/model.safetensors"]).values()} == {
         torch.float32
     }
-    for other in HOMES.values():
+    for other in PLACEMENTS.values():
         with engine_in(tmp_path, other, seed=5, precision="bf16") as engine:
             infinity.load_weights(engine, tmp_path / "out")
             assert same(masters(engine), expected)
@@ -234,9 +236,9 @@ def test_loans_and_closed_engines_are_told(tmp_path: Path) -> None:
     with engine_in(tmp_path) as engine:
         files = engine.save_weights(tmp_path / "out")
         with engine.materialized(engine.module.norm):
-            with pytest.raises(PresenceError, match="lent out"):
+            with pytest.raises(ResidencyError, match="lent out"):
                 engine.save_weights(tmp_path / "out")
-            with pytest.raises(PresenceError, match="lent out"):
+            with pytest.raises(ResidencyError, match="lent out"):
                 infinity.load_weights(engine, files[0])
         with pytest.raises(ConfigError, match=r"load_weights\(engine"):
             infinity.load_weights(engine.module, files[0])
@@ -305,7 +307,7 @@ def peaks(folder: str, dtypes: list[str | None]) -> list[float]:
         "nvme_path": f"{folder}/nvme",
         "precision": "bf16",
         "cpu": {"num_threads": 1},
-        "homes": {"weights": "disk", "moments": "disk", "gradients": "host"},
+        "placement": {"weights": "disk", "moments": "disk", "gradients": "host"},
         "optimizer": {"type": "SGD", "lr": 0.1},  # no moments: less to write
     }
     out, found = Path(folder) / "out", []

@@ -24,7 +24,7 @@ def make(precision: str = "fp32", windows: int = 1, **options: Any) -> Engine:
         "precision": precision,
         "gradient_accumulation_steps": windows,
         "optimizer": {"type": "SGD", "lr": 0.1},
-        "homes": IN_RAM,
+        "placement": IN_RAM,
     }
     return infinity.deepspeed.initialize(
         model, config, **{"device": torch.device("cpu"), **options}

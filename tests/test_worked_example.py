@@ -21,20 +21,20 @@ def report() -> dict[str, Any]:
 
 
 def test_the_byte_table_gives_the_numbers_of_the_page(report: dict[str, Any]) -> None:
-    homes, count = report["plan"]["homes"], report["model"]["parameters"]
+    placement, count = report["plan"]["placement"], report["model"]["parameters"]
     micro_batches = report["work"]["micro_batches"]
     assert micro_batches == 16
-    at_rest = {kind: sum(tier["bytes"] for tier in homes[kind].values()) for kind in homes}
+    at_rest = {kind: sum(tier["bytes"] for tier in placement[kind].values()) for kind in placement}
     for kind, each in (("weights", 2), ("moments and residual", 10), ("gradients", 4)):
         assert at_rest[kind] == pytest.approx(each * count, rel=1e-4)  # padding
-    weights = homes["weights"]["disk"]["bytes"]
-    on_device = homes["weights"]["device"]["bytes"]
-    record = weights + homes["moments and residual"]["disk"]["bytes"]
-    gradients = homes["gradients"]["disk"]["bytes"] * micro_batches
+    weights = placement["weights"]["disk"]["bytes"]
+    on_device = placement["weights"]["device"]["bytes"]
+    record = weights + placement["moments and residual"]["disk"]["bytes"]
+    gradients = placement["gradients"]["disk"]["bytes"] * micro_batches
     (slots,) = report["plan"]["slots"]
     kept, turns = slots["count"] * slots["bytes"], 2 * micro_batches - 1
     read = record + gradients + turns * (weights - kept)
-    moved = {lane: found["bytes"] for lane, found in report["moved"].items()}
+    moved = {direction: found["bytes"] for direction, found in report["moved"].items()}
     assert moved["disk_write"] == record + gradients
     assert moved["disk_read"] == pytest.approx(read, rel=1e-3)
     to_device = (turns + 1) * weights - turns * kept + on_device
@@ -42,10 +42,10 @@ def test_the_byte_table_gives_the_numbers_of_the_page(report: dict[str, Any]) ->
     assert moved["from_device"] == pytest.approx(2 * count * micro_batches + on_device, rel=1e-3)
     rates = report["machine"]["rates"]
     seconds = 2 * record / rates["disk_mixed"]
-    seconds += homes["gradients"]["disk"]["bytes"] / rates["disk_read"]
+    seconds += placement["gradients"]["disk"]["bytes"] / rates["disk_read"]
     assert report["step"]["phases"][0]["seconds"] == pytest.approx(seconds)
     text = PAGE.read_text(encoding="utf-8")
-    for nbytes in (weights, on_device, homes["gradients"]["host"]["bytes"]):
+    for nbytes in (weights, on_device, placement["gradients"]["host"]["bytes"]):
         assert f"{nbytes / GIB:.2f}" in text
-    for lane in ("disk_write", "disk_read", "to_device", "from_device"):
-        assert f"{moved[lane] / 1024 / GIB:.2f} TiB" in text
+    for direction in ("disk_write", "disk_read", "to_device", "from_device"):
+        assert f"{moved[direction] / 1024 / GIB:.2f} TiB" in text

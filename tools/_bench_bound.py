@@ -1,6 +1,6 @@
 """How fast a step could be: the two bounds of docs/ARCHITECTURE.md, from a plan and measured rates.
 
-Bytes of each lane, the update's time and what overlaps what come from `infinity.plan.cost`;
+Bytes of each resource, the update's time and what overlaps what come from `infinity.plan.cost`;
 what is added here is how long the products of a micro-batch take, as measured.
 """
 
@@ -31,30 +31,31 @@ class Phases:
 class Bounds:
     """The shortest step that keeps today's order of work, and that any order could have.
 
-    `lanes` are seconds that each lane is busy in a step; `binds` names the one that decides most.
+    `resources` are seconds that each resource is busy in a step; `binds` names the one that decides
+    most.
     """
 
     schedule_s: float
     ideal_s: float
     binds: str
-    lanes: dict[str, float]
+    resources: dict[str, float]
 
 
 def bounds_of(plan: Plan, rates: Rates, forward_s: float, backward_s: float) -> Bounds:
     """The bounds of a steady step whose micro-batches compute for so long."""
-    schedule_s, lanes, decided = 0.0, dict[str, float](), dict[str, float]()
+    schedule_s, resources, decided = 0.0, dict[str, float](), dict[str, float]()
     for phase in step_cost(plan, rates).phases:
-        now = dict(phase.lanes)
+        now = dict(phase.resources)
         compute = "compute" if "compute" in now else "compute and update"  # on the same cores
         now[compute] += backward_s if phase.name.startswith("backward") else forward_s
-        slowest = max(now, key=lambda lane: now[lane])
+        slowest = max(now, key=lambda resource: now[resource])
         schedule_s += now[slowest]
         decided[slowest] = decided.get(slowest, 0.0) + now[slowest]
-        for lane, seconds in now.items():
-            lane = "compute" if lane == compute else lane
-            lanes[lane] = lanes.get(lane, 0.0) + seconds
-    binds = max(decided, key=lambda lane: decided[lane])
-    return Bounds(schedule_s, max(lanes.values()), binds, lanes)
+        for resource, seconds in now.items():
+            resource = "compute" if resource == compute else resource
+            resources[resource] = resources.get(resource, 0.0) + seconds
+    binds = max(decided, key=lambda resource: decided[resource])
+    return Bounds(schedule_s, max(resources.values()), binds, resources)
 
 
 def rates_for(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 HYPER_PARAMETERS = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
-HOMES = {
+PLACEMENTS = {
     "infinity_ram": {"weights": "host", "moments": "host", "gradients": "host"},
     "infinity_disk": {"weights": "disk", "moments": "disk", "gradients": "host"},
 }
@@ -30,7 +30,7 @@ def engine_config(job: dict[str, Any], contender: str) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", **HYPER_PARAMETERS},
         "gradient_clipping": 1.0,
         "gradient_accumulation_steps": job["micro_batches"],
-        "homes": HOMES[contender],
+        "placement": PLACEMENTS[contender],
         "trace": str(trace_of(job)),
         "trace_steps": job["trace_steps"],
         "compile": job["compile"],
@@ -49,11 +49,11 @@ def engine_config(job: dict[str, Any], contender: str) -> dict[str, Any]:
         if job["device_budget"]:
             config["budget"]["device"] = job["device_budget"]
         if contender == "infinity_ram":
-            config["homes"] = {"moments": "host"} if job["state"] == "host" else {}
+            config["placement"] = {"moments": "host"} if job["state"] == "host" else {}
     if job["host_budget"] is not None and (contender, job["device"]) != ("infinity_ram", "cpu"):
         config["budget"]["host"] = job["host_budget"]
         if contender == "infinity_disk":  # what fits in it stays in RAM: the plan chooses
-            del config["homes"]
+            del config["placement"]
     return config
 
 

@@ -3,10 +3,10 @@
 Protocol: JSON lines. The first line on stdin is the job; then {"do": "turn", "steps": n},
 {"do": "phases"}, {"do": "shares"} or {"do": "close"}; every request gets one line on stdout.
 
-Note: what a turn measures. `engine.step()` returns while its sweep still runs, and between turns
-others must have the machine to themselves. So a turn takes one step more than it times (the time
-of a step is from one return of step() to the next, and each contains exactly one whole update),
-and ends by waiting for what is pending, untimed.
+Note: what a turn measures. `engine.step()` returns while its optimizer pass still runs, and between
+turns others must have the machine to themselves. So a turn takes one step more than it times (the
+time of a step is from one return of step() to the next, and each contains exactly one whole
+update), and ends by waiting for what is pending, untimed.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class TorchInRam(Contender):
 
 
 class Infinity(Contender):
-    """Our engine, with the homes that the contender's name stands for."""
+    """Our engine, with the placement that the contender's name stands for."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         super().__init__(job)
@@ -204,7 +204,7 @@ class Infinity(Contender):
         }
 
     def settle(self) -> None:
-        """Wait until every update is home."""
+        """Wait until every update is over."""
         self.engine.settle()
         self.synchronize()
 
@@ -217,7 +217,7 @@ class Infinity(Contender):
             "moved_bytes": dict(report.moved),
             "predicted_bytes": dict(self.engine.plan.predicted_bytes),
             "stall_s": dict(report.stall_s),
-            "surprises": report.surprises,
+            "mispredictions": report.mispredictions,
             "unified": self.engine.plan.unified,
             "tier_bytes": dict(self.engine.plan.tier_bytes),
         }

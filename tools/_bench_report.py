@@ -60,7 +60,7 @@ def report_of(
                 "schedule": statistics.median(bound.schedule_s for bound in found),
                 "ideal": statistics.median(bound.ideal_s for bound in found),
                 "binds": found[0].binds,
-                "lanes_s": found[0].lanes,
+                "resources_s": found[0].resources,
                 "compute_from": source,
                 "rates": (child.first.get("rates") or {}) | disk,
             }
@@ -93,7 +93,7 @@ def report_of(
             "torch": torch.__version__,
             "load_average": os.getloadavg()[0],
         },
-        "lanes": {"before": rates[0], "after": rates[-1], "unit": "bytes per second"},
+        "rates": {"before": rates[0], "after": rates[-1], "unit": "bytes per second"},
         "phases": vars(Phases(*medians)) if medians else {},
         "contenders": {
             child.name: child.summary()
@@ -186,18 +186,20 @@ def show(report: dict[str, Any]) -> None:
             )
             console.print(f"{name} was busy: {busy}; {facts['verdict']}")
         if facts.get("rates_origin"):
-            console.print(f"{name}: homes by {facts['rates_origin']}")
-    phases, lanes = report["phases"], report["lanes"]
+            console.print(f"{name}: placement by {facts['rates_origin']}")
+    phases, measured = report["phases"], report["rates"]
     if phases:
         console.print(
             f"forward {phases['forward_s']:.3f} s, backward {phases['backward_s']:.3f} s per"
             f" micro-batch, update {phases['update_s']:.3f} s"
         )
     for when in ("before", "after"):
-        rates = ", ".join(f"{k} {format_rate(v)}" for k, v in lanes[when].items())
+        rates = ", ".join(f"{k} {format_rate(v)}" for k, v in measured[when].items())
         console.print(f"disk {when}: {rates}")
     for name, bound in report["bound"].items():
-        busy = ", ".join(f"{lane} {s:.3f} s" for lane, s in bound["lanes_s"].items() if s)
+        busy = ", ".join(
+            f"{direction} {s:.3f} s" for direction, s in bound["resources_s"].items() if s
+        )
         console.print(
             f"bound of {name}: schedule {bound['schedule']:.3f} s, ideal {bound['ideal']:.3f} s;"
             f" {busy}; compute from {bound['compute_from']}"
@@ -228,11 +230,11 @@ def _table(report: dict[str, Any]) -> Table:
         table.add_column(name, justify="left" if first else "right", no_wrap=first)
     for name, facts in report["contenders"].items():
         moved, predicted = facts.get("moved_bytes"), facts.get("predicted_bytes")
-        lanes = ["-", "-"]
+        directions = ["-", "-"]
         if moved is not None and predicted is not None:
-            lanes = [
-                f"{format_size(moved[lane])} / {format_size(predicted[lane])}"
-                for lane in ("disk_read", "disk_write")
+            directions = [
+                f"{format_size(moved[direction])} / {format_size(predicted[direction])}"
+                for direction in ("disk_read", "disk_write")
             ]
         idle = facts.get("gpu_idle_share")
         table.add_row(
@@ -244,7 +246,7 @@ def _table(report: dict[str, Any]) -> Table:
             "-" if idle is None else f"{idle:.0%}",
             format_size(facts["peak_rss_bytes"] or 0),
             _device_peak(facts),
-            *lanes,
+            *directions,
         )
     return table
 

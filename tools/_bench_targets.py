@@ -32,7 +32,7 @@ def judged(report: dict[str, Any]) -> list[dict[str, Any]]:
     if share is not None and "torch_ram" in ratio:
         found.append(at_least("tokens/s beside plain torch", 1 / ratio["torch_ram"], share))
     if "schedule" in ratio:
-        found.append(at_most("disk homes: step beside the schedule bound", ratio["schedule"]))
+        found.append(at_most("all on disk: step beside the schedule bound", ratio["schedule"]))
     if on_gpu and SMALL_STEP <= tokens < LARGE_STEP and "deepspeed_cpu_to_ram" in ratio:
         found.append(at_least("tokens/s beside DeepSpeed", ratio["deepspeed_cpu_to_ram"], PEER))
     ours = contenders.get("infinity_ram", {})

@@ -46,7 +46,7 @@ class Check:
 def checks_of(stages: Sequence[str], out: Path, work: Path) -> list[Check]:
     """What the stages run, in order; results go to `out`, traces to `work`.
 
-    Speeds are measured first, once: plans choose homes by them, and bounds are made of them.
+    Speeds are measured first, once: plans choose placement by them, and bounds are made of them.
     """
     # -P: the source tree in the working directory has no native modules, the installed package has.
     package = [sys.executable, "-P", "-m"]

@@ -145,7 +145,7 @@ TARGETS = (
         lambda results: _fact(results, "step-14b-32k", "tokens_per_s"),
     ),
     Target(
-        "1.5B, disk homes: step beside the schedule bound",
+        "1.5B, all on disk: step beside the schedule bound",
         BOUND,
         _ratio("step-1.5b-disk", "schedule", inverse=False),
         at_most=True,

@@ -142,7 +142,7 @@ class EngineContender:
         for piece in load.pieces(file_index):
             if len(in_flight) == limit:
                 in_flight.popleft().wait()
-            # As a sweep does: write-back gives way to read-ahead.
+            # As an optimizer pass does: write-back gives way to read-ahead.
             if piece.is_write:
                 buffer = self._testbed.pattern(piece.index, load.salt)
                 how = _aio.WRITE, _aio.BACKGROUND

@@ -137,7 +137,7 @@ def make_load(
     return Load(mode, chunk_bytes, tuple(reads), tuple(writes))
 
 
-NUM_SLOTS = 4  # chunks in flight per file and direction, as in a sweep
+NUM_SLOTS = 4  # chunks in flight per file and direction, as in an optimizer pass
 NUM_PATTERNS = 5
 PAGE = 4096
 

@@ -17,7 +17,7 @@ from infinity.sizes import format_count, format_duration, format_size
 
 # bf16 AdamW with one micro-batch; bytes per parameter and step.
 STATE_BYTES = 12  # weight 2, residual 2, two moments 4 each
-SWEEP_BYTES = 2 * STATE_BYTES  # each is read and written once
+PASS_BYTES = 2 * STATE_BYTES  # each is read and written once
 FETCH_BYTES = 2  # the weights once more, for backward
 EXAMPLE_PARAMETERS = 7_000_000_000
 
@@ -28,12 +28,12 @@ def training_terms(
     """A step with all state on disk and gradients in RAM, one micro-batch, at these rates.
 
     `mixed_bytes_per_s` counts both directions, moved 1:1. The step cannot be shorter: reads and
-    writes of the sweep, then the fetch for backward.
+    writes of the optimizer pass, then the fetch for backward.
     """
     written = STATE_BYTES * num_parameters
-    step_s = SWEEP_BYTES / mixed_bytes_per_s + FETCH_BYTES / read_bytes_per_s
+    step_s = PASS_BYTES / mixed_bytes_per_s + FETCH_BYTES / read_bytes_per_s
     return {
-        "sweep_parameters_per_s": mixed_bytes_per_s / SWEEP_BYTES,
+        "update_parameters_per_s": mixed_bytes_per_s / PASS_BYTES,
         "num_parameters": num_parameters,
         "read_bytes": (STATE_BYTES + FETCH_BYTES) * num_parameters,
         "written_bytes": written,
@@ -313,7 +313,7 @@ def _say_training(page: Page, report: dict[str, Any]) -> None:
     count = format_count(terms["num_parameters"])
     page.say()
     page.say(
-        f"bf16 AdamW state streams at {terms['sweep_parameters_per_s'] / 1e9:.3f} Gparam/s "
+        f"bf16 AdamW state streams at {terms['update_parameters_per_s'] / 1e9:.3f} Gparam/s "
         "(read, updated and written back).\n"
         f"A {count} step with its state on disk, gradients in RAM and one micro-batch reads "
         f"{format_size(terms['read_bytes'])}, writes {format_size(terms['written_bytes'])}, and "

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Compare what a plan predicts with what its run does: bytes per lane, and time of a step.
+"""Compare what a plan predicts with what its run does: bytes per direction, and time of a step.
 
     python tools/bench_plan.py --path DIR --json
 
 Engines of very different plans over the same small GPT live side by side and take turns. The
-rates of the lanes are measured just before and just after each turn, with the settings of that
+rates of disk and links are measured just before and just after each turn, with the settings of that
 plan, since the disk wanders; a prediction uses the mean of both. Where plain torch or the disk was
 a quarter faster or slower after a turn than before, somebody else was there: the turn is taken
 once more, and if that is no better it does not count. Prints a table: time predicted
-and measured, the error, what binds, and whether bytes per lane came out as predicted, which they
-must. Time is the median over turns of predicted / measured.
+and measured, the error, what binds, and whether bytes per direction came out as predicted, which
+they must. Time is the median over turns of predicted / measured.
 
 The rate of compute is that of plain torch on this very model and these tokens, forward and
 backward, without an optimizer: what is tested is what a plan adds to it, movement and overlap.
@@ -46,7 +46,7 @@ from infinity.config.schema import IoConfig
 from infinity.model.shapes import target_of
 from infinity.plan.cost import Rates, StepCost, Work, step_cost
 from infinity.plan.machine import read_machine
-from infinity.plan.plan import LANES, Plan
+from infinity.plan.plan import DIRECTIONS, Plan
 from infinity.storage.cuda import find_device
 
 STEADY = 1.25  # rates before and after a turn agree to this factor, or it does not count
@@ -61,18 +61,18 @@ BUDGET = "by budget"
 # name -> what its configuration says beside what all have
 PLANS: dict[str, dict[str, Any]] = {
     "half in RAM, by budget": {"budget": BUDGET},  # first: the budget is of the whole process
-    "all in RAM": {"homes": IN_RAM},
-    "all in RAM, M=4": {"homes": IN_RAM, "gradient_accumulation_steps": 4},
-    "moments on disk": {"homes": STATE_ON_DISK},
-    "moments on disk, 8 bit": {"homes": STATE_ON_DISK, "optimizer": {"moments": "8bit"}},
+    "all in RAM": {"placement": IN_RAM},
+    "all in RAM, M=4": {"placement": IN_RAM, "gradient_accumulation_steps": 4},
+    "moments on disk": {"placement": STATE_ON_DISK},
+    "moments on disk, 8 bit": {"placement": STATE_ON_DISK, "optimizer": {"moments": "8bit"}},
     "weights and moments on disk, M=2": {
-        "homes": GRADIENTS_IN_RAM,
+        "placement": GRADIENTS_IN_RAM,
         "gradient_accumulation_steps": 2,
     },
-    "all on disk": {"homes": ON_DISK},
-    "all on disk, M=4": {"homes": ON_DISK, "gradient_accumulation_steps": 4},
+    "all on disk": {"placement": ON_DISK},
+    "all on disk, M=4": {"placement": ON_DISK, "gradient_accumulation_steps": 4},
     "all on a disk of 0.4 GB/s, M=2": {
-        "homes": ON_DISK,
+        "placement": ON_DISK,
         "gradient_accumulation_steps": 2,
         "io": SLOW,
     },
@@ -212,7 +212,7 @@ def measure(
             turn = {"measured_s": measured, "predicted_s": cost.seconds, "steady": float(steady)}
             turn |= {"products_s": products.seconds, "rate.plain": flop_per_s}
             turn |= {f"stall.{name}": value for name, value in contender.stalls.items()}
-            turn |= {f"lane.{name}": value for name, value in cost.lanes.items()}
+            turn |= {f"direction.{name}": value for name, value in cost.resources.items()}
             contender.turns.append(turn | {f"rate.{k}": v for k, v in numbers.items()})
 
 
@@ -229,8 +229,13 @@ def result_of(contender: Contender) -> dict[str, Any]:
         "ratio": statistics.median(t["predicted_s"] / t["measured_s"] for t in turns),
         "products_ratio": statistics.median(t["products_s"] / t["measured_s"] for t in turns),
         "binds": contender.binds,
-        "bytes": {lane: [predicted[lane], contender.moved[lane]] for lane in LANES},
-        "bytes_equal": all(predicted[lane] == contender.moved[lane] for lane in LANES),
+        "bytes": {
+            direction: [predicted[direction], contender.moved[direction]]
+            for direction in DIRECTIONS
+        },
+        "bytes_equal": all(
+            predicted[direction] == contender.moved[direction] for direction in DIRECTIONS
+        ),
         "memory": plan.tier_bytes,
         "disturbed": disturbed,
         "turns": turns,
@@ -247,7 +252,7 @@ def show(results: Sequence[dict[str, Any]]) -> None:
         turns = f"{min(ratios):+.0%} … {max(ratios):+.0%} ({len(ratios)})"
         if found["disturbed"]:
             turns += f", {found['disturbed']} disturbed"
-        moved = sum(found["bytes"][lane][1] for lane in ("disk_read", "disk_write")) / 1e9
+        moved = sum(found["bytes"][direction][1] for direction in ("disk_read", "disk_write")) / 1e9
         print(
             f"| {found['name']} | {found['predicted_s']:.2f} | {found['measured_s']:.2f} | "
             f"{found['ratio'] - 1:+.0%} | {turns} | {found['products_ratio'] - 1:+.0%} | "

@@ -65,7 +65,7 @@ def train(arguments: argparse.Namespace, variant: str, say: Callable[[str], None
     in_ram = dict.fromkeys(("weights", "moments", "gradients"), "host")
     rule = {"type": "AdamW", "lr": arguments.lr, "betas": [0.9, 0.95], "moments": variant}
     config = {
-        "precision": arguments.precision, "homes": in_ram, "optimizer": rule,
+        "precision": arguments.precision, "placement": in_ram, "optimizer": rule,
         "gradient_clipping": arguments.clipping, "seed": arguments.seed,
     }  # fmt: skip
 

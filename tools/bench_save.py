@@ -41,7 +41,7 @@ from infinity import _aio
 from infinity.checkpoint.directory import prune
 from infinity.engine import Engine
 
-HOMES = {
+PLACEMENTS = {
     "ram": {"weights": "device", "moments": "device", "gradients": "device"},
     "disk": {"weights": "disk", "moments": "disk", "gradients": "host"},
 }
@@ -51,7 +51,7 @@ _COPIED = 8  # blocks under way at once while a file is copied
 _STEPS = 4  # of a turn, at most
 
 
-def make_engine(path: Path, homes: str, num_layers: int, **more: Any) -> Engine:
+def make_engine(path: Path, placement: str, num_layers: int, **more: Any) -> Engine:
     """An engine over a deep perceptron, fp32; `more` goes into its configuration."""
     torch.manual_seed(0)
     path.mkdir(exist_ok=True)
@@ -59,7 +59,7 @@ def make_engine(path: Path, homes: str, num_layers: int, **more: Any) -> Engine:
     config = {
         "precision": "fp32",
         "nvme_path": str(path),
-        "homes": HOMES[homes],
+        "placement": PLACEMENTS[placement],
         "optimizer": {"lr": 1e-5},
         **more,
     }
@@ -187,18 +187,18 @@ def turn(engine: Engine, batch: torch.Tensor, steps: int) -> float:
     return (time.perf_counter() - start) / steps
 
 
-def measure_durable(folder: Path, arguments: argparse.Namespace, homes: str) -> dict[str, Any]:
+def measure_durable(folder: Path, arguments: argparse.Namespace, placement: str) -> dict[str, Any]:
     """All rounds of an engine against one that commits its steps."""
     batch = torch.randn(arguments.tokens, _WIDTH)
     layers = arguments.layers
-    with make_engine(folder / "planned", homes, layers, durable=True) as planned:
+    with make_engine(folder / "planned", placement, layers, durable=True) as planned:
         every = planned.plan.durable_every
     # Between two commits a step is an ordinary one, so a turn has one commit, however seldom.
     steps = min(every, _STEPS)
     more = {"durable": True, "durable_every": steps}
     with (
-        make_engine(folder / "plain", homes, layers) as plain,
-        make_engine(folder / "durable", homes, layers, **more) as durable,
+        make_engine(folder / "plain", placement, layers) as plain,
+        make_engine(folder / "durable", placement, layers, **more) as durable,
     ):
         rounds = []
         for number in range(-1, arguments.rounds):
@@ -225,20 +225,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=40, help=f"of {_WIDTH} x {_WIDTH}")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--homes", choices=[*HOMES, "both"], default="both")
+    parser.add_argument("--placement", choices=[*PLACEMENTS, "both"], default="both")
     parser.add_argument("--durable", action="store_true", help="time durable steps, not saves")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 
 
-def run(arguments: argparse.Namespace, homes: str) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, placement: str) -> dict[str, Any]:
     """All rounds of one placement."""
     folder = Path(tempfile.mkdtemp(prefix="bench-save-", dir=arguments.path))
     batch = torch.randn(arguments.tokens, _WIDTH)
     try:
         if arguments.durable:
-            return measure_durable(folder, arguments, homes)
-        with make_engine(folder, homes, arguments.layers) as engine:
+            return measure_durable(folder, arguments, placement)
+        with make_engine(folder, placement, arguments.layers) as engine:
             for _ in range(3):
                 step(engine, batch)
             rounds = [measure(engine, folder / "saved", batch, n) for n in range(arguments.rounds)]
@@ -251,7 +251,7 @@ def run(arguments: argparse.Namespace, homes: str) -> dict[str, Any]:
 def main() -> None:
     """Measure and print."""
     arguments = parse()
-    names = list(HOMES) if arguments.homes == "both" else [arguments.homes]
+    names = list(PLACEMENTS) if arguments.placement == "both" else [arguments.placement]
     results = {name: run(arguments, name) for name in names}
     if arguments.json:
         print(json.dumps({"command": sys.argv, "results": results}))

@@ -15,8 +15,8 @@ Prints step times, tokens and model FLOP per second (6 per parameter and token),
 hardware beside them (8, where `--checkpointing` computes blocks twice), peak memory, bytes moved
 beside bytes predicted, the bounds of ARCHITECTURE from the plan and what was measured here,
 ratios (step times beside plain PyTorch's, the bounds, the peer's), and whether targets were met.
-Two more steps of ours, after the timed ones, are traced: busy shares of all lanes, and what compute
-leaves, the GPU's idle share (on a CPU: the CPU's, waits taken out).
+Two more steps of ours, after the timed ones, are traced: busy shares of all tracks, and what
+compute leaves, the GPU's idle share (on a CPU: the CPU's, waits taken out).
 
 On a GPU "ram" means: on the device as far as its budget goes, the rest in RAM; links and updates
 are measured first, once a machine, and `--device-budget` is a cap that torch's allocator enforces.

@@ -57,7 +57,7 @@ class Options:
     file_bytes: int = 4 * 2**30
     """Per path; half of it is read, the other half written."""
     chunk_bytes: int = 16 * 2**20
-    """What a sweep moves at once; 8 to 64 MiB are usual."""
+    """What an optimizer pass moves at once; 8 to 64 MiB are usual."""
     num_rounds: int = 11
     sample_s: float = 1.0
     """How long one sample of the paired rounds should take; the brief ones take a third."""
@@ -247,7 +247,7 @@ def main(
         float, typer.Option("--sample-s", help="About how long one sample takes.", min=0.01, max=60)
     ] = 1.0,
     chunk: Annotated[
-        str, typer.Option("--chunk", metavar="SIZE", help="What a sweep moves at once.")
+        str, typer.Option("--chunk", metavar="SIZE", help="What an optimizer pass moves at once.")
     ] = "16MiB",
     faults: Annotated[
         int | None,

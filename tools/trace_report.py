@@ -16,25 +16,25 @@ from typing import Any
 
 from infinity.cli.main import main
 from infinity.trace.reader import Shares, Timeline, read_timeline, verdict
-from infinity.trace.recorder import LANES
+from infinity.trace.recorder import TRACKS
 
-HIDDEN = ("step", "micro_batch")  # lines, not lanes
+HIDDEN = ("step", "micro_batch")  # lines, not tracks
 
 
 def draw(timeline: Timeline, path: str, step: int | None) -> None:
-    """One row a lane, one bar a slice, a line where a step begins; of one step if asked for."""
+    """One row a track, one bar a slice, a line where a step begins; of one step if asked for."""
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
     shares = Shares(timeline)
     shown = next((s for s in shares.steps if s.name == f"step {step}"), shares.whole)
-    lanes = [lane for lane in LANES if lane not in HIDDEN and timeline.of(lane)]
-    figure, axes = pyplot.subplots(figsize=(16, 1.5 + 0.4 * len(lanes)), layout="constrained")
-    for row, lane in enumerate(lanes):
-        spans = [(s.begin, s.seconds) for s in timeline.of(lane)]
-        colour = "black" if lane == "stall" else f"C{row}"
+    tracks = [track for track in TRACKS if track not in HIDDEN and timeline.of(track)]
+    figure, axes = pyplot.subplots(figsize=(16, 1.5 + 0.4 * len(tracks)), layout="constrained")
+    for row, track in enumerate(tracks):
+        spans = [(s.begin, s.seconds) for s in timeline.of(track)]
+        colour = "black" if track == "stall" else f"C{row}"
         axes.broken_barh(spans, (row - 0.4, 0.8), color=colour, linewidth=0, rasterized=True)
     for one in shares.steps:
         axes.axvline(one.begin, color="grey", linewidth=0.5)
-    axes.set_yticks(range(len(lanes)), [LANES[lane] for lane in lanes])
+    axes.set_yticks(range(len(tracks)), [TRACKS[track] for track in tracks])
     axes.set(xlabel="seconds", title=verdict(shown) if shown else timeline.path)
     axes.invert_yaxis()
     if shown is not None:

@@ -1,4 +1,4 @@
-"""The commit record of a durable run: the few bytes that say which sides are the state.
+"""The commit record of a durable run: the few bytes that say which copies are the state.
 
 [Note: two copies]
 A record is written to two files, one after the other, each synced, after everything that it speaks
@@ -6,7 +6,7 @@ of is on stable storage and before anything is written over what the record befo
 at any moment at least one file is whole, and *every whole file names a state that is still there*:
 both hold the same record; or the second still holds the one before, of which nothing has been
 overwritten yet. Whatever is cut short, flipped or lost, loading takes the whole record with the
-highest sequence number. A run that goes on first makes both files equal again (`mend`): otherwise
+highest sequence number. A run that goes on first makes both files equal again (`repair`): otherwise
 its first pass would overwrite what the older one names. See docs/decisions/0016.
 
 A record is sealed JSON, and behind it lies what is left of longer ones.
@@ -45,7 +45,7 @@ class OpenWindow:
 
 @dataclass(frozen=True)
 class Document:
-    """What a committed step holds beside the homes.
+    """What a committed step holds beside the state at rest.
 
     `run` are counters, groups, generators and so on; `persistent` names those buffers that are of
     the state dict. Within an accumulation window, where only a load can commit, `window` is the
@@ -89,7 +89,7 @@ class Document:
 class CommitRecord:
     """One committed state.
 
-    `sides` and `frozen_sides` hold 0 or 1 per unit. `checksums` says that the file of checksums
+    `copies` and `frozen_copies` hold 0 or 1 per unit. `checksums` says that the file of checksums
     fits; `document` is what `Document.to_json` gave. `run` ties it to a directory; `when` is UTC,
     ISO 8601.
     """
@@ -97,8 +97,8 @@ class CommitRecord:
     run: str
     sequence: int
     step: int
-    sides: tuple[int, ...]
-    frozen_sides: tuple[int, ...]
+    copies: tuple[int, ...]
+    frozen_copies: tuple[int, ...]
     checksums: bool
     document: Any
     when: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
@@ -200,7 +200,7 @@ class CommitFiles:
         """Commit: from the moment that this returns the record is what is loaded."""
         self._put(record, self._files)
 
-    def mend(self, record: CommitRecord) -> None:
+    def repair(self, record: CommitRecord) -> None:
         """Make both files hold a record that was read from one of them, which is not touched."""
         there = read_commits(self._directory, record.run)
         self._put(record, [file for file in self._files if there[file.path] != record])

@@ -1,13 +1,13 @@
-"""Commits: from a finished sweep to a step that no crash can take back.
+"""Commits: from a finished optimizer pass to a step that no crash can take back.
 
 [Note: commit of a step]
-1. What rests in RAM of units that changed goes to the side that is current on disk, where the
-   sweep has put the rest.
+1. What rests in RAM of units that changed goes to the copy that is active on disk, where the
+   optimizer pass has put the rest.
 2. Every write of every unit is waited for, and every state file synced.
 3. With `io.verify` the checksums of what changed follow, into a file with a place for each page.
-4. One record is written and synced, twice (`commits.py`). It holds the sides and the document.
-Only then is the former committed side free to be written. All of this runs on the sweep thread,
-behind the training thread, before the next sweep begins.
+4. One record is written and synced, twice (`commits.py`). It holds the copies and the document.
+Only then is the former committed copy free to be written. All of this runs on the optimizer thread,
+behind the training thread, before the next optimizer pass begins.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from infinity.checkpoint.durable_runs import (
 )
 from infinity.errors import CheckpointError
 from infinity.offload.state import StateStore, UnitState
-from infinity.offload.transfers import Label, Lanes
+from infinity.offload.transfers import Label, Transfers
 from infinity.plan.budget import FROZEN_PIECE, NUM_COMMIT_BUFFERS, commit_buffer_bytes
 from infinity.plan.layout import PAGE, Kind
 from infinity.plan.plan import Plan
@@ -42,26 +42,26 @@ _LABEL: Label = (NO_UNIT, "commit")
 
 
 class Durability:
-    """Commits the steps of one run; used by the sweep thread, and by whoever opens and closes.
+    """Commits the steps of one run; used by the optimizer thread, and by whoever opens and closes.
 
     `step` counts updates; whoever loads a state of another step may set it.
     """
 
     def __init__(
-        self, plan: Plan, lanes: Lanes, store: StateStore, stored: StoredRun | None
+        self, plan: Plan, transfers: Transfers, store: StateStore, stored: StoredRun | None
     ) -> None:
-        assert lanes.disk is not None
+        assert transfers.disk is not None
         self.plan = plan
-        self.lanes = lanes
+        self.transfers = transfers
         self.store = store
         self.step = 0
-        self._disk = lanes.disk
+        self._disk = transfers.disk
         self._primary = self._disk.scratches[0]
         self._run = self._primary.directory.name.rpartition("-")[2]
         self._sequence = 0
         self._since = 0  # steps since the last commit
         self.document: Mapping[str, Any] | None = {}  # of the last step
-        self._buffers = BufferPool(NUM_COMMIT_BUFFERS, commit_buffer_bytes(plan), lanes.device)
+        self._buffers = BufferPool(NUM_COMMIT_BUFFERS, commit_buffer_bytes(plan), transfers.device)
         self._records = CommitFiles(self._primary.directory)
         self._sums: SmallFile | None = None
         try:
@@ -87,20 +87,20 @@ class Durability:
     def begin(self, facts: Mapping[str, Any]) -> None:
         """Commit the initial state as step 0; from then on the directories are never removed.
 
-        `facts` are those of `durable_runs.model_facts`. The first sides of all units are written.
+        `facts` are those of `durable_runs.model_facts`. The first copies of all units are written.
         """
         self._records.reserve()
         directories = [scratch.directory for scratch in self._disk.scratches]
-        placement = self._disk.placement
-        write_plan(self._primary.path(PLAN_NAME), self._run, facts, self.plan, placement)
+        striping = self._disk.striping
+        write_plan(self._primary.path(PLAN_NAME), self._run, facts, self.plan, striping)
         for index, (scratch, used) in enumerate(
-            zip(self._disk.scratches, placement.used, strict=True)
+            zip(self._disk.scratches, striping.used, strict=True)
         ):
             with closing(SmallFile(scratch.path(STATE_NAME))) as file:  # a page behind its extents
                 file.write(used, state_tag(self._run, index))
                 file.sync()
         for state in self.store.units:
-            state.turn.dirty = state.frozen_turn.dirty = True
+            state.copy.dirty = state.frozen_copy.dirty = True
         self._commit({}, in_memory=False)
         tie = {"run": self._run, "primary": str(directories[0])}
         try:
@@ -126,7 +126,7 @@ class Durability:
     # --- steps -------------------------------------------------------------------------------
 
     def finish_step(self, document: Mapping[str, Any] | None, stopped: Callable[[], bool]) -> None:
-        """A sweep is over; commit if it is time and there is a document.
+        """An optimizer pass is over; commit if it is time and there is a document.
 
         Where `stopped` becomes true this returns early, and nothing is committed. Raises
         `TransferError` and `MachineError`; the step before is what a new run goes on from then.
@@ -138,14 +138,14 @@ class Durability:
             self._commit(document, stopped=stopped)
 
     def finish(self) -> None:
-        """Commit the last step, if it is not and nothing was edited since; no sweep may run."""
+        """Commit the last step, if it is not and nothing was edited since; no update may run."""
         if self._since and self.document is not None and not self.store.edited:
             self._commit(self.document)
 
     def commit(self, document: Mapping[str, Any], step: int) -> None:
         """Commit the state as it is, as that of `step`: after a state was loaded.
 
-        No sweep may run, and nothing may be lent. Raises as `finish_step` does.
+        No optimizer pass may run, and nothing may be lent. Raises as `finish_step` does.
         """
         self.step, self.document, self.store.edited = step, document, False
         self._commit(document)
@@ -157,9 +157,9 @@ class Durability:
         stopped: Callable[[], bool] = lambda: False,
         in_memory: bool = True,
     ) -> None:
-        changed = [state for state in self.store.units if state.turn.dirty]
-        frozen = [state for state in self.store.units if state.frozen_turn.dirty]
-        trace = self.lanes.trace
+        changed = [state for state in self.store.units if state.copy.dirty]
+        frozen = [state for state in self.store.units if state.frozen_copy.dirty]
+        trace = self.transfers.trace
         laps = None if trace is None else trace.laps()
         if in_memory and not self._move_memory(changed, frozen, stopped):
             return
@@ -178,8 +178,8 @@ class Durability:
                 run=self._run,
                 sequence=self._sequence,
                 step=self.step,
-                sides=tuple(state.turn.current for state in units),
-                frozen_sides=tuple(state.frozen_turn.current for state in units),
+                copies=tuple(state.copy.active for state in units),
+                frozen_copies=tuple(state.frozen_copy.active for state in units),
                 checksums=self._sums is not None,
                 document=document,
             )
@@ -189,32 +189,34 @@ class Durability:
         self._sequence += 1
         self._since = 0
         for state in units:
-            state.turn.commit()
-            state.frozen_turn.commit()
+            state.copy.commit()
+            state.frozen_copy.commit()
 
     # --- memory to disk ----------------------------------------------------------------------
 
     def _move_memory(
         self, changed: list[UnitState], frozen: list[UnitState], stopped: Callable[[], bool]
     ) -> bool:
-        """Write what rests in memory to the current sides; False if it was stopped."""
+        """Write what rests in memory to the active copies; False if it was stopped."""
         for state in changed:  # updates and copies into a device are queued, perhaps not over
             if any(map(state.on_device, state.memory)):
                 for write in tuple(state.writes):
                     write.wait()
         writes: deque[Event] = deque()
-        for extent, home in self._in_memory(changed, frozen):
+        for extent, source_range in self._in_memory(changed, frozen):
             if stopped():
                 break
             while len(writes) >= _IN_FLIGHT:
                 writes.popleft().wait()
-            source = home.reached(by_device=False)
+            source = source_range.reached(by_device=False)
             if source is not None:
-                writes.append(self.lanes.write([(extent, source)], label=_LABEL))
+                writes.append(self.transfers.write([(extent, source)], label=_LABEL))
                 continue
             buffer = self._buffers.take()
-            self.lanes.read([(home, buffer[: home.nbytes])], label=_LABEL).wait()
-            write = self.lanes.write([(extent, buffer[: home.nbytes])], label=_LABEL)
+            self.transfers.read(
+                [(source_range, buffer[: source_range.nbytes])], label=_LABEL
+            ).wait()
+            write = self.transfers.write([(extent, buffer[: source_range.nbytes])], label=_LABEL)
             self._buffers.give_back(buffer, write)
         for write in writes:
             write.wait()
@@ -224,21 +226,27 @@ class Durability:
     def _in_memory(
         self, changed: list[UnitState], frozen: list[UnitState]
     ) -> Iterator[tuple[Extent, Range]]:
-        """(place on the current side, home) of state in memory, by pieces of a buffer's size."""
+        """(place on the active copy, range) of state in memory, by pieces of a buffer's size."""
         for state in changed:
             for index in range(state.layout.num_chunks(self.plan.chunk_elements)):
                 for kind in state.memory:
                     unit = state.layout.index
-                    place = self.store.on_disk(unit, kind, index, state.turn.current)
+                    place = self.store.on_disk(unit, kind, index, state.copy.active)
                     yield place, self.store.chunk(unit, kind, index)
         for state in frozen:
-            if state.frozen_sides and Kind.WEIGHT in state.memory:
-                layout, extent = state.layout, state.frozen_sides[state.frozen_turn.current]
-                home = state.memory[Kind.WEIGHT].part(layout.trained_bytes, layout.frozen_bytes)
-                step = FROZEN_PIECE if home.reached(by_device=False) is None else home.nbytes
-                for first in range(0, home.nbytes, step):
-                    nbytes = min(step, home.nbytes - first)
-                    yield extent.part(first, nbytes), home.part(first, nbytes)
+            if state.frozen_copies and Kind.WEIGHT in state.memory:
+                layout, extent = state.layout, state.frozen_copies[state.frozen_copy.active]
+                source_range = state.memory[Kind.WEIGHT].part(
+                    layout.trained_bytes, layout.frozen_bytes
+                )
+                step = (
+                    FROZEN_PIECE
+                    if source_range.reached(by_device=False) is None
+                    else source_range.nbytes
+                )
+                for first in range(0, source_range.nbytes, step):
+                    nbytes = min(step, source_range.nbytes - first)
+                    yield extent.part(first, nbytes), source_range.part(first, nbytes)
 
     # --- checksums ---------------------------------------------------------------------------
 
@@ -272,7 +280,7 @@ class Durability:
     # --- going on ----------------------------------------------------------------------------
 
     def _take_over(self, stored: StoredRun) -> None:
-        """The sides, counters and checksums of a run that is continued."""
+        """The copies, counters and checksums of a run that is continued."""
         # Read again: the directory is locked now.
         found = read_commits(stored.directory, stored.record.run)
         record = newest(stored.directory, found)
@@ -282,30 +290,30 @@ class Durability:
                     f"{path} {why}; its other copy is whole: update {record.step} goes on, and "
                     "the copy is written again"
                 )
-        self._records.mend(record)
+        self._records.repair(record)
         self.document = record.document
         self._run, self.step, self._sequence = record.run, record.step, record.sequence + 1
-        for state, side, frozen in zip(
-            self.store.units, record.sides, record.frozen_sides, strict=True
+        for state, copy, frozen in zip(
+            self.store.units, record.copies, record.frozen_copies, strict=True
         ):
-            state.turn.current = state.turn.committed = side
-            state.frozen_turn.current = state.frozen_turn.committed = frozen
+            state.copy.active = state.copy.committed = copy
+            state.frozen_copy.active = state.frozen_copy.committed = frozen
         self._restore_sums(stored=record.checksums)
 
     def fill_memory(self, progress: Callable[[int, int, str], None] | None) -> None:
-        """Bring what rests in RAM and on devices from the committed sides; raises as reads do."""
+        """Bring what rests in RAM and on devices from the committed copies; raises as reads do."""
         units = self.store.units
         total, done = self.plan.commit_bytes, 0
         for state in units:
             waits: list[Event] = []
-            for extent, home in self._in_memory([state], [state]):
-                target = home.reached(by_device=False)
+            for extent, source_range in self._in_memory([state], [state]):
+                target = source_range.reached(by_device=False)
                 if target is not None:
-                    waits.append(self.lanes.read([(extent, target)]))
+                    waits.append(self.transfers.read([(extent, target)]))
                 else:
-                    buffer = host_buffer(home.nbytes)
-                    self.lanes.read([(extent, buffer)]).wait()
-                    self.lanes.write([(home, buffer)]).wait()
+                    buffer = host_buffer(source_range.nbytes)
+                    self.transfers.read([(extent, buffer)]).wait()
+                    self.transfers.write([(source_range, buffer)]).wait()
                 done += extent.nbytes
             for item in waits:
                 item.wait()
@@ -314,10 +322,10 @@ class Durability:
 
 
 def _current_extents(changed: list[UnitState], frozen: list[UnitState]) -> Iterator[Extent]:
-    """The current side of all kinds."""
+    """The active copy of all kinds."""
     for state in changed:
-        if state.sides:
-            yield from state.sides[state.turn.current]
+        if state.copies:
+            yield from state.copies[state.copy.active]
     for state in frozen:
-        if state.frozen_sides:
-            yield state.frozen_sides[state.frozen_turn.current]
+        if state.frozen_copies:
+            yield state.frozen_copies[state.frozen_copy.active]

@@ -1,4 +1,5 @@
-"""The last committed state of a durable run, read like a checkpoint: for tools, and other homes.
+"""The last committed state of a durable run, read like a checkpoint: for tools, and other
+placements.
 
 Everything follows from `plan.json` and the last commit record. The directories are locked for
 reading, so that no run goes on in them meanwhile.
@@ -51,8 +52,8 @@ class DurableReader(StateReader):
         """
         run = read_run(Path(directory).expanduser().absolute(), roots)
         super().__init__(run.directory)
-        self.directories = run.placement.directories
-        self.plan = plan_of(run.facts, run.stored.homes)
+        self.directories = run.striping.directories
+        self.plan = plan_of(run.facts, run.stored.placements)
         self._locks: list[LockFile] = []
         self._files: list[int] = []
         self._sums = -1
@@ -64,10 +65,10 @@ class DurableReader(StateReader):
             if self.record.checksums:
                 self._sums = _open(run.directory / SUMS_NAME)
             self.document = Document.from_json(self.record.document)
-            self._stripes = Stripes(len(self._files), run.placement.stripe_bytes)
+            self._stripes = Stripes(len(self._files), run.striping.stripe_bytes)
             self._extents = list(committed(self.plan, self.record, self))
             sizes = [os.fstat(file).st_size for file in self._files]
-            self._stripes.place_again(run.placement, sizes)
+            self._stripes.place_again(run.striping, sizes)
         except BaseException:
             self.close()
             raise
@@ -192,11 +193,11 @@ def committed(
     units = [UnitState(layout, plan.record(layout)) for layout in plan.units]
     for unit in units:
         promise_extents(plan, unit, disk)
-    for layout, homes in zip(plan.units, plan.homes, strict=True):
-        if layout.numel and homes.gradient is Tier.DISK:  # behind them, as in a run
+    for layout, placement in zip(plan.units, plan.placements, strict=True):
+        if layout.numel and placement.gradient is Tier.DISK:  # behind them, as in a run
             disk.extent(layout.numel * plan.gradient_itemsize)
-    for unit, side, frozen in zip(units, record.sides, record.frozen_sides, strict=True):
-        for chunk, extent in enumerate(unit.sides[side] if unit.sides else ()):
+    for unit, copy, frozen in zip(units, record.copies, record.frozen_copies, strict=True):
+        for chunk, extent in enumerate(unit.copies[copy] if unit.copies else ()):
             _, count = unit.layout.chunk(chunk, plan.chunk_elements)
             held = []
             for kind in plan.whole_record.kinds:
@@ -204,8 +205,8 @@ def committed(
                 for piece in pieces(plan, unit.layout, chunk, kind):
                     held.append(piece._replace(start=start + piece.start))
             yield extent, held
-        if unit.frozen_sides:
-            yield unit.frozen_sides[frozen], list(frozen_pieces(unit.layout))
+        if unit.frozen_copies:
+            yield unit.frozen_copies[frozen], list(frozen_pieces(unit.layout))
 
 
 def _manifest(

@@ -20,7 +20,7 @@ from infinity.errors import CheckpointError, ConfigError, InfinityError
 from infinity.files import json_lines, read_small, refused
 from infinity.formats import MomentFormat
 from infinity.plan.layout import PAGE, PRECISIONS, Segment, Tier, UnitLayout
-from infinity.plan.plan import Plan, RuleFacts, UnitHomes
+from infinity.plan.plan import Plan, RuleFacts, UnitPlacement
 from infinity.plan.planner import Stored
 from infinity.sealed import read_sealed, write_sealed
 from infinity.storage.disk import STATE_NAME
@@ -33,7 +33,7 @@ from infinity.storage.run_dir import (
     never_began,
     run_records,
 )
-from infinity.storage.striping import Placement
+from infinity.storage.striping import Striping
 
 PLAN_NAME = "plan.json"
 SUMS_NAME = "checksums.bin"
@@ -49,17 +49,18 @@ class StoredRun:
 
     directory: Path
     facts: Mapping[str, Any]
-    placement: Placement
+    striping: Striping
     record: CommitRecord
 
     @property
     def stored(self) -> Stored:
         """What a plan takes over."""
-        homes = tuple(
-            UnitHomes(*(Tier(name) for name in unit["homes"])) for unit in self.facts["homes"]
+        placements = tuple(
+            UnitPlacement(*(Tier(name) for name in unit["placement"]))
+            for unit in self.facts["placement"]
         )
         return Stored(
-            str(self.directory), self.record.step, homes, int(self.facts["chunk_elements"])
+            str(self.directory), self.record.step, placements, int(self.facts["chunk_elements"])
         )
 
     def __str__(self) -> str:
@@ -121,7 +122,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
 
 
 def write_plan(
-    path: Path, run: str, facts: Mapping[str, Any], plan: Plan, placement: Placement
+    path: Path, run: str, facts: Mapping[str, Any], plan: Plan, striping: Striping
 ) -> None:
     """Write `plan.json`, for good; raises `MachineError`."""
     content = {
@@ -129,12 +130,15 @@ def write_plan(
         "run": run,
         **facts,
         "chunk_elements": plan.chunk_elements,
-        "homes": [{"homes": [h.weight.value, h.state.value, h.gradient.value]} for h in plan.homes],
-        "directories": [str(directory) for directory in placement.directories],
-        "stripe_bytes": placement.stripe_bytes,
-        "speeds": placement.speeds,
-        "room": placement.room,
-        "used": placement.used,
+        "placement": [
+            {"placement": [h.weight.value, h.state.value, h.gradient.value]}
+            for h in plan.placements
+        ],
+        "directories": [str(directory) for directory in striping.directories],
+        "stripe_bytes": striping.stripe_bytes,
+        "speeds": striping.speeds,
+        "room": striping.room,
+        "used": striping.used,
     }
     try:
         write_sealed(path, _FORMAT, _VERSION, content, 0o600)
@@ -142,7 +146,7 @@ def write_plan(
         raise refused(f"{path} could not be written", error) from error
 
 
-def plan_of(facts: Mapping[str, Any], homes: Sequence[Any]) -> Plan:
+def plan_of(facts: Mapping[str, Any], placements: Sequence[Any]) -> Plan:
     """As much of a run's plan as its `plan.json` holds: enough to find every byte."""
     moments = tuple(MomentFormat(name) for name in facts["moments"])
     precision = replace(PRECISIONS[facts["precision"]], moments=moments)
@@ -159,11 +163,11 @@ def plan_of(facts: Mapping[str, Any], homes: Sequence[Any]) -> Plan:
     return Plan(
         precision=precision,
         units=tuple(units),
-        homes=tuple(homes),
+        placements=tuple(placements),
         slot_classes=(),
         chunk_elements=facts["chunk_elements"],
-        num_stages=0,
-        look_ahead=0,
+        num_staging_buffers=0,
+        prefetch_units=0,
         micro_batches=1,
         gradient_itemsize=facts["gradient_itemsize"],
         unified=True,
@@ -192,18 +196,18 @@ def read_run(directory: Path, roots: Iterable[Path] = ()) -> StoredRun:
     directory = _first_directory(directory, _run_record(directory), roots)
     facts = _read(directory / PLAN_NAME, _FORMAT, _VERSION)
     commit = last_commit(directory, facts["run"])
-    if len(commit.sides) != len(facts["units"]):
+    if len(commit.copies) != len(facts["units"]):
         raise CheckpointError(f"the commit record in {directory} is of another run")
     members = _members(directory, facts, roots)
-    placement = Placement(
+    striping = Striping(
         directories=members,
         stripe_bytes=int(facts["stripe_bytes"]),
         speeds=tuple(facts["speeds"]),
         room=tuple(facts["room"]),
         used=tuple(facts["used"]),
     )
-    _check_files(placement, facts["run"])
-    return StoredRun(directory, facts, placement, commit)
+    _check_files(striping, facts["run"])
+    return StoredRun(directory, facts, striping, commit)
 
 
 def _first_directory(directory: Path, record: Mapping[str, Any], roots: Iterable[Path]) -> Path:
@@ -220,10 +224,10 @@ def _first_directory(directory: Path, record: Mapping[str, Any], roots: Iterable
     return pieces[0]
 
 
-def _check_files(placement: Placement, run: str) -> None:
+def _check_files(striping: Striping, run: str) -> None:
     """Raise `CheckpointError` unless all state files are there, and are this run's."""
     for index, (directory, used) in enumerate(
-        zip(placement.directories, placement.used, strict=True)
+        zip(striping.directories, striping.used, strict=True)
     ):
         path = directory / STATE_NAME
         try:

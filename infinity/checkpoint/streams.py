@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 
 
 def state_streams(plan: Plan) -> dict[str, list[TensorSpec]]:
-    """Stream -> its tensors, of everything that rests in homes; in the order of units."""
+    """Stream -> its tensors, of everything at rest; in the order of units."""
     streams: dict[str, list[TensorSpec]] = {MODEL: [], FROZEN: []}
     for layout in plan.units:
         for segment in layout.segments:

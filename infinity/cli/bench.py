@@ -29,5 +29,8 @@ def bench(
             return
         print("\n".join(doctor.rate_lines(rates, machine.rates_origin)))
         if path:
-            swept = rates["disk_mixed"] / (2 * _STATE_BYTES)
-            print(f"           AdamW state swaps at {format_count(swept)} parameters/s", flush=True)
+            updated_per_s = rates["disk_mixed"] / (2 * _STATE_BYTES)
+            print(
+                f"           AdamW state swaps at {format_count(updated_per_s)} parameters/s",
+                flush=True,
+            )

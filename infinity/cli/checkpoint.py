@@ -148,9 +148,9 @@ def _about_commit(reader: DurableReader) -> dict[str, Any]:
     for stream in reader.streams:
         specs = [reader.facts(stream, name) for name in reader.names(stream)]
         streams[stream] = {"tensors": len(specs), "nbytes": sum(spec.nbytes for spec in specs)}
-    homes = [
+    resting = [
         (kind, tier.value)
-        for unit in reader.plan.homes
+        for unit in reader.plan.placements
         for kind, tier in (
             ("weights", unit.weight),
             ("moments", unit.state),
@@ -169,7 +169,9 @@ def _about_commit(reader: DurableReader) -> dict[str, Any]:
         "document": bool(record.document),
         "checksums": reader.verified,
         # Kind -> where it rests while the run is alive -> of how many units.
-        "homes": {kind: Counter(tier for k, tier in homes if k == kind) for kind in dict(homes)},
+        "placement": {
+            kind: Counter(tier for k, tier in resting if k == kind) for kind in dict(resting)
+        },
         "streams": streams,
     }
 
@@ -228,7 +230,7 @@ def _show_commit(page: Page, report: dict[str, Any]) -> None:
         page.say("the initial state: no step was committed, and buffers are not in it")
     if report["gradients_in"]:
         page.say(f"within an accumulation window, whose gradients are in {report['gradients_in']}")
-    for kind, tiers in report["homes"].items():
+    for kind, tiers in report["placement"].items():
         page.say(f"{kind}: {', '.join(f'{n} on {tier}' for tier, n in tiers.items())}")
     kept = "kept (io.verify)" if report["checksums"] else "not kept (io.verify was off)"
     page.say(f"checksums of the state: {kept}")

@@ -358,7 +358,7 @@ def _machine_lines(facts: dict[str, Any]) -> list[str]:
 
 
 def rate_lines(rates: dict[str, Any], origin: str) -> list[str]:
-    """Return how fast the lanes are, and where the numbers come from."""
+    """Return how fast disk and links are, and where the numbers come from."""
     lines = [f"rates      {origin}"]
     for title, names in (
         ("disk", ("disk_read", "disk_write", "disk_mixed")),

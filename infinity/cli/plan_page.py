@@ -10,11 +10,11 @@
               tier; with a plan: room, missing
 `ways`        where it does not fit: ways that make it fit, as in `faster`
 `plan`        None where there is none; else rule, moments, lossy, per_parameter {kind: bytes},
-              homes {kind: {tier: {units, bytes}}}, updates, memory {tier: {purpose: bytes}},
-              budget, slots, chunk_elements, look_ahead, notes
-`moved`       {lane: {bytes, per_parameter, rate}} of one steady step
-`step`        seconds, tokens_per_s, binds, lanes {lane: seconds},
-              phases [{name, first, count, seconds, binds, lanes}], equal ones together
+              placement {kind: {tier: {units, bytes}}}, updates, memory {tier: {purpose: bytes}},
+              budget, slots, chunk_elements, prefetch_units, notes
+`moved`       {direction: {bytes, per_parameter, rate}} of one steady step
+`step`        seconds, tokens_per_s, binds, resources {resource: seconds},
+              phases [{name, first, count, seconds, binds, resources}], equal ones together
 `wear`        written_per_step, rated_bytes, days (None: nothing is written)
 `faster`      [{what, how, seconds, tokens_per_s, speed_up, lossy, changes_batch}], best first
 """
@@ -35,7 +35,7 @@ from infinity.model.shapes import Target
 from infinity.plan.advice import Way, faster, ways_to_fit
 from infinity.plan.cost import PhaseCost, disk_days
 from infinity.plan.layout import Kind, Tier, UnitLayout
-from infinity.plan.plan import LANES, Plan
+from infinity.plan.plan import DIRECTIONS, Plan
 from infinity.plan.planner import Case, Priced, price
 from infinity.sizes import format_count, format_duration, format_rate, format_size
 
@@ -45,7 +45,7 @@ from infinity.sizes import format_count, format_duration, format_rate, format_si
 _BAR = 50  # characters
 # What a bar shows; every other purpose is a buffer.
 _MARKS = {"weights": "W", "state": "S", "gradients": "G", "process": "p"}
-_LANE_NAMES = {
+_DIRECTION_NAMES = {
     "disk_read": "disk read",
     "disk_write": "disk write",
     "to_device": "to device",
@@ -54,14 +54,14 @@ _LANE_NAMES = {
 
 
 def show_plan(report: dict[str, Any]) -> None:
-    """Print homes, memory, bytes and times; or what does not fit, and what would."""
+    """Print placement, memory, bytes and times; or what does not fit, and what would."""
     page = Page()
     if "deepspeed" in report:
         page.say(rows_as_text(report["deepspeed"]) + "\n")
     _say_question(page, report)
     if report["plan"] is not None:
         page.say()
-        _homes(page, report)
+        _placement(page, report)
         _bars(page, report)
         page.say()
         _moved(page, report)
@@ -102,7 +102,7 @@ def _say_question(page: Page, report: dict[str, Any]) -> None:
         page.say("         micro-batches and recomputation were chosen so that activations fit")
 
 
-def _homes(page: Page, report: dict[str, Any]) -> None:
+def _placement(page: Page, report: dict[str, Any]) -> None:
     plan = report["plan"]
     # One memory has one column.
     columns: dict[str, tuple[str, ...]] = {"device": ("device",), "host": ("host",)}
@@ -110,11 +110,11 @@ def _homes(page: Page, report: dict[str, Any]) -> None:
         columns = {"RAM": ("device", "host")}
     columns["disk"] = ("disk",)
     rows = []
-    for kind, homes in plan["homes"].items():
-        whole = sum(home["bytes"] for home in homes.values()) or 1
+    for kind, placement in plan["placement"].items():
+        whole = sum(at["bytes"] for at in placement.values()) or 1
         cells = []
         for tiers in columns.values():
-            nbytes = sum(homes[tier]["bytes"] for tier in tiers if tier in homes)
+            nbytes = sum(placement[tier]["bytes"] for tier in tiers if tier in placement)
             cells.append(f"{format_size(nbytes)} ({nbytes / whole:.0%})" if nbytes else "")
         rows.append([kind, f"{plan['per_parameter'][kind]:.4g}", *cells])
     names = " and ".join(dict.fromkeys(plan["moments"])) or "no format"
@@ -185,22 +185,26 @@ def _say_activations(page: Page, report: dict[str, Any]) -> None:
 
 
 def _moved(page: Page, report: dict[str, Any]) -> None:
-    lanes = {lane: moved for lane, moved in report["moved"].items() if moved["bytes"]}
-    if not lanes:
+    directions = {
+        direction: moved for direction, moved in report["moved"].items() if moved["bytes"]
+    }
+    if not directions:
         page.say("nothing moves between tiers")
         return
-    stars = {lane: " *" for lane in lanes if lane in report["machine"]["nominal"]}
+    stars = {
+        direction: " *" for direction in directions if direction in report["machine"]["nominal"]
+    }
     rows = [
         [
-            _LANE_NAMES[lane],
+            _DIRECTION_NAMES[direction],
             format_size(moved["bytes"]),
             f"{moved['per_parameter']:.1f}",
-            "" if moved["rate"] is None else format_rate(moved["rate"]) + stars.get(lane, ""),
+            "" if moved["rate"] is None else format_rate(moved["rate"]) + stars.get(direction, ""),
         ]
-        for lane, moved in lanes.items()
+        for direction, moved in directions.items()
     ]
     title = "what a step moves" + (" (* nominal, not measured)" if stars else "")
-    page.table(title, ["lane", "a step", "bytes a parameter", "rate"], rows)
+    page.table(title, ["direction", "a step", "bytes a parameter", "rate"], rows)
     wear = report["wear"]
     if wear["days"] is not None:
         page.say(
@@ -212,18 +216,21 @@ def _moved(page: Page, report: dict[str, Any]) -> None:
 
 def _step(page: Page, report: dict[str, Any]) -> None:
     step = report["step"]
-    lanes = [name for name, seconds in step["lanes"].items() if seconds]
+    resources = [name for name, seconds in step["resources"].items() if seconds]
     rows = [
         [
             f"{phase['name']} (each)" if phase["count"] > 1 else phase["name"],
             format_duration(phase["seconds"]),
             phase["binds"].replace("_", " "),
-            *(format_duration(s) if (s := phase["lanes"].get(lane)) else "" for lane in lanes),
+            *(
+                format_duration(s) if (s := phase["resources"].get(resource)) else ""
+                for resource in resources
+            ),
         ]
         for phase in step["phases"]
     ]
-    columns = ["phase", "takes", "binds", *(lane.replace("_", " ") for lane in lanes)]
-    page.table("predicted: lanes work at the same time, the slowest binds", columns, rows)
+    columns = ["phase", "takes", "binds", *(resource.replace("_", " ") for resource in resources)]
+    page.table("predicted: resources work at the same time, the slowest binds", columns, rows)
     page.say(
         f"a step takes {format_duration(step['seconds'])}, {_speed(step['tokens_per_s'])}; "
         f"{step['binds'].replace('_', ' ')} binds"
@@ -361,28 +368,28 @@ def _planned(priced: Priced, rated_bytes: int) -> dict[str, Any]:
             "moments": [form.value for form in plan.precision.moments],
             "lossy": any(not form.is_exact for form in plan.precision.moments),
             "per_parameter": _at_rest(plan),
-            "homes": {name: _home_bytes(plan, kind) for name, kind in _KINDS.items()},
+            "placement": {name: _placed_bytes(plan, kind) for name, kind in _KINDS.items()},
             "updates": plan.updates_line,
             "memory": plan.memory,
             "budget": plan.budget,
             "slots": [{"count": c.count, "bytes": c.slot_bytes} for c in plan.slot_classes],
             "chunk_elements": plan.chunk_elements,
-            "look_ahead": plan.look_ahead,
+            "prefetch_units": plan.prefetch_units,
             "notes": list(plan.notes),
         },
         "moved": {
-            lane: {
-                "bytes": plan.predicted_bytes[lane],
-                "per_parameter": plan.predicted_bytes[lane] / parameters,
-                "rate": rates.get(lane),
+            direction: {
+                "bytes": plan.predicted_bytes[direction],
+                "per_parameter": plan.predicted_bytes[direction] / parameters,
+                "rate": rates.get(direction),
             }
-            for lane in LANES
+            for direction in DIRECTIONS
         },
         "step": {
             "seconds": cost.seconds,
             "tokens_per_s": priced.tokens_per_s,
             "binds": cost.binds,
-            "lanes": cost.lanes,
+            "resources": cost.resources,
             "phases": _phases(cost.phases),
         },
         "wear": {
@@ -404,11 +411,11 @@ def _at_rest(plan: Plan) -> dict[str, float]:
     }
 
 
-def _home_bytes(plan: Plan, kind: Kind) -> dict[str, dict[str, int]]:
+def _placed_bytes(plan: Plan, kind: Kind) -> dict[str, dict[str, int]]:
     memory = {Kind.WEIGHT: "weights", Kind.RESIDUAL: "state", Kind.GRADIENT: "gradients"}[kind]
     found = {}
     for tier in Tier:
-        count = sum(homes.of(kind) is tier for homes in plan.homes)
+        count = sum(placement.of(kind) is tier for placement in plan.placements)
         if count:
             nbytes = plan.memory[tier][memory]
             found[tier.value] = {"units": count, "bytes": nbytes}
@@ -422,7 +429,7 @@ def _phases(phases: Sequence[PhaseCost]) -> list[dict[str, Any]]:
     for index, phase in enumerate(phases):
         direction, micro_batch = phase.name.split()[0], index // 2 + 1
         like = latest.get(direction)
-        if like is not None and like["first"] > 1 and like["lanes"] == phase.lanes:
+        if like is not None and like["first"] > 1 and like["resources"] == phase.resources:
             like["count"] += 1
             like["name"] = f"{direction} {like['first']}-{micro_batch}"
             continue
@@ -432,7 +439,7 @@ def _phases(phases: Sequence[PhaseCost]) -> list[dict[str, Any]]:
             "count": 1,
             "seconds": phase.seconds,
             "binds": phase.binds,
-            "lanes": phase.lanes,
+            "resources": phase.resources,
         }
         found.append(latest[direction])
     return found

@@ -27,7 +27,7 @@ def trace(
 ) -> None:
     """Say who was busy when in a training run, what it waited for, and what binds.
 
-    For example: infinity trace run.json --step 3; ui.perfetto.dev shows the lanes of that file.
+    For example: infinity trace run.json --step 3; ui.perfetto.dev shows the tracks of that file.
     """
     with command():
         from infinity.trace.reader import Shares, read_timeline, report_data, report_lines

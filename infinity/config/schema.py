@@ -351,7 +351,7 @@ class ActivationsConfig(Section):
         return value
 
 
-Home: TypeAlias = Literal["auto", "device", "host", "disk"]
+TierChoice: TypeAlias = Literal["auto", "device", "host", "disk"]
 
 # Elements; the optimizer works through a chunk in blocks of this many.
 CHUNK_MULTIPLE = 2048
@@ -378,12 +378,12 @@ def _first_and_last(value: Any) -> Any:
     return pair
 
 
-class HomesConfig(Section):
+class PlacementConfig(Section):
     """The tier where each kind of state rests; the residual travels with the moments."""
 
-    weights: Home = "auto"
-    moments: Home = "auto"
-    gradients: Home = "auto"
+    weights: TierChoice = "auto"
+    moments: TierChoice = "auto"
+    gradients: TierChoice = "auto"
 
 
 class BudgetConfig(Section):
@@ -445,7 +445,7 @@ class Config(Section):
     gradient_clipping: Number = Field(default=1.0, ge=0)
     """Largest global norm; 0 = off."""
     gradient_accumulation_steps: int = Field(default=1, ge=1)
-    homes: HomesConfig = HomesConfig()
+    placement: PlacementConfig = PlacementConfig()
     update: Literal["auto", "cpu", "device"] = "auto"
     """Who updates state that does not rest on the device: the CPU, or the device, through which it
     is streamed chunk by chunk; "auto" is whatever makes the shorter step. The bits are the same.
@@ -455,7 +455,7 @@ class Config(Section):
     io: IoConfig = IoConfig()
     chunk_size: int | Literal["auto"] = "auto"
     """Elements of a chunk, in which the optimizer works and which travels as one."""
-    look_ahead: int = Field(default=2, ge=0)
+    prefetch_units: int = Field(default=2, ge=0)
     """Units fetched before they are needed."""
     seed: int | None = None
     cpu: CpuConfig = CpuConfig()
@@ -471,7 +471,7 @@ class Config(Section):
     ] = (1, 100)
     """Which steps of this run are traced, [first, last], counted from 1; a number is the last."""
     durable: bool = False
-    """State on disk is the checkpoint: sweeps write out of place, and steps are committed."""
+    """State on disk is the checkpoint: updates go out of place, and steps are committed."""
     durable_every: int | Literal["auto"] = "auto"
     """Steps from one commit to the next; "auto" is every step where all state rests on disk."""
     resume: Annotated[Literal["never", "auto"] | Path, BeforeValidator(_resume)] = "never"
@@ -526,12 +526,12 @@ class Config(Section):
             raise ValueError(f"weights needs one number per nvme_path: {given} for {needed}")
         return io
 
-    @field_validator("homes", "activations", "durable")
+    @field_validator("placement", "activations", "durable")
     @classmethod
     def _disk_has_a_path(cls, value: Any, info: ValidationInfo) -> Any:
         needs = ""
-        if isinstance(value, HomesConfig):
-            on_disk = [name for name, home in value if home == "disk"]
+        if isinstance(value, PlacementConfig):
+            on_disk = [name for name, tier in value if tier == "disk"]
             needs = f"{', '.join(on_disk)} on disk: nvme_path must be given" if on_disk else ""
         elif isinstance(value, ActivationsConfig):
             needs = "offload: disk: nvme_path must be given" if value.offload == "disk" else ""

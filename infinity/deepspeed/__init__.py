@@ -49,22 +49,22 @@ NAMES: dict[str, dict[str, str]] = {
 
 def _getter(module: str, names: dict[str, str]) -> tuple[list[str], Callable[[str], Any]]:
     """The names of a module, and its `__getattr__`."""
-    homes = {}
+    found = {}
     for ours, text in names.items():
         for theirs, _, other in (word.partition("=") for word in text.split()):
-            homes[theirs] = (ours, other or theirs)
+            found[theirs] = (ours, other or theirs)
 
     def get(name: str) -> Any:
         if module == _HERE and name in ("utils", "zero"):
             return import_module(f"{module}.{name}")
-        if name not in homes:
+        if name not in found:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        ours, attribute = homes[name]
+        ours, attribute = found[name]
         value = getattr(import_module(ours), attribute)
         setattr(sys.modules[module], name, value)
         return value
 
-    return list(homes), get
+    return list(found), get
 
 
 __all__, __getattr__ = _getter(_HERE, NAMES[""])

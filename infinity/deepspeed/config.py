@@ -130,7 +130,7 @@ def find_translation(source: Any, overrides: Iterable[str] = (), **how: Any) -> 
     for name, value in list(draft.given.items()):
         if name in KEYS:  # else an argument of an optimizer or a schedule that only torch knows
             _take(draft, KEYS[name], value)
-    for rule in (_batch, _precision, _optimizer, _scheduler, _homes):
+    for rule in (_batch, _precision, _optimizer, _scheduler, _placement):
         rule(draft)
     config = _checked(draft, ours, overrides)
     if draft.problems or config is None:
@@ -358,10 +358,10 @@ def _sub_group(draft: _Draft, key: str, value: int) -> str | None:
 
 
 def _prefetch(draft: _Draft, key: str, value: int) -> str | None:
-    """0 elements ahead is no look-ahead; any other number is the plan's look-ahead in units."""
+    """0 elements ahead is no prefetch; any other number is the plan's prefetch in units."""
     if value:
         return None
-    draft.set("look_ahead", 0, key)
+    draft.set("prefetch_units", 0, key)
     return "nothing is fetched ahead of its use: slow"
 
 
@@ -369,7 +369,7 @@ def _max_live(draft: _Draft, key: str, value: int) -> str | None:
     if value >= _MAX_LIVE:
         return None
     draft.set("hints.live_parameters", value, key)
-    return f"hints.live_parameters {value:,}: a shorter look-ahead, 1 unit at least"
+    return f"hints.live_parameters {value:,}: a shorter prefetch, 1 unit at least"
 
 
 def _pinned(draft: _Draft, key: str, value: bool) -> str | None:
@@ -488,12 +488,12 @@ def _precision(draft: _Draft) -> None:
         draft.problem("data_types.param_dtype", text)
 
 
-# DeepSpeed's section, the homes that it decides here, and how it was said once.
+# DeepSpeed's section, the placement that it decides here, and how it was said once.
 _OFFLOADED = {
     "offload_param": ("weights", "cpu_offload_param"),
     "offload_optimizer": ("moments", "cpu_offload"),
 }
-_HOMES = {
+_TIERS = {
     "none": ("device", "on the GPU at all times, where there is one; without a GPU the device is "
              "the RAM"),
     "cpu": ("host", "in RAM"),
@@ -501,8 +501,8 @@ _HOMES = {
 }  # fmt: skip
 
 
-def _homes(draft: _Draft) -> None:
-    """Offload choices are homes; what is not chosen there is left to the plan."""
+def _placement(draft: _Draft) -> None:
+    """Offload choices are placement; what is not chosen there is left to the plan."""
     for section, (_, old) in reversed(_OFFLOADED.items()):
         key = f"{_ZERO}.{section}.device"
         if draft.given.get(f"{_ZERO}.{old}"):  # true is {"device": "cpu"}
@@ -520,11 +520,11 @@ def _homes(draft: _Draft) -> None:
             text = "must be given where device is nvme: a directory on the drive"
             draft.problem(path_key, text)
         elif device is not None:
-            home, where = _HOMES[device]
+            tier, where = _TIERS[device]
             draft.note(device_key, f"{kind} rest {where}", Verdict.DONE)
             if section == "offload_optimizer":
-                home = _by_ratio(draft, home)
-            draft.set(f"homes.{kind}", home, device_key)
+                tier = _by_ratio(draft, tier)
+            draft.set(f"placement.{kind}", tier, device_key)
         elif any(n.startswith(f"{_ZERO}.{section}.") for n in (*draft.given, *draft.autos)):
             draft.note(device_key, f"not given: the plan decides where {kind} rest")
         if path is not None and device in (None, "nvme"):
@@ -539,15 +539,15 @@ def _homes(draft: _Draft) -> None:
             draft.note(key, f"striped over {len(paths)} paths, all state over all of them")
 
 
-def _by_ratio(draft: _Draft, home: str) -> str:
+def _by_ratio(draft: _Draft, tier: str) -> str:
     """`ratio` below 1 leaves a share of the optimizer on the GPU; which units is for the plan."""
     key = f"{_ZERO}.offload_optimizer.ratio"
     ratio = draft.given.get(key, 1.0)
-    if ratio >= 1.0 or home == "device":
-        return home
-    if home == "disk":
+    if ratio >= 1.0 or tier == "device":
+        return tier
+    if tier == "disk":
         draft.note(key, "not used with nvme, as there", Verdict.ACCEPTED)
-        return home
+        return tier
     where = "device" if ratio == 0 else "auto"
     text = "none is offloaded" if ratio == 0 else "the plan decides which units' moments stay"
     draft.note(key, f"{text} on the GPU; the numbers are the same", Verdict.DONE)

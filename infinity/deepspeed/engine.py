@@ -179,15 +179,15 @@ class DeepSpeedEngine(Engine):
 
     def zero_offload_optimizer(self) -> OffloadDevice | None:
         """Where the plan lets optimizer state rest: `.device` is cpu or nvme; None: not away."""
-        return OffloadDevice.of({homes.state for homes in self.plan.homes})
+        return OffloadDevice.of({placement.state for placement in self.plan.placements})
 
     def zero_offload_param(self) -> OffloadDevice | None:
         """Where the plan lets weights rest; as `zero_offload_optimizer`."""
-        return OffloadDevice.of({homes.weight for homes in self.plan.homes})
+        return OffloadDevice.of({placement.weight for placement in self.plan.placements})
 
     def zero_cpu_offload(self) -> bool:
         """Whether the plan lets any optimizer state rest in RAM."""
-        return any(homes.state is Tier.HOST for homes in self.plan.homes)
+        return any(placement.state is Tier.HOST for placement in self.plan.placements)
 
     def zero_has_nvme_offload(self) -> bool:
         """Whether the plan lets anything rest on disk."""

@@ -13,7 +13,7 @@ import infinity.model.meta_init as materialize
 from infinity.config.schema import load_config
 from infinity.deepspeed.config import find_translation
 from infinity.engine import Engine
-from infinity.errors import ConfigError, PresenceError
+from infinity.errors import ConfigError, ResidencyError
 from infinity.model.parameters import engine_of
 
 
@@ -76,10 +76,10 @@ class GatheredParameters:
 
     `params` is a parameter, several of them, or a module's `parameters()`. Tensors that no engine
     owns, and parameters of an outer block, are left as they are. Leaving the block writes edits
-    home. Values are in the dtype that is computed in; for fp32 masters use
+    where they rest. Values are in the dtype that is computed in; for fp32 masters use
     `engine.materialized(params, master=True)`.
 
-    Raises `PresenceError` for parameters that have no values yet.
+    Raises `ResidencyError` for parameters that have no values yet.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class GatheredParameters:
                 if not engine.is_materialized(parameter):
                     owned.setdefault(id(engine), (engine, []))[1].append(parameter)
             elif parameter.is_meta:
-                raise PresenceError(
+                raise ResidencyError(
                     f"a parameter of shape {tuple(parameter.shape)} has no values yet",
                     because="its model was built without memory",
                     remedy="call infinity.initialize(model, ...) first, or edit values inside the "

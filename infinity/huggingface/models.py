@@ -1,4 +1,4 @@
-"""transformers models without their memory: `initialize` reads or makes each value at its home."""
+"""transformers models without their memory: `initialize` reads or makes each value in place."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def save_pretrained(
 ) -> list[Path]:
     """Write config.json, generation_config.json and safetensors; returns the weight files.
 
-    Tensor by tensor out of any homes, tied weights once, in the names and shapes that transformers
+    Tensor by tensor from any tier, tied weights once, in the names and shapes that transformers
     itself saves (`original_format`: experts one by one, say, where the model holds them fused).
     RAM holds the largest tensor, twice where tensors are split. `dtype` as in
     `engine.save_weights`. `tokenizer` is anything with a `save_pretrained`. Of a model with
@@ -392,7 +392,7 @@ def from_pretrained(
     scheduler)` as `initialize` returns them.
 
     `source` is a directory with a config.json and safetensors, or a Hub id. Weights go from the
-    files to their homes one at a time: RAM holds one tensor, and of fused ones (experts) its parts
+    files to their tiers one at a time: RAM holds one tensor, and of fused ones (experts) its parts
     beside it. `engine.module` is the transformers model, in eval mode as there: `engine.train()`.
 
     `model_class`: a class of transformers or its name, `AutoModelForSequenceClassification` say;

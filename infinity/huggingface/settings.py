@@ -18,7 +18,7 @@ from infinity.huggingface.models import transformers
 from infinity.optim.moments import COMPUTE_DTYPES
 from infinity.rules import RULES, twin_of
 
-# Which update rule a Trainer's optimizer is here: a built-in one, a guest, or a refusal.
+# Which update rule a Trainer's optimizer is here: a built-in one, an adapted one, or a refusal.
 
 
 Groups = list[dict[str, Any]]
@@ -35,14 +35,14 @@ _OWN_STATE = ("8bit", "4bit", "bnb", "paged")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What `initialize` gets: `guest` is None where `config` names a built-in rule.
+    """What `initialize` gets: `optimizer` is None where `config` names a built-in rule.
 
-    `groups` is None where the guest is an instance, which has its own.
+    `groups` is None where that is an instance, which has its own.
     """
 
     config: Config
     groups: Groups | None
-    guest: Any = None
+    optimizer: Any = None
 
 
 class GroupsOnly(torch.optim.Optimizer):

@@ -472,7 +472,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             self.model,
             told,
             model_parameters=choice.groups,
-            optimizer=choice.guest,
+            optimizer=choice.optimizer,
             device=self.args.device,
         )
         restore_rng(generators)  # a Trainer draws as if there were no engine
@@ -525,7 +525,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
     def close(self, *, restore: bool = False) -> None:
         """Give everything back: threads, files, memory. Idempotent.
 
-        The model's parameters are absent afterwards; with `restore` they get their full values
+        The model's parameters are offloaded afterwards; with `restore` they get their full values
         back, in RAM.
         """
         self._closed = True
@@ -649,7 +649,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             return
         load_weights(self.model if engine is None else engine, folder)
 
-    # Weights tensor by tensor from their homes.
+    # Weights tensor by tensor from where they rest.
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         absent = any(p.is_meta or isinstance(p, Promised) for p in self.model.parameters())
         if state_dict is not None or (self.engine is None and not absent):

@@ -1,1 +1,1 @@
-"""The user's module: cut into units, and made present or absent."""
+"""The user's module: cut into units, and made resident or offloaded."""

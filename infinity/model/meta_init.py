@@ -1,4 +1,4 @@
-"""Models larger than RAM from birth: built without memory, filled when the engine takes over.
+"""Models larger than RAM from the start: built without memory, filled when the engine takes over.
 
 `Init` builds a model whose large tensors are on the meta device and can be made again bit for
 bit, `remember_values` says where a model's values are to be read from, and `Origins` is what
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as registration
 
 from infinity.config.schema import Config, load_config
-from infinity.errors import ConfigError, PresenceError
+from infinity.errors import ConfigError, ResidencyError
 from infinity.model.lazy_tensor import DEFER_FROM_BYTES, Deferral, keep_promises, storage_key
 
 # Values for a model built on the meta device: its initialisers, run as under `Init`.
@@ -244,13 +244,13 @@ class _Mark:
         return self
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise PresenceError(
+        raise ResidencyError(
             "a model whose values are still to be made cannot be pickled",
             remedy="call infinity.initialize(model, config) first, then engine.state_dict()",
         )
 
 
-class _Unborn(_Mark):
+class _Unwritten(_Mark):
     """On modules built under `Init`: what makes the values, and how tensors were left."""
 
     def __init__(self, deferral: Deferral) -> None:
@@ -261,14 +261,14 @@ class _Unborn(_Mark):
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Refuse a forward without values; inside the block it is carried out."""
         if not self.is_open:
-            raise PresenceError(
+            raise ResidencyError(
                 f"this {type(module).__name__} was built under infinity.Init and has no values yet",
                 remedy="engine, *_ = infinity.initialize(model, config); engine(...)",
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if not self.is_open:
-            raise PresenceError(
+            raise ResidencyError(
                 "a model built under infinity.Init cannot be copied: its tensors hold no values",
                 remedy="copy it inside the `with infinity.Init()` block",
             )
@@ -286,7 +286,7 @@ class Init:
     """Build a model without its memory: `with infinity.Init(): model = Build()`.
 
     Everything in the block runs as written, but a large tensor is forgotten as soon as it is not
-    being worked on; `initialize` makes it again, on its way to its home. The result equals an
+    being worked on; `initialize` makes it again, on its way to where it rests. The result equals an
     ordinary build with the same seed bit for bit. RAM holds about one tensor at a time (64 MiB
     more while the model is built), and initialisation takes twice as long.
 
@@ -294,7 +294,7 @@ class Init:
     `threshold_bytes`, and tensors that the model's code puts on another device, are simply made.
 
     Until `initialize`, the model can be looked at, but a forward, a copy or a pickle of it raises
-    `PresenceError`. Casting (`.bfloat16()`), tying and changing values belong into the block; what
+    `ResidencyError`. Casting (`.bfloat16()`), tying and changing values belong into the block; what
     is done to a tensor without values afterwards is lost, and refused by `initialize` where torch
     lets us see it (not through `.data`). Blocks do not nest.
     """
@@ -308,7 +308,7 @@ class Init:
         self._seed = load_config(config).seed if config is not None else None
         self._threshold = threshold_bytes
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
-        self._mark: _Unborn | None = None
+        self._mark: _Unwritten | None = None
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
@@ -321,7 +321,7 @@ class Init:
         if self._seed is not None:
             torch.manual_seed(self._seed)
         self._modules = {}
-        self._mark = _Unborn(Deferral(self._threshold))
+        self._mark = _Unwritten(Deferral(self._threshold))
         with ExitStack() as undo:
             for register in (
                 registration.register_module_parameter_registration_hook,
@@ -367,7 +367,7 @@ def remember_values(model: nn.Module, read: Mapping[str, Read]) -> None:
 
     `read` maps names of `model.named_parameters()` and `named_buffers()` (of tied ones either
     name) to functions that return the whole tensor, on the CPU, in any dtype; each is called once
-    or so, when its values are on their way home, so one tensor is in RAM at a time. The fp32
+    or so, when its values are on their way to its tier, so one tensor is in RAM at a time. The fp32
     master is made of the values as they are returned. Nothing is initialised for covered tensors;
     all others are as without this call. A later call wins over an earlier one.
 
@@ -395,7 +395,7 @@ class Origins:
 
     In this order: `remember_values`, the tensor itself if it is real, its `Init`, the initialisers
     of its module (below; there values follow from `seed`, drawn if it is None).
-    Sources are looked up once, by identity, so parameters may become absent meanwhile.
+    Sources are looked up once, by identity, so parameters may become offloaded meanwhile.
 
     Raises `ConfigError` for tensors on meta that were changed, cast or copied after their `Init`.
     """
@@ -456,7 +456,7 @@ class Origins:
                         self._read[id(tensor)] = partial(_checked, full, tensor.shape, read)
 
     def _take_from_init(self, named: Mapping[str, Tensor]) -> None:
-        marks = {id(m): m for module in self._model.modules() for m in _marks(module, _Unborn)}
+        marks = {id(m): m for module in self._model.modules() for m in _marks(module, _Unwritten)}
         if any(mark.is_open for mark in marks.values()):
             raise ConfigError(
                 "initialize() was called inside the `with infinity.Init()` block of its model",
@@ -469,7 +469,7 @@ class Origins:
                 self._read[id(tensor)] = partial(mark.deferral.value, tensor.data)
                 if mark.versions.get(id(tensor), tensor._version) != tensor._version:
                     lost.append(name)
-            elif any(True for _ in _marks(_holder(self._model, name), _Unborn)):
+            elif any(True for _ in _marks(_holder(self._model, name), _Unwritten)):
                 lost.append(name)
         if lost:
             raise ConfigError(
@@ -510,7 +510,7 @@ def _put(module: nn.Module, mark: _Mark) -> None:
         module.register_forward_pre_hook(mark)
 
 
-def _settle(module: nn.Module, mark: _Unborn) -> None:
+def _settle(module: nn.Module, mark: _Unwritten) -> None:
     """Note how the block leaves the module's own deferred tensors."""
     for _, _, tensor in _tensors_of(module):
         if mark.deferral.holds(tensor):

@@ -1,13 +1,13 @@
-"""How a parameter is present or absent. The only file that assigns `param.data`.
+"""How a parameter is resident or offloaded. The only file that assigns `param.data`.
 
-[Note: presence]
-Present, a parameter is a view into a slot. Absent, it is a zero-stride placeholder of its real
+[Note: residency]
+Resident, a parameter is a view into a slot. Offloaded, it is a zero-stride placeholder of its real
 shape and dtype, filled with NaN (or the largest value of a type without NaN): shapes work
 everywhere, no memory is used, and misuse is loud. Leaving bumps the parameter's version, so that
 anything autograd saved behind our back raises instead of reading a stranger's bytes.
 
 [Note: edits behind our back]
-A parameter is present only while a call runs, and after its module was asked for it outside of
+A parameter is resident only while a call runs, and after its module was asked for it outside of
 one, until a call needs its slot or steps. So a reference that somebody keeps shows a placeholder,
 on every tier, and torch refuses most edits of that: its elements are one. What else can be done
 is seen when the parameter is next bound, released or looked at:
@@ -16,7 +16,8 @@ is seen when the parameter is next bound, released or looked at:
   side by side, so one comparison looks at all. Those of one element torch does not protect: they
   are NaNs that arithmetic does not leave as they are (only what passes NaN on, as `clamp_` does,
   is not seen);
-- of a present parameter: by a checksum of its unit (see `offload/prefetch.py`), where the parameter
+- of a resident parameter: by a checksum of its unit (see `offload/prefetch.py`), where the
+parameter
   was reached for outside a call, and in the first forward of every unit. A module that edits
   `self.weight.data` in its forward does so in the first one; a checksum each time would be two
   passes over all weights a forward. One that begins later is not seen.
@@ -33,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
-from infinity.errors import ConfigError, EngineClosedError, PresenceError
+from infinity.errors import ConfigError, EngineClosedError, ResidencyError
 from infinity.plan.layout import UnitLayout
 
 # Which engine a parameter belongs to, known by the parameter itself: nothing is global.
@@ -136,10 +137,10 @@ class Edit:
     name: str
     in_place: bool
 
-    def error(self, result: str = "the edit is lost") -> PresenceError:
+    def error(self, result: str = "the edit is lost") -> ResidencyError:
         """What is raised; `result` says what has become of the edit."""
         how = "edited in place" if self.in_place else "given other memory (`.data = ...`)"
-        return PresenceError(
+        return ResidencyError(
             f"parameter {self.name!r} was {how} while the engine owned it; {result}",
             because="offloaded parameters are views into reused slots, or placeholders",
             remedy=EDIT,
@@ -170,7 +171,7 @@ class _Pool:
         return sorted(found)
 
 
-class Presence:
+class ParameterBinding:
     """Binds and unbinds the parameters of units; owns placeholders and versions."""
 
     def __init__(
@@ -198,10 +199,11 @@ class Presence:
         self._left: dict[int, tuple[int, Tensor]] = {}
         self._meta: dict[int, nn.Parameter] = {}  # by index, while values are made
 
-    # --- birth ---------------------------------------------------------------------------------
+    # --- initial write
+    # ---------------------------------------------------------------------------------
 
     def leave_meta(self) -> None:
-        """Make parameters that are on meta absent; `return_to_meta` undoes it.
+        """Make parameters that are on meta offloaded; `return_to_meta` undoes it.
 
         Each stays the same Python object, which groups and tied modules hold: torch refuses to set
         the data of a meta tensor, but swaps whole tensors. Raises `ConfigError` for a parameter
@@ -215,14 +217,14 @@ class Presence:
                 self._swap(index, parameter, stand_in)
 
     def return_to_meta(self) -> None:
-        """After a birth that failed: parameters that were on meta are as they were."""
+        """After an initial write that failed: parameters that were on meta are as they were."""
         for index, meta in self._meta.items():
             if meta.is_meta:  # not the one that could not be swapped
                 self._swap(index, self.parameters[index], meta)
         self._meta.clear()
 
     def settle(self) -> None:
-        """After a birth that went well: nobody returns to meta."""
+        """After an initial write that went well: nobody returns to meta."""
         self._meta.clear()
 
     def _swap(self, index: int, parameter: nn.Parameter, other: nn.Parameter) -> None:
@@ -236,7 +238,8 @@ class Presence:
             if getattr(parameter, name, None):
                 raise _tied_down(self._names[index], _ON_META, "it has a hook")
 
-    # --- present or absent ---------------------------------------------------------------------
+    # --- resident or offloaded
+    # ---------------------------------------------------------------------
 
     def views(self, unit: int, slot: Tensor) -> list[Tensor]:
         """The unit's parameters as parts of `slot` (uint8, the unit's slot layout), in order."""
@@ -253,7 +256,7 @@ class Presence:
     def bind(self, unit: int, views: Sequence[Tensor]) -> None:
         """Make the unit's parameters these views.
 
-        Raises `PresenceError`, and leaves them absent, if one was edited since they are.
+        Raises `ResidencyError`, and leaves them offloaded, if one was edited since they are.
         """
         edit = self.edited(unit)
         if edit is not None:
@@ -307,7 +310,7 @@ class Presence:
         self.parameters[index].data = value
 
     def unlend(self, index: int) -> None:
-        """The parameter is absent."""
+        """The parameter is offloaded."""
         torch.autograd.graph.increment_version(self.parameters[index])
         self._set(index, self._placeholders[index])
 
@@ -316,8 +319,8 @@ class Presence:
         for parameter, value in zip(self.parameters, values, strict=True):
             parameter.data = value
 
-    def absent_in_child(self) -> None:
-        """After a fork: the child has no slots; make every parameter absent."""
+    def offload_in_child(self) -> None:
+        """After a fork: the child has no slots; make every parameter offloaded."""
         for parameter, stand_in in zip(self.parameters, self._placeholders, strict=True):
             parameter.data = stand_in
 
@@ -344,7 +347,7 @@ def move_buffers(
 # [Note: fetch on access]
 # `module._parameters` is replaced by a mapping whose `__getitem__` calls back before it returns a
 # parameter. Attribute access, tied and borrowed weights, and functions that reach for a parameter
-# in any order therefore find it present; hooks on modules only add look-ahead. Iterating
+# in any order therefore find it resident; hooks on modules only add prefetch. Iterating
 # (`parameters()`, `items()`) does not fetch: it serves shapes and identities.
 
 
@@ -369,21 +372,21 @@ class ParameterMap(dict[str, nn.Parameter | None]):
     def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
         if name in self and super().__getitem__(name) is value:
             return
-        raise PresenceError(
+        raise ResidencyError(
             f"parameter {name!r} cannot be replaced or added while an engine owns the module "
             "(torch.func transforms and functional_call do that too)",
             remedy=f"{EDIT}, or change the module before initialize() or after close()",
         )
 
     def __delitem__(self, name: str) -> None:
-        raise PresenceError(
+        raise ResidencyError(
             f"parameter {name!r} cannot be removed while an engine owns the module",
             remedy="change the module before initialize() or after close()",
         )
 
     def _refuse_change(self, *args: Any, **kwargs: Any) -> NoReturn:
         """For the changes that a dict makes without `__setitem__` or `__delitem__`."""
-        raise PresenceError(
+        raise ResidencyError(
             "parameters cannot be replaced, added or removed while an engine owns the module",
             remedy="change the module before initialize() or after close()",
         )
@@ -421,8 +424,8 @@ class GoneParameters(dict[str, nn.Parameter | None]):
 
 def refuse_copy() -> NoReturn:
     """Raise for copy, deepcopy and pickle of an offloaded module."""
-    raise PresenceError(
-        "an offloaded module cannot be copied or pickled: its absent parameters are placeholders",
+    raise ResidencyError(
+        "an offloaded module cannot be copied or pickled: its parameters are placeholders",
         remedy="use engine.state_dict() (or engine.module.state_dict()) for the values, "
         "or engine.close(restore=True) to get a plain module back",
     )
@@ -433,7 +436,7 @@ class RefusedApply:
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused."""
-        raise PresenceError(
+        raise ResidencyError(
             "an offloaded module cannot be moved or cast: the engine owns its memory",
             because=".to(), .cuda(), .half(), .bfloat16() and .float() rewrite every parameter",
             remedy="set `precision` in the config and `device=` in initialize(); "

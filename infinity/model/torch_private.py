@@ -1,4 +1,4 @@
-"""The private torch calls the presence mechanism needs, and nothing else; each has a test."""
+"""The private torch calls the residency mechanism needs, and nothing else; each has a test."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from infinity.errors import EngineClosedError, TransferError
 from infinity.model.torch_private import TensorIdentity
-from infinity.offload.transfers import Lanes
-from infinity.plan.activations import TRANSIT, Ranges, SavedPlan, homes_of
+from infinity.offload.transfers import Transfers
+from infinity.plan.activations import TRANSIT, Ranges, SavedPlan, tiers_of
 from infinity.plan.layout import PAGE, Tier, round_up
 from infinity.storage.device import HAPPENED, Event, HostArena, after_all
 from infinity.storage.disk import Extent
@@ -54,7 +54,7 @@ class Record:
     version: int
     identity: TensorIdentity
     uses: int = 1
-    home: Tier = Tier.DEVICE
+    tier: Tier = Tier.DEVICE
     span: int | None = None  # in the pool
     extent: int | None = None  # on disk
     buffer: Tensor | None = None  # where the pool has no room for what comes back
@@ -92,18 +92,18 @@ class ActivationStore:
     `sizes` are those of the last micro-batch whose graph is gone, in the order of saving.
     """
 
-    def __init__(self, plan: SavedPlan, lanes: Lanes) -> None:
+    def __init__(self, plan: SavedPlan, transfers: Transfers) -> None:
         assert plan.offload is not None
         self.plan = plan
-        self.lanes = lanes
+        self.transfers = transfers
         self.counts = SavedCounts()
         self.sizes = plan.sizes
         self._arena: HostArena | None = HostArena(plan.host_bytes)
-        lanes.device.pin(self._arena)
+        transfers.device.pin(self._arena)
         self._extent = None
         if plan.disk_bytes:
-            assert lanes.disk is not None
-            self._extent = lanes.disk.extent(plan.disk_bytes, "activations")
+            assert transfers.disk is not None
+            self._extent = transfers.disk.extent(plan.disk_bytes, "activations")
         self._pool = Ranges(plan.host_bytes)
         self._disk = Ranges(plan.disk_bytes)
         self._records: dict[int, Record] = {}
@@ -123,7 +123,7 @@ class ActivationStore:
         the latter are given to every block.
         """
         nbytes = tensor.numel() * tensor.element_size()
-        dense = tensor.is_contiguous() and tensor.device == self.lanes.device.torch_device
+        dense = tensor.is_contiguous() and tensor.device == self.transfers.device.torch_device
         dense = dense and tensor.requires_grad
         if self._arena is None or not dense or nbytes < max(self.plan.min_bytes, 1):
             return None
@@ -142,20 +142,20 @@ class ActivationStore:
             weakref.ref(away), number, nbytes, tensor.dtype, tensor.shape, tensor._version, identity
         )
         self._records[number] = record
-        home = self._home_of(nbytes)
+        tier = self._tier_of(nbytes)
         self._seen.append(nbytes)
-        if not self._send(record, tensor.detach(), home):
+        if not self._send(record, tensor.detach(), tier):
             away.tensor = tensor.detach()
         self._known[identity] = weakref.ref(away)
         self.counts.num_saved += 1
-        self.counts.bytes_in[record.home] += nbytes
+        self.counts.bytes_in[record.tier] += nbytes
         return away
 
-    def _home_of(self, nbytes: int) -> Tier:
+    def _tier_of(self, nbytes: int) -> Tier:
         """Where the next tensor waits: as expected, else wherever there is room."""
         index, plan = len(self._seen), self.plan
         if index < len(self.sizes) and self.sizes[index] == nbytes:
-            return homes_of(self.sizes, plan)[index]
+            return tiers_of(self.sizes, plan)[index]
         rounded = round_up(nbytes, PAGE)
         if rounded > plan.host_bytes:
             return Tier.DEVICE
@@ -164,11 +164,11 @@ class ActivationStore:
         free = self._pool.free_bytes
         return Tier.HOST if free >= (1 + TRANSIT) * rounded else Tier.DISK
 
-    def _send(self, record: Record, source: Tensor, home: Tier) -> bool:
+    def _send(self, record: Record, source: Tensor, tier: Tier) -> bool:
         """Start the way out; False where there is no room."""
-        if home is Tier.DEVICE:
+        if tier is Tier.DEVICE:
             return False
-        if home is Tier.DISK:
+        if tier is Tier.DISK:
             record.extent = self._disk.take(record.nbytes)
             if record.extent is None:
                 return False
@@ -178,9 +178,9 @@ class ActivationStore:
                 self._disk.give(record.extent, record.nbytes)
                 record.extent = None
             return False
-        record.source, record.home = source, home
+        record.source, record.tier = source, tier
         target = self._buffer(record)[: record.nbytes]
-        record.left = self.lanes.copy_out(target, _bytes(source), label=LABEL)
+        record.left = self.transfers.copy_out(target, _bytes(source), label=LABEL)
         self._going.append(record)
         self._advance(record)
         self._keep_few()
@@ -194,7 +194,7 @@ class ActivationStore:
         leaving = [record for record in self._going if record.source is not None]
         for record in leaving[:-TRANSIT]:
             assert record.left is not None
-            with self.lanes.stall("copy"):
+            with self.transfers.stall("copy"):
                 record.left.wait()
             self._advance(record)
 
@@ -205,21 +205,21 @@ class ActivationStore:
             if not record.left.done():
                 if not wait:
                     return False
-                with self.lanes.stall("copy"):
+                with self.transfers.stall("copy"):
                     record.left.wait()
             record.modified = record.source._version != record.version
             record.source = None
-        if record.home is Tier.DISK and not record.written:
+        if record.tier is Tier.DISK and not record.written:
             if record.writing is None:
                 piece = self._part(record), self._buffer(record)
-                record.writing = self.lanes.write([piece], label=LABEL)
+                record.writing = self.transfers.write([piece], label=LABEL)
             if not record.writing.done() and not wait:
                 return False
             try:
-                with self.lanes.stall("disk_write"):
+                with self.transfers.stall("disk_write"):
                     record.writing.wait()
             except TransferError:
-                record.home, record.writing = Tier.HOST, None  # there it still is
+                record.tier, record.writing = Tier.HOST, None  # there it still is
                 raise
             record.written, record.writing = True, None
             self._retire(record)
@@ -243,12 +243,12 @@ class ActivationStore:
             _check_version(away.tensor._version != record.version, record.shape)
             return away.tensor
         self._start(record, wait=True)
-        self._look_ahead(record)
+        self._prefetch(record)
         self._land(record)
         _check_version(record.modified, record.shape)
         if not record.ready.done():
-            with self.lanes.stall("copy"):
-                self.lanes.device.compute_wait(record.ready)
+            with self.transfers.stall("copy"):
+                self.transfers.device.compute_wait(record.ready)
         tensor = record.fetched
         assert tensor is not None
         record.given = True
@@ -256,7 +256,7 @@ class ActivationStore:
             record.fetched = None
         return tensor
 
-    def _look_ahead(self, record: Record) -> None:
+    def _prefetch(self, record: Record) -> None:
         """Start the way back of what was saved before this one."""
         records = self._records.values()
         before = [r for r in records if r.order < record.order and r.left and not r.given]
@@ -267,7 +267,7 @@ class ActivationStore:
         """Start the way back, unless it is under way; without `wait` only where nothing waits."""
         if record.fetched is not None or record.reading is not None:
             return
-        if record.home is Tier.HOST:
+        if record.tier is Tier.HOST:
             self._copy_in(record)
             return
         if not self._advance(record, wait=wait):
@@ -280,14 +280,14 @@ class ActivationStore:
             record.buffer = HostArena(rounded).view(0, rounded)
         piece = self._part(record), self._buffer(record)
         priority = Priority.URGENT if wait else Priority.NORMAL
-        record.reading = self.lanes.read([piece], priority, LABEL)
+        record.reading = self.transfers.read([piece], priority, LABEL)
         self._coming.append(record)
 
     def _land(self, record: Record) -> None:
         """Second half of disk -> device."""
         if record.reading is None:
             return
-        with self.lanes.stall("disk_read"):
+        with self.transfers.stall("disk_read"):
             record.reading.wait()
         self._copy_in(record)
         record.reading = None
@@ -296,12 +296,12 @@ class ActivationStore:
             self._coming.remove(record)
 
     def _copy_in(self, record: Record) -> None:
-        device = self.lanes.device
+        device = self.transfers.device
         target = torch.empty(record.shape, dtype=record.dtype, device=device.torch_device)
         # What was in the target's memory may still be computed with, and the way out under way.
         after = after_all(device.compute_event(), record.left or HAPPENED)
         source = self._buffer(record)[: record.nbytes]
-        record.ready = self.lanes.copy_in(_bytes(target), source, after, LABEL)
+        record.ready = self.transfers.copy_in(_bytes(target), source, after, LABEL)
         record.fetched = target
 
     def tend(self) -> None:
@@ -320,9 +320,9 @@ class ActivationStore:
             span = self._pool.take(nbytes)
             if span is not None or not wait:
                 return span
-            to_disk = next((r for r in self._going if r.home is Tier.DISK), None)
+            to_disk = next((r for r in self._going if r.tier is Tier.DISK), None)
             if self._retired:
-                with self.lanes.stall("copy"):
+                with self.transfers.stall("copy"):
                     self._retired[0][0].wait()
             elif to_disk is not None:
                 self._advance(to_disk, wait=True)
@@ -352,7 +352,7 @@ class ActivationStore:
         for start in range(0, self._extent.nbytes, self._arena.nbytes):
             nbytes = min(self._arena.nbytes, self._extent.nbytes - start)
             piece = self._extent.part(start, nbytes), self._arena.view(0, nbytes)
-            self.lanes.write([piece], label=LABEL).wait()
+            self.transfers.write([piece], label=LABEL).wait()
 
     @property
     def learnt(self) -> tuple[int, ...]:
@@ -366,7 +366,7 @@ class ActivationStore:
         self._drain()
         held = dict.fromkeys(Tier, 0)
         for record in self._records.values():
-            held[record.home] += record.nbytes
+            held[record.tier] += record.nbytes
         return held
 
     def _drain(self) -> None:
@@ -421,8 +421,8 @@ class ActivationStore:
         """Wait for what is under way, and drop everything; graphs that are left are of no use."""
         for record in self._records.values():
             record.end_requests()
-        if not self.lanes.device.unified:
-            self.lanes.device.synchronize()
+        if not self.transfers.device.unified:
+            self.transfers.device.synchronize()
         self._records.clear()
         self._known.clear()
         self._retired.clear()

@@ -3,7 +3,7 @@
 [Note: one queue]
 Tasks run one after the other, in the order they were queued: what is added to what, and when, does
 not depend on how copies end. Each waits for its own events first. The training thread queues and
-goes on; it waits only for room in the bounce buffer (`place`), and where it needs what was queued
+goes on; it waits only for room in the staging buffer (`place`), and where it needs what was queued
 (`drain`).
 """
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from infinity.errors import TransferError
-from infinity.offload.transfers import Lanes
+from infinity.offload.transfers import Transfers
 from infinity.plan.budget import largest_window, num_windows
 from infinity.plan.layout import round_up
 from infinity.plan.plan import Plan
@@ -30,7 +30,7 @@ from infinity.storage.store import Range
 
 # Gradients that rest where nobody computes are summed in windows: RAM buffers of a unit's size.
 #
-# A window is written home when its unit is complete, and read back when the next micro-batch
+# A window is written back when its unit is complete, and read back when the next micro-batch
 # reaches the unit. Used by one thread at a time: whoever sums (`gradients.py`).
 
 
@@ -61,14 +61,14 @@ class GradientWindows:
     def __init__(
         self,
         plan: Plan,
-        lanes: Lanes,
+        transfers: Transfers,
         dtype: torch.dtype,
         places: Mapping[int, Range],
         stall: Stall,
     ) -> None:
         self.places = places
         self._plan = plan
-        self._lanes = lanes
+        self._transfers = transfers
         self._dtype = dtype
         self._stall = stall
         self._saved: set[int] = set()  # units whose places hold gradients of this window
@@ -117,20 +117,20 @@ class GradientWindows:
         return window.buffer[:nbytes].view(self._dtype)
 
     def count(self, unit: int) -> None:
-        """One more gradient lies in the unit's range; with its last one the window goes home."""
+        """One more gradient lies in the unit's range; the last one has the window written back."""
         self._arrived[unit] = self._arrived.get(unit, 0) + 1
         if self._arrived[unit] == len(self._plan.units[unit].trained_segments):
             self._save(unit)
 
     def save(self) -> None:
-        """Start writing every open window home."""
+        """Start writing back every open window."""
         for window in list(self._windows):
             if window.unit is not None:
                 self._save(window.unit)
 
     @property
     def writing(self) -> bool:
-        """Whether some window may still be on its way home."""
+        """Whether some window may still be being written."""
         return any(w.unit is None and w.ticket is not None for w in self._windows)
 
     def settle(self, unit: int | None = None) -> None:
@@ -167,16 +167,16 @@ class GradientWindows:
             self.settle(unit)  # an earlier window may still be writing it
             place = self.places[unit]
             piece = place, window.buffer[: place.nbytes]
-            window.ticket = self._lanes.read([piece], label=(unit, "gradient"))
+            window.ticket = self._transfers.read([piece], label=(unit, "gradient"))
 
     def _save(self, unit: int) -> None:
-        """Write the window home; it is free when the write has ended."""
+        """Write the window back; it is free when the write has ended."""
         window = self._find(unit)
         assert window is not None
         self._wait(window)
         window.unit, window.last_unit = None, unit
         if not self._arrived.get(unit):
-            return  # expected, but nothing came: home is what was read
+            return  # expected, but nothing came: at rest is what was read
         self._send(unit, window)
         self._saved.add(unit)
         self._arrived[unit] = 0
@@ -185,7 +185,7 @@ class GradientWindows:
         """Start to write the window to its unit's place."""
         place, window.last_unit = self.places[unit], unit
         piece = place, window.buffer[: place.nbytes]
-        window.ticket = self._lanes.write([piece], label=(unit, "gradient"))
+        window.ticket = self._transfers.write([piece], label=(unit, "gradient"))
 
 
 @dataclass(eq=False, slots=True)
@@ -193,7 +193,7 @@ class _Task:
     """Something to do after events.
 
     Until they have happened `source` stays alive, and until it is over nobody else gets the bytes
-    `first` to `end` of the bounce buffer.
+    `first` to `end` of the staging buffer.
     """
 
     run: Callable[[], None]
@@ -206,16 +206,16 @@ class _Task:
 
 
 class GradientWorker:
-    """The thread, its queue, and the `bounce` buffer (uint8, pinned) in which gradients land.
+    """The thread, its queue, and the `staging` buffer (uint8, pinned) in which gradients land.
 
     What a task raises is raised by `check` and `drain`, until `reset`; tasks behind it do not run.
     """
 
-    def __init__(self, lanes: Lanes, bounce: Tensor) -> None:
-        self._lanes = lanes
-        self._bounce = bounce
+    def __init__(self, transfers: Transfers, staging: Tensor) -> None:
+        self._transfers = transfers
+        self._staging = staging
         self._tasks: deque[_Task] = deque()  # not over; the thread takes them out
-        self._landing: deque[_Task] = deque()  # those that may use the bounce buffer, oldest first
+        self._landing: deque[_Task] = deque()  # those that may use the staging buffer, oldest first
         self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()  # None: the end
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._loop, name="infinity-gradients", daemon=True)
@@ -233,31 +233,31 @@ class GradientWorker:
             self._thread.join()
 
     def forget(self) -> None:
-        """Drop the bounce buffer."""
+        """Drop the staging buffer."""
         self._landing.clear()
-        self._bounce = torch.empty(0, dtype=torch.uint8)
+        self._staging = torch.empty(0, dtype=torch.uint8)
 
     # --- the training thread -------------------------------------------------------------------
 
     def place(self, nbytes: int) -> tuple[int, Tensor]:
-        """Room for the next task in the bounce buffer, and where it is; waits until there is some.
+        """Room for the next task in the staging buffer, and where it is; waits until there is some.
 
         Room is given back in the order of tasks, so the buffer is a ring.
         """
         while (first := self._room(nbytes)) is None:
             self._wait(self._landing[0])
-        return first, self._bounce[first : first + nbytes]
+        return first, self._staging[first : first + nbytes]
 
     def _room(self, nbytes: int) -> int | None:
         """Where so many bytes are free; None if they are not yet."""
         while self._landing and self._landing[0].over.is_set():
             self._landing.popleft()
         if not self._landing:
-            assert nbytes <= self._bounce.numel()
+            assert nbytes <= self._staging.numel()
             return 0
         tail, head = self._landing[0].first, self._landing[-1].end
         first = round_up(head, 64)
-        limit = self._bounce.numel() if head > tail else tail
+        limit = self._staging.numel() if head > tail else tail
         if first + nbytes <= limit:
             return first
         return 0 if head > tail and nbytes <= tail else None
@@ -303,7 +303,7 @@ class GradientWorker:
 
     def _wait(self, task: _Task) -> None:
         if not task.over.is_set():
-            with self._lanes.stall("gradient"):
+            with self._transfers.stall("gradient"):
                 task.over.wait()
 
     # --- the thread ----------------------------------------------------------------------------

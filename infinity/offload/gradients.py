@@ -6,8 +6,8 @@ in the compute dtype otherwise. Square sums are taken as the last micro-batch's 
 while they are in cache, one per parameter, over one fixed tree.
 
 On a device of its own memory a first gradient that needs no conversion goes straight to its place
-in RAM (`Homeward`); others land in a bounce buffer, and a thread adds them (`gradient_buffers.py`
-says what the training thread waits for, [Note: who sums] whose is what).
+in RAM (`GradientCopies`); others land in a staging buffer, and a thread adds them
+(`gradient_buffers.py` says what the training thread waits for, [Note: who sums] whose is what).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch import Tensor
 
 from infinity.errors import TrainingError
 from infinity.offload.gradient_buffers import GradientWindows, GradientWorker, untimed
-from infinity.offload.transfers import Lanes
+from infinity.offload.transfers import Transfers
 from infinity.offload.window import AccumulationWindow
 from infinity.optim.cpu import CpuKernels
-from infinity.plan.budget import NUM_BOUNCES, largest_trained
+from infinity.plan.budget import NUM_GRADIENT_BUFFERS, largest_trained
 from infinity.plan.layout import PAGE, Segment, round_up
 from infinity.plan.plan import Plan
 from infinity.storage.device import HAPPENED, Event, HostArena, SquareSums
@@ -35,10 +35,10 @@ from infinity.storage.store import Range
 
 # Gradients that go straight from a device to where they rest in RAM, and their square sums.
 #
-# No byte of them passes through the CPU: the copy lands in the home itself, and where the device
+# No byte of them passes through the CPU: the copy lands where they rest, and where the device
 # has kernels it takes the sum of squares before the gradient is gone. Neither backward nor
-# `step()` waits for a copy: the norm waits for the sums, and the sweep, which is handed the copies
-# that are still under way, for those of a unit before it updates that.
+# `step()` waits for a copy: the norm waits for the sums, and the optimizer pass, which is handed
+# the copies that are still under way, for those of a unit before it updates that.
 
 
 @dataclass(eq=False, slots=True)
@@ -58,11 +58,11 @@ class Copy:
         self.event.wait()
 
 
-class Homeward:
+class GradientCopies:
     """Copies under way; at most `limit` bytes of gradients are kept alive for them."""
 
-    def __init__(self, lanes: Lanes, limit: int) -> None:
-        self._lanes = lanes
+    def __init__(self, transfers: Transfers, limit: int) -> None:
+        self._transfers = transfers
         self._limit = limit
         self._under_way: deque[Copy] = deque()
         self._nbytes = 0
@@ -70,12 +70,12 @@ class Homeward:
 
     def send(self, unit: int, parameter: int, target: Tensor, source: Tensor) -> Event:
         """Start copying `source` (uint8, on the device) to its place in RAM."""
-        event = self._lanes.copy_out(target, source, label=(unit, "gradient"))
+        event = self._transfers.copy_out(target, source, label=(unit, "gradient"))
         self._sent[parameter] = event
         self._under_way.append(Copy(unit, event, source))
         self._nbytes += source.numel()
         while self._nbytes > self._limit:  # copies are slower than the backward: memory is bounded
-            with self._lanes.stall("gradient"):
+            with self._transfers.stall("gradient"):
                 self._under_way[0].event.wait()
             self.let_go()
         self.let_go()
@@ -94,7 +94,7 @@ class Homeward:
         """Wait until the parameter's place holds what was sent."""
         event = self.sent(parameter)
         if not event.done():
-            with self._lanes.stall("gradient"):
+            with self._transfers.stall("gradient"):
                 event.wait()
 
     def hand_over(self) -> dict[int, list[Copy]]:
@@ -124,8 +124,8 @@ class Homeward:
 class SquaresOnDevice:
     """Square sums that a device takes of gradients as they leave, a unit at a time."""
 
-    def __init__(self, lanes: Lanes) -> None:
-        self._lanes = lanes
+    def __init__(self, transfers: Transfers) -> None:
+        self._transfers = transfers
         self._unit = -1  # that gradients are waiting of
         self._waiting: dict[int, Tensor] = {}  # by parameter
         self._begun: list[tuple[list[int], SquareSums]] = []
@@ -144,7 +144,7 @@ class SquaresOnDevice:
         """Begin what is waiting."""
         if self._waiting:
             waiting, self._waiting = self._waiting, {}
-            sums = self._lanes.device.begin_square_sums(list(waiting.values()))
+            sums = self._transfers.device.begin_square_sums(list(waiting.values()))
             self._newest.update(dict.fromkeys(waiting, len(self._begun)))
             self._begun.append((list(waiting), sums))
 
@@ -190,8 +190,8 @@ def part(flat: Tensor, segment: Segment) -> Tensor:
 class GradientSums:
     """Sums into `ram` (unit -> flat range), or into the windows of units that are not there.
 
-    `squares` holds parameter -> sum of squares, of sums that were said to be complete. `lanes`
-    are given where sums go on beside compute, to be a lane of their own in a trace.
+    `squares` holds parameter -> sum of squares, of sums that were said to be complete. `transfers`
+    are given where sums go on beside compute, to be a direction of their own in a trace.
     """
 
     def __init__(
@@ -199,11 +199,11 @@ class GradientSums:
         kernels: CpuKernels,
         ram: Mapping[int, Tensor],
         windows: GradientWindows,
-        lanes: Lanes | None,
+        transfers: Transfers | None,
     ) -> None:
         self.squares: dict[int, float] = {}
         self._kernels = kernels
-        self._lanes = lanes
+        self._transfers = transfers
         self._ram = ram
         self._windows = windows
 
@@ -214,10 +214,10 @@ class GradientSums:
 
         `gradient` is flat, in RAM, of any dtype that parameters have.
         """
-        home = self._ram.get(unit)
-        target = part(self._windows.range(unit) if home is None else home, segment)
+        at_rest = self._ram.get(unit)
+        target = part(self._windows.range(unit) if at_rest is None else at_rest, segment)
         self.squares.pop(segment.parameter, None)
-        trace = None if self._lanes is None else self._lanes.trace
+        trace = None if self._transfers is None else self._transfers.trace
         laps = None if trace is None else trace.laps(unit)
         if first:
             self._kernels.convert(target, gradient)
@@ -227,7 +227,7 @@ class GradientSums:
             self.squares[segment.parameter] = self._kernels.square_sum(target)
         if laps is not None:
             laps.lap("sums", "gradient", target.numel() * target.element_size())
-        if home is None:
+        if at_rest is None:
             self._windows.count(unit)
 
     def square(self, unit: int, segment: Segment) -> None:
@@ -239,15 +239,15 @@ class GradientSums:
 class GradientStore:
     """Ranges and square sums of all units; used by the training thread.
 
-    After `settle` the sweep's thread reads `places`: unit -> range. What of them the CPU or the
+    After `settle` the optimizer thread reads `places`: unit -> range. What of them the CPU or the
     device can compute with is in `ram` and `on_device`, as flat tensors of `dtype`.
     """
 
     def __init__(
-        self, plan: Plan, lanes: Lanes, kernels: CpuKernels, window: AccumulationWindow
+        self, plan: Plan, transfers: Transfers, kernels: CpuKernels, window: AccumulationWindow
     ) -> None:
         self.plan = plan
-        self.lanes = lanes
+        self.transfers = transfers
         self.kernels = kernels
         summed = plan.gradient_itemsize == 4
         self.dtype = torch.float32 if summed else getattr(torch, plan.precision.dtype)
@@ -268,25 +268,25 @@ class GradientStore:
         }
         self._has: set[int] = set()  # parameters that have arrived
         self._squares: dict[int, float] = {}  # beside those of `_sums` and `_device_squares`
-        self._homeward = Homeward(lanes, NUM_BOUNCES * largest_trained(plan))
-        self._device_squares = SquaresOnDevice(lanes)
-        self._worker = None if plan.unified else GradientWorker(lanes, self._reserve_bounce())
-        stall = lanes.stall if self._worker is None else untimed
-        self._windows = GradientWindows(plan, lanes, self.dtype, away, stall)
-        beside = None if self._worker is None else lanes
+        self._copies = GradientCopies(transfers, NUM_GRADIENT_BUFFERS * largest_trained(plan))
+        self._device_squares = SquaresOnDevice(transfers)
+        self._worker = None if plan.unified else GradientWorker(transfers, self._reserve_staging())
+        stall = transfers.stall if self._worker is None else untimed
+        self._windows = GradientWindows(plan, transfers, self.dtype, away, stall)
+        beside = None if self._worker is None else transfers
         self._sums = GradientSums(kernels, self.ram, self._windows, beside)
 
-    def _reserve_bounce(self) -> Tensor:
-        nbytes = NUM_BOUNCES * largest_trained(self.plan)
+    def _reserve_staging(self) -> Tensor:
+        nbytes = NUM_GRADIENT_BUFFERS * largest_trained(self.plan)
         arena = HostArena(nbytes)
         if nbytes:
-            self.lanes.device.pin(arena)
+            self.transfers.device.pin(arena)
         return arena.view(0, nbytes)
 
     def _reserve(self) -> dict[int, Range]:
         plan, found = self.plan, dict[int, Range]()
-        for tier, store in self.lanes.stores.items():
-            units = [u for u in plan.units if u.numel and plan.homes[u.index].gradient is tier]
+        for tier, store in self.transfers.stores.items():
+            units = [u for u in plan.units if u.numel and plan.placements[u.index].gradient is tier]
             sizes = [u.numel * plan.gradient_itemsize for u in units]
             owners = [f"unit {u.name!r}, gradients" for u in units]
             ranges = store.reserve(sizes, owners)
@@ -306,7 +306,7 @@ class GradientStore:
 
     def forget(self) -> None:
         """Drop the reserved ranges; copies into them have ended."""
-        self._homeward.reset()
+        self._copies.reset()
         self._device_squares.reset()
         self.places.clear()
         self.ram.clear()
@@ -337,7 +337,7 @@ class GradientStore:
         elif self._worker is None:
             self._sums.add(unit, segment, flat, first=first, complete=self._window.is_last)
         elif unit in self.ram and flat.dtype is self.dtype and first:
-            self._send_home(self._worker, unit, segment, flat)
+            self._send_to_ram(self._worker, unit, segment, flat)
         else:
             self._send(self._worker, unit, segment, flat, first=first)
         self._has.add(parameter)
@@ -351,13 +351,13 @@ class GradientStore:
         else:
             target.add_(gradient)
 
-    def _send_home(
+    def _send_to_ram(
         self, worker: GradientWorker, unit: int, segment: Segment, gradient: Tensor
     ) -> None:
         """Start the copy to where the gradient rests; whoever can sums its squares."""
         target, source = part(self.ram[unit], segment), gradient.view(torch.uint8)
         parameter = segment.parameter
-        event = self._homeward.send(unit, parameter, target.view(torch.uint8), source)
+        event = self._copies.send(unit, parameter, target.view(torch.uint8), source)
         if not self._window.is_last:
             return
         if self.plan.device_kernels:
@@ -369,16 +369,16 @@ class GradientStore:
     def _send(
         self, worker: GradientWorker, unit: int, segment: Segment, gradient: Tensor, *, first: bool
     ) -> None:
-        """Start the copy to the bounce buffer, from which the thread adds it."""
-        self._homeward.let_go()
+        """Start the copy to the staging buffer, from which the thread adds it."""
+        self._copies.let_go()
         source = gradient.view(torch.uint8)
         place = worker.place(source.numel())
-        event = self.lanes.copy_out(place[1], source, label=(unit, "gradient"))
+        event = self.transfers.copy_out(place[1], source, label=(unit, "gradient"))
         landed = place[1].view(gradient.dtype)
         add = partial(
             self._sums.add, unit, segment, landed, first=first, complete=self._window.is_last
         )
-        worker.put(add, [self._homeward.sent(segment.parameter), event], gradient, place)
+        worker.put(add, [self._copies.sent(segment.parameter), event], gradient, place)
 
     def expect(self, unit: int) -> None:
         """The unit's gradients will arrive soon: start reading what was saved of them."""
@@ -393,22 +393,22 @@ class GradientStore:
         """Put a value of the parameter's size in the place of what was accumulated."""
         self.finish()
         self.drain()
-        self._homeward.wait(parameter)
+        self._copies.wait(parameter)
         self._has.discard(parameter)  # so that it is not added
         self._sums.squares.pop(parameter, None)
-        self.receive(parameter, value.to(self.lanes.device.torch_device))
+        self.receive(parameter, value.to(self.transfers.device.torch_device))
         self.finish()
         self.drain()
 
     # --- the end of a backward, and of a window ----------------------------------------------
 
     def finish(self) -> None:
-        """End of a backward: everything has been accumulated and is home or on its way.
+        """End of a backward: everything has been accumulated and is at rest or on its way.
 
         Where a thread does that it is queued; `drain` waits for it.
         """
         self._check()
-        self._homeward.let_go()
+        self._copies.let_go()
         self._device_squares.flush()
         if self._worker is None:
             self._windows.save()
@@ -425,10 +425,10 @@ class GradientStore:
             self._worker.check()
 
     def settle(self, unit: int | None = None) -> None:
-        """Wait until all gradients are home, or one unit's; then the sweep may read extents."""
+        """Wait until all gradients are at rest, or one unit's; then extents may be read."""
         self.drain()
         if self._windows.writing:
-            with self.lanes.stall("gradient"):
+            with self.transfers.stall("gradient"):
                 self._windows.settle(unit)
 
     def arrived(self) -> frozenset[int]:
@@ -457,7 +457,7 @@ class GradientStore:
             if parameter in self._has and parameter not in self._squares and unit in self.on_device
         }
         if parts:
-            sums = self.lanes.device.begin_square_sums(list(parts.values())).result()
+            sums = self.transfers.device.begin_square_sums(list(parts.values())).result()
             self._squares.update(zip(parts, sums, strict=True))
 
     def non_finite(self) -> list[str]:
@@ -476,7 +476,7 @@ class GradientStore:
         if parameter not in self._has:
             raise TrainingError(f"parameter {segment.name!r} has no gradient in this window")
         if unit in self.ram:
-            self._homeward.wait(parameter)
+            self._copies.wait(parameter)
             return part(self.ram[unit], segment).clone()
         self.settle(unit)
         start, nbytes = (n * self.dtype.itemsize for n in (segment.offset, segment.numel))
@@ -484,15 +484,16 @@ class GradientStore:
         low = start // whole * whole
         place = self.places[unit].part(low, round_up(start + nbytes, whole) - low)
         buffer = host_buffer(place.nbytes)
-        self.lanes.read([(place, buffer)], label=(unit, "gradient")).wait()
+        self.transfers.read([(place, buffer)], label=(unit, "gradient")).wait()
         return buffer[start - low : start - low + nbytes].view(self.dtype)
 
     def hand_over(self) -> dict[int, list[Copy]]:
-        """Start a new accumulation window, and leave copies that are still under way to the sweep.
+        """Start a new accumulation window, and leave copies that are still under way to the
+        optimizer pass.
 
         By unit: it waits for them before it reads the unit's gradients.
         """
-        handed = self._homeward.hand_over()
+        handed = self._copies.hand_over()
         self.reset()
         return handed
 
@@ -500,7 +501,7 @@ class GradientStore:
         """Start a new accumulation window."""
         if self._worker is not None:
             self._worker.reset()
-        self._homeward.reset()
+        self._copies.reset()
         self._device_squares.reset()
         self._windows.reset()
         self._sums.squares.clear()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from infinity.errors import PresenceError
+from infinity.errors import ResidencyError
 from infinity.model.cut import UnitCut
 from infinity.model.torch_private import (
     SavedTensorHooks,
@@ -33,7 +33,7 @@ from infinity.offload.activations import ActivationStore
 from infinity.offload.gradients import GradientStore
 from infinity.offload.memory_watch import MemoryWatch
 from infinity.offload.owner import Call, Owner
-from infinity.offload.prefetch import Mover
+from infinity.offload.prefetch import Prefetcher
 from infinity.offload.report import Timeline
 from infinity.offload.saved_tensors import SavedTensors
 from infinity.offload.slice_sums import SliceSums
@@ -68,7 +68,7 @@ class Hooks:
 
     def __init__(
         self,
-        mover: Mover,
+        prefetcher: Prefetcher,
         gradients: GradientStore,
         window: AccumulationWindow,
         owner: Owner,
@@ -80,13 +80,13 @@ class Hooks:
         parameters: Sequence[nn.Parameter],
         trained: Sequence[bool],
     ) -> None:
-        self.mover = mover
+        self.prefetcher = prefetcher
         self.window = window
         self.owner = owner
         self.watch = watch
         self.gradients = gradients
         self.sums = SliceSums()
-        self.saved = SavedTensors(mover, gradients.expect, self._backward, activations)
+        self.saved = SavedTensors(prefetcher, gradients.expect, self._backward, activations)
         self.lent = lent
         self.write_edits = write_edits
         self._call: Call | None = None  # that a module's hook began
@@ -138,11 +138,11 @@ class Hooks:
         self._join()
         self.write_edits()
         if not torch.is_inference_mode_enabled():
-            self.mover.use(unit)
+            self.prefetcher.use(unit)
         else:
             with torch.inference_mode(False):  # what is bound now may be trained with later
-                self.mover.use(unit)
-        self.mover.look_for_edits(unit, reached=not self.owner.busy)
+                self.prefetcher.use(unit)
+        self.prefetcher.look_for_edits(unit, reached=not self.owner.busy)
 
     # --- calls -----------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class Hooks:
             return
         self._call = self.owner.enter(sys._getframe(2))
         try:
-            self.mover.verify()
+            self.prefetcher.verify()
         except BaseException:
             self._end()
             raise
@@ -185,13 +185,13 @@ class Hooks:
             self._end()
 
     def release(self, output: object) -> None:
-        """A call is over and returns `output`: what it bound is absent, but parameters in that."""
+        """A call returns `output`: what it bound is released, but parameters in that."""
         found: Any = output.values() if isinstance(output, Mapping) else output
         for value in found if isinstance(output, Mapping | list | tuple) else (output,):
             index = self._index_of.get(id(value)) if isinstance(value, nn.Parameter) else None
-            if index is not None and self.mover.entries[self._unit_of[index]].bound:
-                self.mover.look_for_edits(self._unit_of[index], reached=True)
-        self.mover.release_all()
+            if index is not None and self.prefetcher.entries[self._unit_of[index]].bound:
+                self.prefetcher.look_for_edits(self._unit_of[index], reached=True)
+        self.prefetcher.release_all()
 
     def _join(self) -> None:
         """A backward that the engine was not asked for is a call as well."""
@@ -206,7 +206,7 @@ class Hooks:
 
         def end() -> None:
             try:
-                self.mover.release_all()
+                self.prefetcher.release_all()
             finally:
                 self.owner.leave(call)
 
@@ -240,7 +240,7 @@ class Hooks:
     def _refuse_strangers(self) -> None:
         self.owner.check()
         if inside_function_transform():
-            raise PresenceError(
+            raise ResidencyError(
                 "torch.func transforms (grad, vmap, functional_call, ...) cannot run over an "
                 "offloaded module",
                 because="they replace parameters or saved tensors behind the engine's back",
@@ -264,7 +264,7 @@ class Hooks:
                 if not self._inside:
                     self._end()
                 raise
-            self.mover.entries[unit].entered += 1
+            self.prefetcher.entries[unit].entered += 1
             self._enter(module, unit, borrowed)
             if self.timeline is not None:
                 self.timeline.enter(unit)
@@ -295,7 +295,7 @@ class Hooks:
         try:
             for other in sorted(units):
                 self._use(other)
-                self.mover.entries[other].entered += 1
+                self.prefetcher.entries[other].entered += 1
                 borrowed.append(other)
         except BaseException:
             self._give_back(borrowed)
@@ -304,15 +304,15 @@ class Hooks:
 
     def _give_back(self, borrowed: list[int]) -> None:
         for unit in borrowed:
-            self.mover.entries[unit].entered -= 1
+            self.prefetcher.entries[unit].entered -= 1
 
     def _is_lent(self, unit: int) -> bool:
         if not self.lent:
             return False
         lent = [i in self.lent for i in self._cuts[unit].parameters]
         if any(lent) and not all(lent):
-            raise PresenceError(
-                f"unit {self.mover.plan.units[unit].name!r} computes while some of its "
+            raise ResidencyError(
+                f"unit {self.prefetcher.plan.units[unit].name!r} computes while some of its "
                 "parameters are materialized",
                 remedy="leave the `with engine.materialized(...)` block first, or materialize "
                 "the whole module",
@@ -325,7 +325,7 @@ class Hooks:
                 return
             if self.timeline is not None:
                 self.timeline.leave()
-            self.mover.entries[unit].entered -= 1
+            self.prefetcher.entries[unit].entered -= 1
             self._leave(output)
 
         return hook
@@ -337,14 +337,14 @@ class Hooks:
             gradient = self.sums.take(index, gradient)
             if gradient is None:
                 return
-            self.mover.await_consumed(self._unit_of[index])
+            self.prefetcher.await_consumed(self._unit_of[index])
             self.window.arrived += 1
             if self.window.divisor != 1:
                 gradient = gradient.detach() / self.window.divisor
             self.gradients.receive(index, gradient)
             del gradient
             self.watch.at(self._unit_of[index], "backward")
-            self.mover.tend()
+            self.prefetcher.tend()
             if self.saved.activations is not None:
                 self.saved.activations.tend()
             if self.timeline is not None:

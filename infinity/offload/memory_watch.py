@@ -149,7 +149,7 @@ class MemoryWatch:
             because=because + ", and so does whatever else the program keeps in RAM",
             remedy="smaller micro-batches (and more gradient_accumulation_steps), "
             "torch.utils.checkpoint around blocks, moments or gradients on disk "
-            "(homes.gradients=disk), or a larger budget.host",
+            "(placement.gradients=disk), or a larger budget.host",
         )
 
     # --- a step is over --------------------------------------------------------------------------

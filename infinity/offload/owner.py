@@ -26,7 +26,7 @@ from threading import get_ident, main_thread
 from types import CodeType, FrameType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from infinity.errors import PresenceError
+from infinity.errors import ResidencyError
 from infinity.model.torch_private import inside_backward
 
 # Ctrl-C waits for the end of the engine's call that is under way; a second one does not.
@@ -170,9 +170,9 @@ class Owner:
         return bool(self._calls)
 
     def check(self) -> None:
-        """Raise `PresenceError` in a forked child, during another thread's call, and if shut."""
+        """Raise `ResidencyError` in a forked child, during another thread's call, and if shut."""
         if not self.is_here():
-            raise PresenceError(
+            raise ResidencyError(
                 f"this engine belongs to process {self._pid}; process {os.getpid()} is a fork "
                 "of it and has neither its slots nor its threads",
                 because="a DataLoader worker or another child touched the offloaded model",
@@ -180,7 +180,7 @@ class Owner:
                 "give workers plain data",
             )
         if self._shut:
-            raise PresenceError(
+            raise ResidencyError(
                 "the engine, or its model, was used from inside a step",
                 because="a schedule, or what is saved with a step, is asked while weights change",
                 remedy="use them between calls of the engine",
@@ -188,7 +188,7 @@ class Owner:
         call = self.elsewhere()
         if call is not None:
             names = {thread.ident: thread.name for thread in threading.enumerate()}
-            raise PresenceError(
+            raise ResidencyError(
                 f"thread {threading.current_thread().name!r} used the engine, or its model, while "
                 f"a call of thread {names.get(call.thread, call.thread)!r} is under way",
                 because="weights move while a call runs, for one thread",
@@ -217,7 +217,7 @@ class Owner:
     def enter(self, frame: FrameType) -> Call | None:
         """A call begins that lasts as long as `frame`; None within another one of this thread.
 
-        Raises `PresenceError` as `check` does.
+        Raises `ResidencyError` as `check` does.
         """
         mine = Call(get_ident(), id(frame), frame.f_code)
         while True:

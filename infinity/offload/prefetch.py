@@ -2,13 +2,13 @@
 
 [Note: who may do what]
 The training thread fetches, binds, unbinds and evicts, and only at uses (so that nothing is
-pulled from under a running operation). The sweep thread takes free slots for units it owes an
-update, and fills them. Both hold `Residency.changed` for every transition.
+pulled from under a running operation). The optimizer thread takes free slots for units it owes an
+update, and fills them. Both hold `SlotLedger.changed` for every transition.
 
 [Note: nothing waits for a slot that only its own progress could free]
-The sweep waits for a slot only while the training thread computes. When the training thread
-waits for a unit it first frees a slot for it, and its demand lifts the pacing: the sweep updates
-that unit next, and units it cannot publish go home instead.
+The optimizer pass waits for a slot only while the training thread computes. When the training
+thread waits for a unit it first frees a slot for it, and its demand lifts the pacing: the optimizer
+pass updates that unit next, and units it cannot publish are written back instead.
 
 [Note: released]
 Parameters are bound while a call runs. When it ends they are released: their unit keeps its
@@ -27,14 +27,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from infinity.errors import EngineFailedError, PresenceError, TransferError
-from infinity.model.parameters import Edit, Presence
-from infinity.offload.slots import Residency, Slot, Where
+from infinity.errors import EngineFailedError, ResidencyError, TransferError
+from infinity.model.parameters import Edit, ParameterBinding
+from infinity.offload.slots import Slot, SlotLedger, Where
 from infinity.offload.state import StateStore
-from infinity.offload.transfers import Lanes
+from infinity.offload.transfers import Transfers
 from infinity.plan import access_order
-from infinity.plan.access_order import NEVER, Tape, guess_cycle
-from infinity.plan.budget import largest_slot, num_landings
+from infinity.plan.access_order import NEVER, AccessOrder, guess_cycle
+from infinity.plan.budget import largest_slot, num_fetch_buffers
 from infinity.plan.layout import Kind, Tier
 from infinity.plan.plan import Plan, UpdatePlace, publishes, update_place
 from infinity.storage.device import HAPPENED, Event, after_all
@@ -43,14 +43,16 @@ from infinity.storage.staging import BufferPool
 from infinity.storage.store import Priority
 
 
-class Mover:
-    """Fetch, look ahead, evict; the only writer of residency on the training thread."""
+class Prefetcher:
+    """Fetch, prefetch, evict; the only writer of residency on the training thread."""
 
-    def __init__(self, plan: Plan, lanes: Lanes, store: StateStore, presence: Presence) -> None:
+    def __init__(
+        self, plan: Plan, transfers: Transfers, store: StateStore, binding: ParameterBinding
+    ) -> None:
         self.plan = plan
-        self.lanes = lanes
-        self.presence = presence
-        self.ledger = Residency(plan, lanes.device)
+        self.transfers = transfers
+        self.binding = binding
+        self.ledger = SlotLedger(plan, transfers.device)
         self.changed = self.ledger.changed
         self.entries = self.ledger.entries
         self.current = -1  # the unit in use
@@ -58,83 +60,85 @@ class Mover:
         self.failure: BaseException | None = None
         self._proved: set[tuple[int, bool]] = set()  # units whose first forward was looked at
         self.store = store
-        self.tape: Tape | None = None
+        self.order: AccessOrder | None = None
         self.wraps = True
         self.demand: int | None = None  # the unit the training thread waits for
         self.paced = True
-        self.surprises = 0
+        self.mispredictions = 0
         self._retry = False
         # In which reads land on their way to a device with memory of its own.
-        self._landings = BufferPool(num_landings(plan), largest_slot(plan), lanes.device)
-        for unit, homes in enumerate(plan.homes):
+        self._staging = BufferPool(num_fetch_buffers(plan), largest_slot(plan), transfers.device)
+        for unit, placement in enumerate(plan.placements):
             if not plan.units[unit].slot_bytes:  # only parameters without elements
                 self.ledger.add_permanent(unit, torch.empty(0, dtype=torch.uint8))
-            elif homes.weight is Tier.DEVICE:
-                home = store.units[unit].memory[Kind.WEIGHT].reached(by_device=True)
-                assert home is not None
-                self.ledger.add_permanent(unit, home)
+            elif placement.weight is Tier.DEVICE:
+                at_rest = store.units[unit].memory[Kind.WEIGHT].reached(by_device=True)
+                assert at_rest is not None
+                self.ledger.add_permanent(unit, at_rest)
 
     def forget(self) -> None:
-        """Drop the slots and landings."""
+        """Drop the slots and staging buffers."""
         self.ledger.forget()
-        self._landings.forget()
+        self._staging.forget()
 
     # --- uses: the training thread -----------------------------------------------------------
 
     def use(self, unit: int, *, bind: bool = True) -> None:
-        """Make the unit present, and bound unless not to `bind`; look ahead along the tape."""
+        """Make the unit resident, and bound unless not to `bind`; prefetch along the order."""
         entry = self.entries[unit]
-        if unit == self.current and entry.where is Where.PRESENT:
+        if unit == self.current and entry.where is Where.RESIDENT:
             if bind and not entry.bound:  # since a call ended
                 self.bring(unit)
             if self._retry:
-                self._look_ahead()
+                self._prefetch()
             return
         self.current = unit
-        if self.tape is not None:
-            self.tape.advance(unit)
+        if self.order is not None:
+            self.order.advance(unit)
         self.bring(unit, bind=bind)
-        self._look_ahead()
+        self._prefetch()
 
     def bring(self, unit: int, *, bind: bool = True) -> None:
-        """Make the unit present, and bound unless not to `bind`, whatever it takes."""
+        """Make the unit resident, and bound unless not to `bind`, whatever it takes."""
         entry = self.entries[unit]
         while True:
             self.check()
-            if entry.where is Where.PRESENT:
+            if entry.where is Where.RESIDENT:
                 break
             if entry.where is Where.FETCHING:
                 self._finish_fetch(unit)
-            elif entry.where is Where.ABSENT:
-                with self.changed:  # held over both: the sweep must not take the freed slot
+            elif entry.where is Where.OFFLOADED:
+                with (
+                    self.changed
+                ):  # held over both: the optimizer pass must not take the freed slot
                     self._require_slot(unit)
                     self.fetch(unit, Priority.URGENT)
             else:
                 self._await_update(unit)
         if not entry.bound:
             if not entry.ready.done():
-                with self.lanes.stall("copy", unit):
-                    self.lanes.device.compute_wait(entry.ready)
+                with self.transfers.stall("copy", unit):
+                    self.transfers.device.compute_wait(entry.ready)
             if bind:
                 self.bind(unit)
 
-    def follow(self, tape: Tape | None, *, wraps: bool = True) -> None:
-        """Look ahead along a tape from now on; it `wraps` unless a step follows its end."""
-        self.tape, self.wraps = tape, wraps
+    def follow(self, order: AccessOrder | None, *, wraps: bool = True) -> None:
+        """Prefetch along an order from now on; it `wraps` unless a step follows its end."""
+        self.order, self.wraps = order, wraps
 
     def tend(self) -> None:
         """Push on what can be pushed on without waiting; called often from hooks."""
-        if self._landings.count:
+        if self._staging.count:
             for unit, entry in enumerate(self.entries):
-                if entry.ticket is not None and entry.landing is not None and entry.ticket.done():
+                if entry.ticket is not None and entry.staging is not None and entry.ticket.done():
                     self._copy_landed(unit)
         if self._retry:
-            self._look_ahead()
+            self._prefetch()
 
     def check(self) -> None:
         """Raise what made an earlier update fail, or what the drive does not let go of."""
-        if self.lanes.stuck is not None:
-            self.fail(self.lanes.stuck)
+        if self.transfers.stuck is not None:
+            self.fail(self.transfers.stuck)
         if self.failure is not None:
             raise EngineFailedError(
                 f"an earlier failure left the state incomplete: {self.failure}",
@@ -143,9 +147,9 @@ class Mover:
             ) from self.failure
 
     def _await_update(self, unit: int) -> None:
-        """Wait until the sweep has updated the unit."""
+        """Wait until the optimizer pass has updated the unit."""
         entry = self.entries[unit]
-        with self.lanes.stall("update", unit), self.changed:
+        with self.transfers.stall("update", unit), self.changed:
             self.demand = unit
             self.changed.notify_all()
             try:
@@ -158,25 +162,25 @@ class Mover:
                 self.demand = None
 
     def lift_pacing(self) -> None:
-        """What is updated from now on goes home where no slot is free; callers hold `changed`."""
+        """From now on no update waits for a slot; callers hold `changed`."""
         self.paced = False
         self.changed.notify_all()
 
     def await_consumed(self, unit: int) -> None:
-        """Wait until no sweep reads the unit's gradients: before they are written again.
+        """Wait until no optimizer pass reads the unit's gradients: before they are written again.
 
         A forward through the unit has waited already; this is for graphs older than the last
         step, of which parts need no weights.
         """
         entry = self.entries[unit]
         if entry.where is Where.PENDING:
-            with self.lanes.stall("update", unit), self.changed:
+            with self.transfers.stall("update", unit), self.changed:
                 self.lift_pacing()
                 while entry.where is Where.PENDING and self.failure is None:
                     self.changed.wait()
             self.check()
         if update_place(self.plan, unit) is UpdatePlace.DEVICE and not entry.ready.done():
-            self.lanes.device.compute_wait(entry.ready)  # queued there, not yet over
+            self.transfers.device.compute_wait(entry.ready)  # queued there, not yet over
 
     def _require_slot(self, unit: int) -> None:
         """Free a slot for the unit, or say who holds them all; the caller holds `changed`."""
@@ -190,14 +194,14 @@ class Mover:
                 for wider in range(slot_class, -1, -1)
             ):
                 return
-            if not self.sweep_fills(slot_class):
+            if not self.pass_fills(slot_class):
                 raise self.no_slot(unit, slot_class)
-            with self.lanes.stall("slot", unit):  # the sweep fills it without us
+            with self.transfers.stall("slot", unit):  # the optimizer pass fills it without us
                 self.changed.wait()
             self.check()
 
     def _call_off(self, slot_class: int) -> bool:
-        """Free a slot that is being filled: the look-ahead was wrong, every slot is under way."""
+        """Free a slot that is being filled: the prefetch was wrong, every slot is under way."""
         under_way = [
             slot.owner
             for slot in self.ledger.slots
@@ -212,14 +216,14 @@ class Mover:
         return False
 
     def _distance(self, unit: int) -> int:
-        return self.tape.distance(unit, wraps=self.wraps) if self.tape is not None else NEVER
+        return self.order.distance(unit, wraps=self.wraps) if self.order is not None else NEVER
 
-    def _look_ahead(self) -> None:
-        if self.tape is None or not self.plan.slot_classes:
+    def _prefetch(self) -> None:
+        if self.order is None or not self.plan.slot_classes:
             return
         with self.changed:
-            self._retry = not access_order.look_ahead(
-                self, self.tape, self.plan.look_ahead, wraps=self.wraps
+            self._retry = not access_order.prefetch(
+                self, self.order, self.plan.prefetch_units, wraps=self.wraps
             )
 
     # --- fetches -------------------------------------------------------------------------------
@@ -227,13 +231,13 @@ class Mover:
     def _finish_fetch(self, unit: int) -> None:
         entry = self.entries[unit]
         if entry.ticket is not None:
-            with self.lanes.stall("disk_read", unit):
+            with self.transfers.stall("disk_read", unit):
                 entry.ticket.wait()
-            if entry.landing is not None:
+            if entry.staging is not None:
                 self._copy_landed(unit)
             entry.ticket = None
         with self.changed:
-            self.ledger.move(unit, Where.PRESENT)
+            self.ledger.move(unit, Where.RESIDENT)
 
     def _abandon_fetch(self, unit: int) -> None:
         """A fetch that failed, or of weights that are not wanted any more."""
@@ -243,33 +247,33 @@ class Mover:
                 entry.ticket.wait()
             if not entry.ticket.done():  # stuck: the slot is the kernel's for good
                 return
-        if entry.landing is not None:
-            self._landings.give_back(entry.landing)
-        entry.ticket = entry.landing = None
+        if entry.staging is not None:
+            self._staging.give_back(entry.staging)
+        entry.ticket = entry.staging = None
         with self.changed:
             self.ledger.give_up(unit)
-            self.ledger.move(unit, Where.ABSENT)
+            self.ledger.move(unit, Where.OFFLOADED)
 
     def _copy_landed(self, unit: int) -> None:
         """Second half of disk -> device: the read has landed in RAM, copy it in."""
         entry = self.entries[unit]
         assert entry.ticket is not None
-        assert entry.landing is not None
+        assert entry.staging is not None
         assert entry.slot is not None
         assert entry.slot.residency is not None
         entry.ticket.wait()
         target, label = entry.slot.residency, (unit, "weight")
-        source = entry.landing[: target.numel()]
-        entry.ready = self.lanes.copy_in(target, source, entry.slot.free_after, label)
-        self._landings.give_back(entry.landing, entry.ready)
-        entry.ticket = entry.landing = None
+        source = entry.staging[: target.numel()]
+        entry.ready = self.transfers.copy_in(target, source, entry.slot.free_after, label)
+        self._staging.give_back(entry.staging, entry.ready)
+        entry.ticket = entry.staging = None
 
     def _land_oldest(self) -> None:
-        landed = next(u for u, e in enumerate(self.entries) if e.landing is not None)
+        landed = next(u for u, e in enumerate(self.entries) if e.staging is not None)
         self._copy_landed(landed)
 
     def fetch(self, unit: int, priority: Priority = Priority.NORMAL) -> None:
-        """Start bringing the unit's weights from home into a free slot."""
+        """Start bringing the unit's weights from where they rest into a free slot."""
         with self.changed:
             slot = self.free_slot(unit)
             assert slot is not None
@@ -279,30 +283,30 @@ class Mover:
         state = self.store.units[unit]
         source = state.in_ram(Kind.WEIGHT)
         if source is not None:
-            entry.ready = self.lanes.copy_in(residency, source, slot.free_after, label)
+            entry.ready = self.transfers.copy_in(residency, source, slot.free_after, label)
             return
         if state.writes:
-            with self.lanes.stall("disk_write", unit):
+            with self.transfers.stall("disk_write", unit):
                 try:
                     self.store.settle_writes(unit)
                 except TransferError as error:  # of an update, of which there is no second copy
                     self.fail(error)
                     raise
         if not self.plan.unified:
-            stall = partial(self.lanes.stall, "copy")
-            entry.landing = self._landings.take(self._land_oldest, stall)
-            residency = entry.landing[: residency.numel()]
+            stall = partial(self.transfers.stall, "copy")
+            entry.staging = self._staging.take(self._land_oldest, stall)
+            residency = entry.staging[: residency.numel()]
         places = self.store.places(unit, Kind.WEIGHT, residency)
-        entry.ticket = self.lanes.read(places, priority, label)
+        entry.ticket = self.transfers.read(places, priority, label)
 
     # --- updates -------------------------------------------------------------------------------
 
     def make_pending(self, units: Collection[int]) -> None:
-        """The weights of these units are stale from now on; a sweep will replace them.
+        """The weights of these units are stale from now on; an optimizer pass will replace them.
 
-        Raises the first `PresenceError` of an edited parameter, after all units are pending.
+        Raises the first `ResidencyError` of an edited parameter, after all units are pending.
         """
-        edited: PresenceError | None = None
+        edited: ResidencyError | None = None
         for unit in units:
             if self.entries[unit].where is Where.FETCHING:
                 try:
@@ -313,10 +317,10 @@ class Mover:
         with self.changed:
             for unit in units:
                 entry = self.entries[unit]
-                if entry.where is Where.PRESENT:
+                if entry.where is Where.RESIDENT:
                     try:
                         self.give_up(unit)
-                    except PresenceError as error:
+                    except ResidencyError as error:
                         edited = edited or error
                 self.ledger.move(unit, Where.PENDING)
             self.paced = True
@@ -325,25 +329,25 @@ class Mover:
             raise edited
 
     def drop(self, unit: int) -> None:
-        """Forget the unit's copy on the device: its home was, or will be, edited."""
+        """Forget the unit's copy on the device: what rests was, or will be, edited."""
         if self.entries[unit].where is Where.FETCHING:
             self._finish_fetch(unit)
         with self.changed:
             entry = self.entries[unit]
-            if entry.where is not Where.PRESENT:
+            if entry.where is not Where.RESIDENT:
                 return
             try:
                 self.give_up(unit)
             finally:  # an edited parameter is gone all the same
                 if entry.slot is None:
-                    self.ledger.move(unit, Where.ABSENT)
+                    self.ledger.move(unit, Where.OFFLOADED)
 
     def edited(self, unit: int) -> None:
-        """The unit's weights were edited at home: graphs made before are stale."""
+        """The unit's weights were edited at rest: graphs made before are stale."""
         self.entries[unit].updates += 1
 
     def publish_slot(self, unit: int) -> tuple[Slot, Tensor] | None:
-        """For the sweep: the slot the unit's new weights go to, or None if they only go home."""
+        """The slot an updated unit's weights go to, or None if they are only written back."""
         if not self.publishes(unit):
             return None
         with self.changed:
@@ -364,24 +368,24 @@ class Mover:
                     self.demand is not None and self.demand != unit and self.is_pending(self.demand)
                 )
                 if waits_for_later or not self.paced or self.failure is not None:
-                    self.surprises += 1
+                    self.mispredictions += 1
                     return None
                 self.changed.wait(_LOOK_AGAIN_S)
 
     def updated(self, unit: int, ready: Event) -> None:
-        """For the sweep: the unit's update is complete, and published if it has a slot."""
+        """For the optimizer pass: the unit's update is complete, and published if it has a slot."""
         with self.changed:
             entry = self.entries[unit]
             entry.ready = ready
             entry.updates += 1
-            self.ledger.move(unit, Where.PRESENT if entry.slot is not None else Where.ABSENT)
+            self.ledger.move(unit, Where.RESIDENT if entry.slot is not None else Where.OFFLOADED)
 
     def recover(self) -> None:
         """After an exception in a call: nothing is bound, in a slot or being fetched.
 
         Slots are given up because a traceback may hold views of them, which look like our own.
         """
-        self.lanes.device.synchronize()
+        self.transfers.device.synchronize()
         self.current, self._retry = -1, False
         for unit, entry in enumerate(self.entries):
             entry.entered = 0
@@ -389,10 +393,10 @@ class Mover:
                 self.release(unit)
             if entry.where is Where.FETCHING:
                 self._abandon_fetch(unit)
-            elif entry.where is Where.PRESENT and self.class_of(unit) is not None:
+            elif entry.where is Where.RESIDENT and self.class_of(unit) is not None:
                 with self.changed:
                     self.give_up(unit)
-                    self.ledger.move(unit, Where.ABSENT)
+                    self.ledger.move(unit, Where.OFFLOADED)
 
     # --- who holds slots, who could leave, and leaving: callers hold `changed` -------------------
 
@@ -405,11 +409,11 @@ class Mover:
         return self.entries[unit].slot is not None
 
     def is_pending(self, unit: int) -> bool:
-        """Whether the sweep owes the unit an update."""
+        """Whether the optimizer pass owes the unit an update."""
         return self.entries[unit].where is Where.PENDING
 
     def publishes(self, unit: int) -> bool:
-        """Whether the sweep brings the unit's new weights into a slot."""
+        """Whether the optimizer pass brings the unit's new weights into a slot."""
         return publishes(self.plan, unit)
 
     def num_free(self, slot_class: int) -> int:
@@ -417,13 +421,13 @@ class Mover:
         return len(self.ledger.free_slots(slot_class))
 
     def evictable(self, slot_class: int) -> Collection[int]:
-        """Units present in slots of the class that no forward is inside of."""
+        """Units resident in slots of the class that no forward is inside of."""
         found = []
         for slot in self.ledger.slots:
             unit = slot.owner
             if slot.slot_class == slot_class and unit is not None and unit != self.current:
                 entry = self.entries[unit]
-                if entry.where is Where.PRESENT and not entry.entered:
+                if entry.where is Where.RESIDENT and not entry.entered:
                     found.append(unit)
         return found
 
@@ -433,10 +437,10 @@ class Mover:
             return False
         try:
             self.give_up(unit)
-        except PresenceError:  # an edited parameter is gone all the same
-            self.ledger.move(unit, Where.ABSENT)
+        except ResidencyError:  # an edited parameter is gone all the same
+            self.ledger.move(unit, Where.OFFLOADED)
             raise
-        self.ledger.move(unit, Where.ABSENT)
+        self.ledger.move(unit, Where.OFFLOADED)
         return True
 
     def free_slot(self, unit: int) -> Slot | None:
@@ -449,16 +453,16 @@ class Mover:
                 return free[0]
         return None
 
-    def no_slot(self, unit: int, slot_class: int) -> PresenceError:
+    def no_slot(self, unit: int, slot_class: int) -> ResidencyError:
         """The error that says who holds all slots the unit could use."""
         name = self.plan.units[unit].name
-        return PresenceError(
+        return ResidencyError(
             f"no slot is free for unit {name!r}: {self.ledger.holders(slot_class)}",
             because="tensors that share memory with lent-out weights are still alive",
-            remedy="drop graphs and aliases you do not need, or raise look_ahead (more slots)",
+            remedy="drop graphs and aliases you do not need, or raise prefetch_units (more slots)",
         )
 
-    def sweep_fills(self, slot_class: int) -> bool:
+    def pass_fills(self, slot_class: int) -> bool:
         """Whether new weights are on their way into a slot that would do."""
         return any(
             slot.slot_class is not None
@@ -469,23 +473,23 @@ class Mover:
         )
 
     def bind(self, unit: int) -> None:
-        """Make the parameters of a unit that is present views of its slot.
+        """Make the parameters of a unit that is resident views of its slot.
 
-        Raises `PresenceError` if one was edited since it is absent.
+        Raises `ResidencyError` if one was edited since it is offloaded.
         """
         entry = self.entries[unit]
         assert entry.slot is not None
         assert entry.slot.residency is not None
         if not entry.views:
-            entry.views = self.presence.views(unit, entry.slot.residency)
-        self.presence.bind(unit, entry.views)
+            entry.views = self.binding.views(unit, entry.slot.residency)
+        self.binding.bind(unit, entry.views)
         entry.bound = True
 
-    def bind_if_present(self, unit: int) -> None:
+    def bind_if_resident(self, unit: int) -> None:
         """`bind` where a slot holds the weights."""
         entry = self.entries[unit] if unit >= 0 else None
-        if entry is not None and entry.where is Where.PRESENT and not entry.bound:
-            self.lanes.device.compute_wait(entry.ready)
+        if entry is not None and entry.where is Where.RESIDENT and not entry.bound:
+            self.transfers.device.compute_wait(entry.ready)
             self.bind(unit)
 
     # --- what is bound, and edits of it --------------------------------------------------------
@@ -513,13 +517,15 @@ class Mover:
         if error is not None:
             raise error
 
-    def find_edit(self, unit: int | None = None, *, may_wait: bool = False) -> PresenceError | None:
+    def find_edit(
+        self, unit: int | None = None, *, may_wait: bool = False
+    ) -> ResidencyError | None:
         """What was edited behind our back; it is taken back.
 
         Looks at units that were reached for and at placeholders (of another device only if it
         `may_wait`); and at the parameters of `unit`, or of all units if it `may_wait`.
         """
-        edit = self.presence.edited_placeholder(may_wait=may_wait)
+        edit = self.binding.edited_placeholder(may_wait=may_wait)
         error = edit.error() if edit is not None else None
         also = range(len(self.entries)) if may_wait else [] if unit is None else [unit]
         for other in self.reached.union(also):
@@ -528,16 +534,16 @@ class Mover:
                 if found is not None:
                     self.release(other)
                 error = error or found
-            elif (absent := self.presence.edited(other)) is not None:
-                self.presence.forget(other)
-                error = error or absent.error()
+            elif (placeholder := self.binding.edited(other)) is not None:
+                self.binding.forget(other)
+                error = error or placeholder.error()
         return error
 
     def release_all(self, *, reached: bool = False) -> None:
-        """A call is over: what it bound is absent, and stays in its slot; see [Note: released].
+        """A call is over: what it bound is offloaded, and stays in its slot; see [Note: released].
 
         What was reached for outside stays bound, unless it shall go too (`reached`). Raises the
-        first `PresenceError` of an edited parameter, after all are absent.
+        first `ResidencyError` of an edited parameter, after all are offloaded.
         """
         error = None
         for unit, entry in enumerate(self.entries):
@@ -546,8 +552,8 @@ class Mover:
         if error is not None:
             raise error
 
-    def release(self, unit: int) -> PresenceError | None:
-        """Make the unit's parameters absent; the error if one was edited.
+    def release(self, unit: int) -> ResidencyError | None:
+        """Make the unit's parameters offloaded; the error if one was edited.
 
         Edited bytes are not computed with: the slot is given up, or where they are the only ones
         the engine has failed.
@@ -558,19 +564,19 @@ class Mover:
         if error is not None and entry.slot is not None and entry.slot.slot_class is not None:
             with self.changed:
                 self.give_up(unit)
-                self.ledger.move(unit, Where.ABSENT)
+                self.ledger.move(unit, Where.OFFLOADED)
         return error
 
     def forget_bound(self, unit: int) -> None:
-        """Make the unit's parameters absent, without judging edits."""
+        """Make the unit's parameters offloaded, without judging edits."""
         entry = self.entries[unit]
         entry.bound, entry.checksums = False, None
         self.reached.discard(unit)
-        self.presence.forget(unit)
+        self.binding.forget(unit)
 
-    def _edit_of(self, unit: int) -> PresenceError | None:
+    def _edit_of(self, unit: int) -> ResidencyError | None:
         """What was done to the bound parameters of a unit, behind our back."""
-        entry, edit = self.entries[unit], self.presence.edited(unit)
+        entry, edit = self.entries[unit], self.binding.edited(unit)
         assert entry.slot is not None
         rests = entry.slot.slot_class is None  # here: these bytes are the only ones
         name = None
@@ -595,7 +601,7 @@ class Mover:
             self.changed.notify_all()
 
     def give_up(self, unit: int) -> None:
-        """Unbind, and end the residency; raises `PresenceError` after it if there was an edit."""
+        """Unbind, and end the residency; raises `ResidencyError` after it if there was an edit."""
         entry = self.entries[unit]
         slot = entry.slot
         assert slot is not None
@@ -603,7 +609,7 @@ class Mover:
         if entry.bound:
             edited = self._edit_of(unit)
             self.forget_bound(unit)
-        slot.free_after = after_all(entry.ready, self.lanes.device.compute_event())
+        slot.free_after = after_all(entry.ready, self.transfers.device.compute_event())
         self.ledger.give_up(unit)
         if edited is not None:  # the edit is lost, the slot is not
             raise edited
@@ -612,7 +618,7 @@ class Mover:
 _LOOK_AGAIN_S = 0.1  # a slot is free when nothing refers to it any more, which nobody tells
 
 
-# Which tape a run is on: one for training cycles, one for calls without gradients.
+# Which access order a run is on: one for training cycles, one for calls without gradients.
 #
 # A call of the module without gradients is a cycle, whoever makes it: `engine(...)`,
 # `module(...)`, or `generate()`, which calls the module for every token. So units stay and leave
@@ -620,48 +626,48 @@ _LOOK_AGAIN_S = 0.1  # a slot is free when nothing refers to it any more, which 
 
 
 class Cycles:
-    """Opens and closes the mover's tape; see `plan/access_order.py` for what a cycle is."""
+    """Opens and closes the prefetcher's order; see `plan/access_order.py` for what a cycle is."""
 
-    def __init__(self, mover: Mover) -> None:
-        num_units = len(mover.plan.units)
-        self.training = Tape(guess_cycle(num_units, backward=True))
-        self.without_grad = Tape(guess_cycle(num_units, backward=False))
-        self._mover = mover
+    def __init__(self, prefetcher: Prefetcher) -> None:
+        num_units = len(prefetcher.plan.units)
+        self.training = AccessOrder(guess_cycle(num_units, backward=True))
+        self.without_grad = AccessOrder(guess_cycle(num_units, backward=False))
+        self._prefetcher = prefetcher
         self._open = False
         self._interrupted: bool | None = None  # a training cycle; whether its next one follows
 
     def begin(self, *, last_micro_batch: bool) -> None:
         """A forward starts; a second one before the backward belongs to the same cycle."""
         grad = torch.is_grad_enabled()
-        tape = self.training if grad else self.without_grad
-        if self._open and self._mover.tape is tape:
+        order = self.training if grad else self.without_grad
+        if self._open and self._prefetcher.order is order:
             return
         if self._open and not grad:
-            self._interrupted = self._mover.wraps
+            self._interrupted = self._prefetcher.wraps
         else:
             self.end()
-        self._mover.follow(tape, wraps=not (grad and last_micro_batch))
-        tape.begin()
+        self._prefetcher.follow(order, wraps=not (grad and last_micro_batch))
+        order.begin()
         self._open = True
 
     def end_call(self) -> None:
         """A call without gradients is over, if one is under way."""
-        if self._mover.tape is not self.without_grad:
+        if self._prefetcher.order is not self.without_grad:
             return
         self.without_grad.end()
         wraps, self._interrupted = self._interrupted, None
         if wraps is None:
-            self._mover.follow(None)
+            self._prefetcher.follow(None)
             self._open = False
         else:
-            self._mover.follow(self.training, wraps=wraps)
+            self._prefetcher.follow(self.training, wraps=wraps)
 
     def end(self) -> None:
         """The backward is over, or whatever was under way: what was seen is learnt."""
         self.end_call()
-        if self._mover.tape is not None:
-            self._mover.tape.end()
-            self._mover.follow(None)
+        if self._prefetcher.order is not None:
+            self._prefetcher.order.end()
+            self._prefetcher.follow(None)
         self._open = False
 
     def around_calls(self) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -681,7 +687,7 @@ class Cycles:
 
         return before, after
 
-    def surprises(self) -> int:
+    def mispredictions(self) -> int:
         """Unexpected uses, and updates that could not be published, since the start."""
-        tapes = self.training.surprises + self.without_grad.surprises
-        return self._mover.surprises + tapes
+        orders = self.training.mispredictions + self.without_grad.mispredictions
+        return self._prefetcher.mispredictions + orders

@@ -1,4 +1,4 @@
-"""What one step did, measured between two readings of the lanes."""
+"""What one step did, measured between two readings of the transfers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from infinity.offload.memory_watch import MemoryWatch
-from infinity.offload.transfers import Lanes
+from infinity.offload.transfers import Transfers
 from infinity.trace.recorder import NO_UNIT, Trace, When
 
 
@@ -16,10 +16,11 @@ from infinity.trace.recorder import NO_UNIT, Trace, When
 class StepReport:
     """What one step did. Times are seconds of the training thread since the previous step ended.
 
-    `moved` is bytes per lane in that time: the sweep of the previous step, and the fetches and
-    gradients of this one. `disk_s` is seconds per disk lane that its blocks waited in "queue" and
-    were with the "device", summed over blocks. `memory` is bytes of the tier that computes: "peak",
-    and in the first two steps "rests", "activations" and "estimated" (see `MemoryWatch.step`).
+    `moved` is bytes per direction in that time: the optimizer pass of the previous step, and the
+    fetches and gradients of this one. `disk_s` is seconds per disk direction that its blocks waited
+    in "queue" and were with the "device", summed over blocks. `memory` is bytes of the tier that
+    computes: "peak", and in the first two steps "rests", "activations" and "estimated" (see
+    `MemoryWatch.step`).
     `loss_scale` is the scale of this step's gradients; norm and factor are without it. Of a step
     that was skipped, `non_finite` names the first parameter whose gradient is not finite.
     """
@@ -31,7 +32,7 @@ class StepReport:
     skipped: bool
     stall_s: dict[str, float] = field(default_factory=dict)
     moved: dict[str, int] = field(default_factory=dict)
-    surprises: int = 0
+    mispredictions: int = 0
     disk_s: dict[str, dict[str, float]] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
     loss_scale: float = 1.0
@@ -39,16 +40,16 @@ class StepReport:
 
 
 class Meter:
-    """Differences of the lanes' counters and stalls from step to step."""
+    """Differences of the transfers' counters and stalls from step to step."""
 
-    def __init__(self, lanes: Lanes, watch: MemoryWatch) -> None:
-        self._lanes = lanes
+    def __init__(self, transfers: Transfers, watch: MemoryWatch) -> None:
+        self._transfers = transfers
         self._watch = watch
         self._time_s = time.perf_counter()
-        self._stalled_s = lanes.stalled_s()
-        self._moved = lanes.moved()
-        self._disk_s = lanes.disk_times_s()
-        self._surprises = 0
+        self._stalled_s = transfers.stalled_s()
+        self._moved = transfers.moved()
+        self._disk_s = transfers.disk_times_s()
+        self._mispredictions = 0
 
     def read(
         self,
@@ -57,13 +58,17 @@ class Meter:
         grad_norm: float,
         clip_factor: float,
         skipped: bool,
-        surprises: int,
+        mispredictions: int,
         loss_scale: float = 1.0,
         non_finite: str = "",
     ) -> StepReport:
-        """The report since the previous reading; `surprises` counts from the start."""
-        now_s, stalled_s, moved = time.perf_counter(), self._lanes.stalled_s(), self._lanes.moved()
-        disk_s = self._lanes.disk_times_s()
+        """The report since the previous reading; `mispredictions` counts from the start."""
+        now_s, stalled_s, moved = (
+            time.perf_counter(),
+            self._transfers.stalled_s(),
+            self._transfers.moved(),
+        )
+        disk_s = self._transfers.disk_times_s()
         report = StepReport(
             step=step,
             wall_s=now_s - self._time_s,
@@ -71,18 +76,18 @@ class Meter:
             clip_factor=clip_factor,
             skipped=skipped,
             stall_s={cause: s - self._stalled_s[cause] for cause, s in stalled_s.items()},
-            moved={lane: n - self._moved[lane] for lane, n in moved.items()},
-            surprises=surprises - self._surprises,
+            moved={direction: n - self._moved[direction] for direction, n in moved.items()},
+            mispredictions=mispredictions - self._mispredictions,
             disk_s={
-                lane: {where: s - self._disk_s[lane][where] for where, s in times.items()}
-                for lane, times in disk_s.items()
+                direction: {where: s - self._disk_s[direction][where] for where, s in times.items()}
+                for direction, times in disk_s.items()
             },
             memory=self._watch.step(),
             loss_scale=loss_scale,
             non_finite=non_finite,
         )
         self._time_s, self._stalled_s, self._moved = now_s, stalled_s, moved
-        self._surprises, self._disk_s = surprises, disk_s
+        self._mispredictions, self._disk_s = mispredictions, disk_s
         return report
 
 
@@ -109,10 +114,10 @@ class Timeline:
     """
 
     def __init__(
-        self, trace: Trace, lanes: Lanes, listener: Listener, first: int, last: int
+        self, trace: Trace, transfers: Transfers, listener: Listener, first: int, last: int
     ) -> None:
         self.trace = trace
-        self._lanes = lanes
+        self._transfers = transfers
         self._listener = listener
         self._first, self._last = first, last
         self._steps = 0  # that are over
@@ -132,7 +137,7 @@ class Timeline:
     def _follow(self, *, wanted: bool) -> None:
         self._step_ns = self._batch_ns = time.perf_counter_ns()
         self.forget()
-        self._lanes.follow(self.trace if wanted else None)
+        self._transfers.follow(self.trace if wanted else None)
         self._listener.timeline = self if wanted else None
 
     # --- units -------------------------------------------------------------------------------
@@ -212,7 +217,7 @@ class Timeline:
         self._backward = self._call = self._paused = self._before_units = None
 
     def _stamp(self) -> When:
-        return self._lanes.device.stamp()
+        return self._transfers.device.stamp()
 
     # --- marks -------------------------------------------------------------------------------
 
@@ -248,7 +253,7 @@ class Timeline:
             "step": report.step,
             "moved": report.moved,
             "stall_s": {cause: round(s, 6) for cause, s in report.stall_s.items() if s},
-            "surprises": report.surprises,
+            "mispredictions": report.mispredictions,
             "grad_norm": norm if math.isfinite(norm) else str(norm),
             "dropped": self.trace.num_dropped,
             **skipped,

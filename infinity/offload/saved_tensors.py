@@ -32,7 +32,7 @@ from infinity.offload.activations import (
     graph_of_closed_engine,
     modified_in_place,
 )
-from infinity.offload.prefetch import Mover
+from infinity.offload.prefetch import Prefetcher
 from infinity.offload.report import Timeline
 
 
@@ -73,17 +73,17 @@ class SavedTensors:
 
     def __init__(
         self,
-        mover: Mover,
+        prefetcher: Prefetcher,
         expect: Callable[[int], None],
         join: Callable[[], None],
         activations: ActivationStore | None,
     ) -> None:
-        self._mover: Mover | None = mover
+        self._prefetcher: Prefetcher | None = prefetcher
         self._join = join  # a backward wants weights
         self._expect = expect  # a unit's backward begins: its gradients will arrive soon
         self._expected = -1
         self._addresses = {}
-        for slot in mover.ledger.slots:
+        for slot in prefetcher.ledger.slots:
             probe = slot.residency
             if probe is None:
                 assert slot.arena is not None
@@ -100,16 +100,16 @@ class SavedTensors:
         After an exception in a backward, autograd keeps what was left of its graph in a queue,
         and the graph our pairs; they must not keep the engine's memory alive.
         """
-        self._mover = self.activations = None
+        self._prefetcher = self.activations = None
         self._expect, self._join = (lambda unit: None), (lambda: None)
         self._addresses.clear()
 
     @property
-    def mover(self) -> Mover:
-        """The mover; raises `EngineClosedError` where there is none any more."""
-        if self._mover is None:
+    def prefetcher(self) -> Prefetcher:
+        """The prefetcher; raises `EngineClosedError` where there is none any more."""
+        if self._prefetcher is None:
             raise graph_of_closed_engine()
-        return self._mover
+        return self._prefetcher
 
     def hide_from_compiler(self) -> None:
         """What torch compiles calls our pair at run time; it is not to be compiled itself.
@@ -162,14 +162,14 @@ class SavedTensors:
         if slot is not None and slot.owner is not None and tensor.numel():
             return _InSlot(
                 slot.owner,
-                self.mover.entries[slot.owner].updates,
+                self.prefetcher.entries[slot.owner].updates,
                 tensor.dtype,
                 int(tensor.storage_offset()),
                 tensor.size(),
                 tensor.stride(),
             )
         if outer is not None:
-            return _Outer(self.mover.current, outer[1], outer[0](tensor))
+            return _Outer(self.prefetcher.current, outer[1], outer[0](tensor))
         if self.activations is not None and saved_by_checkpoint():
             away = self.activations.save(tensor)
             if away is not None:
@@ -179,7 +179,7 @@ class SavedTensors:
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, _Outer):
             self._join()
-            self.mover.bind_if_present(packed.unit)
+            self.prefetcher.bind_if_resident(packed.unit)
             return packed.unpack(packed.packed)
         if isinstance(packed, Away):
             if self.activations is None:
@@ -205,14 +205,15 @@ class SavedTensors:
             self._expect(packed.unit)
         if timeline is not None:
             timeline.pause()
-        self.mover.use(packed.unit, bind=False)
+        self.prefetcher.use(packed.unit, bind=False)
         if timeline is not None:
             timeline.backward(packed.unit)
-        entry = self.mover.entries[packed.unit]
+        entry = self.prefetcher.entries[packed.unit]
         if entry.updates != packed.updates:
             raise modified_in_place(
-                f"the weights of unit {self.mover.plan.units[packed.unit].name!r} were updated "
-                "after this graph was made; call backward before step, or run the forward again"
+                f"the weights of unit {self.prefetcher.plan.units[packed.unit].name!r} were "
+                "updated after this graph was made; call backward before step, or run the forward "
+                "again"
             )
         assert entry.slot is not None
         assert entry.slot.residency is not None

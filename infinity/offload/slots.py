@@ -1,11 +1,13 @@
 """The one ledger of where units are. Every transition is asserted.
 
 [Note: states of a unit's weights]
-ABSENT    only at home; no slot.
+OFFLOADED    only at rest; no slot.
 FETCHING  a slot is assigned and bytes are on their way; only the training thread is involved.
-PRESENT   the slot holds the current weights; parameters may or may not be bound to it.
-PENDING   a sweep owes the unit an update; whatever was in a slot is stale and was given up. Only
-          the sweep thread may end this state: PRESENT when it published, ABSENT when it did not.
+RESIDENT   the slot holds the current weights; parameters may or may not be bound to it.
+PENDING   an optimizer pass owes the unit an update; whatever was in a slot is stale and was given
+up. Only
+          the optimizer thread may end this state: RESIDENT when it published, OFFLOADED when it did
+          not.
 
 A slot is free when nobody owns it and nothing still refers to the storage of its last residency:
 autograd's saves, users' aliases and running backward nodes all hold that storage, so its use
@@ -28,21 +30,21 @@ from infinity.storage.device import HAPPENED, Device, DeviceArena, Event, after_
 class Where(Enum):
     """See [Note: states of a unit's weights]."""
 
-    ABSENT = "absent"
+    OFFLOADED = "offloaded"
     FETCHING = "fetching"
-    PRESENT = "present"
+    RESIDENT = "resident"
     PENDING = "pending"
 
 
 _ALLOWED = {
-    (Where.ABSENT, Where.FETCHING),
-    (Where.FETCHING, Where.PRESENT),
-    (Where.FETCHING, Where.ABSENT),  # abandoned
-    (Where.PRESENT, Where.ABSENT),
-    (Where.PRESENT, Where.PENDING),
-    (Where.ABSENT, Where.PENDING),
-    (Where.PENDING, Where.PRESENT),
-    (Where.PENDING, Where.ABSENT),
+    (Where.OFFLOADED, Where.FETCHING),
+    (Where.FETCHING, Where.RESIDENT),
+    (Where.FETCHING, Where.OFFLOADED),  # abandoned
+    (Where.RESIDENT, Where.OFFLOADED),
+    (Where.RESIDENT, Where.PENDING),
+    (Where.OFFLOADED, Where.PENDING),
+    (Where.PENDING, Where.RESIDENT),
+    (Where.PENDING, Where.OFFLOADED),
 }
 
 
@@ -79,16 +81,16 @@ class Slot:
 class Entry:
     """One unit's line in the ledger."""
 
-    where: Where = Where.ABSENT
+    where: Where = Where.OFFLOADED
     slot: Slot | None = None
     bound: bool = False
     views: list[Tensor] = field(default_factory=list)  # of the slot, once it was bound
     checksums: list[int] | None = None  # of what is bound, where its edits are looked for
-    updates: int = 0  # how often a sweep, or an edit, replaced the weights
+    updates: int = 0  # how often an optimizer pass, or an edit, replaced the weights
     entered: int = 0  # forward calls of the unit's modules that have not returned
     ready: Event = HAPPENED  # the copy that filled the slot
     ticket: Event | None = None  # the read that fills the slot, or the buffer it lands in
-    landing: Tensor | None = None  # that buffer, where the device has memory of its own
+    staging: Tensor | None = None  # that buffer, where the device has memory of its own
 
     @property
     def num_aliases(self) -> int:
@@ -98,7 +100,7 @@ class Entry:
 
 
 @dataclass
-class Residency:
+class SlotLedger:
     """Slots and entries; `changed` guards both, and is notified on every transition."""
 
     plan: Plan
@@ -134,7 +136,7 @@ class Residency:
         slot = Slot(None, None, 0, weights.numel(), owner=unit, residency=weights)
         self.slots.append(slot)
         self.entries[unit].slot = slot
-        self.entries[unit].where = Where.PRESENT
+        self.entries[unit].where = Where.RESIDENT
 
     def move(self, unit: int, where: Where) -> Entry:
         """Make a transition; the caller holds `changed`."""

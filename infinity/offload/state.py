@@ -1,15 +1,16 @@
-"""Homes made real: where each unit's weight, residual and moments rest, on every tier.
+"""Placement made real: where each unit's weight, residual and moments rest, on every tier.
 
 The store reserves everything once, from the plan. Reading and writing a whole kind of a unit
-works for any home; the sweep and the mover use the finer parts directly.
+works for any placement; the optimizer pass and the prefetcher use the finer parts directly.
 
-[Note: sides]
-In a durable run every unit has two extents per chunk, its sides, each with room for all kinds.
-The *committed* side holds the last committed step and is never written; the *current* one is
-where the kinds that rest on disk are read. A sweep, or an edit, writes the other side than the
-committed one, out of place if that is not current yet, and in place after. The unit then moves to
-that side; the next commit (see `durability.py`) adds what rests in RAM, and makes it the committed
-one. Frozen bytes are the same once more. Otherwise there is one side, which is always current.
+[Note: copies]
+In a durable run every unit has two extents per chunk, copies A and B, each with room for all kinds.
+The *committed* copy holds the last committed step and is never written; the *active* one is
+where the kinds that rest on disk are read. An optimizer pass, or an edit, writes the other copy
+than the committed one, out of place if that is not active yet, and in place after. The unit then
+moves to that copy; the next commit (see `durability.py`) adds what rests in RAM, and makes it the
+committed one. Frozen bytes are the same once more. Otherwise there is one copy, which is always
+active.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from infinity.offload.transfers import Lanes
+from infinity.offload.transfers import Transfers
 from infinity.plan.layout import PAGE, Kind, Record, Tier, UnitLayout
 from infinity.plan.plan import Plan
 from infinity.storage.device import Event
@@ -39,26 +40,26 @@ class Promising(Protocol):
 
 
 @dataclass
-class Turn:
-    """Which of a unit's sides is current, and which is committed; see [Note: sides]."""
+class ExtentCopies:
+    """Which of a unit's copies is active, and which is committed; see [Note: copies]."""
 
-    num_sides: int = 1
-    current: int = 0
+    num_copies: int = 1
+    active: int = 0
     committed: int = 0
     dirty: bool = False  # the state is not what is committed, on some tier
 
     @property
     def next(self) -> int:
-        """The side that is written."""
-        return (self.committed + 1) % self.num_sides
+        """The copy that is written."""
+        return (self.committed + 1) % self.num_copies
 
     def advance(self) -> None:
-        """The side that is written is complete."""
-        self.current, self.dirty = self.next, True
+        """The copy that is written is complete."""
+        self.active, self.dirty = self.next, True
 
     def commit(self) -> None:
-        """What is current is committed."""
-        self.committed, self.dirty = self.current, False
+        """What is active is committed."""
+        self.committed, self.dirty = self.active, False
 
 
 @dataclass
@@ -66,17 +67,17 @@ class UnitState:
     """Where one unit's state rests.
 
     `memory` holds the flat ranges of kinds that rest in memory; that of the weights includes the
-    frozen bytes. `sides` hold one extent per chunk, a `record` of the kinds that rest on disk, or
+    frozen bytes. `copies` hold one extent per chunk, a `record` of the kinds that rest on disk, or
     in a durable run of all; none where that is none. `writes` are under way to any of them.
     """
 
     layout: UnitLayout
     record: Record
     memory: dict[Kind, Range] = field(default_factory=dict)
-    sides: list[list[Extent]] = field(default_factory=list)
-    turn: Turn = field(default_factory=Turn)
-    frozen_sides: list[Extent] = field(default_factory=list)
-    frozen_turn: Turn = field(default_factory=Turn)
+    copies: list[list[Extent]] = field(default_factory=list)
+    copy: ExtentCopies = field(default_factory=ExtentCopies)
+    frozen_copies: list[Extent] = field(default_factory=list)
+    frozen_copy: ExtentCopies = field(default_factory=ExtentCopies)
     writes: list[Event] = field(default_factory=list)
 
     @property
@@ -109,28 +110,28 @@ class Staged(NamedTuple):
 
 
 class StateStore:
-    """All units' homes except gradients."""
+    """All units' state at rest, gradients excepted."""
 
-    def __init__(self, plan: Plan, lanes: Lanes) -> None:
+    def __init__(self, plan: Plan, transfers: Transfers) -> None:
         self.plan = plan
-        self.lanes = lanes
+        self.transfers = transfers
         self.units = [UnitState(u, plan.record(u)) for u in plan.units]
         self.edited = False  # since somebody last set it to False
-        self.frozen_edition = 0  # counts what may have changed frozen bytes at home
-        for tier, store in lanes.stores.items():
+        self.frozen_edition = 0  # counts what may have changed frozen bytes at rest
+        for tier, store in transfers.stores.items():
             if tier is not Tier.DISK:
                 self._reserve(tier, store)
-        if lanes.disk is not None:
+        if transfers.disk is not None:
             for unit in self.units:
-                promise_extents(plan, unit, lanes.disk)
+                promise_extents(plan, unit, transfers.disk)
 
     def _reserve(self, tier: Tier, store: Store) -> None:
         """Flat ranges for what rests in memory. (On disk the kinds of a chunk share a record.)"""
         wanted = [
-            (unit, kind, self.home_bytes(unit.layout, kind))
+            (unit, kind, self.rest_bytes(unit.layout, kind))
             for unit in self.units
             for kind in self.plan.precision.kinds
-            if self.plan.homes[unit.layout.index].of(kind) is tier
+            if self.plan.placements[unit.layout.index].of(kind) is tier
         ]
         wanted = [each for each in wanted if each[2]]
         owners = [f"unit {unit.layout.name!r}, {kind.value}" for unit, kind, _ in wanted]
@@ -138,7 +139,7 @@ class StateStore:
         for (unit, kind, _), place in zip(wanted, ranges, strict=True):
             unit.memory[kind] = place
 
-    def home_bytes(self, layout: UnitLayout, kind: Kind) -> int:
+    def rest_bytes(self, layout: UnitLayout, kind: Kind) -> int:
         """Bytes of a unit's flat range of a kind; with the weights come the frozen bytes."""
         if kind is Kind.WEIGHT:
             return layout.slot_bytes
@@ -157,14 +158,14 @@ class StateStore:
         if kind in state.memory:
             part = self.plan.part(state.layout, kind, chunk)
             return state.memory[kind].part(part.start, part.stop - part.start)
-        return self.on_disk(unit, kind, chunk, state.turn.next if written else state.turn.current)
+        return self.on_disk(unit, kind, chunk, state.copy.next if written else state.copy.active)
 
-    def on_disk(self, unit: int, kind: Kind, chunk: int, side: int) -> Extent:
-        """The place of a chunk's part of a kind on a side, which has room for it."""
+    def on_disk(self, unit: int, kind: Kind, chunk: int, copy: int) -> Extent:
+        """The place of a chunk's part of a kind on a copy, which has room for it."""
         state = self.units[unit]
         _, count = state.layout.chunk(chunk, self.plan.chunk_elements)
         start, nbytes = state.record.offset(kind, count), self.plan.precision.nbytes(kind, count)
-        return state.sides[side][chunk].part(start, nbytes)
+        return state.copies[copy][chunk].part(start, nbytes)
 
     def places(
         self, unit: int, kind: Kind, buffer: Tensor, *, written: bool = False
@@ -178,13 +179,13 @@ class StateStore:
             place = self.chunk(unit, kind, index, written=written)
             found.append((place, buffer[self.plan.part(layout, kind, index)]))
         if kind is Kind.WEIGHT and layout.frozen_bytes:
-            turn = state.frozen_turn
-            extent = state.frozen_sides[turn.next if written else turn.current]
+            copies = state.frozen_copy
+            extent = state.frozen_copies[copies.next if written else copies.active]
             found.append((extent, buffer[layout.trained_bytes : layout.slot_bytes]))
         return found
 
     def settle_writes(self, unit: int) -> None:
-        """Wait until what was sent to the unit's homes is there and may be read back."""
+        """Wait until what was sent to where the unit rests is there and may be read back."""
         writes = self.units[unit].writes
         waited = tuple(writes)  # a commit waits on another thread
         for write in waited:
@@ -214,7 +215,7 @@ class StateStore:
             elif state.on_device(kind):
                 resting.add(kind)
             views[kind] = view
-        waits = [self.lanes.read(pieces, label=(unit, "state"))] if pieces else []
+        waits = [self.transfers.read(pieces, label=(unit, "state"))] if pieces else []
         return Staged(views, waits, used, frozenset(resting))
 
     def send(self, unit: int, chunk: int, views: Mapping[Kind, Tensor]) -> Event:
@@ -222,23 +223,23 @@ class StateStore:
         pieces = [
             (self.chunk(unit, kind, chunk, written=True), view) for kind, view in views.items()
         ]
-        event = self.lanes.write(pieces, label=(unit, "state"))
+        event = self.transfers.write(pieces, label=(unit, "state"))
         self.units[unit].writes.append(event)
         return event
 
     def read(self, unit: int, kind: Kind) -> Tensor:
         """A fresh uint8 copy of one kind's flat range (weights with their frozen bytes)."""
         state = self.units[unit]
-        buffer = host_buffer(self.home_bytes(state.layout, kind))
+        buffer = host_buffer(self.rest_bytes(state.layout, kind))
         if state.in_ram(kind) is None:
             self.settle_writes(unit)
-        self.lanes.read(self.places(unit, kind, buffer), label=(unit, kind.value)).wait()
+        self.transfers.read(self.places(unit, kind, buffer), label=(unit, kind.value)).wait()
         return buffer
 
     def write(self, unit: int, kind: Kind, value: Tensor) -> None:
         """Replace one kind's flat range; `value` is uint8 of exactly that size."""
         state = self.units[unit]
-        nbytes = self.home_bytes(state.layout, kind)
+        nbytes = self.rest_bytes(state.layout, kind)
         assert value.dtype is torch.uint8
         assert value.numel() == nbytes
         self.edited = True
@@ -252,15 +253,15 @@ class StateStore:
             source = host_buffer(nbytes)  # O_DIRECT wants aligned memory
             source.copy_(value)
         places = self.places(unit, kind, source, written=True)
-        self.lanes.write(places, label=(unit, kind.value)).wait()
-        state.turn.advance()
+        self.transfers.write(places, label=(unit, kind.value)).wait()
+        state.copy.advance()
         if kind is Kind.WEIGHT:
-            state.frozen_turn.advance()
+            state.frozen_copy.advance()
 
     def _move_over(self, unit: int, kind: Kind) -> None:
-        """Before an edit of a kind: what else rests on disk goes to the side that is written."""
+        """Before an edit of a kind: what else rests on disk goes to the copy that is written."""
         state = self.units[unit]
-        if state.turn.current == state.turn.next:
+        if state.copy.active == state.copy.next:
             return
         self.settle_writes(unit)
         for other in state.kinds:
@@ -269,23 +270,23 @@ class StateStore:
                     old = self.chunk(unit, other, chunk)
                     new = self.chunk(unit, other, chunk, written=True)
                     buffer, label = host_buffer(old.nbytes), (unit, other.value)
-                    self.lanes.read([(old, buffer)], label=label).wait()
-                    self.lanes.write([(new, buffer)], label=label).wait()
+                    self.transfers.read([(old, buffer)], label=label).wait()
+                    self.transfers.write([(new, buffer)], label=label).wait()
 
 
 def promise_extents(plan: Plan, unit: UnitState, disk: Promising) -> None:
-    """Promise a unit's extents: of each side its records, then its frozen bytes."""
+    """Promise a unit's extents: of each copy its records, then its frozen bytes."""
     layout = unit.layout
     unit.record = plan.whole_record if plan.durable else plan.record(layout)
-    on_disk = plan.durable or plan.homes[layout.index].weight is Tier.DISK
-    unit.turn, unit.frozen_turn = Turn(1 + plan.durable), Turn(1 + plan.durable)
+    on_disk = plan.durable or plan.placements[layout.index].weight is Tier.DISK
+    unit.copy, unit.frozen_copy = ExtentCopies(1 + plan.durable), ExtentCopies(1 + plan.durable)
     for _ in range(1 + plan.durable):
         if unit.record.kinds:
             chunks = enumerate(layout.chunks(plan.chunk_elements))
-            unit.sides.append([_promise(unit, index, count, disk) for index, (_, count) in chunks])
+            unit.copies.append([_promise(unit, index, count, disk) for index, (_, count) in chunks])
         if on_disk and layout.frozen_bytes:
             owner = f"unit {layout.name!r}, frozen parameters"
-            unit.frozen_sides.append(disk.extent(layout.frozen_bytes, owner))
+            unit.frozen_copies.append(disk.extent(layout.frozen_bytes, owner))
 
 
 def _promise(unit: UnitState, chunk: int, count: int, disk: Promising) -> Extent:

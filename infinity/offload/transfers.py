@@ -14,7 +14,7 @@ from torch import Tensor
 from infinity.errors import TransferError
 from infinity.optim.cpu import Piece
 from infinity.plan.layout import Tier
-from infinity.plan.plan import LANES
+from infinity.plan.plan import DIRECTIONS
 from infinity.storage.device import HAPPENED, Device, Event
 from infinity.storage.disk import Disk, DiskTicket
 from infinity.storage.store import DeviceStore, HostStore, Pieces, Priority, Store, together
@@ -31,10 +31,10 @@ NO_LABEL: Label = (NO_UNIT, "other")
 class TracedTicket:
     """A ticket that is recorded, once, when somebody finds that it is over."""
 
-    def __init__(self, ticket: DiskTicket, trace: Trace, lane: str, label: Label) -> None:
+    def __init__(self, ticket: DiskTicket, trace: Trace, direction: str, label: Label) -> None:
         self._ticket = ticket
         self._trace = trace
-        self._lane = lane
+        self._direction = direction
         self._label = label
         # In a list, because taking it out is one operation: threads may find it over together.
         self._open = [ticket.request]
@@ -64,7 +64,7 @@ class TracedTicket:
             unit, kind = self._label
             nbytes = request.nbytes
             self._trace.add(
-                self._lane, kind, unit, begin, end, nbytes, submitted=submitted, args=failed
+                self._direction, kind, unit, begin, end, nbytes, submitted=submitted, args=failed
             )
 
     def __del__(self) -> None:
@@ -72,24 +72,24 @@ class TracedTicket:
 
 
 def record(
-    trace: Trace, lane: str, name: str, unit: int, event: Event, nbytes: int, submitted: int
+    trace: Trace, direction: str, name: str, unit: int, event: Event, nbytes: int, submitted: int
 ) -> None:
     """Record what was handed to a device and ends with `event`."""
     interval: Any = event
     if hasattr(interval, "elapsed_ns"):
-        trace.add_later(lane, name, unit, interval, nbytes, submitted)
+        trace.add_later(direction, name, unit, interval, nbytes, submitted)
         return
     now = time.perf_counter_ns()
-    trace.add(lane, name, unit, submitted, now, nbytes, submitted=submitted)
+    trace.add(direction, name, unit, submitted, now, nbytes, submitted=submitted)
 
 
-_LANES = {
+_DIRECTIONS = {
     (Tier.DISK, "read"): "disk_read",
     (Tier.DISK, "write"): "disk_write",
     (Tier.DEVICE, "read"): "from_device",
     (Tier.DEVICE, "write"): "to_device",
 }
-DISK_LANES = {"disk_read": "read", "disk_write": "write"}
+DISK_DIRECTIONS = {"disk_read": "read", "disk_write": "write"}
 
 
 class StallCause(NamedTuple):
@@ -102,7 +102,7 @@ class StallCause(NamedTuple):
 STALLS = {
     "disk_read": StallCause(
         "weights, or a saved tensor, were still on their way from the drive",
-        "more weights in RAM (`budget.host`), a larger `look_ahead`, another path in `nvme_path`",
+        "more weights in RAM (`budget.host`), larger `prefetch_units`, another path in `nvme_path`",
     ),
     "disk_write": StallCause(
         "weights were wanted again before they were written, or saved tensors left too fast",
@@ -118,7 +118,7 @@ STALLS = {
     ),
     "slot": StallCause(
         "every slot was in use, or its update was on its way into it",
-        "a larger `look_ahead` (more slots); drop graphs and aliases of weights",
+        "a larger `prefetch_units` (more slots); drop graphs and aliases of weights",
     ),
     "gradient": StallCause(
         "gradients were made faster than they left the device, or were read and written",
@@ -131,7 +131,7 @@ STALLS = {
 }
 
 
-class Lanes:
+class Transfers:
     """Counted movement over a device and, where there is one, a disk.
 
     Stalls are seconds the calling thread waited; only the training thread uses `stall`. A `label`
@@ -149,7 +149,7 @@ class Lanes:
         if disk is not None:
             self.stores[Tier.DISK] = disk
         self._lock = threading.Lock()
-        self._moved = dict.fromkeys(LANES, 0)
+        self._moved = dict.fromkeys(DIRECTIONS, 0)
         self._stall_s = dict.fromkeys(STALLS, 0.0)
         self._stalled = False
         self.trace: Trace | None = None  # see `follow`
@@ -181,22 +181,24 @@ class Lanes:
             for group in [own] if store.joins else [[piece] for piece in own]:
                 submitted = time.perf_counter_ns()
                 event = ask(store, group)
-                lane = _LANES.get((tier, op))
-                if lane is not None:
+                direction = _DIRECTIONS.get((tier, op))
+                if direction is not None:
                     nbytes = sum(place.nbytes for place, _ in group)
-                    event = self._counted(lane, event, nbytes, submitted, label)
+                    event = self._counted(direction, event, nbytes, submitted, label)
                 events.append(event)
         return together(events)
 
-    def _counted(self, lane: str, event: Event, nbytes: int, submitted: int, label: Label) -> Event:
-        self._add(lane, nbytes)
+    def _counted(
+        self, direction: str, event: Event, nbytes: int, submitted: int, label: Label
+    ) -> Event:
+        self._add(direction, nbytes)
         trace = self.trace  # another thread may end it
         if trace is None:
             return event
         if isinstance(event, DiskTicket):
-            return TracedTicket(event, trace, lane, label)
+            return TracedTicket(event, trace, direction, label)
         unit, kind = label
-        record(trace, lane, kind, unit, event, nbytes, submitted)
+        record(trace, direction, kind, unit, event, nbytes, submitted)
         return event
 
     def copy_in(
@@ -234,7 +236,7 @@ class Lanes:
 
     def _copy(
         self,
-        lane: str,
+        direction: str,
         copy: Callable[[Tensor, Tensor, Event], Event],
         target: Tensor,
         source: Tensor,
@@ -245,7 +247,7 @@ class Lanes:
             return copy(target, source, after)
         submitted = time.perf_counter_ns()
         event = copy(target, source, after)
-        return self._counted(lane, event, target.numel(), submitted, label)
+        return self._counted(direction, event, target.numel(), submitted, label)
 
     @contextmanager
     def stall(self, cause: str, unit: int = NO_UNIT) -> Iterator[None]:
@@ -265,7 +267,7 @@ class Lanes:
                 self.trace.add("stall", cause, unit, start, end)
 
     def moved(self) -> dict[str, int]:
-        """Bytes per lane since the start."""
+        """Bytes per direction since the start."""
         with self._lock:
             return dict(self._moved)
 
@@ -279,14 +281,14 @@ class Lanes:
         return self.disk.stuck if self.disk is not None else None
 
     def disk_times_s(self) -> dict[str, dict[str, float]]:
-        """Per disk lane, seconds since the start that blocks were queued, and with the device.
+        """Per disk direction, seconds since the start that blocks were queued, and with the device.
 
         Summed over blocks, many of which are under way at the same time.
         """
         if self.disk is None:
-            return {lane: {"queue": 0.0, "device": 0.0} for lane in DISK_LANES}
-        return {lane: self.disk.times_s(op) for lane, op in DISK_LANES.items()}
+            return {direction: {"queue": 0.0, "device": 0.0} for direction in DISK_DIRECTIONS}
+        return {direction: self.disk.times_s(op) for direction, op in DISK_DIRECTIONS.items()}
 
-    def _add(self, lane: str, nbytes: int) -> None:
+    def _add(self, direction: str, nbytes: int) -> None:
         with self._lock:
-            self._moved[lane] += nbytes
+            self._moved[direction] += nbytes

@@ -1,10 +1,10 @@
-"""Guests: optimizers of torch's, or of the user's, run on tiles of fp32 masters.
+"""Adapted optimizers: those of torch's, or of the user's, run on tiles of fp32 masters.
 
-A guest is asked to step one tile at a time: it gets a parameter of the tile's values, the gradient
-and the state it left there last time, and never knows that the rest of the model is elsewhere.
-State tensors rest as fp32 moments; everything else it keeps (step counts, what it changes in a
-group) is kept here, per parameter. An elementwise guest gets flat tiles; any other gets whole
-parameters in their own shape. `adapter_probe.py` finds out which.
+An adapted optimizer is asked to step one tile at a time: it gets a parameter of the tile's values,
+the gradient and the state it left there last time, and never knows that the rest of the model is
+elsewhere. State tensors rest as fp32 moments; everything else it keeps (step counts, what it
+changes in a group) is kept here, per parameter. An elementwise one gets flat tiles; any other gets
+whole parameters in their own shape. `adapter_probe.py` finds out which.
 
 [Note: same bits as plain torch]
 torch's vector loops end in scalar ones, whose rounding may differ. Tiles are cut at multiples of
@@ -12,16 +12,16 @@ torch's vector loops end in scalar ones, whose rounding may differ. Tiles are cu
 computed by the loop that would compute it if the parameter were stepped whole by one thread.
 
 [Note: whose entry]
-A guest may write to its group (a count, a learning rate of its own). What it writes is kept with
-each parameter, never in the user's group: updates run behind the user's back. It holds until the
-user, or a scheduler, changes the entry: until the group's value differs from the one the guest saw
-when it wrote. To write the value that is there already is no edit.
+An adapted optimizer may write to its group (a count, a learning rate of its own). What it writes is
+kept with each parameter, never in the user's group: updates run behind the user's back. It holds
+until the user, or a scheduler, changes the entry: until the group's value differs from the one the
+adapted optimizer saw when it wrote. To write the value that is there already is no edit.
 
 [Note: rehearsal]
-What a guest keeps may depend on its group: momentum that is switched on needs a buffer. So small
-parameters go ahead: when an entry of a group is switched, one that has gone all the way with the
-group and one that begins take two steps with it, before the commit. What they cannot do is refused
-while nothing has changed.
+What an adapted optimizer keeps may depend on its group: momentum that is switched on needs a
+buffer. So small parameters go ahead: when an entry of a group is switched, one that has gone all
+the way with the group and one that begins take two steps with it, before the commit. What they
+cannot do is refused while nothing has changed.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ MakeState = Callable[[Mapping[str, Any], nn.Parameter], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class GuestFacts:
-    """A guest and what was found out about it.
+class AdapterFacts:
+    """An adapted optimizer and what was found out about it.
 
     `worker` is an instance without parameters. `tensor_names` are the entries of its state that
     have one value per element or so, `num_moments` how many of them a parameter has at most.
@@ -74,7 +74,7 @@ class GuestFacts:
 
 
 class _Written(NamedTuple):
-    """What a guest wrote to an entry, and what the user's group held then; None if nothing."""
+    """What the optimizer wrote to an entry, and what the group held then; None if nothing."""
 
     value: Any
     seen: Any
@@ -101,10 +101,10 @@ class _Rehearsed:
     small: Mapping[tuple[int, ...], _Small]  # by shape
 
 
-class GuestRule:
-    """The rule that a guest is; see `infinity.optim.update.Rule`."""
+class AdapterRule:
+    """The rule that an adapted optimizer is; see `infinity.optim.update.Rule`."""
 
-    def __init__(self, facts: GuestFacts) -> None:
+    def __init__(self, facts: AdapterFacts) -> None:
         self.facts = facts
         self.name = facts.name
         self.whole = facts.whole
@@ -138,21 +138,21 @@ class GuestRule:
     def _rehearse(
         self, captured: dict[str, Any], known: _Rehearsed | None, shape: tuple[int, ...]
     ) -> _Small:
-        """Two steps of small parameters; raises what the guest raises.
+        """Two steps of small parameters; raises what the adapted optimizer raises.
 
         The worker is shared: groups are captured only while no update is under way.
         """
         numel = math.prod(shape)
         begun: _Small = None, [Moment.zeros(numel, form) for form in self.moments]
         for kept, values in [begun] if known is None else [begun, known.small[shape]]:
-            guest = Guest(self.facts, SMALL_ELEMENTS)
+            adapted = AdaptedOptimizer(self.facts, SMALL_ELEMENTS)
             if kept is not None:
-                guest.kept_by_parameter[0] = kept
+                adapted.kept_by_parameter[0] = kept
             weight, moments = torch.linspace(0.5, 1, numel), tuple(m.clone() for m in values)
             for step in range(1, _REHEARSED_STEPS + 1):
                 tile = Tile(0, shape, 0, weight, None, moments, weight.clone(), captured, step)
-                guest.update([tile], 1.0)
-        return guest.kept_by_parameter[0], moments
+                adapted.update([tile], 1.0)
+        return adapted.kept_by_parameter[0], moments
 
     def _refusal(
         self, captured: Mapping[str, Any], known: _Rehearsed | None, error: Exception
@@ -169,7 +169,7 @@ class GuestRule:
         )
 
     def reserve(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """The trial has found what the guest keeps; later edits are compared with these groups."""
+        """The trial has found what is kept; later edits are compared with these groups."""
         for group in groups:
             self.capture(group)
 
@@ -178,19 +178,21 @@ class GuestRule:
         return largest if self.whole else min(largest, TILE_ELEMENTS)
 
     def initial(self, captured: Any) -> tuple[float, ...]:
-        """A guest fills its state by itself."""
+        """An adapted optimizer fills its state by itself."""
         return ()
 
-    def updater(self, kernels: CpuKernels, names: Sequence[str], largest: int, seed: int) -> Guest:
-        """The guest."""
-        return Guest(self.facts, self.tile_elements(largest), kernels)
+    def updater(
+        self, kernels: CpuKernels, names: Sequence[str], largest: int, seed: int
+    ) -> AdaptedOptimizer:
+        """The adapted."""
+        return AdaptedOptimizer(self.facts, self.tile_elements(largest), kernels)
 
 
-class Guest:
-    """Runs a guest's `step()` on tiles; used by one thread."""
+class AdaptedOptimizer:
+    """Runs a optimizer's `step()` on tiles; used by one thread."""
 
     def __init__(
-        self, facts: GuestFacts, tile_elements: int, kernels: CpuKernels | None = None
+        self, facts: AdapterFacts, tile_elements: int, kernels: CpuKernels | None = None
     ) -> None:
         """`kernels` joins and splits masters; without them weights must be fp32."""
         self.facts = facts
@@ -201,7 +203,7 @@ class Guest:
         self._gradient = torch.empty(tile_elements)
 
     def begin(self, hypers: Mapping[int, Any], steps: Mapping[int, int]) -> None:
-        """Nothing is known before the guest has stepped."""
+        """Nothing is known before the adapted optimizer has stepped."""
 
     def kept(self) -> dict[int, dict[str, Any]]:
         """What is kept of each parameter beside its moments, as data that can be saved."""
@@ -226,7 +228,7 @@ class Guest:
         }
 
     def update(self, tiles: Sequence[Tile], grad_scale: float) -> None:
-        """One step of the guest on each tile; `hyper` is its group, `step` is not used."""
+        """One step of the optimizer on each tile; `hyper` is its group, `step` is not used."""
         for tile in tiles:
             self._update(tile, grad_scale)
 
@@ -249,7 +251,7 @@ class Guest:
         shape: tuple[int, ...],
         step: int,
     ) -> dict[str, Any]:
-        """The guest's `state[p]`, as fresh tensors; empty before the first step."""
+        """The optimizer's `state[p]`, as fresh tensors; empty before the first step."""
         kept = self.kept_by_parameter.get(parameter, _Kept())
         state = copied(kept.scalars)
         for moment, (name, own) in zip(moments, kept.shapes.items(), strict=False):
@@ -300,7 +302,7 @@ class Guest:
     def _load(
         self, before: _Kept | None, tile: Tile, parameter: nn.Parameter, group: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The state the guest left for this tile; state tensors are views of the moments."""
+        """The state the optimizer left for this tile; state tensors are views of the moments."""
         if before is None:
             return self.facts.make_state(group, parameter) if self.facts.make_state else {}
         state = copied(before.scalars)  # steps change them in place
@@ -310,7 +312,7 @@ class Guest:
         return state
 
     def _collect(self, tile: Tile, parameter: nn.Parameter, before: _Kept) -> _Kept:
-        """Take the guest's state over: tensors to the moments, the rest as it is."""
+        """Take the optimizer's state over: tensors to the moments, the rest as it is."""
         scalars: dict[str, Any] = {}
         shapes = dict(before.shapes)
         for name, value in self._worker.state.get(parameter, {}).items():
@@ -340,12 +342,12 @@ class Guest:
 
 
 def is_per_element(name: str, value: Any, tensor_names: frozenset[str]) -> bool:
-    """Whether an entry of a guest's state rests as a moment."""
+    """Whether an entry of a optimizer's state rests as a moment."""
     return isinstance(value, Tensor) and (value.numel() > 1 or name in tensor_names)
 
 
 def small_shape(shape: Sequence[int], *, whole: bool) -> tuple[int, ...]:
-    """That of a small parameter in place of what a guest is handed for one of this shape."""
+    """That of a small parameter in place of what the optimizer is handed for one of this shape."""
     return SMALL_SHAPES[min(len(shape), 4) if whole else 1]
 
 

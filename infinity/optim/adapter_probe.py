@@ -1,4 +1,5 @@
-"""Trying a guest out on small parameters: what it keeps, and whether it may be cut into tiles.
+"""Trying an adapted optimizer out on small parameters: what it keeps, and whether it may be cut
+into tiles.
 
 The trial compares plain use of the optimizer with our use of it, bit for bit, on values of
 several magnitudes: flat tiles first, then whole parameters. What equals neither is refused: it
@@ -17,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infinity.errors import ConfigError, PresenceError
+from infinity.errors import ConfigError, ResidencyError
 from infinity.formats import MomentFormat
 from infinity.optim.adapter import (
     SMALL_ELEMENTS,
-    Guest,
-    GuestFacts,
+    AdaptedOptimizer,
+    AdapterFacts,
     MakeState,
     copied,
     is_per_element,
@@ -31,7 +32,7 @@ from infinity.optim.adapter import (
 from infinity.optim.moments import Moment
 from infinity.optim.update import Tile
 
-GuestMaker = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+OptimizerMaker = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 MAX_MOMENTS = 6  # of `plan.layout.MOMENTS`
 _CUTS = (0, 128, 384, 512)  # tiles of a probe of 512 elements
@@ -43,9 +44,9 @@ _REFUSED = {
 }
 
 
-def open_guest(
-    given: torch.optim.Optimizer | GuestMaker, groups: list[dict[str, Any]]
-) -> GuestFacts:
+def open_adapter(
+    given: torch.optim.Optimizer | OptimizerMaker, groups: list[dict[str, Any]]
+) -> AdapterFacts:
     """What to know of an optimizer class, a function that makes one of groups, or an instance.
 
     `groups` are those of `model_parameters`; a function gets them with stand-ins of fp32 on the
@@ -75,7 +76,7 @@ def open_guest(
         )
     worker = _without_parameters(instance, real.values())
     make_state = _state_maker(make, instance) if has_state and make is not None else None
-    facts = GuestFacts(name, worker, made, instance.defaults, make_state=make_state)
+    facts = AdapterFacts(name, worker, made, instance.defaults, make_state=make_state)
     with torch.random.fork_rng(devices=[]):
         return _try_out(facts)
 
@@ -100,10 +101,10 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(torch.empty(parameter.shape, dtype=torch.float32, device="meta"))
 
 
-def _make(maker: GuestMaker, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def _make(maker: OptimizerMaker, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     try:
         made = maker(groups)
-    except PresenceError as error:  # what our standalone optimizers say of stand-ins
+    except ResidencyError as error:  # what our standalone optimizers say of stand-ins
         raise ConfigError(
             "infinity.CPUAdam or FusedAdam is not an optimizer for the engine",
             because="it is the standalone one, over parameters and state in the memory of a model; "
@@ -149,7 +150,7 @@ def _without_parameters(
     return worker
 
 
-def _state_maker(make: GuestMaker, instance: torch.optim.Optimizer) -> MakeState:
+def _state_maker(make: OptimizerMaker, instance: torch.optim.Optimizer) -> MakeState:
     """What makes the state of one tile as the constructor does."""
 
     def make_state(group: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
@@ -165,7 +166,7 @@ def _state_maker(make: GuestMaker, instance: torch.optim.Optimizer) -> MakeState
 class _Trial:
     """Small parameters in the model's groups, one for each number of dimensions."""
 
-    def __init__(self, facts: GuestFacts, scale: float) -> None:
+    def __init__(self, facts: AdapterFacts, scale: float) -> None:
         self.facts = facts
         chance = torch.Generator().manual_seed(1)
         profile = torch.ones(SMALL_ELEMENTS)
@@ -205,10 +206,10 @@ class _Trial:
                 worker.step()
         return mine, worker
 
-    def tiled(self, facts: GuestFacts) -> tuple[list[Tensor], list[dict[str, Any]]]:
+    def tiled(self, facts: AdapterFacts) -> tuple[list[Tensor], list[dict[str, Any]]]:
         """Our use: tile by tile, or parameter by parameter."""
         facts = replace(facts, worker=_without_parameters(facts.worker, ()))
-        guest = Guest(facts, tile_elements=SMALL_ELEMENTS)
+        adapted = AdaptedOptimizer(facts, tile_elements=SMALL_ELEMENTS)
         flats = [value.clone().reshape(-1) for _, value in self.values]
         shapes = [tuple(value.shape) for _, value in self.values]
         hypers = [copied(self.options[number]) for number, _ in self.values]
@@ -223,12 +224,14 @@ class _Trial:
                     parts = tuple(m.part(first, end) for m in moments[index])
                     tile = Tile(index, shapes[index], first, flat[first:end], None, parts,
                                 gradient.reshape(-1)[first:end], hypers[index], number)  # fmt: skip
-                    guest.update([tile], 1.0)
-        states = [guest.state_of(i, None, moments[i], shapes[i], _STEPS) for i in range(len(flats))]
+                    adapted.update([tile], 1.0)
+        states = [
+            adapted.state_of(i, None, moments[i], shapes[i], _STEPS) for i in range(len(flats))
+        ]
         return flats, states
 
 
-def _try_out(facts: GuestFacts) -> GuestFacts:
+def _try_out(facts: AdapterFacts) -> AdapterFacts:
     """The facts completed; raises `ConfigError` if plain use cannot be had in parts."""
     trials = [_Trial(facts, scale) for scale in _SCALES]
     try:
@@ -262,8 +265,8 @@ def _try_out(facts: GuestFacts) -> GuestFacts:
 
 
 def _with_names(
-    facts: GuestFacts, plain: list[tuple[list[nn.Parameter], torch.optim.Optimizer]]
-) -> GuestFacts:
+    facts: AdapterFacts, plain: list[tuple[list[nn.Parameter], torch.optim.Optimizer]]
+) -> AdapterFacts:
     names: set[str] = set()
     most = 0
     for parameters, worker in plain:
@@ -291,7 +294,7 @@ def _with_names(
 
 
 def _require_change(
-    facts: GuestFacts,
+    facts: AdapterFacts,
     trials: list[_Trial],
     plain: list[tuple[list[nn.Parameter], torch.optim.Optimizer]],
 ) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple, Self
 import torch
 
 import infinity._adam as _adam
-from infinity.errors import ConfigError, EngineClosedError, InfinityError, PresenceError
+from infinity.errors import ConfigError, EngineClosedError, InfinityError, ResidencyError
 from infinity.formats import MOMENT_BLOCK, MomentFormat
 from infinity.optim.moments import BESIDE, VALUE_DTYPES, Moment
 from infinity.rules import Hyper
@@ -131,15 +131,15 @@ def _refusal(
 ) -> InfinityError:
     if tensor.device != device:
         where = "the host" if device.type == "cpu" else str(device)
-        return PresenceError(f"{name} is on {tensor.device}", remedy=f"copy it to {where}")
+        return ResidencyError(f"{name} is on {tensor.device}", remedy=f"copy it to {where}")
     if tensor.dtype not in dtypes:
         wanted = " or ".join(str(dtype) for dtype in dtypes)
         return ConfigError(f"{name} has dtype {tensor.dtype}", remedy=wanted)
     if tensor.dim() != 1 or not tensor.is_contiguous():
-        return PresenceError(
+        return ResidencyError(
             f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}",
             because="the kernels walk one contiguous range",
-            remedy="pass a contiguous 1-D tensor (an absent parameter is neither)",
+            remedy="pass a contiguous 1-D tensor (an offloaded parameter is neither)",
         )
     return ConfigError(f"{name} has {tensor.numel()} elements, expected {n}")
 

@@ -1,4 +1,4 @@
-"""`engine.optimizer`: a real `torch.optim.Optimizer` whose groups the sweeps obey.
+"""`engine.optimizer`: a real `torch.optim.Optimizer` whose groups the optimizer passes obey.
 
 It holds parameter groups, so that any `torch.optim.lr_scheduler` works over it; moments and
 masters live in the engine's tiers. `step()` is the engine's step, `read_state` looks at what is
@@ -39,7 +39,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     """Parameter groups over offloaded state, with the keys of the update rule.
 
     `groups` is what any torch optimizer takes. Groups may change values at any time; what a
-    sweep uses is captured at `step()`, by the `rule`, from each group.
+    optimizer pass uses is captured at `step()`, by the `rule`, from each group.
     """
 
     def __init__(

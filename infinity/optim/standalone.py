@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infinity.errors import ConfigError, EngineClosedError, PresenceError
+from infinity.errors import ConfigError, EngineClosedError, ResidencyError
 from infinity.formats import MomentFormat
 from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.cuda import CudaKernels
@@ -129,7 +129,7 @@ class _Adam(torch.optim.Optimizer):
     # --- as torch's, without the compiler (see `optimizer_method`) ---------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; raises `ConfigError` or `PresenceError` for parameters it cannot step."""
+        """As torch's; raises `ConfigError` or `ResidencyError` for parameters it cannot step."""
         optimizer_method("add_param_group")(self, param_group)
         try:
             _hyper_of(self.param_groups[-1])
@@ -297,7 +297,7 @@ class _Adam(torch.optim.Optimizer):
     def _check(self, parameter: Tensor) -> None:
         name = f"a parameter of shape {tuple(parameter.shape)}"
         if parameter.device.type not in self._takes:
-            raise PresenceError(
+            raise ResidencyError(
                 f"{name} is on {parameter.device}, {type(self).__name__} takes "
                 f"{' and '.join(self._takes)} parameters",
                 remedy="use infinity.FusedAdam for CUDA parameters",
@@ -307,7 +307,7 @@ class _Adam(torch.optim.Optimizer):
                 f"{name} has dtype {parameter.dtype}", remedy="float32, bfloat16 or float16"
             )
         if not parameter.is_contiguous():
-            raise PresenceError(
+            raise ResidencyError(
                 f"{name} has strides {parameter.stride()}",
                 because="the kernels walk one contiguous range",
                 remedy="make the model's parameters contiguous before the optimizer",
@@ -351,7 +351,7 @@ class CPUAdam(_Adam):
     Masters are `residual` (int16) for bf16 and `master` (fp32) for fp16 parameters: load these
     with the parameters they were saved with, before or after.
 
-    Raises `ConfigError` or `PresenceError` for what it cannot step, before any byte is touched.
+    Raises `ConfigError` or `ResidencyError` for what it cannot step, before any byte is touched.
     In a forked child it makes threads of its own.
     """
 

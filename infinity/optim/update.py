@@ -18,7 +18,7 @@ from infinity.rules import RULES, Hyper, lossy_notes, reserved_moments
 
 # Tiles: parts of parameters with all their state beside them in host memory, and who updates them.
 #
-# The sweep cuts what it holds into tiles, and an `Updater` does one step on each: here
+# The optimizer pass cuts what it holds into tiles, and an `Updater` does one step on each: here
 # with the kernels, in `adapter.py` with any optimizer of torch's. Neither knows units, tiers or
 # files.
 

@@ -1,7 +1,7 @@
-"""The order in which a training cycle uses its units: learnt, and tolerant of surprises.
+"""The order in which a training cycle uses its units: learnt, and tolerant of mispredictions.
 
 A cycle is what lies between the first forward after a backward and the end of the next backward
-(one micro-batch); without gradients it is one call of the engine. The tape starts from a guess
+(one micro-batch); without gradients it is one call of the engine. The order starts from a guess
 (module order forward, then reversed) and is replaced by what the last whole cycle really did.
 """
 
@@ -13,7 +13,7 @@ from typing import Protocol
 NEVER = 1 << 60
 
 
-class Tape:
+class AccessOrder:
     """One cycle's sequence of unit indices, and where in it the run is now.
 
     Consecutive uses of the same unit count as one. `position` is the index of the current use,
@@ -23,7 +23,7 @@ class Tape:
     def __init__(self, guess: Sequence[int]) -> None:
         self.sequence: list[int] = _collapse(guess)
         self.position = -1
-        self.surprises = 0
+        self.mispredictions = 0
         self._recorded: list[int] = []
         self._uses = _index(self.sequence)
 
@@ -47,10 +47,10 @@ class Tape:
             return
         found = self._next_index(unit, self.position + 1)
         if found is None:
-            self.surprises += 1
+            self.mispredictions += 1
             return
         if found != self.position + 1:
-            self.surprises += 1
+            self.mispredictions += 1
         self.position = found
 
     def upcoming(self, count: int, *, wraps: bool) -> list[int]:
@@ -82,7 +82,7 @@ class Tape:
         return len(self.sequence) - self.position + uses[0]
 
     def first_uses(self) -> list[int]:
-        """Every unit once, in the order of its first use: the order of a sweep."""
+        """Every unit once, in the order of its first use: the order of an optimizer pass."""
         return list(dict.fromkeys(self.sequence))
 
     def _next_index(self, unit: int, start: int) -> int | None:
@@ -112,7 +112,7 @@ def guess_cycle(num_units: int, *, backward: bool) -> list[int]:
 # Which unit leaves a slot and which is fetched next: one rule, for the run and for its forecast.
 #
 # Access is cyclic, so recency says nothing; the unit whose next use is farthest away leaves. The
-# mover asks this rule with the real slots behind it, `forecast` with counted ones, so that
+# prefetcher asks this rule with the real slots behind it, `forecast` with counted ones, so that
 # predicted bytes equal moved bytes.
 
 
@@ -126,10 +126,10 @@ class SlotView(Protocol):
         """Whether the unit's current weights are, or are on their way to be, in a slot."""
 
     def is_pending(self, unit: int) -> bool:
-        """Whether the sweep still owes the unit an update (it will bring it into a free slot)."""
+        """Whether the unit is still owed an update (which will bring it into a free slot)."""
 
     def publishes(self, unit: int) -> bool:
-        """Whether the sweep brings the unit's new weights into a slot itself."""
+        """Whether the optimizer pass brings the unit's new weights into a slot itself."""
 
     def num_free(self, slot_class: int) -> int:
         """Free slots of a class."""
@@ -157,11 +157,11 @@ def make_slot_free(
     return False
 
 
-def look_ahead(view: SlotView, tape: Tape, count: int, *, wraps: bool) -> bool:
+def prefetch(view: SlotView, order: AccessOrder, count: int, *, wraps: bool) -> bool:
     """Make room for and fetch the next `count` units; False if a slot could not be had yet."""
     promised: dict[int, int] = {}
     complete = True
-    for unit in tape.upcoming(count, wraps=wraps):
+    for unit in order.upcoming(count, wraps=wraps):
         slot_class = view.class_of(unit)
         if slot_class is None or view.holds_slot(unit):
             continue
@@ -169,8 +169,8 @@ def look_ahead(view: SlotView, tape: Tape, count: int, *, wraps: bool) -> bool:
         if view.num_free(slot_class) <= taken and not make_slot_free(
             view,
             slot_class,
-            lambda u: tape.distance(u, wraps=wraps),
-            nearer_than=tape.distance(unit, wraps=wraps),
+            lambda u: order.distance(u, wraps=wraps),
+            nearer_than=order.distance(unit, wraps=wraps),
         ):
             return False
         if view.is_pending(unit):

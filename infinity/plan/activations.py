@@ -18,11 +18,11 @@ keeps, and as two gradients, of the probabilities and of the logits. (bf16 ones 
 *Flow.* What backward carries: the gradient of the residual sum, and those of the widest product
 inside a block, two of them where it is gated, while all that the block saved is still there.
 
-*Gradients* of one unit exist once more, in the compute dtype, before they are taken home. All are
-there when the block's saved tensors and the flow have gone, so of gradients and flow the larger
-counts. Neither meets the logits: the turn is over when the first weight has its gradient.
-Not counted: on a device of its own memory those of one unit more are leaving, or of two where
-links are slower than the backward (the bound of `offload/gradients.py`).
+*Gradients* of one unit exist once more, in the compute dtype, before they are taken to where they
+rest. All are there when the block's saved tensors and the flow have gone, so of gradients and flow
+the larger counts. Neither meets the logits: the turn is over when the first weight has its
+gradient. Not counted: on a device of its own memory those of one unit more are leaving, or of two
+where links are slower than the backward (the bound of `offload/gradients.py`).
 
 All of it is compared with storages that live, counted: tests/test_activation_peak.py.
 """
@@ -305,11 +305,11 @@ def _expected_sizes(settings: ActivationsConfig, units: Sequence[UnitLayout]) ->
 
 
 @lru_cache(maxsize=64)
-def homes_of(sizes: tuple[int, ...], saved: SavedPlan) -> tuple[Tier, ...]:
+def tiers_of(sizes: tuple[int, ...], saved: SavedPlan) -> tuple[Tier, ...]:
     """Where each of a micro-batch's saved tensors waits. See [Note: where a saved tensor waits]."""
-    homes = [Tier.DEVICE] * len(sizes)
+    tiers = [Tier.DEVICE] * len(sizes)
     if saved.offload is None:
-        return tuple(homes)
+        return tuple(tiers)
     movable = [
         i
         for i, size in enumerate(sizes)
@@ -326,24 +326,24 @@ def homes_of(sizes: tuple[int, ...], saved: SavedPlan) -> tuple[Tier, ...]:
         first = next(i for i in range(end + 1) if before[end] - before[i] <= room)
         if before[first] <= disk:
             for position in range(end):
-                homes[movable[position]] = Tier.DISK if position < first else Tier.HOST
+                tiers[movable[position]] = Tier.DISK if position < first else Tier.HOST
             break
-    return tuple(homes)
+    return tuple(tiers)
 
 
 def saved_moves(
     sizes: tuple[int, ...], saved: SavedPlan, *, unified: bool
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes per lane that saved tensors move in a forward, and in a backward."""
+    """Bytes per direction that saved tensors move in a forward, and in a backward."""
     forward: Counter[str] = Counter()
     backward: Counter[str] = Counter()
-    for size, home in zip(sizes, homes_of(sizes, saved), strict=True):
-        if home is Tier.DEVICE:
+    for size, tier in zip(sizes, tiers_of(sizes, saved), strict=True):
+        if tier is Tier.DEVICE:
             continue
         if not unified:
             forward["from_device"] += size
             backward["to_device"] += size
-        if home is Tier.DISK:
+        if tier is Tier.DISK:
             forward["disk_write"] += round_up(size, PAGE)
             backward["disk_read"] += round_up(size, PAGE)
     return dict(forward), dict(backward)
@@ -351,8 +351,8 @@ def saved_moves(
 
 def away_bytes(saved: SavedPlan) -> int:
     """Bytes of the expected sizes that are not on the device while others compute."""
-    homes = homes_of(saved.sizes, saved)
-    moved = [n for n, home in zip(saved.sizes, homes, strict=True) if home is not Tier.DEVICE]
+    tiers = tiers_of(saved.sizes, saved)
+    moved = [n for n, tier in zip(saved.sizes, tiers, strict=True) if tier is not Tier.DEVICE]
     return max(sum(moved) - TRANSIT * max(moved, default=0), 0)
 
 

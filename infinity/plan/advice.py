@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from infinity.config.schema import BudgetConfig, HomesConfig
+from infinity.config.schema import BudgetConfig, PlacementConfig
 from infinity.errors import DoesNotFitError
 from infinity.formats import MomentFormat
 from infinity.plan.budget import AUTO_SHARE
@@ -67,8 +67,8 @@ def _same(ratio: float) -> bool:
 def _differences(case: Case, after: Case) -> Iterator[tuple[str, str]]:
     """What differs, and how to say so."""
     old, new = case.config, after.config
-    if new.homes != old.homes:
-        yield "homes chosen by the plan", "homes: auto for all"
+    if new.placement != old.placement:
+        yield "placement chosen by the plan", "placement: auto for all"
     if new.chunk_size != old.chunk_size:
         yield "smaller chunks", f"chunk_size: {new.chunk_size}"
     if new.precision != old.precision:
@@ -231,9 +231,9 @@ def _by_speed(case: Case, changed: Iterable[Case]) -> list[Way]:
 
 
 def _exact(case: Case, finer: tuple[UnitLayout, ...]) -> Iterator[Case]:
-    """Changes that cost nothing but time: homes, chunks, units, budgets, room for activations."""
-    if case.config.homes != HomesConfig():
-        yield case.with_config(homes=HomesConfig())
+    """Changes that cost time alone: placement, chunks, units, budgets, room for activations."""
+    if case.config.placement != PlacementConfig():
+        yield case.with_config(placement=PlacementConfig())
     if case.config.chunk_size == "auto" or case.config.chunk_size > SMALL_CHUNK:
         yield case.with_config(chunk_size=SMALL_CHUNK)
     if finer:
@@ -242,7 +242,7 @@ def _exact(case: Case, finer: tuple[UnitLayout, ...]) -> Iterator[Case]:
     if case.config.budget != BudgetConfig():
         yield case.with_config(budget=BudgetConfig())
     room = case.compute_bytes - case.activations().total
-    budget = round_down(int(room / AUTO_SHARE))  # homes that the plan chooses leave the rest
+    budget = round_down(int(room / AUTO_SHARE))  # placement that the plan chooses leaves the rest
     if 0 < budget < (getattr(case.limits, case.compute_tier) or 0):
         yield case.with_budget(case.compute_tier, budget)
 
@@ -293,7 +293,7 @@ def _smaller_formats(case: Case) -> Iterator[str]:
 def _larger(case: Case, changed: Case | None, tier: Tier) -> list[Way]:
     """The way of a larger tier; none if `changed` is None or does not fit after all.
 
-    A search for homes may take more than `_fits` knows of, and may also relieve a tier of what
+    A search for placement may take more than `_fits` knows of, and may also relieve a tier of what
     could rest elsewhere: so a little more is tried, and then a few times less.
     """
     ways: list[Way] = []
@@ -375,11 +375,11 @@ def _first_fit(sized: Callable[[int], Case], low: int, largest: int) -> Case | N
 
 
 def _fits(case: Case) -> bool:
-    """Whether some plan fits with room for activations, without a search for the best homes."""
+    """Whether some plan fits with room for activations, without a search for the best placement."""
     needed = case.activations().total
     if needed > case.compute_bytes:
         return False
-    wishes = case.config.homes.model_dump()
+    wishes = case.config.placement.model_dump()
     lowest = "disk" if case.config.nvme_path else "host"
     # Kind by kind off the disk: a search does that too, where the disk is what is short.
     for raised in ((), ("gradients",), ("gradients", "weights"), tuple(wishes)):
@@ -387,9 +387,9 @@ def _fits(case: Case) -> bool:
             name: ("host" if name in raised else lowest) if wish == "auto" else wish
             for name, wish in wishes.items()
         }
-        homes = HomesConfig.model_validate(settled)
+        placement = PlacementConfig.model_validate(settled)
         try:
-            plan = case.plan(case.config.model_copy(update={"homes": homes}))
+            plan = case.plan(case.config.model_copy(update={"placement": placement}))
         except DoesNotFitError:
             continue
         if _taken(case, plan) + needed <= case.compute_bytes:
@@ -398,10 +398,10 @@ def _fits(case: Case) -> bool:
 
 
 def _taken(case: Case, plan: Plan) -> int:
-    """What homes may take of the memory that activations need as well."""
+    """What placement may take of the memory that activations need as well."""
     used = plan.tier_bytes
     taken = used[Tier.HOST] + used[Tier.DEVICE] if plan.unified else used[Tier.DEVICE]
-    if "auto" not in case.config.homes.model_dump().values():
+    if "auto" not in case.config.placement.model_dump().values():
         return taken
     # A search may fill this much, if there is so much to move.
     share = int(AUTO_SHARE * (getattr(case.limits, case.compute_tier) or 0))

@@ -1,4 +1,4 @@
-"""What a plan reserves on each tier, by purpose: slots, homes, buffers. Sizes in bytes."""
+"""What a plan reserves on each tier, by purpose: slots, state at rest, buffers. Sizes in bytes."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from infinity.plan.layout import PAGE, Kind, Tier, UnitLayout
 from infinity.plan.plan import Alike, Plan, SlotClass, UpdatePlace, update_place
 
 NUM_WINDOWS = 3  # gradient ranges in RAM when gradients rest on disk
-NUM_BOUNCES = 2  # device -> host gradient buffers
+NUM_GRADIENT_BUFFERS = 2  # device -> host gradient buffers
 NUM_STREAM_BUFFERS = 3  # chunks on a device: one comes, one is updated, one goes
 NUM_COMMIT_BUFFERS = 2  # chunks on their way from a device's own memory into a commit
 NUM_COPY_BUFFERS = 2  # chunks on their way into a checkpoint
 FROZEN_PIECE = 1 << 20  # bytes of frozen parameters on a device that go into a commit at a time
 TILE_BUFFERS = 8  # fp32 arrays of a tile: master, gradient, and what torch's step makes on the way
-AUTO_SHARE = 0.7  # of the memory compute uses; auto homes leave the rest to activations
+AUTO_SHARE = 0.7  # of the memory compute uses; placement by the plan leaves the rest to activations
 
 
 @dataclass(frozen=True)
 class Limits:
     """Budgets in bytes; None means unlimited (tests). `base` is what the process already uses.
 
-    `made` is the largest value that is made, or read, at birth; 0 where all are in RAM.
+    `made` is the largest value that is made, or read, at the initial write; 0 where all are in RAM.
     """
 
     device: int | None
@@ -48,10 +48,10 @@ def with_memory(plan: Plan, limits: Limits) -> Plan:
     host = {
         "process": limits.base,
         **host,
-        "staging": plan.num_stages * stage_bytes(plan),
+        "staging": plan.num_staging_buffers * staging_bytes(plan),
         "gradient windows": num_windows(plan) * largest_window(plan),
-        "landing": num_landings(plan) * largest_slot(plan),
-        "bounce": 0 if plan.unified else NUM_BOUNCES * largest_trained(plan),
+        "fetch staging": num_fetch_buffers(plan) * largest_slot(plan),
+        "gradient staging": 0 if plan.unified else NUM_GRADIENT_BUFFERS * largest_trained(plan),
         "saving": NUM_COPY_BUFFERS * copy_buffer_bytes(plan),
         "optimizer tiles": TILE_BUFFERS * 4 * plan.rule.tile_elements,
     }
@@ -62,12 +62,14 @@ def with_memory(plan: Plan, limits: Limits) -> Plan:
         host["activations"] = plan.saved.host_bytes
         disk = {**disk, "activations": plan.saved.disk_bytes}
     host["checksums"] = checksum_bytes(sum(disk.values())) if plan.verify else 0
-    host["birth"] = _birth_bytes(plan, limits, device, host)
+    host["initial_write"] = _initial_write_bytes(plan, limits, device, host)
     return replace(plan, memory={Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: disk})
 
 
-def _birth_bytes(plan: Plan, limits: Limits, device: dict[str, int], host: dict[str, int]) -> int:
-    """What the first write of every home takes, beyond what is reserved but not yet touched.
+def _initial_write_bytes(
+    plan: Plan, limits: Limits, device: dict[str, int], host: dict[str, int]
+) -> int:
+    """What the initial write takes, beyond what is reserved but not yet touched.
 
     Two chunks of all kinds, one fp32 master, and one value as it is made. (An initialiser that
     compares, such as a truncated normal, needs up to three times the value more, for a moment.)
@@ -110,14 +112,14 @@ def fits_as(changed: Plan, before: Plan, limits: Limits, *, auto: bool) -> bool:
 
 def _slot_classes(plan: Plan) -> tuple[SlotClass, ...]:
     """Group units whose sizes lie within a factor of two; a class has slots of its largest."""
-    moving = [u for u in plan.units if plan.homes[u.index].weight is not Tier.DEVICE]
+    moving = [u for u in plan.units if plan.placements[u.index].weight is not Tier.DEVICE]
     groups: list[list[UnitLayout]] = []
     for unit in sorted(moving, key=lambda u: (-u.slot_bytes, u.index)):
         if groups and unit.slot_bytes * 2 > groups[-1][0].slot_bytes:
             groups[-1].append(unit)
         else:
             groups.append([unit])
-    count = plan.look_ahead + 2
+    count = plan.prefetch_units + 2
     return tuple(
         SlotClass(g[0].slot_bytes, min(count, len(g)), tuple(u.index for u in g))
         for g in groups
@@ -134,16 +136,16 @@ def _at_rest(plan: Plan) -> dict[Tier, dict[str, int]]:
     """What rests on each tier."""
     found = {tier: {"weights": 0, "state": 0, "gradients": 0} for tier in Tier}
     for alike in plan.alike:
-        layout, homes, count = alike.layout, alike.homes, len(alike.units)
+        layout, placement, count = alike.layout, alike.placement, len(alike.units)
         weight = plan.range_bytes(layout, Kind.WEIGHT)
-        state = plan.state_bytes(layout, homes, tuple(Tier)) - weight
-        found[homes.weight]["weights"] += count * layout.slot_bytes
-        found[homes.state]["state"] += count * state
-        found[homes.gradient]["gradients"] += count * plan.gradient_bytes(layout)
+        state = plan.state_bytes(layout, placement, tuple(Tier)) - weight
+        found[placement.weight]["weights"] += count * layout.slot_bytes
+        found[placement.state]["state"] += count * state
+        found[placement.gradient]["gradients"] += count * plan.gradient_bytes(layout)
     return found
 
 
-def stage_bytes(plan: Plan) -> int:
+def staging_bytes(plan: Plan) -> int:
     """Bytes of one staging buffer: a chunk of every kind that some unit cannot update in place."""
 
     def staged(alike: Alike) -> int:
@@ -160,7 +162,7 @@ def stage_bytes(plan: Plan) -> int:
 def stream_bytes(plan: Plan) -> int:
     """Bytes of one device buffer of streamed updates: a chunk of all that does not rest there."""
     away = (Tier.HOST, Tier.DISK)
-    streamed = (alike for alike in plan.alike if alike.homes in plan.streamed)
+    streamed = (alike for alike in plan.alike if alike.placement in plan.streamed)
     return max((_chunk_bytes(plan, one, away, gradient=True) for one in streamed), default=0)
 
 
@@ -179,8 +181,8 @@ def _chunk_bytes(
     plan: Plan, alike: Alike, tiers: tuple[Tier, ...], *, gradient: bool = False
 ) -> int:
     """Bytes of a unit's first chunk that rest on these tiers: state, and the gradient too."""
-    nbytes = plan.state_bytes(alike.layout, alike.homes, tiers, chunk=True)
-    if gradient and alike.homes.gradient in tiers:
+    nbytes = plan.state_bytes(alike.layout, alike.placement, tiers, chunk=True)
+    if gradient and alike.placement.gradient in tiers:
         nbytes += plan.gradient_bytes(alike.layout, chunk=True)
     return nbytes
 
@@ -190,13 +192,13 @@ def commit_buffer_bytes(plan: Plan) -> int:
     if (
         plan.unified
         or not plan.durable
-        or all(Tier.DEVICE not in (h.weight, h.state) for h in plan.homes)
+        or all(Tier.DEVICE not in (h.weight, h.state) for h in plan.placements)
     ):
         return 0
     nbytes = FROZEN_PIECE
     for alike in plan.alike:
         count = min(plan.chunk_elements, alike.layout.numel)
-        away = [k for k in plan.precision.kinds if alike.homes.of(k) is Tier.DEVICE]
+        away = [k for k in plan.precision.kinds if alike.placement.of(k) is Tier.DEVICE]
         nbytes = max([nbytes, *(plan.precision.nbytes(k, count) for k in away)])
     return nbytes
 
@@ -205,7 +207,7 @@ def _durable_bytes(plan: Plan, disk: dict[str, int]) -> int:
     """Bytes on disk beyond what rests there: two extents of everything."""
     total = 0
     for alike in plan.alike:
-        state = plan.state_bytes(alike.layout, alike.homes, tuple(Tier))
+        state = plan.state_bytes(alike.layout, alike.placement, tuple(Tier))
         total += len(alike.units) * (state + alike.layout.frozen_bytes)
     return 2 * total - disk["weights"] - disk["state"]
 
@@ -221,14 +223,14 @@ def largest_window(plan: Plan) -> int:
 
 
 def _gradients_on_disk(plan: Plan) -> list[int]:
-    on_disk = [a for a in plan.alike if a.homes.gradient is Tier.DISK and a.layout.numel]
+    on_disk = [a for a in plan.alike if a.placement.gradient is Tier.DISK and a.layout.numel]
     return [plan.gradient_bytes(alike.layout) for alike in on_disk for _ in alike.units]
 
 
-def num_landings(plan: Plan) -> int:
+def num_fetch_buffers(plan: Plan) -> int:
     """Host buffers in which disk reads land on their way to a device of its own memory."""
-    disk = [h for h in plan.homes if h.weight is Tier.DISK]
-    return 0 if plan.unified or not disk else plan.look_ahead + 2
+    disk = [h for h in plan.placements if h.weight is Tier.DISK]
+    return 0 if plan.unified or not disk else plan.prefetch_units + 2
 
 
 def largest_slot(plan: Plan) -> int:

@@ -1,18 +1,19 @@
 """How long a step takes: bytes from the forecast, rates of the machine, and what overlaps what.
 
 [Note: schedule]
-A step is a row of phases: forward and backward of each micro-batch. Inside a phase the lanes work
-at the same time, and the slowest one decides; between phases nothing overlaps. The sweep of the
-step before runs behind the first forward. On a CPU device the update takes turns with compute,
-since both want the same cores; elsewhere it runs beside it. The sweep does one unit after the
-other: what the CPU updates waits for what streams through the device, and the other way round.
+A step is a row of phases: forward and backward of each micro-batch. Inside a phase the resources
+work at the same time, and the slowest one decides; between phases nothing overlaps. The optimizer
+pass of the step before runs behind the first forward. On a CPU device the update takes turns with
+compute, since both want the same cores; elsewhere it runs beside it. The optimizer pass does one
+unit after the other: what the CPU updates waits for what streams through the device, and the other
+way round.
 
 [Note: compute]
 A token costs 2 FLOP a matrix element forward and 4 backward (2 more where blocks are recomputed);
 lookup tables cost none. Attention's products of tokens with tokens are left out: 2 * context
 elements for each layer's width, little beside 12 * width for contexts of a few thousand. Few
 tokens are bound by memory instead: each weight is read once per pass. In backward a gradient is
-written by autograd, read, and added to or stored in its home, and squared. What stands between
+written by autograd, read, and added to or stored where it rests, and squared. What stands between
 the products (norms, activation functions, residual sums, copies of heads) passes over memory too:
 counted for a GPT block of width h, 27 * h values a token forward, where its matrices take and
 give 16 * h; so 27/16 passes over these, twice as many backward, and one more for biases.
@@ -28,7 +29,7 @@ from typing import Any
 from infinity.plan.forecast import PhaseBytes, forecast_phases
 from infinity.plan.plan import Plan, UpdatePlace, streamed_bytes, update_place
 
-# How fast the lanes of a machine are: the numbers a plan's times are computed from.
+# How fast the resources of a machine are: the numbers a plan's times are computed from.
 #
 # Pure data. `calibration` measures them, once for each machine and path; `plan.cost` uses them.
 
@@ -188,16 +189,16 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class PhaseCost:
-    """Seconds that each lane would need for one phase alone, and the phase as a whole."""
+    """Seconds that each resource would need for one phase alone, and the phase as a whole."""
 
     name: str
-    lanes: dict[str, float]
+    resources: dict[str, float]
     seconds: float
 
     @property
     def binds(self) -> str:
-        """The lane that decides."""
-        return max(self.lanes, key=lambda lane: self.lanes[lane])
+        """The resource that decides."""
+        return max(self.resources, key=lambda resource: self.resources[resource])
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,22 +213,22 @@ class StepCost:
         return sum(phase.seconds for phase in self.phases)
 
     @property
-    def lanes(self) -> dict[str, float]:
-        """Seconds each lane is busy in a step."""
+    def resources(self) -> dict[str, float]:
+        """Seconds each resource is busy in a step."""
         busy: dict[str, float] = {}
-        alike = Counter(id(phase.lanes) for phase in self.phases)
-        for lanes in {id(phase.lanes): phase.lanes for phase in self.phases}.values():
-            for name, seconds in lanes.items():
-                busy[name] = busy.get(name, 0.0) + alike[id(lanes)] * seconds
+        alike = Counter(id(phase.resources) for phase in self.phases)
+        for resources in {id(phase.resources): phase.resources for phase in self.phases}.values():
+            for name, seconds in resources.items():
+                busy[name] = busy.get(name, 0.0) + alike[id(resources)] * seconds
         return busy
 
     @property
     def binds(self) -> str:
-        """The lane that decides most of the step's time."""
+        """The resource that decides most of the step's time."""
         shares: dict[str, float] = {}
         for phase in self.phases:
             shares[phase.binds] = shares.get(phase.binds, 0.0) + phase.seconds
-        return max(shares, key=lambda lane: shares[lane], default="compute")
+        return max(shares, key=lambda resource: shares[resource], default="compute")
 
 
 def step_cost(
@@ -254,27 +255,30 @@ class _Pricing:
         last = phase.micro_batch + 1 == self.plan.micro_batches
         key = (id(phase.moved), phase.backward, bool(phase.micro_batch), last)
         if key not in self._known:
-            lanes = self._lanes(phase)
-            self._known[key] = lanes, max(lanes.values())
+            resources = self._resources(phase)
+            self._known[key] = resources, max(resources.values())
         name = f"{'backward' if phase.backward else 'forward'} {phase.micro_batch + 1}"
         return PhaseCost(name, *self._known[key])
 
-    def _lanes(self, phase: PhaseBytes) -> dict[str, float]:
+    def _resources(self, phase: PhaseBytes) -> dict[str, float]:
         plan, rates, moved = self.plan, self.rates, phase.moved
-        lanes = {"disk": rates.disk_s(moved["disk_read"], moved["disk_write"])}
+        resources = {"disk": rates.disk_s(moved["disk_read"], moved["disk_write"])}
         if not plan.unified:
-            for lane, rate in (("to_device", rates.to_device), ("from_device", rates.from_device)):
-                lanes[lane] = moved[lane] / rate if rate else 0.0
+            for resource, rate in (
+                ("to_device", rates.to_device),
+                ("from_device", rates.from_device),
+            ):
+                resources[resource] = moved[resource] / rate if rate else 0.0
         compute = self._compute_s(phase)
         update = on_device = 0.0
-        if phase.has_sweep:
+        if phase.has_update:
             update, on_device = update_s(plan, rates)
         if plan.unified:  # the same cores
-            lanes["compute and update" if update else "compute"] = compute + update
+            resources["compute and update" if update else "compute"] = compute + update
         else:
-            lanes["compute"] = compute + on_device
-            lanes["update"] = (update + stream_s(plan, rates)) if update else 0.0
-        return lanes
+            resources["compute"] = compute + on_device
+            resources["update"] = (update + stream_s(plan, rates)) if update else 0.0
+        return resources
 
     def _compute_s(self, phase: PhaseBytes) -> float:
         """Seconds of the products and passes over memory of one forward or backward."""
@@ -298,12 +302,12 @@ class _Pricing:
         return seconds
 
     def _gradient_bytes(self, phase: PhaseBytes) -> int:
-        """Bytes of gradients that memory moves in one backward: made, taken home, squared."""
+        """Bytes of gradients that memory moves in one backward: made, taken away, squared."""
         plan = self.plan
-        homes = 2 if phase.micro_batch else 1  # a sum is read and written
+        touched = 2 if phase.micro_batch else 1  # a sum is read and written
         last = phase.micro_batch + 1 == plan.micro_batches
         item = plan.gradient_itemsize
-        return self.trained * (2 * plan.precision.weight + homes * item + (item if last else 0))
+        return self.trained * (2 * plan.precision.weight + touched * item + (item if last else 0))
 
 
 def _elements(plan: Plan, work: Work) -> tuple[float, int, float]:
@@ -344,8 +348,8 @@ def stream_s(plan: Plan, rates: Rates) -> float:
     """Seconds that the links need for all streamed updates of a step, both directions at once."""
     inward = outward = 0
     for alike in plan.alike:
-        if alike.homes in plan.streamed:
-            coming, going = streamed_bytes(plan, alike.layout, alike.homes)
+        if alike.placement in plan.streamed:
+            coming, going = streamed_bytes(plan, alike.layout, alike.placement)
             inward, outward = inward + len(alike.units) * coming, outward + len(alike.units) * going
     return max(
         inward / rates.to_device if rates.to_device else 0.0,

@@ -1,8 +1,8 @@
-"""Bytes per lane of one steady step, by running the plan's own rules on counted slots.
+"""Bytes per direction of one steady step, by running the plan's own rules on counted slots.
 
-The rules are those of `access_order`; what a run really moves is counted by the lanes and
+The rules are those of `access_order`; what a run really moves is counted where it moves and
 must come out equal (tests hold that). Which unit moves when depends on little of a plan, its
-`_Course`, and is remembered: a search for homes asks for the same course many times.
+`_Course`, and is remembered: a search for placement asks for the same course many times.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from infinity.plan import access_order
-from infinity.plan.access_order import Tape, guess_cycle
+from infinity.plan.access_order import AccessOrder, guess_cycle
 from infinity.plan.activations import saved_moves
 from infinity.plan.layout import Tier, UnitLayout
 from infinity.plan.plan import (
-    LANES,
+    DIRECTIONS,
     Plan,
     SlotClass,
-    UnitHomes,
+    UnitPlacement,
     UpdatePlace,
     publishes,
     streamed_bytes,
@@ -31,15 +31,15 @@ from infinity.plan.plan import (
 class PhaseBytes:
     """What moves during the forward or the backward of one micro-batch.
 
-    The sweep of the step before runs behind the first forward, and is counted there.
+    The optimizer pass of the step before runs behind the first forward, and is counted there.
     """
 
     micro_batch: int
     backward: bool
-    moved: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LANES, 0))
+    moved: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DIRECTIONS, 0))
 
     @property
-    def has_sweep(self) -> bool:
+    def has_update(self) -> bool:
         """Whether the optimizer's pass runs behind this phase."""
         return self.micro_batch == 0 and not self.backward
 
@@ -50,14 +50,14 @@ def forecast_bytes(
     saved: tuple[int, ...] | None = None,
     summed: Collection[int] | None = None,
 ) -> dict[str, int]:
-    """Bytes per lane and steady step; the writes of durable commits are shared out over steps.
+    """Bytes per direction and steady step; the writes of durable commits are shared out over steps.
 
-    `cycle` is a learnt tape, else the usual order is assumed; `saved` the learnt sizes of what a
-    micro-batch saves, else those that the plan expects; `summed` the units that were seen to run in
-    slices, whose gradients leave in fp32, else all blocks if the plan has slices.
+    `cycle` is a learnt access order, else the usual order is assumed; `saved` the learnt sizes of
+    what a micro-batch saves, else those that the plan expects; `summed` the units that were seen to
+    run in slices, whose gradients leave in fp32, else all blocks if the plan has slices.
     """
     phases = forecast_phases(plan, cycle, saved, summed)
-    return {lane: sum(phase.moved[lane] for phase in phases) for lane in LANES}
+    return {direction: sum(phase.moved[direction] for phase in phases) for direction in DIRECTIONS}
 
 
 def forecast_phases(
@@ -72,7 +72,7 @@ def forecast_phases(
         slot_classes=plan.slot_classes,
         trained=tuple(bool(unit.numel) for unit in plan.units),
         publishes=tuple(publishes(plan, unit.index) for unit in plan.units),
-        look_ahead=plan.look_ahead,
+        prefetch_units=plan.prefetch_units,
         micro_batches=plan.micro_batches,
     )
     sizes = plan.saved.sizes if saved is None else saved
@@ -89,18 +89,18 @@ class _Course:
     slot_classes: tuple[SlotClass, ...]
     trained: tuple[bool, ...]
     publishes: tuple[bool, ...]
-    look_ahead: int
+    prefetch_units: int
     micro_batches: int
 
 
 @dataclass(slots=True)
 class _PhaseMoves:
-    """Units fetched, and swept (and whether published), during one phase."""
+    """Units fetched, and updated (and whether published), during one phase."""
 
     micro_batch: int
     backward: bool
     fetched: list[int] = field(default_factory=list)
-    swept: list[tuple[int, bool]] = field(default_factory=list)
+    updated: list[tuple[int, bool]] = field(default_factory=list)
 
 
 @lru_cache(maxsize=64)
@@ -113,7 +113,7 @@ def _run(course: _Course) -> tuple[_PhaseMoves, ...]:
 
 
 class _Bytes:
-    """From moves to bytes, under the homes of one plan; `used` are units in order of first use.
+    """From moves to bytes, under the placement of one plan; `used` are units in order of first use.
 
     `saved` are sizes of tensors that each forward saves, and its backward brings back.
     """
@@ -124,7 +124,7 @@ class _Bytes:
         self.plan = plan
         self._summed = summed
         self._saved = saved_moves(saved, plan.saved, unified=plan.unified)
-        self._swept: dict[tuple[int, int, UnitHomes, bool], dict[str, int]] = {}
+        self._updated: dict[tuple[int, int, UnitPlacement, bool], dict[str, int]] = {}
         self._gradients = self._of_gradients(used)
 
     def of(self, phases: Sequence[_PhaseMoves]) -> list[PhaseBytes]:
@@ -134,63 +134,63 @@ class _Bytes:
         for moves in phases:
             # The first backward has no sums to add to.
             first = moves.backward and not moves.micro_batch
-            key = (id(moves.fetched), id(moves.swept), first)
+            key = (id(moves.fetched), id(moves.updated), first)
             if key not in alike:
                 alike[key] = self._of_phase(moves)
             found.append(PhaseBytes(moves.micro_batch, moves.backward, alike[key]))
         return found
 
     def _of_phase(self, moves: _PhaseMoves) -> dict[str, int]:
-        moved = dict.fromkeys(LANES, 0)
+        moved = dict.fromkeys(DIRECTIONS, 0)
         _add(self._of_fetches(moves.fetched), moved)
         _add(self._saved[moves.backward], moved)
         if not moves.backward and not moves.micro_batch:
             moved["disk_write"] += self.plan.commit_bytes // self.plan.durable_every
-        for unit, publish in moves.swept:
-            _add(self._of_sweep(self.plan.units[unit], publish), moved)
+        for unit, publish in moves.updated:
+            _add(self._of_update(self.plan.units[unit], publish), moved)
         if moves.backward:
             _add(self._gradients[moves.micro_batch > 0], moved)
         return moved
 
     def _of_fetches(self, fetched: list[int]) -> dict[str, int]:
-        sizes = [(self.plan.units[u].slot_bytes, self.plan.homes[u].weight) for u in fetched]
-        moved = {"disk_read": sum(size for size, home in sizes if home is Tier.DISK)}
+        sizes = [(self.plan.units[u].slot_bytes, self.plan.placements[u].weight) for u in fetched]
+        moved = {"disk_read": sum(size for size, tier in sizes if tier is Tier.DISK)}
         if not self.plan.unified:
             moved["to_device"] = sum(size for size, _ in sizes)
         return moved
 
-    def _of_sweep(self, layout: UnitLayout, publish: bool) -> dict[str, int]:
+    def _of_update(self, layout: UnitLayout, publish: bool) -> dict[str, int]:
         """Of one unit; equal ones are counted once."""
-        plan, homes = self.plan, self.plan.homes[layout.index]
+        plan, placement = self.plan, self.plan.placements[layout.index]
         normed = 0  # gradients that a norm on the host reads: without padding, unlike the rest
-        if homes.gradient is Tier.DEVICE and not plan.unified and not plan.device_kernels:
+        if placement.gradient is Tier.DEVICE and not plan.unified and not plan.device_kernels:
             normed = layout.num_trained * plan.gradient_itemsize
-        key = (layout.numel, normed, homes, publish)
-        found = self._swept.get(key)
+        key = (layout.numel, normed, placement, publish)
+        found = self._updated.get(key)
         if found is None:
-            found = self._swept[key] = self._sweep(layout, homes, publish, normed)
+            found = self._updated[key] = self._update(layout, placement, publish, normed)
         return found
 
-    def _sweep(
-        self, layout: UnitLayout, homes: UnitHomes, publish: bool, normed: int
+    def _update(
+        self, layout: UnitLayout, placement: UnitPlacement, publish: bool, normed: int
     ) -> dict[str, int]:
         plan, gradient = self.plan, self.plan.gradient_bytes(layout)
-        record = plan.state_bytes(layout, homes, (Tier.DISK,))
+        record = plan.state_bytes(layout, placement, (Tier.DISK,))
         moved = {"disk_read": record, "disk_write": record, "to_device": 0, "from_device": 0}
-        if homes.gradient is Tier.DISK:
+        if placement.gradient is Tier.DISK:
             moved["disk_read"] += gradient
         place = update_place(plan, layout.index)
         if place is UpdatePlace.STREAMED:  # new weights are in the forward's slot by then
-            moved["to_device"], moved["from_device"] = streamed_bytes(plan, layout, homes)
+            moved["to_device"], moved["from_device"] = streamed_bytes(plan, layout, placement)
             return moved
-        if publish and homes.weight is not Tier.DEVICE and not plan.unified:
+        if publish and placement.weight is not Tier.DEVICE and not plan.unified:
             moved["to_device"] += layout.trained_bytes
         if plan.unified or place is UpdatePlace.DEVICE:
             return moved
-        resting = plan.state_bytes(layout, homes, (Tier.DEVICE,))
+        resting = plan.state_bytes(layout, placement, (Tier.DEVICE,))
         moved["from_device"] += resting
         moved["to_device"] += resting
-        if homes.gradient is Tier.DEVICE:  # for the update, and for a norm on the host
+        if placement.gradient is Tier.DEVICE:  # for the update, and for a norm on the host
             moved["from_device"] += gradient + normed
         return moved
 
@@ -198,10 +198,10 @@ class _Bytes:
         """Of all units in one backward: the first of a step, and any other."""
         plan, on_disk, from_device = self.plan, 0, 0
         for unit in used:
-            layout, home = plan.units[unit], plan.homes[unit].gradient
-            if home is Tier.DISK:
+            layout, tier = plan.units[unit], plan.placements[unit].gradient
+            if tier is Tier.DISK:
                 on_disk += plan.gradient_bytes(layout)
-            if not plan.unified and home is not Tier.DEVICE:
+            if not plan.unified and tier is not Tier.DEVICE:
                 itemsize = 4 if unit in self._summed else layout.weight_itemsize
                 from_device += layout.num_trained * itemsize
         first = {"disk_write": on_disk, "from_device": from_device}
@@ -209,8 +209,8 @@ class _Bytes:
 
 
 def _add(moved: dict[str, int], to: dict[str, int]) -> None:
-    for lane, nbytes in moved.items():
-        to[lane] += nbytes
+    for direction, nbytes in moved.items():
+        to[direction] += nbytes
 
 
 class _CountedRun:
@@ -218,9 +218,9 @@ class _CountedRun:
 
     def __init__(self, course: _Course) -> None:
         self.course = course
-        self.tape = Tape(course.cycle)
+        self.order = AccessOrder(course.cycle)
         self.phases: list[_PhaseMoves] = []
-        self.present: list[set[int]] = [set() for _ in course.slot_classes]
+        self.resident: list[set[int]] = [set() for _ in course.slot_classes]
         self.pending: list[int] = []
         self.current = -1
         self._classes = {u: i for i, c in enumerate(course.slot_classes) for u in c.members}
@@ -230,66 +230,66 @@ class _CountedRun:
         self.phases.append(_PhaseMoves(micro_batch, backward))
 
     def step(self) -> None:
-        turn = _turn(self.tape)
+        turn = _turn(self.order)
         before: object = None
         for micro_batch in range(self.course.micro_batches):
             self.wraps = micro_batch + 1 < self.course.micro_batches
-            now = ([set(slots) for slots in self.present], list(self.pending))
+            now = ([set(slots) for slots in self.resident], list(self.pending))
             if micro_batch > 1 and self.wraps and now == before:
                 self._repeat(micro_batch)  # it starts as the one before it did
                 continue
             before = now
-            self.tape.begin()
-            if micro_batch or not self.phases:  # the first began with the sweep, see below
+            self.order.begin()
+            if micro_batch or not self.phases:  # the first began with the optimizer pass, see below
                 self.begin_phase(micro_batch, backward=False)
-            for position, unit in enumerate(self.tape.sequence):
+            for position, unit in enumerate(self.order.sequence):
                 if position == turn:
                     self.begin_phase(micro_batch, backward=True)
                 self._use(unit)
             if not self.phases[-1].backward:  # one unit: used once, for both
                 self.begin_phase(micro_batch, backward=True)
-            self.tape.end()
-        self.begin_phase(0, backward=False)  # of the next step: the sweep runs behind it
-        trained = [u for u in self.tape.first_uses() if self.course.trained[u]]
-        for slots in self.present:
+            self.order.end()
+        self.begin_phase(0, backward=False)  # of the next step: the optimizer pass runs behind it
+        trained = [u for u in self.order.first_uses() if self.course.trained[u]]
+        for slots in self.resident:
             slots.difference_update(trained)
-        while self.pending:  # never used in the cycle: swept home
-            self._sweep(self.pending.pop(0), publish=False)
+        while self.pending:  # never used in the cycle: updated and written back
+            self._update(self.pending.pop(0), publish=False)
         self.pending = trained
-        self._run_sweep()
+        self._run_pass()
 
     def _repeat(self, micro_batch: int) -> None:
         for phase in self.phases[-2:]:
-            moves = _PhaseMoves(micro_batch, phase.backward, phase.fetched, phase.swept)
+            moves = _PhaseMoves(micro_batch, phase.backward, phase.fetched, phase.updated)
             self.phases.append(moves)
 
     def _use(self, unit: int) -> None:
         self.current = unit
-        self.tape.advance(unit)
+        self.order.advance(unit)
         slot_class = self.class_of(unit)
         if slot_class is not None and not self.holds_slot(unit):
             if not self.num_free(slot_class):
                 access_order.make_slot_free(
-                    self, slot_class, lambda u: self.tape.distance(u, wraps=self.wraps)
+                    self, slot_class, lambda u: self.order.distance(u, wraps=self.wraps)
                 )
-            self._run_sweep()
+            self._run_pass()
             if not self.holds_slot(unit):
                 self.fetch(unit)
-        access_order.look_ahead(self, self.tape, self.course.look_ahead, wraps=self.wraps)
-        self._run_sweep()
+        access_order.prefetch(self, self.order, self.course.prefetch_units, wraps=self.wraps)
+        self._run_pass()
 
-    def _run_sweep(self) -> None:
+    def _run_pass(self) -> None:
         while self.pending:
             unit = self.pending[0]
             slot_class = self.class_of(unit) if self.publishes(unit) else None
             if slot_class is not None and not self.num_free(slot_class):
                 return
-            self._sweep(self.pending.pop(0), publish=self.publishes(unit))
+            self._update(self.pending.pop(0), publish=self.publishes(unit))
             if slot_class is not None:
-                self.present[slot_class].add(unit)
+                self.resident[slot_class].add(unit)
 
-    def _sweep(self, unit: int, *, publish: bool) -> None:
-        self.phases[-1].swept.append((unit, publish))
+    def _update(self, unit: int, *, publish: bool) -> None:
+        self.phases[-1].updated.append((unit, publish))
 
     # SlotView
     def class_of(self, unit: int) -> int | None:
@@ -297,7 +297,7 @@ class _CountedRun:
 
     def holds_slot(self, unit: int) -> bool:
         slot_class = self._classes.get(unit)
-        return slot_class is not None and unit in self.present[slot_class]
+        return slot_class is not None and unit in self.resident[slot_class]
 
     def is_pending(self, unit: int) -> bool:
         return unit in self.pending
@@ -306,23 +306,23 @@ class _CountedRun:
         return self.course.publishes[unit]
 
     def num_free(self, slot_class: int) -> int:
-        return self.course.slot_classes[slot_class].count - len(self.present[slot_class])
+        return self.course.slot_classes[slot_class].count - len(self.resident[slot_class])
 
     def evictable(self, slot_class: int) -> Collection[int]:
-        return self.present[slot_class] - {self.current}
+        return self.resident[slot_class] - {self.current}
 
     def evict(self, unit: int) -> bool:
-        for slots in self.present:
+        for slots in self.resident:
             slots.discard(unit)
         return True
 
     def fetch(self, unit: int) -> None:
         slot_class = self.class_of(unit)
         assert slot_class is not None
-        self.present[slot_class].add(unit)
+        self.resident[slot_class].add(unit)
         self.phases[-1].fetched.append(unit)
 
 
-def _turn(tape: Tape) -> int:
-    """Where in the tape the backward begins: every unit has been used once before."""
-    return max((tape.sequence.index(unit) for unit in tape.first_uses()), default=-1) + 1
+def _turn(order: AccessOrder) -> int:
+    """Where in the access order the backward begins: every unit has been used once before."""
+    return max((order.sequence.index(unit) for unit in order.first_uses()), default=-1) + 1

@@ -1,4 +1,4 @@
-"""Which homes make the shortest step inside the budgets, where they are left to the plan.
+"""Which placement makes the shortest step inside the budgets, where they are left to the plan.
 
 [Note: a fixed set]
 Access is cyclic, so what is kept on a fast tier is a fixed set of (unit, kind): a cache that
@@ -8,8 +8,8 @@ last ones are still in slots when backward turns around.
 [Note: search]
 Greedy by time saved per share of a budget, many equal units at once, then exchanges: what found
 no room takes that of other things, which go back until it fits. Both ask the same cost model as
-everybody (`cost.step_cost`), so a better model gives better homes. On small models the result
-is compared with all possible homes (`tests/test_homes.py`).
+everybody (`cost.step_cost`), so a better model gives better placement. On small models the result
+is compared with all possible placements (`tests/test_placement.py`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 from infinity.plan.budget import Limits, budgeted_bytes, excess, fits_as, with_memory
 from infinity.plan.cost import Rates, step_cost
 from infinity.plan.layout import Tier
-from infinity.plan.plan import Plan, UnitHomes
+from infinity.plan.plan import Plan, UnitPlacement
 
 FIELDS = ("weight", "gradient", "state")
-# Lanes that do not bind count this much: where compute hides everything, fewer bytes still win.
+# Resources that do not bind count this much: where compute hides everything, fewer bytes still win.
 HIDDEN_SHARE = 1e-3
 MANY_UNITS = 7  # one unit more or less matters little then: no exchanges
 _TINY = 1e-12
@@ -38,13 +38,13 @@ class _Move:
     tier: Tier
 
 
-def best_homes(plan: Plan, fields: Sequence[str], limits: Limits, rates: Rates) -> Plan:
-    """`plan` with the homes of `fields` raised from where they are; never above a budget.
+def best_placement(plan: Plan, fields: Sequence[str], limits: Limits, rates: Rates) -> Plan:
+    """`plan` with the tiers of `fields` raised from where they are; never above a budget.
 
     `fields` are of `FIELDS`. What `plan` itself is over its budgets is not made worse; whoever
     calls refuses it then.
     """
-    search = _Search(plan.homes, fields, limits, rates)
+    search = _Search(plan.placements, fields, limits, rates)
     fastest = search.all_fastest(plan)
     if fastest is not None:
         return fastest
@@ -53,27 +53,27 @@ def best_homes(plan: Plan, fields: Sequence[str], limits: Limits, rates: Rates) 
 
 
 def score(plan: Plan, rates: Rates) -> float:
-    """Seconds of a step, and a little for lanes that are busy without binding."""
+    """Seconds of a step, and a little for resources that are busy without binding."""
     cost = step_cost(plan, rates)
-    return cost.seconds + HIDDEN_SHARE * sum(cost.lanes.values())
+    return cost.seconds + HIDDEN_SHARE * sum(cost.resources.values())
 
 
 class _Search:
     def __init__(
-        self, start: tuple[UnitHomes, ...], fields: Sequence[str], limits: Limits, rates: Rates
+        self, start: tuple[UnitPlacement, ...], fields: Sequence[str], limits: Limits, rates: Rates
     ) -> None:
         self.start = start
         self.fields = tuple(fields)
         self.limits = limits
         self.rates = rates
-        self._scores: dict[tuple[UnitHomes, ...], float] = {}
+        self._scores: dict[tuple[UnitPlacement, ...], float] = {}
 
     def all_fastest(self, plan: Plan) -> Plan | None:
         """Everything on the device, if that fits and the device updates it there."""
         if not (plan.unified or plan.device_kernels):
             return None
         wish: dict[str, Tier] = dict.fromkeys(self.fields, Tier.DEVICE)
-        changed = self._at(plan, [replace(h, **wish) for h in plan.homes])
+        changed = self._at(plan, [replace(h, **wish) for h in plan.placements])
         return None if excess(changed, self.limits, auto=True) else changed
 
     def fill(self, plan: Plan) -> Plan:
@@ -140,13 +140,13 @@ class _Search:
         for alike in plan.alike:
             for field in self.fields:
                 for tier in _tiers(plan, field):
-                    if alike.homes.of_field(field).is_below(tier):
+                    if alike.placement.of_field(field).is_below(tier):
                         yield _Move((field,), alike.units, tier)
-            if not plan.unified and self._raisable(alike.homes):
+            if not plan.unified and self._raisable(alike.placement):
                 yield _Move(self.fields, alike.units, Tier.DEVICE)
 
-    def _raisable(self, homes: UnitHomes) -> bool:
-        return sum(homes.of_field(f).is_below(Tier.DEVICE) for f in self.fields) > 1
+    def _raisable(self, placement: UnitPlacement) -> bool:
+        return sum(placement.of_field(f).is_below(Tier.DEVICE) for f in self.fields) > 1
 
     def _lowered(self, plan: Plan, kept: _Move) -> Iterator[Plan]:
         """The plan with one thing less on a tier that is too full, but for what is `kept`.
@@ -158,30 +158,30 @@ class _Search:
             full.add(Tier.DEVICE)
         seen: set[tuple[object, ...]] = set()
         for unit in reversed(plan.units):  # the last of equals was raised last
-            homes = plan.homes[unit.index]
+            placement = plan.placements[unit.index]
             for field in self.fields:
-                kind = (unit.numel, unit.frozen_bytes, field, homes)
+                kind = (unit.numel, unit.frozen_bytes, field, placement)
                 is_kept = unit.index in kept.units and field in kept.fields
-                if kind in seen or is_kept or homes.of_field(field) not in full:
+                if kind in seen or is_kept or placement.of_field(field) not in full:
                     continue
                 seen.add(kind)
                 lowest = self.start[unit.index].of_field(field)
                 for tier in dict.fromkeys((lowest, lowest if plan.unified else Tier.HOST)):
-                    if tier.is_below(homes.of_field(field)) and not tier.is_below(lowest):
+                    if tier.is_below(placement.of_field(field)) and not tier.is_below(lowest):
                         lower: dict[str, Tier] = {field: tier}
-                        changed = list(plan.homes)
-                        changed[unit.index] = replace(homes, **lower)
+                        changed = list(plan.placements)
+                        changed[unit.index] = replace(placement, **lower)
                         yield self._at(plan, changed)
 
     def _moved(self, plan: Plan, move: _Move, count: int) -> Plan:
-        homes = list(plan.homes)
+        placements = list(plan.placements)
         for index in move.units[:count]:
             raised: dict[str, Tier] = dict.fromkeys(move.fields, move.tier)
-            homes[index] = replace(homes[index], **raised)
-        return self._at(plan, homes)
+            placements[index] = replace(placements[index], **raised)
+        return self._at(plan, placements)
 
-    def _at(self, plan: Plan, homes: Sequence[UnitHomes]) -> Plan:
-        return with_memory(replace(plan, homes=tuple(homes)), self.limits)
+    def _at(self, plan: Plan, placements: Sequence[UnitPlacement]) -> Plan:
+        return with_memory(replace(plan, placements=tuple(placements)), self.limits)
 
     def _as_many_as_fit(self, plan: Plan, move: _Move) -> Plan:
         """One unit fits; how many do? Memory grows with each, but for a few buffers."""
@@ -199,9 +199,9 @@ class _Search:
     # --- judging -----------------------------------------------------------------------------
 
     def score(self, plan: Plan) -> float:
-        found = self._scores.get(plan.homes)
+        found = self._scores.get(plan.placements)
         if found is None:
-            found = self._scores[plan.homes] = score(plan, self.rates)
+            found = self._scores[plan.placements] = score(plan, self.rates)
         return found
 
     def _fits(self, changed: Plan, before: Plan) -> bool:

@@ -13,7 +13,7 @@ from infinity.plan.activations import NOTHING_SAVED, SavedPlan
 from infinity.plan.layout import Kind, Precision, Record, Tier, UnitLayout
 from infinity.sizes import format_count, format_size
 
-LANES = ("disk_read", "disk_write", "to_device", "from_device")
+DIRECTIONS = ("disk_read", "disk_write", "to_device", "from_device")
 _MASTERS = {
     "bf16": "bf16 + 16-bit residual",
     "fp16": "fp16 weight + fp32",
@@ -38,7 +38,7 @@ class RuleFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class UnitHomes:
+class UnitPlacement:
     """Where one unit's bytes rest. `state` means moments, and residual or master."""
 
     weight: Tier
@@ -46,13 +46,13 @@ class UnitHomes:
     gradient: Tier
 
     def of(self, kind: Kind) -> Tier:
-        """The home of a kind."""
+        """The tier of a kind."""
         if kind is Kind.WEIGHT:
             return self.weight
         return self.gradient if kind is Kind.GRADIENT else self.state
 
     def of_field(self, field: str) -> Tier:
-        """The home by field name: "weight", "state" or "gradient"."""
+        """The tier by field name: "weight", "state" or "gradient"."""
         tier: Tier = getattr(self, field)
         return tier
 
@@ -79,16 +79,16 @@ class SlotClass:
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """Units of one size with the same homes; `layout` is the first one's."""
+    """Units of one size of the same placement; `layout` is the first one's."""
 
     layout: UnitLayout
-    homes: UnitHomes
+    placement: UnitPlacement
     units: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Homes, slots, chunk size, and the memory and bytes they cost.
+    """Placement, slots, chunk size, and the memory and bytes they cost.
 
     Sizes are bytes; `chunk_elements` elements; `gradient_itemsize` bytes per gradient element
     (2 where one micro-batch makes a step in bf16 or fp16, 4 where gradients are summed).
@@ -96,11 +96,11 @@ class Plan:
 
     precision: Precision
     units: tuple[UnitLayout, ...]
-    homes: tuple[UnitHomes, ...]
+    placements: tuple[UnitPlacement, ...]
     slot_classes: tuple[SlotClass, ...]
     chunk_elements: int
-    num_stages: int
-    look_ahead: int
+    num_staging_buffers: int
+    prefetch_units: int
     micro_batches: int
     gradient_itemsize: int
     unified: bool
@@ -111,8 +111,8 @@ class Plan:
     notes: tuple[str, ...] = ()
     rule: RuleFacts = RuleFacts()
     device_kernels: bool = False  # a device with memory of its own runs our optimizer kernels
-    streamed: frozenset[UnitHomes] = frozenset()  # units with these homes: `UpdatePlace.STREAMED`
-    rates_origin: str = ""  # of the rates by which homes left to the plan were chosen
+    streamed: frozenset[UnitPlacement] = frozenset()  # units placed so: `UpdatePlace.STREAMED`
+    rates_origin: str = ""  # of the rates by which placement left to the plan was chosen
     durable: bool = False  # every unit has two extents; steps are committed
     durable_every: int = 1  # steps from one commit to the next
     resumed: str = ""  # the durable directory that this run continues
@@ -131,18 +131,18 @@ class Plan:
     @cached_property
     def alike(self) -> tuple[Alike, ...]:
         """The units, those that are alike together, in the order of their first."""
-        found: dict[tuple[int, int, UnitHomes], list[int]] = {}
-        for unit, homes in zip(self.units, self.homes, strict=True):
-            found.setdefault((unit.numel, unit.frozen_bytes, homes), []).append(unit.index)
+        found: dict[tuple[int, int, UnitPlacement], list[int]] = {}
+        for unit, placement in zip(self.units, self.placements, strict=True):
+            found.setdefault((unit.numel, unit.frozen_bytes, placement), []).append(unit.index)
         return tuple(
-            Alike(self.units[units[0]], homes, tuple(units))
-            for (_, _, homes), units in found.items()
+            Alike(self.units[units[0]], placement, tuple(units))
+            for (_, _, placement), units in found.items()
         )
 
     def record(self, unit: UnitLayout) -> Record:
         """Which kinds of the unit share its on-disk records."""
-        homes = self.homes[unit.index]
-        kinds = tuple(k for k in self.precision.kinds if homes.of(k) is Tier.DISK)
+        placement = self.placements[unit.index]
+        kinds = tuple(k for k in self.precision.kinds if placement.of(k) is Tier.DISK)
         return Record(kinds, self.precision)
 
     @property
@@ -152,11 +152,13 @@ class Plan:
 
     @property
     def commit_bytes(self) -> int:
-        """Bytes that a commit writes beside the sweep: the state that does not rest on disk."""
+        """Bytes that a commit writes beside the update: the state that does not rest on disk."""
         if not self.durable:
             return 0
         off_disk = (Tier.DEVICE, Tier.HOST)
-        return sum(self.state_bytes(a.layout, a.homes, off_disk) * len(a.units) for a in self.alike)
+        return sum(
+            self.state_bytes(a.layout, a.placement, off_disk) * len(a.units) for a in self.alike
+        )
 
     def range_bytes(self, layout: UnitLayout, kind: Kind) -> int:
         """Bytes of the trained range of one state kind: the sum of its chunks' parts."""
@@ -165,15 +167,22 @@ class Plan:
         return whole * nbytes(kind, self.chunk_elements) + nbytes(kind, rest)
 
     def state_bytes(
-        self, layout: UnitLayout, homes: UnitHomes, tiers: Collection[Tier], *, chunk: bool = False
+        self,
+        layout: UnitLayout,
+        placement: UnitPlacement,
+        tiers: Collection[Tier],
+        *,
+        chunk: bool = False,
     ) -> int:
         """Bytes of the state kinds that rest on one of these tiers; `chunk`: of the first chunk."""
         numel = min(layout.numel, self.chunk_elements) if chunk else layout.numel
         weight, rest = _weight_and_state(self.precision, numel, self.chunk_elements)
-        return (weight if homes.weight in tiers else 0) + (rest if homes.state in tiers else 0)
+        return (weight if placement.weight in tiers else 0) + (
+            rest if placement.state in tiers else 0
+        )
 
     def gradient_bytes(self, layout: UnitLayout, *, chunk: bool = False) -> int:
-        """Bytes of the trained range's gradient at home; `chunk`: of the first chunk."""
+        """Bytes of the trained range's gradient at rest; `chunk`: of the first chunk."""
         numel = min(layout.numel, self.chunk_elements) if chunk else layout.numel
         return numel * self.gradient_itemsize
 
@@ -204,7 +213,7 @@ class Plan:
             (f"moments and {rest.value}", Kind.MOMENT1),
             ("gradients", Kind.GRADIENT),
         ):
-            lines.append(f"  {label:<21} {self._homes_line(kind)}")
+            lines.append(f"  {label:<21} {self._placement_line(kind)}")
         if not self.unified:
             lines.append(f"  {'updates':<21} {self.updates_line}")
         for tier, parts in self._memory_lines().items():
@@ -216,19 +225,19 @@ class Plan:
                 lines.append(f"  {tier:<7} {format_size(total):>10}{of}: {inside}")
         slots = ", ".join(f"{c.count} x {format_size(c.slot_bytes)}" for c in self.slot_classes)
         lines.append(
-            f"  slots   {slots or 'none (weights rest on the device)'}; look-ahead "
-            f"{self.look_ahead}; chunks of {format_count(self.chunk_elements)} elements"
+            f"  slots   {slots or 'none (weights rest on the device)'}; prefetch "
+            f"{self.prefetch_units}; chunks of {format_count(self.chunk_elements)} elements"
         )
-        lanes = ", ".join(
-            f"{lane.replace('_', ' ')} {format_size(self.predicted_bytes.get(lane, 0))}"
-            for lane in LANES
-            if self.predicted_bytes.get(lane, 0)
+        directions = ", ".join(
+            f"{direction.replace('_', ' ')} {format_size(self.predicted_bytes.get(direction, 0))}"
+            for direction in DIRECTIONS
+            if self.predicted_bytes.get(direction, 0)
         )
-        lines.append(f"  predicted per step: {lanes or 'nothing moves between tiers'}")
+        lines.append(f"  predicted per step: {directions or 'nothing moves between tiers'}")
         if self.rates_origin:
             rates = self.rates_origin
             rates = rates if "rates" in rates else f"rates {rates}"
-            lines.append(f"  homes left to the plan were chosen by {rates}")
+            lines.append(f"  placement left to the plan was chosen by {rates}")
         if self.saved.line:
             lines.append(f"  activations: {self.saved.line}")
         if self.durable:
@@ -273,8 +282,8 @@ class Plan:
         ram = {p: host.get(p, 0) + device.get(p, 0) for p in purposes}
         return {"ram": ram, "disk": self.memory[Tier.DISK]}
 
-    def _homes_line(self, kind: Kind) -> str:
-        return _counted(Counter(homes.of(kind).value for homes in self.homes))
+    def _placement_line(self, kind: Kind) -> str:
+        return _counted(Counter(placement.of(kind).value for placement in self.placements))
 
 
 def _counted(units: Counter[str]) -> str:
@@ -293,11 +302,14 @@ def _weight_and_state(precision: Precision, numel: int, chunk_elements: int) -> 
 
 def update_place(plan: Plan, unit: int) -> UpdatePlace:
     """Where a unit's optimizer runs."""
-    homes, tier = plan.homes[unit], Tier.DEVICE  # asked for by the thousand: no `==` of dataclasses
-    rests = homes.weight is tier and homes.state is tier and homes.gradient is tier
+    placement, tier = (
+        plan.placements[unit],
+        Tier.DEVICE,
+    )  # asked for by the thousand: no `==` of dataclasses
+    rests = placement.weight is tier and placement.state is tier and placement.gradient is tier
     if rests and not why_only_cpu(plan):
         return UpdatePlace.DEVICE
-    streamed = plan.streamed and homes in plan.streamed
+    streamed = plan.streamed and placement in plan.streamed
     return UpdatePlace.STREAMED if streamed else UpdatePlace.CPU
 
 
@@ -310,22 +322,22 @@ def why_only_cpu(plan: Plan) -> str:
     return "" if plan.device_kernels else "the device has no kernels"
 
 
-def streamed_bytes(plan: Plan, layout: UnitLayout, homes: UnitHomes) -> tuple[int, int]:
-    """Bytes that a streamed update of a unit with these homes brings to the device, and takes back.
+def streamed_bytes(plan: Plan, layout: UnitLayout, placement: UnitPlacement) -> tuple[int, int]:
+    """Bytes that a streamed update of a unit placed so brings to the device, and takes back.
 
     What rests on the device stays there. New weights go back like the rest; where the forward wants
     them they are in its slot already, in which they were updated.
     """
-    state = plan.state_bytes(layout, homes, (Tier.HOST, Tier.DISK))
-    gradient = 0 if homes.gradient is Tier.DEVICE else plan.gradient_bytes(layout)
+    state = plan.state_bytes(layout, placement, (Tier.HOST, Tier.DISK))
+    gradient = 0 if placement.gradient is Tier.DEVICE else plan.gradient_bytes(layout)
     return state + gradient, state
 
 
 def publishes(plan: Plan, unit: int) -> bool:
-    """Whether a sweep brings the unit's new weights to the device.
+    """Whether an optimizer pass brings the unit's new weights to the device.
 
-    Units with frozen bytes that rest elsewhere do not: the sweep has only the trained part, so
-    they go home and are fetched whole.
+    Units with frozen bytes that rest elsewhere do not: the optimizer pass has only the trained
+    part, so they are written back and fetched whole.
     """
     layout = plan.units[unit]
-    return not layout.frozen_bytes or plan.homes[unit].weight is Tier.DEVICE
+    return not layout.frozen_bytes or plan.placements[unit].weight is Tier.DEVICE

@@ -34,8 +34,15 @@ from infinity.plan.layout import (
     round_up,
 )
 from infinity.plan.machine import PlanMachine
-from infinity.plan.placement import FIELDS, best_homes, score
-from infinity.plan.plan import Plan, RuleFacts, UnitHomes, UpdatePlace, update_place, why_only_cpu
+from infinity.plan.placement import FIELDS, best_placement, score
+from infinity.plan.plan import (
+    Plan,
+    RuleFacts,
+    UnitPlacement,
+    UpdatePlace,
+    update_place,
+    why_only_cpu,
+)
 from infinity.sizes import format_count, format_size
 
 # Hints: numbers of parameters that a plan keeps to where it can, and never fails for.
@@ -60,9 +67,9 @@ def _elements(unit: UnitLayout) -> int:
 
 
 def may_look_nearer(plan: Plan, hints: HintsConfig) -> bool:
-    """Whether slots hold more than was hinted, and a shorter look-ahead may hold less."""
+    """Whether slots hold more than was hinted, and a shorter prefetch may hold less."""
     most = hints.live_parameters
-    return most is not None and plan.look_ahead > LEAST_AHEAD and live_parameters(plan) > most
+    return most is not None and plan.prefetch_units > LEAST_AHEAD and live_parameters(plan) > most
 
 
 def with_live_note(plan: Plan, hints: HintsConfig) -> Plan:
@@ -72,7 +79,7 @@ def with_live_note(plan: Plan, hints: HintsConfig) -> Plan:
         return plan
     why = (
         "the least with which something is fetched while something computes"
-        if plan.look_ahead >= LEAST_AHEAD
+        if plan.prefetch_units >= LEAST_AHEAD
         else "one unit computes and one takes its place"
     )
     note = f"hints.live_parameters is {format_count(most)}, slots hold {format_count(found)}: {why}"
@@ -82,100 +89,100 @@ def with_live_note(plan: Plan, hints: HintsConfig) -> Plan:
 def with_weights_in_ram(plan: Plan, hints: HintsConfig, limits: Limits) -> Plan:
     """Weights that rest on disk kept in RAM instead: first units, as many as hinted, if they fit.
 
-    Where the device is the host, in its memory: see `UnitHomes`.
+    Where the device is the host, in its memory: see `UnitPlacement`.
     """
     most = hints.weights_in_ram
     if most is None:
         return plan
     tier = Tier.DEVICE if plan.unified else Tier.HOST
-    kept, homes = 0, list(plan.homes)
+    kept, placements = 0, list(plan.placements)
     for unit in plan.units:
         size = _elements(unit)
-        if homes[unit.index].weight is not Tier.DISK or kept + size > most:
+        if placements[unit.index].weight is not Tier.DISK or kept + size > most:
             continue
-        tried = list(homes)
-        tried[unit.index] = replace(homes[unit.index], weight=tier)
-        if excess(with_memory(replace(plan, homes=tuple(tried)), limits), limits, auto=True):
+        tried = list(placements)
+        tried[unit.index] = replace(placements[unit.index], weight=tier)
+        if excess(with_memory(replace(plan, placements=tuple(tried)), limits), limits, auto=True):
             break
-        kept, homes = kept + size, tried
+        kept, placements = kept + size, tried
     note = (
         f"hints.weights_in_ram is {format_count(most)}: {format_count(kept)} parameters' weights "
         "are kept in RAM" + ("" if kept else ", where none more find room")
     )
-    plan = replace(plan, homes=tuple(homes), notes=(*plan.notes, note))
+    plan = replace(plan, placements=tuple(placements), notes=(*plan.notes, note))
     return with_memory(plan, limits)
 
 
 # Which updates are streamed through the device, where that is left to the plan.
 #
-# Units with equal homes are treated alike. Homes are chosen first, as if the CPU updated whatever
-# does not rest on the device; then every set of homes is streamed that makes the step shorter.
+# Units of one placement are treated alike. Placement is chosen first, as if the CPU updated
+# whatever does not rest on the device; then every one is streamed that makes the step shorter.
 
 
-# The share of a step that streaming must save. Each lane's rate was measured alone, and what
+# The share of a step that streaming must save. Each direction's rate was measured alone, and what
 # streams takes the links from weights and gradients: a close call is not one.
 WORTH = 0.05
 
 
-# Of the device's budget; where the buffers would take more, homes are chosen without them.
+# Of the device's budget; where the buffers would take more, placement is chosen without them.
 MOST_ROOM = 0.1
 
 
 def leaving_room(plan: Plan, wish: str, limits: Limits) -> Limits:
-    """`limits` less the buffers that streaming would take, for a search of the best homes.
+    """`limits` less the buffers that streaming would take, for a search of the best placement.
 
     `wish` is `Config.update`. The search fills a share of the device; what comes on top would take
     the place of activations.
     """
     if wish == "cpu" or why_only_cpu(plan) or limits.device is None:
         return limits
-    room = NUM_STREAM_BUFFERS * stream_bytes(replace(plan, streamed=frozenset(plan.homes)))
+    room = NUM_STREAM_BUFFERS * stream_bytes(replace(plan, streamed=frozenset(plan.placements)))
     if wish == "auto" and room > MOST_ROOM * limits.device:
         return limits
     return replace(limits, device=max(0, limits.device - int(room / AUTO_SHARE)))
 
 
 def with_updates(plan: Plan, wish: str, limits: Limits, rates: Rates, *, leave_share: bool) -> Plan:
-    """`plan`, whose homes are chosen, with `streamed` filled in; `wish` is `Config.update`.
+    """`plan`, whose placement is chosen, with `streamed` filled in; `wish` is `Config.update`.
 
     With "device" everything is streamed that can be, whether it fits or not. "auto" takes nothing
-    that does not fit; with `leave_share` nothing of the share of the device that a search of homes
-    leaves to activations either.
+    that does not fit; with `leave_share` nothing of the share of the device that a search of
+    placement leaves to activations either.
     """
-    homes = frozenset(
-        homes
-        for unit, homes in zip(plan.units, plan.homes, strict=True)
+    movable = frozenset(
+        placement
+        for unit, placement in zip(plan.units, plan.placements, strict=True)
         if unit.numel and update_place(plan, unit.index) is UpdatePlace.CPU
     )
     why_not = why_only_cpu(plan)
     if wish == "device" and why_not:
         return replace(plan, notes=(*plan.notes, f"update: device is not used: {why_not}"))
-    if wish == "cpu" or not homes or why_not:
+    if wish == "cpu" or not movable or why_not:
         return plan
     if wish == "device":
-        return _streaming(plan, homes, limits)
-    starts: tuple[frozenset[UnitHomes], ...] = (frozenset(), homes)
+        return _streaming(plan, movable, limits)
+    starts: tuple[frozenset[UnitPlacement], ...] = (frozenset(), movable)
     found = min(
-        (_shortest(plan, start, homes, limits, rates, leave_share) for start in starts),
+        (_shortest(plan, start, movable, limits, rates, leave_share) for start in starts),
         key=lambda plan: score(plan, rates),
     )
     before, after = (step_cost(p, rates).seconds for p in (plan, found))
     return found if after <= (1 - WORTH) * before else plan
 
 
-def _streaming(plan: Plan, streamed: frozenset[UnitHomes], limits: Limits) -> Plan:
+def _streaming(plan: Plan, streamed: frozenset[UnitPlacement], limits: Limits) -> Plan:
     return with_memory(replace(plan, streamed=streamed), limits)
 
 
 def _shortest(
     plan: Plan,
-    start: frozenset[UnitHomes],
-    homes: frozenset[UnitHomes],
+    start: frozenset[UnitPlacement],
+    movable: frozenset[UnitPlacement],
     limits: Limits,
     rates: Rates,
     leave_share: bool,
 ) -> Plan:
-    """From `start`, one set of homes more or fewer while that makes the step shorter and fits."""
+    """From `start`, one placement more or fewer while that makes the step shorter and fits."""
     best = _streaming(plan, start, limits)
     if not fits_as(best, plan, limits, auto=leave_share):
         return plan
@@ -184,7 +191,7 @@ def _shortest(
         improved = False
         # In an order that does not hang on hashes.
         for one in sorted(
-            homes, key=lambda h: [list(Tier).index(h.of_field(f)) for f in h.__slots__]
+            movable, key=lambda h: [list(Tier).index(h.of_field(f)) for f in h.__slots__]
         ):
             other = _streaming(best, best.streamed ^ {one}, limits)
             shorter = score(other, rates) < score(best, rates) * (1 - 1e-9)
@@ -205,12 +212,12 @@ class Stored:
 
     directory: str
     step: int
-    homes: tuple[UnitHomes, ...]
+    placements: tuple[UnitPlacement, ...]
     chunk_elements: int
 
 
 def gradient_itemsize(config: Config) -> int:
-    """Bytes of a gradient at home: fp32 where micro-batches, or slices, are summed."""
+    """Bytes of a gradient at rest: fp32 where micro-batches, or slices, are summed."""
     summed = config.gradient_accumulation_steps > 1 or config.activations.slices > 1
     return 4 if summed or PRECISIONS[config.precision].weight == 4 else 2
 
@@ -226,12 +233,12 @@ def make_plan(
     rates: Rates | None = None,
     stored: Stored | None = None,
 ) -> Plan:
-    """Choose homes, slots and stages; raises `DoesNotFitError` or `ConfigError`.
+    """Choose placement, slots and staging buffers; raises `DoesNotFitError` or `ConfigError`.
 
     `rule` is what the update rule keeps; two fp32 moments if it is left out. `device_kernels`
-    says that the device can run our optimizer kernels itself. `rates` weigh the lanes against
-    one another where homes are left to the plan; those of a common machine if left out. `stored`
-    gives the homes and chunks of a durable run that is continued.
+    says that the device can run our optimizer kernels itself. `rates` weigh resources against
+    one another where placement is left to the plan; those of a common machine if left out. `stored`
+    gives placement and chunks of a durable run that is continued.
     """
     rates = rates or nominal(unified)
     rule = rule or RuleFacts()
@@ -250,11 +257,11 @@ def make_plan(
     draft = Plan(
         precision=precision,
         units=units,
-        homes=(),
+        placements=(),
         slot_classes=(),
         chunk_elements=min(chunk, round_up(max(largest, 1), ELEMENT_ALIGN)),
-        num_stages=NUM_STAGES,
-        look_ahead=config.look_ahead,
+        num_staging_buffers=NUM_STAGES,
+        prefetch_units=config.prefetch_units,
         micro_batches=micro_batches,
         gradient_itemsize=gradient_itemsize(config),
         unified=unified,
@@ -270,29 +277,29 @@ def make_plan(
     )
     if stored is not None:
         draft = replace(draft, resumed=stored.directory, chunk_elements=stored.chunk_elements)
-    plan = _with_look_ahead(draft, stored, config, limits, rates)
+    plan = _with_prefetch(draft, stored, config, limits, rates)
     plan = with_live_note(plan, config.hints)
     if plan.durable and config.durable_every == "auto":
         plan = replace(plan, durable_every=_often(plan, rates))
     return replace(plan, predicted_bytes=forecast_bytes(plan))
 
 
-def _with_look_ahead(
+def _with_prefetch(
     draft: Plan, stored: Stored | None, config: Config, limits: Limits, rates: Rates
 ) -> Plan:
-    """The longest look-ahead up to the configured one that fits, and that hints allow.
+    """The longest prefetch up to the configured one that fits, and that hints allow.
 
     Raises `DoesNotFitError`, of the longest one, if none fits.
     """
     failure: DoesNotFitError | None = None
     found: tuple[Plan, str] | None = None
-    for distance in range(config.look_ahead, -1, -1):
+    for distance in range(config.prefetch_units, -1, -1):
         try:
-            nearer = replace(draft, look_ahead=distance)
+            nearer = replace(draft, prefetch_units=distance)
             if stored is not None:
                 plan = _with_stored(nearer, stored, config, limits, rates)
             else:
-                plan = _with_homes(nearer, config, limits, rates)
+                plan = _with_placement(nearer, config, limits, rates)
         except DoesNotFitError as error:
             failure = failure or error
             continue
@@ -303,20 +310,20 @@ def _with_look_ahead(
         assert failure is not None
         raise failure
     plan, why = found
-    if plan.look_ahead == config.look_ahead:
+    if plan.prefetch_units == config.prefetch_units:
         return plan
-    note = f"look-ahead lowered from {config.look_ahead} to {plan.look_ahead} {why}"
+    note = f"prefetch_units lowered from {config.prefetch_units} to {plan.prefetch_units} {why}"
     return replace(plan, notes=(*plan.notes, note))
 
 
-def _with_homes(draft: Plan, config: Config, limits: Limits, rates: Rates) -> Plan:
-    """Fill in homes, then memory; every explicit home is honoured or refused."""
-    wishes = (config.homes.weights, config.homes.gradients, config.homes.moments)
+def _with_placement(draft: Plan, config: Config, limits: Limits, rates: Rates) -> Plan:
+    """Fill in placement, then memory; every explicit tier is honoured or refused."""
+    wishes = (config.placement.weights, config.placement.gradients, config.placement.moments)
     has_disk = bool(config.nvme_path)
     if "disk" in wishes and not has_disk:
         raise ConfigError(
-            "homes ask for the disk, but no nvme_path is given",
-            remedy="set nvme_path: /a/directory/on/a/fast/drive, or use homes 'auto' or 'host'",
+            "placement asks for the disk, but no nvme_path is given",
+            remedy="set nvme_path: /a/directory/on/a/fast/drive, or use placement 'auto' or 'host'",
         )
     explicit = [None if wish == "auto" else Tier(wish) for wish in wishes]
     if draft.unified and explicit[0] is Tier.HOST:
@@ -324,15 +331,15 @@ def _with_homes(draft: Plan, config: Config, limits: Limits, rates: Rates) -> Pl
     fallback = Tier.DISK if has_disk else Tier.HOST
     # The same without a disk: beside weights in RAM, slots would be copies that serve nobody.
     resting = Tier.DEVICE if draft.unified and not has_disk else fallback
-    homes = [
-        UnitHomes(weight=explicit[0] or resting, gradient=explicit[1] or fallback,
+    placements = [
+        UnitPlacement(weight=explicit[0] or resting, gradient=explicit[1] or fallback,
                   state=explicit[2] or fallback)
         for _ in draft.units
     ]  # fmt: skip
-    plan = with_memory(replace(draft, homes=tuple(homes)), limits)
+    plan = with_memory(replace(draft, placements=tuple(placements)), limits)
     auto = [field for field, wish in zip(FIELDS, explicit, strict=True) if wish is None]
     if auto:
-        plan = best_homes(plan, auto, leaving_room(plan, config.update, limits), rates)
+        plan = best_placement(plan, auto, leaving_room(plan, config.update, limits), rates)
     plan = with_weights_in_ram(plan, config.hints, limits)
     plan = with_updates(plan, config.update, limits, rates, leave_share=bool(auto))
     _require_fit(plan, limits, config)
@@ -340,11 +347,13 @@ def _with_homes(draft: Plan, config: Config, limits: Limits, rates: Rates) -> Pl
 
 
 def _with_stored(draft: Plan, stored: Stored, config: Config, limits: Limits, rates: Rates) -> Plan:
-    """The homes of a durable run as they are, or an error that says that they no longer fit."""
-    homes: Sequence[UnitHomes] = stored.homes
-    if draft.unified:  # one memory: see `_with_homes`
-        homes = [replace(h, weight=Tier.DEVICE) if h.weight is Tier.HOST else h for h in homes]
-    plan = with_memory(replace(draft, homes=tuple(homes)), limits)
+    """The placement of a durable run as it is, or an error that says that it no longer fits."""
+    placements: Sequence[UnitPlacement] = stored.placements
+    if draft.unified:  # one memory: see `_with_placement`
+        placements = [
+            replace(h, weight=Tier.DEVICE) if h.weight is Tier.HOST else h for h in placements
+        ]
+    plan = with_memory(replace(draft, placements=tuple(placements)), limits)
     plan = with_updates(plan, config.update, limits, rates, leave_share=False)
     try:
         _require_fit(plan, limits, config)
@@ -352,11 +361,14 @@ def _with_stored(draft: Plan, stored: Stored, config: Config, limits: Limits, ra
         raise DoesNotFitError(
             f"the durable run in {stored.directory} does not fit the budgets as it was placed: "
             f"{error.what}",
-            because="homes and chunks of a durable run stay as they were when it began"
+            because="placement and chunks of a durable run stay as they were when it began"
             + (f"; {error.because}" if error.because else ""),
             remedy="raise the budget, or leave resume out to start a new run",
         ) from error
-    note = f"continues {stored.directory} after update {stored.step}, homes and chunks as they were"
+    note = (
+        f"continues {stored.directory} after update {stored.step}, "
+        "placement and chunks as they were"
+    )
     return replace(plan, notes=(*plan.notes, note))
 
 
@@ -404,10 +416,10 @@ def _remedy(tier: Tier, config: Config, rule: RuleFacts) -> str:
         return "raise budget.device, lower chunk_size, or leave update: device out"
     if not config.nvme_path:
         return "set nvme_path so that state can rest on disk"
-    homes = config.homes
-    on_disk = [k for k in ("weights", "moments", "gradients") if getattr(homes, k) != "disk"]
+    placement = config.placement
+    on_disk = [k for k in ("weights", "moments", "gradients") if getattr(placement, k) != "disk"]
     if on_disk:
-        return f"raise budget.{tier}, or put more on disk: homes.{on_disk[-1]}=disk"
+        return f"raise budget.{tier}, or put more on disk: placement.{on_disk[-1]}=disk"
     if rule.whole:  # no chunk size helps: a chunk is a unit
         return (
             f"raise budget.{tier}, cut the model into smaller units (initialize(units=[...])), or "
@@ -424,8 +436,8 @@ class Case:
     """Everything that a plan, its times and its activations are computed from.
 
     `heads` are parameters that make logits. `base` is RAM in bytes that the process needs itself,
-    `made` the largest value made at birth (see `Limits`), `device_share` the part of the device's
-    memory that a run takes.
+    `made` the largest value made at the initial write (see `Limits`), `device_share` the part of
+    the device's memory that a run takes.
     """
 
     units: tuple[UnitLayout, ...]

@@ -1,7 +1,7 @@
 """What a run tells while it goes: whoever follows it, `metrics.jsonl`, and TensorBoard if asked.
 
 `metrics.jsonl` has one object a line. "event": "step" with step, epoch, tokens (all so far), loss,
-lr, grad_norm, clip_factor, skipped, step_s, tokens_per_s, stall_s and moved (by lane), memory;
+lr, grad_norm, clip_factor, skipped, step_s, tokens_per_s, stall_s and moved (by direction), memory;
 "event": "evaluation" with step, loss, perplexity, windows; "event": "not saved" with step, tag and
 why, for a checkpoint that failed.
 """

@@ -26,7 +26,7 @@ from infinity.storage.disk_speed import measure_speeds
 from infinity.storage.os_errors import corruption, does_not_fit, transfer_error
 from infinity.storage.run_dir import Scratch
 from infinity.storage.store import Pieces, Priority
-from infinity.storage.striping import Placement, Stripes
+from infinity.storage.striping import Stripes, Striping
 
 # CRC32C of every page on disk, kept in RAM apart from the data (`io.verify`).
 #
@@ -220,9 +220,7 @@ class Disk:
 
     joins = True
 
-    def __init__(
-        self, paths: Sequence[Path], io: IoConfig, stored: Placement | None = None
-    ) -> None:
+    def __init__(self, paths: Sequence[Path], io: IoConfig, stored: Striping | None = None) -> None:
         self.warnings: list[str] = []
         self.stuck: TransferError | None = None
         self._stored = stored
@@ -344,10 +342,10 @@ class Disk:
         self.used = tuple(self._stripes.place(self.speeds, room))
 
     @property
-    def placement(self) -> Placement:
+    def striping(self) -> Striping:
         """Where everything is, once it is allocated; `Disk` takes it back as `stored`."""
         directories = tuple(scratch.directory for scratch in self.scratches)
-        return Placement(directories, self._stripe_bytes, self.speeds, self._room, self.used)
+        return Striping(directories, self._stripe_bytes, self.speeds, self._room, self.used)
 
     # --- moving ------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
 """Which bytes lie on which drive: one logical space, dealt in stripes over several paths.
 
 Extents are promised one after the other, so the logical space is dense; when all are known, it is
-dealt. A record is split, rather than given whole to one drive: a sweep has only two reads in
-flight and consumes them in order, so whole records would leave a drive idle whenever two in a row
-lie on the other one, and a fetch that somebody waits for would run at the speed of one drive.
+dealt. A record is split, rather than given whole to one drive: an optimizer pass has only two reads
+in flight and consumes them in order, so whole records would leave a drive idle whenever two in a
+row lie on the other one, and a fetch that somebody waits for would run at the speed of one drive.
 
 Each part of a record (the weights, the moments) is dealt by a count of its own, because a fetch
 reads the weights alone: they too must be spread in proportion, over the whole and over any few
@@ -230,7 +230,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class Striping:
     """All that decides where the bytes of the logical space lie; the inputs of its dealing."""
 
     directories: tuple[Path, ...]
@@ -287,7 +287,7 @@ class Stripes:
         self._promised.clear()
         return dealer.used
 
-    def place_again(self, stored: Placement, sizes: Sequence[int]) -> None:
+    def place_again(self, stored: Striping, sizes: Sequence[int]) -> None:
         """Deal everything as it was dealt for a run that is continued; raises `CheckpointError`.
 
         `sizes` are those of the files in bytes.

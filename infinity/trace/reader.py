@@ -32,7 +32,7 @@ class Slice:
     state, `unit` a name or "", `args` all that the file says.
     """
 
-    lane: str
+    track: str
     what: str
     unit: str
     submitted: float
@@ -49,20 +49,20 @@ class Slice:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A whole trace: slices by lane in the order they began, and what is said of it.
+    """A whole trace: slices by track in the order they began, and what is said of it.
 
     `complete` tells whether the trace was closed; `num_dropped` counts events that are missing.
     """
 
     path: str
     facts: Mapping[str, Any]
-    lanes: Mapping[str, tuple[Slice, ...]]
+    tracks: Mapping[str, tuple[Slice, ...]]
     num_dropped: int
     complete: bool
 
-    def of(self, *lanes: str) -> tuple[Slice, ...]:
-        """The slices of one or several lanes."""
-        return tuple(s for lane in lanes for s in self.lanes.get(lane, ()))
+    def of(self, *tracks: str) -> tuple[Slice, ...]:
+        """The slices of one or several tracks."""
+        return tuple(s for track in tracks for s in self.tracks.get(track, ()))
 
 
 def read_timeline(path: str | os.PathLike[str]) -> Timeline:
@@ -79,7 +79,7 @@ def read_timeline(path: str | os.PathLike[str]) -> Timeline:
             because=error.strerror,
             remedy="give the file that trace: of a configuration named",
         ) from error
-    lanes: dict[str, list[Slice]] = {}
+    tracks: dict[str, list[Slice]] = {}
     facts: Mapping[str, Any] | None = None
     dropped, complete = 0, False
     for number, event in enumerate(parse_events(text), start=1):
@@ -91,7 +91,7 @@ def read_timeline(path: str | os.PathLike[str]) -> Timeline:
                 dropped, complete = int(_number(args, "dropped", 0)), True
             elif event.get("ph") == "X":
                 found = _slice(event)
-                lanes.setdefault(found.lane, []).append(found)
+                tracks.setdefault(found.track, []).append(found)
                 dropped = max(dropped, int(_number(args, "dropped", 0)))
         except ValueError as error:
             raise TraceError(
@@ -105,7 +105,9 @@ def read_timeline(path: str | os.PathLike[str]) -> Timeline:
             because="no event in it says where the trace begins",
             remedy="train with trace: path.json in the config, and give that path",
         )
-    ordered = {lane: tuple(sorted(s, key=lambda x: (x.begin, -x.end))) for lane, s in lanes.items()}
+    ordered = {
+        track: tuple(sorted(s, key=lambda x: (x.begin, -x.end))) for track, s in tracks.items()
+    }
     return Timeline(str(where), facts, ordered, dropped, complete)
 
 
@@ -153,15 +155,15 @@ def _slice(event: Mapping[str, Any]) -> Slice:
     shown = _number(event, "ts")
     end = shown + _number(event, "dur")
     queued = _number(args, "queued_us", 0)
-    lane = str(event.get("cat", ""))
+    track = str(event.get("cat", ""))
     # Disk requests are shown from their submission on, all else from its beginning.
-    from_submission = lane in FROM_SUBMISSION
+    from_submission = track in FROM_SUBMISSION
     submitted = shown if from_submission else shown - queued
     begin = shown + queued if from_submission else shown
     if not all(map(math.isfinite, (submitted, begin, end))):
         raise ValueError(f"its 'ts' is {shown}, too far from now")
     return Slice(
-        lane=lane,
+        track=track,
         what=str(args.get("what", event.get("name", ""))),
         unit=str(args.get("unit", "")),
         submitted=submitted / 1e6,
@@ -172,9 +174,9 @@ def _slice(event: Mapping[str, Any]) -> Slice:
     )
 
 
-# What a trace says of each step: busy shares per lane, stalls, and what binds.
+# What a trace says of each step: busy shares per track, stalls, and what binds.
 #
-# Shares are unions of intervals: two requests at once count once. A lane is busy while something
+# Shares are unions of intervals: two requests at once count once. A track is busy while something
 # of it goes on, not while it waits in a queue. Where compute ends with its call (a CPU) the stalls
 # inside it are taken out; on a GPU compute has a clock of its own, and is idle between its slices.
 
@@ -183,7 +185,7 @@ Interval: TypeAlias = tuple[float, float]
 Times: TypeAlias = list[Interval]  # sorted, disjoint, none empty
 
 # What may keep compute waiting, and how it is called.
-MOVERS = {
+CAUSES = {
     "disk": "the disk",
     "to_device": "copying to the device",
     "from_device": "copying from the device",
@@ -194,7 +196,7 @@ MOVERS = {
 _COPIES = ("disk_read", "disk_write", "to_device", "from_device")
 SHOWN = ("compute", "disk", *_COPIES, "sums", "update")
 _NAMES = {"disk_read": "disk read", "disk_write": "disk write"}
-_LANES = (*_COPIES, "sums", "update", "saving", "compute")
+_TRACKS = (*_COPIES, "sums", "update", "saving", "compute")
 SMALL_SHARE = 0.05  # of a step; waits below it are not worth a name
 ONE_SIDED = 1.25  # reads cover so much more of the waits than writes, or the reverse
 CLEARLY = 4.0  # compute is so much longer than its waits
@@ -253,15 +255,15 @@ def length(times: Times) -> float:
 
 @dataclass(frozen=True)
 class Stall:
-    """One wait of the training thread, and the lane that was busiest meanwhile."""
+    """One wait of the training thread, and the track that was busiest meanwhile."""
 
     step: str
     cause: str
     unit: str
     begin: float
     seconds: float
-    lane: str
-    lane_seconds: float
+    track: str
+    resource_seconds: float
 
 
 @dataclass(frozen=True)
@@ -277,7 +279,7 @@ class StepShares:
     busy: dict[str, float]
     waits: float
     other: float
-    covered: dict[str, float] = field(repr=False)  # by mover: how much of the waits it was busy
+    covered: dict[str, float] = field(repr=False)  # by cause: how much of the waits it was busy
     causes: dict[str, float] = field(repr=False)
 
     @property
@@ -285,9 +287,9 @@ class StepShares:
         """How long the step took."""
         return self.end - self.begin
 
-    def share(self, lane: str) -> float:
-        """Busy share of a lane, 0 to 1."""
-        return self.busy.get(lane, 0.0) / self.seconds if self.seconds > 0 else 0.0
+    def share(self, track: str) -> float:
+        """Busy share of a track, 0 to 1."""
+        return self.busy.get(track, 0.0) / self.seconds if self.seconds > 0 else 0.0
 
 
 class Shares:
@@ -309,8 +311,8 @@ class Shares:
             self.whole = self._step(name, window)
 
     def _measure(self, timeline: Timeline) -> None:
-        """When each lane was busy, and compute waited."""
-        self._busy = {lane: union(_spans(timeline.of(lane))) for lane in _LANES}
+        """When each track was busy, and compute waited."""
+        self._busy = {track: union(_spans(timeline.of(track))) for track in _TRACKS}
         self._busy["disk"] = union(self._busy["disk_read"] + self._busy["disk_write"])
         causes = {s.what for s in timeline.of("stall")}
         self._causes = {
@@ -322,21 +324,21 @@ class Shares:
             self._busy["compute"] = without(self._busy["compute"], stalls)
             self._waits = stalls
             return
-        going_on = union([*stalls, *(i for mover in MOVERS for i in self._busy[mover])])
+        going_on = union([*stalls, *(i for cause in CAUSES for i in self._busy[cause])])
         self._waits = without(going_on, self._busy["compute"])
 
     def _step(self, name: str, window: Interval) -> StepShares:
         """What lies in a window."""
-        inside = {lane: clip(times, window) for lane, times in self._busy.items()}
+        inside = {track: clip(times, window) for track, times in self._busy.items()}
         waits = clip(self._waits, window)
         return StepShares(
             name=name,
             begin=window[0],
             end=window[1],
-            busy={lane: length(times) for lane, times in inside.items()},
+            busy={track: length(times) for track, times in inside.items()},
             waits=length(waits),
             other=max(window[1] - window[0] - length(union(inside["compute"] + waits)), 0.0),
-            covered={lane: length(overlap(inside[lane], waits)) for lane in (*MOVERS, *_NAMES)},
+            covered={track: length(overlap(inside[track], waits)) for track in (*CAUSES, *_NAMES)},
             causes={cause: length(clip(times, window)) for cause, times in self._causes.items()},
         )
 
@@ -346,10 +348,12 @@ class Shares:
         longest = sorted(self.timeline.of("stall"), key=lambda s: -s.seconds)[:count]
         for stall in (s for s in longest if s.seconds > 0):
             window = stall.begin, stall.end
-            during = {lane: length(clip(self._busy[lane], window)) for lane in MOVERS}
-            lane = max(during, key=lambda name: during[name]) if any(during.values()) else "nothing"
+            during = {track: length(clip(self._busy[track], window)) for track in CAUSES}
+            track = (
+                max(during, key=lambda name: during[name]) if any(during.values()) else "nothing"
+            )
             step = next((s.what for s in steps if s.begin <= stall.begin < s.end), "after the last")
-            busiest = lane, during.get(lane, 0.0)
+            busiest = track, during.get(track, 0.0)
             found.append(Stall(step, stall.what, stall.unit, stall.begin, stall.seconds, *busiest))
         return found
 
@@ -359,7 +363,7 @@ def _spans(slices: Iterable[Slice]) -> list[Interval]:
 
 
 def binds(step: StepShares) -> str:
-    """What the step's time is due to: a key of `MOVERS`, "disk_read", "disk_write", "compute",
+    """What the step's time is due to: a key of `CAUSES`, "disk_read", "disk_write", "compute",
     "other" (the loop's own code), or "unknown": waits during which nothing that is traced went on.
     """
     compute = step.busy["compute"]
@@ -367,44 +371,44 @@ def binds(step: StepShares) -> str:
         return "other"
     if step.waits < SMALL_SHARE * step.seconds or compute > CLEARLY * step.waits:
         return "compute"
-    mover = max(MOVERS, key=lambda name: step.covered[name])
-    if step.covered[mover] < step.waits / 4:
+    cause = max(CAUSES, key=lambda name: step.covered[name])
+    if step.covered[cause] < step.waits / 4:
         return "unknown"
-    if mover == "disk":
+    if cause == "disk":
         read, write = step.covered["disk_read"], step.covered["disk_write"]
         if read > ONE_SIDED * write:
             return "disk_read"
         if write > ONE_SIDED * read:
             return "disk_write"
-    return mover
+    return cause
 
 
 def verdict(step: StepShares) -> str:
     """What binds, in one sentence."""
-    lane, total = binds(step), seconds(step.seconds)
+    track, total = binds(step), seconds(step.seconds)
     compute = f"busy {percent(step.share('compute'))}"
     waits = f"waits {seconds(step.waits)} of {total}"
-    if lane == "compute":
+    if track == "compute":
         return f"{step.name}: compute binds ({compute}); it {waits}"
-    if lane == "other":
+    if track == "other":
         return (
             f"{step.name}: the training loop's own code binds: {seconds(step.other)} of {total} "
             f"lie outside the engine (compute {compute})"
         )
-    if lane == "unknown":
+    if track == "unknown":
         cause = max(step.causes, key=lambda c: step.causes[c], default="data")
         return (
             f"{step.name}: compute {waits}, most of it for {cause!r}, while little that is "
             "traced goes on"
         )
-    busy = f"busy {percent(step.share(lane))}"
-    if lane == "disk":
+    busy = f"busy {percent(step.share(track))}"
+    if track == "disk":
         read, write = percent(step.share("disk_read")), percent(step.share("disk_write"))
         busy += f": read {read}, write {write}"
-    # A lane that rests half of the time is waited for one request after the other.
-    verb = "binds" if step.share(lane) >= 0.5 else "is waited for, but does not bind"
-    waited = f"compute waits {seconds(step.covered[lane])} of {total} for it"
-    return f"{step.name}: {_NAMES.get(lane) or MOVERS[lane]} {verb} ({busy}); {waited}"
+    # A track that rests half of the time is waited for one request after the other.
+    verb = "binds" if step.share(track) >= 0.5 else "is waited for, but does not bind"
+    waited = f"compute waits {seconds(step.covered[track])} of {total} for it"
+    return f"{step.name}: {_NAMES.get(track) or CAUSES[track]} {verb} ({busy}); {waited}"
 
 
 def percent(share: float) -> str:
@@ -447,7 +451,7 @@ def step_data(step: StepShares) -> dict[str, Any]:
     return {
         "name": step.name,
         "seconds": step.seconds,
-        "busy_share": {lane: step.share(lane) for lane in SHOWN},
+        "busy_share": {track: step.share(track) for track in SHOWN},
         "idle_share": 1.0 - step.share("compute"),
         "waits_s": step.waits,
         "other_s": step.other,
@@ -464,22 +468,22 @@ def report_lines(data: Mapping[str, Any]) -> Iterator[str]:
         yield "no step was completed while the trace was recorded"
         return
     shown = steps + ([data["whole"]] if len(steps) > 1 else [])
-    lanes = [lane for lane in SHOWN if any(step["busy_share"][lane] for step in steps)]
-    yield f"{'busy share of':14}  {'seconds':>8}" + "".join(f"{_short(x):>12}" for x in lanes)
+    tracks = [track for track in SHOWN if any(step["busy_share"][track] for step in steps)]
+    yield f"{'busy share of':14}  {'seconds':>8}" + "".join(f"{_short(x):>12}" for x in tracks)
     for step in shown:
-        percents = "".join(f"{percent(step['busy_share'][lane]):>12}" for lane in lanes)
+        percents = "".join(f"{percent(step['busy_share'][track]):>12}" for track in tracks)
         yield f"{step['name']:14}  {step['seconds']:8.3f}{percents}"
     yield ""
     yield "largest stalls:"
     for stall in data["largest_stalls"]:
-        share = percent(stall["lane_seconds"] / stall["seconds"])
+        share = percent(stall["resource_seconds"] / stall["seconds"])
         yield (
             f"  {stall['seconds'] * 1e3:9.2f} ms  {stall['cause']:10} {stall['unit']:20} in "
-            f"{stall['step']}; meanwhile {_short(stall['lane'])} was busy {share}"
+            f"{stall['step']}; meanwhile {_short(stall['track'])} was busy {share}"
         )
     yield ""
     yield from (step["verdict"] for step in shown)
 
 
-def _short(lane: str) -> str:
-    return lane.replace("_", " ")
+def _short(track: str) -> str:
+    return track.replace("_", " ")

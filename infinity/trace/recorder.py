@@ -32,12 +32,12 @@ from infinity.files import atomic_write
 
 FLUSH_S = 0.1
 CAPACITY = 1 << 16  # events that wait to be written; about 15 MB
-MAX_ROWS = 16  # tracks of one lane, where its events overlap
+MAX_ROWS = 16  # tracks of one track, where its events overlap
 CLOSE_S = 10.0
 NO_UNIT = -1
 
-# Lane -> the name of its track, in the order of the tracks.
-LANES = {
+# Track -> the name of its track, in the order of the tracks.
+TRACKS = {
     "step": "steps",
     "micro_batch": "micro-batches",
     "compute": "compute",
@@ -47,13 +47,13 @@ LANES = {
     "disk_read": "disk read",
     "disk_write": "disk write",
     "sums": "sums of gradients",
-    "sweep": "sweep",
+    "optimizer_pass": "optimizer_pass",
     "update": "update",
     "saving": "saving and commits",
 }
-# Lanes whose events may overlap without one holding the other: they get more tracks.
+# Tracks whose events may overlap without one holding the other: they get more tracks.
 SPREAD = ("to_device", "from_device", "disk_read", "disk_write", "update", "saving")
-# Lanes that show an event from its submission on; the others from its beginning.
+# Tracks that show an event from its submission on; the others from its beginning.
 FROM_SUBMISSION = ("disk_read", "disk_write")
 
 
@@ -79,7 +79,7 @@ class Watched(Protocol):
 
 
 When: TypeAlias = int | Stamp
-# lane, name, unit, submitted, begin, end (None: begin is an interval), bytes, further arguments
+# track, name, unit, submitted, begin, end (None: begin is an interval), bytes, further arguments
 _Event: TypeAlias = tuple[
     str, str, int, int | None, When | Interval, When | None, int, Mapping[str, Any] | None
 ]
@@ -109,9 +109,9 @@ class Trace:
         self.start_ns = time.perf_counter_ns()
         self._capacity = capacity
         self._queue: deque[_Event] = deque()
-        self._later: dict[str, deque[_Event]] = {lane: deque() for lane in LANES}
+        self._later: dict[str, deque[_Event]] = {track: deque() for track in TRACKS}
         self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
-        self._rows: dict[str, list[int]] = {lane: [] for lane in LANES}
+        self._rows: dict[str, list[int]] = {track: [] for track in TRACKS}
         self._lock = threading.RLock()  # a collected ticket may record at any point
         self._owner_pid = os.getpid()
         self._closed = False
@@ -138,7 +138,7 @@ class Trace:
 
     def add(
         self,
-        lane: str,
+        track: str,
         name: str,
         unit: int,
         begin: When,
@@ -149,13 +149,13 @@ class Trace:
         args: Mapping[str, Any] | None = None,
     ) -> None:
         """Record what took from `begin` to `end`, in nanoseconds of `time.perf_counter_ns`."""
-        self._append((lane, name, unit, submitted, begin, end, nbytes, args))
+        self._append((track, name, unit, submitted, begin, end, nbytes, args))
 
     def add_later(
-        self, lane: str, name: str, unit: int, interval: Interval, nbytes: int, submitted: int
+        self, track: str, name: str, unit: int, interval: Interval, nbytes: int, submitted: int
     ) -> None:
         """Record what is under way, once it is over."""
-        self._append((lane, name, unit, submitted, interval, None, nbytes, None))
+        self._append((track, name, unit, submitted, interval, None, nbytes, None))
 
     def watch(self, request: Watched) -> None:
         """See to it that a request which nobody waits for is recorded, at the latest by `close`."""
@@ -201,7 +201,7 @@ class Trace:
         for _ in range(len(self._queue)):
             event = self._queue.popleft()
             self._later[event[0]].append(event)
-        for waiting in self._later.values():  # what follows on a lane ends later
+        for waiting in self._later.values():  # what follows on a track ends later
             while waiting and self._resolve(waiting[0], events):
                 waiting.popleft()
             while len(waiting) > self._capacity:
@@ -237,7 +237,7 @@ class Trace:
                 self.num_dropped += num_events
 
     def _lines(self, event: _Known) -> Iterable[str]:
-        lane, name, unit, submitted, begin, end, nbytes, args = event
+        track, name, unit, submitted, begin, end, nbytes, args = event
         shown: dict[str, Any] = {"unit": self.names[unit]} if unit >= 0 else {}
         text = f"{name} {self.names[unit]}" if unit >= 0 else name
         if nbytes:
@@ -245,21 +245,21 @@ class Trace:
         start = begin
         if submitted is not None:
             shown["queued_us"] = round((begin - submitted) / 1e3, 3)
-            start = submitted if lane in FROM_SUBMISSION else begin
+            start = submitted if track in FROM_SUBMISSION else begin
         shown |= {"what": name, **(args or {})}
-        row, is_new = self._row(lane, start, end)
+        row, is_new = self._row(track, start, end)
         if is_new:
-            yield from self._track(lane, row)
+            yield from self._track(track, row)
         yield (
-            f'{{"ph":"X","cat":"{lane}","name":{json.dumps(text)},"pid":1,'
-            f'"tid":{_tid(lane, row)},"ts":{(start - self.start_ns) / 1e3:.3f},'
+            f'{{"ph":"X","cat":"{track}","name":{json.dumps(text)},"pid":1,'
+            f'"tid":{_tid(track, row)},"ts":{(start - self.start_ns) / 1e3:.3f},'
             f'"dur":{max(end - start, 0) / 1e3:.3f},"args":{_json(shown)}}}'
         )
 
-    def _row(self, lane: str, start: int, end: int) -> tuple[int, bool]:
-        """The first track of the lane on which nothing overlaps; whether it is a new one."""
-        rows = self._rows[lane]
-        if lane not in SPREAD:
+    def _row(self, track: str, start: int, end: int) -> tuple[int, bool]:
+        """The first track of the track on which nothing overlaps; whether it is a new one."""
+        rows = self._rows[track]
+        if track not in SPREAD:
             rows[:] = [end]
             return 0, False
         for row, busy_until in enumerate(rows):
@@ -276,15 +276,15 @@ class Trace:
     def _head(self, facts: Mapping[str, Any]) -> list[str]:
         process = {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "infinity"}}
         lines = [_json(process)]
-        for lane in LANES:
-            lines += self._track(lane, 0)
+        for track in TRACKS:
+            lines += self._track(track, 0)
         began = {"format": 1, "unix_s": round(time.time(), 3), "pid": os.getpid(), **facts}
         return [*lines, self._mark("trace begins", self.start_ns, began)]
 
-    def _track(self, lane: str, row: int) -> list[str]:
+    def _track(self, track: str, row: int) -> list[str]:
         """What names a track, and says where it stands."""
-        tid = _tid(lane, row)
-        name = LANES[lane] + (f" ({row + 1})" if row else "")
+        tid = _tid(track, row)
+        name = TRACKS[track] + (f" ({row + 1})" if row else "")
         base = {"ph": "M", "pid": 1, "tid": tid}
         return [
             _json(base | {"name": "thread_name", "args": {"name": name}}),
@@ -305,30 +305,30 @@ class Laps:
         self._unit = unit
         self._begin = time.perf_counter_ns()
 
-    def lap(self, lane: str, name: str, nbytes: int = 0) -> None:
+    def lap(self, track: str, name: str, nbytes: int = 0) -> None:
         """A phase is over."""
         now = time.perf_counter_ns()
-        self._trace.add(lane, name, self._unit, self._begin, now, nbytes)
+        self._trace.add(track, name, self._unit, self._begin, now, nbytes)
         self._begin = now
 
 
 def _known(event: _Event) -> _Known | None:
     """The event with its times as numbers; None where they are not known yet."""
-    lane, name, unit, submitted, begin, end, nbytes, args = event
+    track, name, unit, submitted, begin, end, nbytes, args = event
     if end is None:
         times = begin.elapsed_ns()  # type: ignore[union-attr]
         if times is None:
             return None
-        return lane, name, unit, submitted, times[0], times[1], nbytes, args
+        return track, name, unit, submitted, times[0], times[1], nbytes, args
     first = begin if isinstance(begin, int) else begin.time_ns()  # type: ignore[union-attr]
     last = end if isinstance(end, int) else end.time_ns()
     if first is None or last is None:
         return None
-    return lane, name, unit, submitted, first, last, nbytes, args
+    return track, name, unit, submitted, first, last, nbytes, args
 
 
-def _tid(lane: str, row: int) -> int:
-    return (list(LANES).index(lane) + 1) * 100 + row
+def _tid(track: str, row: int) -> int:
+    return (list(TRACKS).index(track) + 1) * 100 + row
 
 
 def _json(value: object) -> str:

@@ -1,1 +1,1 @@
-"""The training step: hooks, gradients out, clipping, the sweep, and whole values."""
+"""The training step: hooks, gradients out, clipping, the optimizer pass, and whole values."""

@@ -1,8 +1,8 @@
-"""Copies of all homes into the streams of a checkpoint, while training goes on.
+"""Copies of all state at rest into the streams of a checkpoint, while training goes on.
 
-A copier thread goes through the units chunk by chunk. Before a sweep, or an edit, changes the
-first byte of a unit that is not copied yet, it waits for the copier (`await_copied`): nothing is
-ever copied twice or kept twice, and memory is two chunks whatever the model's size.
+A copier thread goes through the units chunk by chunk. Before an optimizer pass, or an edit, changes
+the first byte of a unit that is not copied yet, it waits for the copier (`await_copied`): nothing
+is ever copied twice or kept twice, and memory is two chunks whatever the model's size.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from infinity.storage.staging import BufferPool
 # Whether the frozen parameters of the next checkpoint are, byte for byte, those of the last one.
 #
 # Most of them change only through `StateStore.write`, which counts. Where weights rest on the
-# device modules compute with the very bytes of the home, and `p.data.add_(1)` changes them unseen:
+# device modules compute with the very bytes at rest, and `p.data.add_(1)` changes them unseen:
 # of those units checksums are kept, and compared before anything is shared.
 
 
@@ -72,7 +72,7 @@ class FrozenBytes:
             self._sums = {}
 
     def read(self, layout: UnitLayout) -> Tensor:
-        """The frozen bytes of a unit (uint8), in its home or a copy."""
+        """The frozen bytes of a unit (uint8), where they rest or a copy."""
         weights = self._store.units[layout.index].in_ram(Kind.WEIGHT)
         if weights is None:
             weights = self._store.read(layout.index, Kind.WEIGHT)
@@ -88,8 +88,8 @@ class FrozenBytes:
         self._last = _Last(written, self._edition, self._sums) if written is not None else None
 
     def _is_bare(self, layout: UnitLayout) -> bool:
-        """Whether modules compute with the home itself."""
-        at = self._plan.homes[layout.index].weight
+        """Whether modules compute with the bytes at rest themselves."""
+        at = self._plan.placements[layout.index].weight
         return bool(layout.frozen_bytes) and at is Tier.DEVICE
 
 
@@ -105,7 +105,7 @@ class _Read:
 class Saver:
     """At most one save at a time.
 
-    `await_copied` is for whoever changes a home, on any thread. What went wrong behind the
+    `await_copied` is for whoever changes what rests, on any thread. What went wrong behind the
     caller's back is raised by the next `finish`, and warned of by `warn`.
     """
 
@@ -122,7 +122,7 @@ class Saver:
         self._warned = False
 
     def start(self, writer: CheckpointWriter, publish: Callable[[], object]) -> None:
-        """Copy all homes, then `publish`, on a thread; no update may be owed."""
+        """Copy all state at rest, then `publish`, on a thread; no update may be owed."""
         assert self._thread is None
         self._left = {layout.index for layout in self._plan.units}
         self._error, self._warned, self._stop = None, False, False
@@ -175,10 +175,10 @@ class Saver:
 
     def _run(self, writer: CheckpointWriter, publish: Callable[[], object]) -> None:
         try:
-            self._store.lanes.device.follow_compute()
+            self._store.transfers.device.follow_compute()
             self.frozen.check(writer)
             self._copy(writer)
-            trace = self._store.lanes.trace
+            trace = self._store.transfers.trace
             laps = None if trace is None else trace.laps()
             publish()
             self.frozen.published(writer.written)
@@ -222,7 +222,7 @@ class Saver:
             buffers.settle()
 
     def _copy_one(self, writer: CheckpointWriter, layout: UnitLayout, read: _Read) -> None:
-        trace = self._store.lanes.trace
+        trace = self._store.transfers.trace
         laps = None if trace is None else trace.laps(layout.index)
         for item in read.staged.waits:
             item.wait()
@@ -244,7 +244,7 @@ class Saver:
     def _buffers(self) -> BufferPool:
         if self._pinned is not None:
             return self._pinned
-        nbytes, device = copy_buffer_bytes(self._plan), self._store.lanes.device
+        nbytes, device = copy_buffer_bytes(self._plan), self._store.transfers.device
         if device.unified:
             return BufferPool(NUM_COPY_BUFFERS, nbytes)
         # Not pinned, a copy from the device would hold up the stream that gradients leave by.

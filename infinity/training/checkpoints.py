@@ -32,7 +32,7 @@ from infinity.errors import (
     EngineFailedError,
     InfinityError,
     InfinityWarning,
-    PresenceError,
+    ResidencyError,
     listed,
 )
 from infinity.model.buffers import Buffer, check_buffers, find_buffers, put_buffers
@@ -45,11 +45,11 @@ from infinity.training.parts import Parts
 from infinity.training.run_state import RunState
 from infinity.training.step import Stepper
 
-# The streams of a checkpoint into homes, whatever their placement, unit by unit.
+# The streams of a checkpoint into state at rest, whatever its placement, unit by unit.
 
 
 def check_state(reader: CheckpointReader, plan: Plan, rule: str) -> None:
-    """Raise one `CheckpointError` with all that does not fit the homes of this engine.
+    """Raise one `CheckpointError` with all that does not fit the state of this engine.
 
     Names, shapes, dtypes, precision, update rule and moment formats; nothing is changed.
     """
@@ -84,13 +84,13 @@ def _differences(reader: CheckpointReader, stream: str, specs: list[TensorSpec])
 
 
 def load_state(reader: CheckpointReader, plan: Plan, store: StateStore) -> None:
-    """Replace every home, one kind of one unit in RAM at a time.
+    """Replace all state at rest, one kind of one unit in RAM at a time.
 
     Raises `CheckpointError` at the first byte that is not as saved.
     """
     for layout in plan.units:
         for kind in plan.precision.kinds:
-            nbytes = store.home_bytes(layout, kind)
+            nbytes = store.rest_bytes(layout, kind)
             if not nbytes:
                 continue
             flat = host_buffer(nbytes)
@@ -242,9 +242,9 @@ class Checkpoints:
         self, root: Path, tag: str | None, wanted: Wanted
     ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
         """`engine.load_checkpoint`."""
-        mover = self._rooms.mover
-        if not isinstance(mover.failure, HalfLoadedError):
-            mover.check()
+        prefetcher = self._rooms.prefetcher
+        if not isinstance(prefetcher.failure, HalfLoadedError):
+            prefetcher.check()
         self._rooms.saver.finish()
         self._refuse_loans("loaded")
         found = find_tag(root, tag)
@@ -260,14 +260,14 @@ class Checkpoints:
             run = decode(reader.manifest.run)
             full = wanted.optimizer and not wanted.module_only
             self._check(reader, run, wanted, full=full)
-            if isinstance(mover.failure, HalfLoadedError):
-                mover.failure = None
+            if isinstance(prefetcher.failure, HalfLoadedError):
+                prefetcher.failure = None
             try:
                 self._replace(reader, full=full)
                 self._restore(reader, run, wanted)
                 self._commit(reader)
             except BaseException:
-                mover.failure = mover.failure or HalfLoadedError(
+                prefetcher.failure = prefetcher.failure or HalfLoadedError(
                     f"loading {reader.directory} did not end well: the engine holds half of it",
                     remedy="load another checkpoint",
                 )
@@ -297,7 +297,7 @@ class Checkpoints:
             durability.commit(self.document(window), steps)
         except BaseException as error:
             # Which state is committed is not known now: nothing may be written over either.
-            self._rooms.mover.fail(error)
+            self._rooms.prefetcher.fail(error)
             raise
 
     def _replace(self, reader: CheckpointReader, *, full: bool) -> None:
@@ -359,10 +359,10 @@ class Checkpoints:
     def _load_all(self, reader: CheckpointReader) -> None:
         rooms = self._rooms
         for layout in rooms.plan.units:
-            rooms.mover.drop(layout.index)
+            rooms.prefetcher.drop(layout.index)
         load_state(reader, rooms.plan, rooms.store)
         for layout in rooms.plan.units:
-            rooms.mover.edited(layout.index)
+            rooms.prefetcher.edited(layout.index)
 
     def _load_weights(self, reader: CheckpointReader) -> None:
         there = {p.name for p in reader.manifest.parameters}
@@ -377,14 +377,14 @@ class Checkpoints:
         index_of = {s.name: i for i, s in self._segments.items()}
         for name in reader.names(GRADIENT):
             value = reader.read(GRADIENT, name)
-            device = rooms.mover.lanes.device.torch_device
+            device = rooms.prefetcher.transfers.device.torch_device
             rooms.gradients.receive(index_of[name], value.to(device))
         rooms.gradients.finish()
 
     # --- durable steps -----------------------------------------------------------------------
 
     def document(self, window: OpenWindow | None = None) -> Mapping[str, Any]:
-        """All that a committed step needs beside the homes; see `checkpoint/commits.py`."""
+        """All that a committed step needs beside the state at rest; see `checkpoint/commits.py`."""
         buffers = find_buffers(self._module)
         return Document(
             run=self.run_state.capture(),
@@ -408,18 +408,18 @@ class Checkpoints:
     # --- both --------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """No update is owed, everything is home, nothing is lent or cached."""
+        """No update is owed, everything is where it rests, nothing is lent or cached."""
         rooms = self._rooms
         self._values.take_back_all()
         rooms.gradients.finish()
         rooms.gradients.settle()
-        rooms.sweep.finish()
+        rooms.optimizer_pass.finish()
         for layout in rooms.plan.units:
             rooms.store.settle_writes(layout.index)
 
     def _refuse_loans(self, what: str) -> None:
         if self._values.lent:
-            raise PresenceError(
+            raise ResidencyError(
                 f"a checkpoint cannot be {what} while weights are lent out",
                 because="a block of engine.materialized is open",
                 remedy="leave the block first",

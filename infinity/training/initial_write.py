@@ -1,7 +1,7 @@
-"""The first write of every home: initial weights, zero moments, frozen bytes.
+"""The initial write of all state: initial weights, zero moments, frozen bytes.
 
 Units are written one after the other, chunk by chunk, and each parameter's own memory is let go
-as soon as its unit is home. Values that are made or read (see `model/meta_init.py`) are asked
+as soon as its unit is written. Values that are made or read (see `model/meta_init.py`) are asked
 for once, one whole parameter at a time. The first write doubles as what file systems want before
 O_DIRECT: every extent written once.
 """
@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from infinity.model.parameters import Presence
+from infinity.model.parameters import ParameterBinding
 from infinity.offload.state import StateStore
-from infinity.offload.transfers import Lanes
+from infinity.offload.transfers import Transfers
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.moments import master_in, moment_in
 from infinity.plan.layout import Kind, UnitLayout
@@ -27,7 +27,7 @@ Progress = Callable[[int, int, str], None]
 FirstValue = Callable[[Tensor], Tensor]
 
 
-class Birth:
+class InitialWrite:
     """Writes the initial state; two buffers, so that writes overlap.
 
     `initial` holds what the moments of a parameter (by index) begin with, where that is not 0.
@@ -37,14 +37,14 @@ class Birth:
     def __init__(
         self,
         plan: Plan,
-        lanes: Lanes,
+        transfers: Transfers,
         store: StateStore,
         kernels: CpuKernels,
         initial: Mapping[int, tuple[float, ...]],
         first_value: FirstValue,
     ) -> None:
         self.plan = plan
-        self.lanes = lanes
+        self.transfers = transfers
         self.store = store
         self.kernels = kernels
         self.initial = initial
@@ -54,17 +54,20 @@ class Birth:
         self._master = host_buffer(self._chunk * 4).view(torch.float32)
 
     def write(
-        self, parameters: Sequence[nn.Parameter], presence: Presence, progress: Progress | None
+        self,
+        parameters: Sequence[nn.Parameter],
+        binding: ParameterBinding,
+        progress: Progress | None,
     ) -> None:
-        """Write all units home; parameters are absent afterwards."""
-        sizes = [_birth_bytes(self.plan, layout) for layout in self.plan.units]
+        """Write all units where they rest; parameters are offloaded afterwards."""
+        sizes = [_initial_write_bytes(self.plan, layout) for layout in self.plan.units]
         done = 0
         for layout in self.plan.units:
             for index in range(layout.num_chunks(self.plan.chunk_elements)):
                 self._write_chunk(layout, index, parameters)
             self._write_frozen(layout, parameters)
             self._values.forget()
-            presence.forget(layout.index)
+            binding.forget(layout.index)
             done += sizes[layout.index]
             if progress is not None:
                 progress(done, sum(sizes), f"writing the initial state: {layout.name}")
@@ -91,7 +94,7 @@ class Birth:
             (store.on_disk(unit, kind, index, 0), views[kind]) for kind in on_disk
         ]
         pieces += [(store.chunk(unit, kind, index), views[kind]) for kind in state.memory]
-        self._buffers.give_back(buffer, self.lanes.write(pieces))
+        self._buffers.give_back(buffer, self.transfers.write(pieces))
 
     def _fill_master(
         self, layout: UnitLayout, start: int, master: Tensor, parameters: Sequence[nn.Parameter]
@@ -138,14 +141,16 @@ class Birth:
             part = frozen[segment.offset : segment.offset + segment.nbytes]
             part.view(dtype).copy_(self._values.flat(parameters[segment.parameter]))
         state = self.store.units[layout.index]
-        pieces: list[tuple[Range, Tensor]] = [(side, frozen) for side in state.frozen_sides[:1]]
+        pieces: list[tuple[Range, Tensor]] = [
+            (extent, frozen) for extent in state.frozen_copies[:1]
+        ]
         if Kind.WEIGHT in state.memory:
             weights = state.memory[Kind.WEIGHT]
             pieces.append((weights.part(layout.trained_bytes, layout.frozen_bytes), frozen))
-        self.lanes.write(pieces).wait()
+        self.transfers.write(pieces).wait()
 
 
-def _birth_bytes(plan: Plan, layout: UnitLayout) -> int:
+def _initial_write_bytes(plan: Plan, layout: UnitLayout) -> int:
     """Bytes that are written for one unit, on all tiers."""
     kinds = plan.precision.kinds
     return sum(plan.range_bytes(layout, kind) for kind in kinds) + layout.frozen_bytes

@@ -1,4 +1,5 @@
-"""What a sweep does to units: on the device where they rest, streamed through it, or by the CPU.
+"""What an optimizer pass does to units: on the device where they rest, streamed through it, or by
+the CPU.
 
 [Note: one order]
 Chunks of units that do not rest on the device go through in one order, whoever updates them: read
@@ -21,30 +22,31 @@ from torch import Tensor
 from infinity.checkpoint.durability import Durability
 from infinity.errors import EngineClosedError
 from infinity.offload.gradients import Copy, GradientStore
-from infinity.offload.prefetch import Mover
+from infinity.offload.prefetch import Prefetcher
 from infinity.offload.slots import Slot
 from infinity.offload.state import StateStore
-from infinity.offload.transfers import Lanes
+from infinity.offload.transfers import Transfers
 from infinity.optim.cpu import Piece
 from infinity.optim.moments import master_in, moment_in
 from infinity.optim.update import KernelUpdater, Tile, Updater
-from infinity.plan.budget import NUM_STREAM_BUFFERS, stage_bytes, stream_bytes
+from infinity.plan.budget import NUM_STREAM_BUFFERS, staging_bytes, stream_bytes
 from infinity.plan.layout import Kind, UnitLayout
 from infinity.plan.plan import Plan, UpdatePlace, update_place
 from infinity.storage.device import HAPPENED, Event, after_all
 from infinity.storage.staging import BufferPool
 
-# What one sweep is to do, and its parts as the optimizer sees them.
+# What one optimizer pass is to do, and its parts as the optimizer sees them.
 
 
 @dataclass(frozen=True)
-class SweepJob:
-    """Everything one sweep depends on; captured at `step()`.
+class PassJob:
+    """Everything one optimizer pass depends on; captured at `step()`.
 
     `hypers` and `steps` are by parameter index and name exactly the parameters to update;
     `steps` counts this update, from 1. `computed` is the end of the compute that made the
-    gradients, and read the weights that are about to change. `landing` has the gradients' copies
-    that are still on their way to RAM, by unit; the sweep takes them out as it waits for them.
+    gradients, and read the weights that are about to change. `copies` has the gradients' copies
+    that are still on their way to RAM, by unit; the optimizer pass takes them out as it waits for
+    them.
     """
 
     units: tuple[int, ...]
@@ -52,12 +54,12 @@ class SweepJob:
     steps: Mapping[int, int]
     grad_scale: float
     computed: Event
-    landing: dict[int, list[Copy]] = field(default_factory=dict)
+    copies: dict[int, list[Copy]] = field(default_factory=dict)
     document: Mapping[str, Any] | None = None  # of a durable run: what its commit holds besides
 
 
 def tiles_of(
-    job: SweepJob,
+    job: PassJob,
     plan: Plan,
     layout: UnitLayout,
     chunk: int,
@@ -99,9 +101,9 @@ def tiles_of(
 # [Note: three chunks under way]
 # A staging buffer in RAM holds one chunk of those kinds that cannot be updated where they rest; one
 # on the device, of a streamed update, what does not rest there. Copies in, kernels and copies out
-# of different chunks overlap, and only events order them; the sweep's thread waits for nothing but
-# the oldest chunk, which must be home before its buffers are filled again. No copy waits for
-# compute: a unit is lent out when its last chunk is home, and until then nobody else can reach it.
+# of different chunks overlap, and only events order them; the optimizer thread waits for nothing
+# but the oldest chunk, which must be back before its buffers are filled again. No copy waits for
+# compute: a unit is lent out when its last chunk is back, and until then nobody else can reach it.
 
 
 @dataclass(eq=False)
@@ -132,51 +134,51 @@ class AbortedError(Exception):
 
 
 class Updates:
-    """Brings units through one update after the other; used by the sweep's thread alone."""
+    """Brings units through one update after the other; used by the optimizer thread alone."""
 
     def __init__(
         self,
         plan: Plan,
-        lanes: Lanes,
+        transfers: Transfers,
         store: StateStore,
         gradients: GradientStore,
-        mover: Mover,
+        prefetcher: Prefetcher,
         updater: Updater,
         before_change: Callable[[int], None],
     ) -> None:
         self.plan = plan
-        self.lanes = lanes
+        self.transfers = transfers
         self.store = store
         self.gradients = gradients
-        self.mover = mover
+        self.prefetcher = prefetcher
         self.updater = updater
         # Called with a unit's index before the first byte of its state changes in a job; it may
         # block. A saver copies the old bytes there.
         self.before_change = before_change
         self._places = [update_place(plan, unit.index) for unit in plan.units]
-        self._stages = BufferPool(plan.num_stages, stage_bytes(plan), lanes.device)
+        self._staging = BufferPool(plan.num_staging_buffers, staging_bytes(plan), transfers.device)
         nbytes = stream_bytes(plan)
         num_streams = NUM_STREAM_BUFFERS if nbytes else 0
-        self._streams = BufferPool(num_streams, nbytes, lanes.device, on_device=True)
+        self._streams = BufferPool(num_streams, nbytes, transfers.device, on_device=True)
         self._under_way: deque[tuple[Work, Tensor]] = deque()  # streamed, oldest first
         self._target: tuple[Slot, Tensor] | None = None
         self._published: list[Event] = []
 
     def forget(self) -> None:
         """Drop the reserved ranges."""
-        self._stages.forget()
+        self._staging.forget()
         self._streams.forget()
         self._target = None
 
-    def run(self, job: SweepJob, stopped: Callable[[], bool]) -> None:
+    def run(self, job: PassJob, stopped: Callable[[], bool]) -> None:
         """Update every unit of a job; raises `AbortedError` when `stopped`, and what reads raise.
 
-        When it returns everything is home, or on its way to the disk.
+        When it returns everything is back, or on its way to the disk.
         """
         try:
             for unit in job.units:
                 if self._places[unit] is UpdatePlace.DEVICE:
-                    self.mover.updated(unit, self._update_on_device(job, unit))
+                    self.prefetcher.updated(unit, self._update_on_device(job, unit))
             self._run_chunks(job, stopped)
         finally:
             for work, _ in self._under_way:  # none, unless it failed
@@ -184,19 +186,19 @@ class Updates:
                     event.wait()
             self._under_way.clear()
 
-    def _run_chunks(self, job: SweepJob, stopped: Callable[[], bool]) -> None:
+    def _run_chunks(self, job: PassJob, stopped: Callable[[], bool]) -> None:
         queue: deque[Work] = deque()
         order = self._chunks(job)
         pending = next(order, None)
         while pending is not None or queue:
-            # Of the stages one is being updated, one is on its way home; the others read ahead.
-            while pending is not None and len(queue) < self.plan.num_stages - 2:
-                trace = self.lanes.trace
+            # Of the buffers one is being updated, one is on its way back; the others read ahead.
+            while pending is not None and len(queue) < self.plan.num_staging_buffers - 2:
+                trace = self.transfers.trace
                 laps = None if trace is None else trace.laps(pending[0])
-                buffer = self._stages.take(self._land)
+                buffer = self._staging.take(self._land)
                 queue.append(self._issue(job, *pending, buffer))
                 if laps is not None:
-                    laps.lap("sweep", "wait for a stage, request")
+                    laps.lap("optimizer_pass", "wait for a buffer, request")
                 pending = next(order, None)
             if stopped():
                 for work in queue:
@@ -206,11 +208,11 @@ class Updates:
             self._process(job, queue.popleft())
         self._land_all()
 
-    def _chunks(self, job: SweepJob) -> Iterator[tuple[int, int]]:
+    def _chunks(self, job: PassJob) -> Iterator[tuple[int, int]]:
         """(unit, chunk) in order; a unit somebody waits for comes next."""
         remaining = [u for u in job.units if self._places[u] is not UpdatePlace.DEVICE]
         while remaining:
-            demand = self.mover.demand
+            demand = self.prefetcher.demand
             unit = demand if demand in remaining else remaining[0]
             remaining.remove(unit)
             for chunk in range(self.plan.units[unit].num_chunks(self.plan.chunk_elements)):
@@ -218,7 +220,7 @@ class Updates:
 
     # --- on the device -----------------------------------------------------------------------
 
-    def _update_on_device(self, job: SweepJob, unit: int) -> Event:
+    def _update_on_device(self, job: PassJob, unit: int) -> Event:
         """Queue the update of a unit that rests on the device, all its chunks in one."""
         assert isinstance(self.updater, KernelUpdater)
         state, plan = self.store.units[unit], self.plan
@@ -232,54 +234,54 @@ class Updates:
             tiles += tiles_of(job, plan, state.layout, chunk, views, self.gradients.dtype)
         pieces = self.updater.pieces(tiles, job.grad_scale)
         self.before_change(unit)
-        event = self.lanes.update(pieces, job.computed, unit)
+        event = self.transfers.update(pieces, job.computed, unit)
         state.writes.append(event)
-        state.turn.advance()
+        state.copy.advance()
         return event
 
     # --- a chunk of a unit that does not rest there --------------------------------------------
 
-    def _issue(self, job: SweepJob, unit: int, chunk: int, buffer: Tensor) -> Work:
+    def _issue(self, job: PassJob, unit: int, chunk: int, buffer: Tensor) -> Work:
         """Start bringing a chunk's kinds and gradient where they can be updated from."""
         streamed = self._places[unit] is UpdatePlace.STREAMED
         if chunk == 0:
             self.store.settle_writes(unit)
         views, waits, used, resting = self.store.stage(unit, chunk, buffer, by_device=streamed)
         work = Work(unit, chunk, buffer, views, waits, set(resting), _NOWHERE)
-        work.waits += job.landing.pop(unit, ())
+        work.waits += job.copies.pop(unit, ())
         itemsize = self.plan.gradient_itemsize
         start, count = self.plan.units[unit].chunk(chunk, self.plan.chunk_elements)
         place = self.gradients.places[unit].part(start * itemsize, count * itemsize)
         view = place.reached(by_device=streamed)
         if view is None:
             view = buffer[used : used + place.nbytes]
-            work.waits.append(self.lanes.read([(place, view)], label=(unit, "gradient")))
+            work.waits.append(self.transfers.read([(place, view)], label=(unit, "gradient")))
         elif unit in self.gradients.on_device:
             work.resting.add(Kind.GRADIENT)
         views[Kind.GRADIENT] = view
         return work
 
-    def _process(self, job: SweepJob, work: Work) -> None:
+    def _process(self, job: PassJob, work: Work) -> None:
         """Update a chunk, or send it through the device, which ends in `_land`."""
         streamed = self._places[work.unit] is UpdatePlace.STREAMED
         if not (streamed and all(item.done() for item in work.waits)):
-            self._land_all()  # rather than wait with chunks that may be home
-        trace = self.lanes.trace
+            self._land_all()  # rather than wait with chunks that may be back
+        trace = self.transfers.trace
         laps = None if trace is None else trace.laps(work.unit)
         for item in work.waits:
             item.wait()
         if streamed:
             self._stream(job, work)
             if laps is not None:
-                laps.lap("sweep", "stream")
+                laps.lap("optimizer_pass", "stream")
             return
         if work.chunk == 0:
             # A copy of the old weights to the device may still read the range about to change.
-            self.mover.entries[work.unit].ready.wait()
+            self.prefetcher.entries[work.unit].ready.wait()
             self.before_change(work.unit)
         tiles = self._tiles(job, work)
         if laps is not None:
-            laps.lap("sweep", "wait for state")
+            laps.lap("optimizer_pass", "wait for state")
         if tiles:
             self.updater.update(tiles, job.grad_scale)
         if laps is not None:
@@ -288,21 +290,21 @@ class Updates:
             self._published = []
         written = self._write_back(work)
         if work.chunk == 0:
-            self._target = self.mover.publish_slot(work.unit)
+            self._target = self.prefetcher.publish_slot(work.unit)
         written += self._publish(work)
-        self._stages.give_back(work.buffer, *written)
+        self._staging.give_back(work.buffer, *written)
         if laps is not None:
-            laps.lap("sweep", "publish, write back")
+            laps.lap("optimizer_pass", "publish, write back")
         self._finish(work, after_all(*self._published))
 
     def _finish(self, work: Work, ready: Event) -> None:
         """A chunk is updated; with the last one the unit is."""
         state = self.store.units[work.unit]
         if work.chunk + 1 == state.layout.num_chunks(self.plan.chunk_elements):
-            state.turn.advance()  # whoever reads the unit from now on reads what was written
-            self.mover.updated(work.unit, ready)
+            state.copy.advance()  # whoever reads the unit from now on reads what was written
+            self.prefetcher.updated(work.unit, ready)
 
-    def _tiles(self, job: SweepJob, work: Work) -> list[Tile]:
+    def _tiles(self, job: PassJob, work: Work) -> list[Tile]:
         layout, dtype = self.plan.units[work.unit], self.gradients.dtype
         return tiles_of(job, self.plan, layout, work.chunk, work.views, dtype)
 
@@ -329,7 +331,7 @@ class Updates:
         weights, target = work.views[Kind.WEIGHT], self._part_of_slot(work, residency)
         if target.data_ptr() == weights.data_ptr():
             return []
-        event = self.lanes.copy_in(target, weights, slot.free_after, (work.unit, "weight"))
+        event = self.transfers.copy_in(target, weights, slot.free_after, (work.unit, "weight"))
         self._published.append(event)
         return [event]
 
@@ -339,7 +341,7 @@ class Updates:
 
     # --- streamed through the device -----------------------------------------------------------
 
-    def _stream(self, job: SweepJob, work: Work) -> None:
+    def _stream(self, job: PassJob, work: Work) -> None:
         """Queue a chunk's way through the device: in, kernel, out.
 
         Weights are updated in the slot that they are published to, if there is one.
@@ -357,7 +359,7 @@ class Updates:
         if work.chunk == 0:
             self._land_all(but=1)
             self.before_change(work.unit)
-            self._target = self.mover.publish_slot(work.unit)
+            self._target = self.prefetcher.publish_slot(work.unit)
         if Kind.WEIGHT not in work.resting:
             if self._target is None:
                 self._bring(work, Kind.WEIGHT)
@@ -369,7 +371,7 @@ class Updates:
         tiles = tiles_of(job, self.plan, layout, work.chunk, work.there, dtype)
         pieces = self.updater.pieces(tiles, job.grad_scale)
         # A copy of the old weights to the device may still read the range about to change.
-        after = after_all(job.computed, self.mover.entries[work.unit].ready)
+        after = after_all(job.computed, self.prefetcher.entries[work.unit].ready)
         self._send_through(work, pieces, after)
 
     def _bring(
@@ -381,23 +383,23 @@ class Updates:
             place, work.room = work.room[: source.numel()], work.room[source.numel() :]
         work.there[kind] = place
         work.brought.append(kind)
-        work.events.append(self.lanes.bring(place, source, after, (work.unit, kind.value)))
+        work.events.append(self.transfers.bring(place, source, after, (work.unit, kind.value)))
 
     def _send_through(self, work: Work, pieces: Sequence[Piece], after: Event) -> None:
         """Queue the kernel behind the copies in and `after`, and the copies back behind it."""
-        lanes = self.lanes
+        transfers = self.transfers
         ready = after_all(after, *work.events)
         if pieces:
-            ready = lanes.update(pieces, ready, work.unit)
+            ready = transfers.update(pieces, ready, work.unit)
             work.events.append(ready)
         for kind in work.brought:
             if kind is not Kind.GRADIENT:
                 source, label = work.there[kind], (work.unit, kind.value)
-                work.events.append(lanes.copy_back(work.views[kind], source, ready, label))
+                work.events.append(transfers.copy_back(work.views[kind], source, ready, label))
         work.there.clear()  # a view of a slot would keep it from being given to another unit
 
     def _land(self) -> None:
-        """Wait until the oldest chunk under way is home; what rests on disk goes on from there."""
+        """Wait until the oldest chunk under way is back; what rests on disk goes on from there."""
         work, room = self._under_way[0]
         for event in work.events:
             event.wait()
@@ -406,7 +408,7 @@ class Updates:
         state = self.store.units[work.unit]
         staged = {kind: work.views[kind] for kind in state.kinds if kind not in state.memory}
         written = [self.store.send(work.unit, work.chunk, staged)] if staged else []
-        self._stages.give_back(work.buffer, *written)
+        self._staging.give_back(work.buffer, *written)
         self._finish(work, HAPPENED)
 
     def _land_all(self, but: int = 0) -> None:
@@ -417,37 +419,41 @@ class Updates:
 # The optimizer pass: read, update, publish, write, pipelined by chunk, behind the next forward.
 #
 # [Note: deferred and exact]
-# A sweep starts when the norm and the clip factor are known, and updates units in the order in
-# which the forward will need them. `step()` does not wait for it; a fetch of a unit waits for that
-# unit's update. Nothing is stale and nothing is speculative.
+# An optimizer pass starts when the norm and the clip factor are known, and updates units in the
+# order in which the forward will need them. `step()` does not wait for it; a fetch of a unit waits
+# for that unit's update. Nothing is stale and nothing is speculative.
 #
 # [Note: pacing]
-# The sweep publishes a unit's new weights into a free slot, and waits for one when there is none:
-# it stays at most the slot count ahead of the forward, so that weights are not written, dropped
-# and read again. A demand for anything else lifts the pacing (see the mover).
+# The optimizer pass publishes a unit's new weights into a free slot, and waits for one when there
+# is none: it stays at most the slot count ahead of the forward, so that weights are not written,
+# dropped and read again. A demand for anything else lifts the pacing (see the prefetcher).
 
 
-class Sweep:
+class OptimizerPass:
     """One worker thread that runs one job at a time."""
 
     def __init__(
         self,
         plan: Plan,
-        lanes: Lanes,
+        transfers: Transfers,
         store: StateStore,
         gradients: GradientStore,
-        mover: Mover,
+        prefetcher: Prefetcher,
         updater: Updater,
         durability: Durability | None,
         before_change: Callable[[int], None],
     ) -> None:
         self.durability = durability
-        self.lanes = lanes
-        self.mover = mover
-        self.updates = Updates(plan, lanes, store, gradients, mover, updater, before_change)
-        self._job: SweepJob | None = None
+        self.transfers = transfers
+        self.prefetcher = prefetcher
+        self.updates = Updates(
+            plan, transfers, store, gradients, prefetcher, updater, before_change
+        )
+        self._job: PassJob | None = None
         self._closing = False
-        self._thread = threading.Thread(target=self._loop, name="infinity-sweep", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop, name="infinity-optimizer-pass", daemon=True
+        )
 
     # --- the training thread ---------------------------------------------------------------
 
@@ -455,33 +461,33 @@ class Sweep:
         """Start the thread; before training, where an exception ends in `close`."""
         self._thread.start()
 
-    def submit(self, job: SweepJob) -> None:
+    def submit(self, job: PassJob) -> None:
         """Run a job behind the caller; the previous one must be finished."""
-        with self.mover.changed:
+        with self.prefetcher.changed:
             assert self._job is None
             self._job = job
-            self.mover.changed.notify_all()
+            self.prefetcher.changed.notify_all()
 
     def finish(self) -> None:
         """Lift the pacing and wait until no update is owed; raises what makes that impossible."""
-        with self.lanes.stall("update"), self.mover.changed:
-            self.mover.lift_pacing()
-            while not self._closing and self._job is not None and self.mover.failure is None:
-                self.mover.changed.wait()
+        with self.transfers.stall("update"), self.prefetcher.changed:
+            self.prefetcher.lift_pacing()
+            while not self._closing and self._job is not None and self.prefetcher.failure is None:
+                self.prefetcher.changed.wait()
         if self._closing:
             raise EngineClosedError(
                 "the engine is closed", remedy="read values before close(), or make a new engine"
             )
-        self.mover.check()
+        self.prefetcher.check()
 
     def close(self) -> None:
         """Abandon what is left and end the thread."""
-        with self.mover.changed:
+        with self.prefetcher.changed:
             self._closing = True
-            self.mover.lift_pacing()
+            self.prefetcher.lift_pacing()
         with suppress(RuntimeError):  # a second Ctrl-C may have come between the lock and its block
             while True:
-                self.mover.changed.release()
+                self.prefetcher.changed.release()
         # The garbage collector may close a dropped engine on any thread, this one's too.
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join()
@@ -495,14 +501,14 @@ class Sweep:
         """Drop the reserved ranges."""
         self.updates.forget()
 
-    # --- the sweep thread --------------------------------------------------------------------
+    # --- the optimizer thread --------------------------------------------------------------------
 
     def _loop(self) -> None:
-        self.lanes.device.follow_compute()
+        self.transfers.device.follow_compute()
         while True:
-            with self.mover.changed:
+            with self.prefetcher.changed:
                 while self._job is None and not self._closing:
-                    self.mover.changed.wait()
+                    self.prefetcher.changed.wait()
                 if self._closing:
                     return
                 job = self._job
@@ -512,14 +518,14 @@ class Sweep:
             except AbortedError:
                 return
             except BaseException as error:
-                self.mover.fail(error)
+                self.prefetcher.fail(error)
                 return
             del job
-            with self.mover.changed:
+            with self.prefetcher.changed:
                 self._job = None
-                self.mover.changed.notify_all()
+                self.prefetcher.changed.notify_all()
 
-    def _run(self, job: SweepJob) -> None:
+    def _run(self, job: PassJob) -> None:
         self.updates.run(job, lambda: self._closing)
         if self.durability is not None:
             self.durability.finish_step(job.document, lambda: self._closing)

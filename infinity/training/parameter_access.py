@@ -1,4 +1,4 @@
-"""Whole values of parameters: read, edited and written back, from and to any home.
+"""Whole values of parameters: read, edited and written back, from and to any tier.
 
 One unit is cached at a time, so that walking through a model in the order of `Values.place` reads
 and writes each unit once; what stands beside weights (residuals, or fp32 masters of fp16 weights)
@@ -18,9 +18,9 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from infinity.errors import ConfigError, PresenceError, TransferError
+from infinity.errors import ConfigError, ResidencyError, TransferError
 from infinity.offload.owner import Owner, exclusive
-from infinity.offload.prefetch import Mover
+from infinity.offload.prefetch import Prefetcher
 from infinity.offload.state import StateStore
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.moments import KIND_DTYPES, Moment, moment_in
@@ -29,7 +29,7 @@ from infinity.plan.layout import Kind, Segment, Tier, UnitLayout
 from infinity.plan.plan import Plan
 from infinity.sizes import format_size
 
-# What the optimizer keeps of a parameter, read from and written to any home.
+# What the optimizer keeps of a parameter, read from and written to any tier.
 
 
 def read_state(
@@ -159,7 +159,7 @@ def places_of(plan: Plan, device: torch.device, state: OffloadStateTypeEnum) -> 
     """Torch devices, and "disk", where a kind of state rests."""
     name = _FIELDS[OffloadStateTypeEnum(state)]
     places = {Tier.DEVICE: device, Tier.HOST: torch.device("cpu"), Tier.DISK: "disk"}
-    return {places[getattr(homes, name)] for homes in plan.homes}
+    return {places[getattr(placement, name)] for placement in plan.placements}
 
 
 def refuse_to_move(plan: Plan, include: Any, device: Any) -> None:
@@ -182,7 +182,7 @@ def refuse_to_move(plan: Plan, include: Any, device: Any) -> None:
             f"offload_states({', '.join(kind.value for kind in kinds)}): "
             f"{format_size(sum(held.values()))} on the GPU cannot be given back for a while",
             because=f"placement is fixed when the engine is made; the plan has there: {parts}",
-            remedy="plan with less: a smaller budget.device, homes.moments: host; or "
+            remedy="plan with less: a smaller budget.device, placement.moments: host; or "
             "save_checkpoint(), close(), and initialize() and load_checkpoint() later",
         )
 
@@ -213,14 +213,14 @@ class Values:
     def __init__(
         self,
         store: StateStore,
-        mover: Mover,
+        prefetcher: Prefetcher,
         kernels: CpuKernels,
         settle: Callable[[], None],
         owner: Owner,
         before_change: Callable[[int], None],
     ) -> None:
         self.store = store
-        self.mover = mover
+        self.prefetcher = prefetcher
         self.kernels = kernels
         self.settle = settle
         self.lent: dict[int, torch.dtype] = {}
@@ -280,7 +280,7 @@ class Values:
 
     def dtype(self, parameter: int) -> torch.dtype:
         """The dtype the parameter computes in."""
-        return self.mover.presence.dtypes[parameter]
+        return self.prefetcher.binding.dtypes[parameter]
 
     def place_of(self, parameter: int) -> tuple[UnitLayout, Segment]:
         """Its unit, and where it lies in that."""
@@ -292,23 +292,23 @@ class Values:
         return layout.index, not segment.trained, segment.offset
 
     def flush(self) -> None:
-        """Write the cached unit home if it was edited, and forget it."""
+        """Write the cached unit back if it was edited, and forget it."""
         cached, self._cached = self._cached, None
         if cached is not None and cached.dirty:
             unit = cached.layout.index
             self.before_change(unit)
             try:
-                self.mover.drop(unit)
+                self.prefetcher.drop(unit)
             finally:  # an edit outside a loan raises, those inside one are kept
                 try:
                     self.store.write(unit, Kind.WEIGHT, cached.weight)
                     kind = self.store.plan.precision.rest_kind
                     if cached.rest is not None and kind is not None:
                         self.store.write(unit, kind, cached.rest)
-                except TransferError as error:  # neither the old value nor the new one is home
-                    self.mover.fail(error)
+                except TransferError as error:  # neither the old value nor the new one is at rest
+                    self.prefetcher.fail(error)
                     raise
-                self.mover.edited(unit)
+                self.prefetcher.edited(unit)
 
     def flush_edits(self) -> None:
         """`flush`, if anything was edited."""
@@ -317,7 +317,7 @@ class Values:
 
     def _load(self, layout: UnitLayout) -> _CachedUnit:
         self._owner.check()
-        self.mover.verify(layout.index)
+        self.prefetcher.verify(layout.index)
         if self._cached is not None and self._cached.layout is layout:
             return self._cached
         self.flush()
@@ -347,12 +347,12 @@ class Values:
 
     @contextmanager
     def materialized(self, parameters: Iterable[int], *, master: bool) -> Iterator[None]:
-        """Full values bound to the parameters; edits are written home on leaving."""
+        """Full values bound to the parameters; edits are written back on leaving."""
         indices = sorted(set(parameters))
         taken = [i for i in indices if i in self.lent]
         if taken:
             name = self._places[taken[0]][1].name
-            raise PresenceError(f"parameter {name!r} is materialized already")
+            raise ResidencyError(f"parameter {name!r} is materialized already")
         try:
             self._lend_all(indices, master=master)
             yield
@@ -374,17 +374,17 @@ class Values:
         """Bind a parameter to a full value of its own."""
         layout, _ = self._places[index]
         value = self.read(index, master=master)
-        self.mover.drop(layout.index)
+        self.prefetcher.drop(layout.index)
         self.lent[index] = value.dtype
-        self.mover.presence.lend(index, value.to(self.mover.lanes.device.torch_device))
+        self.prefetcher.binding.lend(index, value.to(self.prefetcher.transfers.device.torch_device))
 
     def take_back(self, index: int) -> None:
-        """Write a lent value home and make the parameter absent."""
+        """Write a lent value back and make the parameter offloaded."""
         if self.lent.pop(index, None) is not None:
             try:
-                self.write(index, self.mover.presence.parameters[index].detach())
+                self.write(index, self.prefetcher.binding.parameters[index].detach())
             finally:
-                self.mover.presence.unlend(index)
+                self.prefetcher.binding.unlend(index)
 
     def take_back_all(self) -> None:
         """End every loan that a `load_state_dict` which failed may have left, and flush."""
@@ -417,8 +417,8 @@ class MergeGuard:
     """Refuses what would lose edits of a module's adapters, before anything is changed.
 
     `merge` and `unmerge` of a layer outside a block of `materialized`: peft edits `.data`, which of
-    an absent parameter is a passing copy, so that the edit would be lost while the layer is marked
-    as merged. All of peft's ways (`merge_adapter`, `merge_and_unload`, a merged layer in
+    an offloaded parameter is a passing copy, so that the edit would be lost while the layer is
+    marked as merged. All of peft's ways (`merge_adapter`, `merge_and_unload`, a merged layer in
     `disable_adapter()`) end in these two methods. `merge_and_unload` and `unload` anywhere: they
     take adapters, whose weights and state are the engine's, out of its module for good.
     """
@@ -457,19 +457,19 @@ class MergeGuard:
         if not self._guarded:
             return  # removed: this is a copy's
         indices = [self._index_of.get(id(parameter)) for parameter in layer.parameters()]
-        absent = sum(i is not None and i not in self._values.lent for i in indices)
-        if absent:
-            raise PresenceError(
-                f"{name}() of a {type(layer).__name__} layer of adapters: {absent} of its "
+        offloaded = sum(i is not None and i not in self._values.lent for i in indices)
+        if offloaded:
+            raise ResidencyError(
+                f"{name}() of a {type(layer).__name__} layer of adapters: {offloaded} of its "
                 f"{len(indices)} parameters are not materialized",
-                because="an edit of absent weights is lost; nothing was changed",
+                because="an edit of offloaded weights is lost; nothing was changed",
                 remedy=f"with engine.materialized(engine.module): engine.module.{name}_adapter()",
             )
 
     def _refuse_unload(self, tuner: nn.Module, name: str) -> None:
         if not self._guarded:
             return
-        raise PresenceError(
+        raise ResidencyError(
             f"{name}() of a model that an engine trains",
             because="it takes the adapters out of the model for good, and the engine holds "
             "their weights and optimizer state; nothing was changed",

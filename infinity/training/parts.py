@@ -10,23 +10,23 @@ from typing import Any
 from torch import nn
 
 from infinity.checkpoint.durability import Durability
-from infinity.checkpoint.durable_runs import model_facts, read_run, remarks
+from infinity.checkpoint.durable_runs import StoredRun, model_facts, read_run, remarks
 from infinity.config.schema import Config
 from infinity.cutting import Cut
 from infinity.errors import EngineFailedError
 from infinity.heap import return_freed_memory
 from infinity.model.meta_init import Origins
-from infinity.model.parameters import Installation, Presence, move_buffers
+from infinity.model.parameters import Installation, ParameterBinding, move_buffers
 from infinity.offload.activations import ActivationStore
 from infinity.offload.block_forward import UnitForwards
 from infinity.offload.gradients import GradientStore
 from infinity.offload.hooks import Hooks
 from infinity.offload.memory_watch import MemoryWatch
 from infinity.offload.owner import Owner
-from infinity.offload.prefetch import Cycles, Mover
+from infinity.offload.prefetch import Cycles, Prefetcher
 from infinity.offload.report import Timeline
 from infinity.offload.state import StateStore
-from infinity.offload.transfers import Lanes
+from infinity.offload.transfers import Transfers
 from infinity.offload.window import AccumulationWindow
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.offloaded import OffloadedOptimizer
@@ -37,8 +37,8 @@ from infinity.storage.device import PROCESS, CpuDevice, Device
 from infinity.storage.disk import Disk
 from infinity.trace.recorder import Trace
 from infinity.training.async_save import Saver
-from infinity.training.initial_write import Birth, Progress
-from infinity.training.optimizer_pass import Sweep
+from infinity.training.initial_write import InitialWrite, Progress
+from infinity.training.optimizer_pass import OptimizerPass
 from infinity.training.parameter_access import Values
 
 
@@ -62,7 +62,7 @@ class Parts:
         self._trace: Trace | None = None
         self.timeline: Timeline | None = None
         self._undo: list[Callable[[], None]] = []
-        self._born = False  # the initial state is home; the parameters' own memory is gone
+        self._written = False  # the initial state is written; the parameters' own memory is gone
         PROCESS.take(self, plan.tier_bytes)
         self._undo.append(lambda: PROCESS.release(self))
         try:
@@ -92,56 +92,48 @@ class Parts:
         self.disk: Disk | None = None
         if any(plan.memory[Tier.DISK].values()):
             io = config.io.model_copy(update={"verify": plan.verify})
-            self.disk = Disk(config.nvme_path, io, stored.placement if stored else None)
+            self.disk = Disk(config.nvme_path, io, stored.striping if stored else None)
             undo.append(self.disk.close)
-        self.lanes = Lanes(self.device, self.disk)
-        self.store = StateStore(plan, self.lanes)
+        self.transfers = Transfers(self.device, self.disk)
+        self.store = StateStore(plan, self.transfers)
         self.window = AccumulationWindow(plan)
-        self.gradients = GradientStore(plan, self.lanes, self.kernels, self.window)
+        self.gradients = GradientStore(plan, self.transfers, self.kernels, self.window)
         undo.append(self.gradients.close)
         self.activations: ActivationStore | None = None
         if plan.saved.offload is not None:
-            self.activations = ActivationStore(plan.saved, self.lanes)
+            self.activations = ActivationStore(plan.saved, self.transfers)
             undo.append(self.activations.close)
         if self.disk is not None:
             self.disk.allocate()
         self.durability: Durability | None = None  # None again at the end of a run
         self.resumed: Mapping[str, Any] | None = None  # the document of the commit to go on from
         if plan.durable:
-            self.commits = self.durability = Durability(plan, self.lanes, self.store, stored)
+            self.commits = self.durability = Durability(plan, self.transfers, self.store, stored)
             undo.append(self.durability.close)
             self.resumed = self.durability.document if stored is not None else None
-        self.presence = Presence(plan.units, cut.parameters, cut.dtypes, self.device.torch_device)
-        self.mover = Mover(plan, self.lanes, self.store, self.presence)
+        self.binding = ParameterBinding(
+            plan.units, cut.parameters, cut.dtypes, self.device.torch_device
+        )
+        self.prefetcher = Prefetcher(plan, self.transfers, self.store, self.binding)
         rule, seed = optimizer.rule, config.seed or 0
         self.updater = rule.updater(self.kernels, cut.names, largest_trained_of(cut.layouts), seed)
         self.saver = Saver(plan, self.store)
-        self.sweep = Sweep(
-            plan, self.lanes, self.store, self.gradients, self.mover, self.updater, self.durability,
-            before_change=self.saver.await_copied,
+        self.optimizer_pass = OptimizerPass(
+            plan, self.transfers, self.store, self.gradients, self.prefetcher, self.updater,
+            self.durability, before_change=self.saver.await_copied,
         )  # fmt: skip
-        undo += [self._let_go, self.sweep.close, self.saver.abort]  # the sweep may wait for that
-        self.sweep.open()
-        index_of = {id(p): i for i, p in enumerate(cut.parameters)}
-        initial = {i: rule.initial(hyper) for i, hyper in optimizer.hypers(index_of).items()}
-        undo.append(self.presence.return_to_meta)
-        self.presence.leave_meta()
-        if self.durability is not None and stored is not None:
-            for layout in plan.units:
-                self.presence.forget(layout.index)
-            self.durability.fill_memory(progress)
-        else:
-            birth = Birth(plan, self.lanes, self.store, self.kernels, initial, origins.value)
-            birth.write(cut.parameters, self.presence, progress)
-            del birth  # and its buffers
-        self.presence.settle()
-        self._born = True
+        # The optimizer pass may wait for the saver.
+        undo += [self._let_go, self.optimizer_pass.close, self.saver.abort]
+        self.optimizer_pass.open()
+        self._fill(optimizer, origins, stored, progress)
+        self.binding.settle()
+        self._written = True
         self.gradients.open()
         if self.activations is not None:
             self.activations.write_once()
         move_buffers(model, self.device.torch_device, origins.value)
         origins.forget()
-        return_freed_memory()  # of values that have gone home
+        return_freed_memory()  # of values that have been written
         self._attach(model, config)
         if self.disk is not None:
             if stored is None:
@@ -152,26 +144,51 @@ class Parts:
                     self.durability.begin(facts)
             undo.append(self._commit_last)
 
+    def _fill(
+        self,
+        optimizer: OffloadedOptimizer,
+        origins: Origins,
+        stored: StoredRun | None,
+        progress: Progress | None,
+    ) -> None:
+        """Bring the first state where it rests: of the run that goes on, or of the model."""
+        index_of = {id(p): i for i, p in enumerate(self.cut.parameters)}
+        initial = {
+            i: optimizer.rule.initial(hyper) for i, hyper in optimizer.hypers(index_of).items()
+        }
+        self._undo.append(self.binding.return_to_meta)
+        self.binding.leave_meta()
+        if self.durability is not None and stored is not None:
+            for layout in self.plan.units:
+                self.binding.forget(layout.index)
+            self.durability.fill_memory(progress)
+        else:
+            initial_write = InitialWrite(
+                self.plan, self.transfers, self.store, self.kernels, initial, origins.value
+            )
+            initial_write.write(self.cut.parameters, self.binding, progress)
+            del initial_write  # and its buffers
+
     def _attach(self, model: nn.Module, config: Config) -> None:
-        """Hooks, forwards and parameter maps, on a model whose state is home."""
+        """Hooks, forwards and parameter maps, on a model whose state is written."""
         cut, plan, undo = self.cut, self.plan, self._undo
         self.owner = Owner(backward_threads=not plan.unified)
         self.values = Values(
-            self.store, self.mover, self.kernels, self.sweep.finish, self.owner,
+            self.store, self.prefetcher, self.kernels, self.optimizer_pass.finish, self.owner,
             before_change=self.saver.await_copied,
         )  # fmt: skip
         watch = MemoryWatch(plan, model, self.device, config.budget.host)
         self.hooks = Hooks(
-            self.mover, self.gradients, self.window, self.owner, watch, self.activations,
+            self.prefetcher, self.gradients, self.window, self.owner, watch, self.activations,
             self.values.lent, self.values.flush_edits, cut.units, cut.parameters, cut.trained,
         )  # fmt: skip
         undo.append(self.hooks.remove)
-        self.cycles = Cycles(self.mover)
+        self.cycles = Cycles(self.prefetcher)
         self.hooks.watch_root(model, *self.cycles.around_calls())
         self.forwards = UnitForwards(self.hooks, cut.units, cut.parameters, plan.saved)
         undo.append(self.forwards.remove)
         if self._trace is not None:
-            self.timeline = Timeline(self._trace, self.lanes, self.hooks, *config.trace_steps)
+            self.timeline = Timeline(self._trace, self.transfers, self.hooks, *config.trace_steps)
         self.installation = Installation(model, self.hooks.touch)
         undo.append(self.installation.remove)
         if config.compile:
@@ -179,7 +196,7 @@ class Parts:
 
     def recover(self) -> None:
         """After an exception in a call: nothing bound, nothing in flight."""
-        self.mover.recover()
+        self.prefetcher.recover()
         if self.activations is not None:
             self.activations.recover()
 
@@ -192,17 +209,17 @@ class Parts:
     def _commit_last(self) -> None:
         """At the end of a durable run: the step that is under way counts, unless it failed."""
         durability, self.durability = self.durability, None  # once: Ctrl-C may end the wait
-        if durability is not None and self.sweep.can_finish:
+        if durability is not None and self.optimizer_pass.can_finish:
             with contextlib.suppress(EngineFailedError):
-                self.sweep.finish()
+                self.optimizer_pass.finish()
                 durability.finish()
 
     def _let_go(self) -> None:
-        """Make every parameter absent: a view would keep slots and homes alive."""
-        if self._born:
+        """Make every parameter offloaded: a view would keep slots and state alive."""
+        if self._written:
             for layout in self.plan.units:
-                self.presence.forget(layout.index)
-        for slot in self.mover.ledger.slots:
+                self.binding.forget(layout.index)
+        for slot in self.prefetcher.ledger.slots:
             slot.residency = slot.lingering = None
 
     def _give_memory_back(self) -> None:
@@ -210,7 +227,15 @@ class Parts:
 
         A range lives on while a tensor of the user's lies in it.
         """
-        names = ("store", "gradients", "mover", "sweep", "commits", "activations", "saver")
+        names = (
+            "store",
+            "gradients",
+            "prefetcher",
+            "optimizer_pass",
+            "commits",
+            "activations",
+            "saver",
+        )
         for name in names:
             room = getattr(self, name, None)  # those that were made
             if room is not None:

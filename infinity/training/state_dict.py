@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from infinity.errors import ConfigError, PresenceError
+from infinity.errors import ConfigError, ResidencyError
 from infinity.model.buffers import persistent_buffers
 from infinity.model.weight_files import Outgoing, write_shards
 from infinity.optim.moments import COMPUTE_DTYPES
@@ -65,7 +65,7 @@ class StateDict(Mapping[str, Tensor]):
         return len(self.parameters) + len(self.buffers)
 
     def load(self, state: Mapping[str, Tensor], *, strict: bool) -> None:
-        """Write values home; raises `ConfigError` naming all problems before any change."""
+        """Write whole values; raises `ConfigError` naming all problems before any change."""
         problems = [f"missing {n!r}" for n in self if n not in state] if strict else []
         problems += [f"unexpected {n!r}" for n in state if n not in self] if strict else []
         common = [n for n in self if n in state]
@@ -85,7 +85,7 @@ class StateDict(Mapping[str, Tensor]):
     def places(self) -> list[Place]:
         """All tensors, in an order that reads and writes each unit once. Call `flush` at the end.
 
-        Raises `PresenceError` inside `engine.materialized`.
+        Raises `ResidencyError` inside `engine.materialized`.
         """
         self._refuse_loans()
         places = []
@@ -101,7 +101,7 @@ class StateDict(Mapping[str, Tensor]):
         return places
 
     def flush(self) -> None:
-        """Write home what `Place.write` left to be written."""
+        """Write back what `Place.write` left to be written."""
         self._values.flush()
 
     def save(
@@ -156,7 +156,7 @@ class StateDict(Mapping[str, Tensor]):
 
     def _refuse_loans(self) -> None:
         if self._values.lent:
-            raise PresenceError(
+            raise ResidencyError(
                 "weights cannot be loaded or saved as a whole while some are lent out",
                 because="a block of engine.materialized is open, or load_state_dict of the module "
                 "ended in an error",
@@ -233,7 +233,7 @@ class ModuleStateHooks:
             value = state.get(prefix + name)
             if value is not None and index not in self.values.lent:
                 # Values in the compute dtype keep the master where their bits did not change.
-                compute = self.values.mover.presence.dtypes[index]
+                compute = self.values.prefetcher.binding.dtypes[index]
                 self.values.lend(index, master=getattr(value, "dtype", None) is not compute)
 
     def _close(self, module: nn.Module, incompatible: object) -> None:

@@ -1,9 +1,9 @@
 """One step: norm, clip factor, and the commit, after which the step has happened.
 
 [Note: commit]
-Units become pending, counters advance, and a job for the sweep holds all that the update depends
-on. `Progress` is one frozen object, replaced as a whole: another one in its place means that the
-step has happened, whatever failed after it.
+Units become pending, counters advance, and a job for the optimizer pass holds all that the update
+depends on. `Progress` is one frozen object, replaced as a whole: another one in its place means
+that the step has happened, whatever failed after it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from infinity.config.schema import LossScaleConfig
-from infinity.errors import ConfigError, InfinityWarning, PresenceError, TrainingError
+from infinity.errors import ConfigError, InfinityWarning, ResidencyError, TrainingError
 from infinity.journal import Journal
 from infinity.model.torch_private import end_checkpoints
 from infinity.offload.report import Meter, StepReport
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.storage.device import Event
-from infinity.training.optimizer_pass import SweepJob
+from infinity.training.optimizer_pass import PassJob
 from infinity.training.parameter_access import read_state
 from infinity.training.parts import Parts
 
@@ -234,7 +234,7 @@ class Given:
 
 
 class Stepper:
-    """Turns accumulated gradients into a sweep; counts steps, per parameter too."""
+    """Turns accumulated gradients into an optimizer pass; counts steps, per parameter too."""
 
     def __init__(
         self,
@@ -252,13 +252,13 @@ class Stepper:
         self.steps = [0] * len(index_of)  # updates so far, by parameter index
         self._parts = parts
         self._units = parts.plan.units
-        self._mover = parts.mover
+        self._prefetcher = parts.prefetcher
         self._gradients = parts.gradients
         self._window = parts.window
         self._optimizer = optimizer
         self._index_of = dict(index_of)
         self._journal = journal
-        self._meter = Meter(parts.lanes, parts.hooks.watch)
+        self._meter = Meter(parts.transfers, parts.hooks.watch)
         self._timeline = parts.timeline  # until it is over
         if self._timeline is not None:
             self._timeline.start()
@@ -304,7 +304,8 @@ class Stepper:
     # --- the step --------------------------------------------------------------------------------
 
     def update(self, clipping: float, given: Given) -> None:
-        """Commit a step from the gradients as they are; the sweep then runs behind the caller.
+        """Commit a step from the gradients as they are; the optimizer pass then runs behind the
+        caller.
 
         A step whose gradients are not finite is skipped; the first of a row of them is warned of.
         Raises `TrainingError` after too many skipped steps in a row, or at the smallest loss
@@ -312,7 +313,7 @@ class Stepper:
         happened.
         """
         self._gradients.finish()  # a backward the engine did not see may have left some open
-        with self._mover.lanes.stall("norm"):
+        with self._prefetcher.transfers.stall("norm"):
             norm = math.sqrt(self._gradients.square_sum())
         before = self.progress.loss_scale
         norm /= self.loss_scale
@@ -322,11 +323,13 @@ class Stepper:
         if clipping and not skipped:
             factor = min(1.0, clipping / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         self._gradients.settle()
-        computed = self._mover.lanes.device.compute_event()  # here: streams belong to threads
+        computed = (
+            self._prefetcher.transfers.device.compute_event()
+        )  # here: streams belong to threads
         with self._parts.owner.shut():
             job, error = self._commit(norm, factor, culprits, computed, given)
         if job is not None:
-            self._parts.sweep.submit(job)
+            self._parts.optimizer_pass.submit(job)
         if error is not None:
             raise error
         if culprits:
@@ -367,8 +370,8 @@ class Stepper:
 
     def _commit(
         self, norm: float, factor: float, culprits: Sequence[str], computed: Event, given: Given
-    ) -> tuple[SweepJob | None, Exception | None]:
-        """The step happens: a job for the sweep, and what went wrong after that.
+    ) -> tuple[PassJob | None, Exception | None]:
+        """The step happens: a job for the optimizer pass, and what went wrong after that.
 
         With `culprits`, whose gradients are not finite, it is skipped.
         """
@@ -394,14 +397,14 @@ class Stepper:
                 for index in job.steps:
                     self.steps[index] += 1
                 self._parts.updater.begin(job.hypers, job.steps)
-                self._mover.make_pending(job.units)
-        except PresenceError as error:
+                self._prefetcher.make_pending(job.units)
+        except ResidencyError as error:
             failure = error
         try:
             if job is None:
                 self._gradients.reset()
             else:
-                job = replace(job, landing=self._gradients.hand_over())
+                job = replace(job, copies=self._gradients.hand_over())
             self._report(norm, factor, culprits, scale)
             self._optimizer.mark_stepped()
             if not skipped and self.lr_scheduler is not None:
@@ -412,13 +415,13 @@ class Stepper:
             failure = failure or error
         return job, failure
 
-    def _make_job(self, factor: float, computed: Event) -> SweepJob:
-        """Everything the sweep depends on, as it is now."""
+    def _make_job(self, factor: float, computed: Event) -> PassJob:
+        """Everything the optimizer pass depends on, as it is now."""
         arrived = self._gradients.arrived()
         hypers = self._optimizer.hypers(self._index_of)
         units = self._units
         order = dict.fromkeys([*self._parts.cycles.training.first_uses(), *range(len(units))])
-        return SweepJob(
+        return PassJob(
             units=tuple(
                 u for u in order if any(s.parameter in arrived for s in units[u].trained_segments)
             ),
@@ -435,7 +438,7 @@ class Stepper:
         if index is None:
             raise ConfigError("this parameter does not belong to the engine's module")
         parts, hyper = self._parts, self._optimizer.hypers(self._index_of).get(index)
-        parts.sweep.finish()
+        parts.optimizer_pass.finish()
         return read_state(parts.store, parts.updater, index, hyper, self.steps)
 
     def _report(
@@ -446,7 +449,7 @@ class Stepper:
             grad_norm=norm,
             clip_factor=factor,
             skipped=bool(culprits),
-            surprises=self._parts.cycles.surprises(),
+            mispredictions=self._parts.cycles.mispredictions(),
             loss_scale=scale.scale if scale is not None else 1.0,
             non_finite=culprits[0] if culprits else "",
         )

@@ -30,9 +30,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def start(folder: Path, job: Job, die_at_line: int | None = None) -> Any:
     """A child that does the job in a folder, which may be there."""
-    target, homes, every = job
+    target, placement, every = job
     folder.mkdir(parents=True, exist_ok=True)
-    return forked.start(target, str(folder), homes, every, die_at_line=die_at_line)
+    return forked.start(target, str(folder), placement, every, die_at_line=die_at_line)
 
 
 def phase_of(folder: Path) -> str:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from support import forked
 from support.durable import (
-    HOMES,
+    PLACEMENTS,
     durable_engine,
     equal,
     gated,
@@ -28,16 +28,19 @@ from support.durable import (
 from infinity.errors import EngineFailedError, TransferError
 
 STEPS = 4
-# More and slower: wider windows in sweeps and commits.
+# More and slower: wider windows in optimizer passes and commits.
 CASES: dict[str, dict[str, Any]] = {
-    "all on disk": {"homes": HOMES["all on disk"]},
-    "all on disk, slow": {"homes": HOMES["all on disk"], "io": {"slow_bytes_per_s": 4 << 20}},
+    "all on disk": {"placement": PLACEMENTS["all on disk"]},
+    "all on disk, slow": {
+        "placement": PLACEMENTS["all on disk"],
+        "io": {"slow_bytes_per_s": 4 << 20},
+    },
     "moments in RAM": {
-        "homes": HOMES["moments in RAM"],
+        "placement": PLACEMENTS["moments in RAM"],
         "durable_every": 1,
         "io": {"slow_bytes_per_s": 8 << 20},
     },
-    "all in RAM, every third": {"homes": HOMES["all in RAM"], "durable_every": 3},
+    "all in RAM, every third": {"placement": PLACEMENTS["all in RAM"], "durable_every": 3},
 }
 
 
@@ -77,11 +80,11 @@ def fail_often(root: Path, seeds: range) -> Counter[str]:
     for seed in seeds:
         choose, path = random.Random(seed), root / str(seed)
         path.mkdir()
-        homes = HOMES[choose.choice(list(HOMES))]
+        placement = PLACEMENTS[choose.choice(list(PLACEMENTS))]
         faults = (
             f"seed={seed},kinds=eio+enospc+flip+short+reorder,rate={choose.choice((1e-3, 1e-2))}"
         )
-        more = {"homes": homes, "durable_every": choose.choice((1, 2)), "look_ahead": 1}
+        more = {"placement": placement, "durable_every": choose.choice((1, 2)), "prefetch_units": 1}
         told = 0
         try:
             io = {"faults": faults, "block_size": 4096}

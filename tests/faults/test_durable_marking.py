@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support import forked
-from support.durable import HOMES, durable_engine, gated, step
+from support.durable import PLACEMENTS, durable_engine, gated, step
 
 import infinity
 from infinity.errors import InfinityWarning, MachineError
@@ -66,7 +66,7 @@ def start_and_die(paths: list[Path], after: int) -> None:
 
     Scratch.announce = begin  # type: ignore[method-assign]
     try:
-        with durable_engine(paths, gated(), homes=HOMES["all on disk"], io=IO):
+        with durable_engine(paths, gated(), placement=PLACEMENTS["all on disk"], io=IO):
             os._exit(0)
     except BaseException:
         os._exit(1)
@@ -194,7 +194,7 @@ def test_a_part_without_its_first_directory_is_told(tmp_path: Path) -> None:
     (first,) = paths[0].iterdir()
     shutil.rmtree(first)
     given = {"nvme_path": [str(path) for path in paths], "precision": "fp32", "io": IO}
-    given["homes"] = HOMES["all on disk"]
+    given["placement"] = PLACEMENTS["all on disk"]
     with pytest.warns(
         InfinityWarning, match=f"a part of a durable run; its first directory, {first}"
     ):

@@ -1,7 +1,7 @@
 """Edits behind the engine's back: kept nowhere, told everywhere, wherever weights rest.
 
 What an edit leads to must not depend on the placement, nor on whether a parameter happened to be
-present: an error, and then the weights as they were, or, where the only copy was hit, an engine
+resident: an error, and then the weights as they were, or, where the only copy was hit, an engine
 that says that it has failed.
 """
 
@@ -21,7 +21,7 @@ from support.small import train as trained
 from torch import Tensor, nn
 
 from infinity.engine import Engine
-from infinity.errors import EngineFailedError, PresenceError, TrainingError
+from infinity.errors import EngineFailedError, ResidencyError, TrainingError
 
 IN_RAM = {**ON_DEVICE, "weights": "host"}
 PLACES = {
@@ -32,7 +32,7 @@ PLACES = {
     "ram to device": (IN_RAM, True),
     "device": (ON_DEVICE, True),
 }
-ABSENT_IN_TORCH = "more than one element of the written-to tensor refers to a single"
+NOT_IN_TORCH = "more than one element of the written-to tensor refers to a single"
 
 
 def overwrite(parameter: nn.Parameter) -> None:
@@ -73,16 +73,19 @@ WAYS = ("forward", "module", "step", "state_dict", "save")
 @contextmanager
 def made(path: Path, place: str, model: nn.Module) -> Iterator[Engine]:
     """An engine over `model`; what it still has to say of edits when it is closed is not heard."""
-    homes, accelerator = PLACES[place]
+    placement, accelerator = PLACES[place]
     arguments = {"device": FakeAccelerator(1)} if accelerator else {}
     nvme = path / "nvme"
     nvme.mkdir()
-    with suppress(PresenceError), small_engine(nvme, homes, model, arguments=arguments) as engine:
+    with (
+        suppress(ResidencyError),
+        small_engine(nvme, placement, model, arguments=arguments) as engine,
+    ):
         yield engine
 
 
 class Model(nn.Module):
-    """A small model with a parameter of one element, which torch lets be edited when absent."""
+    """A small model with a parameter of one element, which torch lets be edited when offloaded."""
 
     def __init__(self, edit: Callable[[nn.Parameter], None] | None = None) -> None:
         super().__init__()
@@ -98,16 +101,16 @@ class Model(nn.Module):
 
 @contextmanager
 def told(*, by_torch: bool = False) -> Iterator[None]:
-    """An error that names the way, or, of an absent parameter, torch's own at once."""
-    kinds = (PresenceError, RuntimeError) if by_torch else PresenceError
+    """An error that names the way, or, of an offloaded parameter, torch's own at once."""
+    kinds = (ResidencyError, RuntimeError) if by_torch else ResidencyError
     with pytest.raises(kinds) as caught:
         yield
-    assert "engine.materialized" in str(caught.value) or ABSENT_IN_TORCH in str(caught.value)
+    assert "engine.materialized" in str(caught.value) or NOT_IN_TORCH in str(caught.value)
 
 
 def assert_unedited(engine: Engine, before: dict[str, Tensor]) -> None:
     """The weights are as they were; or the engine refuses everything, and says why."""
-    if engine._parts.mover.failure is None:
+    if engine._parts.prefetcher.failure is None:
         engine.zero_grad()
         assert same(masters(engine), before)
         trained(engine, 1)
@@ -189,7 +192,7 @@ def test_an_edit_before_the_end_is_told_by_close(tmp_path: Path, restore: bool) 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_references_show_the_same_wherever_weights_rest(tmp_path: Path, place: str) -> None:
-    """Between calls a parameter that nobody reached for is absent, on every tier."""
+    """Between calls a parameter that nobody reached for is offloaded, on every tier."""
     with made(tmp_path, place, Model()) as engine:
         parameters = list(engine.module.parameters())
         for what in ("forward", "backward", "step", "module", "users backward", "block"):

@@ -51,7 +51,7 @@ ERRNOS = {
     "flip": {errno.EBADMSG},
     "stuck": {errno.ETIMEDOUT},
 }
-HOMES = (
+PLACEMENTS = (
     {"weights": "disk", "moments": "disk", "gradients": "disk"},
     {"weights": "disk", "moments": "disk", "gradients": "host"},
     {"weights": "disk", "moments": "host", "gradients": "disk"},
@@ -71,8 +71,8 @@ class Case:
     backend: str
     micro_batches: int
     precision: str
-    homes: dict[str, str]
-    look_ahead: int
+    placement: dict[str, str]
+    prefetch_units: int
     fake: bool
 
     def config(self, root: Path) -> dict[str, Any]:
@@ -92,11 +92,11 @@ class Case:
             io["weights"] = [2, 1]
         return settings(
             root,
-            self.homes,
+            self.placements,
             nvme_path=[str(p) for p in paths],
             io=io,
             precision=self.precision,
-            look_ahead=self.look_ahead,
+            prefetch_units=self.prefetch_units,
             gradient_accumulation_steps=self.micro_batches,
         )
 
@@ -130,8 +130,8 @@ def case_for(seed: int) -> Case:
         backend=choose.choice(("io_uring", "threads")) if HAS_URING else "threads",
         micro_batches=choose.choice((1, 1, 2)),
         precision=choose.choice(("fp32", "bf16")),
-        homes=choose.choice(HOMES),
-        look_ahead=choose.choice((0, 2)),
+        placement=choose.choice(PLACEMENTS),
+        prefetch_units=choose.choice((0, 2)),
         fake=choose.random() < 0.25,
     )
 
@@ -283,11 +283,15 @@ def test_right_bits_or_the_right_error(tmp_path: Path) -> None:
 def test_late_blocks_change_no_bit(tmp_path: Path) -> None:
     """Half of all blocks are late, so what is read before it has been written is something else."""
     for seed in range(6):
-        homes = {"weights": ("device", "disk")[seed % 2], "moments": "disk", "gradients": "disk"}
+        placement = {
+            "weights": ("device", "disk")[seed % 2],
+            "moments": "disk",
+            "gradients": "disk",
+        }
         case = Case(
             seed=seed, kinds=("delay",), rate=0.5, verify=False, num_paths=1,
             backend=("threads", "io_uring")[HAS_URING and seed % 3 == 0], micro_batches=3,
-            precision=("bf16", "fp32")[seed % 2], homes=homes, look_ahead=2, fake=False,
+            precision=("bf16", "fp32")[seed % 2], placement=placement, prefetch_units=2, fake=False,
         )  # fmt: skip
         directory = tmp_path / str(seed)
         directory.mkdir()
@@ -334,8 +338,8 @@ def lose_once(
 LAST_GRADIENTS = "unit 'embedding', gradients"  # of a backward
 LOSSES = {
     "a fetch": ("read", lambda extent, priority: priority is Priority.URGENT),
-    "gradients going home": ("write", lambda extent, _: "gradients" in extent.owner),
-    "the last gradients going home": ("write", lambda e, _: e.owner == LAST_GRADIENTS),
+    "gradients written back": ("write", lambda extent, _: "gradients" in extent.owner),
+    "the last gradients written back": ("write", lambda e, _: e.owner == LAST_GRADIENTS),
     "gradients coming back": ("read", lambda extent, _: "gradients" in extent.owner),
 }
 
@@ -346,8 +350,8 @@ LOSSES = {
 def test_what_may_be_repeated_is_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, what: str, micro_batches: int
 ) -> None:
-    """Weights rest at home still, and an accumulation window starts over: no bit is lost."""
-    more = {"gradient_accumulation_steps": micro_batches, "look_ahead": 0}
+    """Weights rest as before, and an accumulation window starts over: no bit is lost."""
+    more = {"gradient_accumulation_steps": micro_batches, "prefetch_units": 0}
     given = settings(tmp_path, **more)
     device = make_device(kind)
     engine, *_ = infinity.initialize(small_model(num_blocks=2), given, device=device)
@@ -357,7 +361,8 @@ def test_what_may_be_repeated_is_repeated(
         try:
             train(engine, outcome)
         except EngineFailedError:
-            # With one micro-batch only the sweep reads gradients, and that cannot be repeated.
+            # With one micro-batch only the optimizer pass reads gradients, and that cannot be
+            # repeated.
             assert (what, micro_batches) == ("gradients coming back", 1)
             return
         assert lost
@@ -383,7 +388,7 @@ def test_a_backward_that_failed_keeps_no_engine_alive(
         with pytest.raises(TransferError):  # noqa: PT012
             engine.backward(loss)
             engine.step()  # a device's gradients are summed behind the backward
-    mover = weakref.ref(engine._parts.mover)
+    prefetcher = weakref.ref(engine._parts.prefetcher)
     del engine, loss
     gc.collect()
-    assert mover() is None
+    assert prefetcher() is None

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from support.durable import (
-    HOMES,
+    PLACEMENTS,
     Entry,
     Recorder,
     copies,
@@ -37,7 +37,7 @@ from infinity.errors import InfinityError
 
 STEPS = 2  # that are recorded
 MORE: dict[str, Any] = {
-    "homes": HOMES["moments in RAM"],
+    "placement": PLACEMENTS["moments in RAM"],
     "durable_every": 1,
     "io": {"weights": [2, 1], "block_size": 4096},
 }

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.durable import HOMES, durable_engine, gated, step
+from support.durable import PLACEMENTS, durable_engine, gated, step
 from support.runs import losses_of, metrics_of, settings, train
 
 from infinity.errors import ConfigError, InfinityError
@@ -32,7 +32,9 @@ def durable_settings(folder: Path) -> dict[str, Any]:
         os.makedirs(path, exist_ok=True)
     io = {"weights": [1, 1], "block_size": 4096}
     more: dict[str, Any] = {"engine__nvme_path": paths, "engine__durable": True, "engine__io": io}
-    return settings(folder, **more, engine__homes=HOMES["all on disk"], engine__durable_every=1)
+    return settings(
+        folder, **more, engine__placement=PLACEMENTS["all on disk"], engine__durable_every=1
+    )
 
 
 def plain_settings(folder: Path) -> dict[str, Any]:
@@ -196,7 +198,7 @@ def test_a_step_that_was_committed_and_not_told_is_told(tmp_path: Path) -> None:
 def journal(tmp_path: Path) -> dict[str, Any]:
     """The settings of a durable run of two steps that told a journal."""
     (tmp_path / "nvme").mkdir()
-    told = {"journal": str(tmp_path / "journal.jsonl"), "homes": HOMES["all on disk"]}
+    told = {"journal": str(tmp_path / "journal.jsonl"), "placement": PLACEMENTS["all on disk"]}
     with durable_engine(tmp_path / "nvme", gated(), **told) as engine:
         step(engine)
         step(engine)

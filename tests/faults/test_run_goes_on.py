@@ -283,7 +283,7 @@ def test_the_drive_of_the_state_fails_and_the_run_goes_on_elsewhere(
     config = tmp_path / "run of mine.json"
     given = settings(
         tmp_path,
-        engine__homes={"weights": "disk", "moments": "disk", "gradients": "disk"},
+        engine__placement={"weights": "disk", "moments": "disk", "gradients": "disk"},
         engine__nvme_path=[str(path) for path in paths],
         engine__durable=durable or None,
         training__checkpoint_every=None if durable else 99 if kind == "bare" else 2,

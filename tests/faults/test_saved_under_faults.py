@@ -28,12 +28,12 @@ from infinity.errors import CheckpointError, InfinityError, TransferError
 pytestmark = pytest.mark.filterwarnings("ignore::infinity.errors.InfinityWarning")
 STEPS = 4
 KINDS = ("eio", "enospc", "flip", "short", "delay", "reorder")
-HOMES = (ON_DISK, MIXED, {**ON_DEVICE, "moments": "disk"})
+PLACEMENTS = (ON_DISK, MIXED, {**ON_DEVICE, "moments": "disk"})
 
 
-def make(root: Path, homes: dict[str, str], **more: Any) -> Engine:
+def make(root: Path, placement: dict[str, str], **more: Any) -> Engine:
     root.mkdir(exist_ok=True)
-    given = settings(root, homes, **more)
+    given = settings(root, placement, **more)
     return rough.initialize(small_model(num_blocks=2), given, poison=None)[0]
 
 
@@ -106,7 +106,7 @@ class _Proxy:
 def one_seed(seed: int, root: Path, set_faults: Callable[[str], None]) -> Counter[str]:
     choose = random.Random(seed)
     seen: Counter[str] = Counter()
-    homes = choose.choice(HOMES)
+    placement = choose.choice(PLACEMENTS)
     kinds = choose.sample(KINDS, choose.randint(1, 4))
     rate = choose.choice((0.001, 0.005, 0.02))
     text = f"seed={seed},kinds={'+'.join(kinds)},rate={rate}"
@@ -116,7 +116,7 @@ def one_seed(seed: int, root: Path, set_faults: Callable[[str], None]) -> Counte
     engine = None
     try:
         engine = make(
-            root / "nvme", homes, durable=True, durable_every=choose.choice((1, 2)), io=io
+            root / "nvme", placement, durable=True, durable_every=choose.choice((1, 2)), io=io
         )
         faulty_run(engine, saved)
         seen["finished"] += 1
@@ -144,7 +144,9 @@ def one_seed(seed: int, root: Path, set_faults: Callable[[str], None]) -> Counte
             assert path.name == f"global_step{engine.global_steps}"
             seen["loaded"] += 1
     try:
-        with make(root / "nvme", homes, durable=True, resume="auto", io={"verify": True}) as engine:
+        with make(
+            root / "nvme", placement, durable=True, resume="auto", io={"verify": True}
+        ) as engine:
             seen["resumed" if engine.resumed else "began anew"] += 1
             assert same(state_of(engine), expected[engine.global_steps])
             train(engine, STEPS - engine.global_steps, first=engine.global_steps)

@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoint_files import content, same_content
-from support.durable import HOMES, State, durable_engine, equal, gated, state_of, step
+from support.durable import PLACEMENTS, State, durable_engine, equal, gated, state_of, step
 from support.recorded_tree import RecordedTree
 from torch import Tensor
 
@@ -38,7 +38,7 @@ from infinity.runs.metrics import Metrics
 STEPS = 3
 QUICK, BATCH = 300, 50
 MORE: dict[str, Any] = {
-    "homes": HOMES["moments in RAM"],
+    "placement": PLACEMENTS["moments in RAM"],
     "durable_every": 1,
     "io": {"weights": [2, 1], "block_size": 4096},
 }
@@ -95,7 +95,7 @@ def weights_in(directory: Path) -> dict[str, Tensor]:
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
     calm, root = tmp_path_factory.mktemp("calm"), tmp_path_factory.mktemp("recorded")
     states, checkpoints, weights = [], {}, []
-    with durable_engine(calm, gated(), homes=HOMES["moments in RAM"]) as engine:
+    with durable_engine(calm, gated(), placement=PLACEMENTS["moments in RAM"]) as engine:
         for number in range(STEPS + 1):
             states.append(state_of(engine))
             engine.save_weights(calm / f"weights{number}")

@@ -29,7 +29,7 @@ from torch import Tensor
 
 import infinity
 from infinity.engine import Engine
-from infinity.errors import EngineClosedError, PresenceError
+from infinity.errors import EngineClosedError, ResidencyError
 from infinity.storage.device import PROCESS
 
 
@@ -99,23 +99,23 @@ class Meddled:
     def assert_refused(self) -> None:
         assert self.outcomes
         for name, error in self.outcomes.items():
-            assert isinstance(error, PresenceError), (name, error)
+            assert isinstance(error, ResidencyError), (name, error)
             assert "'second' used the engine" in str(error), name
         assert self.engine.module.training
         assert not (self.path / "second").exists()
 
 
-@pytest.mark.parametrize("homes", [ON_DISK, ON_DEVICE])
+@pytest.mark.parametrize("placement", [ON_DISK, ON_DEVICE])
 @pytest.mark.parametrize("during", ["forward", "module", "backward", "users_backward", "save"])
 def test_a_second_thread_is_refused_while_a_call_is_under_way(
-    tmp_path: Path, homes: dict[str, str], during: str
+    tmp_path: Path, placement: dict[str, str], during: str
 ) -> None:
     nvme = tmp_path / "nvme"
     nvme.mkdir()
-    with small_engine(nvme, homes) as engine:
+    with small_engine(nvme, placement) as engine:
         losses = train(engine, 3)
         expected = masters(engine)
-    with small_engine(nvme, homes) as engine:
+    with small_engine(nvme, placement) as engine:
         meddled = Meddled(engine, tmp_path)
         seen = train(engine, 1)
         block = engine.module.blocks[1]
@@ -146,11 +146,11 @@ def test_a_second_thread_is_refused_while_a_call_is_under_way(
 
 def test_a_schedule_is_refused_in_a_step(tmp_path: Path) -> None:
     """It is stepped in the middle of it."""
-    refused: list[PresenceError] = []
+    refused: list[ResidencyError] = []
 
     def factor(step: int) -> float:
         if step:
-            with pytest.raises(PresenceError, match="from inside a step") as caught:
+            with pytest.raises(ResidencyError, match="from inside a step") as caught:
                 engines[0](batch(7))
             refused.append(caught.value)
         return 1.0
@@ -198,16 +198,16 @@ def test_a_backward_that_raised_is_over(tmp_path: Path) -> None:
         assert elsewhere(lambda: train(engine, 1)) is None
 
 
-@pytest.mark.parametrize("homes", [ON_DISK, MIXED, ON_DEVICE])
+@pytest.mark.parametrize("placement", [ON_DISK, MIXED, ON_DEVICE])
 def test_two_threads_without_a_lock_get_errors_and_right_numbers(
-    tmp_path: Path, homes: dict[str, str]
+    tmp_path: Path, placement: dict[str, str]
 ) -> None:
     """One trains, and tries again when it is refused; the other evaluates as it likes."""
-    with small_engine(tmp_path, homes) as engine:
+    with small_engine(tmp_path, placement) as engine:
         losses = train(engine, 6)
         expected = masters(engine)
     over, wrong, counts = threading.Event(), [], {"ran": 0, "refused": 0}
-    with small_engine(tmp_path, homes) as engine:
+    with small_engine(tmp_path, placement) as engine:
 
         def evaluate() -> None:
             while not over.is_set():
@@ -215,7 +215,7 @@ def test_two_threads_without_a_lock_get_errors_and_right_numbers(
                     with torch.no_grad():
                         engine(batch(3))
                     counts["ran"] += 1
-                except PresenceError:
+                except ResidencyError:
                     counts["refused"] += 1
                 except BaseException as error:
                     wrong.append(error)
@@ -223,7 +223,7 @@ def test_two_threads_without_a_lock_get_errors_and_right_numbers(
 
         def insist(call: Callable[[], Any]) -> Any:
             while True:
-                with suppress(PresenceError):
+                with suppress(ResidencyError):
                     return call()
 
         thread = threading.Thread(target=evaluate)
@@ -256,8 +256,8 @@ def test_a_dropped_engine_gives_everything_back_while_its_module_lives(
     nvme.mkdir()
     model = small_model()
     arguments = {"device": FakeAccelerator(1)} if place == "accelerator" else {}
-    homes = ON_DEVICE if place == "device" else ON_DISK
-    given = settings(nvme, homes, journal=str(tmp_path / "journal"))
+    placement = ON_DEVICE if place == "device" else ON_DISK
+    given = settings(nvme, placement, journal=str(tmp_path / "journal"))
     engine = infinity.initialize(model, given, **arguments)[0]
     optimizer = engine.optimizer
     kept: list[Any] = []

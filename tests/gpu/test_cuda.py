@@ -19,12 +19,14 @@ pytestmark = [
 TIERS = ("device", "host", "disk")
 
 
-def train(path: Path, homes: tuple[str, ...], precision: str) -> tuple[list[float], list[Tensor]]:
+def train(
+    path: Path, placement: tuple[str, ...], precision: str
+) -> tuple[list[float], list[Tensor]]:
     model = small_model(num_blocks=6, width=128)
     config = {
         "nvme_path": str(path),
         "precision": precision,
-        "homes": dict(zip(("weights", "moments", "gradients"), homes, strict=True)),
+        "placement": dict(zip(("weights", "moments", "gradients"), placement, strict=True)),
         "gradient_accumulation_steps": 2,
         "chunk_size": 16384,
     }
@@ -46,7 +48,9 @@ def test_every_placement_gives_the_same_bits(tmp_path: Path, precision: str) -> 
     torch.use_deterministic_algorithms(True, warn_only=True)
     losses, masters = train(tmp_path, ("device", "device", "device"), precision)
     assert losses[-1] < losses[0]
-    for homes in itertools.product(TIERS, TIERS, TIERS):
-        other_losses, other_masters = train(tmp_path, homes, precision)
-        assert other_losses == losses, homes
-        assert all(torch.equal(a, b) for a, b in zip(masters, other_masters, strict=True)), homes
+    for placement in itertools.product(TIERS, TIERS, TIERS):
+        other_losses, other_masters = train(tmp_path, placement, precision)
+        assert other_losses == losses, placement
+        assert all(torch.equal(a, b) for a, b in zip(masters, other_masters, strict=True)), (
+            placement
+        )

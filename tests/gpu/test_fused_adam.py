@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.cuda_pieces import BF16, FLOATS, FP32, HYPERS, Rooms, combinations
 
-from infinity.errors import ConfigError, PresenceError
+from infinity.errors import ConfigError, ResidencyError
 from infinity.formats import MomentFormat
 from infinity.optim import cuda, nvrtc
 from infinity.optim.cpu import CpuKernels
@@ -168,7 +168,7 @@ def test_kernels_are_taken_from_the_cache(tmp_path: Path, monkeypatch) -> None:
 
 def test_bad_input(gpu) -> None:
     piece = Rooms(seed=5).make(300, BF16, BF16, ADAM, MomentFormat.FP32).copy("cuda:0").piece
-    with pytest.raises(PresenceError, match="gradient is on cpu"):
+    with pytest.raises(ResidencyError, match="gradient is on cpu"):
         gpu.update_all([piece._replace(gradient=piece.gradient.cpu())])
     with pytest.raises(ConfigError, match="overlap"):
         gpu.update_all([piece, piece])

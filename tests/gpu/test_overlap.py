@@ -31,13 +31,13 @@ PLACES = {"ram": IN_RAM, "disk": ON_DISK, "weights_on_device": {**IN_RAM, "weigh
 STEPS = 8
 
 
-def make(path: Path, homes: dict[str, str], **more: Any) -> infinity.Engine:
+def make(path: Path, placement: dict[str, str], **more: Any) -> infinity.Engine:
     config = {
         "nvme_path": str(path),
         "precision": "bf16",
-        "homes": homes,
+        "placement": placement,
         "chunk_size": 16384,
-        "look_ahead": 1,
+        "prefetch_units": 1,
     }
     model = small_model(num_blocks=6, width=128)
     engine, *_ = infinity.initialize(model, {**config, **more}, device="cuda")
@@ -52,12 +52,12 @@ def batches() -> list[Tensor]:
 
 
 def train(
-    path: Path, homes: dict[str, str], autocast: bool = False, **more: Any
+    path: Path, placement: dict[str, str], autocast: bool = False, **more: Any
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses, and masters at the end."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     losses = []
-    with make(path, homes, **more) as engine:
+    with make(path, placement, **more) as engine:
         for tokens in batches()[: STEPS * engine.plan.micro_batches]:
             with torch.autocast("cuda", torch.bfloat16) if autocast else nullcontext():
                 loss = engine(tokens)
@@ -152,9 +152,9 @@ def test_a_trace_has_the_times_of_the_gpu(tmp_path: Path) -> None:
     timeline = read_timeline(tmp_path / "t.json")
     assert timeline.complete
     assert timeline.num_dropped == 0
-    for lane in ("to_device", "from_device"):
-        slices = timeline.of(lane)
-        assert 0 < sum(one.nbytes for one in slices) <= moved[lane]
+    for direction in ("to_device", "from_device"):
+        slices = timeline.of(direction)
+        assert 0 < sum(one.nbytes for one in slices) <= moved[direction]
         assert all(0 <= one.begin <= one.end for one in slices)
     units = {one.unit for one in timeline.of("compute")}
     assert {one.unit for one in timeline.of("update")} == units

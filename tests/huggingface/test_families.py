@@ -34,9 +34,13 @@ class Trained:
 
 
 def train(
-    family: Family, path: Path, homes: dict[str, str], model: nn.Module | None = None, **more: Any
+    family: Family,
+    path: Path,
+    placement: dict[str, str],
+    model: nn.Module | None = None,
+    **more: Any,
 ) -> Trained:
-    config = settings(path, homes, look_ahead=1, optimizer=OPTIMIZER, **more)
+    config = settings(path, placement, prefetch_units=1, optimizer=OPTIMIZER, **more)
     engine, *_ = infinity.initialize(model or family.build(), config)
     with engine:
         losses = []
@@ -91,7 +95,7 @@ def test_a_build_without_memory_has_the_values_of_an_ordinary_one(name: str) -> 
     with infinity.Init(threshold_bytes=128):
         model: nn.Module = family.build()
     assert sum(p.is_meta for p in model.parameters()) > 5
-    engine, *_ = infinity.initialize(model, {"precision": "fp32", "homes": ON_DEVICE})
+    engine, *_ = infinity.initialize(model, {"precision": "fp32", "placement": ON_DEVICE})
     with engine:
         found, expected = engine.state_dict(), family.build().state_dict()
         assert sorted(found) == sorted(expected)

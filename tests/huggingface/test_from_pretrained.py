@@ -1,4 +1,4 @@
-"""Models of transformers loaded to their homes, built there, and saved as transformers saves."""
+"""Models of transformers loaded to their tiers, built there, and saved as transformers saves."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def saved(family: Family, path: Path, **more: Any) -> Path:
 
 
 def config(path: Path, **more: Any) -> dict[str, Any]:
-    return settings(path, ON_DISK, **({"look_ahead": 1} | more))
+    return settings(path, ON_DISK, **({"prefetch_units": 1} | more))
 
 
 def tensors_in(directory: Path) -> dict[str, Tensor]:
@@ -340,7 +340,7 @@ class RealBytes(LiveBytes):
 def test_tensors_that_live_at_once_do_not_grow_with_the_model(kind: str, tmp_path: Path) -> None:
     """Counted while it is loaded and saved, byte by byte; Mixtral's experts are fused."""
     family = FAMILIES[kind]
-    told = config(tmp_path, look_ahead=0, chunk_size=1 << 16)
+    told = config(tmp_path, prefetch_units=0, chunk_size=1 << 16)
     peaks, sizes = [], []
     for num_layers in (2, 2, 10):  # the first brings what is kept for good
         facts = family.config()

@@ -18,8 +18,8 @@ TOKENS = 5
 GENERATORS = ("llama", "qwen3", "gpt2", "mixtral", "t5", "bart", "whisper", "mamba", "rwkv")
 
 
-def config(path: Path, look_ahead: int = 1, **more: Any) -> dict[str, Any]:
-    return settings(path, ON_DISK, look_ahead=look_ahead, **more)
+def config(path: Path, prefetch_units: int = 1, **more: Any) -> dict[str, Any]:
+    return settings(path, ON_DISK, prefetch_units=prefetch_units, **more)
 
 
 def prompt(name: str) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def generate(model: Any, name: str, tokens: int = TOKENS, **more: Any) -> torch.
 def test_greedy_tokens_are_the_plain_models(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
     expected = generate(family.build().eval(), name)
-    engine, *_ = infinity.initialize(family.build(), config(tmp_path, look_ahead=0))
+    engine, *_ = infinity.initialize(family.build(), config(tmp_path, prefetch_units=0))
     with engine:
         engine.eval()
         assert torch.equal(generate(engine.module, name), expected)
@@ -68,28 +68,28 @@ def deep(blocks: int = 8) -> Any:
     return type(family.build())(facts).eval()
 
 
-@pytest.mark.parametrize("look_ahead", [0, 1, 2, 3])
-def test_a_token_brings_what_finds_no_slot_and_no_more(look_ahead: int, tmp_path: Path) -> None:
-    engine, *_ = infinity.initialize(deep(), config(tmp_path, look_ahead))
+@pytest.mark.parametrize("prefetch_units", [0, 1, 2, 3])
+def test_a_token_brings_what_finds_no_slot_and_no_more(prefetch_units: int, tmp_path: Path) -> None:
+    engine, *_ = infinity.initialize(deep(), config(tmp_path, prefetch_units))
     with engine:
         generate(engine.module, "llama", 3)
         before, tokens = engine.counters(), 14  # whole periods of what stays and what goes
         generate(engine.module, "llama", tokens)
         moved = engine.counters()["disk_read"] - before["disk_read"]
         unit = max(u.slot_bytes for u in engine.plan.units)
-        # Least recently used would bring every block again for every token. What look-ahead holds
+        # Least recently used would bring every block again for every token. What prefetch holds
         # ready is no resident.
         (blocks,) = (c for c in engine.plan.slot_classes if len(c.members) == 8)
-        assert blocks.count == 2 + look_ahead
+        assert blocks.count == 2 + prefetch_units
         everything = 8 * blocks.slot_bytes
-        stays = (blocks.count - 1 - look_ahead) * blocks.slot_bytes
+        stays = (blocks.count - 1 - prefetch_units) * blocks.slot_bytes
         assert stays > 0
         assert moved <= tokens * (everything - stays) + unit
         assert engine.counters()["disk_write"] == before["disk_write"]
 
 
 def test_what_fits_is_brought_once(tmp_path: Path) -> None:
-    engine, *_ = infinity.initialize(deep(), config(tmp_path, look_ahead=8))
+    engine, *_ = infinity.initialize(deep(), config(tmp_path, prefetch_units=8))
     with engine:
         before = engine.counters()["disk_read"]
         generate(engine.module, "llama", 20)
@@ -100,9 +100,9 @@ def test_what_fits_is_brought_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("moment", ["between steps", "between forward and backward"])
 def test_training_goes_on_with_the_same_bits(moment: str, tmp_path: Path) -> None:
     family = FAMILIES["llama"]
-    states, surprises = [], []
+    states, mispredictions = [], []
     for interrupted in (False, True):
-        engine, *_ = infinity.initialize(family.build(), config(tmp_path, look_ahead=0))
+        engine, *_ = infinity.initialize(family.build(), config(tmp_path, prefetch_units=0))
         with engine:
             for batch in family.batches(4):
                 loss = engine(**batch).loss
@@ -113,7 +113,9 @@ def test_training_goes_on_with_the_same_bits(moment: str, tmp_path: Path) -> Non
                 if interrupted and moment == "between steps":
                     generate(engine.module, "llama")
             assert engine.last_report is not None
-            surprises.append(engine._cycles.training.surprises)
+            mispredictions.append(engine._cycles.training.mispredictions)
             states.append(dict(engine.state_dict(master=True)))
     assert [n for n in states[0] if not torch.equal(states[0][n], states[1][n])] == []
-    assert surprises[1] == surprises[0]  # the training cycle is not mistaken for a shorter one
+    assert (
+        mispredictions[1] == mispredictions[0]
+    )  # the training cycle is not mistaken for a shorter one

@@ -14,7 +14,7 @@ from support.small import ON_DEVICE, ON_DISK, settings
 from torch import Tensor, nn
 
 import infinity
-from infinity.errors import PresenceError
+from infinity.errors import ResidencyError
 from infinity.huggingface.models import load_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -37,8 +37,8 @@ def base(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-def config(path: Path, homes: dict[str, str] = ON_DISK, **more: Any) -> dict[str, Any]:
-    return settings(path, homes, look_ahead=1, optimizer=OPTIMIZER, **more)
+def config(path: Path, placement: dict[str, str] = ON_DISK, **more: Any) -> dict[str, Any]:
+    return settings(path, placement, prefetch_units=1, optimizer=OPTIMIZER, **more)
 
 
 def train(engine: infinity.Engine) -> list[float]:
@@ -75,8 +75,8 @@ def test_adapters_are_trained_over_a_streamed_base_and_saved_unchanged(
         expected.append(loss.item())
 
     found = {}
-    for name, homes in {"disk": ON_DISK, "device": ON_DEVICE}.items():
-        engine, *_ = infinity.from_pretrained(base, config(tmp_path, homes), prepare=adapted)
+    for name, placement in {"disk": ON_DISK, "device": ON_DEVICE}.items():
+        engine, *_ = infinity.from_pretrained(base, config(tmp_path, placement), prepare=adapted)
         with engine:
             num_trained = sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
             assert num_trained == sum(p.numel() for p in trained)
@@ -131,31 +131,31 @@ def test_merging_under_materialized_and_after_the_end(base: Path, tmp_path: Path
     torch.testing.assert_close(logits(whole), before, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("homes", [ON_DISK, ON_DEVICE], ids=["disk", "device"])
+@pytest.mark.parametrize("placement", [ON_DISK, ON_DEVICE], ids=["disk", "device"])
 def test_merging_elsewhere_is_refused_and_changes_nothing(
-    homes: dict[str, str], base: Path, tmp_path: Path
+    placement: dict[str, str], base: Path, tmp_path: Path
 ) -> None:
-    engine, *_ = infinity.from_pretrained(base, config(tmp_path, homes), prepare=adapted)
+    engine, *_ = infinity.from_pretrained(base, config(tmp_path, placement), prepare=adapted)
     train(engine)
     before = logits(engine)
     module: Any = engine.module
     layers = [m for m in module.modules() if hasattr(m, "merged_adapters")]
     for edit in (module.merge_adapter, module.merge_and_unload):
-        with pytest.raises(PresenceError, match="with engine"):
+        with pytest.raises(ResidencyError, match="with engine"):
             edit()
         assert [m for m in layers if m.merged] == []
         assert torch.equal(logits(engine), before)
     with (
         engine.materialized([m.base_layer for m in layers]),  # without their adapters
-        pytest.raises(PresenceError, match="2 of its 3 parameters"),
+        pytest.raises(ResidencyError, match="2 of its 3 parameters"),
     ):
         module.merge_adapter()
     with engine.materialized(module):
         module.merge_adapter()
     merged = logits(engine)
-    with pytest.raises(PresenceError), module.disable_adapter():  # peft unmerges in the forward
+    with pytest.raises(ResidencyError), module.disable_adapter():  # peft unmerges in the forward
         logits(engine)
-    with pytest.raises(PresenceError):
+    with pytest.raises(ResidencyError):
         module.unmerge_adapter()
     assert all(m.merged for m in layers)
     assert torch.equal(logits(engine), merged)
@@ -176,7 +176,7 @@ def test_adapters_are_not_taken_out_of_a_model_that_an_engine_has(
     module: Any = engine.module
     with (
         engine.materialized(module),
-        pytest.raises(PresenceError, match=rf"close\(restore=True\), and then {name}\(\)"),
+        pytest.raises(ResidencyError, match=rf"close\(restore=True\), and then {name}\(\)"),
     ):
         getattr(module, name)()
     assert torch.equal(logits(engine), before)
@@ -189,15 +189,15 @@ def test_adapters_are_not_taken_out_of_a_model_that_an_engine_has(
         torch.testing.assert_close(logits(whole), after, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("homes", [ON_DISK, ON_DEVICE], ids=["disk", "device"])
+@pytest.mark.parametrize("placement", [ON_DISK, ON_DEVICE], ids=["disk", "device"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_a_base_in_half_precision(
-    dtype: torch.dtype, homes: dict[str, str], base: Path, tmp_path: Path
+    dtype: torch.dtype, placement: dict[str, str], base: Path, tmp_path: Path
 ) -> None:
     """In bf16 a base of bf16 keeps its bits; one of fp16 is rounded, as by `.bfloat16()`."""
     model = hf.LlamaForCausalLM.from_pretrained(base, dtype=dtype)
     expected = {n: v.clone().bfloat16() for n, v in model.state_dict().items()}
-    engine, *_ = infinity.initialize(adapted(model), config(tmp_path, homes, precision="bf16"))
+    engine, *_ = infinity.initialize(adapted(model), config(tmp_path, placement, precision="bf16"))
     with engine:
         train(engine)
         state = engine.module.state_dict()
@@ -238,8 +238,8 @@ def test_codes_of_a_quantised_base_are_opaque_bytes(tmp_path: Path) -> None:
 
     before = {n: v.clone() for n, v in build().state_dict().items()}
     results = []
-    for homes in (ON_DISK, ON_DEVICE):
-        engine, *_ = infinity.initialize(build(), config(tmp_path, homes))
+    for placement in (ON_DISK, ON_DEVICE):
+        engine, *_ = infinity.initialize(build(), config(tmp_path, placement))
         with engine:
             results.append((train(engine), engine.module.state_dict()))
     assert results[0][0] == results[1][0]

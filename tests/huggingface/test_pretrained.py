@@ -63,9 +63,14 @@ def distance(model: Any, index: int, target: Tensor) -> Tensor:
     return found
 
 
-def config(path: Path, homes: dict[str, str]) -> dict[str, Any]:
+def config(path: Path, placement: dict[str, str]) -> dict[str, Any]:
     optimizer = {"type": "AdamW", "lr": LR, "eps": 1e-4, "weight_decay": 0.01}
-    return {"nvme_path": str(path), "precision": "fp32", "homes": homes, "optimizer": optimizer}
+    return {
+        "nvme_path": str(path),
+        "precision": "fp32",
+        "placement": placement,
+        "optimizer": optimizer,
+    }
 
 
 @needs_package
@@ -91,8 +96,8 @@ def test_it_is_loaded_as_it_is_fine_tuned_on_disk_and_saved(tmp_path: Path) -> N
     assert MODEL is not None
     tokenizer = hf.AutoTokenizer.from_pretrained(MODEL)
     states: dict[str, tuple[list[float], dict[str, Tensor]]] = {}
-    for name, homes in {"disk": ON_DISK, "device": ON_DEVICE}.items():
-        engine, *_ = infinity.from_pretrained(MODEL, config(tmp_path, homes))
+    for name, placement in {"disk": ON_DISK, "device": ON_DEVICE}.items():
+        engine, *_ = infinity.from_pretrained(MODEL, config(tmp_path, placement))
         with engine:
             kind: Any = type(engine.module)
             plain = kind.from_pretrained(MODEL, dtype=torch.float32)
@@ -108,7 +113,8 @@ def test_it_is_loaded_as_it_is_fine_tuned_on_disk_and_saved(tmp_path: Path) -> N
             states[name] = found, dict(engine.state_dict(master=True))
             if name == "disk":
                 num_trained = sum(p.numel() for p in plain.parameters() if p.requires_grad)
-                # Weight, residual and moments: written at birth, read and written by each sweep.
+                # Weight, residual and moments: written at the initial write, read and written by
+                # each optimizer pass.
                 engine.settle()
                 assert engine.counters()["disk_write"] > (STEPS + 1) * 12 * 0.9 * num_trained
                 assert engine.counters()["disk_read"] > STEPS * 12 * 0.9 * num_trained

@@ -297,9 +297,9 @@ def test_state_on_disk_gives_the_bits_of_state_in_ram(tmp_path: Path) -> None:
     disk = {
         **FP32,
         "nvme_path": str(tmp_path / "disk"),
-        "homes": {"weights": "disk", "moments": "disk", "gradients": "disk"},
+        "placement": {"weights": "disk", "moments": "disk", "gradients": "disk"},
     }
-    ram = {**FP32, "homes": {"weights": "host", "moments": "host", "gradients": "host"}}
+    ram = {**FP32, "placement": {"weights": "host", "moments": "host", "gradients": "host"}}
     (tmp_path / "disk").mkdir()
     runs = []
     for config in (disk, ram):
@@ -334,19 +334,19 @@ def test_bf16_and_the_dtype_of_the_model_choose_the_precision(tmp_path: Path) ->
 
 
 def test_a_model_on_meta_and_a_model_init(tmp_path: Path) -> None:
-    def unborn() -> Any:
+    def without_values() -> Any:
         with infinity.Init(threshold_bytes=256):
             model = llama(dropout=0.0)
         assert next(model.parameters()).is_meta
         return model
 
-    def born() -> Any:
+    def with_values() -> Any:
         return llama(dropout=0.0)
 
     trainers = []
     for kind, model, init in (
-        (hf.Trainer, born(), None), (InfinityTrainer, unborn(), None),
-        (hf.Trainer, None, born), (InfinityTrainer, None, unborn),
+        (hf.Trainer, with_values(), None), (InfinityTrainer, without_values(), None),
+        (hf.Trainer, None, with_values), (InfinityTrainer, None, without_values),
     ):  # fmt: skip
         options = {"model_init": init} if init else {}
         trainers.append(trainer_for(kind, tmp_path, model, options, max_steps=3))

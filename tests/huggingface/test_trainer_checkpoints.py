@@ -36,8 +36,8 @@ STILL = {"learning_rate": 0.0}
 
 def on_disk(path: Path) -> dict[str, Any]:
     path.mkdir(exist_ok=True)
-    homes = {"weights": "disk", "moments": "disk", "gradients": "disk"}
-    return {**FP32, "nvme_path": str(path), "homes": homes}
+    placement = {"weights": "disk", "moments": "disk", "gradients": "disk"}
+    return {**FP32, "nvme_path": str(path), "placement": placement}
 
 
 @pytest.mark.parametrize("step", [3, 5, 6])  # within an epoch, at its end, within the next
@@ -48,7 +48,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_through(tmp_path: Path, ste
         expected, logged = masters(through), history(through)
     for number in range(step + 1, 9):
         shutil.rmtree(out / f"checkpoint-{number}")
-    options = {"infinity_config": on_disk(tmp_path / "disk")}  # other homes, same numbers
+    options = {"infinity_config": on_disk(tmp_path / "disk")}  # another placement, same numbers
     with trainer_for(InfinityTrainer, out, None, options, **WHOLE) as resumed:
         torch.rand(7)
         resumed.train(resume_from_checkpoint=True)

@@ -42,7 +42,7 @@ def test_groups_with_and_without_decay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("optim", ["rmsprop", "adafactor"])
-def test_others_are_guests(tmp_path: Path, optim: str) -> None:
+def test_others_are_adapted(tmp_path: Path, optim: str) -> None:
     assert pair(tmp_path, optim=optim).optimizer.rule.name not in ("AdamW", "SGD")
 
 

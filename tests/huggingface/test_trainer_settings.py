@@ -155,12 +155,12 @@ def test_what_differs_in_a_deepspeed_configuration(tmp_path: Path) -> None:
 def test_ours_may_say_auto_too_and_what_only_it_knows(tmp_path: Path) -> None:
     config = {
         "gradient_accumulation_steps": "auto", "optimizer": {"lr": "auto", "moments": "bf16"},
-        "look_ahead": 1,
+        "prefetch_units": 1,
     }  # fmt: skip
     found = config_of(trainer_for(InfinityTrainer, tmp_path, None, {"infinity_config": config}))
     assert found.gradient_accumulation_steps == 3
     assert (found.optimizer.lr, found.optimizer.moments) == (1e-2, "bf16")
-    assert found.look_ahead == 1
+    assert found.prefetch_units == 1
 
 
 def test_a_file_and_a_config_object(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_file_and_a_config_object(tmp_path: Path) -> None:
     path.write_text("precision: fp32\nlook_ahead: 3\n")
     for given in (path, str(path), infinity.load_config(str(path))):
         trainer = trainer_for(InfinityTrainer, tmp_path, None, {"infinity_config": given})
-        assert config_of(trainer).look_ahead == 3
+        assert config_of(trainer).prefetch_units == 3
 
 
 def test_two_configurations_are_refused(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_waiting_makes_urgent(tmp_path: Path) -> None:
 def test_the_engine_asks_with_the_right_priority(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Demands are urgent, look-ahead and sweep reads normal, all write-back in the background."""
+    """Demands are urgent, prefetch and update reads normal, all write-back in the background."""
     seen: Counter[tuple[str, str, Priority]] = Counter()
 
     def watch(name: str) -> None:
@@ -84,15 +84,17 @@ def test_the_engine_asks_with_the_right_priority(
         def watched(self: Disk, pieces: Pieces, priority: Priority) -> Any:
             kind = "gradients" if "gradients" in pieces[0][0].owner else "state"
             thread = (
-                "sweep" if threading.current_thread() is not threading.main_thread() else "main"
+                "optimizer_pass"
+                if threading.current_thread() is not threading.main_thread()
+                else "main"
             )
             seen[f"{thread} {name}", kind, priority] += 1
             return original(self, pieces, priority)
 
         monkeypatch.setattr(Disk, name, watched)
 
-    for look_ahead in (1, 0):  # without look-ahead every fetch is a demand
-        more = {"look_ahead": look_ahead, "gradient_accumulation_steps": 2}
+    for prefetch_units in (1, 0):  # without prefetch every fetch is a demand
+        more = {"prefetch_units": prefetch_units, "gradient_accumulation_steps": 2}
         with small_engine(tmp_path, **more) as engine:
             train(engine, 2)
             watch("read")
@@ -105,11 +107,11 @@ def test_the_engine_asks_with_the_right_priority(
     }
     assert seen["main read", "state", Priority.NORMAL]
     assert seen["main read", "gradients", Priority.NORMAL]
-    assert seen["sweep read", "state", Priority.NORMAL]
-    assert seen["sweep read", "gradients", Priority.NORMAL]
+    assert seen["optimizer pass read", "state", Priority.NORMAL]
+    assert seen["optimizer pass read", "gradients", Priority.NORMAL]
     writes = {key for key in seen if key[0].endswith("write")}
     assert writes == {
-        ("sweep write", "state", Priority.BACKGROUND),
+        ("optimizer pass write", "state", Priority.BACKGROUND),
         ("main write", "gradients", Priority.BACKGROUND),
     }
 
@@ -117,15 +119,15 @@ def test_the_engine_asks_with_the_right_priority(
 # --- what is reported ----------------------------------------------------------------------------
 
 
-def test_the_report_says_how_long_the_disk_lanes_took(tmp_path: Path) -> None:
+def test_the_report_says_how_long_the_disk_took(tmp_path: Path) -> None:
     with small_engine(tmp_path, io={"slow_bytes_per_s": 20_000_000}) as engine:
         train(engine, 3)
         report = engine.last_report
         assert report is not None
         assert set(report.disk_s) == {"disk_read", "disk_write"}
-        for lane, times in report.disk_s.items():
+        for direction, times in report.disk_s.items():
             # At 20 MB/s each byte takes 50 ns of the device at least.
-            assert times["device"] > report.moved[lane] / 20e6 * 0.9
+            assert times["device"] > report.moved[direction] / 20e6 * 0.9
             assert times["queue"] >= 0
         (drive,) = engine.drives().values()
         moved = engine.counters()
@@ -184,13 +186,15 @@ def test_every_extent_is_written_before_training(tmp_path: Path) -> None:
 # --- checksums -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("homes", [ON_DISK, MIXED])
+@pytest.mark.parametrize("placement", [ON_DISK, MIXED])
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_verify_changes_no_bit(tmp_path: Path, homes: dict[str, str], micro_batches: int) -> None:
+def test_verify_changes_no_bit(
+    tmp_path: Path, placement: dict[str, str], micro_batches: int
+) -> None:
     results = []
     for verify in (False, True):
         with small_engine(
-            tmp_path, homes, io={"verify": verify}, gradient_accumulation_steps=micro_batches
+            tmp_path, placement, io={"verify": verify}, gradient_accumulation_steps=micro_batches
         ) as engine:
             results.append((train(engine, 4), masters(engine)))
             disk = engine.plan.tier_bytes["disk"]
@@ -237,7 +241,7 @@ def test_a_bit_that_turned_on_disk_is_named_and_nothing_is_trained_with_it(
         assert "saved state" in str(error)
 
 
-def test_an_edit_that_is_lost_on_its_way_home_is_not_trained_with(
+def test_an_edit_that_is_lost_on_its_way_is_not_trained_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = TransferError("write failed", path="p", offset=0, length=1, errno=errno.EIO)

@@ -100,9 +100,7 @@ class Batches(torch.utils.data.Dataset[torch.Tensor]):
 
 
 @pytest.mark.parametrize("verify", [False, True])
-def test_data_loader_workers_forked_while_a_sweep_is_in_flight(
-    tmp_path: Path, verify: bool
-) -> None:
+def test_data_loader_workers_forked_while_a_pass_is_in_flight(tmp_path: Path, verify: bool) -> None:
     with small_engine(tmp_path) as engine:
         expected, state = train(engine, 8), masters(engine)
     io = {"verify": verify, **SLOW["io"]}
@@ -116,7 +114,9 @@ def test_data_loader_workers_forked_while_a_sweep_is_in_flight(
                 multiprocessing_context="fork",
             )
             if epoch:
-                assert engine._parts.sweep._job is not None  # forked in the middle of a sweep
+                assert (
+                    engine._parts.optimizer_pass._job is not None
+                )  # forked in the middle of an optimizer pass
             for tokens in loader:
                 loss = engine(tokens)
                 engine.backward(loss)

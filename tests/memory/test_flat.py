@@ -55,9 +55,9 @@ def open_files() -> Iterator[tuple[str, str]]:
     ("steps", "saves"), [(30, 10), pytest.param(200, 20, marks=pytest.mark.big)]
 )
 @pytest.mark.parametrize("device", ["cpu", "fake"])
-@pytest.mark.parametrize("homes", [ON_DISK, MIXED], ids=["disk", "mixed"])
+@pytest.mark.parametrize("placement", [ON_DISK, MIXED], ids=["disk", "mixed"])
 def test_many_steps_and_saves(
-    tmp_path: Path, homes: dict[str, str], device: str, steps: int, saves: int
+    tmp_path: Path, placement: dict[str, str], device: str, steps: int, saves: int
 ) -> None:
     scratch, saved = tmp_path / "nvme", tmp_path / "saved"
     scratch.mkdir()
@@ -65,7 +65,7 @@ def test_many_steps_and_saves(
     model = small_model(width=512, num_blocks=2)
     target = "cpu" if device == "cpu" else FakeAccelerator(1)
     engine, *_ = infinity.initialize(
-        model, {**settings(scratch, homes), "chunk_size": 1 << 18}, device=target
+        model, {**settings(scratch, placement), "chunk_size": 1 << 18}, device=target
     )
     with engine:
         place = engine.device
@@ -96,7 +96,7 @@ def train_on(engine: infinity.Engine, steps: int, place: torch.device) -> None:
         engine.step()
 
 
-@pytest.mark.parametrize("weights", ["host", "disk"])  # in a home, or in slots
+@pytest.mark.parametrize("weights", ["host", "disk"])  # at rest, or in slots
 def test_a_closed_engine_holds_no_memory(tmp_path: Path, weights: str) -> None:
     """Even while somebody still has the object."""
     model = small_model(width=1024, num_blocks=8)

@@ -34,7 +34,7 @@ from torch import Tensor
 from infinity.errors import TransferError
 from infinity.offload.gradient_buffers import GradientWorker
 from infinity.offload.gradients import Copy
-from infinity.offload.transfers import Lanes
+from infinity.offload.transfers import Transfers
 from infinity.storage.device import HAPPENED, CpuDevice, Event
 from infinity.trace.reader import read_timeline
 
@@ -61,7 +61,7 @@ class Signal:
 
 @contextmanager
 def working(nbytes: int = 1000) -> Iterator[GradientWorker]:
-    worker = GradientWorker(Lanes(CpuDevice(), None), torch.zeros(nbytes, dtype=torch.uint8))
+    worker = GradientWorker(Transfers(CpuDevice(), None), torch.zeros(nbytes, dtype=torch.uint8))
     worker.open()
     try:
         yield worker
@@ -103,7 +103,7 @@ def test_tasks_keep_their_order_and_their_bytes(seed: int) -> None:
             worker.put(lambda n=number, p=place[1]: look(n, p), [HAPPENED, event], None, place)
         worker.drain()
         releaser.join()
-        assert worker._lanes.stalled_s()["gradient"] > 0  # there was no room at times
+        assert worker._transfers.stalled_s()["gradient"] > 0  # there was no room at times
     assert seen == list(range(count))
     assert wrong == []
 
@@ -177,7 +177,7 @@ def test_what_is_queued_is_dropped_once_its_copies_have_ended(end: str) -> None:
 
 
 def test_closing_twice_or_before_it_began_is_no_error() -> None:
-    worker = GradientWorker(Lanes(CpuDevice(), None), torch.zeros(0, dtype=torch.uint8))
+    worker = GradientWorker(Transfers(CpuDevice(), None), torch.zeros(0, dtype=torch.uint8))
     worker.close()
     worker.close()
     with working() as other:
@@ -221,13 +221,13 @@ def trained(path: Path, device: FakeAccelerator | None, **more: object) -> dict[
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_a_backward_ends_before_its_first_copy_has(tmp_path: Path, precision: str) -> None:
     more = {"precision": precision, "gradient_accumulation_steps": 2}
-    expected = trained(tmp_path, None, homes=ON_DEVICE, **more)
-    assert same(trained(tmp_path, Gated(), homes=SUMMED, **more), expected)
+    expected = trained(tmp_path, None, placement=ON_DEVICE, **more)
+    assert same(trained(tmp_path, Gated(), placement=SUMMED, **more), expected)
 
 
 @pytest.mark.parametrize("update", ["cpu", "device"])
 def test_a_step_ends_before_its_copies_have(tmp_path: Path, update: str) -> None:
-    """The sweep waits for them, a unit at a time, and then lets the gradients go."""
+    """The optimizer pass waits for them, a unit at a time, and then lets the gradients go."""
     num_parameters = sum(1 for _ in small_model().parameters())
     device = Gated(num_parameters - 1, kernels=True)
     more: dict[str, Any] = {"update": update, "arguments": {"device": device}}
@@ -262,8 +262,8 @@ def test_the_training_thread_waits_for_no_gradient(
             precision="bf16",
             gradient_accumulation_steps=micro_batches,
         ) as engine:
-            device.host_waits.clear()  # of the birth
-            engine._parts.gradients._homeward._limit = 1 << 30  # or late copies are waited for
+            device.host_waits.clear()  # of the initial write
+            engine._parts.gradients._copies._limit = 1 << 30  # or late copies are waited for
             for index in range(steps * micro_batches):
                 engine.backward(engine(batch(index)))
                 engine.step()
@@ -272,26 +272,26 @@ def test_the_training_thread_waits_for_no_gradient(
         assert device.violations == []
 
 
-def threads_of(path: Path, device: FakeAccelerator | str, homes: dict[str, str]) -> int:
-    with small_engine(path, homes, arguments={"device": device}) as engine:
+def threads_of(path: Path, device: FakeAccelerator | str, placement: dict[str, str]) -> int:
+    with small_engine(path, placement, arguments={"device": device}) as engine:
         engine.backward(engine(batch(0)))
         engine.step()
         return [thread.name for thread in threading.enumerate()].count(THREAD)
 
 
 def test_there_is_a_thread_where_there_is_work_for_it(tmp_path: Path) -> None:
-    for homes in (ON_DISK, MIXED, ON_DEVICE):
-        assert threads_of(tmp_path, "cpu", homes) == 0
+    for placement in (ON_DISK, MIXED, ON_DEVICE):
+        assert threads_of(tmp_path, "cpu", placement) == 0
     assert threads_of(tmp_path, FakeAccelerator(1), ON_DEVICE) == 0
-    for homes in (ON_DISK, MIXED):
-        assert threads_of(tmp_path, FakeAccelerator(1), homes) == 1
+    for placement in (ON_DISK, MIXED):
+        assert threads_of(tmp_path, FakeAccelerator(1), placement) == 1
 
 
 def test_an_error_of_the_thread_starts_the_window_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever it is; and then the same bits."""
-    more = {"gradient_accumulation_steps": 2, "homes": SUMMED}
+    more = {"gradient_accumulation_steps": 2, "placement": SUMMED}
     expected = trained(tmp_path, None, **more)
     with small_engine(
         tmp_path, model=small_model(num_blocks=1), arguments={"device": FakeAccelerator(2)}, **more
@@ -317,7 +317,7 @@ def test_an_error_of_the_thread_starts_the_window_over(
         assert same(masters(engine), expected)
 
 
-def test_sums_are_a_lane_of_a_trace(tmp_path: Path) -> None:
+def test_sums_are_a_track_of_a_trace(tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
     found = {}
     for name, device in (("cpu", "cpu"), ("fake", FakeAccelerator(2))):
@@ -330,5 +330,5 @@ def test_sums_are_a_lane_of_a_trace(tmp_path: Path) -> None:
             trained_bytes = 4 * sum(p.numel() for p in engine.module.parameters())
         found[name] = read_timeline(trace).of("sums")
     assert found["cpu"] == ()  # a part of compute there
-    # In fp32 the first gradient of two goes straight home; the second is added, in two steps.
+    # In fp32 the first gradient of two goes straight to RAM; the second is added, in two steps.
     assert sum(one.nbytes for one in found["fake"]) == 2 * trained_bytes

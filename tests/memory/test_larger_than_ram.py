@@ -48,8 +48,8 @@ def compare(job: dict[str, Any], limit: int, path: Path) -> tuple[dict[str, Any]
         (path / name).mkdir()
         return job | {"path": str(path / name), "save_dir": str(path / name / "saved")} | more
 
-    small = live_in(limit, own("small", host=limit, homes=ON_DISK))
-    roomy = live(own("roomy", host=20 << 30, homes={}, reload=""))
+    small = live_in(limit, own("small", host=limit, placement=ON_DISK))
+    roomy = live(own("roomy", host=20 << 30, placement={}, reload=""))
     for name in ("small", "roomy"):
         assert [entry.name for entry in (path / name).iterdir()] == ["saved"]
         shutil.rmtree(path / name)
@@ -80,7 +80,7 @@ def born_from_files(width: int, num_layers: int, steps: int) -> dict[str, Any]:
         "precision": "fp32",  # few processors of a test machine multiply bf16 fast
         "steps": steps,
         "micro_batches": 2,
-        "reload": "born",
+        "reload": "initialised",
     }
 
 

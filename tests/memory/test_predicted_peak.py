@@ -25,20 +25,30 @@ MODEL = {"width": 1024, "num_layers": 5, "vocab_size": 512, "tokens": 8, "init":
 RUNS: dict[str, dict[str, Any]] = {
     # first: it is held from below as well, and what an earlier run leaves is used again
     "a device of its own": {
-        "config": {"homes": ON_DISK | {"gradients": "host"}, "look_ahead": 1},
+        "config": {"placement": ON_DISK | {"gradients": "host"}, "prefetch_units": 1},
         "fake": True,
     },
-    "all on disk": {"config": {"homes": ON_DISK}},
-    "all on disk, built in RAM": {"config": {"homes": ON_DISK}, "init": False},
-    "gradients in RAM": {"config": {"homes": ON_DISK | {"gradients": "host"}}, "micro_batches": 2},
-    "all in RAM": {"config": {"homes": IN_RAM}},
-    "8 bit": {
-        "config": {"homes": IN_RAM | {"weights": "disk"}, "optimizer": {"moments": "8bit"}},
+    "all on disk": {"config": {"placement": ON_DISK}},
+    "all on disk, built in RAM": {"config": {"placement": ON_DISK}, "init": False},
+    "gradients in RAM": {
+        "config": {"placement": ON_DISK | {"gradients": "host"}},
+        "micro_batches": 2,
     },
-    "by budget": {"config": {"budget": {"host": 960 * MIB}, "look_ahead": 1}},  # and the process
+    "all in RAM": {"config": {"placement": IN_RAM}},
+    "8 bit": {
+        "config": {"placement": IN_RAM | {"weights": "disk"}, "optimizer": {"moments": "8bit"}},
+    },
+    "by budget": {
+        "config": {"budget": {"host": 960 * MIB}, "prefetch_units": 1}
+    },  # and the process
 }
-# An embedding of 128 MiB whose weights are in slots, which birth has not touched yet.
-BIRTH = RUNS["all in RAM"] | {"width": 512, "num_layers": 1, "vocab_size": 65_536, "steps": 0}
+# An embedding of 128 MiB whose weights are in slots, which the initial write has not touched yet.
+INITIAL_WRITE = RUNS["all in RAM"] | {
+    "width": 512,
+    "num_layers": 1,
+    "vocab_size": 65_536,
+    "steps": 0,
+}
 
 
 def found_by(path: Path, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -70,8 +80,8 @@ def assert_near(name: str, predicted: int, measured: int, spare: int = 0) -> Non
 def test_the_peaks_are_those_that_were_planned(tmp_path: Path) -> None:
     budget = RUNS["by budget"]["config"]["budget"]
     budget["host"] += process_bytes()
-    found = found_by(tmp_path, RUNS | {"birth": BIRTH})
-    assert_birth_takes_one_large_value_more(found.pop("birth"))
+    found = found_by(tmp_path, RUNS | {"initial_write": INITIAL_WRITE})
+    assert_initial_write_takes_one_large_value_more(found.pop("initial_write"))
     least = min(one["memory"]["host"]["process"] for one in found.values())
     for name, one in found.items():
         planned, host = one["planned"], one["memory"]["host"]
@@ -79,20 +89,22 @@ def test_the_peaks_are_those_that_were_planned(tmp_path: Path) -> None:
         ram -= host["saving"]  # nothing is saved
         if RUNS[name].get("fake"):  # pinned memory is there, used or not; here it is not pinned
             assert one["peak"] <= 1.05 * ram + 64 * MIB, name
-            ram -= host["landing"] + host["bounce"] + host["birth"]
+            ram -= host["fetch staging"] + host["gradient staging"] + host["initial_write"]
             assert one["peak"] >= 0.95 * ram - 64 * MIB, name
         else:
             # What earlier runs left in the heap is the process's, and serves the next.
             assert_near(name, ram, one["peak"], spare=host["process"] - least)
-        assert one["born"] <= planned["host"] + planned["device"] + 64 * MIB, name
+        assert one["initialised"] <= planned["host"] + planned["device"] + 64 * MIB, name
         assert_near(name, planned["disk"], one["on_disk"])
         assert one["moved"] == one["forecast"], name
-    homes = found["by budget"]["homes"]  # what earlier runs left in the process moves the border
-    assert any(len(tiers) > 1 for tiers in homes.values()), "or nothing is shown"
+    placement = found["by budget"][
+        "placement"
+    ]  # what earlier runs left in the process moves the border
+    assert any(len(tiers) > 1 for tiers in placement.values()), "or nothing is shown"
 
 
-def assert_birth_takes_one_large_value_more(found: dict[str, Any]) -> None:
+def assert_initial_write_takes_one_large_value_more(found: dict[str, Any]) -> None:
     planned, host = found["planned"], found["memory"]["host"]
     all_of_it = planned["host"] + planned["device"]
-    assert found["born"] <= all_of_it + 64 * MIB
-    assert found["born"] > all_of_it - host["birth"] - host["gradients"]
+    assert found["initialised"] <= all_of_it + 64 * MIB
+    assert found["initialised"] > all_of_it - host["initial_write"] - host["gradients"]

@@ -41,7 +41,7 @@ def test_two_threads_share_one_pool() -> None:
         want_total.add_(gradient)
     started = threading.Barrier(2)
 
-    def sweep() -> None:
+    def update_all() -> None:
         started.wait()
         for step in range(1, 9):
             update_one(pool, *state[:2], fp32_moments(state), gradient, ADAMW, step)
@@ -52,7 +52,7 @@ def test_two_threads_share_one_pool() -> None:
             pool.accumulate(total, gradient)
 
     with CpuKernels(3) as pool, ThreadPoolExecutor(2) as executor:
-        for future in [executor.submit(sweep), executor.submit(accumulate)]:
+        for future in [executor.submit(update_all), executor.submit(accumulate)]:
             future.result(timeout=60)
     assert_same(state, want_state)
     np.testing.assert_array_equal(bits(total), bits(want_total))

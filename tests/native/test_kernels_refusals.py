@@ -10,7 +10,7 @@ import torch
 from support.adam_values import ADAMW, Source, update_one
 
 from infinity import _adam
-from infinity.errors import ConfigError, EngineClosedError, InfinityError, PresenceError
+from infinity.errors import ConfigError, EngineClosedError, InfinityError, ResidencyError
 from infinity.formats import MomentFormat
 from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.moments import Moment
@@ -52,10 +52,10 @@ BAD: list[tuple[dict[str, Any], type[InfinityError], str]] = [
     ({"rest": torch.zeros(N - 1, dtype=torch.int16)}, ConfigError, "rest has 255 elements"),
     ({"gradient": torch.zeros(N + 1)}, ConfigError, "gradient has 257 elements"),
     ({"gradient": torch.zeros(N, dtype=torch.int32)}, ConfigError, "gradient has dtype"),
-    ({"gradient": torch.zeros(N, device="meta")}, PresenceError, "gradient is on meta"),
-    ({"gradient": torch.zeros(2 * N)[::2]}, PresenceError, "strides"),
-    ({"gradient": torch.zeros(2, N // 2)}, PresenceError, "shape"),
-    ({"gradient": torch.full((1,), torch.nan).expand(N)}, PresenceError, "strides"),
+    ({"gradient": torch.zeros(N, device="meta")}, ResidencyError, "gradient is on meta"),
+    ({"gradient": torch.zeros(2 * N)[::2]}, ResidencyError, "strides"),
+    ({"gradient": torch.zeros(2, N // 2)}, ResidencyError, "shape"),
+    ({"gradient": torch.full((1,), torch.nan).expand(N)}, ResidencyError, "strides"),
     ({"moments": []}, ConfigError, "0 moments"),
     ({"moments": [Moment(torch.zeros(N))] * 3}, ConfigError, "3 moments"),
     ({"hyper": Lion(lr=0.1)}, ConfigError, "2 moments"),
@@ -122,11 +122,11 @@ def test_pieces_that_share_memory_are_refused(kernels) -> None:
 
 def test_misuse_of_the_helpers_is_refused(kernels) -> None:
     fp32, bf16 = torch.zeros(8), torch.zeros(8, dtype=torch.bfloat16)
-    with pytest.raises(PresenceError, match="strides"):
+    with pytest.raises(ResidencyError, match="strides"):
         kernels.square_sum(torch.full((1,), torch.nan).expand(8))
-    with pytest.raises(PresenceError, match="strides"):
+    with pytest.raises(ResidencyError, match="strides"):
         kernels.square_sum(torch.zeros(2, 2))
-    with pytest.raises(PresenceError, match="meta"):
+    with pytest.raises(ResidencyError, match="meta"):
         kernels.square_sum(torch.zeros(8, device="meta"))
     with pytest.raises(ConfigError, match="overlap"):
         kernels.accumulate(fp32[1:], fp32[:-1])

@@ -39,39 +39,39 @@ class Watched(FakeAccelerator):
 
 
 @pytest.mark.parametrize("update", ["cpu", "device"])
-@pytest.mark.parametrize("homes", [IN_RAM, ON_DEVICE, ON_DISK], ids=["ram", "device", "disk"])
+@pytest.mark.parametrize("placement", [IN_RAM, ON_DEVICE, ON_DISK], ids=["ram", "device", "disk"])
 @pytest.mark.parametrize("until", ["backward", "step"])
 def test_nothing_moves_when_memory_is_given_back(
-    tmp_path: Path, homes: dict[str, str], update: str, until: str
+    tmp_path: Path, placement: dict[str, str], update: str, until: str
 ) -> None:
     device = Watched(max_delay_s=0.05)
-    with small_engine(tmp_path, homes, arguments={"device": device}, update=update) as engine:
+    with small_engine(tmp_path, placement, arguments={"device": device}, update=update) as engine:
         engine.backward(engine(batch(0)))
         if until == "step":
             engine.step()
     assert device.moving == 0
 
 
-@pytest.mark.parametrize("homes", [ON_DEVICE, ON_DISK], ids=["device", "disk"])
-def test_only_training_computes(tmp_path: Path, homes: dict[str, str]) -> None:
+@pytest.mark.parametrize("placement", [ON_DEVICE, ON_DISK], ids=["device", "disk"])
+def test_only_training_computes(tmp_path: Path, placement: dict[str, str]) -> None:
     """A thread that copies waits for the training thread's stream, not for one of its own."""
     device, scratch = Watched(max_delay_s=0.001), tmp_path / "nvme"
     scratch.mkdir()
-    with small_engine(scratch, homes, arguments={"device": device}) as engine:
+    with small_engine(scratch, placement, arguments={"device": device}) as engine:
         for index in range(3):
             engine.backward(engine(batch(index)))
             engine.step()
             engine.save_checkpoint(tmp_path / "saved", f"s{index}", wait=False)
     assert device.computing <= {threading.main_thread().name}
-    assert len(device.followers) >= 2  # the sweep and a copier at least
+    assert len(device.followers) >= 2  # the optimizer pass and a copier at least
 
 
 def test_gradients_go_when_their_copies_have_ended(tmp_path: Path) -> None:
-    """Only the first micro-batch of a window sends gradients straight home."""
+    """Only the first micro-batch of a window sends gradients straight to RAM."""
     device = FakeAccelerator(1, max_delay_s=0.001)
     more: dict[str, Any] = {"precision": "fp32", "gradient_accumulation_steps": 2}
     with small_engine(tmp_path, IN_RAM, arguments={"device": device}, **more) as engine:
-        homeward = engine._parts.gradients._homeward
+        homeward = engine._parts.gradients._copies
         engine.backward(engine(batch(0)))
         engine.step()
         assert homeward._sent

@@ -26,11 +26,11 @@ import infinity
 from infinity.errors import InfinityWarning
 from infinity.offload import activations as activations_module
 from infinity.offload import gradient_buffers as gradient_worker_module
-from infinity.offload import gradients as homeward_module
+from infinity.offload import gradients as gradients_module
 from infinity.offload import prefetch as slots_module
 from infinity.offload.activations import ActivationStore
 from infinity.offload.gradients import GradientStore
-from infinity.offload.transfers import Lanes
+from infinity.offload.transfers import Transfers
 from infinity.plan.layout import PAGE
 from infinity.storage.cuda import CudaDevice
 from infinity.storage.device import HAPPENED, HostArena
@@ -68,7 +68,7 @@ def run(
     **changes: Any,
 ) -> Any:
     """Train with few slots; poisoning would order everything. Returns the device."""
-    config = make_config(placement, look_ahead=0, **changes)
+    config = make_config(placement, prefetch_units=0, **changes)
     batches = CASE.batches(steps * config.get("gradient_accumulation_steps", 1))
     with ordered_device(seed=1, kernels=kernels, max_delay_s=max_delay_s) as device:
         result = train(CASE.build(), batches, config, device=device, poison=None)
@@ -152,18 +152,18 @@ def update_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams_module, "after_all", lambda after, *brought: after)
 
 
-def go_home_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def go_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What goes back does not wait for the kernel."""
-    copy = Lanes.copy_back
+    copy = Transfers.copy_back
 
-    def too_early(self: Lanes, target: Any, source: Any, after: Any, label: Any) -> Any:
+    def too_early(self: Transfers, target: Any, source: Any, after: Any, label: Any) -> Any:
         return copy(self, target, source, HAPPENED, label)
 
-    monkeypatch.setattr(Lanes, "copy_back", too_early)
+    monkeypatch.setattr(Transfers, "copy_back", too_early)
 
 
 def reuse_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A buffer is filled again before its last chunk is home."""
+    """A buffer is filled again before its last chunk is back."""
     take = BufferPool.take
 
     def always_one(self: BufferPool, *more: Any) -> Any:
@@ -177,7 +177,7 @@ def reuse_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forget_what_is_landing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sweep takes gradients that are still on their way to RAM."""
+    """The optimizer pass takes gradients that are still on their way to RAM."""
     hand_over = GradientStore.hand_over
 
     def nothing(self: GradientStore) -> dict[int, Any]:
@@ -188,7 +188,7 @@ def forget_what_is_landing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def land_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Units are lent out while their state is on its way home."""
+    """Units are lent out while their state is on its way."""
     land = Updates._land
 
     def too_early(self: Updates) -> None:
@@ -200,7 +200,7 @@ def land_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "mistake",
-    [update_at_once, go_home_at_once, reuse_at_once, forget_what_is_landing, land_at_once],
+    [update_at_once, go_back_at_once, reuse_at_once, forget_what_is_landing, land_at_once],
 )
 def test_a_missing_wait_of_a_streamed_update_is_seen(
     mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
@@ -223,17 +223,17 @@ def test_a_missing_wait_is_seen_though_the_bytes_are_right(
 
 
 def let_gradients_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody keeps a gradient that is on its way home."""
-    copy = homeward_module.Copy
+    """Nobody keeps a gradient that is on its way."""
+    copy = gradients_module.Copy
     monkeypatch.setattr(
-        homeward_module,
+        gradients_module,
         "Copy",
         lambda unit, event, source: copy(unit, event, torch.empty_like(source)),
     )
 
 
-def let_bounced_gradients_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody keeps a gradient that is on its way to the bounce buffer."""
+def let_staged_gradients_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody keeps a gradient that is on its way to the staging buffer."""
     task = gradient_worker_module._Task
     monkeypatch.setattr(
         gradient_worker_module,
@@ -269,7 +269,7 @@ def let_restored_tensors_go(monkeypatch: pytest.MonkeyPatch) -> None:
     ("mistake", "changes"),
     [
         (let_gradients_go, {}),
-        (let_bounced_gradients_go, {"precision": "bf16", "gradient_accumulation_steps": 2}),
+        (let_staged_gradients_go, {"precision": "bf16", "gradient_accumulation_steps": 2}),
         (let_saved_tensors_go, {"activations": OFFLOADS["host"]}),
         (let_saved_tensors_go, {"activations": OFFLOADS["disk"]}),
         (let_restored_tensors_go, {"activations": OFFLOADS["host"]}),
@@ -318,7 +318,7 @@ def test_what_is_being_copied_may_not_be_written_by_compute() -> None:
 PINNED: dict[tuple[str, str], tuple[tuple[str, str, str], dict[str, Any]]] = {
     ("infinity.offload.state", "_reserve"): (IN_RAM, {}),
     ("infinity.offload.gradients", "_reserve"): (IN_RAM, {}),
-    ("infinity.offload.gradients", "_reserve_bounce"): (
+    ("infinity.offload.gradients", "_reserve_staging"): (
         IN_RAM,
         {"precision": "bf16", "gradient_accumulation_steps": 2},
     ),
@@ -380,14 +380,14 @@ def test_a_forgotten_pin_is_seen(
     monkeypatch.setattr(OrderedAccelerator, "pin", forgetful)
     placement, changes = PINNED[who]
     with ordered_device(seed=1, kernels=True) as device:
-        config = make_config(placement, look_ahead=0, **changes)
+        config = make_config(placement, prefetch_units=0, **changes)
         with suppress(AssertionError), Run(CASE.build(), config, device=device, poison=None) as r:
-            at_birth = device.violations.copy()
+            at_start = device.violations.copy()
             for batch in CASE.batches(2 * r.engine.plan.micro_batches):
                 r.engine.backward(batch.call(r.engine))
                 r.engine.step()
             r.engine.save_checkpoint(tmp_path, wait=True)
-    assert at_birth == []
+    assert at_start == []
     assert {v.partition(": ")[2].partition(",")[0] for v in device.violations} == {
         "host memory is not pinned"
     }
@@ -400,7 +400,7 @@ def waits_by_step(
     placement: tuple[str, str, str], steps: int = 3, **changes: Any
 ) -> tuple[OrderedAccelerator, list[dict[str, int]]]:
     """What the training thread waited for in each step, and the device."""
-    config = make_config(placement, look_ahead=0, precision="bf16", **changes)
+    config = make_config(placement, prefetch_units=0, precision="bf16", **changes)
     waits = []
     with (
         ordered_device(seed=1, kernels=True) as device,
@@ -478,7 +478,7 @@ def test_a_wait_of_the_host_is_counted() -> None:
 
 def test_compute_through_an_alias_of_stale_weights_is_waited_for() -> None:
     """The slot is reused when the alias dies, but what was computed with it may not be over."""
-    config = make_config(IN_RAM, look_ahead=0)
+    config = make_config(IN_RAM, prefetch_units=0)
     with (
         ordered_device(seed=1) as device,
         Run(CASE.build(), config, device=device, poison=None) as r,

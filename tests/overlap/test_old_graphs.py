@@ -1,5 +1,5 @@
 """A graph older than the last step whose gradients need no weights: they must not overwrite what
-the sweep still reads.
+the optimizer pass still reads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def masters_after_an_old_backward(path: Path, where: str, slow_bytes_per_s: int)
     config = {
         "nvme_path": str(path),
         "precision": "fp32",
-        "homes": {"weights": where, "moments": where, "gradients": "host"},
+        "placement": {"weights": where, "moments": where, "gradients": "host"},
         "chunk_size": 4096,
         "gradient_clipping": 0.0,
         "io": {"slow_bytes_per_s": slow_bytes_per_s},
@@ -38,13 +38,13 @@ def masters_after_an_old_backward(path: Path, where: str, slow_bytes_per_s: int)
     with engine:
         first, second = (engine(torch.randn(NUMEL, generator=generator)) for _ in range(2))
         engine.backward(first)
-        engine.step()  # the sweep starts, and is slow
+        engine.step()  # the optimizer pass starts, and is slow
         engine.backward(second)
         engine.step()
         return engine.state_dict(master=True)["bias"]
 
 
-def test_an_old_graph_waits_for_the_sweep(tmp_path: Path) -> None:
+def test_an_old_graph_waits_for_the_pass(tmp_path: Path) -> None:
     expected = masters_after_an_old_backward(tmp_path, "device", 0)
     slow = masters_after_an_old_backward(tmp_path, "disk", 2_000_000)
     assert torch.equal(slow, expected)

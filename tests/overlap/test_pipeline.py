@@ -18,10 +18,10 @@ from support.held import LONG_S
 from torch import Tensor, nn
 
 import infinity
-from infinity.training.optimizer_pass import SweepJob, Updates
+from infinity.training.optimizer_pass import PassJob, Updates
 
 BLOCKS, DIM, SLEEP_S = 8, 64, 0.01
-BLOCK_BYTES = 12 * (DIM * DIM + 2048)  # about what one block costs a sweep, each way
+BLOCK_BYTES = 12 * (DIM * DIM + 2048)  # about what one block costs an optimizer pass, each way
 
 
 class _SlowBackward(torch.autograd.Function):
@@ -56,15 +56,15 @@ class SlowModel(nn.Module):
         return x.float().square().mean()
 
 
-def make_engine(path: Path, *, look_ahead: int, slow_bytes_per_s: int) -> infinity.Engine:
+def make_engine(path: Path, *, prefetch_units: int, slow_bytes_per_s: int) -> infinity.Engine:
     torch.manual_seed(0)
     engine, *_ = rough.initialize(
         SlowModel(),
         {
             "nvme_path": str(path),
-            "homes": {"weights": "disk", "moments": "disk", "gradients": "host"},
+            "placement": {"weights": "disk", "moments": "disk", "gradients": "host"},
             "chunk_size": 4096,
-            "look_ahead": look_ahead,
+            "prefetch_units": prefetch_units,
             "io": {"slow_bytes_per_s": slow_bytes_per_s},
         },
         poison=None,
@@ -74,7 +74,7 @@ def make_engine(path: Path, *, look_ahead: int, slow_bytes_per_s: int) -> infini
 
 def steps(engine: infinity.Engine, count: int, *, serial: bool) -> tuple[float, list[float]]:
     """Seconds of the quickest step but the first, and the losses; the quickest, because a busy
-    machine only adds. `serial` waits for the sweep after each step.
+    machine only adds. `serial` waits for the optimizer pass after each step.
     """
     torch.manual_seed(1)
     seconds, losses = [], []
@@ -91,23 +91,23 @@ def steps(engine: infinity.Engine, count: int, *, serial: bool) -> tuple[float, 
     return min(seconds[1:]), losses
 
 
-def test_the_next_forward_runs_while_the_sweep_does(
+def test_the_next_forward_runs_while_the_pass_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sweep waits at its last unit for a block that the next step computes."""
+    """The optimizer pass waits at its last unit for a block that the next step computes."""
     process = Updates._process
     is_forward, in_time = threading.Event(), []
 
-    def gated(self: Updates, job: SweepJob, work: Any) -> None:
+    def gated(self: Updates, job: PassJob, work: Any) -> None:
         if work.unit == job.units[-1] and not in_time:
             in_time.append(is_forward.wait(LONG_S))
         process(self, job, work)
 
     monkeypatch.setattr(Updates, "_process", gated)
-    with make_engine(tmp_path, look_ahead=2, slow_bytes_per_s=0) as engine:
+    with make_engine(tmp_path, prefetch_units=2, slow_bytes_per_s=0) as engine:
         x = torch.randn(2, DIM, dtype=torch.bfloat16)
         engine.backward(engine(x))
-        engine.step()  # returns before the sweep is over
+        engine.step()  # returns before the optimizer pass is over
         assert not is_forward.is_set()
         blocks = engine.module.blocks
         blocks[0].register_forward_hook(lambda *_: is_forward.set())
@@ -117,12 +117,12 @@ def test_the_next_forward_runs_while_the_sweep_does(
 
 @pytest.mark.clock
 def test_a_pipelined_step_beats_the_serial_sum(tmp_path: Path) -> None:
-    """A sweep takes about as long as a forward; hidden behind it, it costs next to nothing."""
-    # Both directions of all blocks in one forward's time: the sweep then fits behind it.
+    """An optimizer pass takes about as long as a forward; behind it, it costs next to nothing."""
+    # Both directions of all blocks in one forward's time: the optimizer pass then fits behind it.
     rate = int(2 * BLOCKS * BLOCK_BYTES / (BLOCKS * SLEEP_S))
-    with make_engine(tmp_path, look_ahead=0, slow_bytes_per_s=rate) as engine:
+    with make_engine(tmp_path, prefetch_units=0, slow_bytes_per_s=rate) as engine:
         serial_s, serial_losses = steps(engine, 6, serial=True)
-    with make_engine(tmp_path, look_ahead=2, slow_bytes_per_s=rate) as engine:
+    with make_engine(tmp_path, prefetch_units=2, slow_bytes_per_s=rate) as engine:
         pipelined_s, losses = steps(engine, 6, serial=False)
     assert losses == serial_losses
     compute_s = 2 * BLOCKS * SLEEP_S
@@ -134,7 +134,7 @@ def test_a_pipelined_step_beats_the_serial_sum(tmp_path: Path) -> None:
 def test_stalls_add_up_to_wall_time(tmp_path: Path) -> None:
     """What is not compute is accounted for, by cause."""
     rate = int(2 * BLOCKS * BLOCK_BYTES / (3 * BLOCKS * SLEEP_S))  # the disk binds
-    with make_engine(tmp_path, look_ahead=1, slow_bytes_per_s=rate) as engine:
+    with make_engine(tmp_path, prefetch_units=1, slow_bytes_per_s=rate) as engine:
         steps(engine, 4, serial=False)
         report = engine.last_report
     assert report is not None

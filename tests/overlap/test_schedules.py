@@ -18,7 +18,7 @@ from support.fake_accelerator import FakeAccelerator
 from support.small import VOCABULARY, small_model
 
 STEPS, MANY_STEPS = 30, 250
-HOMES = [
+PLACEMENTS = [
     ("disk", "disk", "host"),
     ("host", "host", "host"),
     ("disk", "disk", "disk"),
@@ -28,14 +28,14 @@ HOMES = [
 
 
 def losses_of(
-    path: Path, homes: tuple[str, str, str], device: FakeAccelerator | None, num_steps: int
+    path: Path, placement: tuple[str, str, str], device: FakeAccelerator | None, num_steps: int
 ) -> list[float]:
     config = {
         "nvme_path": str(path),
-        "homes": dict(zip(("weights", "moments", "gradients"), homes, strict=True)),
+        "placement": dict(zip(("weights", "moments", "gradients"), placement, strict=True)),
         "chunk_size": 2048,
         "gradient_accumulation_steps": 2,
-        "look_ahead": 1,
+        "prefetch_units": 1,
         "optimizer": {"lr": 3e-3},
     }
     engine, *_ = rough.initialize(small_model(num_blocks=5), config, device=device or "cpu")
@@ -57,23 +57,25 @@ def simplest(num_steps: int) -> list[float]:
         return losses_of(Path(path), ("device", "device", "device"), None, num_steps)
 
 
-@pytest.mark.parametrize("homes", HOMES, ids="-".join)
-def test_every_schedule_gives_the_same_bits(tmp_path: Path, homes: tuple[str, str, str]) -> None:
-    compare(tmp_path, homes, STEPS)
+@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+def test_every_schedule_gives_the_same_bits(
+    tmp_path: Path, placement: tuple[str, str, str]
+) -> None:
+    compare(tmp_path, placement, STEPS)
 
 
 @pytest.mark.big
-@pytest.mark.parametrize("homes", HOMES, ids="-".join)
+@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
 def test_thousands_of_schedules_give_the_same_bits(
-    tmp_path: Path, homes: tuple[str, str, str]
+    tmp_path: Path, placement: tuple[str, str, str]
 ) -> None:
-    compare(tmp_path, homes, MANY_STEPS)
+    compare(tmp_path, placement, MANY_STEPS)
 
 
-def compare(path: Path, homes: tuple[str, str, str], num_steps: int) -> None:
-    seed = sum(map(ord, "".join(homes)))
+def compare(path: Path, placement: tuple[str, str, str], num_steps: int) -> None:
+    seed = sum(map(ord, "".join(placement)))
     fake = FakeAccelerator(seed=seed, max_delay_s=0.005, workers=3, on_demand=True)
-    losses = losses_of(path, homes, fake, num_steps)
+    losses = losses_of(path, placement, fake, num_steps)
     wrong = [i for i, (a, b) in enumerate(zip(losses, simplest(num_steps), strict=True)) if a != b]
     assert not wrong, f"first difference in micro-batch {wrong[0]}"
     assert fake.num_copies > num_steps

@@ -15,7 +15,7 @@ from torch import Tensor, nn, optim
 
 from infinity.errors import ConfigError, DoesNotFitError
 from infinity.optim.adapter import TILE_ELEMENTS
-from infinity.optim.adapter_probe import open_guest
+from infinity.optim.adapter_probe import open_adapter
 
 STEPS = 4
 CASE = CASES["gpt"]
@@ -226,7 +226,7 @@ def test_an_instance_without_state_gives_class_groups_and_defaults() -> None:
 
 
 @pytest.mark.parametrize("name", ["cosine", "one_cycle"])
-def test_schedules_reach_the_guest(name: str) -> None:
+def test_schedules_reach_the_adapted(name: str) -> None:
     schedules: dict[str, Callable[[optim.Optimizer], Any]] = {
         "cosine": lambda o: optim.lr_scheduler.CosineAnnealingLR(o, T_max=STEPS),
         "one_cycle": lambda o: optim.lr_scheduler.OneCycleLR(o, max_lr=0.01, total_steps=9),
@@ -242,7 +242,7 @@ def test_schedules_reach_the_guest(name: str) -> None:
     assert all(same_bits(ours.masters[k], v) for k, v in theirs.masters.items())
 
 
-def test_state_reads_by_the_names_of_the_guest() -> None:
+def test_state_reads_by_the_names_of_the_optimizer() -> None:
     case, model, twin = CASE, CASE.build(), CASE.build()
     optimizer = optim.NAdam(twin.parameters())
     with Run(model, config_of(), device="cpu", optimizer=optim.NAdam) as run:
@@ -363,7 +363,7 @@ def test_the_trial_leaves_the_random_state_and_allocates_nothing_of_the_model() 
     with torch.device("meta"):
         huge = nn.Parameter(torch.empty(1 << 20, 1 << 20))
     before = torch.get_rng_state()
-    facts = open_guest(optim.Adagrad, [{"params": [huge]}])
+    facts = open_adapter(optim.Adagrad, [{"params": [huge]}])
     assert torch.equal(torch.get_rng_state(), before)
     assert facts.groups[0]["params"][0] is huge
     assert facts.make_state is not None

@@ -68,13 +68,13 @@ AXES: dict[str, list[Any]] = {
     "weights": TIERS,
     "moments": TIERS,
     "gradients": TIERS,
-    "look_ahead": [1, 0, 3],
+    "prefetch_units": [1, 0, 3],
     "chunk_size": [2048, 4096, "auto"],
     "backend": backends(),
     "isa": _adam.isas(),
     "adam_threads": [1, 2],
     "verify": [False, True],
-    "resume": [False, True],  # halfway, in another engine whose homes are others
+    "resume": [False, True],  # halfway, in another engine whose placement is another
 }
 # What the numbers depend on; all else is placement.
 COMPUTATION = ("model", "precision", "micro_batches", "clipping", "recompute", "slices",
@@ -109,7 +109,7 @@ def config_of(choice: Choice) -> dict[str, Any]:
         gradient_clipping=choice["clipping"],
         activations=activations,
         update=choice["update"],
-        look_ahead=choice["look_ahead"],
+        prefetch_units=choice["prefetch_units"],
         chunk_size=choice["chunk_size"],
         io={"backend": choice["backend"], "verify": choice["verify"]},
         cpu={"isa": choice["isa"], "num_threads": choice["adam_threads"]},
@@ -226,8 +226,8 @@ def check(choice: Choice, seed: int = 0) -> list[str]:
     if CASES[choice["model"]].regular and steady(choice, expected):
         if run.report.moved != run.forecast:
             found.append(f"moved {run.report.moved}, forecast {run.forecast}")
-        if run.report.surprises:
-            found.append(f"{run.report.surprises} surprises in the last step")
+        if run.report.mispredictions:
+            found.append(f"{run.report.mispredictions} mispredictions in the last step")
     return found
 
 

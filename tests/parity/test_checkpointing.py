@@ -43,9 +43,9 @@ def measure_plain(case: Case, checkpointing: Checkpointing) -> Measured:
 
 def measure_engine(case: Case, checkpointing: Checkpointing) -> Measured:
     model = case.build(checkpointing)
-    with Run(model, make_config(DISK, look_ahead=1), device="cpu", groups=case.groups) as run:
+    with Run(model, make_config(DISK, prefetch_units=1), device="cpu", groups=case.groups) as run:
         engine = run.engine
-        for index in (1, 2):  # the measured step is a steady one, behind a sweep
+        for index in (1, 2):  # the measured step is a steady one, behind an optimizer pass
             engine.backward(case.batch(index).call(engine))
             if index == 1:
                 engine.step()

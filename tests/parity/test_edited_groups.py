@@ -109,7 +109,7 @@ def assert_same(run: Run, model: nn.Module) -> None:
         {2: {"lr": 0.3, "frozen": True}, 4: {"frozen": False}},
     ],
 )
-def test_an_edit_wins_over_what_the_guest_wrote_and_else_its_own_stays(edits: Edits) -> None:
+def test_an_edit_wins_over_what_the_optimizer_wrote_and_else_its_own_stays(edits: Edits) -> None:
     theirs = plain(Halving, 6, edits)
     with Run(build(), config_of(), device=make_device("fake"), optimizer=Halving) as run:
         for number, x in enumerate(inputs(6)):
@@ -118,7 +118,7 @@ def test_an_edit_wins_over_what_the_guest_wrote_and_else_its_own_stays(edits: Ed
         assert_same(run, theirs)
 
 
-def test_a_schedule_wins_over_what_the_guest_wrote() -> None:
+def test_a_schedule_wins_over_what_the_optimizer_wrote() -> None:
     rates = [0.5, 0.4, 0.3, 0.2, 0.1]
 
     def schedule(optimizer: optim.Optimizer) -> Any:
@@ -149,7 +149,7 @@ def test_entries_are_compared_by_value() -> None:
 # --- entries that need state which was not planned -----------------------------------------------
 
 SGD = {
-    "guest": {"optimizer": lambda groups: optim.SGD(groups, lr=0.1)},
+    "adapted": {"optimizer": lambda groups: optim.SGD(groups, lr=0.1)},
     "built-in": {},
 }
 
@@ -256,7 +256,7 @@ def test_momentum_of_the_built_in_rule_begins_with_its_first_gradient(
     place: Any = "cpu"
     if device == "kernels":
         place = FakeAccelerator(0, kernels=True)
-        config["homes"] = dict.fromkeys(config["homes"], "device")
+        config["placement"] = dict.fromkeys(config["placement"], "device")
     with Run(model, config, device=place) as run:
         for number, (x, momentum) in enumerate(zip(inputs(6), momenta, strict=True)):
             for some in (optimizer, run.engine.optimizer):
@@ -304,7 +304,7 @@ def test_the_state_of_sgd_has_the_entries_of_torchs(kind: str, momentum: float) 
     theirs, model = build(), build()
     reference = optim.SGD(theirs.parameters(), lr=0.1, momentum=momentum)
     given: dict[str, Any] = {}
-    if kind == "guest":
+    if kind == "adapted":
         given["optimizer"] = lambda groups: optim.SGD(groups, lr=0.1, momentum=momentum)
     with Run(model, sgd_config(kind, momentum=momentum), device="cpu", **given) as run:
         for x in inputs(2):

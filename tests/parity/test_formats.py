@@ -104,7 +104,7 @@ def test_the_seed_chooses_the_random_bits_of_rounding() -> None:
 def test_the_optimizer_reads_its_state_as_fp32(
     moments: str, placement: tuple[str, str, str]
 ) -> None:
-    """In every format, from every home, whole although parameters span chunks."""
+    """In every format, from every tier, whole although parameters span chunks."""
     config = config_of(OPTIMIZERS["AdamW"], moments, placement, gradient_clipping=0.0)
     precision = {"precision": "fp32"}
     model = CASE.build()

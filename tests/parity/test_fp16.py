@@ -69,7 +69,7 @@ def test_close_to_a_loop_that_unscales_clips_and_steps(name: str) -> None:
 
 
 def test_an_optimizer_of_torch() -> None:
-    """A guest steps on the masters; the weights are those masters, rounded."""
+    """An adapted optimizer steps on the masters; the weights are those masters, rounded."""
     case = CASES["gpt"]
 
     def trained(placement: tuple[str, str, str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -141,7 +141,7 @@ def steps(engine: Any, batches: Sequence[Batch]) -> None:
 
 
 def test_checkpoints(tmp_path: Path) -> None:
-    """Saved on disk homes, gone on with in RAM; read alone; weights taken by another precision."""
+    """Saved on disk, gone on with in RAM; read alone; weights taken by another precision."""
     case = CASES["frozen"]
     batches = case.batches(8)
     with Run(case.build(), fp16(("disk",) * 3)) as made:
@@ -239,7 +239,7 @@ def without_cache() -> Iterator[None]:
     diagonal(CHECKPOINTINGS, ["gpt", "reused"], [False, False, True]),
 )
 def test_autocast_equals_plain_torch(name: str, checkpointing: Any, inside: bool) -> None:
-    """Weights in fp32, products in bf16: the same bits as without an engine, in several homes.
+    """Weights in fp32, products in bf16: the same bits as without an engine, in several placement.
 
     Without autocast's cache, as in an engine: with it a weight that is used twice is cast once,
     and the gradients of both uses are summed in bf16.

@@ -53,10 +53,10 @@ def engine_gradients(
     use: Callable[[Callable[..., Any], Callable[..., Any]], None],
     place: tuple[str, tuple[str, str, str]],
 ) -> Gradients:
-    """The same with the engine, in its second step (behind a sweep of rate zero)."""
+    """The same with the engine, in its second step (behind an optimizer pass of rate zero)."""
     device, placement = place
     model = build()
-    config = make_config(placement, optimizer={"lr": 0.0}, look_ahead=1)
+    config = make_config(placement, optimizer={"lr": 0.0}, prefetch_units=1)
     with Run(model, config, device=make_device(device)) as run:
         engine = run.engine
         engine.backward(Batch((ids(9),)).call(engine))
@@ -204,13 +204,13 @@ def test_eval_between_steps_changes_nothing(place: tuple[str, tuple[str, str, st
     ("place", "mode"),
     diagonal([("fake", DISK), ("fake", ("host",) * 3), ("cpu", DISK)], ["none", "non_reentrant"]),
 )
-def test_a_wrong_look_ahead_costs_a_wait_and_never_an_error(
+def test_a_wrong_prefetch_costs_a_wait_and_never_an_error(
     mode: str, place: tuple[str, tuple[str, str, str]]
 ) -> None:
     """Each batch names other experts than the last; at times every slot is filled for nothing."""
     device, placement = place
     case = CASES["routed"]
-    config = make_config(placement, look_ahead=3, gradient_accumulation_steps=3)
+    config = make_config(placement, prefetch_units=3, gradient_accumulation_steps=3)
     batches = case.batches(30)
     how = Checkpointing(mode, "inside")
     expected = train_exactly(case.build(how), batches, config)
@@ -222,7 +222,7 @@ def test_a_wrong_look_ahead_costs_a_wait_and_never_an_error(
 def test_a_slot_given_up_while_it_is_filled(weights: str, seed: int) -> None:
     """Not poisoned: to poison a slot is to wait for the copy that fills it."""
     case = CASES["routed"]
-    config = make_config((weights, "host", "host"), look_ahead=3, gradient_accumulation_steps=3)
+    config = make_config((weights, "host", "host"), prefetch_units=3, gradient_accumulation_steps=3)
     batches = case.batches(18)
     expected = train_exactly(case.build(), batches, config)
     fake = FakeAccelerator(seed, max_delay_s=0.02)
@@ -256,19 +256,19 @@ class NestedBlock(nn.Module):
     def forward(self, x: Tensor, which: list[int]) -> Tensor:
         x = self.own(x).tanh()
         self.num_calls += 1
-        time.sleep(0.001 * (self.num_calls % 7))  # let the sweep get somewhere
+        time.sleep(0.001 * (self.num_calls % 7))  # let the optimizer pass get somewhere
         for index in which:
             x = x + self.experts[index](x).tanh()
         return x
 
 
-@pytest.mark.parametrize(("device", "look_ahead"), diagonal(["cpu", "fake"], [0, 1]))
-def test_a_unit_is_wanted_while_the_sweep_fills_the_only_other_slot(
-    look_ahead: int, device: str
+@pytest.mark.parametrize(("device", "prefetch_units"), diagonal(["cpu", "fake"], [0, 1]))
+def test_a_unit_is_wanted_while_the_pass_fills_the_only_other_slot(
+    prefetch_units: int, device: str
 ) -> None:
-    """The wanted unit had no gradient, so no update is owed to it and the sweep does not help."""
+    """The wanted unit had no gradient, so no update is owed to it, and none helps."""
     build = seeded(Nested)
-    config = make_config(DISK, look_ahead=look_ahead, io={"slow_bytes_per_s": 8 << 20})
+    config = make_config(DISK, prefetch_units=prefetch_units, io={"slow_bytes_per_s": 8 << 20})
     batches = [Batch((ids(i), [i % 4])) for i in range(10)]
     expected = train_exactly(build(), batches, config)
     run = train(build(), batches, config, device=make_device(device))

@@ -191,14 +191,14 @@ WAYS = [(DISK, ALL_HOST), (ALL_HOST, DISK)]
 
 
 @pytest.mark.parametrize(
-    ("cut", "between", "homes"), diagonal(range(6), [True, False], WAYS + WAYS[::-1])
+    ("cut", "between", "placement"), diagonal(range(6), [True, False], WAYS + WAYS[::-1])
 )
 def test_anywhere_in_an_accumulation_window(
-    tmp_path: Path, cut: int, between: bool, homes: Any
+    tmp_path: Path, cut: int, between: bool, placement: Any
 ) -> None:
     run = Run({"precision": "bf16", "gradient_accumulation_steps": 3})
     expected = straight(tmp_path, run, 7)
-    assert resumed(tmp_path, run, 7, cut, *homes, between=between).differences(expected) == []
+    assert resumed(tmp_path, run, 7, cut, *placement, between=between).differences(expected) == []
 
 
 def two_groups(model: nn.Module) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def scheduled(name: str, **params: Any) -> Callable[[nn.Module], dict[str, Any]]
     return lambda model: {"lr_scheduler": lambda optimizer: kind(optimizer, **params)}
 
 
-def guest(make: Callable[[Any], torch.optim.Optimizer]) -> Callable[[nn.Module], dict[str, Any]]:
+def adapted(make: Callable[[Any], torch.optim.Optimizer]) -> Callable[[nn.Module], dict[str, Any]]:
     return lambda model: {"optimizer": make}
 
 
@@ -233,14 +233,14 @@ RUNS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "homes"), diagonal([*RUNS], WAYS))
-def test_whatever_else_a_run_depends_on(tmp_path: Path, name: str, homes: Any) -> None:
+@pytest.mark.parametrize(("name", "placement"), diagonal([*RUNS], WAYS))
+def test_whatever_else_a_run_depends_on(tmp_path: Path, name: str, placement: Any) -> None:
     run = RUNS[name]
     expected = straight(tmp_path, run, 5)
-    assert resumed(tmp_path, run, 5, 3, *homes).differences(expected) == []
+    assert resumed(tmp_path, run, 5, 3, *placement).differences(expected) == []
 
 
-GUESTS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+ADAPTED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "RMSprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-3, centered=True, momentum=0.9),
     "NAdam": lambda groups: torch.optim.NAdam(groups, lr=1e-3),
     "AMSGrad": lambda groups: torch.optim.AdamW(groups, lr=1e-3, amsgrad=True),
@@ -248,11 +248,11 @@ GUESTS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "homes"), diagonal([*GUESTS], WAYS))
-def test_guests(tmp_path: Path, name: str, homes: Any) -> None:
-    run = Run({"precision": "bf16"}, guest(GUESTS[name]))
+@pytest.mark.parametrize(("name", "placement"), diagonal([*ADAPTED], WAYS))
+def test_adapters(tmp_path: Path, name: str, placement: Any) -> None:
+    run = Run({"precision": "bf16"}, adapted(ADAPTED[name]))
 
-    class GuestRun(Run):
+    class AdapterRun(Run):
         def engine(self, path: Path, placement: tuple[str, str, str], seed: int) -> Engine:
             torch.manual_seed(seed)
             np.random.seed(seed)
@@ -265,8 +265,8 @@ def test_guests(tmp_path: Path, name: str, homes: Any) -> None:
             trained = [p for p in model.parameters() if p.requires_grad]
             return infinity.initialize(model, config, model_parameters=trained, **arguments)[0]
 
-    expected = straight(tmp_path, GuestRun(), 5)
-    assert resumed(tmp_path, GuestRun(), 5, 3, *homes).differences(expected) == []
+    expected = straight(tmp_path, AdapterRun(), 5)
+    assert resumed(tmp_path, AdapterRun(), 5, 3, *placement).differences(expected) == []
 
 
 def test_another_precision_is_refused_and_its_weights_are_taken(tmp_path: Path) -> None:

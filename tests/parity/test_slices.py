@@ -148,7 +148,7 @@ def test_the_bits_of_micro_batches_of_a_slice_each(
 def moved_by(activations: dict[str, Any], micro_batches: int, rows: int) -> dict[str, int]:
     parts = [Batch((part,)) for b in batches(4) for part in b.args[0].split(rows)]
     config = make_config(
-        ("disk", "host", "host"), activations=activations, look_ahead=0,
+        ("disk", "host", "host"), activations=activations, prefetch_units=0,
         gradient_accumulation_steps=micro_batches,
     )  # fmt: skip
     found = train(build(), parts, config, device=make_device("fake"))
@@ -346,7 +346,9 @@ def test_experts_inside_a_block_run_in_its_slices() -> None:
     plain.blocks = nn.ModuleList(Sliced(b, 2, recompute=True) for b in plain.blocks)
     expected = train_exactly(plain, data, make_config())
     expected.masters = {n.replace(".block.", "."): v for n, v in expected.masters.items()}
-    config = make_config(ON_DISK, activations={"checkpoint": "units", "slices": 3}, look_ahead=0)
+    config = make_config(
+        ON_DISK, activations={"checkpoint": "units", "slices": 3}, prefetch_units=0
+    )
     with Run(case.build(), config, device=make_device("fake")) as run:
         assert len(run.engine.plan.units) == 2 * (1 + 3)
         losses = []

@@ -80,8 +80,8 @@ def test_bytes_by_hand(micro_batches: int) -> None:
     elements = sum(unit.numel for unit in streamed.plan.units)
     gradient = 2 if micro_batches == 1 else 4
     more = {
-        lane: streamed.report.moved[lane] - by_cpu.report.moved[lane]
-        for lane in ("to_device", "from_device")
+        direction: streamed.report.moved[direction] - by_cpu.report.moved[direction]
+        for direction in ("to_device", "from_device")
     }
     # The CPU's new weights, 2 bytes, are copied to slots; streamed ones are updated there.
     assert more == {"to_device": (12 + gradient - 2) * elements, "from_device": 12 * elements}

@@ -206,7 +206,7 @@ def test_schedulers_are_stepped_without_a_warning(by_engine: bool) -> None:
 
 
 def test_a_rate_is_captured_at_step() -> None:
-    """What groups hold while a sweep runs does not reach it."""
+    """What groups hold while an optimizer pass runs does not reach it."""
     case = CASES["gpt"]
     config = make_config(DISK, precision="bf16")
     batches = case.batches(10)

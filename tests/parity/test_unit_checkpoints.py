@@ -88,7 +88,11 @@ def test_the_plan_says_the_bytes_before_the_first_forward(device: str) -> None:
         assert found.report is not None
         assert found.report.moved == found.plan.predicted_bytes == found.forecast
         before = plain.plan.predicted_bytes
-        more = {lane: n - before[lane] for lane, n in found.forecast.items() if n != before[lane]}
+        more = {
+            direction: n - before[direction]
+            for direction, n in found.forecast.items()
+            if n != before[direction]
+        }
         blocks, moved = 4, {}
         if device == "fake":
             moved = {"to_device": blocks * BOUNDARY, "from_device": blocks * BOUNDARY}
@@ -106,7 +110,7 @@ def test_the_plan_says_the_bytes_before_the_first_forward(device: str) -> None:
 def measure(case: Case, own: Checkpointing, activations: dict[str, Any]) -> tuple[Any, ...]:
     """Calls of blocks in forward and in backward, and bytes alive between them and at most."""
     model = case.build(own)
-    config = make_config(ON_DISK, activations=activations, look_ahead=1)
+    config = make_config(ON_DISK, activations=activations, prefetch_units=1)
     with Run(model, config, device="cpu", groups=case.groups) as run:
         engine = run.engine
         engine.backward(case.batch(1).call(engine))

@@ -109,7 +109,7 @@ def _leave_together(members: list[nn.Parameter]) -> None:
 
 def trained(name: str) -> int:
     """Bytes that the engine's watch saw a step hold beside all that rests, on this CPU."""
-    config = {"precision": CASES[name][1], "homes": IN_RAM}
+    config = {"precision": CASES[name][1], "placement": IN_RAM}
     tokens = batch(name)
     with infinity.initialize(build(name), config, device="cpu")[0] as engine:
         for _ in range(2):

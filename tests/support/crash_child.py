@@ -40,14 +40,14 @@ def raw(value: Tensor) -> bytes:
     return value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def train_and_save(folder: str, homes: dict[str, str], every: int) -> None:
+def train_and_save(folder: str, placement: dict[str, str], every: int) -> None:
     """Go on from the latest checkpoint in `folder`/saved; at the end `folder`/done is there."""
     root = Path(folder)
     report(root, "start")
     nvme, saved = root / "nvme", root / "saved"
     nvme.mkdir(exist_ok=True)
     saved.mkdir(exist_ok=True)
-    engine = make_engine(nvme, homes)
+    engine = make_engine(nvme, placement)
     if (saved / "latest").exists():
         report(root, "load")
         engine.load_checkpoint(saved)
@@ -64,14 +64,14 @@ def train_and_save(folder: str, homes: dict[str, str], every: int) -> None:
     (root / "new").rename(root / "done")
 
 
-def train_durably(folder: str, homes: dict[str, str], every: int) -> None:
+def train_durably(folder: str, placement: dict[str, str], every: int) -> None:
     """Go on from the last committed step in `folder`/nvme; at the end `folder`/done is there."""
     root = Path(folder)
     report(root, "start")
     nvme = root / "nvme"
     nvme.mkdir(exist_ok=True)
     durable = {"durable": True, "resume": "auto", "durable_every": every}
-    engine = make_engine(nvme, homes, **durable)
+    engine = make_engine(nvme, placement, **durable)
     while engine.global_steps < TOTAL_STEPS:
         take_step(root, engine)
     report(root, "end")
@@ -92,12 +92,12 @@ def take_step(root: Path, engine: Engine) -> None:
         engine.step()
 
 
-def make_engine(nvme: Path, homes: dict[str, str], **more: Any) -> Engine:
+def make_engine(nvme: Path, placement: dict[str, str], **more: Any) -> Engine:
     """Dropout is drawn from torch's generator, and the schedule moves at every step."""
     torch.set_num_threads(1)
     model = small_model(0)
     model.embedding.register_forward_hook(lambda *args: functional.dropout(args[-1], 0.1))
-    config = settings(nvme, homes, gradient_accumulation_steps=MICRO_BATCHES, **more)
+    config = settings(nvme, placement, gradient_accumulation_steps=MICRO_BATCHES, **more)
     return infinity.initialize(
         model,
         config,

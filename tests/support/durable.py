@@ -25,7 +25,7 @@ from infinity.storage.disk import Disk
 
 State = dict[tuple[int, str], Tensor]
 SECTOR = 512
-HOMES = {
+PLACEMENTS = {
     "all on disk": {"weights": "disk", "moments": "disk", "gradients": "disk"},
     "weights in RAM": {"weights": "device", "moments": "disk", "gradients": "host"},
     "moments in RAM": {"weights": "disk", "moments": "host", "gradients": "disk"},
@@ -60,7 +60,7 @@ def gated() -> Gated:
 @contextmanager
 def durable_engine(path: Path | list[Path], model: nn.Module, **more: Any) -> Iterator[Engine]:
     """An engine whose steps are committed, with the document that belongs to it."""
-    given = settings(Path("unused"), more.pop("homes", None), **{"durable": True, **more})
+    given = settings(Path("unused"), more.pop("placement", None), **{"durable": True, **more})
     given["nvme_path"] = [str(p) for p in path] if isinstance(path, list) else str(path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", infinity.errors.InfinityWarning)
@@ -89,7 +89,7 @@ def step(engine: Engine) -> None:
 
 
 def state_of(engine: Engine) -> State:
-    """Every byte of every home: weights with the frozen ones, residuals, moments."""
+    """Every byte at rest: weights with the frozen ones, residuals, moments."""
     engine.settle()
     store = engine._parts.store
     kinds = engine.plan.precision.kinds
@@ -106,7 +106,7 @@ _undisturbed: dict[tuple[str, int], State] = {}
 def undisturbed(steps: int, precision: str = "fp32") -> State:
     """The state of `gated` after so many steps without a disk; placement changes no bit."""
     if (precision, steps) not in _undisturbed:
-        given = settings(Path("unused"), HOMES["all in RAM"], precision=precision)
+        given = settings(Path("unused"), PLACEMENTS["all in RAM"], precision=precision)
         del given["nvme_path"]
         with infinity.initialize(gated(), given)[0] as engine:
             for number in range(max(steps, 5) + 1):

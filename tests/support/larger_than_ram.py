@@ -4,8 +4,8 @@
 losses as hexadecimal floats, so that equal text means equal bits, and digests of what was saved.
 
 JSON: `width`, `num_layers`, `vocab_size`, `context`, `precision`, `path`, `save_dir`, `steps`,
-`micro_batches`, `host` (a budget), `homes`, and `reload`: "born" with what was saved, "loaded"
-into an engine that lives, or "" (nothing is loaded).
+`micro_batches`, `host` (a budget), `placement`, and `reload`: "initialised" with what was saved,
+"loaded" into an engine that lives, or "" (nothing is loaded).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def build(job: dict[str, Any]) -> nn.Module:
 
 
 def start(job: dict[str, Any], weights: Path | None = None) -> infinity.Engine:
-    """An engine over a fresh model, born with the saved `weights` if there are some."""
+    """An engine over a fresh model, initialised with the saved `weights` if there are some."""
     model = build(job)
     if weights is not None:
         infinity.load_weights(model, weights)
@@ -53,9 +53,9 @@ def start(job: dict[str, Any], weights: Path | None = None) -> infinity.Engine:
         "gradient_clipping": 1.0,
         "gradient_accumulation_steps": job["micro_batches"],
         "chunk_size": 1 << 18,
-        "look_ahead": 1,
+        "prefetch_units": 1,
         "budget": {"host": job["host"]},
-        "homes": job["homes"],
+        "placement": job["placement"],
         "optimizer": {"type": "AdamW", "lr": 1e-3, "weight_decay": 0.1},
     }
     return infinity.initialize(model, config)[0]
@@ -124,7 +124,7 @@ def live(job: dict[str, Any]) -> dict[str, Any]:
     }
     if not job["reload"]:
         return found
-    with start(job, saved if job["reload"] == "born" else None) as engine:
+    with start(job, saved if job["reload"] == "initialised" else None) as engine:
         if job["reload"] == "loaded":
             found["fresh"] = evaluate(engine, job)
             infinity.load_weights(engine, saved)

@@ -89,7 +89,7 @@ def train(engine: infinity.Engine, job: dict[str, Any]) -> None:
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Run, and tell; a run of no steps is only born."""
+    """Run, and tell; a run of no steps is only initialised."""
     model = build(job)
     facts = target_of("gpt", model, {})
     config = {
@@ -102,7 +102,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     clears = forget_peak()
     device = FakeAccelerator(1) if job["fake"] else "cpu"
     with infinity.initialize(model, config, device=device)[0] as engine:
-        born = peak()
+        initialised = peak()
         clears = forget_peak() and clears
         train(engine, job)
         report = engine.last_report
@@ -112,7 +112,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         )
         return {
             "clears": clears,
-            "born": born,
+            "initialised": initialised,
             "peak": peak(),
             "planned": {tier: sum(parts.values()) for tier, parts in plan.memory.items()},
             "memory": plan.memory,
@@ -120,8 +120,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
             "on_disk": on_disk(Path(job["path"])),
             "forecast": engine.forecast(),
             "moved": report and report.moved,
-            "homes": {
-                field: sorted({homes.of_field(field).value for homes in plan.homes})
+            "placement": {
+                field: sorted({placement.of_field(field).value for placement in plan.placements})
                 for field in ("weight", "state", "gradient")
             },
         }

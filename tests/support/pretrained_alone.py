@@ -32,10 +32,10 @@ def config(path: Path) -> dict[str, Any]:
     return {
         "nvme_path": str(path),
         "precision": "fp32",
-        "homes": {"weights": "disk", "moments": "disk", "gradients": "disk"},
+        "placement": {"weights": "disk", "moments": "disk", "gradients": "disk"},
         "optimizer": {"type": "SGD", "lr": 1e-3, "momentum": 0.0},  # little to write
         "chunk_size": 1 << 18,
-        "look_ahead": 0,
+        "prefetch_units": 0,
         "seed": 1,
         "cpu": {"num_threads": 1},
     }

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import infinity
 from infinity import _aio
 from infinity.config.schema import Config
-from infinity.offload.slots import Residency
+from infinity.offload.slots import SlotLedger
 from infinity.sizes import parse_size
 
 Poison = Callable[[Tensor], None]
@@ -34,9 +34,9 @@ def rough_io(**options: Any) -> Iterator[None]:
 @contextmanager
 def poisoned(poison: Poison) -> Iterator[None]:
     """Slots of engines that are made in here are overwritten when they are freed."""
-    begin, give_up = Residency.__post_init__, Residency.give_up
+    begin, give_up = SlotLedger.__post_init__, SlotLedger.give_up
 
-    def begin_poisoned(self: Residency) -> None:
+    def begin_poisoned(self: SlotLedger) -> None:
         def give_up_poisoned(unit: int) -> None:
             entry, slot = self.entries[unit], self.entries[unit].slot
             give_up(self, unit)
@@ -48,7 +48,7 @@ def poisoned(poison: Poison) -> Iterator[None]:
         begin(self)
         self.give_up = give_up_poisoned  # type: ignore[method-assign]
 
-    with mock.patch.object(Residency, "__post_init__", begin_poisoned):
+    with mock.patch.object(SlotLedger, "__post_init__", begin_poisoned):
         yield
 
 

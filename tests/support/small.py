@@ -68,11 +68,11 @@ def batch(index: int, device: torch.device | str = "cpu") -> Tensor:
     return torch.randint(0, VOCABULARY, (2, 9), generator=generator).to(device)
 
 
-def settings(path: Path, homes: dict[str, str] | None = None, **more: Any) -> dict[str, Any]:
+def settings(path: Path, placement: dict[str, str] | None = None, **more: Any) -> dict[str, Any]:
     return {
         "nvme_path": str(path),
         "precision": "fp32",
-        "homes": homes or ON_DISK,
+        "placement": placement or ON_DISK,
         "chunk_size": 2048,
         "optimizer": {"lr": 1e-2},
         "cpu": {"num_threads": 1},
@@ -83,7 +83,7 @@ def settings(path: Path, homes: dict[str, str] | None = None, **more: Any) -> di
 @contextmanager
 def small_engine(
     path: Path,
-    homes: dict[str, str] | None = None,
+    placement: dict[str, str] | None = None,
     model: nn.Module | None = None,
     *,
     engine_class: type[Engine] | None = None,
@@ -92,7 +92,7 @@ def small_engine(
 ) -> Iterator[Engine]:
     """An engine over a small model; afterwards nothing may be left of it."""
     threads = set(threading.enumerate())
-    given = settings(path, homes, **more)
+    given = settings(path, placement, **more)
     model = small_model() if model is None else model
     arguments = {"engine_class": engine_class, **(arguments or {})}
     engine, *_ = rough.initialize(model, given, **arguments)

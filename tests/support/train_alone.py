@@ -1,7 +1,7 @@
 """Trains the small model in a process of its own.
 
 `python -m support.train_alone PATH STEPS [JSON]` prints "ready" and the drives when the state is
-home, then one line of JSON per step, then the digest of the masters. JSON holds more settings.
+written, then one line of JSON per step, then the digest of the masters. JSON holds more settings.
 With STEPS = 0 it trains until it is killed.
 """
 

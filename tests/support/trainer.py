@@ -47,8 +47,8 @@ PLACEMENTS = [(w, m, g) for w in TIERS for m in TIERS for g in TIERS]
 SIMPLEST = ("device", "device", "device")
 
 
-def homes(placement: tuple[str, str, str]) -> dict[str, str]:
-    """The config's `homes` of a (weights, moments, gradients) placement."""
+def placement(placement: tuple[str, str, str]) -> dict[str, str]:
+    """The config's `placement` of a (weights, moments, gradients) placement."""
     return dict(zip(("weights", "moments", "gradients"), placement, strict=True))
 
 
@@ -56,7 +56,7 @@ def make_config(placement: tuple[str, str, str] = SIMPLEST, **changes: Any) -> d
     """A config for tiny models; `changes` may hold nested dicts, and win."""
     config: dict[str, Any] = {
         "precision": "fp32",
-        "homes": homes(placement),
+        "placement": placement(placement),
         "chunk_size": 2048,
         "gradient_clipping": 0.5,
         "optimizer": {"lr": 1e-2, "weight_decay": 0.01},
@@ -218,7 +218,7 @@ def train_case(
 def _settings(config: Mapping[str, Any]) -> Config:
     """The config without what plain torch has no use for."""
     plain = rough.taken(config)[0]
-    return load_config({k: v for k, v in plain.items() if k not in ("homes", "nvme_path")})
+    return load_config({k: v for k, v in plain.items() if k not in ("placement", "nvme_path")})
 
 
 def _values(model: nn.Module) -> dict[str, Tensor]:
@@ -438,7 +438,7 @@ def _collect(master: _Master, dtype: torch.dtype) -> None:
 class LiveBytes(TorchDispatchMode):
     """Bytes of tensors that operations have made and something still refers to.
 
-    Slots, homes and parameters are not made by operations and do not count. `peak` is the most
+    Slots, placement and parameters are not made by operations and do not count. `peak` is the most
     there ever was at the end of an operation.
     """
 

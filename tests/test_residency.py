@@ -1,4 +1,4 @@
-"""Parameters present and absent: placeholders are loud, access fetches, copies are refused."""
+"""Parameters resident and offloaded: placeholders are loud, access fetches, copies are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from support.small import (
 from torch import nn
 
 from infinity.engine import Engine
-from infinity.errors import PresenceError
+from infinity.errors import ResidencyError
 from infinity.model.parameters import ParameterMap, placeholder
 from infinity.offload.saved_tensors import SavedTensors
 from infinity.offload.slots import Where
@@ -36,9 +36,9 @@ FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.com
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 
 
-def present(engine: Engine) -> set[str]:
+def resident(engine: Engine) -> set[str]:
     """Names of units that parameters are bound to."""
-    entries = engine._parts.mover.entries
+    entries = engine._parts.prefetcher.entries
     return {u.name for u in engine.plan.units if entries[u.index].bound}
 
 
@@ -81,22 +81,22 @@ def test_shapes_and_dtypes_are_true_everywhere(tmp_path: Path, precision: str) -
                 train(engine, 1)
 
 
-def test_an_absent_parameter_spreads_nan(tmp_path: Path) -> None:
+def test_an_offloaded_parameter_spreads_nan(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
-        absent = next(iter(engine.module.parameters()))  # iterating does not fetch
-        assert not present(engine)
-        assert absent.isnan().all()
-        assert (torch.ones(3, absent.shape[0]) @ absent).isnan().all()
-        assert absent.untyped_storage().nbytes() == absent.element_size()
+        offloaded = next(iter(engine.module.parameters()))  # iterating does not fetch
+        assert not resident(engine)
+        assert offloaded.isnan().all()
+        assert (torch.ones(3, offloaded.shape[0]) @ offloaded).isnan().all()
+        assert offloaded.untyped_storage().nbytes() == offloaded.element_size()
 
 
-@pytest.mark.parametrize("homes", [ON_DISK, MIXED, ON_DEVICE])
-def test_attribute_access_fetches(tmp_path: Path, homes: dict[str, str]) -> None:
+@pytest.mark.parametrize("placement", [ON_DISK, MIXED, ON_DEVICE])
+def test_attribute_access_fetches(tmp_path: Path, placement: dict[str, str]) -> None:
     plain = small_model()
-    with small_engine(tmp_path, homes) as engine:
+    with small_engine(tmp_path, placement) as engine:
         module = engine.module
         assert torch.equal(module.blocks[1].up.weight, plain.blocks[1].up.weight)
-        assert "blocks.1" in present(engine)
+        assert "blocks.1" in resident(engine)
         assert torch.equal(module.get_parameter("norm.bias"), plain.norm.bias)
         assert torch.equal(module.head.weight, plain.embedding.weight)  # tied
 
@@ -152,7 +152,7 @@ def test_leaving_bumps_the_version_so_that_stale_saves_raise(tmp_path: Path) -> 
         weight = engine.module.blocks[0].up.weight
         saved = (weight * weight).sum()  # outside any hook of ours: the leaf itself is saved
         unit = next(u.index for u in engine.plan.units if u.name == "blocks.0")
-        engine._parts.mover.drop(unit)
+        engine._parts.prefetcher.drop(unit)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             saved.backward()
 
@@ -160,7 +160,7 @@ def test_leaving_bumps_the_version_so_that_stale_saves_raise(tmp_path: Path) -> 
 def test_a_slot_is_not_reused_while_an_alias_lives(tmp_path: Path) -> None:
     plain = small_model(num_blocks=6)
     with (
-        small_engine(tmp_path, model=small_model(num_blocks=6), look_ahead=1) as engine,
+        small_engine(tmp_path, model=small_model(num_blocks=6), prefetch_units=1) as engine,
         torch.no_grad(),
     ):
         alias = engine.module.blocks[0].up.weight.detach()[1:3]
@@ -171,12 +171,13 @@ def test_a_slot_is_not_reused_while_an_alias_lives(tmp_path: Path) -> None:
 
 def test_when_every_slot_is_held_the_error_names_units_and_holders(tmp_path: Path) -> None:
     with (
-        small_engine(tmp_path, model=small_model(num_blocks=6), look_ahead=0) as engine,
+        small_engine(tmp_path, model=small_model(num_blocks=6), prefetch_units=0) as engine,
         torch.no_grad(),
     ):
         blocks = engine.module.blocks
         held = [blocks[i].up.weight.detach() for i in range(2)]
-        with pytest.raises(PresenceError, match=r"no slot is free for unit 'blocks\.\d'") as caught:  # noqa: PT012
+        refusal = pytest.raises(ResidencyError, match=r"no slot is free for unit 'blocks\.\d'")
+        with refusal as caught:
             for index in range(2, 6):
                 held.append(blocks[index].up.weight.detach())
         assert "blocks.0" in str(caught.value)
@@ -200,12 +201,12 @@ def test_a_saved_tensor_of_an_earlier_version_is_refused(tmp_path: Path) -> None
 
 def test_saved_tensors_hold_no_slot(tmp_path: Path) -> None:
     """After a whole forward the graph refers to no slot: nothing lingers but what is bound."""
-    with small_engine(tmp_path, look_ahead=1) as engine:
+    with small_engine(tmp_path, prefetch_units=1) as engine:
         loss = engine(batch(0))
-        mover = engine._parts.mover
-        for slot in mover.ledger.slots:
+        prefetcher = engine._parts.prefetcher
+        for slot in prefetcher.ledger.slots:
             if slot.owner is not None:
-                entry = mover.entries[slot.owner]
+                entry = prefetcher.entries[slot.owner]
                 assert entry.num_aliases == 0
             else:
                 assert slot.is_free()
@@ -238,23 +239,23 @@ def test_other_saved_tensors_are_checked_for_edits(tmp_path: Path) -> None:
 def test_parameters_cannot_be_replaced_added_or_removed(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         norm = engine.module.norm
-        with pytest.raises(PresenceError, match=r"cannot be replaced or added[\s\S]*materialized"):
+        with pytest.raises(ResidencyError, match=r"cannot be replaced or added[\s\S]*materialized"):
             norm.weight = nn.Parameter(torch.ones(16))
-        with pytest.raises(PresenceError, match="cannot be replaced or added"):
+        with pytest.raises(ResidencyError, match="cannot be replaced or added"):
             norm.register_parameter("extra", nn.Parameter(torch.ones(16)))
-        with pytest.raises(PresenceError, match="cannot be removed"):
+        with pytest.raises(ResidencyError, match="cannot be removed"):
             del norm.weight
-        with pytest.raises(PresenceError):
+        with pytest.raises(ResidencyError):
             torch.nn.utils.parametrizations.weight_norm(engine.module.blocks[0].up)
-        with pytest.raises(PresenceError):
+        with pytest.raises(ResidencyError):
             norm._parameters.clear()
-        with pytest.raises(PresenceError):
+        with pytest.raises(ResidencyError):
             norm._parameters.pop("weight")
-        with pytest.raises(PresenceError):
+        with pytest.raises(ResidencyError):
             norm._parameters.update(weight=None)
-        with pytest.raises(PresenceError):
+        with pytest.raises(ResidencyError):
             norm._parameters.setdefault("other", None)
-        with pytest.raises(PresenceError):
+        with pytest.raises(ResidencyError):
             norm._parameters.popitem()
         norm.weight = norm.weight  # the same object is no replacement
         assert len(train(engine, 1)) == 1
@@ -274,15 +275,15 @@ def test_get_and_contains_of_the_mapping(tmp_path: Path) -> None:
 def test_copy_deepcopy_and_pickle_are_refused(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         for module in (engine.module, engine.module.blocks[1].up, engine.module.norm):
-            with pytest.raises(PresenceError, match=r"engine\.state_dict\(\)"):
+            with pytest.raises(ResidencyError, match=r"engine\.state_dict\(\)"):
                 copy.deepcopy(module)
-            with pytest.raises(PresenceError, match=r"close\(restore=True\)"):
+            with pytest.raises(ResidencyError, match=r"close\(restore=True\)"):
                 pickle.dumps(module)
-            with pytest.raises(PresenceError):
+            with pytest.raises(ResidencyError):
                 torch.save(module, io.BytesIO())
-            with pytest.raises(PresenceError):
+            with pytest.raises(ResidencyError):
                 module._parameters.copy()
-            with pytest.raises(PresenceError):
+            with pytest.raises(ResidencyError):
                 copy.copy(module._parameters)
 
 
@@ -303,7 +304,7 @@ def test_copy_deepcopy_and_pickle_are_refused(tmp_path: Path) -> None:
 def test_moving_and_casting_is_refused(tmp_path: Path, move: object) -> None:
     with small_engine(tmp_path) as engine:
         for module in (engine.module, engine.module.blocks[0], engine.module.norm):
-            with pytest.raises(PresenceError, match=r"cannot be moved or cast[\s\S]*precision"):
+            with pytest.raises(ResidencyError, match=r"cannot be moved or cast[\s\S]*precision"):
                 move(module)  # type: ignore[operator]
         assert len(train(engine, 1)) == 1
 
@@ -337,13 +338,13 @@ def test_close_gives_plain_dicts_and_takes_every_hook_back(tmp_path: Path) -> No
     model.double()
 
 
-@pytest.mark.parametrize("homes", [ON_DISK, MIXED, ON_DEVICE])
+@pytest.mark.parametrize("placement", [ON_DISK, MIXED, ON_DEVICE])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_close_with_restore_gives_the_values(
-    tmp_path: Path, homes: dict[str, str], precision: str
+    tmp_path: Path, placement: dict[str, str], precision: str
 ) -> None:
     model = small_model()
-    with small_engine(tmp_path, homes, model=model, precision=precision) as engine:
+    with small_engine(tmp_path, placement, model=model, precision=precision) as engine:
         train(engine, 2)
         values = {k: v.clone() for k, v in engine.state_dict().items()}
         engine.close(restore=True)
@@ -414,22 +415,22 @@ def test_a_frozen_parameter_of_any_dtype_is_served_as_it_was(tmp_path: Path) -> 
 
 def test_where_units_are_is_what_the_ledger_says(tmp_path: Path) -> None:
     """Bound parameters, and only those, share memory with their unit's slot."""
-    with small_engine(tmp_path, look_ahead=1, model=SmallModel(num_blocks=5)) as engine:
-        mover = engine._parts.mover
+    with small_engine(tmp_path, prefetch_units=1, model=SmallModel(num_blocks=5)) as engine:
+        prefetcher = engine._parts.prefetcher
         engine.backward(engine(batch(0)))
-        for unit, entry in zip(engine.plan.units, mover.entries, strict=True):
+        for unit, entry in zip(engine.plan.units, prefetcher.entries, strict=True):
             for segment in unit.segments:
                 parameter = engine._parts.cut.parameters[segment.parameter]
                 if entry.bound:
-                    assert entry.where is Where.PRESENT
+                    assert entry.where is Where.RESIDENT
                     storage = entry.slot.residency.untyped_storage()
                     assert parameter.untyped_storage().data_ptr() == storage.data_ptr()
                 else:
                     assert parameter.isnan().all()
 
 
-@pytest.mark.parametrize("homes", [ON_DISK, ON_DEVICE])
-def test_scalar_and_empty_parameters_are_trained(tmp_path: Path, homes: dict[str, str]) -> None:
+@pytest.mark.parametrize("placement", [ON_DISK, ON_DEVICE])
+def test_scalar_and_empty_parameters_are_trained(tmp_path: Path, placement: dict[str, str]) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -442,7 +443,7 @@ def test_scalar_and_empty_parameters_are_trained(tmp_path: Path, homes: dict[str
             loss = self.a(x).square().mean() * self.scale * self.frozen
             return loss + self.empty.sum()
 
-    with small_engine(tmp_path, homes, model=Odd()) as engine:
+    with small_engine(tmp_path, placement, model=Odd()) as engine:
         for _ in range(3):
             engine.backward(engine(torch.ones(2, 8)))
             engine.step()

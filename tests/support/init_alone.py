@@ -1,8 +1,8 @@
-"""Gives birth to a model much larger than what the plan holds in RAM; tells what RAM it took.
+"""Initialises a model much larger than what the plan holds in RAM; tells what RAM it took.
 
-It is `give_birth(path, way)`, in a process of its own: bytes of the model (fp32), of its largest
-tensor, of what the plan reserves, and by how much the peak grew while the model was built and while
-it was born.
+It is `make_engine_alone(path, way)`, in a process of its own: bytes of the model (fp32), of its
+largest tensor, of what the plan reserves, and by how much the peak grew while the model was built
+and while it was initialised.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def build(width: int = WIDTH, num_layers: int = NUM_LAYERS) -> nn.Module:
     return model
 
 
-def unborn(way: str, **size: int) -> nn.Module:
+def without_values(way: str, **size: int) -> nn.Module:
     if way == "real":
         return build(**size)
     if way == "init":
@@ -44,7 +44,7 @@ def unborn(way: str, **size: int) -> nn.Module:
 def start(path: Path, model: nn.Module) -> infinity.Engine:
     config = {
         "nvme_path": str(path),
-        "homes": {"weights": "disk", "moments": "disk", "gradients": "disk"},
+        "placement": {"weights": "disk", "moments": "disk", "gradients": "disk"},
         "optimizer": {"type": "SGD", "lr": 1e-3, "momentum": 0.0},  # little to write
         "chunk_size": 1 << 19,
         "budget": {"device": 32 << 20},
@@ -65,16 +65,18 @@ def _reset_peak() -> int:
     return _status("VmRSS")
 
 
-def give_birth(path: Path, way: str) -> dict[str, int]:
+def make_engine_alone(path: Path, way: str) -> dict[str, int]:
     """Bytes; WAY is one of init, meta, read, real."""
     torch.set_num_threads(1)
-    start(path, unborn(way, width=256, num_layers=4)).close()  # what every process pays once
+    start(
+        path, without_values(way, width=256, num_layers=4)
+    ).close()  # what every process pays once
     before = _reset_peak()
-    model = unborn(way)
+    model = without_values(way)
     built = _status("VmHWM") - before
-    before_birth = _reset_peak()
+    before = _reset_peak()
     with start(path, model) as engine:
-        born = _status("VmHWM") - before_birth
+        initialised = _status("VmHWM") - before
         memory = engine.plan.memory
         planned = sum(memory["device"].values()) + sum(memory["host"].values())
         return {
@@ -82,5 +84,5 @@ def give_birth(path: Path, way: str) -> dict[str, int]:
             "largest": 4 * WIDTH * WIDTH,
             "planned": planned - memory["host"]["process"],
             "built": built,
-            "born": born,
+            "initialised": initialised,
         }

@@ -1,4 +1,4 @@
-"""Homes left to the plan: as good as the best of all possible ones, under the same cost model."""
+"""Placement left to the plan: as good as the best of all, under the same cost model."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from infinity.errors import DoesNotFitError
 from infinity.plan.budget import Limits, excess, with_memory
 from infinity.plan.cost import nominal, step_cost
 from infinity.plan.layout import Tier
-from infinity.plan.placement import best_homes, score
-from infinity.plan.plan import Plan, UnitHomes
+from infinity.plan.placement import best_placement, score
+from infinity.plan.plan import Plan, UnitPlacement
 from infinity.plan.planner import make_plan
 
 SIZES = st.sampled_from([5_000, 20_000, 40_000, 60_000, 100_000])
 KIB = 1 << 10
 
 
-def all_homes(plan: Plan, free: Sequence[str]) -> Iterator[tuple[UnitHomes, ...]]:
+def all_placements(plan: Plan, free: Sequence[str]) -> Iterator[tuple[UnitPlacement, ...]]:
     """Every way to place the kinds in `free`; on a unified device RAM is one place."""
     if plan.unified:
         places = {"weight": (Tier.DISK, Tier.DEVICE)}
         other: tuple[Tier, ...] = (Tier.DISK, Tier.HOST)
     else:
         places, other = {}, tuple(Tier)
-    choices = [places.get(f, other) if f in free else (Tier.DISK,) for f in UnitHomes.__slots__]
-    return itertools.product(itertools.starmap(UnitHomes, itertools.product(*choices)),
+    choices = [places.get(f, other) if f in free else (Tier.DISK,) for f in UnitPlacement.__slots__]
+    return itertools.product(itertools.starmap(UnitPlacement, itertools.product(*choices)),
                              repeat=len(plan.units))  # fmt: skip
 
 
 def best_of_all(plan: Plan, free: Sequence[str], limits: Limits) -> float:
-    """Seconds of the best homes, tried one after the other: the slow obvious way."""
+    """Seconds of the best placement, tried one after the other: the slow obvious way."""
     rates, found = nominal(plan.unified), float("inf")
-    for homes in all_homes(plan, free):
-        candidate = with_memory(replace(plan, homes=homes), limits)
+    for placement in all_placements(plan, free):
+        candidate = with_memory(replace(plan, placements=placement), limits)
         if not excess(candidate, limits, auto=True):
             found = min(found, step_cost(candidate, rates).seconds)
     return found
@@ -51,7 +51,9 @@ def lowest(sizes: Sequence[int], limits: Limits, micro_batches: int, *, unified:
     given = {"nvme_path": "/nvme", "gradient_accumulation_steps": micro_batches, "chunk_size": 4096}
     plan = make_plan(
         units(sizes),
-        load_config(given | {"homes": dict.fromkeys(("weights", "moments", "gradients"), "disk")}),
+        load_config(
+            given | {"placement": dict.fromkeys(("weights", "moments", "gradients"), "disk")}
+        ),
         replace(limits, device=None, host=None),
         unified=unified,
     )
@@ -106,12 +108,12 @@ def compare(
 ) -> None:  # fmt: skip
     plan = lowest(sizes, limits, micro_batches, unified=unified)
     rates = nominal(unified)
-    found = best_homes(plan, free, limits, rates)
+    found = best_placement(plan, free, limits, rates)
     over, before = excess(found, limits, auto=True), excess(plan, limits, auto=True)
     assert all(over[tier] <= before.get(tier, 0) for tier in over)
     best = best_of_all(plan, free, limits)
     if best < float("inf") and not before:
-        # A thousandth: what lanes that do not bind count for in the search.
+        # A thousandth: what resources that do not bind count for in the search.
         assert step_cost(found, rates).seconds <= best * 1.001
 
 
@@ -120,11 +122,11 @@ def test_equal_units_are_filled_from_the_front_and_many_of_them_quickly() -> Non
     sizes = [1_000_000] * 80
     limits = Limits(None, 220 << 20, None)
     plan = lowest(sizes, limits, 1, unified=True)
-    found = best_homes(plan, ("weight",), limits, nominal(True))
-    homes = [h.weight for h in found.homes]
-    kept = homes.count(Tier.DEVICE)
+    found = best_placement(plan, ("weight",), limits, nominal(True))
+    placement = [h.weight for h in found.placements]
+    kept = placement.count(Tier.DEVICE)
     assert 0 < kept < 80
-    assert homes == [Tier.DEVICE] * kept + [Tier.DISK] * (80 - kept)
+    assert placement == [Tier.DEVICE] * kept + [Tier.DISK] * (80 - kept)
     assert score(found, nominal(True)) < score(plan, nominal(True))
 
 
@@ -132,7 +134,7 @@ def test_a_run_that_fits_a_device_with_kernels_rests_there() -> None:
     config = load_config({"nvme_path": "/nvme"})
     limits = Limits(1 << 30, 1 << 30, None)
     plan = make_plan(units([60_000] * 3), config, limits, unified=False, device_kernels=True)
-    assert set(plan.homes) == {UnitHomes(Tier.DEVICE, Tier.DEVICE, Tier.DEVICE)}
+    assert set(plan.placements) == {UnitPlacement(Tier.DEVICE, Tier.DEVICE, Tier.DEVICE)}
 
 
 def test_a_model_that_cannot_fit_is_refused_as_before() -> None:

@@ -212,10 +212,11 @@ class Engine:
         `lr_kwargs` go to the `step` of the learning rate schedule, as `metrics` of
         `ReduceLROnPlateau` does.
 
-        Returns once the norm and the clip factor are known; the optimizer pass runs behind the next
-        forward. A step whose gradients are not all finite is skipped and counted. After an error,
-        as where gradients were lost on their way (`TransferError`), it has happened, or the
-        accumulation window starts over: `global_steps` and `micro_step` tell.
+        Returns once the norm and the clip factor are known, the pass of the step before (and its
+        durable commit) is over, and gradients that rest on disk are there; the optimizer pass runs
+        behind the next forward. A step whose gradients are not all finite is skipped and counted.
+        After an error, as where gradients were lost on their way (`TransferError`), it has
+        happened, or the accumulation window starts over: `global_steps` and `micro_step` tell.
         """
         self._parts.saver.warn()
         self._check_usable()

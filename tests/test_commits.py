@@ -29,7 +29,7 @@ records = st.builds(
     run=st.text(max_size=20),
     sequence=st.integers(0, 1 << 60),
     step=st.integers(0, 1 << 60),
-    sides=bits,
+    copies=bits,
     frozen_copies=bits,
     checksums=st.booleans(),
     document=st.dictionaries(st.text(max_size=20), st.text(max_size=500), max_size=5),
@@ -79,7 +79,7 @@ def test_every_whole_file_names_a_state_that_is_there(tmp_path: Path) -> None:
                 other.write_bytes(torn if other == path else text)
             newest = record if number or bytes(torn) == after[0] else whole
             assert last_commit(tmp_path, "r") == newest
-            files.mend(newest)  # and then either may be lost
+            files.repair(newest)  # and then either may be lost
             for lost, kept in permutations(names):
                 text = lost.read_bytes()
                 lost.write_bytes(b"")

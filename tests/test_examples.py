@@ -505,7 +505,7 @@ def test_a_signal_at_any_moment_leaves_nothing(
     ("arguments", "message"),
     [
         (["--nvme-path", "/missing/folder"], "/missing/folder"),
-        (["--set", "homs.weights=disk"], "placement"),
+        (["--set", "placment.weights=disk"], "placement"),
         (["--set", "budget.host=8MiB"], "budget"),
         (["--model", "gpt-100n"], "gpt-100m"),
         (["--text", "/dev/null"], "0 bytes"),

@@ -174,7 +174,7 @@ def test_a_model_is_a_name_a_file_or_a_directory(tiny: str) -> None:
 def test_a_configuration_of_ours_is_obeyed(tiny: str, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(
-        "nvme_path: /a/b\ngradient_accumulation_steps: 3\nhomes: {moments: disk}\n"
+        "nvme_path: /a/b\ngradient_accumulation_steps: 3\nplacement: {moments: disk}\n"
         "optimizer: {type: Lion, moments: bf16}\nbudget: {host: 1GiB}\n"
     )
     report = answer(str(path), "--model", tiny, *DESKTOP)

@@ -296,9 +296,9 @@ def test_the_tiny_preset_trains(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_broken_is_planned_with_its_mistakes(tmp_path: Path) -> None:
-    code, _, error = run("plan", write(tmp_path, engine__homs={}))
+    code, _, error = run("plan", write(tmp_path, engine__placment={}))
     assert code == 2
-    assert "engine.homs: unknown key; did you mean 'engine.placement'?" in error
+    assert "engine.placment: unknown key; did you mean 'engine.placement'?" in error
 
 
 # --- the page ------------------------------------------------------------------------------------

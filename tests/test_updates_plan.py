@@ -79,7 +79,7 @@ def test_the_cpu_and_the_links_take_turns_where_both_have_units() -> None:
     mixed = with_memory(mixed, UNLIMITED)
     assert places(mixed) == {UpdatePlace.STREAMED, UpdatePlace.CPU}
     assert mixed.updates_line == "streamed through the device (4 units), by the CPU (4 units)"
-    directions = step_cost(mixed, RATES).phases[0].directions
+    directions = step_cost(mixed, RATES).phases[0].resources
     assert directions["update"] == pytest.approx(4 * NUMEL / 1e9 + stream_s(mixed, RATES))
 
 

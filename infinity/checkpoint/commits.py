@@ -30,7 +30,7 @@ from infinity.files import read_small, refused, sync_directory
 from infinity.sealed import first_sealed, made, seal, shallow, unseal
 
 COMMIT_NAMES = ("commit-a.bin", "commit-b.bin")
-_FORMAT, _VERSION = "torch-infinity-commit", 2
+_FORMAT, _VERSION = "torch-infinity-commit", 3
 _RESERVED_BYTES = 64 << 10
 
 

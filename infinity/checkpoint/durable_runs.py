@@ -38,7 +38,7 @@ from infinity.storage.striping import Striping
 PLAN_NAME = "plan.json"
 SUMS_NAME = "checksums.bin"
 _FORMAT = "torch-infinity-durable"
-_VERSION = 3
+_VERSION = 4
 _STATE_FORMAT = "torch-infinity-state"
 MAX_TOLD = 5  # differences between a stored run and this one
 

@@ -36,9 +36,10 @@ from infinity.storage.store import Range
 # Gradients that go straight from a device to where they rest in RAM, and their square sums.
 #
 # No byte of them passes through the CPU: the copy lands where they rest, and where the device
-# has kernels it takes the sum of squares before the gradient is gone. Neither backward nor
-# `step()` waits for a copy: the norm waits for the sums, and the optimizer pass, which is handed
-# the copies that are still under way, for those of a unit before it updates that.
+# has kernels it takes the sum of squares before the gradient is gone. Backward waits for a copy
+# only where too many are under way (their gradients take device memory), `step()` only where the
+# device has no kernels, for the sums. The optimizer pass is handed the copies that are still under
+# way, and waits for those of a unit before it updates that.
 
 
 @dataclass(eq=False, slots=True)

@@ -1,9 +1,9 @@
 """Brings units to the device before they are used, and takes them away after.
 
 [Note: who may do what]
-The training thread fetches, binds, unbinds and evicts, and only at uses (so that nothing is
-pulled from under a running operation). The optimizer thread takes free slots for units it owes an
-update, and fills them. Both hold `SlotLedger.changed` for every transition.
+The training thread fetches, binds, unbinds and evicts, only at uses and as gradients arrive (so
+that nothing is pulled from under a running operation). The optimizer thread takes free slots for
+units it owes an update, and fills them. Both hold `SlotLedger.changed` for every transition.
 
 [Note: nothing waits for a slot that only its own progress could free]
 The optimizer pass waits for a slot only while the training thread computes. When the training
@@ -108,9 +108,7 @@ class Prefetcher:
             if entry.where is Where.FETCHING:
                 self._finish_fetch(unit)
             elif entry.where is Where.OFFLOADED:
-                with (
-                    self.changed
-                ):  # held over both: the optimizer pass must not take the freed slot
+                with self.changed:  # held over both: no update may take the freed slot
                     self._require_slot(unit)
                     self.fetch(unit, Priority.URGENT)
             else:

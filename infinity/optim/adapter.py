@@ -184,12 +184,12 @@ class AdapterRule:
     def updater(
         self, kernels: CpuKernels, names: Sequence[str], largest: int, seed: int
     ) -> AdaptedOptimizer:
-        """The adapted."""
+        """The adapted optimizer."""
         return AdaptedOptimizer(self.facts, self.tile_elements(largest), kernels)
 
 
 class AdaptedOptimizer:
-    """Runs a optimizer's `step()` on tiles; used by one thread."""
+    """Runs an adapted optimizer's `step()` on tiles; used by one thread."""
 
     def __init__(
         self, facts: AdapterFacts, tile_elements: int, kernels: CpuKernels | None = None
@@ -342,7 +342,7 @@ class AdaptedOptimizer:
 
 
 def is_per_element(name: str, value: Any, tensor_names: frozenset[str]) -> bool:
-    """Whether an entry of a optimizer's state rests as a moment."""
+    """Whether an entry of the optimizer's state rests as a moment."""
     return isinstance(value, Tensor) and (value.numel() > 1 or name in tensor_names)
 
 

@@ -16,7 +16,7 @@ from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.moments import Moment
 from infinity.rules import RULES, Hyper, lossy_notes, reserved_moments
 
-# Tiles: parts of parameters with all their state beside them in host memory, and who updates them.
+# Tiles: parts of parameters with all their state beside them in one memory, and who updates them.
 #
 # The optimizer pass cuts what it holds into tiles, and an `Updater` does one step on each: here
 # with the kernels, in `adapter.py` with any optimizer of torch's. Neither knows units, tiers or
@@ -28,8 +28,9 @@ class Tile:
     """The elements `first` to `first + weight.numel()` of one flat parameter, and their update.
 
     `weight` is fp32 with `rest` None, bf16 with an int16 residual, or fp16 with the fp32 master;
-    `gradient` is fp32, or of the weight's dtype. All are 1-D views of host memory, and are updated
-    in place. `parameter` is the parameter's index, `shape` its own whole shape. `hyper` is what
+    `gradient` is fp32, or of the weight's dtype. All are 1-D views of one memory (a device's where
+    that updates), and are updated in place. `parameter` is the parameter's index, `shape` its own
+    whole shape. `hyper` is what
     `OffloadedOptimizer.hypers` captured, and `step` counts this update from 1. Tiles of one
     parameter and step come in order.
     """

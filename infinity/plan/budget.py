@@ -52,7 +52,7 @@ def with_memory(plan: Plan, limits: Limits) -> Plan:
         "gradient windows": num_windows(plan) * largest_window(plan),
         "fetch staging": num_fetch_buffers(plan) * largest_slot(plan),
         "gradient staging": 0 if plan.unified else NUM_GRADIENT_BUFFERS * largest_trained(plan),
-        "saving": NUM_COPY_BUFFERS * copy_buffer_bytes(plan),
+        "saving": NUM_COPY_BUFFERS * copy_buffer_bytes(plan) + _frozen_copy_bytes(plan),
         "optimizer tiles": TILE_BUFFERS * 4 * plan.rule.tile_elements,
     }
     if plan.durable:
@@ -170,6 +170,13 @@ def copy_buffer_bytes(plan: Plan) -> int:
     """Bytes of one buffer of a save: a chunk of every kind that some unit has not in RAM."""
     outside = _out_of_reach(plan)
     return max((_chunk_bytes(plan, alike, outside) for alike in plan.alike), default=0)
+
+
+def _frozen_copy_bytes(plan: Plan) -> int:
+    """Bytes that a save brings to RAM at once of a unit with frozen bytes: all its weights."""
+    outside = _out_of_reach(plan)
+    frozen = (a for a in plan.alike if a.layout.frozen_bytes and a.placement.weight in outside)
+    return max((alike.layout.slot_bytes for alike in frozen), default=0)
 
 
 def _out_of_reach(plan: Plan) -> tuple[Tier, ...]:

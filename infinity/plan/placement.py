@@ -1,4 +1,4 @@
-"""Which placement makes the shortest step inside the budgets, where they are left to the plan.
+"""Which placement makes the shortest step inside the budgets, where it is left to the plan.
 
 [Note: a fixed set]
 Access is cyclic, so what is kept on a fast tier is a fixed set of (unit, kind): a cache that

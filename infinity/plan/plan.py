@@ -302,10 +302,8 @@ def _weight_and_state(precision: Precision, numel: int, chunk_elements: int) -> 
 
 def update_place(plan: Plan, unit: int) -> UpdatePlace:
     """Where a unit's optimizer runs."""
-    placement, tier = (
-        plan.placements[unit],
-        Tier.DEVICE,
-    )  # asked for by the thousand: no `==` of dataclasses
+    # Asked for by the thousand: no `==` of dataclasses.
+    placement, tier = plan.placements[unit], Tier.DEVICE
     rests = placement.weight is tier and placement.state is tier and placement.gradient is tier
     if rests and not why_only_cpu(plan):
         return UpdatePlace.DEVICE

@@ -203,7 +203,7 @@ def _shortest(
 CHUNK_ELEMENTS = 1 << 20  # 12 MiB records: inside the 8-64 MiB that disks like
 DURABLE_COST = 0.05  # of a step's time: what commits may cost where the plan chooses how often
 _RARELY = 1 << 40
-NUM_STAGES = 4  # one read, one updated, one written, one to spare
+NUM_STAGING_BUFFERS = 4  # one read, one updated, one written, one to spare
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ def make_plan(
         placements=(),
         slot_classes=(),
         chunk_elements=min(chunk, round_up(max(largest, 1), ELEMENT_ALIGN)),
-        num_staging_buffers=NUM_STAGES,
+        num_staging_buffers=NUM_STAGING_BUFFERS,
         prefetch_units=config.prefetch_units,
         micro_batches=micro_batches,
         gradient_itemsize=gradient_itemsize(config),

@@ -36,7 +36,7 @@ MAX_ROWS = 16  # tracks of one track, where its events overlap
 CLOSE_S = 10.0
 NO_UNIT = -1
 
-# Track -> the name of its track, in the order of the tracks.
+# Track -> its name in the file, in the order of the tracks.
 TRACKS = {
     "step": "steps",
     "micro_batch": "micro-batches",

@@ -2,7 +2,8 @@
 
 A copier thread goes through the units chunk by chunk. Before an optimizer pass, or an edit, changes
 the first byte of a unit that is not copied yet, it waits for the copier (`await_copied`): nothing
-is ever copied twice or kept twice, and memory is two chunks whatever the model's size.
+is ever copied twice or kept twice, and memory is two chunks whatever the model's size, and the
+weights of one unit with frozen parameters, if there are such and they are not in RAM.
 """
 
 from __future__ import annotations

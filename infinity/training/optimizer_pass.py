@@ -153,7 +153,7 @@ class Updates:
         self.prefetcher = prefetcher
         self.updater = updater
         # Called with a unit's index before the first byte of its state changes in a job; it may
-        # block. A saver copies the old bytes there.
+        # block: until a save that is under way has copied them.
         self.before_change = before_change
         self._places = [update_place(plan, unit.index) for unit in plan.units]
         self._staging = BufferPool(plan.num_staging_buffers, staging_bytes(plan), transfers.device)

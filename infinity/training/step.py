@@ -323,9 +323,8 @@ class Stepper:
         if clipping and not skipped:
             factor = min(1.0, clipping / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         self._gradients.settle()
-        computed = (
-            self._prefetcher.transfers.device.compute_event()
-        )  # here: streams belong to threads
+        # Here: streams belong to threads.
+        computed = self._prefetcher.transfers.device.compute_event()
         with self._parts.owner.shut():
             job, error = self._commit(norm, factor, culprits, computed, given)
         if job is not None:

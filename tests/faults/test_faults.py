@@ -92,7 +92,7 @@ class Case:
             io["weights"] = [2, 1]
         return settings(
             root,
-            self.placements,
+            self.placement,
             nvme_path=[str(p) for p in paths],
             io=io,
             precision=self.precision,

@@ -165,7 +165,7 @@ def test_ours_may_say_auto_too_and_what_only_it_knows(tmp_path: Path) -> None:
 
 def test_a_file_and_a_config_object(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text("precision: fp32\nlook_ahead: 3\n")
+    path.write_text("precision: fp32\nprefetch_units: 3\n")
     for given in (path, str(path), infinity.load_config(str(path))):
         trainer = trainer_for(InfinityTrainer, tmp_path, None, {"infinity_config": given})
         assert config_of(trainer).prefetch_units == 3

@@ -83,11 +83,8 @@ def test_the_engine_asks_with_the_right_priority(
 
         def watched(self: Disk, pieces: Pieces, priority: Priority) -> Any:
             kind = "gradients" if "gradients" in pieces[0][0].owner else "state"
-            thread = (
-                "optimizer_pass"
-                if threading.current_thread() is not threading.main_thread()
-                else "main"
-            )
+            is_main = threading.current_thread() is threading.main_thread()
+            thread = "main" if is_main else "optimizer"
             seen[f"{thread} {name}", kind, priority] += 1
             return original(self, pieces, priority)
 
@@ -107,11 +104,11 @@ def test_the_engine_asks_with_the_right_priority(
     }
     assert seen["main read", "state", Priority.NORMAL]
     assert seen["main read", "gradients", Priority.NORMAL]
-    assert seen["optimizer pass read", "state", Priority.NORMAL]
-    assert seen["optimizer pass read", "gradients", Priority.NORMAL]
+    assert seen["optimizer read", "state", Priority.NORMAL]
+    assert seen["optimizer read", "gradients", Priority.NORMAL]
     writes = {key for key in seen if key[0].endswith("write")}
     assert writes == {
-        ("optimizer pass write", "state", Priority.BACKGROUND),
+        ("optimizer write", "state", Priority.BACKGROUND),
         ("main write", "gradients", Priority.BACKGROUND),
     }
 
@@ -223,7 +220,7 @@ def test_a_bit_that_turned_on_disk_is_named_and_nothing_is_trained_with_it(
         engine.step()  # half a window: its gradients rest on disk
         engine.settle()
         state, gradients = engine._parts.store.units, engine._parts.gradients.places
-        extents = [e for unit in state for e in unit.sides[0]] + list(gradients.values())
+        extents = [e for unit in state for e in unit.copies[0]] + list(gradients.values())
         (extent,) = [e for e in extents if e.owner == what]
         (piece,) = engine._parts.disk._stripes.pieces(extent.offset, PAGE)
         (file,) = tmp_path.glob("*/state.bin")

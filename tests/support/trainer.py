@@ -47,7 +47,7 @@ PLACEMENTS = [(w, m, g) for w in TIERS for m in TIERS for g in TIERS]
 SIMPLEST = ("device", "device", "device")
 
 
-def placement(placement: tuple[str, str, str]) -> dict[str, str]:
+def tiers_of(placement: tuple[str, str, str]) -> dict[str, str]:
     """The config's `placement` of a (weights, moments, gradients) placement."""
     return dict(zip(("weights", "moments", "gradients"), placement, strict=True))
 
@@ -56,7 +56,7 @@ def make_config(placement: tuple[str, str, str] = SIMPLEST, **changes: Any) -> d
     """A config for tiny models; `changes` may hold nested dicts, and win."""
     config: dict[str, Any] = {
         "precision": "fp32",
-        "placement": placement(placement),
+        "placement": tiers_of(placement),
         "chunk_size": 2048,
         "gradient_clipping": 0.5,
         "optimizer": {"lr": 1e-2, "weight_decay": 0.01},

@@ -361,7 +361,7 @@ struct Lion {
   }
 };
 
-// SGD with momentum: dampening, Nesterov (prefetch_units != 0). In the first step the caller passes
+// SGD with momentum: dampening, Nesterov (look_ahead != 0). In the first step the caller passes
 // momentum 0 and undamped 1, as torch's buffer starts as the gradient.
 struct Momentum {
   static constexpr int kNumMoments = 1;
@@ -369,7 +369,7 @@ struct Momentum {
   static constexpr bool kUnsigned = false;
   static constexpr bool kDivides = false;
   static constexpr bool kReadsWeight = true;
-  float grad_scale, l2, momentum, undamped, prefetch_units, lr;
+  float grad_scale, l2, momentum, undamped, look_ahead, lr;
 
   static INFINITY_FUNCTION Momentum make(const float* s) {
     return {s[0], s[1], s[2], s[3], s[4], s[5]};
@@ -381,7 +381,7 @@ struct Momentum {
     g = l2 != 0.0f ? g + l2 * p : g;
     m = m * momentum;
     m = m + undamped * g;
-    return {lr * (prefetch_units != 0.0f ? g + prefetch_units * m : m), F{}};
+    return {lr * (look_ahead != 0.0f ? g + look_ahead * m : m), F{}};
   }
 
   template <class F>

@@ -17,6 +17,7 @@ from infinity.errors import CheckpointError, ConfigError
 from infinity.formats import MomentFormat
 from infinity.model.weight_directory import INDEX_NAME
 from infinity.model.weight_files import DTYPE_NAMES, encode_header
+from infinity.optim.moments import VALUE_DTYPES
 from infinity.sealed import LARGEST, made, seal, shallow, unseal
 
 # Which bytes of a checkpoint lie in which file: streams, shards, names and headers.
@@ -361,7 +362,6 @@ def differences(
 
 
 _MOMENT = re.compile(r"moment[1-9][0-9]?(_scales)?")
-_MOMENT_DTYPES = {MomentFormat.FP32: torch.float32, MomentFormat.INT8: torch.uint8}
 _Expected = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
 
 
@@ -381,7 +381,7 @@ def _expected(manifest: Manifest) -> dict[str, _Expected]:
     }
     for index, form in enumerate(map(MomentFormat, manifest.moments), start=1):
         stream = moment_stream(index)
-        beside[stream] = _MOMENT_DTYPES.get(form, torch.bfloat16)
+        beside[stream] = VALUE_DTYPES[form]
         if form.num_scales(1):
             found[f"{stream}_scales"] = {
                 name: ((form.num_scales(prod(one.shape)),), torch.float32)

@@ -26,6 +26,7 @@ from pydantic import (
 from infinity.config.deepspeed_keys import names_in
 from infinity.config.source import apply_overrides, explain, read_source
 from infinity.errors import ConfigError, did_you_mean
+from infinity.formats import MomentFormat
 from infinity.rules import RULES
 from infinity.sizes import parse_size
 
@@ -114,15 +115,17 @@ _RULE_OF = {name.lower(): name for name in RULES}
 _ENTRIES = {name: default for rule in RULES.values() for name, default in rule.defaults().items()}
 if TYPE_CHECKING:
     RuleName: TypeAlias = str
+    MomentName: TypeAlias = str
 else:
     RuleName = Literal[tuple(RULES)]
+    MomentName = Literal[tuple(form.value for form in MomentFormat)]
 
 
 class _AnyOptimizer(Section):
     """What every rule takes; what else one takes, `OptimizerConfig` has from `RULES`."""
 
     type: RuleName = "AdamW"
-    moments: Literal["fp32", "bf16", "bf16_stochastic", "8bit"] = "fp32"
+    moments: MomentName = "fp32"
 
     @field_validator("type", mode="before")
     @classmethod

@@ -20,9 +20,6 @@ from infinity.storage.disk import Disk, DiskTicket
 from infinity.storage.store import DeviceStore, HostStore, Pieces, Priority, Store, together
 from infinity.trace.recorder import NO_UNIT, Trace
 
-# Movement that is recorded in a trace: tickets and copies that tell when they were over.
-
-
 # What is moved: the unit's index, and a word for the kind.
 Label = tuple[int, str]
 NO_LABEL: Label = (NO_UNIT, "other")

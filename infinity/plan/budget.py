@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from infinity.plan.layout import PAGE, Kind, Tier, UnitLayout
@@ -161,7 +162,7 @@ def staging_bytes(plan: Plan) -> int:
 
 def stream_bytes(plan: Plan) -> int:
     """Bytes of one device buffer of streamed updates: a chunk of all that does not rest there."""
-    away = (Tier.HOST, Tier.DISK)
+    away = set(Tier) - {Tier.DEVICE}
     streamed = (alike for alike in plan.alike if alike.placement in plan.streamed)
     return max((_chunk_bytes(plan, one, away, gradient=True) for one in streamed), default=0)
 
@@ -179,13 +180,13 @@ def _frozen_copy_bytes(plan: Plan) -> int:
     return max((alike.layout.slot_bytes for alike in frozen), default=0)
 
 
-def _out_of_reach(plan: Plan) -> tuple[Tier, ...]:
+def _out_of_reach(plan: Plan) -> set[Tier]:
     """The tiers that the CPU does not reach."""
-    return (Tier.DISK,) if plan.unified else (Tier.DEVICE, Tier.DISK)
+    return set(Tier) - ({Tier.DEVICE, Tier.HOST} if plan.unified else {Tier.HOST})
 
 
 def _chunk_bytes(
-    plan: Plan, alike: Alike, tiers: tuple[Tier, ...], *, gradient: bool = False
+    plan: Plan, alike: Alike, tiers: Collection[Tier], *, gradient: bool = False
 ) -> int:
     """Bytes of a unit's first chunk that rest on these tiers: state, and the gradient too."""
     nbytes = plan.state_bytes(alike.layout, alike.placement, tiers, chunk=True)

@@ -155,7 +155,7 @@ class Plan:
         """Bytes that a commit writes beside the update: the state that does not rest on disk."""
         if not self.durable:
             return 0
-        off_disk = (Tier.DEVICE, Tier.HOST)
+        off_disk = set(Tier) - {Tier.DISK}
         return sum(
             self.state_bytes(a.layout, a.placement, off_disk) * len(a.units) for a in self.alike
         )
@@ -326,7 +326,7 @@ def streamed_bytes(plan: Plan, layout: UnitLayout, placement: UnitPlacement) -> 
     What rests on the device stays there. New weights go back like the rest; where the forward wants
     them they are in its slot already, in which they were updated.
     """
-    state = plan.state_bytes(layout, placement, (Tier.HOST, Tier.DISK))
+    state = plan.state_bytes(layout, placement, set(Tier) - {Tier.DEVICE})
     gradient = 0 if placement.gradient is Tier.DEVICE else plan.gradient_bytes(layout)
     return state + gradient, state
 

@@ -82,7 +82,7 @@ class MemoryRange:
 
     def reached(self, *, by_device: bool) -> Tensor | None:
         """Host memory is reached by both (kernels have it copied), a device's by its kernels."""
-        return self.data if by_device or self.tier is Tier.HOST else None
+        return self.data if by_device or self.tier is not Tier.DEVICE else None
 
 
 class HostStore:

@@ -149,15 +149,15 @@ def _lion(p: Fp32Array, gradient: Fp32Array, moments: list[Fp32Array], s: _Scala
 
 
 def _momentum(p: Fp32Array, gradient: Fp32Array, moments: list[Fp32Array], s: _Scalars) -> _Result:
-    scale, l2, momentum, undamped, prefetch_units, lr = _rounded(s)
+    scale, l2, momentum, undamped, look_ahead, lr = _rounded(s)
     g = gradient * scale
     if l2 != 0:
         g = g + l2 * p
     m = moments[0] * momentum
     m = m + undamped * g
-    if prefetch_units != 0:
-        g = g + prefetch_units * m
-    change: Fp32Array = lr * (g if prefetch_units != 0 else m)
+    if look_ahead != 0:
+        g = g + look_ahead * m
+    change: Fp32Array = lr * (g if look_ahead != 0 else m)
     return p - change, [m]
 
 

@@ -120,7 +120,7 @@ def case_for(
         units=cut.layouts,
         config=config,
         machine=machine,
-        work=Work(tokens, recompute, target.lookups, target.shares),
+        work=Work(tokens, "all" if recompute else 0, lookups=target.lookups, shares=target.shares),
         rule=rule,
         heads=target.heads,
         base=base,

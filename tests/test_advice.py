@@ -60,7 +60,7 @@ def case_of(
     *,
     count: int = 16,
     tokens: int = 256,
-    recompute: bool = False,
+    recompute: Any = 0,
     **config: Any,
 ) -> Case:
     given = {"nvme_path": "/nvme", **config} if disk else config
@@ -106,7 +106,7 @@ def test_a_larger_tier_is_no_larger_than_it_must_be(tier: str) -> None:
     elif tier == "disk":
         case = case_of(80 * MIB, disk=25 * MIB, device=8 * MIB, count=32, tokens=1)
     else:
-        case = case_of(4 * GIB, device=3 * MIB, tokens=64, recompute=True)
+        case = case_of(4 * GIB, device=3 * MIB, tokens=64, recompute="all")
     found = [w for w in ways_of(case) if w.how.startswith(f"--{tier}")]
     assert len(found) == 1
     size = getattr(found[0].priced.case.machine, f"{tier}_bytes")
@@ -122,22 +122,19 @@ def test_activations_are_helped_for_free_first() -> None:
     with pytest.raises(DoesNotFitError, match="65,536 tokens at once") as caught:
         priced.require_room()
     assert "logits" in str(caught.value.because)
-    plain, again, hardware = ways_of(case)
-    assert not any(way.lossy or way.changes_batch for way in (plain, again, hardware))
-    assert not plain.priced.case.work.recompute
-    assert again.how.endswith("--recompute")
-    for way in (plain, again):
-        after = way.priced.case
-        assert after.work.tokens * after.micro_batches == 1 << 16
-        assert after.micro_batches <= MOST_MICRO_BATCHES
-        assert after.machine == case.machine
+    schedule, hardware = ways_of(case)
+    assert not any(way.lossy or way.changes_batch for way in (schedule, hardware))
+    after = schedule.priced.case
+    assert after.work.tokens * after.micro_batches == 1 << 16
+    assert after.micro_batches <= MOST_MICRO_BATCHES
+    assert after.machine == case.machine
     assert hardware.how.startswith("--device")
     odd = ways_of(case_of(4 * GIB, device=256 * MIB, tokens=65_537, count=4))
     assert "the same batch" in odd[0].what, "rounded up"
 
 
 def test_a_smaller_budget_leaves_room_for_activations() -> None:
-    case = case_of(4 * GIB, device=40 * MIB, tokens=1024, recompute=True)
+    case = case_of(4 * GIB, device=40 * MIB, tokens=1024, recompute="all")
     found = [way for way in ways_of(case) if way.how.startswith("budget.device")]
     assert len(found) == 1
     assert "more for activations" in found[0].what
@@ -240,18 +237,15 @@ def test_ram_that_holds_the_next_kind_really_holds_it() -> None:
 
 def test_the_same_batch_in_fewer_micro_batches() -> None:
     priced = price(slow_case(gradient_accumulation_steps=4))
-    ways = [way for way in faster(priced, count=20) if "the same batch" in way.what]
-    assert {way.how for way in ways} == {
-        "--tokens 16 --micro-batches 1",
-        "--tokens 16 --micro-batches 2",
-    }
-    assert not any(way.changes_batch for way in ways)
+    (way,) = [way for way in faster(priced, count=20) if "the same batch" in way.what]
+    assert way.how.startswith("--tokens 16 --micro-batches 1")
+    assert not way.changes_batch
 
 
 def test_recomputation_is_left_out_where_there_is_room() -> None:
-    priced = price(case_of(4 * GIB, device=2 * GIB, count=4, tokens=1 << 15, recompute=True))
+    priced = price(case_of(4 * GIB, device=2 * GIB, count=4, tokens=1 << 15, recompute="all"))
     assert priced.cost.binds == "compute"
-    way = next(way for way in faster(priced, 20) if way.how == "--no-recompute")
+    way = next(way for way in faster(priced, 20) if way.how.endswith("--no-recompute"))
     assert way.speed_up == pytest.approx(8 / 6, rel=0.05)
 
 

@@ -107,7 +107,7 @@ def test_products_count_for_matrices_that_are_multiplied() -> None:
     forward, backward = step_cost(plan, rates, work).phases
     assert forward.resources["compute"] == pytest.approx(2 * 4096 * 10 / GB)
     assert backward.resources["compute"] == pytest.approx(4 * 4096 * 10 / GB)
-    again = step_cost(plan, rates, Work(tokens=10, recompute=True)).phases[1]
+    again = step_cost(plan, rates, Work(tokens=10, recompute="all")).phases[1]
     assert again.resources["compute"] == pytest.approx(6 * (4096 + 64_000) * 10 / GB)
 
 

@@ -26,7 +26,7 @@ GIB = 1 << 30
 DESKTOP = ["--device", "24GiB", "--host", "64GiB", "--disk", "2TiB"]
 TINY = {"model_type": "gpt2", "n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 64,
         "vocab_size": 1000}  # fmt: skip
-TOP_KEYS = {"split",
+TOP_KEYS = {"schedule",
     "infinity", "model", "machine", "work", "fits", "problem", "activations", "ways", "plan",
     "moved", "step", "wear", "faster",
 }  # fmt: skip
@@ -361,7 +361,8 @@ def options(how: str) -> list[str]:
         (
             "7b",
             {"num_hidden_layers": 8},
-            "--device 8GiB --host 16GiB --disk 1TiB --tokens 16384 --micro-batches 1",
+            "--device 8GiB --host 16GiB --disk 1TiB --tokens 16384 --micro-batches 1 "
+            "--slices 1 --no-recompute",
         ),
         ("1.3b", {"n_layer": 6}, "--device 600MiB --host 8GiB --disk 60GiB --tokens 16"),
     ],
@@ -389,7 +390,8 @@ def test_what_does_not_fit_says_by_how_much_and_its_ways_work(
 
 def test_activations_that_do_not_fit_leave_the_plan_on_the_page(tmp_path: Path) -> None:
     lowered = lower(tmp_path, "70b", num_hidden_layers=12)
-    code, out, _ = run(lowered, *DESKTOP, "--tokens", "32768", "--micro-batches", "1")
+    whole = ["--micro-batches", "1", "--slices", "1", "--no-recompute"]
+    code, out, _ = run(lowered, *DESKTOP, "--tokens", "32768", *whole)
     assert code == 3
     assert "bytes a parameter" in out
     assert "a step takes" in out
@@ -397,20 +399,28 @@ def test_activations_that_do_not_fit_leave_the_plan_on_the_page(tmp_path: Path) 
     assert "--recompute" in out
 
 
-def test_a_step_is_split_until_its_activations_fit(tmp_path: Path) -> None:
+def test_the_page_says_which_schedule_was_chosen_and_the_next(tmp_path: Path) -> None:
     lowered = lower(tmp_path, "70b", num_hidden_layers=12)
     arguments = [lowered, "--device", "24GiB", "--host", "24GiB", "--disk", "1TiB"]
     report = answer(*arguments, "--tokens", "32768")
     assert report["fits"]
-    assert report["split"]
-    work = report["work"]
-    assert work["micro_batches"] > 1
+    work, schedule = report["work"], report["schedule"]
+    assert work["micro_batches"] == 1
+    assert schedule["blocks"] == 12
+    assert f"{work['slices']} slices" in schedule["line"]
+    assert schedule["runner_up"]["tokens_per_s"] < 1.05 * report["step"]["tokens_per_s"]
+    out = run(*arguments, "--tokens", "32768")[1]
+    assert schedule["line"] in out
+    assert schedule["runner_up"]["line"] in out
     assert work["tokens_per_step"] == work["tokens"] * work["micro_batches"] == 32768
     assert report["activations"]["missing"] == 0
     whole = answer(*arguments, "--tokens", "32768", "--no-recompute")
     assert not whole["work"]["recompute"]
     assert whole["step"]["seconds"] > report["step"]["seconds"]
-    assert not answer(*arguments, "--tokens", "1024", "--recompute")["split"]
+    parts = ["--micro-batches", "4", "--slices", "2", "--recompute-blocks", "3"]
+    roomy = [lowered, "--device", "80GiB", "--host", "64GiB", "--disk", "1TiB"]
+    found = answer(*roomy, "--tokens", "16384", *parts)["work"]
+    assert (found["micro_batches"], found["slices"], found["recompute"]) == (4, 2, 3)
 
 
 # --- nothing is allocated ------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from infinity.config.schema import Config
     from infinity.deepspeed.config import Translation
     from infinity.model.shapes import Target
+    from infinity.plan.batch_schedule import BatchSchedule
     from infinity.plan.machine import PlanMachine
     from infinity.runs.settings import RunConfig
 
 DEFAULT_TOKENS = 2048
 _COMMON = "a common machine"
+_WAITS: tuple[Literal["none", "host", "disk"], ...] = ("none", "host", "disk")
 DEFAULT_ENDURANCE = "600TB"  # what data sheets promise for common 1 TB drives
 
 
@@ -41,9 +43,12 @@ class Wishes:
     paths: tuple[Path, ...] = ()
     tokens: int = DEFAULT_TOKENS
     micro_batches: int | None = None
+    sequence: int | None = None
+    slices: int | None = None
+    offload: Literal["none", "host", "disk"] | None = None
+    recompute: int | Literal["all"] | None = None
     precision: str | None = None
     moments: str | None = None
-    recompute: bool | None = None
     refresh: bool = False
     run: RunConfig | None = None  # where TARGET is a configuration for `infinity train`
 
@@ -77,13 +82,31 @@ _Moments = Annotated[
         "--moments", metavar="NAME", help="fp32; bf16, bf16_stochastic and 8bit are lossy."
     ),
 ]
+_Sequence = Annotated[
+    int | None,
+    typer.Option("--sequence", help="Tokens of a sample: nothing smaller is a slice.", min=1),
+]
+_Slices = Annotated[
+    int | None,
+    typer.Option("--slices", help="A block runs a micro-batch in so many.", min=1),
+]
 _Recompute = Annotated[
     bool | None,
     typer.Option(
         "--recompute/--no-recompute",
         "--checkpointing/--no-checkpointing",
-        help="Blocks are computed again in backward. Default: if it takes that.",
+        help="Blocks are computed again in backward. Default: as many as it takes.",
         show_default=False,
+    ),
+]
+_Again = Annotated[
+    int | None,
+    typer.Option("--recompute-blocks", metavar="N", help="The first N blocks are.", min=0),
+]
+_Activations = Annotated[
+    str | None,
+    typer.Option(
+        "--activations", metavar="TIER", help="Where their inputs wait: none, host or disk."
     ),
 ]
 
@@ -110,11 +133,15 @@ def plan(
     path: Drives = None,
     tokens: _Tokens = None,
     micro_batches: _MicroBatches = None,
+    sequence: _Sequence = None,
+    slices: _Slices = None,
+    activations: _Activations = None,
     precision: Annotated[
         str | None, typer.Option("--precision", metavar="NAME", help="bf16, fp16 or fp32.")
     ] = None,
     moments: _Moments = None,
     recompute: _Recompute = None,
+    recompute_blocks: _Again = None,
     endurance: Annotated[
         str, typer.Option("--endurance", metavar="SIZE", help="Rated writes of the drives.")
     ] = DEFAULT_ENDURANCE,
@@ -142,15 +169,16 @@ def plan(
             paths=tuple(part.expanduser() for part in path or ()),
             tokens=tokens or DEFAULT_TOKENS,
             micro_batches=micro_batches,
+            sequence=sequence,
+            slices=slices,
+            offload=_tier(activations),
+            recompute=_recomputed(recompute, recompute_blocks),
             precision=precision,
             moments=moments,
-            recompute=recompute,
             refresh=refresh,
         )
         if (run := _find_run(target)) is not None:
-            again = run.model.gradient_checkpointing if recompute is None else recompute
-            asked = tokens or run.tokens_of_a_step
-            wishes = replace(wishes, run=run, tokens=asked, recompute=again or None)
+            wishes = replace(wishes, run=run, tokens=tokens or run.tokens_of_a_step)
         rated = _size("--endurance", endurance) or 0
         with stdout_is_ours(), _no_collections():
             report = report_of(wishes, rated)
@@ -180,11 +208,11 @@ def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
     """The answer, JSON-able; the keys are told in `infinity.cli.plan_page`."""
     from infinity.cli.plan_page import report
     from infinity.cutting import case_for, cut_model, groups_of
-    from infinity.plan.advice import split_to_fit
+    from infinity.plan.batch_schedule import choose_schedule
 
     source, target, translation = _find(wishes)
     machine = _machine(wishes, source)
-    config = _on_machine(source, wishes, machine)
+    config = _on_machine(_as_trained(source, wishes, target), wishes, machine)
     groups = groups_of(target.module, config)
     cut = cut_model(target.module, config, groups, None)
 
@@ -194,15 +222,58 @@ def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
         groups,
         config,
         machine,
-        -(-wishes.tokens // config.gradient_accumulation_steps),
-        recompute=bool(wishes.recompute),
+        wishes.tokens,
+        recompute=wishes.run is not None and wishes.run.model.gradient_checkpointing,
         made=max((p.nbytes for p in target.module.parameters()), default=0),
     )
-    found = case
-    if wishes.micro_batches is None and config.gradient_accumulation_steps == 1:
-        found = split_to_fit(case, wishes.recompute)
+    length = wishes.sequence if wishes.run is None else wishes.run.data.sequence_length
+    samples = max(wishes.tokens // length, 1) if isinstance(length, int) else None
+    chosen = choose_schedule(case, _wish(wishes, config), samples)
     told = {} if translation is None else {"deepspeed": translation.table()}
-    return report(found, target, cut, rated_bytes) | {"split": found is not case} | told
+    found = chosen.smallest if chosen.best is None else chosen.best.case
+    return report(found, target, cut, rated_bytes, chosen.runner_up) | told
+
+
+def _as_trained(config: Config, wishes: Wishes, target: Target) -> Config:
+    """With logits in slices where `infinity train` and the trainers would have them so."""
+    named = "logits" in config.activations.model_fields_set
+    ours = wishes.run is not None or wishes.model is None
+    if named or not ours or not target.heads:
+        return config
+    settings = config.activations.model_copy(update={"logits": "sliced"})
+    return config.model_copy(update={"activations": settings})
+
+
+def _wish(wishes: Wishes, config: Config) -> BatchSchedule:
+    """The parts of the batch schedule that a flag or the configuration names."""
+    from infinity.plan.batch_schedule import BatchSchedule
+
+    named, count = config.activations.model_fields_set, config.gradient_accumulation_steps
+    told = BatchSchedule(
+        micro_batches=count if "gradient_accumulation_steps" in config.model_fields_set else None,
+        slices=config.activations.slices if "slices" in named else None,
+        recompute=config.activations.recompute if "checkpoint" in named else None,
+        offload=config.activations.offload if "offload" in named else None,
+    )
+    given: dict[str, Any] = {
+        "micro_batches": wishes.micro_batches,
+        "slices": wishes.slices,
+        "recompute": wishes.recompute,
+        "offload": wishes.offload,
+    }
+    return replace(told, **{key: value for key, value in given.items() if value is not None})
+
+
+def _recomputed(all_of_them: bool | None, number: int | None) -> int | Literal["all"] | None:
+    """What both flags say together."""
+    if number is not None and all_of_them is not None:
+        raise ConfigError(
+            "--recompute-blocks beside --recompute or --no-recompute",
+            remedy="leave one of them out",
+        )
+    if number is not None or all_of_them is None:
+        return number
+    return "all" if all_of_them else 0
 
 
 def _find_run(text: str) -> RunConfig | None:
@@ -334,6 +405,16 @@ def _on_machine(config: Config, wishes: Wishes, machine: PlanMachine) -> Config:
         )
     paths = wishes.paths or config.nvme_path or SOME_DISK
     return config.model_copy(update={"nvme_path": paths if machine.disk_bytes else ()})
+
+
+def _tier(text: str | None) -> Literal["none", "host", "disk"] | None:
+    """Where inputs of blocks wait."""
+    for tier in _WAITS:
+        if text == tier:
+            return tier
+    if text is None:
+        return None
+    raise ConfigError(f"--activations is {text}", remedy="none, host or disk")
 
 
 def _size(option: str, text: str | None) -> int | None:

@@ -3,10 +3,14 @@
 `model`       name, family, parameters, units, largest_unit {name, weight_bytes}, experts
 `machine`     name, unified, num_cpus, host_bytes, device_bytes, disk_bytes, rates, nominal (names
               of rates that nobody measured), rates_origin
-`work`        tokens (of a micro-batch), micro_batches, tokens_per_step, precision, recompute
-`split`       whether micro-batches (and recompute) were chosen so that activations fit
+`work`        tokens (of a micro-batch), micro_batches, tokens_per_step, precision, slices,
+recompute
+              (blocks, or "all"), offload, sliced_logits
+`schedule`    line (`work` in words), blocks, settings (as a configuration says it), runner_up
+{line,
+              seconds, tokens_per_s} or None
 `fits`        whether plan and activations fit; `problem` {what, because, remedy} where they do not
-`activations` saved, boundaries, logits, flow, gradients, recompute, total (the most at once),
+`activations` saved, again, boundaries, logits, flow, gradients, total (the most at once),
               tier; with a plan: room, missing
 `ways`        where it does not fit: ways that make it fit, as in `faster`
 `plan`        None where there is none; else rule, moments, lossy, per_parameter {kind: bytes},
@@ -32,7 +36,9 @@ from infinity.cutting import Cut, cut_model, groups_of
 from infinity.deepspeed.config import rows_as_text
 from infinity.errors import DoesNotFitError
 from infinity.model.shapes import Target
+from infinity.plan.activations import num_blocks
 from infinity.plan.advice import Way, faster, ways_to_fit
+from infinity.plan.batch_schedule import BatchSchedule
 from infinity.plan.cost import PhaseCost, disk_days
 from infinity.plan.layout import Kind, Tier, UnitLayout
 from infinity.plan.plan import DIRECTIONS, Plan
@@ -91,15 +97,12 @@ def _say_question(page: Page, report: dict[str, Any]) -> None:
     sizes += f", {format_size(disk)} of disk" if disk else ", no disk (--path DIR or --disk SIZE)"
     page.say(f"machine  {machine['name']}: {sizes}")
     page.say(f"rates    {machine['rates_origin']}")
-    micro = work["micro_batches"]
-    steps = f"{micro} micro-batches" if micro > 1 else "one micro-batch"
-    again = ", blocks recomputed in backward" if work["recompute"] else ""
-    page.say(
-        f"step     {steps} of {work['tokens']:,} tokens, {work['tokens_per_step']:,} tokens a "
-        f"step, {work['precision']}{again}"
-    )
-    if report["split"]:
-        page.say("         micro-batches and recomputation were chosen so that activations fit")
+    page.say(f"step     {work['tokens_per_step']:,} tokens, {work['precision']}")
+    page.say(f"         {report['schedule']['line']}")
+    after = report["schedule"]["runner_up"]
+    if after is not None:
+        page.say(f"         the fastest that fits; next, {_speed(after['tokens_per_s'])}:")
+        page.say(f"         {after['line']}")
 
 
 def _placement(page: Page, report: dict[str, Any]) -> None:
@@ -272,8 +275,14 @@ def _say_problem(page: Page, report: dict[str, Any]) -> None:
 _KINDS = {"weights": Kind.WEIGHT, "moments and residual": Kind.RESIDUAL, "gradients": Kind.GRADIENT}
 
 
-def report(case: Case, target: Target, cut: Cut, rated_bytes: int) -> dict[str, Any]:
-    """Plan and price the case of a target that was cut into units."""
+def report(
+    case: Case, target: Target, cut: Cut, rated_bytes: int, next_best: Priced | None = None
+) -> dict[str, Any]:
+    """Plan and price the case of a target that was cut into units.
+
+    `next_best` is the batch schedule that would come after that of the case.
+    """
+    schedule, blocks = BatchSchedule.of(case), num_blocks(case.units)
     facts: dict[str, Any] = {
         "infinity": __version__,
         "model": _model(case, target),
@@ -283,9 +292,23 @@ def report(case: Case, target: Target, cut: Cut, rated_bytes: int) -> dict[str, 
             "micro_batches": case.micro_batches,
             "tokens_per_step": case.work.tokens * case.micro_batches,
             "precision": case.config.precision,
-            "recompute": case.work.recompute,
+            "slices": schedule.slices,
+            "recompute": schedule.recompute,
+            "offload": schedule.offload,
+            "sliced_logits": schedule.sliced_logits,
         },
-        "split": False,
+        "schedule": {
+            "line": schedule.line(blocks),
+            "blocks": blocks,
+            "settings": schedule.settings,
+            "runner_up": None
+            if next_best is None
+            else {
+                "line": BatchSchedule.of(next_best.case).line(blocks),
+                "seconds": next_best.cost.seconds,
+                "tokens_per_s": next_best.tokens_per_s,
+            },
+        },
         "fits": True,
         "problem": None,
         "activations": _activations(case),

@@ -328,8 +328,8 @@ class ActivationsConfig(Section):
     Sizes are bytes. `host` and `disk` follow from `tokens` if they are left out.
     """
 
-    checkpoint: Literal["none", "units"] = "none"
-    """units: a block keeps only its inputs, and runs again in backward."""
+    checkpoint: Literal["none", "units"] | int = "none"
+    """units: blocks keep only their inputs, and run again in backward; a number: the first ones."""
     offload: Literal["none", "host", "disk"] = "none"
     """Where inputs of recomputed blocks wait for backward, beyond the device: disk is RAM first."""
     tokens: int | None = Field(default=None, ge=1)
@@ -340,8 +340,24 @@ class ActivationsConfig(Section):
     """Scratch space that is reserved for them."""
     min_bytes: Size = 1 << 20
     """Smaller tensors stay where they are."""
+    logits: Literal["whole", "sliced"] = "whole"
+    """sliced: head and loss in chunks, so that the logits of a chunk of tokens exist at a time."""
     slices: int = Field(default=1, ge=1)
     """A block runs its batch in so many slices, so that its weights are fetched once for all."""
+
+    @property
+    def recompute(self) -> int | Literal["all"]:
+        """How many blocks, from the first, run again in backward."""
+        if isinstance(self.checkpoint, int):
+            return self.checkpoint
+        return "all" if self.checkpoint == "units" else 0
+
+    @field_validator("checkpoint")
+    @classmethod
+    def _counts(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 0:
+            raise ValueError(f"should be none, units, or a number of blocks, got {value}")
+        return value
 
     @field_validator("host", "disk")
     @classmethod

@@ -319,15 +319,20 @@ class UnitForwards:
         self._parameters = parameters
         self._plan = plan
         self._blocks: list[_Block] = []
-        if plan.checkpoint or plan.slices > 1:
+        if plan.recompute or plan.slices > 1:
             self._replace()
 
     def _replace(self) -> None:
+        blocks = 0
         for unit, cut in enumerate(self._cuts):
+            again = self._plan.recompute == "all" or blocks < self._plan.recompute
+            blocks += cut.is_block
             own = {id(self._parameters[index]) for index in cut.parameters}
             for module in blocks_of(cut):
                 alone = own.issuperset(id(p) for p in module.parameters())
-                self._blocks.append(_Block(self, self._hooks, self._plan, module, unit, cut, alone))
+                self._blocks.append(
+                    _Block(self, self._hooks, self._plan, module, unit, cut, alone, again)
+                )
 
     def compile_units(self, **options: Any) -> None:
         """Compile every block's forward, when it is first called in training mode.
@@ -381,13 +386,14 @@ class _Block:
         unit: int,
         cut: UnitCut,
         alone: bool,
+        again: bool,
     ) -> None:
         self.alone = alone  # no other unit has parameters inside
         self.compiled: CompiledForward | None = None
         self._owner = owner
         self._saved = hooks.saved
         self._sums = hooks.sums
-        self._recomputes = plan.checkpoint
+        self._recomputes = again
         self._name = cut.name
         self._read = hooks.read
         self._module = module

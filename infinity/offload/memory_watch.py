@@ -187,7 +187,8 @@ class MemoryWatch:
             self._tokens,
             lookups=self._lookups,
             heads=self._heads,
-            recompute=self._plan.saved.checkpoint,
+            recompute=self._plan.saved.recompute,
+            slices=self._plan.saved.slices,
         )
 
     def _reserved(self) -> int:

@@ -186,7 +186,12 @@ class Prefetcher:
         if slot_class is None:
             return
         entry = self.entries[unit]
-        while entry.slot is None and self.free_slot(unit) is None:
+        while entry.slot is None and not self.num_free(slot_class):
+            # One of its own class first, as the forecast has it; then whatever is large enough.
+            if access_order.make_slot_free(self, slot_class, self._distance):
+                return
+            if self.free_slot(unit) is not None:
+                return
             if any(
                 access_order.make_slot_free(self, wider, self._distance) or self._call_off(wider)
                 for wider in range(slot_class, -1, -1)

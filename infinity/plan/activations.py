@@ -9,18 +9,24 @@ are left out, since SDPA recomputes them. Norms too: what they keep is made up f
 several matrices share and by outputs that only a residual sum takes. Two things are not:
 a *gated perceptron* also keeps what leaves its activation function (its inner side belongs to three
 matrices: gate, up, down), and an *RMS norm*, a weight without a bias, computes in fp32 and keeps
-its input in that, and a norm inside heads its output as well. With recomputation each block keeps
-its input, and one block at a time keeps everything.
+its input in that, and a norm inside heads its output as well. A block that is recomputed keeps
+its input, and one such block at a time keeps everything, of one slice of the batch where it runs in
+slices. The first blocks are recomputed and the last ones keep: what is kept last goes first, and is
+gone when the first recomputed block runs again.
 
 *Logits* of a head exist three times in fp32 at the turn: as probabilities, which cross entropy
 keeps, and as two gradients, of the probabilities and of the logits. (bf16 ones are upcast before.)
+In chunks (`losses.py`) one chunk of them does, with the gradient of the weight in fp32 and that of
+what came in.
 
 *Flow.* What backward carries: the gradient of the residual sum, and those of the widest product
-inside a block, two of them where it is gated, while all that the block saved is still there.
+inside a block, of one slice, two of them where it is gated, while all that the block saved is still
+there.
 
 *Gradients* of one unit exist once more, in the compute dtype, before they are taken to where they
-rest. All are there when the block's saved tensors and the flow have gone, so of gradients and flow
-the larger counts. Neither meets the logits: the turn is over when the first weight has its
+rest; of a block in slices in fp32, where slices are summed, and the largest once more in the
+compute dtype. All are there when the block's saved tensors and the flow have gone, so of gradients
+and flow the larger counts. Neither meets the logits: the turn is over when the first weight has its
 gradient. Not counted: on a device of its own memory those of one unit more are leaving, or of two
 where links are slower than the backward (the bound of `offload/gradients.py`).
 
@@ -34,13 +40,16 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 from infinity.config.schema import ActivationsConfig
 from infinity.errors import ConfigError
 from infinity.plan.layout import PAGE, Segment, Tier, UnitLayout, round_up
 from infinity.sizes import format_size
 
+CHUNK_TOKENS = 1024  # as `losses.CHUNK_TOKENS`, which needs torch
 LOGIT_BYTES = 3 * 4
+CHUNK_LOGIT_BYTES = 2 * 4  # beside the product in the compute dtype
 _NORM_BYTES = 4  # what an RMS norm computes in
 
 
@@ -49,23 +58,125 @@ class Activations:
     """Bytes of one micro-batch that no plan reserves, by what they are."""
 
     saved: int
-    """What units keep for backward; with recomputation, of one block at a time."""
+    """What units keep for backward that are not recomputed."""
+    again: int
+    """What one recomputed block keeps, of one slice; 0 where none is recomputed."""
     boundaries: int
-    """With recomputation the input of each block, else 0."""
+    """The inputs of recomputed blocks."""
     logits: int
-    """Of the head, in fp32 three times."""
+    """Of the head, in fp32 three times; in chunks, what one of them and the sums take."""
     flow: int
     """Gradients of activations, as backward carries them through the widest block."""
     gradients: int
-    """Of the largest unit, as autograd makes them."""
-    recompute: bool = False
-    """Whether `saved` is there only while a block is recomputed, so not at the turn."""
+    """Of the largest unit, as autograd makes them, or in fp32 where slices are summed."""
 
     @property
     def total(self) -> int:
         """The most that is there at once: at the turn, or in the backward of a block."""
-        turn = self.logits if self.recompute else self.saved + self.logits
-        return self.boundaries + max(turn, self.saved + max(self.flow, self.gradients))
+        carried = max(self.flow, self.gradients)
+        turn = self.saved + max(self.logits, carried)
+        return self.boundaries + max(turn, self.again + carried)
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockShape:
+    """What a token makes one block keep and carry, in bytes; `gradients` of its units."""
+
+    is_block: bool
+    saved: float
+    width: int
+    carried: float
+    gradients: int
+    summed: int  # gradients in fp32, as slices are summed
+
+
+class ActivationModel:
+    """What autograd holds of a model, as a function of how a batch passes it.
+
+    `lookups`, `heads` and `shares` are parameters by index, see `model.shapes.Target`.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[UnitLayout],
+        *,
+        lookups: Collection[int] = (),
+        heads: Collection[int] = (),
+        shares: Mapping[int, float] | None = None,
+    ) -> None:
+        self.units = units
+        self.widths = block_widths(units)
+        self._itemsize = max((u.weight_itemsize for u in units), default=0)
+        self._heads: list[tuple[int, ...]] = []
+        self._blocks = [self._shape(b, lookups, heads, shares or {}) for b in _blocks(units)]
+
+    def _shape(
+        self,
+        block: Sequence[UnitLayout],
+        lookups: Collection[int],
+        heads: Collection[int],
+        shares: Mapping[int, float],
+    ) -> _BlockShape:
+        itemsize = self._itemsize
+        segments = [s for unit in block for s in unit.segments if s.parameter not in lookups]
+        matrices = [s for s in segments if len(s.shape) > 1]
+        width = _width(matrices)
+        saved = carried = 0.0
+        for matrix in matrices:
+            values = sum(_sides(matrix))
+            if matrix.parameter in heads:
+                self._heads.append(matrix.shape)
+                values = matrix.shape[1]
+            saved += shares.get(matrix.parameter, 1.0) * values * itemsize
+        modules: dict[str, list[Segment]] = {}
+        for segment in segments:
+            if len(segment.shape) < 2 or segment.parameter not in heads:
+                modules.setdefault(_parent(segment), []).append(segment)
+        for module in modules.values():
+            share = max(shares.get(s.parameter, 1.0) for s in module)
+            gate, widest = _gate_and_widest(module, width)
+            saved += share * gate * itemsize + _of_norms(module, itemsize)
+            carried = max(carried, share * (2 * gate or widest) * itemsize)
+        return _BlockShape(
+            is_block=block[0].is_block,
+            saved=saved,
+            width=width * itemsize,
+            carried=carried,
+            gradients=max(unit.trained_bytes for unit in block),
+            summed=max(_summed_bytes(unit) for unit in block),
+        )
+
+    def of(
+        self,
+        tokens: int,
+        *,
+        recompute: int | Literal["all"] = 0,
+        slices: int = 1,
+        logits_at_once: int | None = None,
+    ) -> Activations:
+        """What `tokens` of one micro-batch make autograd hold.
+
+        The first `recompute` blocks run again in backward ("all": whatever there is), blocks in so
+        many `slices`; logits of `logits_at_once` tokens exist at a time, None: of all.
+        """
+        part = -(-tokens // slices)
+        saved = again = boundaries = gradients = flow = 0
+        num_again = len(self._blocks) if recompute == "all" else recompute
+        for block in self._blocks:
+            is_again = recompute == "all" or (block.is_block and num_again > 0)
+            num_again -= block.is_block
+            if is_again:
+                again = max(again, int(block.saved * part))
+                boundaries += tokens * block.width
+            else:
+                saved += int(block.saved * tokens)
+            sliced = slices > 1 and block.is_block
+            inner = int((part if sliced else tokens) * block.carried)
+            flow = max(flow, tokens * block.width + inner)
+            gradients = max(gradients, block.summed if sliced else block.gradients)
+        at_once = tokens if logits_at_once is None else logits_at_once
+        logits = sum(_of_logits(head, at_once, tokens, self._itemsize) for head in self._heads)
+        return Activations(saved, again, boundaries, logits, flow, gradients)
 
 
 def estimate_activations(
@@ -75,47 +186,27 @@ def estimate_activations(
     lookups: Collection[int] = (),
     heads: Collection[int] = (),
     shares: Mapping[int, float] | None = None,
-    recompute: bool = False,
+    recompute: int | Literal["all"] = 0,
+    slices: int = 1,
+    logits_at_once: int | None = None,
 ) -> Activations:
-    """What `tokens` of one micro-batch make autograd hold.
+    """What `tokens` of one micro-batch make autograd hold; see `ActivationModel`."""
+    model = ActivationModel(units, lookups=lookups, heads=heads, shares=shares)
+    return model.of(tokens, recompute=recompute, slices=slices, logits_at_once=logits_at_once)
 
-    `lookups`, `heads` and `shares` are parameters by index, see `model.target.Target`.
-    """
-    shares = shares or {}
-    itemsize = max((u.weight_itemsize for u in units), default=0)
-    saved: list[int] = []
-    logits = boundaries = 0
-    carried = 0.0  # bytes a token
-    for block in _blocks(units):
-        segments = [s for unit in block for s in unit.segments if s.parameter not in lookups]
-        matrices = [s for s in segments if len(s.shape) > 1]
-        width = _width(matrices)
-        boundaries += tokens * width * itemsize
-        nbytes = 0
-        for matrix in matrices:
-            values = sum(_sides(matrix))
-            if matrix.parameter in heads:
-                logits += tokens * matrix.shape[0] * LOGIT_BYTES
-                values = matrix.shape[1]
-            nbytes += int(tokens * shares.get(matrix.parameter, 1.0) * values * itemsize)
-        modules: dict[str, list[Segment]] = {}
-        for segment in segments:
-            if len(segment.shape) < 2 or segment.parameter not in heads:
-                modules.setdefault(_parent(segment), []).append(segment)
-        for module in modules.values():
-            share = max(shares.get(s.parameter, 1.0) for s in module)
-            gate, widest = _gate_and_widest(module, width)
-            nbytes += int(tokens * (share * gate * itemsize + _of_norms(module, itemsize)))
-            carried = max(carried, (width + share * (2 * gate or widest)) * itemsize)
-        saved.append(nbytes)
-    return Activations(
-        saved=max(saved, default=0) if recompute else sum(saved),
-        boundaries=boundaries if recompute else 0,
-        logits=logits,
-        flow=int(tokens * carried),
-        gradients=max((u.trained_bytes for u in units), default=0),
-        recompute=recompute,
-    )
+
+def _of_logits(head: tuple[int, ...], at_once: int, tokens: int, itemsize: int) -> int:
+    """Bytes that logits take: of all tokens as torch makes them, or in chunks as `losses.py`."""
+    size, width = head
+    if at_once >= tokens:
+        return tokens * size * LOGIT_BYTES
+    chunk = at_once * size * (itemsize + CHUNK_LOGIT_BYTES)
+    return chunk + size * width * 4 + tokens * width * itemsize
+
+
+def _summed_bytes(unit: UnitLayout) -> int:
+    """Bytes of a unit's gradients where slices are summed: the sums, and one as it is made."""
+    return unit.num_trained * 4 + max((s.nbytes for s in unit.trained_segments), default=0)
 
 
 def _parent(segment: Segment) -> str:
@@ -162,6 +253,21 @@ def _of_norms(segments: Sequence[Segment], itemsize: int) -> int:
         else:
             nbytes += norm.shape[0] * max(_NORM_BYTES - itemsize, 0)
     return nbytes
+
+
+def recomputed(units: Sequence[UnitLayout], recompute: int | Literal["all"]) -> list[UnitLayout]:
+    """The units of the first so many blocks, experts included; of all there are for "all"."""
+    if not recompute:
+        return []
+    blocks = [b for b in _blocks(units) if b[0].is_block]
+    if recompute == "all":
+        return [unit for block in blocks for unit in block] or list(units)
+    return [unit for block in blocks[:recompute] for unit in block]
+
+
+def num_blocks(units: Sequence[UnitLayout]) -> int:
+    """Blocks that repeat."""
+    return sum(block[0].is_block for block in _blocks(units))
 
 
 def block_widths(units: Sequence[UnitLayout]) -> list[int]:
@@ -217,11 +323,12 @@ TRANSIT = 3  # of the largest: one that leaves, two that come back
 class SavedPlan:
     """What a plan says of saved tensors; sizes are bytes.
 
-    `offload` is the lowest tier that is used, None where nothing moves. `sizes` are those of the
-    block inputs that a micro-batch is expected to save, in order; empty where that is unknown.
+    `recompute` is the number of blocks, the first ones, that run again in backward. `offload` is
+    the lowest tier that is used, None where nothing moves. `sizes` are those of the block inputs
+    that a micro-batch is expected to save, in order; empty where that is unknown.
     """
 
-    checkpoint: bool = False
+    recompute: int | Literal["all"] = 0
     slices: int = 1
     offload: Tier | None = None
     host_bytes: int = 0
@@ -232,7 +339,14 @@ class SavedPlan:
     @property
     def line(self) -> str:
         """In words; empty where nothing is out of the ordinary."""
-        words = ["blocks are recomputed in backward"] if self.checkpoint else []
+        words = []
+        if self.recompute:
+            which = (
+                "blocks are"
+                if self.recompute == "all"
+                else f"the first {self.recompute} blocks are"
+            )
+            words.append(f"{which} recomputed in backward")
         if self.slices > 1:
             words.append(f"blocks run a batch in {self.slices} slices")
         if self.offload is not None:
@@ -264,7 +378,7 @@ def plan_saved(
         offload = None
         notes = ("activations.offload: host moves nothing: the device's memory is the host's",)
     if offload is None:
-        saved = SavedPlan(settings.checkpoint == "units", settings.slices, sizes=sizes)
+        saved = SavedPlan(settings.recompute, settings.slices, sizes=sizes)
         return saved, notes
     if not sizes and None in (settings.host, settings.disk if offload is Tier.DISK else 0):
         raise ConfigError(
@@ -284,7 +398,7 @@ def plan_saved(
     elif disk is None:
         disk = sum(rounded)
     saved = SavedPlan(
-        settings.checkpoint == "units",
+        settings.recompute,
         settings.slices,
         offload,
         round_up(host, PAGE),
@@ -296,11 +410,17 @@ def plan_saved(
 
 
 def _expected_sizes(settings: ActivationsConfig, units: Sequence[UnitLayout]) -> tuple[int, ...]:
-    """Bytes of the inputs of all blocks, slice by slice."""
+    """Bytes of the inputs of the blocks that are recomputed, slice by slice.
+
+    Of all of them where none is: then a model is expected to do it itself.
+    """
     assert settings.tokens is not None
     itemsize = max((u.weight_itemsize for u in units), default=0)
     part = -(-settings.tokens // settings.slices)
-    sizes = [part * width * itemsize for width in block_widths(units)]
+    widths = block_widths(units)
+    if settings.recompute != "all" and settings.recompute:
+        widths = widths[: settings.recompute]
+    sizes = [part * width * itemsize for width in widths]
     return tuple(size for size in sizes for _ in range(settings.slices))
 
 
@@ -331,6 +451,7 @@ def tiers_of(sizes: tuple[int, ...], saved: SavedPlan) -> tuple[Tier, ...]:
     return tuple(tiers)
 
 
+@lru_cache(maxsize=64)
 def saved_moves(
     sizes: tuple[int, ...], saved: SavedPlan, *, unified: bool
 ) -> tuple[dict[str, int], dict[str, int]]:

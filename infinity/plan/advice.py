@@ -16,6 +16,7 @@ from typing import Any
 from infinity.config.schema import BudgetConfig, PlacementConfig
 from infinity.errors import DoesNotFitError
 from infinity.formats import MomentFormat
+from infinity.plan.batch_schedule import MOST_MICRO_BATCHES, BatchSchedule, choose_schedule
 from infinity.plan.budget import AUTO_SHARE
 from infinity.plan.layout import Tier, UnitLayout
 from infinity.plan.machine import HOST_BUDGET_SHARE
@@ -104,17 +105,29 @@ def _differences(case: Case, after: Case) -> Iterator[tuple[str, str]]:
 
 
 def _step_differences(case: Case, after: Case) -> Iterator[tuple[str, str]]:
-    tokens, count = after.work.tokens, after.micro_batches
-    if (case.work.tokens, case.micro_batches) != (tokens, count):
-        what = f"{count} micro-batches" if count > 1 else "one micro-batch"
+    old, new = BatchSchedule.of(case), BatchSchedule.of(after)
+    if (old.tokens, old.micro_batches) != (new.tokens, new.micro_batches):
         ratio = _batch(after) / _batch(case)
         batch = "the same batch" if _same(ratio) else f"{ratio:g} times the batch"
-        how = f"--tokens {tokens * count} --micro-batches {count}"
-        yield f"{what} of {tokens:,} tokens ({batch})", how
-    if case.work.recompute != after.work.recompute:
-        again = after.work.recompute
-        what = "blocks recomputed in backward" if again else "blocks not recomputed"
-        yield what, "--recompute" if again else "--no-recompute"
+        what = (
+            f"{new.micro_batches} micro-batches" if after.micro_batches > 1 else "one micro-batch"
+        )
+        how = f"--tokens {_batch(after)} --micro-batches {new.micro_batches}"
+        yield f"{what} of {new.tokens:,} tokens ({batch})", how
+    if old.slices != new.slices:
+        yield f"blocks in {new.slices} slices", f"--slices {new.slices}"
+    if old.recompute != new.recompute:
+        some = f"{new.recompute} blocks recomputed" if new.recompute else "no block recomputed"
+        what = "blocks recomputed in backward" if new.recompute == "all" else some
+        number = f"--recompute-blocks {new.recompute}" if new.recompute else "--no-recompute"
+        yield what, "--recompute" if new.recompute == "all" else number
+    told = [one.config.activations.tokens for one in (case, after)]
+    if old == new and told[0] is None and told[1] is not None:
+        what = "as much left to activations as they are expected to take"
+        yield what, f"activations.tokens: {new.tokens}"
+    if old.offload != new.offload:
+        where = {"none": "on the device", "host": "in RAM", "disk": "in RAM and on disk"}
+        yield f"their inputs wait {where[new.offload or 'none']}", f"--activations {new.offload}"
 
 
 def _batch(case: Case) -> int:
@@ -160,8 +173,6 @@ def size_text(nbytes: int) -> str:
 
 
 LEAST_GAIN = 1.03  # a prediction is not worth more than a few percent
-LEAST_TOKENS = 64  # of a micro-batch; fewer leave a processor idle
-MOST_MICRO_BATCHES = 1024
 SMALL_CHUNK = 1 << 17
 _ATTEMPTS = 4
 _GIB = 1 << 30
@@ -180,11 +191,11 @@ def ways_to_fit(case: Case, finer: Sequence[UnitLayout] = (), count: int = 3) ->
     `finer` are the layouts of smaller units of the same model, if it can be cut further.
     """
     exact = filter(_fits, _exact(case, tuple(finer)))
-    found = _by_speed(case, [*exact, *_smaller_steps(case)])
+    found = _by_speed(case, [*exact, *_other_schedules(case)])
     if len(found) < count:
         formats = (case.with_moments(name) for name in _smaller_formats(case))
         found += _by_speed(case, filter(_fits, formats))
-    small = _smallest_step(case)
+    small = choose_schedule(_whole(case), BatchSchedule()).smallest
     for start in [case] if small == case else [case, small]:
         if len(found) < count:
             larger = [way for tier in TIERS for way in _larger(case, _smallest(start, tier), tier)]
@@ -192,23 +203,6 @@ def ways_to_fit(case: Case, finer: Sequence[UnitLayout] = (), count: int = 3) ->
         if found:
             break
     return found[:count] or _larger(case, _all_larger(small), Tier.HOST)
-
-
-def split_to_fit(case: Case, recompute: bool | None = None) -> Case:
-    """The same tokens a step in as many micro-batches as make activations fit, the fastest way.
-
-    `recompute` None leaves it open whether blocks are recomputed. The case itself comes back if it
-    fits, and if splitting does not help.
-    """
-    if case.activations().total <= case.compute_bytes:
-        try:
-            if not price(case).missing:
-                return case
-        except DoesNotFitError:
-            return case
-    steps = [s for s in _smaller_steps(case) if recompute in (None, s.work.recompute)]
-    ways = _by_speed(case, steps)
-    return ways[0].priced.case if ways else case
 
 
 def _tried(case: Case, changed: Iterable[Case]) -> list[Way]:
@@ -247,39 +241,16 @@ def _exact(case: Case, finer: tuple[UnitLayout, ...]) -> Iterator[Case]:
         yield case.with_budget(case.compute_tier, budget)
 
 
-def _smaller_steps(case: Case) -> Iterator[Case]:
-    """The same tokens a step in more micro-batches; with and without recomputation."""
-    for recompute in dict.fromkeys((case.work.recompute, True)):
-        for parts in (1, *_splits(case)):
-            changed = _split(case, parts, recompute)
-            if changed != case and _fits(changed):
-                yield changed
-                break
+def _other_schedules(case: Case) -> Iterator[Case]:
+    """The same tokens a step in the way through the model that fits, and is fastest."""
+    chosen = choose_schedule(_whole(case), BatchSchedule())
+    if chosen.best is not None and chosen.best.case != case:
+        yield chosen.best.case
 
 
-def _smallest_step(case: Case) -> Case:
-    """The same tokens a step with the least activations, where they take much."""
-    changed = case.with_step(case.work.tokens, case.micro_batches, True)
-    for parts in _splits(case):
-        if changed.activations().total <= (1 - AUTO_SHARE) * case.compute_bytes:
-            break
-        changed = _split(case, parts, True)
-    return changed
-
-
-def _splits(case: Case) -> Iterator[int]:
-    parts = 2
-    while (
-        case.work.tokens // parts >= LEAST_TOKENS
-        and case.micro_batches * parts <= MOST_MICRO_BATCHES
-    ):
-        yield parts
-        parts *= 2
-
-
-def _split(case: Case, parts: int, recompute: bool) -> Case:
-    """The same tokens a step in so many times more micro-batches."""
-    return case.with_step(-(-case.work.tokens // parts), case.micro_batches * parts, recompute)
+def _whole(case: Case) -> Case:
+    """With all tokens of a step in one micro-batch."""
+    return case.with_step(_batch(case), 1)
 
 
 def _smaller_formats(case: Case) -> Iterator[str]:
@@ -379,22 +350,7 @@ def _fits(case: Case) -> bool:
     needed = case.activations().total
     if needed > case.compute_bytes:
         return False
-    wishes = case.config.placement.model_dump()
-    lowest = "disk" if case.config.nvme_path else "host"
-    # Kind by kind off the disk: a search does that too, where the disk is what is short.
-    for raised in ((), ("gradients",), ("gradients", "weights"), tuple(wishes)):
-        settled = {
-            name: ("host" if name in raised else lowest) if wish == "auto" else wish
-            for name, wish in wishes.items()
-        }
-        placement = PlacementConfig.model_validate(settled)
-        try:
-            plan = case.plan(case.config.model_copy(update={"placement": placement}))
-        except DoesNotFitError:
-            continue
-        if _taken(case, plan) + needed <= case.compute_bytes:
-            return True
-    return False
+    return any(_taken(case, p) + needed <= case.compute_bytes for p in case.lowest_plans())
 
 
 def _taken(case: Case, plan: Plan) -> int:
@@ -434,18 +390,13 @@ def faster(priced: Priced, count: int = 5) -> list[Way]:
 
 
 def _same_batch(case: Case) -> Iterator[Case]:
-    """The same tokens a step in fewer micro-batches; no recomputation where there is room."""
-    tokens, count = case.work.tokens, case.micro_batches
-    if case.work.recompute:
-        yield case.with_step(tokens, count, False)
+    """The same tokens a step in another way through the model, or in another precision."""
+    yield from _other_schedules(case)
     compute = case.machine.rates.compute
     trained = all(s.trained for unit in case.units for s in unit.segments)
     slow = compute.get("fp32", 0) > compute.get("bf16", 0)  # no bf16 instructions
     if case.config.precision == "bf16" and slow and trained:
         yield case.with_precision("fp32")
-    for parts in sorted({2, count}):
-        if count > 1 and count % parts == 0:
-            yield case.with_step(tokens * parts, count // parts)
 
 
 def _more_hardware(priced: Priced) -> Iterator[Case]:

@@ -23,6 +23,8 @@ class Limits:
     """Budgets in bytes; None means unlimited (tests). `base` is what the process already uses.
 
     `made` is the largest value that is made, or read, at the initial write; 0 where all are in RAM.
+    `activations` is what placement by the plan leaves of the memory that computes, for what
+    autograd holds; None where that is not known: then a share of it, see `AUTO_SHARE`.
     """
 
     device: int | None
@@ -30,11 +32,18 @@ class Limits:
     disk: int | None
     base: int = 0
     made: int = 0
+    activations: int | None = None
 
     @property
     def budgets(self) -> dict[Tier, int | None]:
         """By tier."""
         return {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.DISK: self.disk}
+
+    def for_placement(self, budget: int) -> int:
+        """What of a budget of the memory that computes placement by the plan may fill."""
+        if self.activations is None:
+            return int(AUTO_SHARE * budget)
+        return max(budget - self.activations, 0)
 
 
 def with_memory(plan: Plan, limits: Limits) -> Plan:
@@ -98,9 +107,10 @@ def excess(plan: Plan, limits: Limits, *, auto: bool = False) -> dict[Tier, int]
     computes = Tier.HOST if plan.unified else Tier.DEVICE
     used = budgeted_bytes(plan)
     for tier, limit in limits.budgets.items():
-        share = AUTO_SHARE if auto and tier is computes else 1.0
-        if limit is not None and used[tier] > limit * share:
-            over[tier] = used[tier] - int(limit * share)
+        if limit is not None and auto and tier is computes:
+            limit = limits.for_placement(limit)
+        if limit is not None and used[tier] > limit:
+            over[tier] = used[tier] - limit
     return over
 
 

@@ -24,9 +24,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+from infinity.plan.activations import recomputed
 from infinity.plan.forecast import PhaseBytes, forecast_phases
+from infinity.plan.layout import UnitLayout
 from infinity.plan.plan import Plan, UpdatePlace, streamed_bytes, update_place
 
 # How fast the resources of a machine are: the numbers a plan's times are computed from.
@@ -177,12 +179,14 @@ SPLIT_UPDATE_BYTES = 26  # a parameter: 12 of state read and written, 2 of gradi
 class Work:
     """What a user trains: tokens of one micro-batch, and how.
 
-    `lookups` are indices of parameters that are only indexed into (embeddings); `shares` the part
-    of the tokens that a parameter sees, where not all (experts).
+    The first `recompute` blocks run again in backward, and blocks in so many `slices`. `lookups`
+    are indices of parameters that are only indexed into (embeddings); `shares` the part of the
+    tokens that a parameter sees, where not all (experts).
     """
 
     tokens: int
-    recompute: bool = False
+    recompute: int | Literal["all"] = 0
+    slices: int = 1
     lookups: frozenset[int] = frozenset()
     shares: Mapping[int, float] = field(default_factory=dict)
 
@@ -247,7 +251,11 @@ class _Pricing:
         self.rates = rates
         self.work = work
         self.trained = plan.num_trained
-        self._elements = _elements(plan, work) if work is not None else (0.0, 0, 0.0)
+        self._elements = _Elements()
+        self._again = _Elements()  # of what is recomputed
+        if work is not None:
+            self._elements = _elements(plan.units, work)
+            self._again = _elements(recomputed(plan.units, work.recompute), work)
         self._known: dict[tuple[int, bool, bool, bool], tuple[dict[str, float], float]] = {}
 
     def of(self, phase: PhaseBytes) -> PhaseCost:
@@ -285,17 +293,18 @@ class _Pricing:
         plan, work = self.plan, self.work
         if work is None:
             return 0.0
-        elements, all_elements, sides = self._elements
-        per_element = (6 if work.recompute else 4) if phase.backward else 2
+        once, again = self._elements, self._again if phase.backward else _Elements()
+        products = (4 if phase.backward else 2) * once.matrices + 2 * again.matrices
         name = plan.precision.name
         rate = self.rates.compute.get(_MULTIPLIED_AS.get(name, name))
-        seconds = per_element * elements * work.tokens / rate if rate else 0.0
+        seconds = products * work.tokens / rate if rate else 0.0
         memory = _memory_rate(plan, self.rates)
         if memory is None:
             return seconds
-        passes = (2 if work.recompute else 1) if phase.backward else 1
-        seconds = max(seconds, passes * plan.precision.weight * all_elements / memory)
-        values = sides * work.tokens * (PASSES_BACKWARD if phase.backward else PASSES_FORWARD)
+        read = work.slices * (once.all + again.all)
+        seconds = max(seconds, plan.precision.weight * read / memory)
+        values = once.sides * (PASSES_BACKWARD if phase.backward else PASSES_FORWARD)
+        values = work.tokens * (values + again.sides * PASSES_FORWARD)
         seconds += values * plan.precision.weight / memory
         if phase.backward:
             seconds += self._gradient_bytes(phase) / memory
@@ -310,22 +319,31 @@ class _Pricing:
         return self.trained * (2 * plan.precision.weight + touched * item + (item if last else 0))
 
 
-def _elements(plan: Plan, work: Work) -> tuple[float, int, float]:
+@dataclass(frozen=True, slots=True)
+class _Elements:
     """Elements of matrices that a token is multiplied with, of all that is read; values in and out.
 
     The last are what one token brings to the matrices, and what they make of it.
     """
-    elements, all_elements, sides = 0.0, 0, 0.0
-    for unit in plan.units:
+
+    matrices: float = 0.0
+    all: int = 0
+    sides: float = 0.0
+
+
+def _elements(units: Iterable[UnitLayout], work: Work) -> _Elements:
+    """Of these units."""
+    matrices, all_elements, sides = 0.0, 0, 0.0
+    for unit in units:
         for segment in unit.segments:
             if segment.parameter in work.lookups:
                 continue
             all_elements += segment.numel
             if len(segment.shape) > 1:
                 share = work.shares.get(segment.parameter, 1.0)
-                elements += segment.numel * share
+                matrices += segment.numel * share
                 sides += sum(sorted(segment.shape)[-2:]) * share
-    return elements, all_elements, sides
+    return _Elements(matrices, all_elements, sides)
 
 
 def update_s(plan: Plan, rates: Rates) -> tuple[float, float]:

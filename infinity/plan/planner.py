@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
-from infinity.config.schema import Config, HintsConfig
+from infinity.config.schema import Config, HintsConfig, PlacementConfig
 from infinity.errors import ConfigError, DoesNotFitError
 from infinity.formats import MomentFormat
-from infinity.plan.activations import Activations, away_bytes, estimate_activations, plan_saved
+from infinity.plan.activations import (
+    CHUNK_TOKENS,
+    ActivationModel,
+    Activations,
+    away_bytes,
+    plan_saved,
+)
 from infinity.plan.budget import (
     AUTO_SHARE,
     NUM_STREAM_BUFFERS,
@@ -139,7 +145,9 @@ def leaving_room(plan: Plan, wish: str, limits: Limits) -> Limits:
     room = NUM_STREAM_BUFFERS * stream_bytes(replace(plan, streamed=frozenset(plan.placements)))
     if wish == "auto" and room > MOST_ROOM * limits.device:
         return limits
-    return replace(limits, device=max(0, limits.device - int(room / AUTO_SHARE)))
+    if limits.activations is None:
+        room = int(room / AUTO_SHARE)
+    return replace(limits, device=max(0, limits.device - room))
 
 
 def with_updates(plan: Plan, wish: str, limits: Limits, rates: Rates, *, leave_share: bool) -> Plan:
@@ -428,6 +436,20 @@ def _remedy(tier: Tier, config: Config, rule: RuleFacts) -> str:
     return f"raise budget.{tier}, lower chunk_size, or cut the model into smaller units"
 
 
+# Of what activations are estimated at, what placement by the plan leaves free: estimates are within
+# a tenth (tests/test_activation_peak.py), and allocators do not fill their memory to the last byte.
+MARGIN = 1.15
+
+
+def to_leave(activations: Activations, budget: int, beside: int) -> int:
+    """Bytes of a budget that placement leaves to activations; `beside` are free without that.
+
+    No less than where nothing is known, if that much is needed: what is beside may be another's.
+    """
+    needed = int(MARGIN * activations.total)
+    return max(needed - max(beside, 0), min(needed, int((1 - AUTO_SHARE) * budget)))
+
+
 # A case: what a plan, its times and its activations are computed from, and what comes of it.
 
 
@@ -449,10 +471,19 @@ class Case:
     base: int = 0
     made: int = 0
     device_share: float = 1.0
+    model: ActivationModel | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.config.activations.checkpoint == "units" and not self.work.recompute:
-            object.__setattr__(self, "work", replace(self.work, recompute=True))
+        settings = self.config.activations
+        work = replace(
+            self.work, slices=settings.slices, recompute=settings.recompute or self.work.recompute
+        )
+        object.__setattr__(self, "work", work)
+        if self.model is None or self.model.units is not self.units:
+            model = ActivationModel(
+                self.units, lookups=work.lookups, heads=self.heads, shares=work.shares
+            )
+            object.__setattr__(self, "model", model)
 
     @property
     def limits(self) -> Limits:
@@ -463,7 +494,12 @@ class Case:
             device = budget.device or int(self.device_share * machine.device_bytes)
         disk = machine.disk_bytes if budget.disk is None else min(budget.disk, machine.disk_bytes)
         host = budget.host or machine.host_budget_bytes
-        return Limits(device=device, host=host, disk=disk, base=self.base, made=self.made)
+        limits = Limits(device=device, host=host, disk=disk, base=self.base, made=self.made)
+        if self.config.activations.tokens is None:
+            return limits
+        most = getattr(limits, self.compute_tier) or self.compute_bytes
+        beside = self.compute_bytes - most
+        return replace(limits, activations=to_leave(self.activations(), most, beside))
 
     @property
     def compute_tier(self) -> Tier:
@@ -478,6 +514,11 @@ class Case:
         return int(self.device_share * self.machine.device_bytes)
 
     @property
+    def logits_at_once(self) -> int | None:
+        """Tokens whose logits exist at a time; None: those of all."""
+        return CHUNK_TOKENS if self.config.activations.logits == "sliced" else None
+
+    @property
     def micro_batches(self) -> int:
         """Of a step."""
         return self.config.gradient_accumulation_steps
@@ -485,13 +526,12 @@ class Case:
     def activations(self) -> Activations:
         """Of one micro-batch; inputs of blocks that wait elsewhere are not counted."""
         work = self.work
-        found = estimate_activations(
-            self.units,
+        assert self.model is not None
+        found = self.model.of(
             work.tokens,
-            lookups=work.lookups,
-            heads=self.heads,
-            shares=work.shares,
             recompute=work.recompute,
+            slices=work.slices,
+            logits_at_once=self.logits_at_once,
         )
         told = self._with_tokens(self.config).activations
         saved, _ = plan_saved(told, self.units, unified=self.machine.unified)
@@ -517,6 +557,24 @@ class Case:
             device_kernels=not self.machine.unified and bool(self.machine.rates.device_update),
             rates=self.machine.rates,
         )
+
+    def lowest_plans(self) -> Iterator[Plan]:
+        """Plans that fit with what is left to the plan as low as may be, kind by kind off the disk.
+
+        A search for placement does that too, where the disk is what is short.
+        """
+        wishes = self.config.placement.model_dump()
+        lowest = "disk" if self.config.nvme_path else "host"
+        for raised in ((), ("gradients",), ("gradients", "weights"), tuple(wishes)):
+            settled = {
+                name: ("host" if name in raised else lowest) if wish == "auto" else wish
+                for name, wish in wishes.items()
+            }
+            placement = PlacementConfig.model_validate(settled)
+            try:
+                yield self.plan(self.config.model_copy(update={"placement": placement}))
+            except DoesNotFitError:
+                continue
 
     def with_config(self, **changes: Any) -> Case:
         """With other values in the configuration."""
@@ -551,11 +609,30 @@ class Case:
             units.append(lay_out(unit.index, unit.name, facts, precision, is_block=unit.is_block))
         return replace(self.with_config(precision=name), units=tuple(units))
 
-    def with_step(self, tokens: int, micro_batches: int, recompute: bool | None = None) -> Case:
+    def with_step(self, tokens: int, micro_batches: int) -> Case:
         """With other micro-batches, of `tokens` each."""
-        again = self.work.recompute if recompute is None else recompute
-        case = replace(self, work=replace(self.work, tokens=tokens, recompute=again))
+        case = replace(self, work=replace(self.work, tokens=tokens))
         return case.with_config(gradient_accumulation_steps=micro_batches)
+
+    def with_schedule(
+        self,
+        micro_batches: int,
+        tokens: int,
+        slices: int,
+        recompute: int | Literal["all"],
+        offload: str,
+    ) -> Case:
+        """With another way of the tokens through the model; see `plan.batch_schedule`."""
+        checkpoint = {0: "none", "all": "units"}.get(recompute, recompute)
+        settings = self.config.activations.model_copy(
+            update={
+                "tokens": tokens, "slices": slices, "checkpoint": checkpoint, "offload": offload,
+                "host": None, "disk": None,
+            }
+        )  # fmt: skip
+        case = replace(self, work=replace(self.work, tokens=tokens, recompute=0))
+        changes = {"gradient_accumulation_steps": micro_batches, "activations": settings}
+        return replace(case, config=case.config.model_copy(update=changes))
 
 
 @dataclass(frozen=True)

@@ -475,7 +475,7 @@ def case_of(prepared: Prepared, model: nn.Module, device: Device) -> tuple[Case,
         config,
         replace(machine, nominal=known.nominal, measured=known.measured),
         prepared.micro_batch * prepared.length,
-        recompute=section.gradient_checkpointing or config.activations.checkpoint == "units",
+        recompute=section.gradient_checkpointing,
         base=limits.base,
         made=limits.made,
     )

@@ -37,6 +37,8 @@ OFFLOADED = {"checkpoint": "units", "tokens": 2 * LENGTH, "min_bytes": 1}
 RECOMPUTE: dict[str, tuple[Checkpointing, dict[str, Any]]] = {
     **{str(own): (own, {}) for own in CHECKPOINTINGS},
     "units": (NONE, {"checkpoint": "units"}),
+    "first": (NONE, {"checkpoint": 1}),
+    "first-disk": (NONE, {**OFFLOADED, "checkpoint": 1, "offload": "disk"}),
     "units-host": (NONE, {**OFFLOADED, "offload": "host"}),
     "units-disk": (NONE, {**OFFLOADED, "offload": "disk"}),
 }

@@ -137,6 +137,18 @@ def test_it_recomputes_and_keeps_what_a_models_own_checkpoints_do(name: str) -> 
     assert ours_peak <= peak
 
 
+def test_a_number_recomputes_the_first_so_many_blocks() -> None:
+    """Each block more is computed once more, and keeps less."""
+    case, kept, peaks = CASES["gpt"], [], []
+    for count in range(5):
+        calls, now, peak, recomputed = measure(case, CHECKPOINTINGS[0], {"checkpoint": count})
+        assert (calls, recomputed) == ((4, count), count)
+        kept.append(now)
+        peaks.append(peak)
+    assert kept == sorted(set(kept), reverse=True)
+    assert peaks == sorted(peaks, reverse=True)
+
+
 @pytest.mark.parametrize("own", [c for c in CHECKPOINTINGS if c.mode != "none"], ids=str)
 def test_a_model_that_checkpoints_itself_is_not_wrapped_twice(own: Checkpointing) -> None:
     case = CASES["gpt"]

@@ -79,7 +79,7 @@ def estimated(name: str, model: nn.Module) -> Activations:
         tokens,
         lookups=target.lookups,
         heads=target.heads,
-        recompute=recompute,
+        recompute="all" if recompute else 0,
     )
 
 

@@ -1,0 +1,309 @@
+"""How a step's tokens pass the model, chosen with where state rests: what fits and is fastest.
+
+[Note: batch schedule]
+The tokens of a step come in micro-batches, one after the other; a micro-batch may pass each block
+in slices, on weights that are fetched once. Every micro-batch more fetches weights twice more and
+takes gradient sums up and down again; slices cost nothing of that, but the inputs of blocks are
+all kept at once. The first blocks may be computed again in backward (what they keep is needed
+longest), as many as must be; their inputs may wait in RAM, or on disk. Each choice is planned and
+priced whole, with its own placement: room for activations and weights that stay compete for the
+same memory.
+
+Not all combinations are tried. Of places to wait the nearest one with room is taken, of slices the
+fewest that fit (and the most, where that leaves room for placement), and more micro-batches only
+until they are slower. `tests/test_batch_schedule.py` compares with all of them on small cases.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from infinity.errors import DoesNotFitError
+from infinity.plan.activations import num_blocks
+from infinity.plan.budget import budgeted_bytes
+from infinity.plan.planner import Case, Priced, price
+
+LEAST_TOKENS = {True: 64, False: 512}  # of a slice, on a CPU and on a GPU; fewer leave it idle
+PER_DOUBLING = 0.005  # of a step's time: what more slices cost in calls, where all else is equal
+MOST_MICRO_BATCHES, MOST_SLICES = 1024, 256
+WORSE, MOST_SLOWER = 1.05, 2  # twice so much slower: still more micro-batches are not tried
+MOST_REFINED = 2  # numbers of micro-batches
+_OFFLOADS: tuple[Literal["none", "host", "disk"], ...] = ("none", "host", "disk")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSchedule:
+    """Of `micro_batches` of `tokens` each; see [Note: batch schedule].
+
+    `recompute` counts blocks, the first ones ("all": also where a model does it by itself);
+    `sliced_logits` is about head and loss. As part of a wish None leaves the choice to the plan.
+    """
+
+    micro_batches: int | None = None
+    tokens: int | None = None
+    slices: int | None = None
+    recompute: int | Literal["all"] | None = None
+    offload: Literal["none", "host", "disk"] | None = None
+    sliced_logits: bool = False
+
+    @staticmethod
+    def of(case: Case) -> BatchSchedule:
+        """That of a case."""
+        settings = case.config.activations
+        return BatchSchedule(
+            case.micro_batches,
+            case.work.tokens,
+            settings.slices,
+            case.work.recompute,
+            settings.offload,
+            case.logits_at_once is not None,
+        )
+
+    def line(self, blocks: int) -> str:
+        """In words, of a model with so many blocks."""
+        many = (
+            f"{self.micro_batches} micro-batches" if self.micro_batches != 1 else "one micro-batch"
+        )
+        words = [f"{many} of {self.tokens:,} tokens"]
+        if (self.slices or 1) > 1:
+            words[0] += f" in {self.slices} slices"
+        if self.recompute:
+            some = self.recompute != "all" and self.recompute < blocks
+            which = f"{self.recompute} of {blocks} blocks" if some else "blocks"
+            words.append(f"{which} recomputed in backward")
+        if self.offload == "host":
+            words.append("their inputs wait in RAM")
+        elif self.offload == "disk":
+            words.append("their inputs wait in RAM and on disk")
+        if self.sliced_logits:
+            words.append("logits in slices")
+        return ", ".join(words)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """As `config.activations` and `gradient_accumulation_steps` say it."""
+        checkpoint = {0: "none", "all": "units"}.get(self.recompute or 0, self.recompute)
+        return {
+            "gradient_accumulation_steps": self.micro_batches,
+            "activations": {
+                "tokens": self.tokens,
+                "slices": self.slices,
+                "checkpoint": checkpoint,
+                "offload": self.offload,
+            },
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The fastest schedule that fits, and the next one; `best` is None where none fits."""
+
+    best: Priced | None
+    runner_up: Priced | None
+    smallest: Case
+    """The schedule with the least activations, to say what is missing where none fits."""
+
+
+def choose_schedule(case: Case, wish: BatchSchedule, sequences: int | None = None) -> Chosen:
+    """The fastest way of a step's tokens through the model that fits.
+
+    `case` has all tokens of a step in one micro-batch; `sequences` is how many samples they are,
+    None where that is not known: then pieces may be as small as `LEAST_TOKENS`. Parts of `wish`
+    that are not None are kept.
+    """
+    search = _Search(case, wish, sequences)
+    return search.run()
+
+
+class _Search:
+    def __init__(self, case: Case, wish: BatchSchedule, sequences: int | None) -> None:
+        self.case = case
+        self.wish = wish
+        self.tokens = case.work.tokens
+        self.pieces = sequences or max(self.tokens // LEAST_TOKENS[case.machine.unified], 1)
+        self.known = sequences is not None
+        self.blocks = num_blocks(case.units)
+        self._rooms: dict[tuple[bool, str, int], int] = {}
+        self.found: list[Priced] = []
+
+    def run(self) -> Chosen:
+        fastest, slower = float("inf"), 0
+        for count in self._counts():
+            tried = [p for p in map(self._priced, self._candidates(count)) if p is not None]
+            if not tried:
+                continue
+            self.found += tried
+            seconds = min(map(_seconds, tried))
+            slower = slower + 1 if seconds > WORSE * fastest else 0
+            fastest = min(seconds, fastest)
+            if slower == MOST_SLOWER:
+                break
+        self._refine()
+        ranked = sorted(self.found, key=_seconds)
+        best = ranked[0] if ranked else None
+        others = (p for p in ranked if best is not None and _way(p) != _way(best))
+        return Chosen(best, next(others, None), self._smallest())
+
+    def _counts(self) -> Iterator[int]:
+        """Numbers of micro-batches."""
+        if self.wish.micro_batches is not None:
+            yield self.wish.micro_batches
+            return
+        yield from self._parts(self.pieces, MOST_MICRO_BATCHES)
+
+    def _parts(self, pieces: int, most: int) -> list[int]:
+        """Into how many equal parts: divisors where samples are known, else halves."""
+        if self.known:
+            return [n for n in range(1, min(pieces, most) + 1) if pieces % n == 0]
+        return [1 << n for n in range(min(pieces, most).bit_length())]
+
+    def _slices(self, count: int) -> list[int]:
+        if self.wish.slices is not None:
+            return [self.wish.slices]
+        if not self.blocks:
+            return [1]
+        return self._parts(max(self.pieces // count, 1), MOST_SLICES)
+
+    def _candidates(self, count: int) -> list[Case]:
+        """The schedules of so many micro-batches that are worth a plan."""
+        found: list[Case] = []
+        for offload in _OFFLOADS if self.wish.offload is None else (self.wish.offload,):
+            if not self._may_wait(offload):
+                continue
+            for again in ("none", "few", "all"):
+                fewest = self._fewest(count, offload, again)
+                found += [case for case in fewest if case not in found]
+            if any(case.work.recompute == "all" for case in found):
+                break  # what waits further away takes longer
+        return found
+
+    def _may_wait(self, offload: str) -> bool:
+        if offload == "none":
+            return True
+        if self.wish.recompute == 0 or not self.blocks:
+            return False
+        if offload == "host":
+            return not self.case.machine.unified
+        return bool(self.case.config.nvme_path)
+
+    def _fewest(self, count: int, offload: str, again: str) -> Iterator[Case]:
+        """With the fewest slices that fit; and with the most, where all blocks are recomputed."""
+        most: Case | None = None
+        options = self._slices(count)
+        for slices in options:
+            case = self._with_recompute(count, slices, offload, again)
+            if case is not None:
+                yield case
+                if again == "all" and slices != options[-1]:
+                    most = self._with_recompute(count, options[-1], offload, again)
+                break
+        if most is not None:
+            yield most
+
+    def _with_recompute(self, count: int, slices: int, offload: str, again: str) -> Case | None:
+        """With no block recomputed, as few as must be, or all; None where that does not fit."""
+        wish = self.wish.recompute
+        if again == "few":  # where inputs wait elsewhere, all of them do at first: see `_refine`
+            if wish is not None or not self.blocks or offload != "none":
+                return None
+            low, high = 1, self.blocks - 1  # 0 and all are asked for by themselves
+            if low > high or not self._has_room(self._of(count, slices, offload, high)):
+                return None
+            while low < high:
+                middle = (low + high) // 2
+                if self._has_room(self._of(count, slices, offload, middle)):
+                    high = middle
+                else:
+                    low = middle + 1
+            return self._of(count, slices, offload, high)
+        blocks: int | Literal["all"] = 0 if again == "none" else "all"
+        if wish is not None:
+            if (again == "all" and wish == 0) or (again == "none" and wish != 0):
+                return None
+            blocks = wish
+        if offload != "none" and not blocks:
+            return None
+        case = self._of(count, slices, offload, blocks)
+        return case if self._has_room(case) else None
+
+    def _of(self, count: int, slices: int, offload: str, blocks: int | Literal["all"]) -> Case:
+        tokens = -(-self.tokens // count)
+        return self.case.with_schedule(count, tokens, slices, blocks, offload)
+
+    def _has_room(self, case: Case) -> bool:
+        return case.activations().total <= self._room(case)
+
+    def _room(self, case: Case) -> int:
+        """What is left to activations where everything rests as low as it may."""
+        summed = case.micro_batches > 1 or case.config.activations.slices > 1
+        away = case.micro_batches if case.config.activations.offload != "none" else 0
+        key = (summed, case.config.activations.offload, away)
+        if key not in self._rooms:
+            used = (budgeted_bytes(plan)[case.compute_tier] for plan in case.lowest_plans())
+            self._rooms[key] = case.compute_bytes - next(used, case.compute_bytes)
+        return self._rooms[key]
+
+    def _priced(self, case: Case) -> Priced | None:
+        try:
+            found = price(case)
+        except DoesNotFitError:
+            return None
+        return None if found.missing else found
+
+    def _refine(self) -> None:
+        """Between as few recomputed blocks as must be and all of them, for the best counts."""
+        if self.wish.recompute is not None or not self.blocks:
+            return
+        best: dict[int, Priced] = {}
+        for priced in sorted(self.found, key=_seconds):
+            best.setdefault(priced.case.micro_batches, priced)
+        for priced in list(best.values())[:MOST_REFINED]:
+            if priced.case.work.recompute:
+                self._halve(priced)
+
+    def _halve(self, best: Priced) -> None:
+        """Look between the best number so far and its neighbours among those that were tried."""
+        now = BatchSchedule.of(best.case)
+        low, high = 0, self.blocks
+        at = self.blocks if now.recompute == "all" else now.recompute or 0
+        for _ in range(3):
+            for middle in sorted({(low + at) // 2, (at + high) // 2} - {at, 0, self.blocks}):
+                case = self._of(
+                    best.case.micro_batches, now.slices or 1, now.offload or "none", middle
+                )
+                priced = self._priced(case) if self._has_room(case) else None
+                if priced is not None:
+                    self.found.append(priced)
+                if priced is not None and _seconds(priced) < _seconds(best):
+                    low, high = (low, at) if middle < at else (at, high)
+                    best, at = priced, middle
+                    break
+                low, high = (middle, high) if middle < at else (low, middle)
+
+    def _smallest(self) -> Case:
+        """The least activations that wishes allow."""
+        wish = self.wish
+        count = wish.micro_batches or (
+            1 if self.blocks and wish.slices is None else list(self._counts())[-1]
+        )
+        blocks = "all" if wish.recompute is None else wish.recompute
+        offload = wish.offload or ("disk" if self._may_wait("disk") and blocks else "none")
+        slices = self._slices(count)[-1]
+        return min(
+            (self._of(count, slices, offload, blocks), self._of(count, slices, "none", blocks)),
+            key=lambda case: case.activations().total,
+        )
+
+
+def _way(priced: Priced) -> tuple[Any, ...]:
+    """What makes two schedules different ones: more slices of the same are not."""
+    found = BatchSchedule.of(priced.case)
+    return found.micro_batches, found.recompute, found.offload
+
+
+def _seconds(priced: Priced) -> float:
+    """Of a step; of two that are equal the one with fewer slices."""
+    return priced.cost.seconds * (1 + PER_DOUBLING * math.log2(priced.case.work.slices))

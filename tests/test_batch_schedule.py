@@ -1,0 +1,98 @@
+"""The batch schedule of a plan: as good as the best of all there are, and as it was asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+from test_advice import MIB, machine, units
+
+from infinity.config.schema import load_config
+from infinity.errors import DoesNotFitError
+from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
+from infinity.plan.cost import Work, nominal
+from infinity.plan.plan import RuleFacts
+from infinity.plan.planner import Case, Priced, price
+
+GIB = 1 << 30
+SEQUENCES, LENGTH, BLOCKS = 8, 256, 6
+# Bytes of the device, of RAM; how much faster the disk is; FLOP per second: what binds differs.
+MACHINES = {
+    "roomy": (64 * MIB, 8 * GIB, 1, 1e13),
+    "small device": (12 * MIB, 8 * GIB, 1, 1e13),
+    "small device, compute binds": (12 * MIB, 8 * GIB, 8, 1e11),
+    "little RAM": (12 * MIB, 440 * MIB, 1, 1e13),
+    "no device, little RAM": (None, 440 * MIB, 1, 1e13),
+    "no device": (None, 480 * MIB, 1, 1e13),
+}
+
+
+def case_of(device: int | None, host: int, faster: float, flops: float, **config: Any) -> Case:
+    rates = nominal(device is None)
+    names = ("disk_read", "disk_write", "disk_mixed")
+    rates = replace(
+        rates,
+        compute={"bf16": flops, "fp32": flops},
+        **{name: faster * getattr(rates, name) for name in names},
+    )
+    return Case(
+        units=tuple(replace(unit, is_block=True) for unit in units(BLOCKS)),
+        config=load_config({"nvme_path": "/nvme", "chunk_size": 1 << 14, **config}),
+        machine=replace(machine(host, device, 8 * GIB), rates=rates),
+        work=Work(SEQUENCES * LENGTH),
+        rule=RuleFacts(),
+        base=320 * MIB,
+    )
+
+
+def all_of(case: Case) -> list[Priced]:
+    """Every schedule that fits, priced one after the other: the slow obvious way."""
+    found = []
+    for count, slices in product((1, 2, 4, 8), (1, 2, 4, 8)):
+        if count * slices > SEQUENCES:
+            continue
+        for blocks, offload in product((*range(BLOCKS), "all"), ("none", "host", "disk")):
+            if offload != "none" and not blocks:
+                continue
+            tokens = SEQUENCES * LENGTH // count
+            try:
+                priced = price(case.with_schedule(count, tokens, slices, blocks, offload))
+            except DoesNotFitError:
+                continue
+            if not priced.missing:
+                found.append(priced)
+    return found
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_the_choice_is_as_good_as_the_best_of_all(name: str) -> None:
+    case = case_of(*MACHINES[name])
+    best = min(all_of(case), key=lambda p: p.cost.seconds)
+    chosen = choose_schedule(case, BatchSchedule(), SEQUENCES)
+    assert chosen.best is not None
+    assert chosen.best.cost.seconds <= 1.03 * best.cost.seconds, BatchSchedule.of(best.case)
+    assert chosen.best.missing == 0
+
+
+def test_what_is_asked_for_is_kept() -> None:
+    case = case_of(*MACHINES["roomy"])
+    wish = BatchSchedule(micro_batches=2, slices=4, recompute=2, offload="host")
+    chosen = choose_schedule(case, wish, SEQUENCES)
+    assert chosen.best is not None
+    found = BatchSchedule.of(chosen.best.case)
+    assert replace(found, tokens=None) == wish
+    assert found.line(BLOCKS) == (
+        "2 micro-batches of 1,024 tokens in 4 slices, 2 of 6 blocks recomputed in backward, "
+        "their inputs wait in RAM"
+    )
+
+
+def test_where_nothing_fits_the_least_is_told() -> None:
+    case = case_of(4 * MIB, 8 * GIB, 1, 1e13)
+    chosen = choose_schedule(case, BatchSchedule(), SEQUENCES)
+    assert chosen.best is None
+    assert BatchSchedule.of(chosen.smallest).slices == SEQUENCES
+    with pytest.raises(DoesNotFitError):
+        price(chosen.smallest).require_room()

@@ -27,6 +27,7 @@ from infinity.offload.report import StepReport
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.plan.forecast import forecast_bytes
 from infinity.plan.plan import Plan
+from infinity.training.batches import LossFn, micro_batches_of, train_one
 from infinity.training.checkpoints import Checkpoints, Wanted
 from infinity.training.parameter_access import MergeGuard, targets, write_state
 from infinity.training.parts import Parts
@@ -243,6 +244,41 @@ class Engine:
             if self._stepper.progress is before and _loses_gradients(error):
                 self._stepper.roll_back()
             raise
+
+    @exclusive
+    def train_batch(self, data: Any, loss_fn: LossFn | None = None) -> Tensor:
+        """A whole step in one call: forward, backward and `step()` of every micro-batch.
+
+        `data` is the batch of a step: a tensor, or a mapping, tuple or list of tensors, nested too.
+        Each (samples, ...) is cut into `gradient_accumulation_steps` views; what is 0-dim or no
+        tensor goes to every micro-batch. Or an iterator, `iter(loader)`: so many are taken.
+
+        A mapping is called `engine(**batch)`, a tuple or list `engine(*batch)`. The loss is what
+        the model returns: a scalar, `.loss`, `["loss"]`, the first of a tuple. Or it is
+        `loss_fn(output, target)`: of a tuple or list the target is the last, which the model is not
+        given then; else it is the micro-batch.
+
+        Returns the mean of the micro-batches' losses, () in fp32, detached; nothing waits for it.
+        So a label weighs more where many beside it are ignored, as in DeepSpeed. The mean over all
+        labels: `loss_fn` = their summed loss * micro-batches / labels of the step.
+
+        Raises `TrainingError` for other data, and where a window is open. After any exception the
+        step has happened, or the window starts over: `global_steps` tells.
+        """
+        self._check_usable()
+        self._check_trains("train_batch()")
+        self._end_users_backward()
+        self._window.check_whole()
+        batches, count = micro_batches_of(data, self._window.length), self._window.length
+        total = torch.zeros((), dtype=torch.float32, device=self.device)
+        try:
+            for batch in batches:
+                total += train_one(self, batch, loss_fn)
+        except Exception:
+            if self._window.is_open or self._window.has_news:
+                self._stepper.roll_back()
+            raise
+        return total / count
 
     @exclusive
     def zero_grad(self) -> None:

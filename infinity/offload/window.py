@@ -100,6 +100,22 @@ class AccumulationWindow:
                 remedy="call engine.backward(loss), or loss.backward(), before",
             )
 
+    def check_whole(self) -> None:
+        """Raise `TrainingError` where a whole window cannot begin and end."""
+        if self.no_sync or self.boundary is not None:
+            raise TrainingError(
+                "train_batch() where the end of the window is set by hand",
+                because=f"it is a window of {self.length} micro-batches",
+                remedy="leave engine.no_sync(), and set_gradient_accumulation_boundary(None)",
+            )
+        if self.is_open:
+            raise TrainingError(
+                "train_batch() in the middle of an accumulation window: micro_step is "
+                f"{self.micro_step} of {self.length}"
+                + (", and a backward has been" if self.backwards else ""),
+                remedy="finish the window with backward() and step(), or zero_grad() to drop it",
+            )
+
     def _refusal(self, kind: type[Any], what: str) -> Any:
         return kind(
             f"{what}, but gradient_accumulation_steps is {self._configured}: gradients rest in "

@@ -1,0 +1,138 @@
+"""The batch of a whole step: cut into micro-batches, and a loss of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from infinity.errors import TrainingError, listed
+from infinity.model.torch_private import tree_leaves, tree_map
+
+LossFn = Callable[[Any, Any], Tensor]
+
+
+def micro_batches_of(data: Any, count: int) -> Iterator[Any]:
+    """The `count` micro-batches of a step, one by one: views of a batch, or taken as they are.
+
+    Of a batch, a tensor or a mapping, tuple or list that holds some however deep, every tensor with
+    dimensions is cut along the first; all else goes to each micro-batch. A single micro-batch is
+    the batch itself, whatever its sizes. An iterator is what has `__next__`; it is asked for a
+    micro-batch when that is due, so that not all of them need memory at once.
+
+    Raises `TrainingError`: at once for a batch that cannot be cut, or is none; when its turn comes
+    for a micro-batch that an iterator does not have.
+    """
+    if hasattr(data, "__next__"):
+        return _taken(data, count)
+    if not isinstance(data, Tensor | Mapping | tuple | list):
+        raise TrainingError(
+            f"train_batch() got a {type(data).__name__}: neither a batch nor an iterator",
+            remedy="a tensor, mapping, tuple or list; of a DataLoader iter(loader), made before "
+            "the loop; of micro-batches that are there iter([first, second, ...])",
+        )
+    batch = dict(data) if isinstance(data, Mapping) else data  # also one that torch does not know
+    if count == 1:
+        return iter([batch])
+    size = _rows_of(batch, count) // count
+
+    def rows(value: Any, start: int) -> Any:
+        return value.narrow(0, start, size) if isinstance(value, Tensor) and value.dim() else value
+
+    return (tree_map(lambda value, at=at: rows(value, at * size), batch) for at in range(count))
+
+
+def _rows_of(batch: Any, count: int) -> int:
+    """How many samples a batch has; raises unless there are `count` equal parts of them."""
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    found = sorted({tensor.shape[0] for tensor in tensors})
+    if len(found) != 1:
+        shapes = listed([str(tuple(tensor.shape)) for tensor in tensors])
+        raise TrainingError(
+            f"a batch with tensors of shape {shapes} cannot be cut into {count} micro-batches"
+            if found
+            else f"a batch without a tensor of (samples, ...) has no {count} micro-batches",
+            because="every tensor that has dimensions is cut along the first, the samples",
+            remedy="one number of samples in all of them; or cut it yourself, and pass "
+            f"iter([...]) with the {count} micro-batches",
+        )
+    rows = found[0]
+    if rows % count or not rows:
+        below = rows // count * count
+        raise TrainingError(
+            f"a batch of {rows} samples cannot be cut into {count} micro-batches of equal size "
+            f"(gradient_accumulation_steps is {count})",
+            remedy=(f"{below} or " if below else "") + f"{below + count} samples; a DataLoader "
+            "leaves out what is too short at its end with drop_last=True",
+        )
+    return rows
+
+
+def _taken(source: Any, count: int) -> Iterator[Any]:
+    for number in range(count):
+        try:
+            batch = next(source)
+        except StopIteration:
+            raise TrainingError(
+                f"the iterator ended: {number} of the {count} micro-batches of this step were left",
+                because=f"a step takes {count} (gradient_accumulation_steps); these were not "
+                "trained on, and the window starts over",
+                remedy=f"len(loader) // {count} steps an epoch, or an iterator without an end",
+            ) from None
+        yield batch
+
+
+def train_one(engine: Any, batch: Any, loss_fn: LossFn | None) -> Tensor:
+    """Forward, backward and `step()` of a micro-batch; its loss, detached, of shape () in fp32.
+
+    In a frame of its own: no output lives on while the next micro-batch computes.
+    """
+    loss = _loss_of(engine, batch, loss_fn)
+    engine.backward(loss)
+    engine.step()
+    return loss.detach().float().reshape(())
+
+
+def _loss_of(engine: Any, batch: Any, loss_fn: LossFn | None) -> Tensor:
+    target = batch
+    if isinstance(batch, Mapping):
+        output = engine(**batch)
+    elif isinstance(batch, tuple | list):
+        inputs = batch
+        if loss_fn is not None:
+            if len(batch) < 2:
+                raise TrainingError(
+                    f"a micro-batch of {len(batch)} elements, and a loss_fn",
+                    because="the last is the target, the others are what the model is given",
+                    remedy="(inputs, target); or leave loss_fn out where the model makes the loss",
+                )
+            *inputs, target = batch
+        output = engine(*inputs)
+    else:
+        output = engine(batch)
+    return _loss_in(output) if loss_fn is None else loss_fn(output, target)
+
+
+def _loss_in(output: Any) -> Tensor:
+    """The loss that a model returned; raises `TrainingError` where there is none."""
+    found = getattr(output, "loss", output)
+    if isinstance(found, Mapping):
+        found = found.get("loss")
+    elif isinstance(found, tuple | list):
+        found = found[0] if found else None
+    if isinstance(found, Tensor) and found.numel() == 1:
+        return found
+    what = f"a {type(output).__name__}"
+    if isinstance(output, Mapping):
+        what += f" with {listed([repr(key) for key in output])}" if output else " with nothing"
+    if isinstance(found, Tensor):
+        where = "" if found is output else " with one"
+        what += f"{where} of shape {tuple(found.shape)}"
+    raise TrainingError(
+        f"the model returned no loss, but {what}",
+        because="without loss_fn a loss is what it returns: a scalar, a tuple or list that begins "
+        "with one, or what has one as .loss or ['loss']",
+        remedy="train_batch(data, loss_fn), which is called with output and target; or pass the "
+        "labels to the model, if it makes a loss of them",
+    )

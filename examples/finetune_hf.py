@@ -82,9 +82,7 @@ def main() -> None:
             )
             for step in range(arguments.steps):
                 tokens = next(parts).to(engine.device)
-                loss = engine(input_ids=tokens, labels=tokens).loss
-                engine.backward(loss)
-                engine.step()
+                loss = engine.train_batch({"input_ids": tokens, "labels": tokens})
                 print(f"step {step + 1:3d}  loss {loss.item():.4f}", flush=True)
 
             engine.eval()

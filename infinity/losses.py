@@ -7,7 +7,8 @@ no recomputation, and of all logits one chunk exists at a time.
 
 Memory beside the inputs: one chunk of logits (chunk_size * vocabulary, in the compute dtype and
 twice in fp32), and what is kept for backward: the gradient of `hidden`, in its dtype, and that of
-`weight`, in fp32 (each chunk's product is rounded to the compute dtype, their sum is not). FLOPs
+`weight`, in fp32 where there are several chunks (each one's product is rounded to the compute
+dtype, their sum is not). FLOPs
 are those of the plain loss: 2 products forward and 4 backward per token, hidden and vocabulary;
 all of them in the forward.
 
@@ -18,7 +19,9 @@ made while the weight is there; backward only scales them, and needs no weight.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +30,19 @@ from torch.autograd.function import once_differentiable
 from infinity.errors import TrainingError
 
 CHUNK_TOKENS = 1024
+_ROWS = 4096  # of a gradient that are scaled at once
 
 Reduction = Literal["mean", "sum"]
+Transform = Callable[[Tensor], Tensor]
+
+
+class _Options(NamedTuple):
+    chunk_size: int
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    transform: Transform | None
+    reduction: Reduction
 
 
 def chunked_cross_entropy(
@@ -41,15 +55,19 @@ def chunked_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     softcap: float | None = None,
+    transform: Transform | None = None,
+    z_loss: float = 0.0,
     reduction: Reduction = "mean",
 ) -> Tensor:
     """The cross entropy of `softcap * tanh((hidden @ weight.T + bias) / softcap)`; fp32 scalar.
 
     `hidden` is (..., width), `labels` (...) of integers below the vocabulary or `ignore_index`;
     `weight` is (vocabulary, width), `bias` (vocabulary,). Without `softcap` logits are as they
-    are. Products are in the dtype of `hidden`, all else in fp32. "mean" is over labels that count,
-    and NaN where none does, as in torch; for gradient accumulation over micro-batches of different
-    lengths take "sum" and divide.
+    are, or what `transform`, a differentiable function of each element, makes of a chunk of them
+    (in the dtype of `hidden`). `z_loss` times the square of their log-sum-exp is added for each
+    label that counts. Products are in the dtype of `hidden`, all else in fp32. "mean" is over
+    labels that count, and NaN where none does, as in torch; for gradient accumulation over
+    micro-batches of different lengths take "sum" and divide.
 
     Raises `TrainingError` for shapes that do not fit, before anything is computed.
     """
@@ -61,7 +79,9 @@ def chunked_cross_entropy(
         raise TrainingError(
             f"hidden is {hidden.dtype}, weight {weight.dtype}", remedy="cast one of them"
         )
-    options = (chunk_size, ignore_index, label_smoothing, softcap, reduction)
+    if softcap is not None:
+        transform = partial(_capped, cap=softcap, inner=transform)
+    options = _Options(chunk_size, ignore_index, label_smoothing, z_loss, transform, reduction)
     flat = hidden.reshape(-1, hidden.shape[-1])
     apply: Any = _ChunkedCrossEntropy.apply
     loss: Tensor = apply(flat, weight, bias, labels.reshape(-1), options)
@@ -96,6 +116,17 @@ def _check(
         )
 
 
+def _capped(logits: Tensor, cap: float, inner: Transform | None) -> Tensor:
+    return cap * torch.tanh((logits if inner is None else inner(logits)).float() / cap)
+
+
+class _KeptAsItIs(torch.autograd.graph.saved_tensors_hooks):
+    """What a chunk saves is wanted at once: no hooks around it (a checkpoint's) are to see it."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda tensor: tensor, lambda tensor: tensor)
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Makes gradients in its forward; its backward scales them."""
 
@@ -106,41 +137,44 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        options: tuple[int, int, float, float | None, Reduction],
+        options: _Options,
     ) -> Tensor:
-        size, ignore_index, smoothing, softcap, reduction = options
+        size, transform = options.chunk_size, options.transform
         wants = [t is not None and t.requires_grad for t in (hidden, weight, bias)]
         grad_hidden = torch.empty_like(hidden) if wants[0] else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants[1] else None
+        grad_weight: Tensor | None = None
         grad_bias = torch.zeros(weight.shape[0], device=weight.device) if wants[2] else None
         total = torch.zeros((), device=hidden.device)
-        valid = labels != ignore_index
+        valid = labels != options.ignore_index
         # The count stays a tensor: the host must not wait for the device.
-        share = 1.0 / valid.sum().float() if reduction == "mean" else torch.ones_like(total)
+        mean = options.reduction == "mean"
+        share = 1.0 / valid.sum().float() if mean else torch.ones_like(total)
         for start in range(0, len(hidden), size):
             rows = slice(start, start + size)
             part, here = hidden[rows], valid[rows]
             target = labels[rows].clamp_min(0).where(here, torch.zeros_like(labels[rows]))
-            logits = torch.nn.functional.linear(part, weight, bias).float()
-            slope = None
-            if softcap is not None:
-                ratio = torch.tanh_(logits.div_(softcap))
-                slope = 1 - ratio * ratio
-                logits = ratio.mul_(softcap)
-            loss, gradient = _loss_and_gradient(logits, target, smoothing)
+            logits = made = torch.nn.functional.linear(part, weight, bias)
+            if transform is not None:
+                with torch.enable_grad(), _KeptAsItIs():
+                    made = transform(logits.requires_grad_())
+            used_up = made.detach().to(torch.float32, copy=transform is not None)
+            loss, gradient = _loss_and_gradient(used_up, target, options)
             total += (loss * here).sum()
             if not any(wants):
                 continue
             gradient.mul_(here.unsqueeze(1))  # divided by the count last: fp16 ends at 6e-8
-            if slope is not None:
-                gradient.mul_(slope)
+            if transform is not None:
+                (gradient,) = torch.autograd.grad(made, logits, gradient.to(made.dtype))
             if grad_bias is not None:
-                grad_bias += gradient.sum(0)
+                grad_bias += gradient.sum(0, dtype=torch.float32)
             factor = gradient.to(weight.dtype)
             if grad_hidden is not None:
                 torch.mm(factor, weight, out=grad_hidden[rows])
-            if grad_weight is not None:
-                grad_weight += factor.t() @ part
+            if wants[1]:
+                product = factor.t() @ part  # one that is alone need not be in fp32
+                grad_weight = product if grad_weight is None else grad_weight.float().add_(product)
+        if wants[1] and grad_weight is None:
+            grad_weight = torch.zeros_like(weight)
         ctx.dtypes = weight.dtype, bias.dtype if bias is not None else None
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias, share)
         return total * share
@@ -152,25 +186,37 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for_weight, for_bias = ctx.dtypes
         scale = grads[0] * share
         return (
-            None if grad_hidden is None else (grad_hidden.float() * scale).to(grad_hidden.dtype),
-            None if grad_weight is None else (grad_weight * scale).to(for_weight),
-            None if grad_bias is None else (grad_bias * scale).to(for_bias),
+            None if grad_hidden is None else _scaled(grad_hidden, scale, grad_hidden.dtype),
+            None if grad_weight is None else _scaled(grad_weight, scale, for_weight),
+            None if grad_bias is None else _scaled(grad_bias, scale, for_bias),
             None,
             None,
         )
 
 
-def _loss_and_gradient(logits: Tensor, target: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """In fp32, but never all of it at once."""
+    made = torch.empty_like(gradient, dtype=dtype)
+    for part, source in zip(torch.split(made, _ROWS), torch.split(gradient, _ROWS), strict=True):
+        part.copy_(source.float() * scale)
+    return made
+
+
+def _loss_and_gradient(logits: Tensor, target: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
     """Losses of rows, and their gradients in the memory of the logits, which are used up.
 
     With smoothing s the loss is (1 - s) * nll + s * mean over the vocabulary, as in torch.
     """
+    smoothing, z_loss = options.label_smoothing, options.z_loss
     peak = logits.logsumexp(1)
     picked = logits.gather(1, target.unsqueeze(1)).squeeze(1)
     loss = peak - picked
     if smoothing:
         loss = (1 - smoothing) * loss + smoothing * (peak - logits.mean(1))
     gradient = logits.sub_(peak.unsqueeze(1)).exp_()
+    if z_loss:
+        loss = loss + z_loss * peak * peak
+        gradient.mul_((1 + 2 * z_loss * peak).unsqueeze(1))
     if smoothing:
         gradient.sub_(smoothing / logits.shape[1])
     ones = torch.full_like(picked, smoothing - 1).unsqueeze(1)

@@ -44,6 +44,10 @@ def values(dtype: torch.dtype, *, bias: bool = False) -> tuple[list[Tensor], Ten
     return [t.to(dtype).requires_grad_() for t in tensors], labels
 
 
+def bent(logits: Tensor) -> Tensor:
+    return torch.sinh(logits / 4)
+
+
 def both(
     dtype: torch.dtype, size: int, *, bias: bool = False, **options: Any
 ) -> list[tuple[Tensor, Tensor]]:
@@ -51,11 +55,14 @@ def both(
     tensors, labels = values(dtype, bias=bias)
     exact = [t.detach().double().requires_grad_() for t in tensors]
     more = {"bias": tensors[2]} if bias else {}
+    if "transform" in options:
+        options["transform"] = bent
     ours = chunked_cross_entropy(tensors[0], tensors[1], labels, chunk_size=size, **more, **options)
-    logits = F.linear(exact[0], exact[1], exact[2] if bias else None)
-    cap = options.pop("softcap", None)
+    logits = options.pop("transform", lambda x: x)(F.linear(*exact))
+    cap, z_loss = options.pop("softcap", None), options.pop("z_loss", 0.0)
     logits = logits if cap is None else cap * torch.tanh(logits / cap)
-    theirs = F.cross_entropy(logits, labels, **options)
+    squares = logits[labels != -100].logsumexp(1).square()
+    theirs = F.cross_entropy(logits, labels, **options) + z_loss * squares.mean()
     (ours * 3).backward()
     (theirs * 3).backward()
     pairs = [(t.grad, e.grad) for t, e in zip(tensors, exact, strict=True)]
@@ -68,6 +75,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"label_smoothing": 0.1},
     {"softcap": 5.0},
     {"bias": True},
+    {"z_loss": 0.05},
+    {"transform": "bent", "z_loss": 0.05, "label_smoothing": 0.1, "bias": True},
     {"softcap": 3.0, "label_smoothing": 0.2, "bias": True, "ignore_index": 5},
 ]
 

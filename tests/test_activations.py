@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from support.trainer import LiveBytes
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from infinity.config.schema import load_config
 from infinity.cutting import cut_model
+from infinity.losses import chunked_cross_entropy
 from infinity.model.shapes import target_of
 from infinity.plan.activations import LOGIT_BYTES, Activations, estimate_activations
 from infinity.plan.layout import (
@@ -191,6 +193,22 @@ def test_lookups_cost_nothing_heads_their_logits_and_experts_their_share() -> No
     )
     assert again.boundaries == 2 * 8 * h * 2, "of the block, its experts included, and the head"
     assert again.again == 8 * 2 * (2 * h + 4 * 0.5 * 5 * h)
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_sliced_logits_are_those_of_a_chunk(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the gradient of the head's input; compared with what lives."""
+    monkeypatch.setattr("infinity.plan.activations.CHUNK_TOKENS", 64)
+    tokens, vocabulary, width, dtype = 64 * chunks, 2000, 32, torch.bfloat16
+    head = one_unit("head", (vocabulary, width))
+    found = estimate_activations([head], tokens, heads={0}, logits_at_once=1024)
+    hidden = torch.randn(tokens, width, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocabulary, width, dtype=dtype, requires_grad=True)
+    with LiveBytes() as live:
+        labels = torch.randint(0, vocabulary, (tokens,))
+        chunked_cross_entropy(hidden, weight, labels, chunk_size=64).backward()
+    counted = live.peak - hidden.numel() * dtype.itemsize
+    assert 0.6 * found.logits < counted < 1.05 * found.logits
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["gate and up", "one matrix for both"])

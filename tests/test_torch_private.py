@@ -15,12 +15,15 @@ from torch.overrides import TorchFunctionMode
 from infinity.model.torch_private import (
     DispatchMode,
     after_backward,
+    below_torch_function,
     inside_backward,
     inside_function_transform,
     is_number_on_meta,
     is_weight_norm,
     runs_backward,
+    storage_address,
     storage_use_count,
+    tensor_without_memory,
     top_saved_tensors_hooks,
     weight_norm_anywhere,
 )
@@ -35,6 +38,28 @@ def test_the_storage_count_sees_views_and_aliases() -> None:
     assert storage_use_count(base) == 3
     del view, alias
     assert storage_use_count(base) == 1
+
+
+class Without(torch.Tensor):
+    """A subclass that has shapes only."""
+
+    @classmethod
+    def __torch_function__(cls, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return below_torch_function(call, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return torch.ones(2)
+
+
+def test_a_tensor_without_memory_has_strides_and_no_address() -> None:
+    made = tensor_without_memory(Without, (2, 3), torch.bfloat16, "cpu", (1, 2))
+    assert (made.shape, made.stride(), made.dtype) == ((2, 3), (1, 2), torch.bfloat16)
+    assert not made.is_contiguous()
+    assert storage_address(made) == 0
+    real = torch.zeros(4)
+    assert storage_address(real[1:]) == real.data_ptr()
+    assert type(made + 1) is torch.Tensor  # results are not made a subclass's
 
 
 def test_the_storage_count_does_not_count_python_references_to_one_tensor() -> None:

@@ -340,10 +340,12 @@ class ActivationsConfig(Section):
     """Scratch space that is reserved for them."""
     min_bytes: Size = 1 << 20
     """Smaller tensors stay where they are."""
-    logits: Literal["whole", "sliced"] = "whole"
-    """sliced: head and loss in chunks, so that the logits of a chunk of tokens exist at a time."""
     slices: int = Field(default=1, ge=1)
     """A block runs its batch in so many slices, so that its weights are fetched once for all."""
+    logits: Literal["auto", "whole", "sliced"] = "auto"
+    """sliced: cross entropy makes the head's logits a chunk of tokens at a time. auto is sliced for
+    causal language models in `infinity train`, `InfinityTrainer` and `from_pretrained`, else whole.
+    """
 
     @property
     def recompute(self) -> int | Literal["all"]:
@@ -559,6 +561,13 @@ class Config(Section):
         if needs and info.data.get("nvme_path") == ():
             raise ValueError(needs)
         return value
+
+    def with_sliced_logits(self) -> Config:
+        """The same, with `activations.logits` sliced unless something else was chosen."""
+        if self.activations.logits != "auto":
+            return self
+        sliced = self.activations.model_copy(update={"logits": "sliced"})
+        return self.model_copy(update={"activations": sliced})
 
     def resolved(self) -> dict[str, dict[str, Any]]:
         """Return every value by dotted name, JSON-able, with its origin.

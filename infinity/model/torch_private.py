@@ -25,6 +25,14 @@ def storage_use_count(tensor: Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
+def storage_address(tensor: Tensor) -> int:
+    """Where the tensor's storage begins; 0 where it has no memory (some subclasses)."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return 0
+
+
 def top_saved_tensors_hooks() -> SavedTensorHooks | None:
     """The innermost active (pack, unpack) pair of this thread, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -119,9 +127,27 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
 
-def tensor_without_memory(cls: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """A contiguous CPU tensor of the subclass `cls`, of which only shape and dtype exist."""
-    return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
+def tensor_without_memory(
+    cls: Any,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    strides: tuple[int, ...] | None = None,
+) -> Any:
+    """A tensor of the subclass `cls` without values, contiguous unless `strides` are given."""
+    make: Any = Tensor._make_wrapper_subclass
+    return make(cls, shape, strides=strides, dtype=dtype, device=torch.device(device))
+
+
+def below_torch_function(call: Any, args: Any, kwargs: Any) -> Any:
+    """`call(*args, **kwargs)`, as if no subclass had a `__torch_function__`; results stay as is."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return call(*args, **kwargs)
+
+
+def may_alias(call: Any) -> bool:
+    """Whether an operation changes an argument, or returns a view of one."""
+    return any(argument.alias_info is not None for argument in call._schema.arguments)
 
 
 def is_cast(call: Any) -> bool:

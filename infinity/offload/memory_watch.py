@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from infinity.errors import DoesNotFitError, InfinityWarning
 from infinity.heap import return_freed_memory
 from infinity.model.shapes import target_of
-from infinity.plan.activations import Activations, estimate_activations
+from infinity.plan.activations import CHUNK_TOKENS, Activations, estimate_activations
 from infinity.plan.layout import Tier
 from infinity.plan.machine import high_water_bytes, memory_room
 from infinity.plan.plan import Plan
@@ -48,11 +48,14 @@ class MemoryWatch:
     """Samples memory at unit boundaries; used by the training thread only.
 
     `budget` is a host budget that was asked for, in bytes, else None. `model` is looked at now,
-    and not kept.
+    and not kept. `sliced` says whether logits are made in chunks.
     """
 
-    def __init__(self, plan: Plan, model: nn.Module, device: Device, budget: int | None) -> None:
+    def __init__(
+        self, plan: Plan, model: nn.Module, device: Device, budget: int | None, *, sliced: bool
+    ) -> None:
         self._plan = plan
+        self._logits_at_once = CHUNK_TOKENS if sliced else None
         target = target_of("", model, {})
         self._lookups, self._heads = target.lookups, target.heads
         self._cuda = device.torch_device if device.torch_device.type == "cuda" else None
@@ -189,6 +192,7 @@ class MemoryWatch:
             heads=self._heads,
             recompute=self._plan.saved.recompute,
             slices=self._plan.saved.slices,
+            logits_at_once=self._logits_at_once,
         )
 
     def _reserved(self) -> int:

@@ -24,6 +24,7 @@ from infinity.model.torch_private import (
     SavedTensorHooks,
     checkpoint_packs,
     saved_by_checkpoint,
+    storage_address,
     top_saved_tensors_hooks,
 )
 from infinity.offload.activations import (
@@ -158,7 +159,7 @@ class SavedTensors:
         return len(self._stack)
 
     def _pack(self, tensor: Tensor, outer: SavedTensorHooks | None) -> Any:
-        slot = self._addresses.get(tensor.untyped_storage().data_ptr())
+        slot = self._addresses.get(storage_address(tensor))
         if slot is not None and slot.owner is not None and tensor.numel():
             return _InSlot(
                 slot.owner,

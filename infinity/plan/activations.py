@@ -16,8 +16,8 @@ gone when the first recomputed block runs again.
 
 *Logits* of a head exist three times in fp32 at the turn: as probabilities, which cross entropy
 keeps, and as two gradients, of the probabilities and of the logits. (bf16 ones are upcast before.)
-In chunks (`losses.py`) one chunk of them does, with the gradient of the weight in fp32 and that of
-what came in.
+Where they are sliced, those of one chunk of tokens do, and the gradient of the head's weight is
+there already: a chunk's, and the sum in fp32 where there are several.
 
 *Flow.* What backward carries: the gradient of the residual sum, and those of the widest product
 inside a block, of one slice, two of them where it is gated, while all that the block saved is still
@@ -49,7 +49,7 @@ from infinity.sizes import format_size
 
 CHUNK_TOKENS = 1024  # as `losses.CHUNK_TOKENS`, which needs torch
 LOGIT_BYTES = 3 * 4
-CHUNK_LOGIT_BYTES = 2 * 4  # beside the product in the compute dtype
+_SUM_BYTES = 4  # what gradients of chunks are added in
 _NORM_BYTES = 4  # what an RMS norm computes in
 
 
@@ -174,8 +174,9 @@ class ActivationModel:
             inner = int((part if sliced else tokens) * block.carried)
             flow = max(flow, tokens * block.width + inner)
             gradients = max(gradients, block.summed if sliced else block.gradients)
-        at_once = tokens if logits_at_once is None else logits_at_once
-        logits = sum(_of_logits(head, at_once, tokens, self._itemsize) for head in self._heads)
+        logits = sum(
+            _of_logits(head, logits_at_once, tokens, self._itemsize) for head in self._heads
+        )
         return Activations(saved, again, boundaries, logits, flow, gradients)
 
 
@@ -195,13 +196,13 @@ def estimate_activations(
     return model.of(tokens, recompute=recompute, slices=slices, logits_at_once=logits_at_once)
 
 
-def _of_logits(head: tuple[int, ...], at_once: int, tokens: int, itemsize: int) -> int:
+def _of_logits(head: tuple[int, ...], at_once: int | None, tokens: int, itemsize: int) -> int:
     """Bytes that logits take: of all tokens as torch makes them, or in chunks as `losses.py`."""
     size, width = head
-    if at_once >= tokens:
+    if at_once is None:
         return tokens * size * LOGIT_BYTES
-    chunk = at_once * size * (itemsize + CHUNK_LOGIT_BYTES)
-    return chunk + size * width * 4 + tokens * width * itemsize
+    summed = _SUM_BYTES if tokens > at_once else 0
+    return min(tokens, at_once) * size * LOGIT_BYTES + size * width * (itemsize + summed)
 
 
 def _summed_bytes(unit: UnitLayout) -> int:

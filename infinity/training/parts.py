@@ -25,6 +25,7 @@ from infinity.offload.memory_watch import MemoryWatch
 from infinity.offload.owner import Owner
 from infinity.offload.prefetch import Cycles, Prefetcher
 from infinity.offload.report import Timeline
+from infinity.offload.sliced_logits import SlicedHeads
 from infinity.offload.state import StateStore
 from infinity.offload.transfers import Transfers
 from infinity.offload.window import AccumulationWindow
@@ -177,7 +178,8 @@ class Parts:
             self.store, self.prefetcher, self.kernels, self.optimizer_pass.finish, self.owner,
             before_change=self.saver.await_copied,
         )  # fmt: skip
-        watch = MemoryWatch(plan, model, self.device, config.budget.host)
+        sliced = config.activations.logits == "sliced"
+        watch = MemoryWatch(plan, model, self.device, config.budget.host, sliced=sliced)
         self.hooks = Hooks(
             self.prefetcher, self.gradients, self.window, self.owner, watch, self.activations,
             self.values.lent, self.values.flush_edits, cut.units, cut.parameters, cut.trained,
@@ -187,6 +189,9 @@ class Parts:
         self.hooks.watch_root(model, *self.cycles.around_calls())
         self.forwards = UnitForwards(self.hooks, cut.units, cut.parameters, plan.saved)
         undo.append(self.forwards.remove)
+        if sliced:
+            heads = SlicedHeads(model, self.hooks, cut.parameters, self.forwards.warn_once)
+            undo.append(heads.remove)
         if self._trace is not None:
             self.timeline = Timeline(self._trace, self.transfers, self.hooks, *config.trace_steps)
         self.installation = Installation(model, self.hooks.touch)

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -442,4 +443,13 @@ def _initialize(
     told = read_settings(config, *ways, **{name: arguments.get(name) for name in names})
     model = build(config=told.config)
     made = prepare(model) if prepare is not None else None
+    told = replace(told, config=told_for(model, told.config))
     return initialize(model if made is None else made, told, **arguments)
+
+
+def told_for(model: nn.Module, config: Config) -> Config:
+    """The configuration of an engine over a model, with logits sliced in causal language models."""
+    names = importlib.import_module("transformers.models.auto.modeling_auto")
+    causal = set(names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    kinds = (kind for module in model.modules() for kind in type(module).__mro__)  # or around one
+    return config.with_sliced_logits() if any(k.__name__ in causal for k in kinds) else config

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Sampler
 from infinity.checkpoint.manifest import MANIFEST_NAME
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, ConfigError, EngineClosedError, InfinityWarning
-from infinity.huggingface.models import save_pretrained, transformers
+from infinity.huggingface.models import save_pretrained, told_for, transformers
 from infinity.huggingface.settings import (
     Choice,
     GroupsOnly,
@@ -460,12 +460,13 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             self.engine = None
         given = self.optimizer
         choice, settings = self._choose(given), self._settings_now()
+        config = told_for(self.model, choice.config)
         told = Settings(
-            choice.config,
+            config,
             settings.translation,
             self.args.per_device_train_batch_size,
             drop_last=self.args.dataloader_drop_last,
-            given=choice.config,
+            given=config,
         )
         generators = capture_rng()
         engine, optimizer, *_ = initialize(

@@ -237,6 +237,7 @@ class Prepared:
             "training.tokens_per_step": self.tokens_per_step,
             "engine.seed": self.engine.seed,
             "engine.gradient_accumulation_steps": self.engine.gradient_accumulation_steps,
+            "engine.activations.logits": self.engine.activations.logits,
         }
         return {name: value for name, value in found.items() if value is not None}
 
@@ -250,6 +251,8 @@ class Prepared:
         }
         if self.engine.scheduler is not None:  # with the steps in the place of auto
             found["engine.scheduler.params"] = self.engine.scheduler.params
+        if self.engine.activations.logits == "sliced":  # runs from before it could be are whole
+            found["engine.activations.logits"] = "sliced"
         found |= {f"model.{name}": value for name, value in self.facts.identity().items()}
         return found | {
             "model.attention": self.config.model.attention,

@@ -147,18 +147,18 @@ class RunConfig(Section):
     engine: Config = Config()
 
     def engine_for(self, length: int | Literal["auto"]) -> Config:
-        """What the engine is told, with the micro-batches of a step.
+        """What the engine is told, with the micro-batches of a step; logits are sliced.
 
         Raises `ConfigError` where windows of `length` tokens do not come out even.
         """
-        wanted = self.training.tokens_per_step
+        wanted, engine = self.training.tokens_per_step, self.engine.with_sliced_logits()
         if wanted is None or length == "auto":
-            return self.engine
+            return engine
         try:
             count = micro_batches(wanted, self.training.micro_batch, length)
         except ValueError as error:
             raise ConfigError(f"training.{error}") from None
-        return self.engine.model_copy(update={"gradient_accumulation_steps": count})
+        return engine.model_copy(update={"gradient_accumulation_steps": count})
 
     @property
     def tokens_of_a_step(self) -> int:

@@ -1,0 +1,321 @@
+"""`activations.logits: sliced`: numbers near those of whole logits, and no logits in memory.
+
+Near, not equal: chunks are other products than all tokens at once. Equal, bit for bit: every
+placement. What slices do not know gives whole logits, and then the numbers are theirs.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as hf
+from support.families import DECODER, FAMILIES, VOCABULARY, Batch, Family, causal
+from support.grids import diagonal
+from support.models import CASES
+from support.trainer import PLACEMENTS, SIMPLEST, Run, make_config, make_device, train
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import infinity
+from infinity.config.schema import load_config
+from infinity.errors import EngineClosedError, InfinityWarning
+from infinity.huggingface.models import told_for
+from infinity.offload import sliced_logits
+from infinity.offload.sliced_logits import Logits, heads_of
+from infinity.runs.settings import load_run_config
+
+CHUNK = 5  # tokens
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ON_DISK = ("disk", "disk", "disk")
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sliced_logits, "LOGIT_CHUNK", CHUNK)  # or half of it
+
+
+def family(name: str, config: str, **more: Any) -> Family:
+    return Family("decoder", name, lambda: getattr(hf, config)(**{**DECODER, **more}), causal)
+
+
+LLAMA = FAMILIES["llama"]
+MODELS = {
+    "llama": LLAMA,
+    "gpt2, tied": FAMILIES["gpt2"],
+    "gemma2, soft cap": family("Gemma2ForCausalLM", "Gemma2Config", query_pre_attn_scalar=8,
+                               final_logit_softcapping=0.5),
+    "granite, divided": family("GraniteForCausalLM", "GraniteConfig", logits_scaling=3.0),
+    "cohere, multiplied": family("CohereForCausalLM", "CohereConfig", logit_scale=0.3),
+    "phi, bias": family("PhiForCausalLM", "PhiConfig", tie_word_embeddings=False),
+}  # fmt: skip
+
+
+def run(
+    model: nn.Module,
+    logits: str,
+    placement: tuple[str, str, str] = SIMPLEST,
+    device: str = "cpu",
+    **more: Any,
+) -> Run:
+    config = make_config(placement, activations={"logits": logits}, **more)
+    return Run(model, config, device=make_device(device))
+
+
+class Found:
+    """The loss of one batch, every gradient of it, and what was said of logits."""
+
+    def __init__(self, engine: Any, loss_of: Callable[[Any, Batch], Tensor], given: Batch) -> None:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            loss = loss_of(engine, given)
+            engine.backward(loss)
+        self.said = [str(w.message) for w in said if w.category is InfinityWarning]
+        self.loss = loss.detach()
+        self.gradients = {n: engine.gradient(p) for n, p in engine.module.named_parameters()}
+
+    def assert_near(self, other: Found, allowed: float) -> None:
+        assert self.loss.dtype is other.loss.dtype
+        torch.testing.assert_close(self.loss, other.loss, rtol=allowed, atol=0)
+        for name, value in self.gradients.items():
+            expected = other.gradients[name].float()
+            assert float((value.float() - expected).norm() / expected.norm()) < allowed, name
+
+
+def both(
+    chosen: Family, loss_of: Callable[[Any, Batch], Tensor], precision: str = "fp32"
+) -> tuple[Found, Found]:
+    """With whole logits, and with sliced ones."""
+    found = []
+    more = {"loss_scale": {"value": 128.0}} if precision == "fp16" else {}
+    for logits in ("whole", "sliced"):
+        with run(chosen.build(DTYPES[precision]), logits, precision=precision, **more) as one:
+            found.append(Found(one.engine, loss_of, chosen.batches(1)[0]))
+    return found[0], found[1]
+
+
+def theirs(engine: Any, given: Batch) -> Tensor:
+    """As transformers computes it; half of the labels do not count."""
+    labels = given["labels"].clone()
+    labels[:, 1::2] = -100
+    loss: Tensor = engine(**{**given, "labels": labels}).loss
+    return loss
+
+
+def users(engine: Any, given: Batch) -> Tensor:
+    """As its user computes it, after the call: in the dtype of the logits, smoothed."""
+    logits = engine(input_ids=given["input_ids"]).logits
+    labels = given["labels"][:, 1:].reshape(-1)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("loss_of", [theirs, users])
+@pytest.mark.parametrize(("precision", "allowed"), [("fp32", 1e-5), ("bf16", 4e-2), ("fp16", 4e-3)])
+@pytest.mark.parametrize("name", MODELS)
+def test_near_whole_logits(
+    name: str, precision: str, allowed: float, loss_of: Callable[[Any, Batch], Tensor]
+) -> None:
+    whole, sliced = both(MODELS[name], loss_of, precision)
+    sliced.assert_near(whole, allowed)
+    assert sliced.said == whole.said == []
+
+
+@pytest.mark.parametrize(
+    ("placement", "case", "device", "precision"),
+    diagonal(PLACEMENTS, ["gpt", "encoder_decoder"], ["fake", "cpu", "fake"], ["fp32", "bf16"]),
+)
+def test_the_same_bits_in_every_placement(
+    placement: tuple[str, str, str], case: str, device: str, precision: str
+) -> None:
+    """With a tied head and one of its own; and the bytes of the forecast."""
+    found = []
+    for here, kind in ((SIMPLEST, "cpu"), (placement, device)):
+        config = make_config(here, precision=precision, activations={"logits": "sliced"})
+        model, batches = CASES[case].build(), CASES[case].batches(3)
+        found.append(train(model, batches, config, device=make_device(kind)))
+    assert found[1].differences(found[0]) == []
+    assert found[1].report is not None
+    assert found[1].report.moved == found[1].forecast
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers in a tensor that an operation made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(
+        self, call: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        made = call(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            real = isinstance(tensor, Tensor) and not isinstance(tensor, Logits)
+            if real and tensor.is_floating_point() and not tensor.is_meta:  # slots are bytes
+                self.numel = max(self.numel, tensor.numel())
+        return made
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2, soft cap"])
+def test_no_tensor_has_the_size_of_all_logits(name: str) -> None:
+    tokens, vocabulary, largest = 64, 640, {}
+    facts = MODELS[name].config()
+    facts.vocab_size, facts.max_position_embeddings = vocabulary, tokens
+    ids = torch.randint(3, vocabulary, (1, tokens))
+    for logits in ("whole", "sliced"):
+        model = getattr(hf, MODELS[name].model)._from_config(facts).train()
+        with run(model, logits) as one, Largest() as largest[logits]:
+            output = one.engine(input_ids=ids, labels=ids)
+            one.engine.backward(output.loss)
+            assert output.logits.shape == (1, tokens, vocabulary)
+            hidden = [weakref.ref(t.made.hidden) for t in [output.logits] if type(t) is Logits]
+            del output
+            assert [ref() for ref in hidden] in ([], [None]), "the collector is not needed"
+    assert largest["whole"].numel == tokens * vocabulary
+    assert largest["sliced"].numel == vocabulary * facts.hidden_size  # the head's gradient
+
+
+def with_z_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels) + 1e-2 * logits.logsumexp(-1).square().mean()
+
+
+def label_smoother(logits: Tensor, labels: Tensor) -> Tensor:
+    return -F.log_softmax(logits, -1).gather(1, labels[:, None]).mean()
+
+
+def changed_in_place(logits: Tensor, labels: Tensor) -> Tensor:
+    """A copy made before has the values of then, a view made before those of now."""
+    copy, view = logits * 2, logits[:6]
+    logits[:, 3] = -1e4
+    late = F.cross_entropy(logits, labels.clamp(min=4)) + F.cross_entropy(view, labels[:6])
+    return late + F.cross_entropy(copy, labels)
+
+
+def weighted(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, weight=torch.linspace(0.1, 1, VOCABULARY))
+
+
+def token_by_token(logits: Tensor, labels: Tensor) -> Tensor:
+    return (F.cross_entropy(logits, labels, reduction="none") * labels).mean()
+
+
+@pytest.mark.parametrize(
+    "loss_of", [with_z_loss, label_smoother, changed_in_place, weighted, token_by_token]
+)
+@pytest.mark.parametrize("name", ["gemma2, soft cap", "phi, bias"])
+def test_anything_else_makes_logits_whole_and_says_so_once(
+    name: str, loss_of: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    def compute(engine: Any, given: Batch) -> Tensor:
+        for _ in range(2):
+            logits = engine(input_ids=given["input_ids"]).logits.float()
+            loss = loss_of(logits[:, :-1].reshape(-1, VOCABULARY), given["labels"][:, 1:].flatten())
+        return loss
+
+    whole, sliced = both(MODELS[name], compute)
+    sliced.assert_near(whole, 1e-5)
+    assert whole.said == []
+    (said,) = sliced.said
+    assert "'lm_head'" in said
+
+
+def test_who_reads_logits_finds_values_and_gradients() -> None:
+    def compute(engine: Any, given: Batch) -> Tensor:
+        logits = engine(input_ids=given["input_ids"]).logits
+        flat, labels = logits.view(-1, VOCABULARY), given["labels"].flatten()
+        assert not F.cross_entropy(flat.detach(), labels).requires_grad
+        leaf = flat.detach().requires_grad_()
+        F.cross_entropy(leaf, labels).backward()
+        seen.append([leaf.grad, logits.detach().numpy(), torch.tensor(logits.tolist())])
+        seen[-1].append(logits.clone().argmax(-1))
+        logits.register_hook(lambda gradient: seen[-1].append(gradient))
+        return F.cross_entropy(flat, labels)
+
+    seen: list[list[Any]] = []
+    whole, sliced = both(LLAMA, compute)
+    sliced.assert_near(whole, 1e-5)
+    assert len(seen[0]) == 5
+    for one, other in zip(*seen, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("device", ["cpu", "fake"])
+def test_a_loss_after_the_call_finds_the_weight_that_is_on_disk(device: str) -> None:
+    found = []
+    for logits in ("whole", "sliced"):
+        with run(LLAMA.build(), logits, ON_DISK, device, prefetch_units=0) as one:
+            losses = []
+            for given in LLAMA.batches(3):
+                loss = users(one.engine, given)
+                one.engine.backward(loss)
+                one.engine.step()
+                losses.append(float(loss.detach()))
+            found.append(losses)
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_logits_are_not_made_of_weights_that_have_changed_or_gone() -> None:
+    (given,) = LLAMA.batches(1)
+    with run(LLAMA.build(), "sliced", ON_DISK) as one:
+        output = one.engine(**given)
+        one.engine.backward(output.loss)
+        one.engine.step()
+        with pytest.raises(RuntimeError, match="updated before its logits were made"):
+            output.logits.argmax()
+        output = one.engine(**given)
+    with pytest.raises(EngineClosedError):
+        output.logits.argmax()
+
+
+def test_without_gradients_or_training_logits_are_there() -> None:
+    (given,) = LLAMA.batches(1)
+    with run(LLAMA.build(), "sliced") as one:
+        with torch.no_grad():
+            assert type(one.engine(**given).logits) is Tensor
+        assert type(one.engine(**given).logits) is Logits
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert type(one.engine(**given).logits) is Tensor
+        one.engine.eval()
+        assert type(one.engine(**given).logits) is Tensor
+
+
+def test_heads_are_found_and_given_back() -> None:
+    model: Any = MODELS["gpt2, tied"].build()
+    assert heads_of(nn.Sequential(model)) == {"0.lm_head": model.lm_head}
+    plain: Any = CASES["gpt"].build()
+    assert heads_of(plain) == {"head": plain.head}
+    assert heads_of(nn.Linear(3, 4)) == {}
+    with run(plain, "sliced"):
+        assert "forward" in vars(plain.head)
+        assert heads_of(plain) == {}  # of another engine, or of its user
+    assert "forward" not in vars(plain.head)
+    with run(CASES["gpt"].build(), "auto") as one:
+        assert heads_of(one.model)
+
+
+def test_the_doors_of_causal_language_models_slice_unless_told_otherwise() -> None:
+    causal_model, other = LLAMA.build(), FAMILIES["bert"].build()
+    for built, told, expected in (
+        (causal_model, {}, "sliced"),
+        (nn.ModuleDict({"wrapped": causal_model}), {}, "sliced"),
+        (causal_model, {"activations": {"logits": "whole"}}, "whole"),
+        (other, {}, "auto"),
+    ):
+        assert told_for(built, load_config(told)).activations.logits == expected
+    run_config = {
+        "run_dir": "r",
+        "model": {"config": {"model_type": "gpt2"}},
+        "data": {"train": "t"},
+    }
+    assert load_run_config(run_config).engine_for("auto").activations.logits == "sliced"
+    told = {**run_config, "engine": {"activations": {"logits": "whole"}}}
+    assert load_run_config(told).engine_for("auto").activations.logits == "whole"
+    settings = {"precision": "fp32", "placement": {"weights": "device"}}
+    with infinity.from_config(LLAMA.config(), settings)[0] as engine:
+        assert type(engine(**LLAMA.batches(1)[0]).logits) is Logits

@@ -101,6 +101,14 @@ def test_every_access_is_ordered(placement: tuple[str, str, str]) -> None:
     ordered(placement, update, micro_batches, soon)
 
 
+@pytest.mark.parametrize("placement", [(tier,) * 3 for tier in TIERS], ids="-".join)
+def test_so_is_every_access_of_sliced_logits(placement: tuple[str, str, str]) -> None:
+    sliced = {"activations": {"logits": "sliced"}}
+    done = run(placement, kernels=True, **sliced)
+    near = train(CASE.build(), CASE.batches(3), make_config(**sliced))
+    assert done.device.violations + done.result.differences(near) == []
+
+
 @pytest.mark.big
 @pytest.mark.parametrize("soon", [True, False], ids=["soon", "late"])
 @pytest.mark.parametrize("micro_batches", [1, 2])

@@ -38,7 +38,7 @@ from support.fake_accelerator import (
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from infinity.model.torch_private import DispatchMode
+from infinity.model.torch_private import DispatchMode, storage_address
 from infinity.optim.cpu import Piece
 from infinity.storage.device import HAPPENED, Event, SquareSums
 
@@ -315,8 +315,8 @@ class _Inner:
 
 def span_of(tensor: Tensor) -> tuple[int, int]:
     """The memory of a tensor's storage: a parameter's is its unit's slot."""
-    storage = tensor.untyped_storage()
-    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    first = storage_address(tensor)  # logits that are sliced have none
+    return first, first + tensor.untyped_storage().nbytes() if first else first
 
 
 class _Watch(DispatchMode):

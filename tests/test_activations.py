@@ -14,11 +14,12 @@ from support.trainer import LiveBytes
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from infinity import losses
 from infinity.config.schema import load_config
 from infinity.cutting import cut_model
 from infinity.losses import chunked_cross_entropy
 from infinity.model.shapes import target_of
-from infinity.plan.activations import LOGIT_BYTES, Activations, estimate_activations
+from infinity.plan.activations import CHUNK_TOKENS, LOGIT_BYTES, Activations, estimate_activations
 from infinity.plan.layout import (
     PRECISIONS,
     ParameterFacts,
@@ -196,12 +197,12 @@ def test_lookups_cost_nothing_heads_their_logits_and_experts_their_share() -> No
 
 
 @pytest.mark.parametrize("chunks", [1, 4])
-def test_sliced_logits_are_those_of_a_chunk(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sliced_logits_are_those_of_a_chunk(chunks: int) -> None:
     """Beside the gradient of the head's input; compared with what lives."""
-    monkeypatch.setattr("infinity.plan.activations.CHUNK_TOKENS", 64)
+    assert CHUNK_TOKENS == losses.CHUNK_TOKENS
     tokens, vocabulary, width, dtype = 64 * chunks, 2000, 32, torch.bfloat16
     head = one_unit("head", (vocabulary, width))
-    found = estimate_activations([head], tokens, heads={0}, logits_at_once=1024)
+    found = estimate_activations([head], tokens, heads={0}, logits_at_once=64)
     hidden = torch.randn(tokens, width, dtype=dtype, requires_grad=True)
     weight = torch.randn(vocabulary, width, dtype=dtype, requires_grad=True)
     with LiveBytes() as live:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,13 @@ from typer.testing import CliRunner
 from infinity.cli.main import app
 from infinity.cli.train import TrainPage
 from infinity.errors import CheckpointError, ConfigError, TrainingError
+from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
 from infinity.runs.data import Corpus, Reel, split
+from infinity.runs.preparation import scheduled
 from infinity.runs.run import Run
 from infinity.runs.settings import load_run_config
 from infinity.schedules import WarmupCosineLR
+from infinity.storage.device import CpuDevice
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +97,50 @@ def test_equals_a_plain_loop_and_its_export_is_that_model(tmp_path: Path) -> Non
             loaded.eval()(ids).logits, model.eval()(ids).logits, rtol=2e-3, atol=2e-3
         )
     assert loaded.generation_config.eos_token_id == 256
+
+
+def left_to_the_plan(folder: Path, **changes: Any) -> dict[str, Any]:
+    """A run that says only model, data, and how many tokens a step has."""
+    raw = settings(folder, training__tokens_per_step=8 * LENGTH, **NO_DROPOUT, **changes)
+    del raw["training"]["micro_batch"], raw["engine"]["gradient_accumulation_steps"]
+    return raw
+
+
+def test_the_plan_chooses_how_a_steps_tokens_pass_the_model(tmp_path: Path) -> None:
+    """One micro-batch where all fits; and that of the run where it goes on, whatever fits now."""
+    raw = left_to_the_plan(tmp_path)
+    train(raw)
+    with Run(load_run_config(raw), "auto") as run:
+        prepared = run.prepare()
+    assert (prepared.micro_batch, prepared.engine.gradient_accumulation_steps) == (8, 1)
+    decided = {"engine.gradient_accumulation_steps": 2, "engine.activations.slices": 4}
+    again, chosen = scheduled(prepared, decided, CpuDevice())
+    assert chosen is not None
+    found = again.engine
+    assert (again.micro_batch, found.gradient_accumulation_steps) == (4, 2)
+    assert (found.activations.slices, again.tokens_per_step) == (4, 8 * LENGTH)
+
+
+def test_slices_that_were_chosen_have_the_losses_of_micro_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where activations are what is short; the model is the same, but for rounding."""
+    asked = {
+        "slices": BatchSchedule(micro_batches=1, slices=4, recompute=1),
+        "micro-batches": BatchSchedule(micro_batches=8, slices=1),
+    }
+    losses = []
+    for name, wish in asked.items():
+        (tmp_path / name).mkdir()
+        chosen = partial(_chosen, wish)
+        monkeypatch.setattr("infinity.runs.preparation.choose_schedule", chosen)
+        train(left_to_the_plan(tmp_path / name))
+        losses.append([line["loss"] for line in metrics_of(tmp_path / name) if "loss" in line])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def _chosen(wish: BatchSchedule, case: Any, _: Any, sequences: int | None) -> Any:
+    return choose_schedule(case, wish, sequences)
 
 
 def test_evaluation_is_the_loss_of_the_held_out_windows(tmp_path: Path) -> None:

@@ -258,7 +258,9 @@ def test_every_preset_is_valid_and_can_be_planned(tmp_path: Path, name: str) -> 
     assert report["fits"]
     wanted = config.training.tokens_per_step
     assert report["work"]["tokens_per_step"] == (wanted or 4 * 128)
-    assert (report["work"]["recompute"] == "all") is config.model.gradient_checkpointing
+    assert report["work"]["sliced_logits"]
+    if config.leaves_batches_to_the_plan:
+        assert report["schedule"]["runner_up"] is not None
 
 
 def test_init_replaces_nothing_unless_it_is_told_to(tmp_path: Path) -> None:

@@ -236,12 +236,8 @@ def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
 
 def _as_trained(config: Config, wishes: Wishes, target: Target) -> Config:
     """With logits in slices where `infinity train` and the trainers would have them so."""
-    named = "logits" in config.activations.model_fields_set
     ours = wishes.run is not None or wishes.model is None
-    if named or not ours or not target.heads:
-        return config
-    settings = config.activations.model_copy(update={"logits": "sliced"})
-    return config.model_copy(update={"activations": settings})
+    return config.with_sliced_logits() if ours and target.heads else config
 
 
 def _wish(wishes: Wishes, config: Config) -> BatchSchedule:
@@ -249,10 +245,14 @@ def _wish(wishes: Wishes, config: Config) -> BatchSchedule:
     from infinity.plan.batch_schedule import BatchSchedule
 
     named, count = config.activations.model_fields_set, config.gradient_accumulation_steps
+    fixed, run = "gradient_accumulation_steps" in config.model_fields_set, wishes.run
+    own = run is not None and run.model.gradient_checkpointing  # by the model: blocks stay whole
+    if run is not None:
+        fixed = own or not run.leaves_batches_to_the_plan
     told = BatchSchedule(
-        micro_batches=count if "gradient_accumulation_steps" in config.model_fields_set else None,
-        slices=config.activations.slices if "slices" in named else None,
-        recompute=config.activations.recompute if "checkpoint" in named else None,
+        micro_batches=count if fixed else None,
+        slices=config.activations.slices if "slices" in named or own else None,
+        recompute="all" if own else config.activations.recompute if "checkpoint" in named else None,
         offload=config.activations.offload if "offload" in named else None,
     )
     given: dict[str, Any] = {

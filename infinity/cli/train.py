@@ -121,7 +121,8 @@ def _show_plan(run: Run, page: TrainPage) -> None:
     model = model_on_meta(run.config.model, run.prepared.facts)
     with closing(find_device(None)) as device:
         case, target, cut = case_of(run.prepared, model, device)
-        found = report(case, target, cut, parse_size(DEFAULT_ENDURANCE))
+        after = None if run.chosen is None else run.chosen.runner_up
+        found = report(case, target, cut, parse_size(DEFAULT_ENDURANCE), after)
     text = io.StringIO()
     with redirect_stdout(text):
         show_plan(found)

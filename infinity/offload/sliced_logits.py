@@ -1,9 +1,9 @@
 """Heads whose logits are made a chunk of tokens at a time, by the cross entropy that wants them.
 
 [Note: sliced logits]
-Where gradients are wanted, the `forward` of a head returns `Logits`: a tensor that has no memory,
-only the hidden states it would be made of. What models do between head and loss (casts, a scale, a
-soft cap, leaving out the last token, flattening) is noted down and returns `Logits` again;
+In training, and of many tokens, the `forward` of a head returns `Logits`: a tensor that has no
+memory, only the hidden states it would be made of. What models do between head and loss (casts, a
+scale, a soft cap, leaving out the last token, flattening) is noted down and returns `Logits` again;
 `F.cross_entropy` of that is `chunked_cross_entropy` of the hidden states, with the noted operations
 in each chunk. Any other operation makes the logits, whole, once, and says so in one warning.
 
@@ -157,8 +157,9 @@ class Head:
     def _forward(self, hidden: Tensor) -> Tensor:
         module = self._module
         assert module is not None
-        trains = module.training and torch.is_grad_enabled()
-        if not trains or torch.is_autocast_enabled(hidden.device.type):
+        # Elsewhere as well if there are many: an evaluation is after the loss, too.
+        many = hidden.numel() > CHUNK_TOKENS * hidden.shape[-1]
+        if not (self._trains() or many) or torch.is_autocast_enabled(hidden.device.type):
             return self._own(hidden)
         weight = module.weight
         if hidden.dtype != weight.dtype or hidden.shape[-1] != weight.shape[1]:
@@ -166,6 +167,10 @@ class Head:
         apply: Any = _Head.apply
         logits: Tensor = apply(hidden, weight, module.bias, self)
         return logits
+
+    def _trains(self) -> bool:
+        module = self._module
+        return module is not None and module.training and torch.is_grad_enabled()
 
     def compute(self, updates: int, function: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
         """`function(weight, bias)`, with both there; a call of the engine's of its own.
@@ -188,7 +193,9 @@ class Head:
             self._after(self._module, (), None)
 
     def is_whole(self, because: str) -> None:
-        """Say once that logits are made whole."""
+        """Say once that logits are made whole, although a loss was to be expected."""
+        if self._module is not None and not self._module.training:
+            return
         self._warn_once(
             f"logits of {self._name}",
             f"all logits of {self._name!r} are made at once, for {because}: only cross_entropy "

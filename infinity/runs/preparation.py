@@ -30,6 +30,7 @@ from infinity.huggingface.models import (
 )
 from infinity.model.config_shapes import explained
 from infinity.model.shapes import Target, target_of
+from infinity.plan.batch_schedule import BatchSchedule, Chosen, choose_schedule
 from infinity.plan.machine import PlanMachine
 from infinity.plan.planner import Case
 from infinity.runs.data import Corpus, Progress, Recipe, Windows, prepare, split
@@ -238,6 +239,9 @@ class Prepared:
             "engine.seed": self.engine.seed,
             "engine.gradient_accumulation_steps": self.engine.gradient_accumulation_steps,
             "engine.activations.logits": self.engine.activations.logits,
+            "engine.activations.slices": self.engine.activations.slices,
+            "engine.activations.checkpoint": self.engine.activations.checkpoint,
+            "engine.activations.offload": self.engine.activations.offload,
         }
         return {name: value for name, value in found.items() if value is not None}
 
@@ -258,6 +262,7 @@ class Prepared:
             "model.attention": self.config.model.attention,
             "engine.seed": self.engine.seed,
             "engine.gradient_accumulation_steps": self.engine.gradient_accumulation_steps,
+            "engine.activations.slices": self.engine.activations.slices,
             "data.tokens": self.train.corpus.identity,
             "data.sequence_length": self.length,
             "data.shuffle": self.config.data.shuffle,
@@ -455,6 +460,39 @@ def check_schedule(prepared: Prepared, directory: RunDirectory, checkpoint: Path
 
 
 # --- the plan ------------------------------------------------------------------------------------
+
+
+def scheduled(
+    prepared: Prepared, decided: Mapping[str, Any], device: Device
+) -> tuple[Prepared, Chosen | None]:
+    """How the tokens of a step pass the model, where the configuration says only how many they are.
+
+    Micro-batches and slices belong to the numbers of a run: one that goes on keeps those that were
+    `decided`. None where nothing is left to choose.
+    """
+    config, told = prepared.config, prepared.config.engine.activations.model_fields_set
+    if not config.leaves_batches_to_the_plan:
+        return prepared, None
+    settings = config.engine.activations
+    wish = BatchSchedule(
+        micro_batches=decided.get("engine.gradient_accumulation_steps"),
+        slices=decided.get("engine.activations.slices")
+        or (settings.slices if "slices" in told else None),
+        recompute=settings.recompute if "checkpoint" in told else None,
+        offload=settings.offload if "offload" in told else None,
+    )
+    case, _, _ = case_of(prepared, model_on_meta(config.model, prepared.facts), device)
+    whole = case.with_step(prepared.tokens_per_step, 1)
+    chosen = choose_schedule(whole, wish, prepared.windows_per_step)
+    best = chosen.smallest if chosen.best is None else chosen.best.case
+    changes = {
+        "gradient_accumulation_steps": best.micro_batches,
+        "activations": best.config.activations,
+    }
+    engine = prepared.engine.model_copy(update=changes)
+    return replace(
+        prepared, engine=engine, micro_batch=prepared.windows_per_step // best.micro_batches
+    ), chosen
 
 
 def case_of(prepared: Prepared, model: nn.Module, device: Device) -> tuple[Case, Target, Cut]:

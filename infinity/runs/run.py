@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Self
 
@@ -30,13 +30,22 @@ from infinity.errors import (
 from infinity.files import sync_directory
 from infinity.huggingface.models import save_pretrained, transformers
 from infinity.model.weight_directory import holds_weights
+from infinity.plan.batch_schedule import Chosen
 from infinity.runs.data import Progress, Reel
 from infinity.runs.directory import RunDirectory
 from infinity.runs.loop import Loop, latest
 from infinity.runs.metrics import LastStep, Metrics, Result, Watcher, steps_told
-from infinity.runs.preparation import Prepared, build, check_schedule, loss_of, prepare_run
+from infinity.runs.preparation import (
+    Prepared,
+    build,
+    check_schedule,
+    loss_of,
+    prepare_run,
+    scheduled,
+)
 from infinity.runs.settings import AUTO, RunConfig, as_yaml
 from infinity.startup import initialize
+from infinity.storage.cuda import find_device
 from infinity.storage.run_dir import durable_records, run_records
 
 NEVER = "never"
@@ -60,6 +69,8 @@ class Run:
         self.checkpoint = None if resume in (NEVER, AUTO) else _find_checkpoint(Path(resume))
         self.directory = RunDirectory(config.run_dir, resume=resume != NEVER)
         self.prepared: Prepared | None = None
+        self.chosen: Chosen | None = None
+        """The batch schedule and the next one, where the plan chose it."""
         self.trains = False
         """Whether there is, or was, an engine."""
 
@@ -70,7 +81,10 @@ class Run:
         does; nothing was trained or allocated then.
         """
         directory = self.directory
-        prepared = self.prepared = prepare_run(self.config, directory.tokens, progress)
+        prepared = prepare_run(self.config, directory.tokens, progress)
+        with closing(find_device(None)) as device:
+            prepared, self.chosen = scheduled(prepared, directory.decided, device)
+        self.prepared = prepared
         check_schedule(prepared, directory, self.checkpoint)
         directory.check(prepared.decides())
         heading = _HEADING.format(Path.cwd())

@@ -161,6 +161,13 @@ class RunConfig(Section):
         return engine.model_copy(update={"gradient_accumulation_steps": count})
 
     @property
+    def leaves_batches_to_the_plan(self) -> bool:
+        """Whether only the tokens of a step are said, not how they pass the model."""
+        training = self.training
+        told = "micro_batch" in training.model_fields_set or self.model.gradient_checkpointing
+        return training.tokens_per_step is not None and not told
+
+    @property
     def tokens_of_a_step(self) -> int:
         """All micro-batches together; of windows as long as the model may see where not said."""
         training, length = self.training, self.data.sequence_length

@@ -38,7 +38,7 @@ ON_DISK = ("disk", "disk", "disk")
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sliced_logits, "LOGIT_CHUNK", CHUNK)  # or half of it
+    monkeypatch.setattr(sliced_logits, "CHUNK_TOKENS", CHUNK)  # or half of it
 
 
 def family(name: str, config: str, **more: Any) -> Family:
@@ -273,8 +273,8 @@ def test_logits_are_not_made_of_weights_that_have_changed_or_gone() -> None:
         output.logits.argmax()
 
 
-def test_without_gradients_or_training_logits_are_there() -> None:
-    (given,) = LLAMA.batches(1)
+def test_without_gradients_or_training_logits_of_few_tokens_are_there() -> None:
+    (given,) = ({n: t[:1, :CHUNK] for n, t in g.items()} for g in LLAMA.batches(1))
     with run(LLAMA.build(), "sliced") as one:
         with torch.no_grad():
             assert type(one.engine(**given).logits) is Tensor
@@ -283,6 +283,24 @@ def test_without_gradients_or_training_logits_are_there() -> None:
             assert type(one.engine(**given).logits) is Tensor
         one.engine.eval()
         assert type(one.engine(**given).logits) is Tensor
+
+
+def test_an_evaluation_has_no_logits_and_whoever_wants_them_is_not_warned() -> None:
+    tokens, vocabulary = 64, 640
+    facts = LLAMA.config()
+    facts.vocab_size, facts.max_position_embeddings = vocabulary, tokens
+    ids = torch.randint(3, vocabulary, (1, tokens))
+    model = getattr(hf, LLAMA.model)._from_config(facts)
+    with run(model, "sliced") as one, torch.no_grad():
+        one.engine.eval()
+        with Largest() as largest:
+            loss = one.engine(input_ids=ids, labels=ids).loss
+        assert largest.numel < tokens * vocabulary
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            logits = one.engine(input_ids=ids).logits + 0.0
+        expected = F.cross_entropy(logits[0, :-1], ids[0, 1:])
+        assert torch.isclose(loss, expected, rtol=1e-5)
 
 
 def test_heads_are_found_and_given_back() -> None:

@@ -17,17 +17,25 @@ from infinity.errors import ConfigError
 from infinity.formats import MomentFormat
 from infinity.heap import return_freed_memory
 from infinity.model.parameters import ParameterMap
+from infinity.model.shapes import target_of
 from infinity.optim.adapter import AdapterRule
 from infinity.optim.adapter_probe import OptimizerMaker, open_adapter
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.optim.standalone import built_in_of
 from infinity.optim.update import BuiltInRule, Rule
+from infinity.plan.activations import ActivationModel
 from infinity.plan.budget import Limits
 from infinity.plan.cost import Rates
+from infinity.plan.forecast import forecast_bytes
 from infinity.plan.layout import Tier, UnitLayout, largest_trained_of
 from infinity.plan.machine import default_host_budget_bytes, read_machine
 from infinity.plan.plan import Plan, RuleFacts
-from infinity.plan.planner import gradient_itemsize, make_plan
+from infinity.plan.planner import (
+    activations_on_device,
+    gradient_itemsize,
+    make_plan,
+    to_leave,
+)
 from infinity.rules import SGD
 from infinity.storage.device import PROCESS, Device
 
@@ -179,11 +187,32 @@ def facts_of(rule: Rule, layouts: Iterable[UnitLayout]) -> RuleFacts:
     )
 
 
+def _leaving_room(
+    limits: Limits, config: Config, device: Device, model: nn.Module, cut: Cut
+) -> Limits:
+    """With what activations are expected to take, where the tokens of a micro-batch are told."""
+    target, settings = target_of("", model, {}), config.activations
+    shape = ActivationModel(cut.layouts, lookups=target.lookups, heads=target.heads)
+    assert settings.tokens is not None
+    found = activations_on_device(
+        shape, settings, settings.tokens, settings.recompute, device.unified
+    )
+    memory = device.memory_bytes()
+    if memory is None:
+        whole = default_host_budget_bytes(read_machine(config.nvme_path))
+    else:
+        whole = int(memory * AUTO_DEVICE_BUDGET)
+    budget = (limits.host if device.unified else limits.device) or whole
+    return replace(limits, activations=to_leave(found, budget, whole - budget))
+
+
 def plan_for(
     model: nn.Module, cut: Cut, config: Config, device: Device, rule: Rule, rates: Rates | None
 ) -> Plan:
     """The plan of one engine on this machine; `rates` as `make_plan` takes them."""
     limits = limits_for(config, device, model)
+    if config.activations.tokens is not None:
+        limits = _leaving_room(limits, config, device, model, cut)
     facts = facts_of(rule, cut.layouts)
     run = None
     if config.durable:
@@ -200,6 +229,9 @@ def plan_for(
         rates=rates,
         stored=run.stored if run is not None else None,
     )
+    if plan.micro_batches > 1 and any(unit.is_block for unit in plan.units):
+        whole = replace(plan, micro_batches=1)  # gradients are fp32 either way
+        plan = replace(plan, whole_batch_bytes=forecast_bytes(whole))
     if reason and Tier.DEVICE in {placement.state for placement in plan.placements}:
         note = f"state that rests on the device is updated by the host, slower: {reason}"
         plan = replace(plan, notes=(*plan.notes, note))

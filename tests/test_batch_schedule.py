@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
+from support.small import small_engine
 from test_advice import MIB, machine, units
 
 from infinity.config.schema import load_config
@@ -96,3 +98,15 @@ def test_where_nothing_fits_the_least_is_told() -> None:
     assert BatchSchedule.of(chosen.smallest).slices == SEQUENCES
     with pytest.raises(DoesNotFitError):
         price(chosen.smallest).require_room()
+
+
+def test_a_loop_of_micro_batches_is_told_what_the_whole_batch_would_move(tmp_path: Path) -> None:
+    with small_engine(tmp_path, gradient_accumulation_steps=4) as engine:
+        page, whole = engine.plan.describe(), engine.plan.whole_batch_bytes
+    assert "as one micro-batch in 4 slices it would move" in page
+    other = tmp_path / "other"
+    other.mkdir()
+    told = {"slices": 4, "checkpoint": "units"}
+    with small_engine(other, activations=told) as engine:
+        assert engine.plan.predicted_bytes == whole
+        assert "as one micro-batch" not in engine.plan.describe()

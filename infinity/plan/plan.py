@@ -108,6 +108,7 @@ class Plan:
     memory: dict[Tier, dict[str, int]]  # purpose -> bytes
     budget: dict[Tier, int | None]
     predicted_bytes: dict[str, int] = field(default_factory=dict)
+    whole_batch_bytes: dict[str, int] = field(default_factory=dict)  # were it one micro-batch
     notes: tuple[str, ...] = ()
     rule: RuleFacts = RuleFacts()
     device_kernels: bool = False  # a device with memory of its own runs our optimizer kernels
@@ -234,6 +235,7 @@ class Plan:
             if self.predicted_bytes.get(direction, 0)
         )
         lines.append(f"  predicted per step: {directions or 'nothing moves between tiers'}")
+        lines.extend(self._whole_batch_lines())
         if self.rates_origin:
             rates = self.rates_origin
             rates = rates if "rates" in rates else f"rates {rates}"
@@ -244,6 +246,19 @@ class Plan:
             lines.append(f"  durable: {self._durable_line()}")
         lines.extend(f"  note: {note}" for note in self.notes)
         return "\n".join(lines)
+
+    def _whole_batch_lines(self) -> list[str]:
+        """What a step would move if its micro-batches passed each block together."""
+        now, whole = (sum(b.values()) for b in (self.predicted_bytes, self.whole_batch_bytes))
+        if not whole or whole >= now:
+            return []
+        count = self.micro_batches
+        return [
+            f"  as one micro-batch in {count} slices it would move {format_size(whole)} instead of "
+            f"{format_size(now)}:",
+            f"    gradient_accumulation_steps: 1, activations: {{slices: {count}, checkpoint: "
+            "units}, and the whole batch in each call",
+        ]
 
     @property
     def updates_line(self) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from infinity.config.schema import Config, HintsConfig, PlacementConfig
+from infinity.config.schema import ActivationsConfig, Config, HintsConfig, PlacementConfig
 from infinity.errors import ConfigError, DoesNotFitError
 from infinity.formats import MomentFormat
 from infinity.plan.activations import (
@@ -450,6 +450,30 @@ def to_leave(activations: Activations, budget: int, beside: int) -> int:
     return max(needed - max(beside, 0), min(needed, int((1 - AUTO_SHARE) * budget)))
 
 
+def activations_on_device(
+    model: ActivationModel,
+    settings: ActivationsConfig,
+    tokens: int,
+    recompute: int | Literal["all"],
+    unified: bool,
+) -> Activations:
+    """Of one micro-batch of `tokens`; inputs of blocks that wait elsewhere are not counted."""
+    found = model.of(
+        tokens,
+        recompute=recompute,
+        slices=settings.slices,
+        logits_at_once=logits_at_once(settings),
+    )
+    saved, _ = plan_saved(settings, model.units, unified=unified)
+    away = away_bytes(saved)
+    return replace(found, boundaries=max(found.boundaries - away, 0)) if away else found
+
+
+def logits_at_once(settings: ActivationsConfig) -> int | None:
+    """Tokens whose logits exist at a time; None: those of all."""
+    return CHUNK_TOKENS if settings.logits == "sliced" else None
+
+
 # A case: what a plan, its times and its activations are computed from, and what comes of it.
 
 
@@ -516,7 +540,7 @@ class Case:
     @property
     def logits_at_once(self) -> int | None:
         """Tokens whose logits exist at a time; None: those of all."""
-        return CHUNK_TOKENS if self.config.activations.logits == "sliced" else None
+        return logits_at_once(self.config.activations)
 
     @property
     def micro_batches(self) -> int:
@@ -525,18 +549,11 @@ class Case:
 
     def activations(self) -> Activations:
         """Of one micro-batch; inputs of blocks that wait elsewhere are not counted."""
-        work = self.work
         assert self.model is not None
-        found = self.model.of(
-            work.tokens,
-            recompute=work.recompute,
-            slices=work.slices,
-            logits_at_once=self.logits_at_once,
+        settings = self._with_tokens(self.config).activations
+        return activations_on_device(
+            self.model, settings, self.work.tokens, self.work.recompute, self.machine.unified
         )
-        told = self._with_tokens(self.config).activations
-        saved, _ = plan_saved(told, self.units, unified=self.machine.unified)
-        away = away_bytes(saved)
-        return replace(found, boundaries=max(found.boundaries - away, 0)) if away else found
 
     def _with_tokens(self, config: Config) -> Config:
         """With the tokens of a micro-batch told where only the case knows them."""

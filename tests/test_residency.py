@@ -7,6 +7,7 @@ import gc
 import io
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from torch import nn
 from infinity.engine import Engine
 from infinity.errors import ResidencyError
 from infinity.model.parameters import ParameterMap, placeholder
+from infinity.offload.prefetch import Prefetcher
 from infinity.offload.saved_tensors import SavedTensors
 from infinity.offload.slots import Where
 
@@ -452,3 +454,25 @@ def test_scalar_and_empty_parameters_are_trained(tmp_path: Path, placement: dict
         assert state["scale"] < 2.0
         assert state["frozen"] == 3.0
         assert state["empty"].shape == (0, 3)
+
+
+def test_views_that_live_a_moment_longer_than_their_eviction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another thread looks at the frames of this one while it evicts."""
+    more: dict[str, Any] = {"model": small_model(num_blocks=8)}
+    with small_engine(tmp_path, ON_DISK, **more) as engine:
+        expected = train(engine, 3)
+    late: list[Any] = []
+    give_up = Prefetcher.give_up
+
+    def give_up_late(self: Prefetcher, unit: int) -> None:
+        late[:] = [self.entries[unit].views]
+        give_up(self, unit)
+
+    monkeypatch.setattr(Prefetcher, "give_up", give_up_late)
+    more = {"model": small_model(num_blocks=8)}
+    with small_engine(tmp_path, ON_DISK, **more) as engine:
+        assert train(engine, 3) == expected
+        assert late
+        late.clear()

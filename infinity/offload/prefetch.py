@@ -185,7 +185,7 @@ class Prefetcher:
         slot_class = self.class_of(unit)
         if slot_class is None:
             return
-        entry = self.entries[unit]
+        entry, looked_again = self.entries[unit], False
         while entry.slot is None and not self.num_free(slot_class):
             # One of its own class first, as the forecast has it; then whatever is large enough.
             if access_order.make_slot_free(self, slot_class, self._distance):
@@ -198,7 +198,11 @@ class Prefetcher:
             ):
                 return
             if not self.pass_fills(slot_class):
-                raise self.no_slot(unit, slot_class)
+                if looked_again:
+                    raise self.no_slot(unit, slot_class)
+                looked_again = True
+                self.changed.wait(_LOOK_AGAIN_S)
+                continue
             with self.transfers.stall("slot", unit):  # the optimizer pass fills it without us
                 self.changed.wait()
             self.check()
@@ -436,15 +440,16 @@ class Prefetcher:
 
     def evict(self, unit: int) -> bool:
         """Give up the unit's slot; False if something still refers to its weights."""
+        slot = self.entries[unit].slot
+        assert slot is not None
         if self.entries[unit].num_aliases > 0:
             return False
         try:
             self.give_up(unit)
-        except ResidencyError:  # an edited parameter is gone all the same
+        finally:  # an edited parameter is gone all the same
             self.ledger.move(unit, Where.OFFLOADED)
-            raise
-        self.ledger.move(unit, Where.OFFLOADED)
-        return True
+        # Another thread that looks at our frames keeps their views for a moment longer.
+        return slot.is_free()
 
     def free_slot(self, unit: int) -> Slot | None:
         """A free slot of the unit's class, else of a wider one."""

@@ -364,7 +364,7 @@ class Stepper:
             "weights stay as they were. Look at the loss and the data of this batch; the next "
             "warning comes after a step that was not skipped",
             InfinityWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
     def _commit(

@@ -30,7 +30,7 @@ def engine_config(job: dict[str, Any], contender: str) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", **HYPER_PARAMETERS},
         "gradient_clipping": 1.0,
         "gradient_accumulation_steps": job["micro_batches"],
-        "placement": PLACEMENTS[contender],
+        "placement": PLACEMENTS.get(contender, {}),
         "trace": str(trace_of(job)),
         "trace_steps": job["trace_steps"],
         "compile": job["compile"],
@@ -43,7 +43,7 @@ def engine_config(job: dict[str, Any], contender: str) -> dict[str, Any]:
     }
     if job["offload"] != "none":
         config["activations"]["tokens"] = job["rows"] * job["context"]
-    if contender == "infinity_disk" or job["offload"] == "disk":
+    if contender in ("infinity_disk", "infinity_plan") or job["offload"] == "disk":
         config["nvme_path"] = job["path"]
     if job["device"] == "cuda":  # what its budget holds rests on the device: the plan chooses
         if job["device_budget"]:

@@ -34,8 +34,13 @@ from _process import peak_rss_bytes
 
 import infinity
 from infinity.calibration import KnownRates, cached_rates
-from infinity.config.schema import load_config
+from infinity.config.schema import Config, load_config
+from infinity.cutting import case_for, cut_model, groups_of
+from infinity.errors import DoesNotFitError
 from infinity.model.meta_init import remember_values
+from infinity.model.shapes import target_of
+from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
+from infinity.plan.machine import PlanMachine
 from infinity.sizes import parse_size
 from infinity.storage.cuda import find_device
 from infinity.trace.reader import Shares, read_timeline, step_data
@@ -157,9 +162,9 @@ class Infinity(Contender):
     """Our engine, with the placement that the contender's name stands for."""
 
     def __init__(self, job: dict[str, Any]) -> None:
+        job, config = self.told(job)
         super().__init__(job)
         self.num_steps = 0
-        config = load_config(engine_config(job, job["contender"]))
         self.rates: KnownRates | None = None
         if self.device.type == "cuda":
             if job["device_budget"] is not None:
@@ -170,6 +175,10 @@ class Infinity(Contender):
         model = outline(job)  # it may be larger than RAM
         remember_values(model, values_of(model))
         self.engine, *_ = infinity.initialize(model=model, config=config, device=self.device)
+
+    def told(self, job: dict[str, Any]) -> tuple[dict[str, Any], Config]:
+        """The job, and what the engine is told."""
+        return job, load_config(engine_config(job, job["contender"]))
 
     def step(self) -> None:
         """Do one whole training step."""
@@ -286,10 +295,38 @@ class DeepSpeed(Contender):
         self.engine.destroy()
 
 
+class Planned(Infinity):
+    """Our engine, as the plan has it: placement, and how a step's tokens pass the model."""
+
+    def told(self, job: dict[str, Any]) -> tuple[dict[str, Any], Config]:
+        """The fastest that fits, by rates measured here; said on stderr."""
+        job = job | {"checkpointing": False, "by_engine": False}
+        config = load_config(engine_config(job, job["contender"]))
+        model = outline(job)
+        target, groups = target_of(job["model"], model, {}), groups_of(model, config)
+        with closing(find_device(torch.device(job["device"]))) as device:
+            known = cached_rates(config.nvme_path, device, io=config.io)
+            machine = PlanMachine.here(config.nvme_path, device, known.rates)
+        samples = job["rows"] * job["micro_batches"]
+        case = case_for(
+            target, cut_model(model, config, groups, None), groups, config, machine,
+            samples * job["context"], recompute=False, made=0,
+        )  # fmt: skip
+        chosen = choose_schedule(case, BatchSchedule(), samples)
+        if chosen.best is None:
+            raise DoesNotFitError(f"no schedule of {job['model']} fits the budget")
+        found = chosen.best
+        line = BatchSchedule.of(found.case).line(sum(u.is_block for u in found.case.units))
+        print(f"infinity_plan: {line}; predicted {found.cost.seconds:.2f} s", file=sys.stderr)
+        count = found.case.micro_batches
+        return job | {"micro_batches": count, "rows": samples // count}, found.case.config
+
+
 CONTENDERS = {
     "torch_ram": TorchInRam,
     "infinity_ram": Infinity,
     "infinity_disk": Infinity,
+    "infinity_plan": Planned,
     "deepspeed_nvme": DeepSpeed,
     "deepspeed_cpu": DeepSpeed,
 }

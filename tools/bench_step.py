@@ -42,6 +42,7 @@ from _process import Phase, Signals, Stopped
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 OURS = ("torch_ram", "infinity_ram", "infinity_disk")
+CHOICES = (*OURS, "infinity_plan")  # the last one's placement and schedule are the plan's
 TRACED_STEPS = 2
 PEERS = {"deepspeed": "deepspeed_nvme", "deepspeed-cpu": "deepspeed_cpu"}
 
@@ -219,9 +220,9 @@ def _positive(text: str) -> int:
 
 def _contenders(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
-    unknown = [name for name in names if name not in OURS]
+    unknown = [name for name in names if name not in CHOICES]
     if unknown or len(set(names)) < len(names):
-        raise argparse.ArgumentTypeError(f"{text!r} should be some of {', '.join(OURS)}")
+        raise argparse.ArgumentTypeError(f"{text!r} should be some of {', '.join(CHOICES)}")
     return names
 
 
@@ -256,7 +257,7 @@ def _parser() -> argparse.ArgumentParser:
         default="none",
         help="ours: where inputs of recomputed blocks wait (activations.offload)",
     )
-    add("--only", type=_contenders, metavar="NAMES", help=f"of {','.join(OURS)} (default: all)")
+    add("--only", type=_contenders, metavar="NAMES", help=f"of {','.join(CHOICES)}")
     add("--alone", action="store_true", help="one contender after another, for lack of memory")
     add("--compare", choices=tuple(PEERS), help="add this peer if it can be imported")
     add("--traces", type=Path, metavar="DIR", help="keep traces of ours there (see infinity trace)")

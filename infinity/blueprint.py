@@ -33,8 +33,8 @@ from infinity.plan.plan import Plan, RuleFacts
 from infinity.plan.planner import (
     activations_on_device,
     gradient_itemsize,
+    leaving_activations,
     make_plan,
-    to_leave,
 )
 from infinity.rules import SGD
 from infinity.storage.device import PROCESS, Device
@@ -202,8 +202,8 @@ def _leaving_room(
         whole = default_host_budget_bytes(read_machine(config.nvme_path))
     else:
         whole = int(memory * AUTO_DEVICE_BUDGET)
-    budget = (limits.host if device.unified else limits.device) or whole
-    return replace(limits, activations=to_leave(found, budget, whole - budget))
+    tier = Tier.HOST if device.unified else Tier.DEVICE
+    return leaving_activations(limits, found, tier, whole)
 
 
 def plan_for(

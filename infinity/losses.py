@@ -8,9 +8,8 @@ no recomputation, and of all logits one chunk exists at a time.
 Memory beside the inputs: one chunk of logits (chunk_size * vocabulary, in the compute dtype and
 twice in fp32), and what is kept for backward: the gradient of `hidden`, in its dtype, and that of
 `weight`, in fp32 where there are several chunks (each one's product is rounded to the compute
-dtype, their sum is not). FLOPs
-are those of the plain loss: 2 products forward and 4 backward per token, hidden and vocabulary;
-all of them in the forward.
+dtype, their sum is not). FLOPs are those of the plain loss: 2 products forward and 4 backward per
+token, hidden and vocabulary; all of them in the forward.
 
 In a model whose weights are moved by an engine, call it inside a module's forward, with the
 weight reached for there: `chunked_cross_entropy(x, self.head.weight, labels)`. The gradients are

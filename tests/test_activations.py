@@ -19,7 +19,7 @@ from infinity.config.schema import load_config
 from infinity.cutting import cut_model
 from infinity.losses import chunked_cross_entropy
 from infinity.model.shapes import target_of
-from infinity.plan.activations import CHUNK_TOKENS, LOGIT_BYTES, Activations, estimate_activations
+from infinity.plan.activations import CHUNK_TOKENS, LOGIT_BYTES, ActivationModel, Activations
 from infinity.plan.layout import (
     PRECISIONS,
     ParameterFacts,
@@ -36,13 +36,9 @@ def estimate(model: nn.Module, tokens: int, precision: str, recompute: bool = Fa
     config = load_config({"precision": precision})
     target = target_of("test", model, {})
     cut = cut_model(model, config, [{"params": list(model.parameters())}], None)
-    return estimate_activations(
-        cut.layouts,
-        tokens,
-        lookups=target.lookups,
-        heads=target.heads,
-        recompute="all" if recompute else 0,
-    )
+    layouts = cut.layouts
+    shape = ActivationModel(layouts, lookups=target.lookups, heads=target.heads)
+    return shape.of(tokens, recompute="all" if recompute else 0)
 
 
 def saved_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
@@ -167,13 +163,13 @@ def _product(shape: tuple[int, ...]) -> int:
 def test_a_block_of_gpt_by_hand() -> None:
     h = 64
     shapes = [(h,), (3 * h, h), (3 * h,), (h, h), (h,), (4 * h, h), (h, 4 * h)]
-    found = estimate_activations([one_unit("block", *shapes)], 10)
+    found = ActivationModel([one_unit("block", *shapes)]).of(10)
     assert found.saved == 10 * 32 * h, "32 h bytes a token; Korthikanti et al. count 34"
     assert (found.boundaries, found.logits) == (0, 0)
     assert found.gradients >= 2 * sum(_product(shape) for shape in shapes)
     assert found.flow == 10 * 2 * 5 * h, "the residual's gradient, and that of the activation"
     assert found.total == found.saved + max(found.flow, found.gradients)
-    again = estimate_activations([one_unit("block", *shapes)], 10, recompute="all")
+    again = ActivationModel([one_unit("block", *shapes)]).of(10, recompute="all")
     assert (again.again, again.saved, again.boundaries) == (found.saved, 0, 10 * h * 2)
 
 
@@ -184,14 +180,12 @@ def test_lookups_cost_nothing_heads_their_logits_and_experts_their_share() -> No
     block = one_unit("block", (h, h), first=2)
     experts = [one_unit(f"block.experts.{i}", (4 * h, h), first=3 + i) for i in range(4)]
     units = [table, head, block, *experts]
-    found = estimate_activations(
-        units, 8, lookups={0}, heads={1}, shares={3 + i: 0.5 for i in range(4)}
-    )
+    shares = {3 + i: 0.5 for i in range(4)}
+    model = ActivationModel(units, lookups={0}, heads={1}, shares=shares)
+    found = model.of(8)
     assert found.logits == 8 * vocabulary * 12
     assert found.saved == 8 * 2 * (h + 2 * h + 4 * 0.5 * 5 * h)
-    again = estimate_activations(
-        units, 8, lookups={0}, heads={1}, shares={3 + i: 0.5 for i in range(4)}, recompute="all"
-    )
+    again = model.of(8, recompute="all")
     assert again.boundaries == 2 * 8 * h * 2, "of the block, its experts included, and the head"
     assert again.again == 8 * 2 * (2 * h + 4 * 0.5 * 5 * h)
 
@@ -202,7 +196,7 @@ def test_sliced_logits_are_those_of_a_chunk(chunks: int) -> None:
     assert CHUNK_TOKENS == losses.CHUNK_TOKENS
     tokens, vocabulary, width, dtype = 64 * chunks, 2000, 32, torch.bfloat16
     head = one_unit("head", (vocabulary, width))
-    found = estimate_activations([head], tokens, heads={0}, logits_at_once=64)
+    found = ActivationModel([head], heads={0}).of(tokens, logits_at_once=64)
     hidden = torch.randn(tokens, width, dtype=dtype, requires_grad=True)
     weight = torch.randn(vocabulary, width, dtype=dtype, requires_grad=True)
     with LiveBytes() as live:
@@ -216,7 +210,7 @@ def test_sliced_logits_are_those_of_a_chunk(chunks: int) -> None:
 def test_a_gated_perceptron_keeps_what_leaves_its_activation(fused: bool) -> None:
     h, inner = 64, 160
     into = [(2 * inner, h)] if fused else [(inner, h), (inner, h)]
-    found = estimate_activations([one_unit("mlp", *into, (h, inner))], 10)
+    found = ActivationModel([one_unit("mlp", *into, (h, inner))]).of(10)
     sides = sum(map(sum, into)) + h + inner
     assert found.saved == 10 * 2 * (sides + inner)
     assert found.flow == 10 * 2 * (h + 2 * inner)
@@ -235,15 +229,15 @@ def test_rms_norms_keep_fp32_and_those_inside_heads_their_output() -> None:
 
     q = {"block.attn.q.weight": (h, h)}
     for precision, item in (("bf16", 2), ("fp32", 4)):
-        plain = estimate_activations([unit(q, precision)], 10).saved
+        plain = ActivationModel([unit(q, precision)]).of(10).saved
         rms = unit({"block.norm.weight": (h,), **q}, precision)
-        assert estimate_activations([rms], 10).saved == plain + 10 * h * (4 - item)
+        assert ActivationModel([rms]).of(10).saved == plain + 10 * h * (4 - item)
         layer = unit({"block.norm.weight": (h,), "block.norm.bias": (h,), **q}, precision)
-        assert estimate_activations([layer], 10).saved == plain
+        assert ActivationModel([layer]).of(10).saved == plain
         heads = unit({**q, "block.attn.q_norm.weight": (head,)}, precision)
-        assert estimate_activations([heads], 10).saved == plain + 10 * h * (4 + item)
+        assert ActivationModel([heads]).of(10).saved == plain + 10 * h * (4 + item)
 
 
 def test_nothing_takes_nothing() -> None:
-    assert estimate_activations([], 8).total == 0
-    assert estimate_activations([], 8, recompute="all").total == 0
+    assert ActivationModel([]).of(8).total == 0
+    assert ActivationModel([]).of(8, recompute="all").total == 0

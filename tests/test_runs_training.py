@@ -115,7 +115,7 @@ def test_the_plan_chooses_how_a_steps_tokens_pass_the_model(tmp_path: Path) -> N
     assert (prepared.micro_batch, prepared.engine.gradient_accumulation_steps) == (8, 1)
     decided = {"engine.gradient_accumulation_steps": 2, "engine.activations.slices": 4}
     again, chosen = scheduled(prepared, decided, CpuDevice())
-    assert chosen is not None
+    assert chosen.best is not None
     found = again.engine
     assert (again.micro_batch, found.gradient_accumulation_steps) == (4, 2)
     assert (found.activations.slices, again.tokens_per_step) == (4, 8 * LENGTH)

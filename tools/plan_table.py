@@ -19,6 +19,7 @@ from pathlib import Path
 from infinity.config.schema import load_config
 from infinity.cutting import Cut, case_for, cut_model, groups_of
 from infinity.model.shapes import NAMED, Target, find_model
+from infinity.plan.activations import num_blocks
 from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
 from infinity.plan.cost import NOMINAL
 from infinity.plan.machine import PlanMachine
@@ -61,7 +62,7 @@ def row(name: str, found: Priced | None, ram: int, drives: int) -> list[str]:
         return [name, f"{ram} GiB", str(drives), "does not fit", "", "", ""]
     moved, count = found.plan.predicted_bytes, max(found.plan.num_trained, 1)
     drive = (moved["disk_read"] + moved["disk_write"]) / count
-    line = BatchSchedule.of(found.case).line(sum(u.is_block for u in found.case.units))
+    line = BatchSchedule.of(found.case).line(num_blocks(found.case.units))
     return [
         name, f"{ram} GiB", str(drives), f"{found.tokens_per_s:,.0f}", f"{drive:.0f}",
         found.cost.binds, line.removesuffix(", logits in slices"),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -17,7 +17,7 @@ from infinity.errors import ConfigError, DoesNotFitError
 from infinity.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
-    from infinity.config.schema import Config
+    from infinity.config.schema import Config, Offload, Recompute
     from infinity.deepspeed.config import Translation
     from infinity.model.shapes import Target
     from infinity.plan.batch_schedule import BatchSchedule
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 DEFAULT_TOKENS = 2048
 _COMMON = "a common machine"
-_WAITS: tuple[Literal["none", "host", "disk"], ...] = ("none", "host", "disk")
 DEFAULT_ENDURANCE = "600TB"  # what data sheets promise for common 1 TB drives
 
 
@@ -45,8 +44,8 @@ class Wishes:
     micro_batches: int | None = None
     sequence: int | None = None
     slices: int | None = None
-    offload: Literal["none", "host", "disk"] | None = None
-    recompute: int | Literal["all"] | None = None
+    offload: Offload | None = None
+    recompute: Recompute | None = None
     precision: str | None = None
     moments: str | None = None
     refresh: bool = False
@@ -244,17 +243,14 @@ def _wish(wishes: Wishes, config: Config) -> BatchSchedule:
     """The parts of the batch schedule that a flag or the configuration names."""
     from infinity.plan.batch_schedule import BatchSchedule
 
-    named, count = config.activations.model_fields_set, config.gradient_accumulation_steps
-    fixed, run = "gradient_accumulation_steps" in config.model_fields_set, wishes.run
-    own = run is not None and run.model.gradient_checkpointing  # by the model: blocks stay whole
+    told, run = BatchSchedule.named_by(config.activations), wishes.run
+    fixed = "gradient_accumulation_steps" in config.model_fields_set
     if run is not None:
-        fixed = own or not run.leaves_batches_to_the_plan
-    told = BatchSchedule(
-        micro_batches=count if fixed else None,
-        slices=config.activations.slices if "slices" in named or own else None,
-        recompute="all" if own else config.activations.recompute if "checkpoint" in named else None,
-        offload=config.activations.offload if "offload" in named else None,
-    )
+        fixed = not run.leaves_batches_to_the_plan
+        if run.model.gradient_checkpointing:  # by the model: blocks stay whole
+            told = replace(told, slices=config.activations.slices, recompute="all")
+    if fixed:
+        told = replace(told, micro_batches=config.gradient_accumulation_steps)
     given: dict[str, Any] = {
         "micro_batches": wishes.micro_batches,
         "slices": wishes.slices,
@@ -264,7 +260,7 @@ def _wish(wishes: Wishes, config: Config) -> BatchSchedule:
     return replace(told, **{key: value for key, value in given.items() if value is not None})
 
 
-def _recomputed(all_of_them: bool | None, number: int | None) -> int | Literal["all"] | None:
+def _recomputed(all_of_them: bool | None, number: int | None) -> Recompute | None:
     """What both flags say together."""
     if number is not None and all_of_them is not None:
         raise ConfigError(
@@ -407,9 +403,12 @@ def _on_machine(config: Config, wishes: Wishes, machine: PlanMachine) -> Config:
     return config.model_copy(update={"nvme_path": paths if machine.disk_bytes else ()})
 
 
-def _tier(text: str | None) -> Literal["none", "host", "disk"] | None:
+def _tier(text: str | None) -> Offload | None:
     """Where inputs of blocks wait."""
-    for tier in _WAITS:
+    from infinity.config.schema import Offload
+
+    known: tuple[Offload, ...] = get_args(Offload)
+    for tier in known:
         if text == tier:
             return tier
     if text is None:

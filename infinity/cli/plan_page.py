@@ -4,11 +4,9 @@
 `machine`     name, unified, num_cpus, host_bytes, device_bytes, disk_bytes, rates, nominal (names
               of rates that nobody measured), rates_origin
 `work`        tokens (of a micro-batch), micro_batches, tokens_per_step, precision, slices,
-recompute
-              (blocks, or "all"), offload, sliced_logits
-`schedule`    line (`work` in words), blocks, settings (as a configuration says it), runner_up
-{line,
-              seconds, tokens_per_s} or None
+              recompute (blocks, or "all"), offload, sliced_logits
+`schedule`    line (`work` in words), blocks, settings (as a configuration says it),
+              runner_up {line, seconds, tokens_per_s} or None
 `fits`        whether plan and activations fit; `problem` {what, because, remedy} where they do not
 `activations` saved, again, boundaries, logits, flow, gradients, total (the most at once),
               tier; with a plan: room, missing

@@ -322,6 +322,17 @@ def _number_if_it_looks_like_one(value: Any) -> Any:
 # The `activations` section: what happens to what autograd keeps between forward and backward.
 
 
+Recompute: TypeAlias = int | Literal["all"]
+Offload: TypeAlias = Literal["none", "host", "disk"]
+
+
+def checkpoint_of(recompute: Recompute) -> Literal["none", "units"] | int:
+    """`ActivationsConfig.checkpoint` for what its `recompute` is to be."""
+    if recompute == "all":
+        return "units"
+    return recompute or "none"
+
+
 class ActivationsConfig(Section):
     """Recomputation and slices belong to the computation; where kept tensors wait does not.
 
@@ -330,7 +341,7 @@ class ActivationsConfig(Section):
 
     checkpoint: Literal["none", "units"] | int = "none"
     """units: blocks keep only their inputs, and run again in backward; a number: the first ones."""
-    offload: Literal["none", "host", "disk"] = "none"
+    offload: Offload = "none"
     """Where inputs of recomputed blocks wait for backward, beyond the device: disk is RAM first."""
     tokens: int | None = Field(default=None, ge=1)
     """The most tokens of one micro-batch; the sizes below are made for it if they are left out."""
@@ -348,7 +359,7 @@ class ActivationsConfig(Section):
     """
 
     @property
-    def recompute(self) -> int | Literal["all"]:
+    def recompute(self) -> Recompute:
         """How many blocks, from the first, run again in backward."""
         if isinstance(self.checkpoint, int):
             return self.checkpoint

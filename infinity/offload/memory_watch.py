@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from infinity.errors import DoesNotFitError, InfinityWarning
 from infinity.heap import return_freed_memory
 from infinity.model.shapes import target_of
-from infinity.plan.activations import CHUNK_TOKENS, Activations, estimate_activations
+from infinity.plan.activations import ActivationModel, Activations
 from infinity.plan.layout import Tier
 from infinity.plan.machine import high_water_bytes, memory_room
 from infinity.plan.plan import Plan
@@ -48,16 +48,21 @@ class MemoryWatch:
     """Samples memory at unit boundaries; used by the training thread only.
 
     `budget` is a host budget that was asked for, in bytes, else None. `model` is looked at now,
-    and not kept. `sliced` says whether logits are made in chunks.
+    and not kept. `logits_at_once` are the tokens of a chunk of logits, None if they are whole.
     """
 
     def __init__(
-        self, plan: Plan, model: nn.Module, device: Device, budget: int | None, *, sliced: bool
+        self,
+        plan: Plan,
+        model: nn.Module,
+        device: Device,
+        budget: int | None,
+        logits_at_once: int | None,
     ) -> None:
         self._plan = plan
-        self._logits_at_once = CHUNK_TOKENS if sliced else None
+        self._logits_at_once = logits_at_once
         target = target_of("", model, {})
-        self._lookups, self._heads = target.lookups, target.heads
+        self._model = ActivationModel(plan.units, lookups=target.lookups, heads=target.heads)
         self._cuda = device.torch_device if device.torch_device.type == "cuda" else None
         self._budget = budget
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
@@ -185,11 +190,8 @@ class MemoryWatch:
     def _estimated(self) -> Activations | None:
         if not self._tokens:
             return None
-        return estimate_activations(
-            self._plan.units,
+        return self._model.of(
             self._tokens,
-            lookups=self._lookups,
-            heads=self._heads,
             recompute=self._plan.saved.recompute,
             slices=self._plan.saved.slices,
             logits_at_once=self._logits_at_once,

@@ -40,9 +40,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
-from infinity.config.schema import ActivationsConfig
+from infinity.config.schema import ActivationsConfig, Recompute
 from infinity.errors import ConfigError
 from infinity.plan.layout import PAGE, Segment, Tier, UnitLayout, round_up
 from infinity.sizes import format_size
@@ -150,7 +149,7 @@ class ActivationModel:
         self,
         tokens: int,
         *,
-        recompute: int | Literal["all"] = 0,
+        recompute: Recompute = 0,
         slices: int = 1,
         logits_at_once: int | None = None,
     ) -> Activations:
@@ -178,22 +177,6 @@ class ActivationModel:
             _of_logits(head, logits_at_once, tokens, self._itemsize) for head in self._heads
         )
         return Activations(saved, again, boundaries, logits, flow, gradients)
-
-
-def estimate_activations(
-    units: Sequence[UnitLayout],
-    tokens: int,
-    *,
-    lookups: Collection[int] = (),
-    heads: Collection[int] = (),
-    shares: Mapping[int, float] | None = None,
-    recompute: int | Literal["all"] = 0,
-    slices: int = 1,
-    logits_at_once: int | None = None,
-) -> Activations:
-    """What `tokens` of one micro-batch make autograd hold; see `ActivationModel`."""
-    model = ActivationModel(units, lookups=lookups, heads=heads, shares=shares)
-    return model.of(tokens, recompute=recompute, slices=slices, logits_at_once=logits_at_once)
 
 
 def _of_logits(head: tuple[int, ...], at_once: int | None, tokens: int, itemsize: int) -> int:
@@ -256,7 +239,7 @@ def _of_norms(segments: Sequence[Segment], itemsize: int) -> int:
     return nbytes
 
 
-def recomputed(units: Sequence[UnitLayout], recompute: int | Literal["all"]) -> list[UnitLayout]:
+def recomputed(units: Sequence[UnitLayout], recompute: Recompute) -> list[UnitLayout]:
     """The units of the first so many blocks, experts included; of all there are for "all"."""
     if not recompute:
         return []
@@ -329,7 +312,7 @@ class SavedPlan:
     that a micro-batch is expected to save, in order; empty where that is unknown.
     """
 
-    recompute: int | Literal["all"] = 0
+    recompute: Recompute = 0
     slices: int = 1
     offload: Tier | None = None
     host_bytes: int = 0

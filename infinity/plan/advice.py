@@ -16,7 +16,12 @@ from typing import Any
 from infinity.config.schema import BudgetConfig, PlacementConfig
 from infinity.errors import DoesNotFitError
 from infinity.formats import MomentFormat
-from infinity.plan.batch_schedule import MOST_MICRO_BATCHES, BatchSchedule, choose_schedule
+from infinity.plan.batch_schedule import (
+    MOST_MICRO_BATCHES,
+    BatchSchedule,
+    Chosen,
+    choose_schedule,
+)
 from infinity.plan.budget import AUTO_SHARE
 from infinity.plan.layout import Tier, UnitLayout
 from infinity.plan.machine import HOST_BUDGET_SHARE
@@ -190,12 +195,12 @@ def ways_to_fit(case: Case, finer: Sequence[UnitLayout] = (), count: int = 3) ->
 
     `finer` are the layouts of smaller units of the same model, if it can be cut further.
     """
-    exact = filter(_fits, _exact(case, tuple(finer)))
-    found = _by_speed(case, [*exact, *_other_schedules(case)])
+    exact, chosen = filter(_fits, _exact(case, tuple(finer))), _schedules(case)
+    found = _by_speed(case, [*exact, *_other(case, chosen)])
     if len(found) < count:
         formats = (case.with_moments(name) for name in _smaller_formats(case))
         found += _by_speed(case, filter(_fits, formats))
-    small = choose_schedule(_whole(case), BatchSchedule()).smallest
+    small = chosen.smallest
     for start in [case] if small == case else [case, small]:
         if len(found) < count:
             larger = [way for tier in TIERS for way in _larger(case, _smallest(start, tier), tier)]
@@ -241,16 +246,15 @@ def _exact(case: Case, finer: tuple[UnitLayout, ...]) -> Iterator[Case]:
         yield case.with_budget(case.compute_tier, budget)
 
 
-def _other_schedules(case: Case) -> Iterator[Case]:
-    """The same tokens a step in the way through the model that fits, and is fastest."""
-    chosen = choose_schedule(_whole(case), BatchSchedule())
+def _schedules(case: Case) -> Chosen:
+    """How else the same tokens a step might pass the model."""
+    return choose_schedule(case.with_step(_batch(case), 1), BatchSchedule())
+
+
+def _other(case: Case, chosen: Chosen) -> Iterator[Case]:
+    """With the schedule that fits and is fastest, unless it is the one there is."""
     if chosen.best is not None and chosen.best.case != case:
         yield chosen.best.case
-
-
-def _whole(case: Case) -> Case:
-    """With all tokens of a step in one micro-batch."""
-    return case.with_step(_batch(case), 1)
 
 
 def _smaller_formats(case: Case) -> Iterator[str]:
@@ -391,7 +395,7 @@ def faster(priced: Priced, count: int = 5) -> list[Way]:
 
 def _same_batch(case: Case) -> Iterator[Case]:
     """The same tokens a step in another way through the model, or in another precision."""
-    yield from _other_schedules(case)
+    yield from _other(case, _schedules(case))
     compute = case.machine.rates.compute
     trained = all(s.trained for unit in case.units for s in unit.segments)
     slow = compute.get("fp32", 0) > compute.get("bf16", 0)  # no bf16 instructions

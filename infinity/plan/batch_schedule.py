@@ -19,8 +19,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, get_args
 
+from infinity.config.schema import ActivationsConfig, Offload, Recompute, checkpoint_of
 from infinity.errors import DoesNotFitError
 from infinity.plan.activations import num_blocks
 from infinity.plan.budget import budgeted_bytes
@@ -31,7 +32,7 @@ PER_DOUBLING = 0.005  # of a step's time: what more slices cost in calls, where 
 MOST_MICRO_BATCHES, MOST_SLICES = 1024, 256
 WORSE, MOST_SLOWER = 1.05, 2  # twice so much slower: still more micro-batches are not tried
 MOST_REFINED = 2  # numbers of micro-batches
-_OFFLOADS: tuple[Literal["none", "host", "disk"], ...] = ("none", "host", "disk")
+_OFFLOADS: tuple[Offload, ...] = get_args(Offload)  # from the nearest on
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,8 @@ class BatchSchedule:
     micro_batches: int | None = None
     tokens: int | None = None
     slices: int | None = None
-    recompute: int | Literal["all"] | None = None
-    offload: Literal["none", "host", "disk"] | None = None
+    recompute: Recompute | None = None
+    offload: Offload | None = None
     sliced_logits: bool = False
 
     @staticmethod
@@ -59,7 +60,17 @@ class BatchSchedule:
             settings.slices,
             case.work.recompute,
             settings.offload,
-            case.logits_at_once is not None,
+            settings.logits == "sliced",
+        )
+
+    @staticmethod
+    def named_by(settings: ActivationsConfig) -> BatchSchedule:
+        """A wish: the parts that a configuration names."""
+        named = settings.model_fields_set
+        return BatchSchedule(
+            slices=settings.slices if "slices" in named else None,
+            recompute=settings.recompute if "checkpoint" in named else None,
+            offload=settings.offload if "offload" in named else None,
         )
 
     def line(self, blocks: int) -> str:
@@ -85,13 +96,12 @@ class BatchSchedule:
     @property
     def settings(self) -> dict[str, Any]:
         """As `config.activations` and `gradient_accumulation_steps` say it."""
-        checkpoint = {0: "none", "all": "units"}.get(self.recompute or 0, self.recompute)
         return {
             "gradient_accumulation_steps": self.micro_batches,
             "activations": {
                 "tokens": self.tokens,
                 "slices": self.slices,
-                "checkpoint": checkpoint,
+                "checkpoint": checkpoint_of(self.recompute or 0),
                 "offload": self.offload,
             },
         }
@@ -114,8 +124,7 @@ def choose_schedule(case: Case, wish: BatchSchedule, sequences: int | None = Non
     None where that is not known: then pieces may be as small as `LEAST_TOKENS`. Parts of `wish`
     that are not None are kept.
     """
-    search = _Search(case, wish, sequences)
-    return search.run()
+    return _Search(case, wish, sequences).run()
 
 
 class _Search:
@@ -189,7 +198,7 @@ class _Search:
             return not self.case.machine.unified
         return bool(self.case.config.nvme_path)
 
-    def _fewest(self, count: int, offload: str, again: str) -> Iterator[Case]:
+    def _fewest(self, count: int, offload: Offload, again: str) -> Iterator[Case]:
         """With the fewest slices that fit; and with the most, where all blocks are recomputed."""
         most: Case | None = None
         options = self._slices(count)
@@ -203,7 +212,7 @@ class _Search:
         if most is not None:
             yield most
 
-    def _with_recompute(self, count: int, slices: int, offload: str, again: str) -> Case | None:
+    def _with_recompute(self, count: int, slices: int, offload: Offload, again: str) -> Case | None:
         """With no block recomputed, as few as must be, or all; None where that does not fit."""
         wish = self.wish.recompute
         if again == "few":  # where inputs wait elsewhere, all of them do at first: see `_refine`
@@ -219,7 +228,7 @@ class _Search:
                 else:
                     low = middle + 1
             return self._of(count, slices, offload, high)
-        blocks: int | Literal["all"] = 0 if again == "none" else "all"
+        blocks: Recompute = 0 if again == "none" else "all"
         if wish is not None:
             if (again == "all" and wish == 0) or (again == "none" and wish != 0):
                 return None
@@ -229,7 +238,7 @@ class _Search:
         case = self._of(count, slices, offload, blocks)
         return case if self._has_room(case) else None
 
-    def _of(self, count: int, slices: int, offload: str, blocks: int | Literal["all"]) -> Case:
+    def _of(self, count: int, slices: int, offload: Offload, blocks: Recompute) -> Case:
         tokens = -(-self.tokens // count)
         return self.case.with_schedule(count, tokens, slices, blocks, offload)
 

@@ -24,8 +24,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
+from infinity.config.schema import Recompute
 from infinity.plan.activations import recomputed
 from infinity.plan.forecast import PhaseBytes, forecast_phases
 from infinity.plan.layout import UnitLayout
@@ -185,7 +186,7 @@ class Work:
     """
 
     tokens: int
-    recompute: int | Literal["all"] = 0
+    recompute: Recompute = 0
     slices: int = 1
     lookups: frozenset[int] = frozenset()
     shares: Mapping[int, float] = field(default_factory=dict)

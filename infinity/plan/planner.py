@@ -5,9 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
-from infinity.config.schema import ActivationsConfig, Config, HintsConfig, PlacementConfig
+from infinity.config.schema import (
+    ActivationsConfig,
+    Config,
+    HintsConfig,
+    Offload,
+    PlacementConfig,
+    Recompute,
+    checkpoint_of,
+)
 from infinity.errors import ConfigError, DoesNotFitError
 from infinity.formats import MomentFormat
 from infinity.plan.activations import (
@@ -441,20 +449,23 @@ def _remedy(tier: Tier, config: Config, rule: RuleFacts) -> str:
 MARGIN = 1.15
 
 
-def to_leave(activations: Activations, budget: int, beside: int) -> int:
-    """Bytes of a budget that placement leaves to activations; `beside` are free without that.
+def leaving_activations(limits: Limits, found: Activations, tier: Tier, memory: int) -> Limits:
+    """With what placement is to leave to activations of the tier that computes.
 
-    No less than where nothing is known, if that much is needed: what is beside may be another's.
+    `memory` are all its bytes that a run may take, with what is beside the budget. The budget
+    leaves no less than where nothing is known, if that much is needed: that may be another's.
     """
-    needed = int(MARGIN * activations.total)
-    return max(needed - max(beside, 0), min(needed, int((1 - AUTO_SHARE) * budget)))
+    budget = limits.budgets[tier] or memory
+    needed, beside = int(MARGIN * found.total), max(memory - budget, 0)
+    least = min(needed, int((1 - AUTO_SHARE) * budget))
+    return replace(limits, activations=max(needed - beside, least))
 
 
 def activations_on_device(
     model: ActivationModel,
     settings: ActivationsConfig,
     tokens: int,
-    recompute: int | Literal["all"],
+    recompute: Recompute,
     unified: bool,
 ) -> Activations:
     """Of one micro-batch of `tokens`; inputs of blocks that wait elsewhere are not counted."""
@@ -483,7 +494,8 @@ class Case:
 
     `heads` are parameters that make logits. `base` is RAM in bytes that the process needs itself,
     `made` the largest value made at the initial write (see `Limits`), `device_share` the part of
-    the device's memory that a run takes.
+    the device's memory that a run takes. `model` follows from units, work and heads, and is kept
+    for the cases that are made of this one.
     """
 
     units: tuple[UnitLayout, ...]
@@ -521,9 +533,8 @@ class Case:
         limits = Limits(device=device, host=host, disk=disk, base=self.base, made=self.made)
         if self.config.activations.tokens is None:
             return limits
-        most = getattr(limits, self.compute_tier) or self.compute_bytes
-        beside = self.compute_bytes - most
-        return replace(limits, activations=to_leave(self.activations(), most, beside))
+        found = self.activations()
+        return leaving_activations(limits, found, self.compute_tier, self.compute_bytes)
 
     @property
     def compute_tier(self) -> Tier:
@@ -536,11 +547,6 @@ class Case:
         if self.machine.device_bytes is None:
             return self.machine.host_budget_bytes
         return int(self.device_share * self.machine.device_bytes)
-
-    @property
-    def logits_at_once(self) -> int | None:
-        """Tokens whose logits exist at a time; None: those of all."""
-        return logits_at_once(self.config.activations)
 
     @property
     def micro_batches(self) -> int:
@@ -636,15 +642,14 @@ class Case:
         micro_batches: int,
         tokens: int,
         slices: int,
-        recompute: int | Literal["all"],
-        offload: str,
+        recompute: Recompute,
+        offload: Offload,
     ) -> Case:
         """With another way of the tokens through the model; see `plan.batch_schedule`."""
-        checkpoint = {0: "none", "all": "units"}.get(recompute, recompute)
         settings = self.config.activations.model_copy(
             update={
-                "tokens": tokens, "slices": slices, "checkpoint": checkpoint, "offload": offload,
-                "host": None, "disk": None,
+                "tokens": tokens, "slices": slices, "checkpoint": checkpoint_of(recompute),
+                "offload": offload, "host": None, "disk": None,
             }
         )  # fmt: skip
         case = replace(self, work=replace(self.work, tokens=tokens, recompute=0))

@@ -464,22 +464,18 @@ def check_schedule(prepared: Prepared, directory: RunDirectory, checkpoint: Path
 
 def scheduled(
     prepared: Prepared, decided: Mapping[str, Any], device: Device
-) -> tuple[Prepared, Chosen | None]:
-    """How the tokens of a step pass the model, where the configuration says only how many they are.
+) -> tuple[Prepared, Chosen]:
+    """How the tokens of a step pass the model, of a run that says only how many they are.
 
     Micro-batches and slices belong to the numbers of a run: one that goes on keeps those that were
-    `decided`. None where nothing is left to choose.
+    `decided`.
     """
-    config, told = prepared.config, prepared.config.engine.activations.model_fields_set
-    if not config.leaves_batches_to_the_plan:
-        return prepared, None
-    settings = config.engine.activations
-    wish = BatchSchedule(
+    config = prepared.config
+    named = BatchSchedule.named_by(config.engine.activations)
+    wish = replace(
+        named,
         micro_batches=decided.get("engine.gradient_accumulation_steps"),
-        slices=decided.get("engine.activations.slices")
-        or (settings.slices if "slices" in told else None),
-        recompute=settings.recompute if "checkpoint" in told else None,
-        offload=settings.offload if "offload" in told else None,
+        slices=decided.get("engine.activations.slices") or named.slices,
     )
     case, _, _ = case_of(prepared, model_on_meta(config.model, prepared.facts), device)
     whole = case.with_step(prepared.tokens_per_step, 1)

@@ -82,8 +82,9 @@ class Run:
         """
         directory = self.directory
         prepared = prepare_run(self.config, directory.tokens, progress)
-        with closing(find_device(None)) as device:
-            prepared, self.chosen = scheduled(prepared, directory.decided, device)
+        if self.config.leaves_batches_to_the_plan:
+            with closing(find_device(None)) as device:
+                prepared, self.chosen = scheduled(prepared, directory.decided, device)
         self.prepared = prepared
         check_schedule(prepared, directory, self.checkpoint)
         directory.check(prepared.decides())

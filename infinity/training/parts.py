@@ -34,6 +34,7 @@ from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.plan.layout import Tier, largest_trained_of
 from infinity.plan.machine import read_machine
 from infinity.plan.plan import Plan
+from infinity.plan.planner import logits_at_once
 from infinity.storage.device import PROCESS, CpuDevice, Device
 from infinity.storage.disk import Disk
 from infinity.trace.recorder import Trace
@@ -178,8 +179,8 @@ class Parts:
             self.store, self.prefetcher, self.kernels, self.optimizer_pass.finish, self.owner,
             before_change=self.saver.await_copied,
         )  # fmt: skip
-        sliced = config.activations.logits == "sliced"
-        watch = MemoryWatch(plan, model, self.device, config.budget.host, sliced=sliced)
+        at_once = logits_at_once(config.activations)
+        watch = MemoryWatch(plan, model, self.device, config.budget.host, at_once)
         self.hooks = Hooks(
             self.prefetcher, self.gradients, self.window, self.owner, watch, self.activations,
             self.values.lent, self.values.flush_edits, cut.units, cut.parameters, cut.trained,
@@ -189,7 +190,7 @@ class Parts:
         self.hooks.watch_root(model, *self.cycles.around_calls())
         self.forwards = UnitForwards(self.hooks, cut.units, cut.parameters, plan.saved)
         undo.append(self.forwards.remove)
-        if sliced:
+        if at_once is not None:
             heads = SlicedHeads(model, self.hooks, cut.parameters, self.forwards.warn_once)
             undo.append(heads.remove)
         if self._trace is not None:

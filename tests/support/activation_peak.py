@@ -20,7 +20,7 @@ import infinity
 from infinity.config.schema import load_config
 from infinity.cutting import Cut, cut_model, groups_of
 from infinity.model.shapes import target_of
-from infinity.plan.activations import Activations, estimate_activations
+from infinity.plan.activations import ActivationModel, Activations
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
@@ -74,13 +74,9 @@ def estimated(name: str, model: nn.Module) -> Activations:
     """What the plan says."""
     _, _, recompute, tokens, _ = CASES[name]
     target = target_of("", model, {})
-    return estimate_activations(
-        cut(name, model).layouts,
-        tokens,
-        lookups=target.lookups,
-        heads=target.heads,
-        recompute="all" if recompute else 0,
-    )
+    layouts = cut(name, model).layouts
+    shape = ActivationModel(layouts, lookups=target.lookups, heads=target.heads)
+    return shape.of(tokens, recompute="all" if recompute else 0)
 
 
 def counted(name: str, model: nn.Module) -> int:

@@ -22,7 +22,7 @@ from torch import nn
 
 import infinity
 from infinity.model.shapes import target_of
-from infinity.plan.activations import estimate_activations
+from infinity.plan.activations import ActivationModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
@@ -107,9 +107,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         train(engine, job)
         report = engine.last_report
         plan = engine.plan
-        activations = estimate_activations(
-            plan.units, job["tokens"], lookups=facts.lookups, heads=facts.heads
-        )
+        shape = ActivationModel(plan.units, lookups=facts.lookups, heads=facts.heads)
+        activations = shape.of(job["tokens"])
         return {
             "clears": clears,
             "initialised": initialised,

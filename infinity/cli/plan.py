@@ -230,7 +230,7 @@ def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
     chosen = choose_schedule(case, _wish(wishes, config), samples)
     told = {} if translation is None else {"deepspeed": translation.table()}
     found = chosen.smallest if chosen.best is None else chosen.best.case
-    return report(found, target, cut, rated_bytes, chosen.runner_up) | told
+    return report(found, target, cut, rated_bytes, chosen) | told
 
 
 def _as_trained(config: Config, wishes: Wishes, target: Target) -> Config:

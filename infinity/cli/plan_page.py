@@ -36,7 +36,7 @@ from infinity.errors import DoesNotFitError
 from infinity.model.shapes import Target
 from infinity.plan.activations import num_blocks
 from infinity.plan.advice import Way, faster, ways_to_fit
-from infinity.plan.batch_schedule import BatchSchedule
+from infinity.plan.batch_schedule import BatchSchedule, Chosen
 from infinity.plan.cost import PhaseCost, disk_days
 from infinity.plan.layout import Kind, Tier, UnitLayout
 from infinity.plan.plan import DIRECTIONS, Plan
@@ -274,12 +274,13 @@ _KINDS = {"weights": Kind.WEIGHT, "moments and residual": Kind.RESIDUAL, "gradie
 
 
 def report(
-    case: Case, target: Target, cut: Cut, rated_bytes: int, next_best: Priced | None = None
+    case: Case, target: Target, cut: Cut, rated_bytes: int, chosen: Chosen | None = None
 ) -> dict[str, Any]:
     """Plan and price the case of a target that was cut into units.
 
-    `next_best` is the batch schedule that would come after that of the case.
+    `chosen` is what the case comes from, if its batch schedule was searched.
     """
+    after = None if chosen is None else chosen.runner_up
     schedule, blocks = BatchSchedule.of(case), num_blocks(case.units)
     facts: dict[str, Any] = {
         "infinity": __version__,
@@ -300,11 +301,11 @@ def report(
             "blocks": blocks,
             "settings": schedule.settings,
             "runner_up": None
-            if next_best is None
+            if after is None
             else {
-                "line": BatchSchedule.of(next_best.case).line(blocks),
-                "seconds": next_best.cost.seconds,
-                "tokens_per_s": next_best.tokens_per_s,
+                "line": BatchSchedule.of(after.case).line(blocks),
+                "seconds": after.cost.seconds,
+                "tokens_per_s": after.tokens_per_s,
             },
         },
         "fits": True,
@@ -324,7 +325,7 @@ def report(
         facts |= _planned(priced, rated_bytes)
         facts["activations"] |= {"room": priced.room, "missing": priced.missing}
         priced.require_room()
-        facts["faster"] = [_way(way) for way in faster(priced)]
+        facts["faster"] = [_way(way) for way in faster(priced, chosen=chosen)]
     except DoesNotFitError as error:
         facts["fits"] = False
         facts["problem"] = {
@@ -332,7 +333,7 @@ def report(
             "because": error.because,
             "remedy": error.remedy,
         }
-        facts["ways"] = [_way(way) for way in ways_to_fit(case, smaller)]
+        facts["ways"] = [_way(way) for way in ways_to_fit(case, smaller, chosen=chosen)]
     return facts
 
 

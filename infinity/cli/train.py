@@ -121,8 +121,7 @@ def _show_plan(run: Run, page: TrainPage) -> None:
     model = model_on_meta(run.config.model, run.prepared.facts)
     with closing(find_device(None)) as device:
         case, target, cut = case_of(run.prepared, model, device)
-        after = None if run.chosen is None else run.chosen.runner_up
-        found = report(case, target, cut, parse_size(DEFAULT_ENDURANCE), after)
+        found = report(case, target, cut, parse_size(DEFAULT_ENDURANCE), run.chosen)
     text = io.StringIO()
     with redirect_stdout(text):
         show_plan(found)

@@ -190,12 +190,18 @@ _COST = {Tier.DISK: 1.0, Tier.HOST: 40.0, Tier.DEVICE: 400.0}
 # --- to make it fit ------------------------------------------------------------------------------
 
 
-def ways_to_fit(case: Case, finer: Sequence[UnitLayout] = (), count: int = 3) -> list[Way]:
+def ways_to_fit(
+    case: Case,
+    finer: Sequence[UnitLayout] = (),
+    count: int = 3,
+    chosen: Chosen | None = None,
+) -> list[Way]:
     """The cheapest ways to make a case fit that does not; each does. Empty where none was found.
 
-    `finer` are the layouts of smaller units of the same model, if it can be cut further.
+    `finer` are the layouts of smaller units of the same model, if it can be cut further; `chosen`
+    is what the case comes from, if its batch schedule was searched.
     """
-    exact, chosen = filter(_fits, _exact(case, tuple(finer))), _schedules(case)
+    exact, chosen = filter(_fits, _exact(case, tuple(finer))), _schedules(case, chosen)
     found = _by_speed(case, [*exact, *_other(case, chosen)])
     if len(found) < count:
         formats = (case.with_moments(name) for name in _smaller_formats(case))
@@ -246,8 +252,10 @@ def _exact(case: Case, finer: tuple[UnitLayout, ...]) -> Iterator[Case]:
         yield case.with_budget(case.compute_tier, budget)
 
 
-def _schedules(case: Case) -> Chosen:
-    """How else the same tokens a step might pass the model."""
+def _schedules(case: Case, chosen: Chosen | None) -> Chosen:
+    """How else the same tokens a step might pass the model; `chosen` if all was left to that."""
+    if chosen is not None and chosen.wish == BatchSchedule():
+        return chosen
     return choose_schedule(case.with_step(_batch(case), 1), BatchSchedule())
 
 
@@ -376,11 +384,14 @@ def _taken(case: Case, plan: Plan) -> int:
 # --- to make it faster ---------------------------------------------------------------------------
 
 
-def faster(priced: Priced, count: int = 5) -> list[Way]:
-    """The changes with the largest predicted gain in tokens per second, best first."""
+def faster(priced: Priced, count: int = 5, chosen: Chosen | None = None) -> list[Way]:
+    """The changes with the largest predicted gain in tokens per second, best first.
+
+    `chosen` is what the case comes from, if its batch schedule was searched.
+    """
     case, now = priced.case, priced.tokens_per_s
     changed = [
-        *_same_batch(case),
+        *_same_batch(case, chosen),
         *(case.with_moments(name) for name in _smaller_formats(case)),
         *_more_hardware(priced),
         case.with_step(4 * case.work.tokens, case.micro_batches),
@@ -393,9 +404,9 @@ def faster(priced: Priced, count: int = 5) -> list[Way]:
     return sorted(ways, key=lambda way: -way.speed_up)[:count]
 
 
-def _same_batch(case: Case) -> Iterator[Case]:
+def _same_batch(case: Case, chosen: Chosen | None) -> Iterator[Case]:
     """The same tokens a step in another way through the model, or in another precision."""
-    yield from _other(case, _schedules(case))
+    yield from _other(case, _schedules(case, chosen))
     compute = case.machine.rates.compute
     trained = all(s.trained for unit in case.units for s in unit.segments)
     slow = compute.get("fp32", 0) > compute.get("bf16", 0)  # no bf16 instructions

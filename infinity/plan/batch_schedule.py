@@ -111,6 +111,7 @@ class BatchSchedule:
 class Chosen:
     """The fastest schedule that fits, and the next one; `best` is None where none fits."""
 
+    wish: BatchSchedule
     best: Priced | None
     runner_up: Priced | None
     smallest: Case
@@ -154,7 +155,7 @@ class _Search:
         ranked = sorted(self.found, key=_seconds)
         best = ranked[0] if ranked else None
         others = (p for p in ranked if best is not None and _way(p) != _way(best))
-        return Chosen(best, next(others, None), self._smallest())
+        return Chosen(self.wish, best, next(others, None), self._smallest())
 
     def _counts(self) -> Iterator[int]:
         """Numbers of micro-batches."""

@@ -63,9 +63,9 @@ from _swap_rounds import (
     gather,
     relative,
     rotated,
-    scores_against,
     take_turns,
     usable_backends,
+    worst_scores,
 )
 from bench_swap import Options
 
@@ -128,12 +128,22 @@ def test_means() -> None:
     assert geometric_mean([4.0, 0.25]) == pytest.approx(1.0)
     rounds = {"a": [sample(10), sample(30)], "b": [sample(30), sample(90)]}
     assert relative(rounds) == pytest.approx({"a": 0.5, "b": 1.5})
-    scores = scores_against({"read": rounds, "write": rounds}, "a")
-    assert scores == pytest.approx({"a": 1.0, "b": 3.0})
+
+
+def test_what_is_slow_in_one_mode_loses() -> None:
+    speeds = {"a": (40.0, 10.0), "b": (36.0, 11.0)}
+    modes = {
+        mode: {name: [sample(of[index])] for name, of in speeds.items()}
+        for index, mode in enumerate(("read", "write"))
+    }
+    assert worst_scores(modes) == pytest.approx({"a": 10 / 11, "b": 0.9})
+    modes["write"]["a"] = [sample(9.0)]
+    assert worst_scores(modes) == pytest.approx({"a": 9 / 11, "b": 0.9})
 
 
 def test_the_default_stays_unless_another_is_clearly_faster() -> None:
     assert choose({"default": 1.0, "other": 1.02}, "default") == "default"
+    assert choose({"default": 0.9, "other": 0.95}, "default") == "other"
     assert choose({"default": 1.0, "other": 1.2, "third": 1.1}, "default") == "other"
 
 
@@ -278,6 +288,7 @@ MAKERS: dict[str, Callable[[Testbed], Contender]] = {
     "io_uring": lambda bed: EngineContender(bed, IoSettings("io_uring", MIB // 4, 4)),
     "threads": lambda bed: EngineContender(bed, IoSettings("threads", MIB // 4, 4, 2)),
     "plain": lambda bed: PlainThreads(bed, MIB // 4, 3),
+    "cached": lambda bed: PlainThreads(bed, MIB // 4, 3, cached=True),
     "buffered": BufferedFiles,
     "aiofiles": AiofilesLoop,
     "fio psync": lambda bed: Fio(bed, "psync", MIB // 4, 2),
@@ -429,7 +440,7 @@ def test_a_peer_that_does_not_load_is_left_out(
     try:
         assert "not importable" in field.left_out["deepspeed"]
         assert "not installed" in field.left_out["fio"]
-        assert {c.family for c in field.contenders.values()} == {"plain", "aiofiles"}
+        assert {c.family for c in field.contenders.values()} == {"plain", "cached", "aiofiles"}
         assert "plain 512.00 KiB x 4 threads" in field.contenders, "our settings are tried too"
     finally:
         field.close()
@@ -454,15 +465,16 @@ def test_calibration_picks_the_fastest_of_each_mode(monkeypatch: pytest.MonkeyPa
     field = Field()
     field.add("x", lambda: Timed("f", {"read": 10, "write": 40, "mixed": 10}, "fio"))
     field.add("x", lambda: Timed("p", {"read": 20, "write": 20, "mixed": 30}, "plain"))
+    field.add("x", lambda: Timed("c", {"read": 90, "write": 90, "mixed": 90}, "cached"))
     field.add("x", lambda: Timed("b", {"read": 99, "write": 99, "mixed": 99}, "buffered"))
     loads = {mode: a_load(mode) for mode in MODES}
     found = calibrate(field, loads)
     best = {mode: found.best(mode, field.families) for mode in MODES}
     assert best == {"read": "p", "write": "f", "mixed": "p"}
     assert found.best("read", field.families, "fio") == "f"
-    assert found.rates["write"] == {"f": 40, "p": 20}
+    assert found.rates["write"] == {"c": 90, "f": 40, "p": 20}
     who = compared(field, found, "read", ("fio", "buffered", "deepspeed"))
-    assert [contender.name for contender in who] == ["f", "b"]
+    assert [contender.name for contender in who] == ["f", "b", "c"]
 
 
 def test_usable_backends() -> None:
@@ -620,6 +632,8 @@ def test_the_reports_numbers_follow_from_its_samples(report: dict[str, Any]) -> 
         assert moved == {report["sample_bytes"][mode]}, "everybody moves the same bytes"
         families = {report["contenders"][name]["family"] for name in samples}
         assert families >= {"threads", "plain", "buffered", "aiofiles"}
+        assert report["contenders"][against]["family"] == "plain"
+    assert set(report["cached"]) == {"read", "mixed"}
 
 
 # The command line.

@@ -55,7 +55,7 @@ class Sample:
 class Contender(Protocol):
     """Moves loads. Set-up happens before, checks after what is measured; may be closed twice."""
 
-    family: str  # "io_uring", "threads", "fio", "plain", "deepspeed", "buffered" or "aiofiles"
+    family: str  # io_uring, threads, fio, plain, cached, deepspeed, buffered or aiofiles
     name: str  # the family and its settings
 
     def run(self, load: Load) -> Sample: ...
@@ -166,22 +166,28 @@ _Block = tuple[Piece, int, int]
 class PlainThreads:
     """Python threads that call preadv and pwritev with O_DIRECT; system calls release the GIL.
 
-    Each thread reads into one block of its own, which stays in the processor's cache: an advantage
-    over engines that fill whole chunks, and so a stricter reference.
+    They read into as much memory as our engine does: what `NUM_SLOTS` chunks take. With `cached`
+    each reads into one block, over and over: where a drive's bytes are copied by a processor, as a
+    virtual machine's are, or come past its cache, they then never go to memory. Nobody who uses
+    what is read can have that rate; it shows what part of a difference is the memory's.
     """
 
-    family = "plain"
-
-    def __init__(self, testbed: Testbed, block_size: int, num_threads: int) -> None:
+    def __init__(
+        self, testbed: Testbed, block_size: int, num_threads: int, *, cached: bool = False
+    ) -> None:
         self._testbed, self._block_size = testbed, block_size
+        self.family = "cached" if cached else "plain"
         kind = "" if all(testbed.direct) else "buffered "
-        self.name = f"plain {kind}{format_size(block_size)} x {num_threads} threads"
+        self.name = f"{self.family} {kind}{format_size(block_size)} x {num_threads} threads"
         self._fds = [
             open_file(path, write=True, direct=direct)
             for path, direct in zip(testbed.file_paths, testbed.direct, strict=True)
         ]
         count = num_threads * testbed.num_files
-        self._buffers = mapped(count * block_size).reshape(count, block_size)
+        window = NUM_SLOTS * testbed.chunk_bytes // (num_threads * block_size)
+        num_blocks = 1 if cached else max(1, window)
+        memory = mapped(count * num_blocks * block_size)
+        self._buffers = memory.reshape(count, num_blocks, block_size)
         self._pool = ThreadPoolExecutor(count)
         # Starting threads is set-up: each takes one task that waits for all the others.
         barrier = threading.Barrier(count)
@@ -210,16 +216,17 @@ class PlainThreads:
         return sample
 
     def _go(
-        self, load: Load, file_index: int, queue: Iterator[_Block], buffer: Array
+        self, load: Load, file_index: int, queue: Iterator[_Block], buffers: Array
     ) -> tuple[int, Array, _Block] | None:
         """Take blocks until there are none; return the last one read."""
-        fd, last = self._fds[file_index], None
+        fd, last, turns = self._fds[file_index], None, itertools.cycle(buffers)
         for block in queue:  # a list's iterator may be shared: taking one is a single step
             piece, start, nbytes = block
             if piece.is_write:
                 data = self._testbed.pattern(piece.index, load.salt)[start : start + nbytes]
                 moved = os.pwritev(fd, [data.data], piece.offset + start)
             else:
+                buffer = next(turns)
                 moved = os.preadv(fd, [buffer[:nbytes].data], piece.offset + start)
                 last = file_index, buffer, block
             if moved != nbytes:

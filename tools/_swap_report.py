@@ -10,7 +10,7 @@ from typing import Any
 from _bench_ratios import CONFIDENCE, TARGET, Ratio, geometric_mean, ratio_of
 from _swap_contenders import Sample
 from _swap_load import MODES, Mode
-from _swap_rounds import Calibration, Samples, Tuned, choose, median_rate
+from _swap_rounds import CACHED, Calibration, Samples, Tuned, choose, median_rate
 
 from infinity.cli.terminal import Page
 from infinity.sizes import format_count, format_duration, format_size
@@ -81,7 +81,7 @@ def assemble(
     """
     main = "io_uring" if "io_uring" in found.ours else "threads"
     speeds = {backend: _overall(found, name) for backend, name in found.ours.items()}
-    best = choose({backend: speed / speeds[main] for backend, speed in speeds.items()}, main)
+    best = choose(speeds, main)
     ratios = {backend: _ratios(found, name) for backend, name in found.ours.items()}
     rates = _rates(found, dict.fromkeys(MODES, found.ours[best]))
     return {
@@ -94,6 +94,7 @@ def assemble(
         "ratio_backend": main,
         **_ratio_keys("ratio", ratios[main]),
         **(_ratio_keys("threads_ratio", ratios["threads"]) if "threads" in ratios else {}),
+        "cached": _cached(found, found.ours[main]),
         "target": TARGET,
         "holds": {
             backend: {mode: ratio.holds for mode, ratio in by_mode.items()}
@@ -161,6 +162,17 @@ def _ratios(found: Findings, name: str) -> dict[Mode, Ratio]:
         return [sample.rate for sample in found.paired[mode][of]]
 
     return {m: ratio_of(speeds(m, name), speeds(m, found.reference_names[m])) for m in MODES}
+
+
+def _cached(found: Findings, name: str) -> dict[Mode, dict[str, Any]]:
+    """Per mode with reads: who reads into the processor's cache, and ours divided by it."""
+    table: dict[Mode, dict[str, Any]] = {}
+    for mode, by_name in found.paired.items():
+        for other in by_name:
+            if found.families.get(other) == CACHED:
+                rates = [[sample.rate for sample in by_name[who]] for who in (name, other)]
+                table[mode] = {"name": other, "ratio": ratio_of(*rates).median}
+    return table
 
 
 def _ratio_keys(key: str, ratios: Mapping[Mode, Ratio]) -> dict[str, Any]:
@@ -282,6 +294,11 @@ def _say_ratios(page: Page, report: dict[str, Any]) -> None:
                 f"{coverage:.0%} interval {low:.3f} to {high:.3f}: {verdict} "
                 f"(target {report['target']})"
             )
+    for mode, beside in report["cached"].items():
+        page.say(
+            f"{mode:5}  {report['ratio_backend']} / {beside['name']}: {beside['ratio']:.3f}; they "
+            "read into the same few MiB again and again, which stay in the processor's cache"
+        )
 
 
 def recommended_yaml(report: dict[str, Any]) -> str:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from _bench_ratios import geometric_mean
 from _swap_contenders import (
     AiofilesLoop,
     BufferedFiles,
@@ -118,7 +117,7 @@ GRID = {
         for count in (2, 4, 8, 16)
     ],
 }
-_NUM_OF_OURS = 3  # that are looked at again
+_NUM_OF_OURS = 2  # of each mode, that are looked at again
 _NUM_OF_OTHERS = 5
 _NUM_FINAL_ROUNDS = 3
 # A virtual disk's mood is worth more than this; less is no reason to leave the default.
@@ -131,8 +130,8 @@ class Tuned:
 
     settings: dict[str, IoSettings]
     tried: list[dict[str, Any]]
-    """Per settings: the settings, `mixed_bytes_per_s`, and `score` if it came to the second look
-    (speed over all modes against the default's)."""
+    """Per settings: the settings, bytes per second in each mode, and `score` if it came to the
+    second look: its speed against the fastest of its back end, in the mode where it does worst."""
 
 
 def tune(
@@ -142,7 +141,7 @@ def tune(
     *,
     on_sample: Callable[[], None] = lambda: None,
 ) -> Tuned:
-    """Try the grid once with the mixed load, then the best few and the default in all modes.
+    """Try the grid once in each mode, then the best few of each, and the default, in all modes.
 
     Raises `UnavailableError` when a back end of `backends` does not start.
     """
@@ -153,30 +152,32 @@ def tune(
         for name in [settings.name]
     }
     try:
-        first = take_turns(
-            {"mixed": list(field.values())}, loads, 1, left_out={}, on_sample=on_sample
-        )["mixed"]
+        everyone = {mode: list(field.values()) for mode in loads}
+        first = take_turns(everyone, loads, 1, left_out={}, on_sample=on_sample)
         chosen: dict[str, IoSettings] = {}
         scores: dict[str, float] = {}
         for backend in backends:
-            mine = {n: s for n, s in first.items() if field[n].settings.backend == backend}
             default = DEFAULTS[backend].name
-            names = [default, *best_first(mine)[:_NUM_OF_OURS]]
+            names = [default]
+            for found in first.values():
+                mine = {n: s for n, s in found.items() if field[n].settings.backend == backend}
+                names += best_first(mine)[:_NUM_OF_OURS]
             finalists = [field[name] for name in dict.fromkeys(names)]
             everywhere = dict.fromkeys(loads, finalists)
             again = take_turns(
                 everywhere, loads, _NUM_FINAL_ROUNDS, left_out={}, on_sample=on_sample
             )
-            mine_scores = scores_against(again, default)
+            mine_scores = worst_scores(again)
             chosen[backend] = field[choose(mine_scores, default)].settings
             scores |= mine_scores
     finally:
         for contender in field.values():
             contender.close()
     tried = [
-        vars(field[name].settings)
-        | {"mixed_bytes_per_s": median_rate(samples), "score": scores.get(name)}
-        for name, samples in first.items()
+        vars(contender.settings)
+        | {f"{mode}_bytes_per_s": median_rate(found[name]) for mode, found in first.items()}
+        | {"score": scores.get(name)}
+        for name, contender in field.items()
     ]
     return Tuned(chosen, tried)
 
@@ -184,22 +185,25 @@ def tune(
 def num_tuning_samples(backends: Sequence[str], num_modes: int) -> int:
     """How many samples `tune` takes at most, for a progress bar."""
     grid = sum(len(GRID[backend]) for backend in backends)
-    return grid + len(backends) * (_NUM_OF_OURS + 1) * _NUM_FINAL_ROUNDS * num_modes
+    finalists = len(backends) * (num_modes * _NUM_OF_OURS + 1)
+    return num_modes * (grid + finalists * _NUM_FINAL_ROUNDS)
 
 
-def scores_against(samples: Samples, default: str) -> dict[str, float]:
-    """Return each contender's speed over all modes; the default has 1."""
+def worst_scores(samples: Samples) -> dict[str, float]:
+    """Each contender's speed against the fastest's, in the mode where that is least; at most 1.
+
+    One that is good on the whole and reads slowly loses to one that does everything well.
+    """
     by_mode = [relative(found) for found in samples.values()]
     return {
-        name: geometric_mean([speeds[name] / speeds[default] for speeds in by_mode])
-        for name in by_mode[0]
+        name: min(speeds[name] / max(speeds.values()) for speeds in by_mode) for name in by_mode[0]
     }
 
 
 def choose(scores: Mapping[str, float], default: str) -> str:
-    """Return the fastest, or the default where the fastest is hardly faster."""
+    """Return the one with the best score, or the default where that is hardly better."""
     best = max(scores, key=lambda name: scores[name])
-    return best if scores[best] > WORTH_LEAVING else default
+    return best if scores[best] > WORTH_LEAVING * scores[default] else default
 
 
 def usable_backends(answers: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[str]:
@@ -215,6 +219,8 @@ def usable_backends(answers: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[
 
 REFERENCE_FAMILIES = ("fio", "plain", "deepspeed")
 COMPARABLE = (*REFERENCE_FAMILIES, "buffered", "aiofiles")
+# Beside the reference and never one, see `PlainThreads`. Takes part wherever something is read.
+CACHED = "cached"
 # (block, depth), (block, jobs or threads), (block, depth, threads).
 _ASYNC = (
     (512 * _KIB, 16),
@@ -222,6 +228,7 @@ _ASYNC = (
 )
 _JOBS = ((_MIB, 4), (_MIB, 8), (_MIB, 16), (4 * _MIB, 4))
 _THREADS = tuple((block, count) for block in (_MIB, 4 * _MIB) for count in (2, 4, 8, 16))
+_CACHED = ((_MIB // 2, 4), (_MIB, 2), (_MIB, 4))
 _HANDLES = ((_MIB, 8, 1), (_MIB, 8, 2), (_MIB, 16, 1), (4 * _MIB, 16, 1))
 
 Maker = Callable[[], Contender]
@@ -234,15 +241,15 @@ class Calibration:
     rates: dict[Mode, dict[str, float]]
     num_samples: int
 
-    def best(self, mode: Mode, families: Mapping[str, str], family: str | None = None) -> str:
-        """Return the fastest name in a mode, among one family if given.
+    def best(self, mode: Mode, families: Mapping[str, str], *among: str) -> str:
+        """Return the fastest name in a mode, of the families `among`, or of those of references.
 
         `families` tells each name's. Raises `UnavailableError` if there is none.
         """
         for name in self.rates[mode]:
-            if family is None or families[name] == family:
+            if families[name] in (among or REFERENCE_FAMILIES):
                 return name
-        raise UnavailableError(f"no {family or 'contender'} took part in {mode}")
+        raise UnavailableError(f"no {' or '.join(among) or 'reference'} took part in {mode}")
 
 
 class Field:
@@ -302,6 +309,9 @@ def _candidates(testbed: Testbed, ours: Sequence[IoSettings]) -> Iterator[tuple[
     for block, count in threads:
         if block <= chunk:
             yield "plain", partial(PlainThreads, testbed, block, count)
+    for block, count in _CACHED:
+        if block <= chunk:
+            yield "cached", partial(PlainThreads, testbed, block, count, cached=True)
     for block, depth, count in _HANDLES:
         if block <= chunk:
             yield "deepspeed", partial(DeepSpeedHandle, testbed, block, depth, count)
@@ -314,12 +324,14 @@ def calibrate(
 
     A candidate that fails goes to `field.left_out`. Raises `UnavailableError` if none is left.
     """
-    everyone = dict.fromkeys(loads, field.of(REFERENCE_FAMILIES))
+    everyone = dict.fromkeys(loads, field.of((*REFERENCE_FAMILIES, CACHED)))
     first = take_turns(everyone, loads, 1, left_out=field.left_out, on_sample=on_sample)
-    finalists: dict[Mode, list[Contender]] = {
-        mode: [field.contenders[name] for name in best_first(found)[:_NUM_OF_OTHERS]]
-        for mode, found in first.items()
-    }
+    finalists: dict[Mode, list[Contender]] = {}
+    for mode, found in first.items():
+        ranked = [field.contenders[name] for name in best_first(found)]
+        others = [contender for contender in ranked if contender.family != CACHED]
+        cached = [contender for contender in ranked if contender.family == CACHED]
+        finalists[mode] = others[:_NUM_OF_OTHERS] + cached[:1]
     again = take_turns(
         finalists, loads, _NUM_FINAL_ROUNDS, left_out=field.left_out, on_sample=on_sample
     )
@@ -346,18 +358,18 @@ def _count(samples: Samples) -> int:
 
 def num_calibration_samples(field: Field, num_modes: int) -> int:
     """How many samples `calibrate` takes at most, for a progress bar."""
-    num_candidates = len(field.of(REFERENCE_FAMILIES))
-    num_finalists = min(_NUM_OF_OTHERS, num_candidates)
+    num_candidates = len(field.of((*REFERENCE_FAMILIES, CACHED)))
+    num_finalists = min(_NUM_OF_OTHERS + 1, num_candidates)
     return num_modes * (num_candidates + num_finalists * _NUM_FINAL_ROUNDS)
 
 
 def compared(
     field: Field, calibration: Calibration, mode: Mode, compare: Sequence[str]
 ) -> list[Contender]:
-    """Return who `compare` names in a mode: the best of each family."""
+    """Return who `compare` names in a mode, the best of each family; and who reads cached."""
     chosen = []
-    for family in compare:
-        if family in REFERENCE_FAMILIES:
+    for family in [*compare, *([CACHED] if mode != "write" else [])]:
+        if family in (*REFERENCE_FAMILIES, CACHED):
             with suppress(UnavailableError):
                 chosen.append(field.contenders[calibration.best(mode, field.families, family)])
         else:

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from infinity.calibration import KnownRates, kept_rates
 from infinity.checkpoint.durable_runs import find_run, model_facts
 from infinity.config.schema import Config
-from infinity.cutting import AUTO_DEVICE_BUDGET, PROCESS_BASE_BYTES, Cut
+from infinity.cutting import (
+    AUTO_DEVICE_BUDGET,
+    PROCESS_BASE_BYTES,
+    Cut,
+    case_for,
+    cut_model,
+    groups_of,
+)
 from infinity.errors import ConfigError
 from infinity.formats import MomentFormat
 from infinity.heap import return_freed_memory
 from infinity.model.parameters import ParameterMap
-from infinity.model.shapes import target_of
+from infinity.model.shapes import Target, target_of
 from infinity.optim.adapter import AdapterRule
 from infinity.optim.adapter_probe import OptimizerMaker, open_adapter
 from infinity.optim.offloaded import OffloadedOptimizer
@@ -28,9 +36,10 @@ from infinity.plan.budget import Limits
 from infinity.plan.cost import Rates
 from infinity.plan.forecast import forecast_bytes
 from infinity.plan.layout import Tier, UnitLayout, largest_trained_of
-from infinity.plan.machine import default_host_budget_bytes, read_machine
+from infinity.plan.machine import PlanMachine, default_host_budget_bytes, read_machine
 from infinity.plan.plan import Plan, RuleFacts
 from infinity.plan.planner import (
+    Case,
     activations_on_device,
     gradient_itemsize,
     leaving_activations,
@@ -185,6 +194,42 @@ def facts_of(rule: Rule, layouts: Iterable[UnitLayout]) -> RuleFacts:
         tile_elements=rule.tile_elements(largest_trained_of(layouts)),
         notes=rule.notes,
     )
+
+
+def rates_here(config: Config, device: Device) -> KnownRates:
+    """What is kept of this machine's rates: measuring takes seconds, and is for `infinity plan`."""
+    paths = config.nvme_path
+    known = all(path.is_dir() for path in paths)  # if not, the disk tier says what is wrong
+    io, num_threads = config.io, config.cpu.num_threads
+    return kept_rates(paths if known else (), device, io=io, num_threads=num_threads)
+
+
+def case_here(
+    name: str,
+    model: nn.Module,
+    facts: Mapping[str, Any],
+    config: Config,
+    device: Device,
+    tokens: int,
+    *,
+    recompute: bool = False,
+) -> tuple[Case, Target, Cut]:
+    """A model on this machine with `tokens` in a micro-batch: the case, the model, its units.
+
+    `facts` are what its own config says, {} where it has none; `recompute` says that it recomputes
+    blocks by itself. Rates are those that are kept, else nominal: nothing is measured here.
+    """
+    groups = groups_of(model, config)
+    cut, target = cut_model(model, config, groups, None), target_of(name, model, facts)
+    known, limits = rates_here(config, device), limits_for(config, device, model)
+    paths = [path for path in config.nvme_path if path.is_dir()]
+    machine = PlanMachine.here(paths, device, known.rates)
+    machine = replace(machine, nominal=known.nominal, measured=known.measured)
+    case = case_for(
+        target, cut, groups, config, machine, tokens,
+        recompute=recompute, base=limits.base, made=limits.made,
+    )  # fmt: skip
+    return case, target, cut
 
 
 def _leaving_room(

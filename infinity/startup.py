@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from infinity.blueprint import check_model, make_optimizer, plan_for
-from infinity.calibration import KnownRates, kept_rates
+from infinity.blueprint import check_model, make_optimizer, plan_for, rates_here
 from infinity.config.schema import Config
 from infinity.cutting import Cut, cut_model
 from infinity.deepspeed.engine import DeepSpeedEngine
@@ -180,7 +179,7 @@ def _make_plan(
     model: nn.Module, cut: Cut, config: Config, device: Device, optimizer: OffloadedOptimizer
 ) -> Plan:
     """The plan of this run, by what is known of this machine's rates."""
-    known = _rates_for(config, device)
+    known = rates_here(config, device)
     plan = plan_for(model, cut, config, device, optimizer.rule, known.rates)
     if "auto" in config.placement.model_dump().values():
         plan = replace(plan, rates_origin=known.origin)
@@ -211,14 +210,6 @@ def _announce(engine: Engine, told: Settings, journal: Journal | None) -> None:
         if told.translation is not None:
             start["deepspeed"] = told.translation.table()
         journal.write({"event": "start", **start, "warnings": engine.warnings})
-
-
-def _rates_for(config: Config, device: Device) -> KnownRates:
-    """What is kept of this machine's rates: measuring takes seconds, and is for `infinity plan`."""
-    paths = config.nvme_path
-    known = all(path.is_dir() for path in paths)  # if not, the disk tier says what is wrong
-    io, num_threads = config.io, config.cpu.num_threads
-    return kept_rates(paths if known else (), device, io=io, num_threads=num_threads)
 
 
 def _make_scheduler(config: Config, optimizer: OffloadedOptimizer, given: Any, client: Any) -> Any:

@@ -229,8 +229,7 @@ def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
     samples = max(wishes.tokens // length, 1) if isinstance(length, int) else None
     chosen = choose_schedule(case, _wish(wishes, config), samples)
     told = {} if translation is None else {"deepspeed": translation.table()}
-    found = chosen.smallest if chosen.best is None else chosen.best.case
-    return report(found, target, cut, rated_bytes, chosen) | told
+    return report(chosen.case, target, cut, rated_bytes, chosen) | told
 
 
 def _as_trained(config: Config, wishes: Wishes, target: Target) -> Config:

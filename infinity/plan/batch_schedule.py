@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from infinity.config.schema import ActivationsConfig, Offload, Recompute, checkpoint_of
+from infinity.config.schema import ActivationsConfig, Config, Offload, Recompute, checkpoint_of
 from infinity.errors import DoesNotFitError
 from infinity.plan.activations import num_blocks
 from infinity.plan.budget import budgeted_bytes
@@ -64,11 +64,18 @@ class BatchSchedule:
         )
 
     @staticmethod
-    def named_by(settings: ActivationsConfig) -> BatchSchedule:
-        """A wish: the parts that a configuration names."""
+    def named_by(
+        settings: ActivationsConfig, micro_batches: int | None = None, slices: int | None = None
+    ) -> BatchSchedule:
+        """A wish: the parts that a configuration names.
+
+        `micro_batches` and `slices` are those of a run that goes on, None where there is none:
+        they belong to its numbers.
+        """
         named = settings.model_fields_set
         return BatchSchedule(
-            slices=settings.slices if "slices" in named else None,
+            micro_batches=micro_batches,
+            slices=slices or (settings.slices if "slices" in named else None),
             recompute=settings.recompute if "checkpoint" in named else None,
             offload=settings.offload if "offload" in named else None,
         )
@@ -116,6 +123,20 @@ class Chosen:
     runner_up: Priced | None
     smallest: Case
     """The schedule with the least activations, to say what is missing where none fits."""
+
+    @property
+    def case(self) -> Case:
+        """What to go on with: the fastest, or the smallest where none fits."""
+        return self.smallest if self.best is None else self.best.case
+
+    def told(self, config: Config) -> Config:
+        """A configuration with the schedule in it, as `initialize` takes it."""
+        found = self.case
+        changes = {
+            "gradient_accumulation_steps": found.micro_batches,
+            "activations": found.config.activations,
+        }
+        return config.model_copy(update=changes)
 
 
 def choose_schedule(case: Case, wish: BatchSchedule, sequences: int | None = None) -> Chosen:

@@ -646,12 +646,13 @@ class Case:
         offload: Offload,
     ) -> Case:
         """With another way of the tokens through the model; see `plan.batch_schedule`."""
-        settings = self.config.activations.model_copy(
-            update={
-                "tokens": tokens, "slices": slices, "checkpoint": checkpoint_of(recompute),
-                "offload": offload, "host": None, "disk": None,
-            }
-        )  # fmt: skip
+        update: dict[str, Any] = {
+            "tokens": tokens, "slices": slices, "checkpoint": checkpoint_of(recompute),
+            "offload": offload,
+        }  # fmt: skip
+        if offload != self.config.activations.offload:  # sizes are for the place that was named
+            update |= {"host": None, "disk": None}
+        settings = self.config.activations.model_copy(update=update)
         case = replace(self, work=replace(self.work, tokens=tokens, recompute=0))
         changes = {"gradient_accumulation_steps": micro_batches, "activations": settings}
         return replace(case, config=case.config.model_copy(update=changes))

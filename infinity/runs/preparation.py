@@ -13,13 +13,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from infinity.blueprint import limits_for
-from infinity.calibration import kept_rates
+from infinity.blueprint import case_here
 from infinity.checkpoint.manifest import MANIFEST_NAME
 from infinity.checkpoint.plain import decode
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.config.schema import Config
-from infinity.cutting import Cut, case_for, cut_model, groups_of
+from infinity.cutting import Cut
 from infinity.errors import ConfigError, did_you_mean, mistakes
 from infinity.huggingface.models import (
     build_model,
@@ -31,7 +30,6 @@ from infinity.huggingface.models import (
 from infinity.model.config_shapes import explained
 from infinity.model.shapes import Target, target_of
 from infinity.plan.batch_schedule import BatchSchedule, Chosen, choose_schedule
-from infinity.plan.machine import PlanMachine
 from infinity.plan.planner import Case
 from infinity.runs.data import Corpus, Progress, Recipe, Windows, prepare, split
 from infinity.runs.directory import RunDirectory
@@ -471,49 +469,27 @@ def scheduled(
     `decided`.
     """
     config = prepared.config
-    named = BatchSchedule.named_by(config.engine.activations)
-    wish = replace(
-        named,
-        micro_batches=decided.get("engine.gradient_accumulation_steps"),
-        slices=decided.get("engine.activations.slices") or named.slices,
+    wish = BatchSchedule.named_by(
+        config.engine.activations,
+        decided.get("engine.gradient_accumulation_steps"),
+        decided.get("engine.activations.slices"),
     )
     case, _, _ = case_of(prepared, model_on_meta(config.model, prepared.facts), device)
     whole = case.with_step(prepared.tokens_per_step, 1)
     chosen = choose_schedule(whole, wish, prepared.windows_per_step)
-    best = chosen.smallest if chosen.best is None else chosen.best.case
-    changes = {
-        "gradient_accumulation_steps": best.micro_batches,
-        "activations": best.config.activations,
-    }
-    engine = prepared.engine.model_copy(update=changes)
-    return replace(
-        prepared, engine=engine, micro_batch=prepared.windows_per_step // best.micro_batches
-    ), chosen
+    windows = prepared.windows_per_step // chosen.case.micro_batches
+    return replace(prepared, engine=chosen.told(prepared.engine), micro_batch=windows), chosen
 
 
 def case_of(prepared: Prepared, model: nn.Module, device: Device) -> tuple[Case, Target, Cut]:
-    """What a run would take: the case to plan, the model as the plan sees it, and its units.
-
-    `device` must stay open. Rates are those that are kept of this machine, else nominal ones:
-    nothing is measured here.
-    """
-    config, section = prepared.engine, prepared.config.model
-    groups = groups_of(model, config)
-    cut = cut_model(model, config, groups, None)
-    target = target_of(prepared.facts.name, model, prepared.facts.config.to_dict())
-    paths = tuple(path for path in config.nvme_path if path.is_dir())
-    known = kept_rates(paths, device, io=config.io, num_threads=config.cpu.num_threads)
-    limits = limits_for(config, device, model)
-    machine = PlanMachine.here(paths, device, known.rates)
-    case = case_for(
-        target,
-        cut,
-        groups,
-        config,
-        replace(machine, nominal=known.nominal, measured=known.measured),
+    """What a run would take, as `case_here` says it; `device` must stay open."""
+    facts = prepared.facts
+    return case_here(
+        facts.name,
+        model,
+        facts.config.to_dict(),
+        prepared.engine,
+        device,
         prepared.micro_batch * prepared.length,
-        recompute=section.gradient_checkpointing,
-        base=limits.base,
-        made=limits.made,
+        recompute=prepared.config.model.gradient_checkpointing,
     )
-    return case, target, cut

@@ -152,7 +152,6 @@ def put_together(shape: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 # By how much rows of one block may differ between two shapes of a batch, relative to the largest.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 _COARSE = 5e-2
@@ -238,26 +237,27 @@ class Slicer:
         self, shape: Any, tensors: Sequence[Tensor], sliced: Sequence[bool], size: int
     ) -> None:
         """Raise if the first slice computes something else when a second one is beside it."""
-        if self._kind in self._tried:
+        kind = (self._kind, self._module.training)
+        if kind in self._tried:
             return
-        module = self._module
-        if module.training and any(isinstance(m, _DROPOUTS) and m.p for m in module.modules()):
-            return  # random numbers differ
-        with torch.no_grad(), torch.random.fork_rng(), Rerun(module).again():
+        with torch.no_grad(), torch.random.fork_rng(), Rerun(self._module).again():
+            drawn = _random_state(tensors)
             alone, beside = (
                 self._first_rows(
                     shape, [t[:n] if s else t for t, s in zip(tensors, sliced, strict=True)], size
                 )
                 for n in (size, 2 * size)
             )
+            random = not torch.equal(drawn, _random_state(tensors))
         for one, other in zip(alone, beside, strict=True):
             allowed = _TOLERANCE.get(one.dtype, _COARSE) * float(other.abs().max())
-            if one.shape != other.shape or float((one - other).abs().max()) > allowed:
+            same = one.shape == other.shape and float((one - other).abs().max()) <= allowed
+            if not same and not random:  # of dropout, a module or not
                 raise self._refusal(
                     f"the first {size} samples give other results when more are beside them",
                     "its samples see one another, or its first dimension is not the batch",
                 )
-        self._tried.add(self._kind)
+        self._tried.add(kind)
 
     def _first_rows(self, shape: Any, tensors: Sequence[Tensor], size: int) -> list[Tensor]:
         args, kwargs = put_together(shape, tensors)
@@ -289,6 +289,12 @@ class Slicer:
             because=because,
             remedy=remedy or "activations.slices=1, and smaller micro-batches if memory is short",
         )
+
+
+def _random_state(tensors: Sequence[Tensor]) -> Tensor:
+    """Of the generators that a block draws from: the CPU's, and those of devices of `tensors`."""
+    devices = sorted({t.get_device() for t in tensors if t.is_cuda})
+    return torch.cat([torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)])
 
 
 # What Hugging Face's blocks call a cache of keys and values; a block that runs twice, or in

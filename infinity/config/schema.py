@@ -344,7 +344,10 @@ class ActivationsConfig(Section):
     offload: Offload = "none"
     """Where inputs of recomputed blocks wait for backward, beyond the device: disk is RAM first."""
     tokens: int | None = Field(default=None, ge=1)
-    """The most tokens of one micro-batch; the sizes below are made for it if they are left out."""
+    """The most tokens of one micro-batch; the sizes below are made for it if they are left out.
+
+    In `InfinityTrainer`: of one batch; the plan then chooses how those of a step pass the model.
+    """
     host: Size | None = None
     """Pinned RAM that is reserved for them."""
     disk: Size | None = None

@@ -11,7 +11,7 @@ from torch import nn
 
 from infinity.config.schema import Config, SchedulerConfig, load_config
 from infinity.config.source import read_source
-from infinity.deepspeed.config import Translation, translate_deepspeed
+from infinity.deepspeed.config import OURS, Translation, translate_deepspeed
 from infinity.deepspeed.source import Source, find_source
 from infinity.errors import ConfigError
 from infinity.huggingface.models import transformers
@@ -209,13 +209,15 @@ class TrainerSettings:
     """What the engine is made with.
 
     `config` has no schedule: the Trainer steps it, so it is `scheduler`, or None for that of the
-    TrainingArguments. `names_optimizer` says whether the configuration chose the update rule.
-    `translation` is there where it was DeepSpeed's.
+    TrainingArguments. `names_optimizer` says whether the configuration chose the update rule,
+    `names_micro_batches` whether a key of ours said how many there are. `translation` is there
+    where it was DeepSpeed's, whose batch triangle says no more than how large a step is.
     """
 
     config: Config
     scheduler: SchedulerConfig | None
     names_optimizer: bool
+    names_micro_batches: bool
     translation: Translation | None
 
 
@@ -353,7 +355,13 @@ def _ours(source: Any, args: Any, precision: str) -> TrainerSettings:
     for name, one in told.items():
         section, _, key = name.rpartition(".")
         (merged["optimizer"] if section else merged)[key] = one.value
-    return TrainerSettings(load_config(merged), given.scheduler, "optimizer.type" in written, None)
+    return TrainerSettings(
+        load_config(merged),
+        given.scheduler,
+        names_optimizer="optimizer.type" in written,
+        names_micro_batches="gradient_accumulation_steps" in written,
+        translation=None,
+    )
 
 
 def _without_autos(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -400,7 +408,8 @@ def _translated(
         values = {one.ours: one.value for one in told.values()}
         rule = {key: values[f"optimizer.{key}"] for key in ("lr", "betas", "eps", "weight_decay")}
         merged["optimizer"] = {**kept, "type": "AdamW", **rule}
-    return TrainerSettings(load_config(merged), config.scheduler, named, translation)
+    micro_batches = "gradient_accumulation_steps" in raw.get(OURS, {})
+    return TrainerSettings(load_config(merged), config.scheduler, named, micro_batches, translation)
 
 
 # --- what differs ------------------------------------------------------------------------------

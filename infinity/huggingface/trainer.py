@@ -16,8 +16,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
 from infinity.checkpoint.manifest import MANIFEST_NAME
+from infinity.config.schema import Config
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, ConfigError, EngineClosedError, InfinityWarning
+from infinity.huggingface.batches import (
+    Decided,
+    StepBatches,
+    decided_by,
+    pad_token_of,
+    sums_over_samples,
+    with_schedule,
+)
 from infinity.huggingface.models import save_pretrained, told_for, transformers
 from infinity.huggingface.settings import (
     Choice,
@@ -62,6 +71,7 @@ class OffloadAccelerator(_Accelerator):  # type: ignore[misc]
     _open = False  # a window with gradients
     _due = False  # the end of a micro-batch that has them, and is not the last
     _ends_window = True  # the current micro-batch
+    more_follow = False  # micro-batches, whatever the Trainer says: it has handed over all
 
     def attach(self, engine: Engine) -> None:
         """From now on `backward` is the engine's."""
@@ -76,7 +86,7 @@ class OffloadAccelerator(_Accelerator):  # type: ignore[misc]
         if self._due:
             engine.step()
             self._due = False
-        self._ends_window = self.sync_gradients
+        self._ends_window = self.sync_gradients and not self.more_follow
         engine.set_gradient_accumulation_boundary(self._ends_window)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -126,7 +136,7 @@ class OffloadAccelerator(_Accelerator):  # type: ignore[misc]
         return self.engine
 
     def _start_over(self) -> None:
-        self._open, self._due, self._ends_window = False, False, True
+        self._open, self._due, self._ends_window, self.more_follow = False, False, True, False
 
     def _stepped(self, *_: Any) -> None:
         self._start_over()
@@ -406,6 +416,10 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
     is `trainer.model_wrapped`. It goes on after `train()`, so that evaluating and saving work;
     `close()`, or leaving a `with` block, gives everything back.
 
+    With `activations.tokens` in the configuration, the most tokens of one batch, the plan chooses
+    how the batches of a step pass the model, see `huggingface/batches.py`: losses are those of
+    `Trainer` but for rounding.
+
     A `checkpoint-N` holds the model as `from_pretrained` takes it, and the engine's own
     checkpoint in place of optimizer.pt: a run that resumes computes the same bits as one that was
     not interrupted. In bf16 and fp16 the model is saved in these, as with DeepSpeed; the exact
@@ -434,6 +448,8 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         self._settings: TrainerSettings | None = None
         self._notes = DataNotes()
         self._loop = LoopState(self._notes)
+        self._batches: StepBatches | None = None
+        self._goes_on_from: str | None = None
         self._closed = False
         if args is not None:
             refuse_arguments(args)
@@ -460,11 +476,11 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             self.engine = None
         given = self.optimizer
         choice, settings = self._choose(given), self._settings_now()
-        config = told_for(self.model, choice.config)
+        config = self._with_schedule(told_for(self.model, choice.config))
         told = Settings(
             config,
             settings.translation,
-            self.args.per_device_train_batch_size,
+            -(-self._samples // config.gradient_accumulation_steps),
             drop_last=self.args.dataloader_drop_last,
             given=config,
         )
@@ -486,6 +502,28 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         self.optimizer = optimizer
         self.model_wrapped = OffloadedModel(engine, self.accelerator)
         return engine
+
+    @property
+    def _samples(self) -> int:
+        """Of an optimizer step."""
+        args = self.args
+        return int(args.per_device_train_batch_size * args.gradient_accumulation_steps)
+
+    def _with_schedule(self, config: Config) -> Config:
+        """With the plan's batch schedule, where it may choose: then `_batches` are cut by it."""
+        self._batches = None
+        theirs = [(name, _Trainer) for name in ("compute_loss", "_prepare_inputs")]
+        ours = [(name, InfinityTrainer) for name in ("training_step", "get_batch_samples")]
+        if config.activations.tokens is None or not sums_over_samples(self, [*ours, *theirs]):
+            return config
+        decided: Decided = (None, None)
+        if self._goes_on_from is not None:
+            decided = decided_by(self._goes_on_from, TAG)
+        if self._settings_now().names_micro_batches:
+            decided = (config.gradient_accumulation_steps, decided[1])
+        config = with_schedule(self.model, config, self.args.device, self._samples, decided)
+        self._batches = StepBatches(config, self._samples, pad_token_of(self))
+        return config
 
     def _choose(self, given: torch.optim.Optimizer | None) -> Choice:
         settings = self._settings_now()
@@ -583,6 +621,29 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)
 
+    # --- a step's batches ------------------------------------------------------------------------
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's; the batches are held until all of the step have been handed over."""
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        if self._batches is not None:
+            self._batches.hold(batches, num_items)
+        return batches, num_items
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """As Trainer's; with a schedule the last batch of a step stands for all, 0 for others."""
+        held = self._batches
+        if held is None or not held.take(inputs):
+            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+            return loss
+        total = torch.zeros((), device=self.args.device)
+        for batch, is_last in held.cut_anew() if held.complete else ():
+            self.accelerator.more_follow = not is_last
+            total += super().training_step(model, batch, num_items_in_batch)
+        return total
+
     # Engine, optimizer, schedule and checkpoint, without accelerator.prepare.
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
@@ -590,13 +651,17 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
         self._settings_now(max_steps)
+        whole = resume_from_checkpoint is not None and has_engine(resume_from_checkpoint)
+        self._goes_on_from = resume_from_checkpoint if whole else None
         self.create_optimizer()  # a subclass may set self.optimizer only, or return it
         engine = self._open()
         self.optimizer = engine.optimizer
         self.create_scheduler(num_training_steps=max_steps)
         self._loop.scheduler = self.lr_scheduler
-        if resume_from_checkpoint is not None and has_engine(resume_from_checkpoint):
-            load_engine(engine, resume_from_checkpoint)
+        if self._goes_on_from is not None:
+            load_engine(engine, self._goes_on_from)
+            if self._batches is not None:
+                self._batches.compare(decided_by(self._goes_on_from, TAG))
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import transformers as hf
 from accelerate import Accelerator
+from support.hf_runs import llama
 
 from infinity.huggingface.trainer import InfinityTrainer, OffloadAccelerator
 
@@ -27,19 +28,34 @@ REPLACED = {
     "_load_from_checkpoint": ["train"],
     "_load_best_model": ["_finalize_training"],
 }
+# Public ones that a step's batches go through.
+EXTENDED = {"get_batch_samples": ["_run_epoch"], "training_step": ["_run_epoch"]}
 
 
 def parameters(function: Any) -> tuple[str, ...]:
     return tuple(name for name in inspect.signature(function).parameters if name != "self")
 
 
-@pytest.mark.parametrize("name", REPLACED)
+@pytest.mark.parametrize("name", REPLACED | EXTENDED)
 def test_a_replaced_method_has_its_parameters_and_callers(name: str) -> None:
     there = getattr(hf.Trainer, name, None)
     assert there is not None, f"transformers.Trainer has no {name} any more"
-    assert parameters(there) == parameters(getattr(InfinityTrainer, name))
-    for caller in REPLACED[name]:
+    ours = parameters(getattr(InfinityTrainer, name))
+    assert ours in (parameters(there), ("args", "kwargs"))
+    for caller in (REPLACED | EXTENDED)[name]:
         assert f"self.{name}(" in inspect.getsource(getattr(hf.Trainer, caller)), caller
+
+
+def test_a_steps_batches_are_handed_over_as_they_were_collected() -> None:
+    epoch = inspect.getsource(hf.Trainer._run_epoch)
+    assert "for i, inputs in enumerate(batch_samples):" in epoch
+    assert "self.training_step(model, inputs, num_items_in_batch)" in epoch
+    assert "if not loss_is_scaled_for_ga:" in inspect.getsource(hf.Trainer.training_step)
+    loss = inspect.signature(llama().loss_function).parameters
+    assert "num_items_in_batch" in loss
+    for name in ("model_accepts_loss_kwargs", "compute_loss_func", "label_smoother"):
+        assert f"self.{name} = " in inspect.getsource(hf.Trainer.__init__)
+    assert hf.Trainer.loss_is_scaled_for_ga is None
 
 
 def test_attributes_that_are_set_are_read_there() -> None:

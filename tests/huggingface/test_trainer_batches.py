@@ -1,0 +1,340 @@
+"""InfinityTrainer with `activations.tokens`: the plan cuts the batches of a step anew.
+
+The slow obvious way is the same trainer without that key: every batch a micro-batch. Where samples
+are cut otherwise the numbers are those of `transformers.Trainer` to 2e-6, with SGD: AdamW may make
+a whole step of the rounding of a gradient that is nearly 0.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from support.hf_runs import (
+    FP32,
+    LENGTH,
+    VOCABULARY,
+    Texts,
+    assert_close_history,
+    assert_same_bits,
+    history,
+    llama,
+    masters,
+    trainer_for,
+)
+from torch import Tensor
+
+import infinity
+from infinity.errors import InfinityWarning
+from infinity.huggingface.batches import can_join, cut, joined
+from infinity.huggingface.trainer import InfinityTrainer
+from infinity.plan.batch_schedule import choose_schedule
+
+BATCHES, SAMPLES = 3, 2  # of a step, and of a batch
+TOKENS = SAMPLES * LENGTH
+TOLERANCE = 2e-6
+
+
+def told(config: Any = FP32, **activations: Any) -> dict[str, Any]:
+    return {**config, "activations": {"tokens": TOKENS, **activations}}
+
+
+def still_llama() -> Any:
+    return llama(dropout=0.0)
+
+
+def still_gpt2() -> Any:
+    torch.manual_seed(0)
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return hf.GPT2LMHeadModel(
+        hf.GPT2Config(
+            vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=32, bos_token_id=1,
+            eos_token_id=2, **dropout,
+        )
+    )  # fmt: skip
+
+
+def ragged(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Texts of another length in each batch, some of them padded on the left."""
+    lengths = [4 + int(item["input_ids"][0]) % (LENGTH - 3) for item in items]
+    longest = max(lengths)
+    batch: dict[str, list[Tensor]] = {"input_ids": [], "labels": [], "attention_mask": []}
+    for number, (item, length) in enumerate(zip(items, lengths, strict=True)):
+        room = longest - length
+        pad = (room, 0) if number % 2 else (0, room)
+        ones = torch.ones(length, dtype=torch.long)
+        parts = (item["input_ids"][:length], item["labels"][:length], ones)
+        for (name, rows), part, fill in zip(batch.items(), parts, (0, -100, 0), strict=True):
+            rows.append(torch.nn.functional.pad(part, pad, value=fill))
+            assert name in batch
+    return {name: torch.stack(rows) for name, rows in batch.items()}
+
+
+def run(
+    kind: Any,
+    out: Path,
+    config: Any = None,
+    make: Callable[[], Any] = still_llama,
+    options: Any = None,
+    **changed: Any,
+) -> tuple[Any, list[int]]:
+    """A trainer that has trained, and how many samples each forward of training had."""
+    model, rows = make(), []
+    model.get_input_embeddings().register_forward_pre_hook(
+        lambda module, given: rows.append(len(given[0])) if module.training else None
+    )
+    given = {} if config is None else {"infinity_config": config}
+    trainer = trainer_for(kind, out, model, {**given, **(options or {})}, **changed)
+    trainer.train()
+    return trainer, rows
+
+
+# --- the numbers are those of Trainer ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "activations", "micro_batches", "sizes"),
+    [
+        (still_llama, {}, None, [6]),
+        (still_gpt2, {"slices": 3, "checkpoint": "units"}, None, [6]),
+        (still_llama, {"slices": 2}, 2, [3, 3]),
+        (still_gpt2, {}, 6, [1] * 6),
+    ],
+    ids=["one-micro-batch", "sliced", "two-sliced", "a-sample-each"],
+)
+def test_a_step_that_is_cut_anew_is_that_of_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any, activations: Any,
+    micro_batches: int | None, sizes: list[int],
+) -> None:  # fmt: skip
+    """26 samples: four whole steps an epoch, and one of a single batch."""
+
+    def chosen(case: Any, wish: Any, samples: int) -> Any:
+        return choose_schedule(case, replace(wish, micro_batches=micro_batches), samples)
+
+    monkeypatch.setattr("infinity.huggingface.batches.choose_schedule", chosen)
+    options = {"data_collator": ragged}
+    changed = {"eval_strategy": "epoch", "optim": "sgd", "learning_rate": 0.5}
+    theirs, _ = run(hf.Trainer, tmp_path / "a", None, make, options, **changed)
+    ours, rows = run(InfinityTrainer, tmp_path / "b", told(**activations), make, options, **changed)
+    with ours:
+        short = [1, 1] if sizes[0] == 1 else [2]  # a step of one batch
+        assert rows == [*sizes * 4, *short, *sizes * 2]
+        assert ours.engine._stepper.progress.micro_batches == len(rows)
+        assert_close_history(ours, theirs, TOLERANCE)
+        for name, value in theirs.model.state_dict().items():
+            torch.testing.assert_close(
+                ours.engine.state_dict()[name], value, rtol=0, atol=TOLERANCE, msg=name
+            )
+
+
+def test_as_many_micro_batches_as_batches_have_the_bits_of_batches(tmp_path: Path) -> None:
+    named = told({**FP32, "gradient_accumulation_steps": BATCHES}, slices=1)
+    options = {"data_collator": ragged}
+    plain, _ = run(InfinityTrainer, tmp_path / "a", FP32, options=options)
+    ours, rows = run(InfinityTrainer, tmp_path / "b", named, options=options)
+    with plain, ours:
+        assert rows == [SAMPLES] * 19
+        assert ours._batches is not None
+        assert history(ours) == history(plain)
+        assert_same_bits(masters(ours), masters(plain))
+
+
+def test_weights_are_fetched_once_for_all_batches(tmp_path: Path) -> None:
+    """From the second step on a step reads the weights twice, less what stays in slots."""
+    disk = {
+        **FP32, "nvme_path": str(tmp_path), "prefetch_units": 0,
+        "placement": {"weights": "disk", "moments": "disk", "gradients": "disk"},
+    }  # fmt: skip
+    found = {}
+    for name, config in (("batches", disk), ("schedule", told(disk))):
+        trainer, _ = run(InfinityTrainer, tmp_path / "out", config, max_steps=3)
+        with trainer:
+            report = trainer.engine.last_report
+            found[name] = report.moved
+            assert found[name] == trainer.engine.forecast(), name
+    assert found["schedule"]["disk_read"] < 0.7 * found["batches"]["disk_read"]
+    assert found["schedule"]["disk_write"] < 0.7 * found["batches"]["disk_write"]
+
+
+# --- where every batch stays a micro-batch -------------------------------------------------------
+
+
+def own_loss(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    return hf.Trainer.compute_loss(self, model, inputs, *args, **kwargs)
+
+
+def own_step(self: Any, *args: Any) -> Any:
+    return InfinityTrainer.training_step(self, *args)
+
+
+def loss_of(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    return outputs.logits.float().pow(2).mean() / BATCHES
+
+
+def packed(items: list[Any]) -> dict[str, Tensor]:
+    """Positions that begin anew within a row, and no mask."""
+    batch: dict[str, Tensor] = hf.default_data_collator(items)
+    return {**batch, "position_ids": torch.arange(LENGTH).remainder(4).expand(len(items), LENGTH)}
+
+
+def means() -> Any:
+    model = still_llama()
+    model.accepts_loss_kwargs = False  # a mean of the batches' means
+    return model
+
+
+def routed() -> Any:
+    torch.manual_seed(0)
+    return hf.MixtralForCausalLM(
+        hf.MixtralConfig(
+            vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=1, num_local_experts=2,
+            output_router_logits=True,
+        )
+    )  # fmt: skip
+
+
+OLD_WAYS: dict[str, dict[str, Any]] = {
+    "a loss of its own": {"methods": {"compute_loss": own_loss}},
+    "a step of its own": {"methods": {"training_step": own_step}},
+    "compute_loss_func": {"options": {"compute_loss_func": loss_of}},
+    "a label smoother": {"changed": {"label_smoothing_factor": 0.1}},
+    "means of batches": {"make": means},
+    "a router's loss": {"make": routed},
+    "packed rows": {"options": {"data_collator": packed}},
+}
+
+
+@pytest.mark.parametrize("way", OLD_WAYS)
+def test_where_samples_may_not_be_cut_anew_batches_stay(tmp_path: Path, way: str) -> None:
+    """In bf16, whose gradients could not be summed if the plan had counted on one micro-batch."""
+    asked = OLD_WAYS[way]
+    kind = type("Own", (InfinityTrainer,), asked.get("methods", {}))
+    more = {"make": asked.get("make", still_llama), "options": asked.get("options")}
+    changed = {"max_steps": 2, **asked.get("changed", {})}
+    sums = {"precision": "bf16", "activations": {"slices": 2}}  # as the plan has it for safety
+    slow = sums if way == "packed rows" else {"precision": "bf16"}
+    plain, _ = run(kind, tmp_path / "a", slow, **more, **changed)
+    ours, rows = run(kind, tmp_path / "b", told({"precision": "bf16"}), **more, **changed)
+    with plain, ours:
+        assert rows == [SAMPLES] * 2 * BATCHES
+        assert history(ours) == history(plain)
+        assert_same_bits(masters(ours), masters(plain))
+
+
+# --- a run that goes on --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [2, 5])  # within an epoch, at its end
+@pytest.mark.parametrize(
+    "first", [{"slices": 3}, {"gradient_accumulation_steps": BATCHES}], ids=lambda first: [*first]
+)
+def test_a_resumed_run_keeps_its_schedule_and_its_bits(
+    tmp_path: Path, first: dict[str, int], step: int
+) -> None:
+    every = {"save_strategy": "steps", "save_steps": 1}
+    config = told(FP32, **first) if "slices" in first else told({**FP32, **first})
+    through, _ = run(InfinityTrainer, tmp_path, config, llama, **every)
+    with through:
+        schedule = through._batches.schedule
+        expected, logged = masters(through), history(through)
+    for number in range(step + 1, 8):
+        shutil.rmtree(tmp_path / f"checkpoint-{number}")
+    options = {"infinity_config": told()}  # which leaves it all to the plan
+    with trainer_for(InfinityTrainer, tmp_path, llama(), options, **every) as resumed:
+        resumed.train(resume_from_checkpoint=True)
+        assert resumed._batches.schedule == schedule
+        assert history(resumed)[:-1] == logged[:-1]
+        assert_same_bits(masters(resumed), expected)
+
+
+def test_an_engine_that_was_there_before_the_resume_says_what_differs(tmp_path: Path) -> None:
+    every = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    first, _ = run(InfinityTrainer, tmp_path, told(slices=3), **every)
+    first.close()
+    options = {"infinity_config": told()}
+    with trainer_for(InfinityTrainer, tmp_path, still_llama(), options, **every) as resumed:
+        resumed.evaluate()  # makes the engine
+        with pytest.warns(InfinityWarning, match=r"1 micro-batches, blocks in 3 slices"):
+            resumed.train(resume_from_checkpoint=True)
+
+
+# --- DeepSpeed's configuration -------------------------------------------------------------------
+
+
+def test_a_deepspeed_configuration_says_the_same_in_its_section(tmp_path: Path) -> None:
+    theirs = {
+        "train_micro_batch_size_per_gpu": SAMPLES, "gradient_accumulation_steps": BATCHES,
+        "train_batch_size": SAMPLES * BATCHES, "gradient_clipping": "auto",
+        "infinity": {"activations": {"tokens": TOKENS}},
+    }  # fmt: skip
+    ours, _ = run(InfinityTrainer, tmp_path / "a", told(), max_steps=2)
+    same, rows = run(InfinityTrainer, tmp_path / "b", theirs, max_steps=2)
+    with ours, same:
+        assert rows == [SAMPLES * BATCHES] * 2
+        assert same.engine.train_batch_size() == SAMPLES * BATCHES
+        assert_same_bits(masters(same), masters(ours))
+    # `initialize` has a loop that hands over micro-batches: they stay what the triangle says.
+    theirs |= {"gradient_clipping": 1.0, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+    engine, *_ = infinity.initialize(model=still_llama(), config=theirs)
+    with engine:
+        batches = [hf.default_data_collator([Texts(6)[i], Texts(6)[i + 1]]) for i in (0, 2, 4)]
+        engine.train_batch(iter(batches))
+        assert engine.get_batch_info() == (SAMPLES * BATCHES, SAMPLES, BATCHES)
+        assert engine.global_steps == 1
+        notes = {row.key: row.note for row in engine.translation.rows}
+        assert "InfinityTrainer" in notes["gradient_accumulation_steps"]
+
+
+# --- joining and cutting -------------------------------------------------------------------------
+
+
+def batch(rows: int, length: int, **more: Any) -> dict[str, Any]:
+    ids = torch.arange(rows * length).view(rows, length) + 1
+    return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids), **more}
+
+
+def test_parts_are_in_order_and_each_as_long_as_its_longest_text() -> None:
+    batches = [batch(2, 3), batch(1, 5), batch(3, 4)]
+    found = [joined(parts, pad_token=7) for parts in cut(batches, 4)]
+    assert [tuple(part["input_ids"].shape) for part in found] == [(4, 5), (2, 4)]
+    assert found[0]["input_ids"][:, -1].tolist() == [7, 7, 5, 7]
+    assert found[0]["labels"][0].tolist() == [1, 2, 3, -100, -100]
+    assert found[0]["attention_mask"].sum(1).tolist() == [3, 3, 5, 4]
+    assert torch.equal(found[1]["input_ids"], batches[2]["input_ids"][1:])
+    (alone,) = cut([batches[0]], 2)
+    assert alone == [batches[0]]  # itself
+    square = joined([batch(3, 3)], slices=2)  # slices could not tell samples from positions
+    assert square["input_ids"].shape == (3, 4)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        (torch.ones(2, 3),),
+        batch(2, 3, pixel_values=torch.ones(2, 3)),
+        batch(2, 3, use_cache=True),
+        batch(2, 3, labels=torch.ones(6, 1)),
+        batch(2, 3, labels=torch.ones(2, 3)),
+        {k: v for k, v in batch(2, 3).items() if k != "labels"},
+        {},
+    ],
+    ids=["tuple", "unknown", "flag", "rows", "dtype", "names", "empty"],
+)
+def test_what_cannot_be_joined(other: Any) -> None:
+    assert can_join([batch(2, 3), batch(1, 5)])
+    assert not can_join([batch(2, 3), other])
+
+
+def test_without_a_mask_only_equal_lengths_are_joined() -> None:
+    bare = [
+        {k: v for k, v in b.items() if k != "attention_mask"} for b in (batch(2, 3), batch(2, 4))
+    ]
+    assert can_join([bare[0], bare[0]])
+    assert not can_join(bare)

@@ -326,6 +326,7 @@ CONTENDERS = {
     "torch_ram": TorchInRam,
     "infinity_ram": Infinity,
     "infinity_disk": Infinity,
+    "infinity_kept": Infinity,
     "infinity_plan": Planned,
     "deepspeed_nvme": DeepSpeed,
     "deepspeed_cpu": DeepSpeed,

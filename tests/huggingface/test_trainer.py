@@ -51,7 +51,11 @@ def both(
 def assert_same_model(ours: Any, theirs: Any, tolerance: float = 1e-5) -> None:
     for name, value in theirs.model.state_dict().items():
         torch.testing.assert_close(
-            ours.engine.state_dict()[name], value, rtol=0, atol=tolerance, msg=name
+            ours.engine.state_dict()[name],
+            value,
+            rtol=0,
+            atol=tolerance,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
 

@@ -123,7 +123,7 @@ def test_without_an_optimizer_in_it_a_deepspeed_configuration_keeps_trainers(
 def test_everything_that_differs_is_told_at_once(tmp_path: Path) -> None:
     config = {
         "gradient_accumulation_steps": 4, "gradient_clipping": 0.5, "precision": "fp32",
-        "optimizer": {"lr": 1e-3, "betas": [0.9, 0.9], "eps": 1e-8, "weight_decay": 0.3},
+        "optimizer": {"lr": 1e-3, "betas": [0.9, 0.9], "eps": 1e-5, "weight_decay": 0.3},
     }  # fmt: skip
     with pytest.raises(ConfigError) as caught:
         trainer_for(InfinityTrainer, tmp_path, None, {"infinity_config": config}, bf16=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -45,25 +45,43 @@ from infinity.plan.planner import (
     leaving_activations,
     make_plan,
 )
+from infinity.ranks import ALONE, Ranks
 from infinity.rules import SGD
 from infinity.storage.device import PROCESS, Device
 
 _TRAINABLE = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def check_processes() -> None:
-    """Raise `ConfigError` if a launcher started several."""
+def check_processes(what: str) -> None:
+    """Raise `ConfigError` if a launcher started several: `what` is for one."""
     world_size = int(os.environ.get("WORLD_SIZE", "1") or 1)
     if world_size > 1:
-        raise ConfigError(
-            f"WORLD_SIZE={world_size}: several processes are not supported yet",
-            remedy="run one process, without a launcher (unset WORLD_SIZE)",
-        )
+        raise _only_alone(f"{what} (WORLD_SIZE={world_size})")
+
+
+def check_ranks(ranks: Ranks, config: Config, optimizer: OffloadedOptimizer) -> None:
+    """Raise `ConfigError` for what several ranks cannot do yet."""
+    rule = optimizer.rule
+    for is_asked, what in (
+        (config.durable, "durable steps"),
+        (rule.whole, f"{rule.name}, which needs whole parameters,"),
+        (isinstance(rule, AdapterRule), f"an optimizer that torch runs ({rule.name})"),
+    ):
+        if ranks.count > 1 and is_asked:
+            raise _only_alone(what)
+
+
+def _only_alone(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what}: several processes are not supported here yet",
+        remedy="run one process, without a launcher (unset WORLD_SIZE); several take "
+        "infinity.initialize with a configuration of ours, built-in elementwise rules, and "
+        "checkpoints",
+    )
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse what cannot be owned: owned modules, several processes."""
-    check_processes()
+    """Refuse what cannot be owned: owned modules."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
@@ -154,9 +172,10 @@ def _check_same(given: torch.optim.Optimizer, model_parameters: Iterable[Any]) -
         )
 
 
-def limits_for(config: Config, device: Device, model: nn.Module) -> Limits:
+def limits_for(config: Config, device: Device, model: nn.Module, ranks: Ranks = ALONE) -> Limits:
     """Budgets: given or derived, less what other engines of this process hold.
 
+    Those of RAM and disk are a machine's: of its ranks each gets an equal part.
     The process keeps what it holds now, but for parameters; buffers on meta it will come to hold.
     """
     return_freed_memory()
@@ -166,7 +185,8 @@ def limits_for(config: Config, device: Device, model: nn.Module) -> Limits:
     ours = {storage.data_ptr(): storage.nbytes() for storage in storages}
     coming = sum(b.nbytes for b in model.buffers() if b.is_meta) if device.unified else 0
     base = machine.own_rss_bytes - sum(ours.values()) - held + coming
-    host = config.budget.host or default_host_budget_bytes(machine)
+    host = (config.budget.host or default_host_budget_bytes(machine)) // ranks.local_count
+    disk = None if config.budget.disk is None else config.budget.disk // ranks.local_count
     if config.budget.host and config.budget.host > machine.host_ram_bytes:
         raise ConfigError(
             f"budget.host is {config.budget.host} bytes, but this process may use at most "
@@ -182,7 +202,27 @@ def limits_for(config: Config, device: Device, model: nn.Module) -> Limits:
         device_budget = max(device_budget - PROCESS.total(Tier.DEVICE), 0)
     base = max(base, 0 if held else PROCESS_BASE_BYTES)  # another engine counts the process
     made = max((p.nbytes for p in model.parameters() if p.is_meta), default=0)
-    return Limits(device_budget, max(host - held, 0), config.budget.disk, base, made)
+    return Limits(device_budget, max(host - held, 0), disk, base, made)
+
+
+def _agreed(limits: Limits, ranks: Ranks) -> Limits:
+    """The least that any rank has: so all make one plan."""
+    if ranks.count == 1:
+        return limits
+    ranks.meet("plans")
+    told = [Limits(**words) for words in ranks.gather_words(asdict(limits))]
+
+    def least(found: Iterable[int | None]) -> int | None:
+        return min((n for n in found if n is not None), default=None)
+
+    return Limits(
+        device=least(one.device for one in told),
+        host=least(one.host for one in told),
+        disk=least(one.disk for one in told),
+        base=max(one.base for one in told),
+        made=max(one.made for one in told),
+        activations=limits.activations,
+    )
 
 
 def facts_of(rule: Rule, layouts: Iterable[UnitLayout]) -> RuleFacts:
@@ -252,12 +292,19 @@ def _leaving_room(
 
 
 def plan_for(
-    model: nn.Module, cut: Cut, config: Config, device: Device, rule: Rule, rates: Rates | None
+    model: nn.Module,
+    cut: Cut,
+    config: Config,
+    device: Device,
+    rule: Rule,
+    rates: Rates | None,
+    ranks: Ranks = ALONE,
 ) -> Plan:
     """The plan of one engine on this machine; `rates` as `make_plan` takes them."""
-    limits = limits_for(config, device, model)
+    limits = limits_for(config, device, model, ranks)
     if config.activations.tokens is not None:
         limits = _leaving_room(limits, config, device, model, cut)
+    limits = _agreed(limits, ranks)
     facts = facts_of(rule, cut.layouts)
     run = None
     if config.durable:
@@ -273,6 +320,7 @@ def plan_for(
         device_kernels=reason is None,
         rates=rates,
         stored=run.stored if run is not None else None,
+        rank=ranks.rank,
     )
     if plan.micro_batches > 1 and any(unit.is_block for unit in plan.units):
         whole = replace(plan, micro_batches=1)  # gradients are fp32 either way

@@ -67,8 +67,9 @@ def cut_model(
     config: Config,
     groups: Groups,
     units: Sequence[UnitSpec] | None,
+    ranks: int = 1,
 ) -> Cut:
-    """Cut into units and lay them out; trained is what the optimizer's groups hold."""
+    """Cut into units and lay them out for `ranks`; trained is what the optimizer's groups hold."""
     cutter = Cutter(model)
     precision = PRECISIONS[config.precision]
     group_of = {id(p): g for g, group in enumerate(groups) for p in group["params"]}
@@ -85,7 +86,12 @@ def cut_model(
     cuts = cutter.cut(units)
     layouts = tuple(
         lay_out(
-            index, cut.name, [facts[i] for i in cut.parameters], precision, is_block=cut.is_block
+            index,
+            cut.name,
+            [facts[i] for i in cut.parameters],
+            precision,
+            is_block=cut.is_block,
+            ranks=ranks,
         )
         for index, cut in enumerate(cuts)
     )

@@ -42,8 +42,8 @@ class Engine:
     """Owns a module's memory while it is trained. Made by `infinity.initialize`.
 
     `module` is the user's module; `optimizer` holds the parameter groups; `plan` says what lives
-    where. A context manager: leaving closes. What it does not have itself is the module's:
-    `engine.generate(...)` is `engine.module.generate(...)`.
+    where, `ranks` who trains together. A context manager: leaving closes. What it does not have
+    itself is the module's: `engine.generate(...)` is `engine.module.generate(...)`.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class Engine:
         self.optimizer = optimizer
         self.plan: Plan = parts.plan
         self.gradient_clipping = gradient_clipping
+        self.ranks = parts.ranks
         self._parts = parts
         self._journal = journal
         self._index_of = {id(p): i for i, p in enumerate(parts.cut.parameters)}
@@ -156,17 +157,18 @@ class Engine:
         """Backward of one micro-batch; gradients leave for their tier as they are made.
 
         The loss is divided by `gradient_accumulation_steps`, unless `scale_wrt_gas` is false: then
-        you have done that. It is returned so; in fp16 backward starts from that times the loss
-        scale. Several backwards before one `step()` add up. After an exception the accumulation
-        window starts over: its gradients are dropped and `micro_step` is 0 again.
+        you have done that. It is returned so; backward starts from that, divided by the number of
+        ranks, and in fp16 times the loss scale. Several backwards before one `step()` add up. After
+        an exception the accumulation window starts over: its gradients are dropped and
+        `micro_step` is 0 again.
 
         `loss.backward()` does the same, but in fp16: there `engine.scale(loss).backward()`.
         """
         self._check_trains("backward()")
         self._refuse_unscaled()
         micro_batches = self._window.length if scale_wrt_gas else 1
-        scaled = self._scaled(loss)
-        scaled = scaled / micro_batches if micro_batches > 1 else scaled
+        scaled, share = self._scaled(loss), micro_batches * self._window.ranks
+        scaled = scaled / share if share > 1 else scaled
         result = loss.detach() / micro_batches if micro_batches > 1 else loss.detach()
         gradients, hooks = self._parts.gradients, self._parts.hooks
         mark = hooks.mark()
@@ -204,7 +206,7 @@ class Engine:
             return loss
         self._refuse_unscaled()
         self._window.scaled, self._window.divisor = True, 1
-        return scaled / self._window.length
+        return scaled / self._window.share
 
     @exclusive
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -235,7 +237,7 @@ class Engine:
             self._parts.prefetcher.release_all(reached=True)
             self._values.take_back_all()
             self._values.settle()
-            samples = self._micro_batch_size * self._window.length
+            samples = self._micro_batch_size * self._window.share
             document = None if self._parts.durability is None else self._checkpoints.document
             self._stepper.update(self.gradient_clipping, Given(samples, lr_kwargs or {}, document))
             report = self._stepper.last_report

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from infinity.blueprint import check_model, make_optimizer, plan_for, rates_here
+from infinity.blueprint import check_model, check_ranks, make_optimizer, plan_for, rates_here
 from infinity.config.schema import Config
+from infinity.crc32c import crc32c
 from infinity.cutting import Cut, cut_model
 from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.engine import Engine
@@ -26,10 +29,12 @@ from infinity.model.meta_init import Origins
 from infinity.optim.adapter_probe import OptimizerMaker
 from infinity.optim.offloaded import OffloadedOptimizer, mark_stepped
 from infinity.plan.plan import Plan
+from infinity.ranks import Ranks, check_alike, find_ranks
 from infinity.read_settings import Settings, read_settings, sort_arguments
 from infinity.schedules import make_schedule
 from infinity.storage.cuda import find_device
 from infinity.storage.device import Device
+from infinity.storage.os_errors import checked_root, refusal
 from infinity.training.initial_write import Progress
 from infinity.training.parts import Parts
 from infinity.training.run_state import ResumableLoader
@@ -56,6 +61,7 @@ def initialize(
     device: Device | torch.device | str | None = None,
     progress: Progress | None = None,
     engine_class: type[Engine] | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
     """Take over a model's memory; returns `(engine, optimizer, dataloader, scheduler)`.
 
@@ -90,6 +96,10 @@ def initialize(
         progress: Called with (done_bytes, total_bytes, what) while the initial state is written.
         engine_class: `Engine` or `DeepSpeedEngine`, which has DeepSpeed's calls too; by default
             that where the configuration is DeepSpeed's, or comes by `args` or `config_params`.
+        ranks: Who trains this model together; by default the processes of torch's default group,
+            or those that `torchrun` started. They give all other arguments alike, and each its own
+            data. N ranks with M micro-batches compute what one with N * M computes, in the order
+            (micro-batch, rank); budgets of RAM, disk and threads are those of the machine.
         args: DeepSpeed's; the path of the configuration may be its `deepspeed_config`.
         config_params: DeepSpeed's name of `config`.
         distributed_port: Not used; nor is `dist_init_required`.
@@ -127,60 +137,160 @@ def _take_over(
     given: Mapping[str, Any], told: Settings
 ) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
     """`initialize`, when it is known what was given and what was told."""
-    settings, model, client = told.config, given["model"], given["optimizer"]
-    check_model(model)
+    check_model(given["model"])
     with ExitStack() as undo:
-        target = find_device(given["device"])
-        undo.callback(target.close)
-        if settings.seed is not None:
-            torch.manual_seed(settings.seed)
-        origins = Origins(model, settings.seed)
-        groups = given["model_parameters"]
-        offloaded = make_optimizer(model, settings, groups, client, trains=told.trains)
-        cut = cut_model(model, settings, offloaded.param_groups, given["units"])
-        plan = _make_plan(model, cut, settings, target, offloaded)
-        scheduler = None
-        if any(cut.trained):
-            scheduler = _make_scheduler(settings, offloaded, given["lr_scheduler"], client)
-        loader = _make_loader(given["training_data"], told, given["collate_fn"])
-        journal = Journal(settings.journal) if settings.journal else None
-        if journal is not None:
-            undo.callback(journal.close)
-        origins.check()
-        parts = Parts(
-            model, cut, plan, settings, target, offloaded, origins, given["progress"],
-        )  # fmt: skip
-        undo.callback(parts.close)
-        engine = _class_of(given, told)(
-            model,
-            parts,
-            offloaded,
-            gradient_clipping=float(settings.gradient_clipping),
-            scale_rules=ScaleRules.of(settings.loss_scale)
-            if settings.precision == "fp16"
-            else None,
-            lr_scheduler=scheduler,
-            journal=journal,
-            config={name: entry["value"] for name, entry in settings.resolved().items()},
-            micro_batch_size=told.batch_size,
-        )
-        undo.callback(engine.close)  # no values: they may not fit RAM
-        if isinstance(engine, DeepSpeedEngine):
-            engine.translation, engine.config = told.translation, told.given
-            engine.training_dataloader = loader
-        if isinstance(loader, ResumableLoader):
-            engine.register_state("training_data", loader)
-        _announce(engine, told, journal)
+        ranks = given["ranks"] or find_ranks()
+        undo.callback(ranks.close)
+        with ranks.settle("initialize()"):
+            made = _make(given, told, ranks, undo)
         undo.pop_all()
+    return made
+
+
+def _make(
+    given: Mapping[str, Any], told: Settings, ranks: Ranks, undo: ExitStack
+) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
+    """An engine, one of `ranks`; what must be undone if another fails goes to `undo`."""
+    settings, model, client = told.config, given["model"], given["optimizer"]
+    engine_class = _class_of(given, told)
+    if ranks.count > 1:
+        _check_before(settings, given, engine_class, ranks)
+    target = find_device(_device_for(given["device"], ranks))
+    undo.callback(target.close)
+    if settings.seed is not None:
+        torch.manual_seed(settings.seed)
+    origins = Origins(model, _seed_of_meta(settings, ranks))
+    groups = given["model_parameters"]
+    offloaded = make_optimizer(model, settings, groups, client, trains=told.trains)
+    check_ranks(ranks, settings, offloaded)
+    cut = cut_model(model, settings, offloaded.param_groups, given["units"], ranks.count)
+    check_alike(ranks, "the model", _facts_of(cut, origins) if ranks.count > 1 else {})
+    plan = _make_plan(model, cut, settings, target, offloaded, ranks)
+    scheduler = None
+    if any(cut.trained):
+        scheduler = _make_scheduler(settings, offloaded, given["lr_scheduler"], client)
+    loader = _make_loader(given["training_data"], told, given["collate_fn"])
+    journal = Journal(settings.journal) if settings.journal and not ranks.rank else None
+    if journal is not None:
+        undo.callback(journal.close)
+    origins.check()
+    own = settings if ranks.count == 1 else _of_rank(settings, ranks)
+    undo.callback(_leave, settings, own, ranks)
+    parts = Parts(model, cut, plan, own, target, offloaded, origins, given["progress"], ranks)
+    undo.callback(parts.close)
+    parts.also(partial(_leave, settings, own, ranks), last=True)
+    engine = engine_class(
+        model,
+        parts,
+        offloaded,
+        gradient_clipping=float(settings.gradient_clipping),
+        scale_rules=ScaleRules.of(settings.loss_scale) if settings.precision == "fp16" else None,
+        lr_scheduler=scheduler,
+        journal=journal,
+        config={name: entry["value"] for name, entry in settings.resolved().items()},
+        micro_batch_size=told.batch_size,
+    )
+    undo.callback(engine.close)  # no values: they may not fit RAM
+    if isinstance(engine, DeepSpeedEngine):
+        engine.translation, engine.config = told.translation, told.given
+        engine.training_dataloader = loader
+    if isinstance(loader, ResumableLoader):
+        engine.register_state("training_data", loader)
+    _announce(engine, told, journal)
     return engine, offloaded, loader, scheduler
 
 
+def _check_before(
+    config: Config, given: Mapping[str, Any], engine_class: type[Engine], ranks: Ranks
+) -> None:
+    """Of several ranks: raise `ConfigError` for what they cannot do, or were not told alike."""
+    if issubclass(engine_class, DeepSpeedEngine):
+        raise ConfigError(
+            "DeepSpeed's engine, or configuration, for several processes is not supported yet",
+            remedy="infinity.initialize with a configuration of ours: infinity init writes one",
+        )
+    if isinstance(given["training_data"], Dataset):
+        raise ConfigError(
+            "training_data= does not deal a Dataset to several ranks yet",
+            remedy="make a DataLoader with torch's DistributedSampler, one on each rank",
+        )
+    apart = ("nvme_path", "journal", "trace", "io.weights")
+    told = {n: e["value"] for n, e in config.resolved().items() if n not in apart}
+    facts = {"infinity": version("torch-infinity"), "torch": torch.__version__, **told}
+    check_alike(ranks, "the configuration", facts)
+
+
+def _device_for(given: Any, ranks: Ranks) -> Any:
+    """Of several ranks each has a GPU of its own, where none is named by its number."""
+    if ranks.count == 1 or isinstance(given, Device):
+        return given
+    if given is None and not torch.cuda.is_available():
+        return given
+    wanted = torch.device(given or "cuda")
+    unnumbered = wanted.type == "cuda" and wanted.index is None
+    return torch.device("cuda", ranks.local_rank) if unnumbered else wanted
+
+
+def _seed_of_meta(config: Config, ranks: Ranks) -> int | None:
+    """What values of a model on meta follow from; None: whatever torch's generator says."""
+    if config.seed is not None or ranks.count == 1:
+        return config.seed
+    ranks.meet("draws a seed")
+    return int(ranks.gather_words(int(torch.randint(2**62, ())))[0])
+
+
+def _facts_of(cut: Cut, origins: Origins) -> dict[str, Any]:
+    """What ranks must have alike: all parameters, their units, and some of their values.
+
+    Of values in RAM the first; of those that will be made, which takes time, the smallest tensor's.
+    """
+    facts: dict[str, Any] = {"units": [unit.name for unit in cut.layouts]}
+    for unit in cut.layouts:
+        for s in unit.segments:
+            facts[s.name] = f"{s.shape}, {s.dtype}, " + (
+                f"trained in group {s.group}" if s.trained else "frozen"
+            )
+    on_meta = [i for i, p in enumerate(cut.parameters) if p.is_meta]
+    made = min(on_meta, key=lambda i: cut.parameters[i].numel(), default=None)
+    for index, parameter in enumerate(cut.parameters):
+        if index == made or not parameter.is_meta:
+            value = origins.value(parameter).detach().flatten()[:4096].cpu().contiguous()
+            name = f"first values of {cut.names[index]}"
+            facts[name] = crc32c(value.view(torch.uint8).numpy().tobytes())
+    return facts
+
+
+def _of_rank(config: Config, ranks: Ranks) -> Config:
+    """The configuration with directories of this rank's own; a trace is that of the first rank."""
+    paths = tuple(checked_root(path) / f"rank-{ranks.rank}" for path in config.nvme_path)
+    for path in paths:
+        try:
+            path.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise refusal(path, error) from error
+    changes = {"nvme_path": paths, "trace": None if ranks.rank else config.trace}
+    return config.model_copy(update=changes)
+
+
+def _leave(config: Config, own: Config, ranks: Ranks) -> None:
+    """Give up what one rank has beside its engine: connections, and its directories."""
+    for path in own.nvme_path if own is not config else ():
+        with suppress(OSError):  # something is left in it
+            path.rmdir()
+    ranks.close()
+
+
 def _make_plan(
-    model: nn.Module, cut: Cut, config: Config, device: Device, optimizer: OffloadedOptimizer
+    model: nn.Module,
+    cut: Cut,
+    config: Config,
+    device: Device,
+    optimizer: OffloadedOptimizer,
+    ranks: Ranks,
 ) -> Plan:
     """The plan of this run, by what is known of this machine's rates."""
     known = rates_here(config, device)
-    plan = plan_for(model, cut, config, device, optimizer.rule, known.rates)
+    plan = plan_for(model, cut, config, device, optimizer.rule, known.rates, ranks)
     if "auto" in config.placement.model_dump().values():
         plan = replace(plan, rates_origin=known.origin)
     return plan

@@ -476,9 +476,13 @@ def test_a_failed_update_poisons_the_engine(
 # --- refusals ------------------------------------------------------------------------------------
 
 
-def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_that_says_half_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"WORLD_SIZE=2[\s\S]*one process"):
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE is 2, but RANK[\s\S]*torchrun"):
         infinity.initialize(small_model(), settings(tmp_path))
     monkeypatch.setenv("WORLD_SIZE", "1")
     infinity.initialize(small_model(), settings(tmp_path))[0].close()

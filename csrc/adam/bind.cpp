@@ -92,15 +92,22 @@ class Pool {
 
   double square_sum(std::size_t n, Address source, int source_dtype) {
     check_usable();
-    const Dtype dtype = checked_dtype(source_dtype);
-    const void* address = checked_address("source", source, n, size_of(dtype));
     std::vector<double> sums((n + kSquareBlock - 1) / kSquareBlock);
-    const SquareArguments arguments{address, dtype, n, sums.data()};
-    const std::size_t chunk = n <= kInlineElements ? sums.size() : kChunkElements / kSquareBlock;
-    const auto kernel = kernels_->square_blocks;
-    workers_->run(sums.size(), chunk,
-                  [&](std::size_t begin, std::size_t end) { kernel(arguments, begin, end); });
+    sum_blocks(n, source, source_dtype, sums.data());
     return fold_blocks(sums);
+  }
+
+  void square_blocks(std::size_t n, Address source, int source_dtype, Address sums) {
+    check_usable();
+    const std::size_t blocks = (n + kSquareBlock - 1) / kSquareBlock;
+    sum_blocks(n, source, source_dtype, pointer<double>("sums", sums, blocks));
+  }
+
+  double fold_squares(std::size_t n, Address sums) {
+    check_usable();
+    const double* blocks = pointer<const double>("sums", sums, n);
+    std::vector<double> folded(blocks, blocks + n);
+    return fold_blocks(folded);
   }
 
   void split(std::size_t n, Address master, Address weight, Address residual) {
@@ -147,6 +154,17 @@ class Pool {
   static SplitArguments halves(std::size_t n, Address master, Address weight, Address residual) {
     return {pointer<float>("master", master, n), pointer<std::uint16_t>("weight", weight, n),
             pointer<std::int16_t>("residual", residual, n)};
+  }
+
+  void sum_blocks(std::size_t n, Address source, int source_dtype, double* sums) {
+    const Dtype dtype = checked_dtype(source_dtype);
+    const void* address = checked_address("source", source, n, size_of(dtype));
+    const std::size_t blocks = (n + kSquareBlock - 1) / kSquareBlock;
+    const SquareArguments arguments{address, dtype, n, sums};
+    const std::size_t chunk = n <= kInlineElements ? blocks : kChunkElements / kSquareBlock;
+    const auto kernel = kernels_->square_blocks;
+    workers_->run(blocks, chunk,
+                  [&](std::size_t begin, std::size_t end) { kernel(arguments, begin, end); });
   }
 
   template <class Arguments>
@@ -259,6 +277,9 @@ NB_MODULE(_adam, module) {
            "source"_a, "source_dtype"_a, Release())
       .def("square_sum", &Pool::square_sum, nb::kw_only(), "n"_a, "source"_a, "source_dtype"_a,
            Release())
+      .def("square_blocks", &Pool::square_blocks, nb::kw_only(), "n"_a, "source"_a,
+           "source_dtype"_a, "sums"_a, Release())
+      .def("fold_squares", &Pool::fold_squares, nb::kw_only(), "n"_a, "sums"_a, Release())
       .def("split", &Pool::split, nb::kw_only(), "n"_a, "master"_a, "weight"_a, "residual"_a,
            Release())
       .def("join", &Pool::join, nb::kw_only(), "n"_a, "weight"_a, "residual"_a, "master"_a,

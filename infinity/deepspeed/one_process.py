@@ -46,7 +46,7 @@ def init_distributed(*args: Any, **kwargs: Any) -> None:
 
     Raises `ConfigError` if a launcher started several.
     """
-    check_processes()
+    check_processes("DeepSpeed's calls")
 
 
 def _always(value: Any, what: str) -> Callable[..., Any]:

@@ -29,7 +29,7 @@ from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.read_settings import read_settings
 from infinity.sizes import parse_size
 from infinity.startup import initialize
-from infinity.training.state_dict import StateDict
+from infinity.training.state_dict import StateDict, written_by_first
 
 # The transformers package, asked for when it is used.
 
@@ -138,7 +138,13 @@ def save_pretrained(
         if tokenizer is not None:
             tokenizer.save_pretrained(os.fspath(folder))
 
+    ranks = engine.ranks
     if hasattr(module, "peft_config"):
+        if ranks.count > 1:
+            raise ConfigError(
+                "save_pretrained of a model with adapters is for one process, not several",
+                remedy="engine.save_checkpoint, and save_pretrained in one process after loading",
+            )
         with saving(target) as folder:
             with suppress(FileNotFoundError):  # peft writes into the one that is there
                 shutil.copyfile(target / "README.md", folder / "README.md")
@@ -153,7 +159,9 @@ def save_pretrained(
         save_tokenizer(folder)
 
     try:
-        return write_shards(target, outgoing, parse_size(max_shard), beside=save_others)
+        nbytes = parse_size(max_shard)
+        write = partial(write_shards, target, outgoing, nbytes, beside=save_others)
+        return written_by_first(ranks, outgoing, write)
     finally:
         state.flush()  # nothing was edited: only forgets what is cached
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
+from infinity.blueprint import check_processes
 from infinity.checkpoint.manifest import MANIFEST_NAME
 from infinity.config.schema import Config
 from infinity.engine import Engine
@@ -471,6 +472,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
                     "the trainer is closed", remedy="make a new one, over a new model"
                 )
             return engine
+        check_processes("InfinityTrainer")
         if engine is not None:  # another model, of model_init
             engine.close()
             self.engine = None

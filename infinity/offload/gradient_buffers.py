@@ -113,13 +113,14 @@ class GradientWindows:
         self._wait(window)
         # Most recently used last.
         self._windows.sort(key=lambda w: w is window)
-        nbytes = self._plan.units[unit].numel * self._plan.gradient_itemsize
+        nbytes = self._plan.gradient_bytes(self._plan.own[unit])
         return window.buffer[:nbytes].view(self._dtype)
 
     def count(self, unit: int) -> None:
         """One more gradient lies in the unit's range; the last one has the window written back."""
         self._arrived[unit] = self._arrived.get(unit, 0) + 1
-        if self._arrived[unit] == len(self._plan.units[unit].trained_segments):
+        expected = len(self._plan.own[unit].trained_segments) * self._plan.ranks
+        if self._arrived[unit] == expected:
             self._save(unit)
 
     def save(self) -> None:

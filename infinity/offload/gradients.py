@@ -8,27 +8,33 @@ while they are in cache, one per parameter, over one fixed tree.
 On a device of its own memory a first gradient that needs no conversion goes straight to its place
 in RAM (`GradientCopies`); others land in a staging buffer, and a thread adds them
 (`gradient_buffers.py` says what the training thread waits for, [Note: who sums] whose is what).
+
+Of several ranks each keeps a shard of every unit: what arrives goes through `exchange.py` first,
+and everything here is of parts that this rank keeps.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from infinity.errors import TrainingError
+from infinity.offload.exchange import GradientExchange, NormTree
 from infinity.offload.gradient_buffers import GradientWindows, GradientWorker, untimed
 from infinity.offload.transfers import Transfers
 from infinity.offload.window import AccumulationWindow
 from infinity.optim.cpu import CpuKernels
 from infinity.plan.budget import NUM_GRADIENT_BUFFERS, largest_trained
-from infinity.plan.layout import PAGE, Segment, round_up
+from infinity.plan.layout import PAGE, Segment, UnitLayout, round_up
 from infinity.plan.plan import Plan
+from infinity.ranks import ALONE, Ranks
 from infinity.storage.device import HAPPENED, Event, HostArena, SquareSums
 from infinity.storage.staging import host_buffer
 from infinity.storage.store import Range
@@ -184,26 +190,36 @@ class SquaresOnDevice:
 
 
 def part(flat: Tensor, segment: Segment) -> Tensor:
-    """A parameter's elements of its unit's flat range."""
-    return flat[segment.offset : segment.offset + segment.numel]
+    """A parameter's elements of its unit's flat range; of a shard's those that lie in it."""
+    first, end = segment.within(0, flat.numel())
+    return flat[first:end]
+
+
+def part_size(parameter: int, shard: UnitLayout) -> int:
+    """Elements of a parameter that lie in a shard."""
+    found = [s.within(0, shard.numel) for s in shard.segments if s.parameter == parameter]
+    return sum(end - first for first, end in found)
 
 
 class GradientSums:
     """Sums into `ram` (unit -> flat range), or into the windows of units that are not there.
 
-    `squares` holds parameter -> sum of squares, of sums that were said to be complete. `transfers`
-    are given where sums go on beside compute, to be a direction of their own in a trace.
+    `squares` holds parameter -> what `square` makes of a sum that was said to be complete.
+    `transfers` are given where sums go on beside compute, to be a direction of their own in a
+    trace.
     """
 
     def __init__(
         self,
         kernels: CpuKernels,
+        square: Callable[[Tensor], Any],
         ram: Mapping[int, Tensor],
         windows: GradientWindows,
         transfers: Transfers | None,
     ) -> None:
-        self.squares: dict[int, float] = {}
+        self.squares: dict[int, Any] = {}
         self._kernels = kernels
+        self._square = square
         self._transfers = transfers
         self._ram = ram
         self._windows = windows
@@ -225,7 +241,7 @@ class GradientSums:
         else:
             self._kernels.accumulate(target, gradient)
         if complete:
-            self.squares[segment.parameter] = self._kernels.square_sum(target)
+            self.squares[segment.parameter] = self._square(target)
         if laps is not None:
             laps.lap("sums", "gradient", target.numel() * target.element_size())
         if at_rest is None:
@@ -233,8 +249,7 @@ class GradientSums:
 
     def square(self, unit: int, segment: Segment) -> None:
         """Sum the squares of what lies in RAM already."""
-        total = self._kernels.square_sum(part(self._ram[unit], segment))
-        self.squares[segment.parameter] = total
+        self.squares[segment.parameter] = self._square(part(self._ram[unit], segment))
 
 
 class GradientStore:
@@ -245,9 +260,15 @@ class GradientStore:
     """
 
     def __init__(
-        self, plan: Plan, transfers: Transfers, kernels: CpuKernels, window: AccumulationWindow
+        self,
+        plan: Plan,
+        transfers: Transfers,
+        kernels: CpuKernels,
+        window: AccumulationWindow,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.plan = plan
+        self.ranks = ranks
         self.transfers = transfers
         self.kernels = kernels
         summed = plan.gradient_itemsize == 4
@@ -264,18 +285,24 @@ class GradientStore:
                 self.on_device[unit] = there.view(self.dtype)
             elif cpu is None:
                 away[unit] = place
-        self._places = {
-            s.parameter: (u.index, s) for u in plan.units for s in u.segments if s.trained
-        }
+        self._segments = {s.parameter: (u.index, s) for u in plan.units for s in u.trained_segments}
+        # Of what this rank keeps.
+        self._places = {s.parameter: (u.index, s) for u in plan.own for s in u.trained_segments}
         self._has: set[int] = set()  # parameters that have arrived
         self._squares: dict[int, float] = {}  # beside those of `_sums` and `_device_squares`
+        self.exchange: GradientExchange | None = None
+        self._tree: NormTree | None = None
+        if ranks.count > 1:
+            self.exchange = GradientExchange(plan, transfers.device, ranks, self.take, self._has)
+            self._tree = NormTree(plan, ranks, kernels)
         self._copies = GradientCopies(transfers, NUM_GRADIENT_BUFFERS * largest_trained(plan))
         self._device_squares = SquaresOnDevice(transfers)
         self._worker = None if plan.unified else GradientWorker(transfers, self._reserve_staging())
         stall = transfers.stall if self._worker is None else untimed
         self._windows = GradientWindows(plan, transfers, self.dtype, away, stall)
         beside = None if self._worker is None else transfers
-        self._sums = GradientSums(kernels, self.ram, self._windows, beside)
+        square = kernels.square_sum if ranks.count == 1 else kernels.square_blocks
+        self._sums = GradientSums(kernels, square, self.ram, self._windows, beside)
 
     def _reserve_staging(self) -> Tensor:
         nbytes = NUM_GRADIENT_BUFFERS * largest_trained(self.plan)
@@ -287,8 +314,8 @@ class GradientStore:
     def _reserve(self) -> dict[int, Range]:
         plan, found = self.plan, dict[int, Range]()
         for tier, store in self.transfers.stores.items():
-            units = [u for u in plan.units if u.numel and plan.placements[u.index].gradient is tier]
-            sizes = [u.numel * plan.gradient_itemsize for u in units]
+            units = [u for u in plan.own if u.numel and plan.placements[u.index].gradient is tier]
+            sizes = [plan.gradient_bytes(u) for u in units]
             owners = [f"unit {u.name!r}, gradients" for u in units]
             ranges = store.reserve(sizes, owners)
             found |= {u.index: place for u, place in zip(units, ranges, strict=True)}
@@ -307,6 +334,8 @@ class GradientStore:
 
     def forget(self) -> None:
         """Drop the reserved ranges; copies into them have ended."""
+        if self.exchange is not None:
+            self.exchange.forget()
         self._copies.reset()
         self._device_squares.reset()
         self.places.clear()
@@ -319,8 +348,11 @@ class GradientStore:
     # --- arrivals --------------------------------------------------------------------------
 
     def receive(self, parameter: int, gradient: Tensor) -> None:
-        """Take one gradient; it is accumulated now, or as soon as its copy has ended."""
-        unit, segment = self._places[parameter]
+        """Take one gradient; it is accumulated now, or as soon as its copy has ended.
+
+        Of several ranks: when it is exchanged.
+        """
+        unit, segment = self._segments[parameter]
         if gradient.layout is not torch.strided:
             raise TrainingError(
                 f"the gradient of {segment.name!r} is sparse; flat gradient ranges are dense",
@@ -330,18 +362,31 @@ class GradientStore:
             return
         self._check()
         flat = gradient.detach().contiguous().view(-1)
+        if self.exchange is None:
+            self.take(unit, segment, flat)
+        else:
+            self.exchange.put(unit, parameter, flat)
+
+    def take(self, unit: int, segment: Segment, flat: Tensor, *, last: bool = True) -> Event:
+        """Accumulate a gradient, or of a shard's segment the part that lies there.
+
+        `flat` may change after the event. The `last` is followed by no other of this micro-batch.
+        """
+        event: Event = HAPPENED
+        parameter, complete = segment.parameter, last and self._window.is_last
         first = parameter not in self._has
         self._squares.pop(parameter, None)
         self._device_squares.drop(parameter)
         if unit in self.on_device:
             self._accumulate_on_device(unit, segment, flat, first=first)
         elif self._worker is None:
-            self._sums.add(unit, segment, flat, first=first, complete=self._window.is_last)
+            self._sums.add(unit, segment, flat, first=first, complete=complete)
         elif unit in self.ram and flat.dtype is self.dtype and first:
-            self._send_to_ram(self._worker, unit, segment, flat)
+            event = self._send_to_ram(self._worker, unit, segment, flat, complete=complete)
         else:
-            self._send(self._worker, unit, segment, flat, first=first)
+            event = self._send(self._worker, unit, segment, flat, first=first, complete=complete)
         self._has.add(parameter)
+        return event
 
     def _accumulate_on_device(
         self, unit: int, segment: Segment, gradient: Tensor, *, first: bool
@@ -353,33 +398,44 @@ class GradientStore:
             target.add_(gradient)
 
     def _send_to_ram(
-        self, worker: GradientWorker, unit: int, segment: Segment, gradient: Tensor
-    ) -> None:
+        self,
+        worker: GradientWorker,
+        unit: int,
+        segment: Segment,
+        gradient: Tensor,
+        *,
+        complete: bool,
+    ) -> Event:
         """Start the copy to where the gradient rests; whoever can sums its squares."""
         target, source = part(self.ram[unit], segment), gradient.view(torch.uint8)
         parameter = segment.parameter
         event = self._copies.send(unit, parameter, target.view(torch.uint8), source)
-        if not self._window.is_last:
-            return
-        if self.plan.device_kernels:
-            complete = len(self.plan.units[unit].trained_segments)
-            self._device_squares.add(unit, parameter, gradient, complete=complete)
-        else:
+        if complete and self.plan.device_kernels and self._tree is None:
+            count = len(self.plan.units[unit].trained_segments)
+            self._device_squares.add(unit, parameter, gradient, complete=count)
+        elif complete:
             worker.put(partial(self._sums.square, unit, segment), [event])
+        return event
 
     def _send(
-        self, worker: GradientWorker, unit: int, segment: Segment, gradient: Tensor, *, first: bool
-    ) -> None:
+        self,
+        worker: GradientWorker,
+        unit: int,
+        segment: Segment,
+        gradient: Tensor,
+        *,
+        first: bool,
+        complete: bool,
+    ) -> Event:
         """Start the copy to the staging buffer, from which the thread adds it."""
         self._copies.let_go()
         source = gradient.view(torch.uint8)
         place = worker.place(source.numel())
         event = self.transfers.copy_out(place[1], source, label=(unit, "gradient"))
         landed = place[1].view(gradient.dtype)
-        add = partial(
-            self._sums.add, unit, segment, landed, first=first, complete=self._window.is_last
-        )
+        add = partial(self._sums.add, unit, segment, landed, first=first, complete=complete)
         worker.put(add, [self._copies.sent(segment.parameter), event], gradient, place)
+        return event
 
     def expect(self, unit: int) -> None:
         """The unit's gradients will arrive soon: start reading what was saved of them."""
@@ -397,9 +453,18 @@ class GradientStore:
         self._copies.wait(parameter)
         self._has.discard(parameter)  # so that it is not added
         self._sums.squares.pop(parameter, None)
-        self.receive(parameter, value.to(self.transfers.device.torch_device))
+        self.put(parameter, value)
         self.finish()
         self.drain()
+
+    def put(self, parameter: int, value: Tensor) -> None:
+        """Take a sum (of the parameter's size) where there is none; ranks have it all alike."""
+        if parameter in self._places and value.numel():
+            unit, segment = self._places[parameter]
+            first, end = (n - segment.offset for n in segment.within(0, self.plan.own[unit].numel))
+            flat = value.reshape(-1)[first:end].contiguous()
+            self.take(unit, segment, flat.to(self.transfers.device.torch_device))
+        self._has.add(parameter)
 
     # --- the end of a backward, and of a window ----------------------------------------------
 
@@ -409,6 +474,8 @@ class GradientStore:
         Where a thread does that it is queued; `drain` waits for it.
         """
         self._check()
+        if self.exchange is not None:
+            self.exchange.finish()
         self._copies.let_go()
         self._device_squares.flush()
         if self._worker is None:
@@ -439,8 +506,12 @@ class GradientStore:
     def square_sum(self) -> float:
         """Sum of squares of all gradients, in parameter order, fp64; after `finish`."""
         self.drain()
+        if self._tree is not None:
+            blocks = {p: self._blocks_of(p) for p in sorted(self._has & self._places.keys())}
+            self._squares = self._tree.fold(blocks, sorted(self._has))
         self._sum_on_device()
-        self._squares |= {**self._device_squares.results(), **self._sums.squares}
+        if self._tree is None:
+            self._squares |= {**self._device_squares.results(), **self._sums.squares}
         total = 0.0
         for parameter in sorted(self._has):
             if parameter not in self._squares:
@@ -448,9 +519,14 @@ class GradientStore:
             total += self._squares[parameter]
         return total
 
+    def _blocks_of(self, parameter: int) -> Tensor:
+        """Square sums (fp64) of the blocks of what this rank keeps of a parameter's gradient."""
+        found: Tensor | None = self._sums.squares.get(parameter)
+        return self.kernels.square_blocks(self._read(parameter)) if found is None else found
+
     def _sum_on_device(self) -> None:
         """Square sums of what rests on a device with kernels: the same tree, nothing moves."""
-        if not self.plan.device_kernels:
+        if not self.plan.device_kernels or self._tree is not None:
             return
         parts = {
             parameter: part(self.on_device[unit], segment)
@@ -464,23 +540,38 @@ class GradientStore:
     def non_finite(self) -> list[str]:
         """Names of the parameters whose gradients are not finite, in order; after `square_sum`."""
         return [
-            self._places[parameter][1].name
+            self._segments[parameter][1].name
             for parameter in sorted(self._has)
             if not math.isfinite(self._squares[parameter])
         ]
 
     def read(self, parameter: int) -> Tensor:
         """A flat copy of one accumulated gradient; raises `TrainingError` if there is none."""
-        unit, segment = self._places[parameter]
+        unit, segment = self._segments[parameter]
         self.finish()
         self.drain()
         if parameter not in self._has:
             raise TrainingError(f"parameter {segment.name!r} has no gradient in this window")
+        if self.exchange is None:
+            return self._read(parameter)
+        shards = (self.plan.units[unit].of_shard(rank) for rank in range(self.ranks.count))
+        sizes = [part_size(segment.parameter, shard) for shard in shards]
+        padded = torch.zeros(max(sizes), dtype=self.dtype)
+        if parameter in self._places:
+            padded[: sizes[self.ranks.rank]] = self._read(parameter)
+        self.ranks.meet(f"reads the gradient of {segment.name!r}")
+        table = self.ranks.gather(padded.view(torch.uint8)).view(self.dtype)
+        return torch.cat([row[:size] for row, size in zip(table, sizes, strict=True)])
+
+    def _read(self, parameter: int) -> Tensor:
+        """A flat copy of what this rank keeps of an accumulated gradient."""
+        unit, segment = self._places[parameter]
         if unit in self.ram:
             self._copies.wait(parameter)
             return part(self.ram[unit], segment).clone()
         self.settle(unit)
-        start, nbytes = (n * self.dtype.itemsize for n in (segment.offset, segment.numel))
+        first, end = segment.within(0, self.plan.own[unit].numel)
+        start, nbytes = (n * self.dtype.itemsize for n in (first, end - first))
         whole = 1 if unit in self.on_device else PAGE  # of a disk whole pages are read
         low = start // whole * whole
         place = self.places[unit].part(low, round_up(start + nbytes, whole) - low)
@@ -500,6 +591,8 @@ class GradientStore:
 
     def reset(self) -> None:
         """Start a new accumulation window."""
+        if self.exchange is not None:
+            self.exchange.reset()
         if self._worker is not None:
             self._worker.reset()
         self._copies.reset()

@@ -16,6 +16,11 @@ slot, and is bound again when it is next used, for a microsecond a parameter. A 
 reached for outside a call (`engine.module.norm.weight`) stays bound, for whoever asked will
 read, and its bytes are looked at when the next call begins: CRC32C, some 5 GB/s, of that unit
 alone.
+
+[Note: several ranks]
+What is fetched, published and kept in slots hangs on time, and so differs between ranks. So they
+meet at every use of another unit (`_meet`), whatever their slots hold, and gather its weights if
+any of them has only its own shard. Gradients that are complete everywhere are exchanged there.
 """
 
 from __future__ import annotations
@@ -29,18 +34,19 @@ from torch import Tensor
 
 from infinity.errors import EngineFailedError, ResidencyError, TransferError
 from infinity.model.parameters import Edit, ParameterBinding
+from infinity.offload.exchange import GradientExchange
 from infinity.offload.slots import Slot, SlotLedger, Where
 from infinity.offload.state import StateStore
 from infinity.offload.transfers import Transfers
 from infinity.plan import access_order
 from infinity.plan.access_order import NEVER, AccessOrder, guess_cycle
-from infinity.plan.budget import largest_slot, num_fetch_buffers
+from infinity.plan.budget import fetch_bytes, num_fetch_buffers
 from infinity.plan.layout import Kind, Tier
 from infinity.plan.plan import Plan, UpdatePlace, publishes, update_place
 from infinity.storage.device import HAPPENED, Event, after_all
 from infinity.storage.disk import checksum
 from infinity.storage.staging import BufferPool
-from infinity.storage.store import Priority
+from infinity.storage.store import Priority, together
 
 
 class Prefetcher:
@@ -60,6 +66,8 @@ class Prefetcher:
         self.failure: BaseException | None = None
         self._proved: set[tuple[int, bool]] = set()  # units whose first forward was looked at
         self.store = store
+        self.ranks = store.ranks
+        self.exchange: GradientExchange | None = None  # of several ranks
         self.order: AccessOrder | None = None
         self.wraps = True
         self.demand: int | None = None  # the unit the training thread waits for
@@ -67,11 +75,11 @@ class Prefetcher:
         self.mispredictions = 0
         self._retry = False
         # In which reads land on their way to a device with memory of its own.
-        self._staging = BufferPool(num_fetch_buffers(plan), largest_slot(plan), transfers.device)
+        self._staging = BufferPool(num_fetch_buffers(plan), fetch_bytes(plan), transfers.device)
         for unit, placement in enumerate(plan.placements):
             if not plan.units[unit].slot_bytes:  # only parameters without elements
                 self.ledger.add_permanent(unit, torch.empty(0, dtype=torch.uint8))
-            elif placement.weight is Tier.DEVICE:
+            elif placement.weight is Tier.DEVICE and plan.ranks == 1:
                 at_rest = store.units[unit].memory[Kind.WEIGHT].reached(by_device=True)
                 assert at_rest is not None
                 self.ledger.add_permanent(unit, at_rest)
@@ -86,7 +94,7 @@ class Prefetcher:
     def use(self, unit: int, *, bind: bool = True) -> None:
         """Make the unit resident, and bound unless not to `bind`; prefetch along the order."""
         entry = self.entries[unit]
-        if unit == self.current and entry.where is Where.RESIDENT:
+        if unit == self.current and entry.where is Where.RESIDENT and entry.gathered:
             if bind and not entry.bound:  # since a call ended
                 self.bring(unit)
             if self._retry:
@@ -95,11 +103,15 @@ class Prefetcher:
         self.current = unit
         if self.order is not None:
             self.order.advance(unit)
-        self.bring(unit, bind=bind)
+        with self.ranks.telling(self._using(unit)):
+            self.bring(unit, bind=bind, gather=self.ranks.count > 1)
         self._prefetch()
 
-    def bring(self, unit: int, *, bind: bool = True) -> None:
-        """Make the unit resident, and bound unless not to `bind`, whatever it takes."""
+    def bring(self, unit: int, *, bind: bool = True, gather: bool = False) -> None:
+        """Make the unit resident, and bound unless not to `bind`, whatever it takes.
+
+        With `gather` the other ranks use it too, and each gets what the others keep of it.
+        """
         entry = self.entries[unit]
         while True:
             self.check()
@@ -113,12 +125,33 @@ class Prefetcher:
                     self.fetch(unit, Priority.URGENT)
             else:
                 self._await_update(unit)
-        if not entry.bound:
-            if not entry.ready.done():
-                with self.transfers.stall("copy", unit):
-                    self.transfers.device.compute_wait(entry.ready)
-            if bind:
-                self.bind(unit)
+        if not entry.bound and not entry.ready.done():
+            with self.transfers.stall("copy", unit):
+                self.transfers.device.compute_wait(entry.ready)
+        if gather:
+            with self.transfers.stall("gather", unit):
+                self._meet(unit)
+        if bind and not entry.bound:
+            self.bind(unit)
+
+    def _using(self, unit: int) -> str:
+        return f"uses unit {self.plan.units[unit].name!r}"
+
+    def _meet(self, unit: int) -> None:
+        """Say that the unit, of which this rank's shard is there, is used; gather it if need be.
+
+        Raises `TrainingError` where another rank uses another unit, or failed.
+        """
+        entry, exchange = self.entries[unit], self.exchange
+        assert exchange is not None
+        assert entry.slot is not None
+        assert entry.slot.residency is not None
+        ready = exchange.ready()
+        told = self.ranks.meet(self._using(unit), not entry.gathered, ready)
+        exchange.send_ready([theirs for _, theirs in told])
+        if any(missing for missing, _ in told):
+            self.store.gather(unit, entry.slot.residency)
+        entry.gathered = True
 
     def follow(self, order: AccessOrder | None, *, wraps: bool = True) -> None:
         """Prefetch along an order from now on; it `wraps` unless a step follows its end."""
@@ -266,14 +299,29 @@ class Prefetcher:
         entry = self.entries[unit]
         assert entry.ticket is not None
         assert entry.staging is not None
-        assert entry.slot is not None
-        assert entry.slot.residency is not None
         entry.ticket.wait()
-        target, label = entry.slot.residency, (unit, "weight")
-        source = entry.staging[: target.numel()]
-        entry.ready = self.transfers.copy_in(target, source, entry.slot.free_after, label)
+        self._copy_in(unit, entry.staging)
         self._staging.give_back(entry.staging, entry.ready)
         entry.ticket = entry.staging = None
+
+    def _copy_in(self, unit: int, own: Tensor) -> None:
+        """Start copying what this rank keeps of the weights to where the unit's slot has it."""
+        entry, device, label = self.entries[unit], self.transfers.device, (unit, "weight")
+        assert entry.slot is not None
+        assert entry.slot.residency is not None
+        parts = self.store.shard_in(unit, entry.slot.residency)
+        own = own[: sum(part.numel() for part in parts)]
+        cut = zip(parts, self.store.cut(unit, own), strict=True)
+        pairs = [(part, source) for part, source in cut if part.numel()]
+        after = entry.slot.free_after
+        if not self.store.units[unit].on_device(Kind.WEIGHT):
+            copies = [self.transfers.copy_in(part, source, after, label) for part, source in pairs]
+            entry.ready = together(copies)
+            return
+        device.compute_wait(after)  # a shard that rests there
+        for part, source in pairs:
+            part.copy_(source)
+        entry.ready = device.compute_event()
 
     def _land_oldest(self) -> None:
         landed = next(u for u, e in enumerate(self.entries) if e.staging is not None)
@@ -290,7 +338,7 @@ class Prefetcher:
         state = self.store.units[unit]
         source = state.in_ram(Kind.WEIGHT)
         if source is not None:
-            entry.ready = self.transfers.copy_in(residency, source, slot.free_after, label)
+            self._copy_in(unit, source)
             return
         if state.writes:
             with self.transfers.stall("disk_write", unit):
@@ -299,11 +347,17 @@ class Prefetcher:
                 except TransferError as error:  # of an update, of which there is no second copy
                     self.fail(error)
                     raise
+        if (rests := state.memory.get(Kind.WEIGHT)) is not None:
+            source = rests.reached(by_device=True)
+            assert source is not None
+            self._copy_in(unit, source)
+            return
+        parts = self.store.shard_in(unit, residency)
         if not self.plan.unified:
             stall = partial(self.transfers.stall, "copy")
             entry.staging = self._staging.take(self._land_oldest, stall)
-            residency = entry.staging[: residency.numel()]
-        places = self.store.places(unit, Kind.WEIGHT, residency)
+            parts = (entry.staging[: state.layout.slot_bytes],)
+        places = self.store.places(unit, Kind.WEIGHT, *parts)
         entry.ticket = self.transfers.read(places, priority, label)
 
     # --- updates -------------------------------------------------------------------------------
@@ -496,7 +550,9 @@ class Prefetcher:
     def bind_if_resident(self, unit: int) -> None:
         """`bind` where a slot holds the weights."""
         entry = self.entries[unit] if unit >= 0 else None
-        if entry is not None and entry.where is Where.RESIDENT and not entry.bound:
+        if entry is None or entry.where is not Where.RESIDENT or not entry.gathered:
+            return
+        if not entry.bound:
             self.transfers.device.compute_wait(entry.ready)
             self.bind(unit)
 

@@ -86,6 +86,7 @@ class Entry:
     bound: bool = False
     views: list[Tensor] = field(default_factory=list)  # of the slot, once it was bound
     checksums: list[int] | None = None  # of what is bound, where its edits are looked for
+    gathered: bool = False  # of several ranks: the slot holds more than this one's shard
     updates: int = 0  # how often an optimizer pass, or an edit, replaced the weights
     entered: int = 0  # forward calls of the unit's modules that have not returned
     ready: Event = HAPPENED  # the copy that filled the slot
@@ -135,8 +136,8 @@ class SlotLedger:
         """The unit's weights rest on the device, in `weights`: a slot it never leaves."""
         slot = Slot(None, None, 0, weights.numel(), owner=unit, residency=weights)
         self.slots.append(slot)
-        self.entries[unit].slot = slot
-        self.entries[unit].where = Where.RESIDENT
+        entry = self.entries[unit]
+        entry.slot, entry.where, entry.gathered = slot, Where.RESIDENT, True
 
     def move(self, unit: int, where: Where) -> Entry:
         """Make a transition; the caller holds `changed`."""
@@ -159,7 +160,7 @@ class SlotLedger:
         assert nbytes <= slot.nbytes
         slot.owner = unit
         slot.residency = slot.arena.view(slot.offset, nbytes)
-        entry.slot = slot
+        entry.slot, entry.gathered = slot, self.plan.ranks == 1
         return slot.residency
 
     def give_up(self, unit: int) -> None:

@@ -11,6 +11,11 @@ than the committed one, out of place if that is not active yet, and in place aft
 moves to that copy; the next commit (see `durability.py`) adds what rests in RAM, and makes it the
 committed one. Frozen bytes are the same once more. Otherwise there is one copy, which is always
 active.
+
+[Note: shards at rest]
+Of several ranks each keeps a shard of every unit (`Plan.own`), and whole units are in slots alone:
+a fetch fills this rank's parts of a slot, and `gather` the rest. `read` and `write` give and take
+whole kinds, `read_own` and `write_own` the shard's.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from torch import Tensor
 from infinity.offload.transfers import Transfers
 from infinity.plan.layout import PAGE, Kind, Record, Tier, UnitLayout
 from infinity.plan.plan import Plan
+from infinity.ranks import ALONE, Ranks
 from infinity.storage.device import Event
 from infinity.storage.disk import Extent
 from infinity.storage.staging import host_buffer
@@ -64,7 +70,7 @@ class ExtentCopies:
 
 @dataclass
 class UnitState:
-    """Where one unit's state rests.
+    """Where one unit's state rests; `layout` is that of what this rank keeps of it.
 
     `memory` holds the flat ranges of kinds that rest in memory; that of the weights includes the
     frozen bytes. `copies` hold one extent per chunk, a `record` of the kinds that rest on disk, or
@@ -112,10 +118,11 @@ class Staged(NamedTuple):
 class StateStore:
     """All units' state at rest, gradients excepted."""
 
-    def __init__(self, plan: Plan, transfers: Transfers) -> None:
+    def __init__(self, plan: Plan, transfers: Transfers, ranks: Ranks = ALONE) -> None:
         self.plan = plan
         self.transfers = transfers
-        self.units = [UnitState(u, plan.record(u)) for u in plan.units]
+        self.ranks = ranks
+        self.units = [UnitState(own, plan.record(own)) for own in plan.own]
         self.edited = False  # since somebody last set it to False
         self.frozen_edition = 0  # counts what may have changed frozen bytes at rest
         for tier, store in transfers.stores.items():
@@ -140,9 +147,9 @@ class StateStore:
             unit.memory[kind] = place
 
     def rest_bytes(self, layout: UnitLayout, kind: Kind) -> int:
-        """Bytes of a unit's flat range of a kind; with the weights come the frozen bytes."""
+        """Bytes of a shard's flat range of a kind; with the weights come the frozen bytes."""
         if kind is Kind.WEIGHT:
-            return layout.slot_bytes
+            return layout.shard_bytes
         return self.plan.range_bytes(layout, kind)
 
     def forget(self) -> None:
@@ -167,10 +174,43 @@ class StateStore:
         start, nbytes = state.record.offset(kind, count), self.plan.precision.nbytes(kind, count)
         return state.copies[copy][chunk].part(start, nbytes)
 
+    def shard_in(self, unit: int, whole: Tensor) -> tuple[Tensor, ...]:
+        """What this rank keeps, of a unit's whole weights (uint8): all, or of the trained range and
+        of the frozen bytes each a part, which may be empty.
+        """
+        if self.ranks.count == 1:
+            return (whole,)
+        trained, rank = self.plan.units[unit].trained_bytes, self.ranks.rank
+        parts = whole[:trained], whole[trained:]
+        return tuple(part.view(self.ranks.count, -1)[rank] for part in parts)
+
+    def cut(self, unit: int, own: Tensor) -> tuple[Tensor, ...]:
+        """A shard's flat weights (uint8), in the parts of `shard_in`."""
+        if self.ranks.count == 1:
+            return (own,)
+        trained = self.units[unit].layout.trained_bytes
+        return own[:trained], own[trained:]
+
+    def gather(self, unit: int, whole: Tensor) -> None:
+        """Fill a unit's whole weights (uint8), of which this rank's parts are there."""
+        trained = self.plan.units[unit].trained_bytes
+        for part in (whole[:trained], whole[trained:]):
+            if part.numel():
+                self.ranks.all_gather(part)
+
     def places(
-        self, unit: int, kind: Kind, buffer: Tensor, *, written: bool = False
+        self,
+        unit: int,
+        kind: Kind,
+        buffer: Tensor,
+        frozen: Tensor | None = None,
+        *,
+        written: bool = False,
     ) -> list[tuple[Range, Tensor]]:
-        """Pairs of a range and its part of `buffer`: a whole kind, frozen bytes behind weights."""
+        """Pairs of a range and its part of `buffer`: a shard's kind, frozen bytes behind weights.
+
+        Of a kind on disk they may be in a buffer of their own: `frozen`.
+        """
         state = self.units[unit]
         if kind in state.memory:
             return [(state.memory[kind], buffer)]
@@ -181,7 +221,9 @@ class StateStore:
         if kind is Kind.WEIGHT and layout.frozen_bytes:
             copies = state.frozen_copy
             extent = state.frozen_copies[copies.next if written else copies.active]
-            found.append((extent, buffer[layout.trained_bytes : layout.slot_bytes]))
+            if frozen is None:
+                frozen = buffer[layout.trained_bytes : layout.slot_bytes]
+            found.append((extent, frozen))
         return found
 
     def settle_writes(self, unit: int) -> None:
@@ -228,6 +270,25 @@ class StateStore:
         return event
 
     def read(self, unit: int, kind: Kind) -> Tensor:
+        """A fresh uint8 copy of one whole kind: shard by shard, frozen bytes behind weights."""
+        own, count = self.read_own(unit, kind), self.ranks.count
+        if count == 1:
+            return own
+        self.ranks.meet(f"reads {kind.value} of unit {self.plan.units[unit].name!r}")
+        if kind is not Kind.WEIGHT:
+            return self.ranks.gather(own).view(-1)
+        return torch.cat([self.ranks.gather(part).view(-1) for part in self.cut(unit, own)])
+
+    def write(self, unit: int, kind: Kind, value: Tensor) -> None:
+        """Replace one whole kind, as `read` gives it: of several ranks each its shard."""
+        if kind is Kind.WEIGHT:
+            own = self.shard_in(unit, value)
+            value = own[0] if len(own) == 1 else torch.cat(own)
+        else:
+            value = value.view(self.ranks.count, -1)[self.ranks.rank]
+        self.write_own(unit, kind, value)
+
+    def read_own(self, unit: int, kind: Kind) -> Tensor:
         """A fresh uint8 copy of one kind's flat range (weights with their frozen bytes)."""
         state = self.units[unit]
         buffer = host_buffer(self.rest_bytes(state.layout, kind))
@@ -236,7 +297,7 @@ class StateStore:
         self.transfers.read(self.places(unit, kind, buffer), label=(unit, kind.value)).wait()
         return buffer
 
-    def write(self, unit: int, kind: Kind, value: Tensor) -> None:
+    def write_own(self, unit: int, kind: Kind, value: Tensor) -> None:
         """Replace one kind's flat range; `value` is uint8 of exactly that size."""
         state = self.units[unit]
         nbytes = self.rest_bytes(state.layout, kind)

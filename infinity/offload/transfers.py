@@ -113,6 +113,10 @@ STALLS = {
         "a copy between RAM and the device had not ended",
         "more weights on the device (`budget.device`), more tokens a micro-batch",
     ),
+    "gather": StallCause(
+        "another rank was not there yet, or its bytes were not",
+        "batches of one size on every rank; faster links; more tokens a micro-batch",
+    ),
     "slot": StallCause(
         "every slot was in use, or its update was on its way into it",
         "a larger `prefetch_units` (more slots); drop graphs and aliases of weights",

@@ -17,7 +17,9 @@ class AccumulationWindow:
 
     def __init__(self, plan: Plan) -> None:
         self.length = plan.micro_batches
-        """Micro-batches of an update, and what losses are divided by."""
+        """Micro-batches of an update, on each rank."""
+        self.ranks = plan.ranks
+        """Ranks whose gradients are summed."""
         self.boundary: bool | None = None
         """Where it is set by hand: whether the current micro-batch is the last."""
         self.no_sync = 0
@@ -28,7 +30,7 @@ class AccumulationWindow:
         """Backwards of the current micro-batch."""
         self.arrived = 0
         """Gradients since the start, whoever called backward."""
-        self.divisor = self.length
+        self.divisor = self.share
         """Of gradients that arrive; not 1 only where their loss is not divided."""
         self.scaled = False
         """`engine.scale` made a loss since a backward last ended."""
@@ -38,6 +40,11 @@ class AccumulationWindow:
         self._sums = plan.gradient_itemsize == 4
         self._dtype = plan.precision.dtype
         self._configured = plan.micro_batches
+
+    @property
+    def share(self) -> int:
+        """Micro-batches of an update on all ranks: what losses are divided by."""
+        return self.length * self.ranks
 
     @property
     def is_open(self) -> bool:
@@ -62,13 +69,14 @@ class AccumulationWindow:
             raise ConfigError(f"a window of {length!r} micro-batches", remedy="1 or more")
         if length > 1 and not self._sums:
             raise self._refusal(ConfigError, f"a window of {length} micro-batches")
-        self.length = self.divisor = length
+        self.length = length
+        self.divisor = self.share
 
     # --- what happens in it ----------------------------------------------------------------------
 
     def account(self) -> None:
         """What has arrived is accounted for; what will arrive comes from a loss as it is."""
-        self._accounted, self.scaled, self.divisor = self.arrived, False, self.length
+        self._accounted, self.scaled, self.divisor = self.arrived, False, self.share
 
     def end_micro_batch(self) -> None:
         """The next micro-batch begins."""

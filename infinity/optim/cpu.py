@@ -17,6 +17,7 @@ import infinity._adam as _adam
 from infinity.errors import ConfigError, EngineClosedError, InfinityError, ResidencyError
 from infinity.formats import MOMENT_BLOCK, MomentFormat
 from infinity.optim.moments import BESIDE, VALUE_DTYPES, Moment
+from infinity.plan.layout import SQUARE_BLOCK
 from infinity.rules import Hyper
 
 FLOATS = tuple(BESIDE)  # of weights and gradients
@@ -234,6 +235,25 @@ class CpuKernels:
         return self.pool.square_sum(
             n=n, source=tensor.data_ptr(), source_dtype=_CODES[tensor.dtype]
         )
+
+    def square_blocks(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sums of squares (fp64) of each `SQUARE_BLOCK` elements; `fold_squares` makes one of all.
+
+        So a parameter's sum can be taken of parts of it, cut where blocks end.
+        """
+        self._require_open()
+        n = tensor.numel()
+        check_tensor("tensor", tensor, n, FLOATS, _HOST)
+        sums = torch.empty(-(-n // SQUARE_BLOCK), dtype=torch.float64)
+        source, dtype = tensor.data_ptr(), _CODES[tensor.dtype]
+        self.pool.square_blocks(n=n, source=source, source_dtype=dtype, sums=sums.data_ptr())
+        return sums
+
+    def fold_squares(self, blocks: torch.Tensor) -> float:
+        """The `square_sum` of what has these blocks' sums (fp64), in their order."""
+        self._require_open()
+        check_tensor("blocks", blocks, blocks.numel(), (torch.float64,), _HOST)
+        return self.pool.fold_squares(n=blocks.numel(), sums=blocks.data_ptr())
 
     def split(self, master: torch.Tensor, weight: torch.Tensor, rest: torch.Tensor) -> None:
         """Write the fp32 `master` as `weight` and `rest`, losslessly.

@@ -55,12 +55,14 @@ def with_memory(plan: Plan, limits: Limits) -> Plan:
         **device,
         "streaming": NUM_STREAM_BUFFERS * stream_bytes(plan),
     }
+    if plan.ranks > 1:
+        device["exchange"] = 2 * exchange_bytes(plan)
     host = {
         "process": limits.base,
         **host,
         "staging": plan.num_staging_buffers * staging_bytes(plan),
         "gradient windows": num_windows(plan) * largest_window(plan),
-        "fetch staging": num_fetch_buffers(plan) * largest_slot(plan),
+        "fetch staging": num_fetch_buffers(plan) * fetch_bytes(plan),
         "gradient staging": 0 if plan.unified else NUM_GRADIENT_BUFFERS * largest_trained(plan),
         "saving": NUM_COPY_BUFFERS * copy_buffer_bytes(plan) + _frozen_copy_bytes(plan),
         "optimizer tiles": TILE_BUFFERS * 4 * plan.rule.tile_elements,
@@ -84,7 +86,7 @@ def _initial_write_bytes(
     Two chunks of all kinds, one fp32 master, and one value as it is made. (An initialiser that
     compares, such as a truncated normal, needs up to three times the value more, for a moment.)
     """
-    chunk = min(plan.chunk_elements, max((u.numel for u in plan.units), default=0))
+    chunk = min(plan.chunk_elements, max((u.shard_numel for u in plan.units), default=0))
     record = sum(plan.precision.nbytes(kind, chunk) for kind in plan.precision.kinds)
     if not plan.unified:  # buffers are pinned, and pinned memory is there from the beginning
         return 2 * record + 4 * chunk + limits.made
@@ -122,8 +124,15 @@ def fits_as(changed: Plan, before: Plan, limits: Limits, *, auto: bool) -> bool:
 
 
 def _slot_classes(plan: Plan) -> tuple[SlotClass, ...]:
-    """Group units whose sizes lie within a factor of two; a class has slots of its largest."""
-    moving = [u for u in plan.units if plan.placements[u.index].weight is not Tier.DEVICE]
+    """Group units whose sizes lie within a factor of two; a class has slots of its largest.
+
+    A unit whose weights rest on the device has none, unless it is a shard that rests there.
+    """
+    moving = [
+        u
+        for u in plan.units
+        if plan.ranks > 1 or plan.placements[u.index].weight is not Tier.DEVICE
+    ]
     groups: list[list[UnitLayout]] = []
     for unit in sorted(moving, key=lambda u: (-u.slot_bytes, u.index)):
         if groups and unit.slot_bytes * 2 > groups[-1][0].slot_bytes:
@@ -150,7 +159,7 @@ def _at_rest(plan: Plan) -> dict[Tier, dict[str, int]]:
         layout, placement, count = alike.layout, alike.placement, len(alike.units)
         weight = plan.range_bytes(layout, Kind.WEIGHT)
         state = plan.state_bytes(layout, placement, tuple(Tier)) - weight
-        found[placement.weight]["weights"] += count * layout.slot_bytes
+        found[placement.weight]["weights"] += count * layout.shard_bytes
         found[placement.state]["state"] += count * state
         found[placement.gradient]["gradients"] += count * plan.gradient_bytes(layout)
     return found
@@ -178,8 +187,11 @@ def stream_bytes(plan: Plan) -> int:
 
 
 def copy_buffer_bytes(plan: Plan) -> int:
-    """Bytes of one buffer of a save: a chunk of every kind that some unit has not in RAM."""
-    outside = _out_of_reach(plan)
+    """Bytes of one buffer of a save: a chunk of every kind that some unit has not in RAM.
+
+    Of several ranks, which send it to the first, of every kind.
+    """
+    outside = _out_of_reach(plan) if plan.ranks == 1 else set(Tier)
     return max((_chunk_bytes(plan, alike, outside) for alike in plan.alike), default=0)
 
 
@@ -215,7 +227,7 @@ def commit_buffer_bytes(plan: Plan) -> int:
         return 0
     nbytes = FROZEN_PIECE
     for alike in plan.alike:
-        count = min(plan.chunk_elements, alike.layout.numel)
+        count = min(plan.chunk_elements, alike.layout.shard_numel)
         away = [k for k in plan.precision.kinds if alike.placement.of(k) is Tier.DEVICE]
         nbytes = max([nbytes, *(plan.precision.nbytes(k, count) for k in away)])
     return nbytes
@@ -254,6 +266,16 @@ def num_fetch_buffers(plan: Plan) -> int:
 def largest_slot(plan: Plan) -> int:
     """Bytes of the largest unit that moves through slots."""
     return max((c.slot_bytes for c in plan.slot_classes), default=0)
+
+
+def fetch_bytes(plan: Plan) -> int:
+    """Bytes of the largest fetch: what a rank keeps of the weights of a unit."""
+    return largest_slot(plan) // plan.ranks
+
+
+def exchange_bytes(plan: Plan) -> int:
+    """Bytes of a unit's gradients on their way to the ranks that keep them, in fp32."""
+    return max((4 * u.numel for u in plan.units), default=0)
 
 
 def largest_trained(plan: Plan) -> int:

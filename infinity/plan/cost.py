@@ -351,7 +351,7 @@ def update_s(plan: Plan, rates: Rates) -> tuple[float, float]:
     """Seconds of one step's update: on the host, and on the device, streamed or not."""
     host = device = 0
     for alike in plan.alike:
-        trained = sum(plan.units[unit].num_trained for unit in alike.units)
+        trained = sum(plan.units[unit].num_trained for unit in alike.units) // plan.ranks
         place = update_place(plan, alike.units[0])
         if rates.device_update and place is not UpdatePlace.CPU:
             device += trained

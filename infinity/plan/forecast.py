@@ -153,18 +153,19 @@ class _Bytes:
         return moved
 
     def _of_fetches(self, fetched: list[int]) -> dict[str, int]:
-        sizes = [(self.plan.units[u].slot_bytes, self.plan.placements[u].weight) for u in fetched]
+        sizes = [(self.plan.units[u].shard_bytes, self.plan.placements[u].weight) for u in fetched]
         moved = {"disk_read": sum(size for size, tier in sizes if tier is Tier.DISK)}
         if not self.plan.unified:
-            moved["to_device"] = sum(size for size, _ in sizes)
+            moved["to_device"] = sum(size for size, tier in sizes if tier is not Tier.DEVICE)
         return moved
 
     def _of_update(self, layout: UnitLayout, publish: bool) -> dict[str, int]:
         """Of one unit; equal ones are counted once."""
         plan, placement = self.plan, self.plan.placements[layout.index]
         normed = 0  # gradients that a norm on the host reads: without padding, unlike the rest
-        if placement.gradient is Tier.DEVICE and not plan.unified and not plan.device_kernels:
-            normed = layout.num_trained * plan.gradient_itemsize
+        by_host = not plan.unified and (not plan.device_kernels or plan.ranks > 1)
+        if placement.gradient is Tier.DEVICE and by_host:
+            normed = _own_trained(plan, layout.index) * plan.gradient_itemsize
         key = (layout.numel, normed, placement, publish)
         found = self._updated.get(key)
         if found is None:
@@ -176,22 +177,23 @@ class _Bytes:
     ) -> dict[str, int]:
         plan, gradient = self.plan, self.plan.gradient_bytes(layout)
         record = plan.state_bytes(layout, placement, (Tier.DISK,))
-        moved = {"disk_read": record, "disk_write": record, "to_device": 0, "from_device": 0}
+        moved = {"disk_read": record, "disk_write": record, "to_device": 0, "from_device": normed}
         if placement.gradient is Tier.DISK:
             moved["disk_read"] += gradient
         place = update_place(plan, layout.index)
         if place is UpdatePlace.STREAMED:  # new weights are in the forward's slot by then
-            moved["to_device"], moved["from_device"] = streamed_bytes(plan, layout, placement)
+            moved["to_device"], back = streamed_bytes(plan, layout, placement)
+            moved["from_device"] += back
             return moved
         if publish and placement.weight is not Tier.DEVICE and not plan.unified:
-            moved["to_device"] += layout.trained_bytes
+            moved["to_device"] += layout.trained_bytes // layout.shards
         if plan.unified or place is UpdatePlace.DEVICE:
             return moved
         resting = plan.state_bytes(layout, placement, (Tier.DEVICE,))
         moved["from_device"] += resting
         moved["to_device"] += resting
-        if placement.gradient is Tier.DEVICE:  # for the update, and for a norm on the host
-            moved["from_device"] += gradient + normed
+        if placement.gradient is Tier.DEVICE:
+            moved["from_device"] += gradient
         return moved
 
     def _of_gradients(self, used: Collection[int]) -> tuple[dict[str, int], dict[str, int]]:
@@ -203,9 +205,19 @@ class _Bytes:
                 on_disk += plan.gradient_bytes(layout)
             if not plan.unified and tier is not Tier.DEVICE:
                 itemsize = 4 if unit in self._summed else layout.weight_itemsize
-                from_device += layout.num_trained * itemsize
+                # Of every rank's gradient what is this one's; wide where they are sums of slices.
+                from_device += plan.ranks * _own_trained(plan, unit) * itemsize
         first = {"disk_write": on_disk, "from_device": from_device}
         return first, {"disk_read": on_disk, **first}
+
+
+def _own_trained(plan: Plan, unit: int) -> int:
+    """Trained elements of a unit that this rank keeps, padding not counted."""
+    if plan.ranks == 1:
+        return plan.units[unit].num_trained
+    own = plan.own[unit]
+    ends = (segment.within(0, own.numel) for segment in own.segments)
+    return sum(end - first for first, end in ends)
 
 
 def _add(moved: dict[str, int], to: dict[str, int]) -> None:

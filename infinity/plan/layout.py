@@ -10,12 +10,16 @@ kind is one flat range per unit, in the same chunk-wise form: the parts of its c
 the other. A part of a moment is its values, then the scales of its blocks where the format has
 them, then padding. Every part starts and ends on a 4096-byte boundary: lengths are padded to
 `ELEMENT_ALIGN` elements, and parts of narrower formats to whole pages.
+
+Several ranks share a unit: each range is as many equal shards, one behind the other, and a rank
+keeps its shard of both. What a rank keeps is a layout of its own (`UnitLayout.of_shard`), which is
+what is cut into chunks. Parameters and shards then start where blocks of the norm's tree do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 from functools import cached_property
 
@@ -23,6 +27,7 @@ from infinity.formats import MOMENT_BLOCK, MomentFormat
 
 PAGE = 4096
 ELEMENT_ALIGN = 2048  # elements: 4096 bytes of the narrowest kind (2 bytes)
+SQUARE_BLOCK = 4096  # elements of a parameter that share a leaf of the norm's tree; as in csrc/adam
 SEGMENT_ALIGN_BYTES = 512  # start of every tensor in a slot; enough for any device
 
 
@@ -155,7 +160,8 @@ class Segment:
     def within(self, start: int, count: int) -> tuple[int, int]:
         """(first, end) of the elements that lie in a chunk, counted from the chunk's start.
 
-        Of a trained segment; `first >= end` where none do.
+        Of a trained segment; `first >= end` where none do. In a shard's layout a segment that
+        begins in a shard before it has a negative offset.
         """
         return max(self.offset - start, 0), min(self.offset + self.numel - start, count)
 
@@ -171,6 +177,7 @@ class UnitLayout:
     frozen_bytes: int  # padded to PAGE
     weight_itemsize: int
     is_block: bool = False  # its modules compute by themselves: what can be recomputed, or sliced
+    shards: int = 1  # ranks that share it; a shard's own layout has 1
 
     @property
     def trained_bytes(self) -> int:
@@ -181,6 +188,29 @@ class UnitLayout:
     def slot_bytes(self) -> int:
         """Bytes a slot needs to hold this unit's weights, frozen ones included."""
         return self.trained_bytes + self.frozen_bytes
+
+    @property
+    def shard_numel(self) -> int:
+        """Trained elements that one rank keeps, with padding."""
+        return self.numel // self.shards
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of weights that one rank keeps, frozen ones included."""
+        return self.slot_bytes // self.shards
+
+    def of_shard(self, rank: int) -> UnitLayout:
+        """What a rank keeps: the parts of trained segments that lie in its shard."""
+        if self.shards == 1:
+            return self
+        start, count = rank * self.shard_numel, self.shard_numel
+        segments = tuple(
+            replace(segment, offset=segment.offset - start)
+            for segment in self.trained_segments
+            if segment.offset < start + count and segment.offset + segment.numel > start
+        )
+        frozen = self.frozen_bytes // self.shards
+        return replace(self, segments=segments, numel=count, frozen_bytes=frozen, shards=1)
 
     @cached_property
     def num_trained(self) -> int:
@@ -193,13 +223,13 @@ class UnitLayout:
         return tuple(s for s in self.segments if s.trained)
 
     def num_chunks(self, chunk_elements: int) -> int:
-        """How many chunks the trained range is cut into."""
-        return -(-self.numel // chunk_elements)
+        """How many chunks a shard of the trained range is cut into."""
+        return -(-self.shard_numel // chunk_elements)
 
     def chunk(self, index: int, chunk_elements: int) -> tuple[int, int]:
-        """(first element, number of elements) of one chunk; the last may be shorter."""
+        """(first element of a shard, number of elements) of one chunk; the last may be shorter."""
         start = index * chunk_elements
-        return start, min(chunk_elements, self.numel - start)
+        return start, min(chunk_elements, self.shard_numel - start)
 
     def chunks(self, chunk_elements: int) -> Iterator[tuple[int, int]]:
         """(first element, number of elements) of every chunk, in order."""
@@ -233,11 +263,13 @@ def lay_out(
     precision: Precision,
     *,
     is_block: bool = False,
+    ranks: int = 1,
 ) -> UnitLayout:
     """Place parameters one after the other, each aligned; trained ones first."""
     segments: list[Segment] = []
     element = 0
     align = max(SEGMENT_ALIGN_BYTES // precision.weight, MOMENT_BLOCK)  # no scale is shared
+    align = align if ranks == 1 else SQUARE_BLOCK  # nor is a block of the norm
     for fact in (p for p in parameters if p.trained):
         nbytes = fact.numel * precision.weight
         segments.append(
@@ -257,10 +289,11 @@ def lay_out(
         index=index,
         name=name,
         segments=tuple(segments),
-        numel=round_up(element, ELEMENT_ALIGN),
-        frozen_bytes=round_up(offset, PAGE),
+        numel=round_up(element, ELEMENT_ALIGN if ranks == 1 else ranks * SQUARE_BLOCK),
+        frozen_bytes=round_up(offset, ranks * PAGE),
         weight_itemsize=precision.weight,
         is_block=is_block,
+        shards=ranks,
     )
 
 

@@ -118,6 +118,13 @@ class Plan:
     durable_every: int = 1  # steps from one commit to the next
     resumed: str = ""  # the durable directory that this run continues
     saved: SavedPlan = NOTHING_SAVED  # what autograd keeps for backward, and where
+    rank: int = 0  # whose plan this is, of `ranks`
+    ranks: int = 1  # that share every unit: bytes and memory are of one of them
+
+    @cached_property
+    def own(self) -> tuple[UnitLayout, ...]:
+        """What this rank keeps of every unit; the units themselves where it is alone."""
+        return tuple(unit.of_shard(self.rank) for unit in self.units)
 
     @property
     def tier_bytes(self) -> dict[Tier, int]:
@@ -162,8 +169,8 @@ class Plan:
         )
 
     def range_bytes(self, layout: UnitLayout, kind: Kind) -> int:
-        """Bytes of the trained range of one state kind: the sum of its chunks' parts."""
-        whole, rest = divmod(layout.numel, self.chunk_elements)
+        """Bytes of one state kind of a shard's trained range: the sum of its chunks' parts."""
+        whole, rest = divmod(layout.shard_numel, self.chunk_elements)
         nbytes = self.precision.nbytes
         return whole * nbytes(kind, self.chunk_elements) + nbytes(kind, rest)
 
@@ -175,20 +182,22 @@ class Plan:
         *,
         chunk: bool = False,
     ) -> int:
-        """Bytes of the state kinds that rest on one of these tiers; `chunk`: of the first chunk."""
-        numel = min(layout.numel, self.chunk_elements) if chunk else layout.numel
+        """Bytes of a shard's state kinds that rest on one of these tiers; `chunk`: of its first."""
+        numel = layout.shard_numel
+        numel = min(numel, self.chunk_elements) if chunk else numel
         weight, rest = _weight_and_state(self.precision, numel, self.chunk_elements)
         return (weight if placement.weight in tiers else 0) + (
             rest if placement.state in tiers else 0
         )
 
     def gradient_bytes(self, layout: UnitLayout, *, chunk: bool = False) -> int:
-        """Bytes of the trained range's gradient at rest; `chunk`: of the first chunk."""
-        numel = min(layout.numel, self.chunk_elements) if chunk else layout.numel
+        """Bytes of a shard's gradient at rest; `chunk`: of its first chunk."""
+        numel = layout.shard_numel
+        numel = min(numel, self.chunk_elements) if chunk else numel
         return numel * self.gradient_itemsize
 
     def part(self, layout: UnitLayout, kind: Kind, chunk: int) -> slice:
-        """Where a chunk's part of one state kind lies in the unit's range, in bytes."""
+        """Where a chunk's part of one state kind lies in the shard's range, in bytes."""
         _, count = layout.chunk(chunk, self.chunk_elements)
         start = chunk * self.precision.nbytes(kind, self.chunk_elements)
         return slice(start, start + self.precision.nbytes(kind, count))
@@ -206,6 +215,7 @@ class Plan:
         lines = [
             f"{format_count(self.num_trained)} trained parameters in {len(self.units)} units, "
             f"master {name}, {self.micro_batches} micro-batch(es) per step",
+            *self._ranks_lines(),
             f"  {self.rule.name}: {self._moments_line()}; "
             f"{self.precision.bytes_per_parameter:g} bytes a parameter at rest",
         ]
@@ -246,6 +256,15 @@ class Plan:
             lines.append(f"  durable: {self._durable_line()}")
         lines.extend(f"  note: {note}" for note in self.notes)
         return "\n".join(lines)
+
+    def _ranks_lines(self) -> list[str]:
+        """Which share of everything the other lines are of."""
+        if self.ranks == 1:
+            return []
+        return [
+            f"  rank {self.rank} of {self.ranks}: each keeps 1/{self.ranks} of weights, state and "
+            "gradients of every unit (ZeRO-3), and gathers whole units in slots"
+        ]
 
     def _whole_batch_lines(self) -> list[str]:
         """What a step would move if its micro-batches passed each block together."""
@@ -350,7 +369,10 @@ def publishes(plan: Plan, unit: int) -> bool:
     """Whether an optimizer pass brings the unit's new weights to the device.
 
     Units with frozen bytes that rest elsewhere do not: the optimizer pass has only the trained
-    part, so they are written back and fetched whole.
+    part, so they are written back and fetched whole. Nor do those of several ranks that rest on
+    the device: there a shard is copied into a slot where the unit is used.
     """
     layout = plan.units[unit]
+    if plan.ranks > 1:
+        return not layout.frozen_bytes and plan.placements[unit].weight is not Tier.DEVICE
     return not layout.frozen_bytes or plan.placements[unit].weight is Tier.DEVICE

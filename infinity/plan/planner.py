@@ -232,9 +232,9 @@ class Stored:
     chunk_elements: int
 
 
-def gradient_itemsize(config: Config) -> int:
-    """Bytes of a gradient at rest: fp32 where micro-batches, or slices, are summed."""
-    summed = config.gradient_accumulation_steps > 1 or config.activations.slices > 1
+def gradient_itemsize(config: Config, ranks: int = 1) -> int:
+    """Bytes of a gradient at rest: fp32 where micro-batches, slices, or ranks are summed."""
+    summed = ranks * config.gradient_accumulation_steps > 1 or config.activations.slices > 1
     return 4 if summed or PRECISIONS[config.precision].weight == 4 else 2
 
 
@@ -248,19 +248,22 @@ def make_plan(
     device_kernels: bool = False,
     rates: Rates | None = None,
     stored: Stored | None = None,
+    rank: int = 0,
 ) -> Plan:
     """Choose placement, slots and staging buffers; raises `DoesNotFitError` or `ConfigError`.
 
     `rule` is what the update rule keeps; two fp32 moments if it is left out. `device_kernels`
     says that the device can run our optimizer kernels itself. `rates` weigh resources against
     one another where placement is left to the plan; those of a common machine if left out. `stored`
-    gives placement and chunks of a durable run that is continued.
+    gives placement and chunks of a durable run that is continued. Units that are laid out for
+    several ranks make the plan of one of them: `rank`.
     """
     rates = rates or nominal(unified)
     rule = rule or RuleFacts()
     precision = replace(PRECISIONS[config.precision], moments=rule.moments)
     micro_batches = config.gradient_accumulation_steps
-    largest = max((u.numel for u in units), default=0)
+    largest = max((u.shard_numel for u in units), default=0)
+    ranks = units[0].shards if units else 1
     chunk = config.chunk_size if isinstance(config.chunk_size, int) else CHUNK_ELEMENTS
     saved, more = plan_saved(config.activations, units, unified=unified)
     notes = (*rule.notes, *more)
@@ -279,7 +282,7 @@ def make_plan(
         num_staging_buffers=NUM_STAGING_BUFFERS,
         prefetch_units=config.prefetch_units,
         micro_batches=micro_batches,
-        gradient_itemsize=gradient_itemsize(config),
+        gradient_itemsize=gradient_itemsize(config, ranks),
         unified=unified,
         verify=config.durable if config.io.verify == "auto" else config.io.verify,
         memory={},
@@ -288,6 +291,8 @@ def make_plan(
         rule=rule,
         device_kernels=device_kernels,
         saved=saved,
+        rank=rank,
+        ranks=ranks,
         durable=config.durable,
         durable_every=config.durable_every if config.durable_every != "auto" else _RARELY,
     )

@@ -14,6 +14,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Self
 
+from infinity.blueprint import check_processes
 from infinity.checkpoint.directory import checkpoints, find_tag
 from infinity.checkpoint.durable_runs import read_run
 from infinity.checkpoint.manifest import LATEST_NAME
@@ -104,6 +105,7 @@ class Run:
         `progress` follows the first write of the state. Raises whatever training can raise;
         checkpoints that were saved before stay.
         """
+        check_processes("infinity train")
         prepared, directory = self.prepared, self.directory
         assert prepared is not None
         with directory.beginning(prepared.decides()):

@@ -4,6 +4,9 @@ A copier thread goes through the units chunk by chunk. Before an optimizer pass,
 the first byte of a unit that is not copied yet, it waits for the copier (`await_copied`): nothing
 is ever copied twice or kept twice, and memory is two chunks whatever the model's size, and the
 weights of one unit with frozen parameters, if there are such and they are not in RAM.
+
+Of several ranks the first writes what all read. That goes on at once, on the training thread: bytes
+between ranks are its business alone.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from infinity.checkpoint.manifest import FROZEN
@@ -122,9 +126,16 @@ class Saver:
         self._error: BaseException | None = None
         self._warned = False
 
-    def start(self, writer: CheckpointWriter, publish: Callable[[], object]) -> None:
-        """Copy all state at rest, then `publish`, on a thread; no update may be owed."""
+    def start(self, writer: CheckpointWriter | None, publish: Callable[[], object]) -> None:
+        """Copy all state at rest, then `publish`, on a thread; no update may be owed.
+
+        Of several ranks, of which the first has the `writer`, at once; then it raises.
+        """
         assert self._thread is None
+        if writer is None or self._store.ranks.count > 1:
+            self._copy_together(writer)
+            publish()
+            return
         self._left = {layout.index for layout in self._plan.units}
         self._error, self._warned, self._stop = None, False, False
         thread = threading.Thread(
@@ -221,6 +232,51 @@ class Saver:
                 if left is not None and left.buffer is not None:
                     buffers.give_back(left.buffer, *left.staged.waits)
             buffers.settle()
+
+    def _copy_together(self, writer: CheckpointWriter | None) -> None:
+        """Every rank's chunks, in the order of their bytes in the checkpoint."""
+        buffers = self._buffers()
+        buffer, sent = buffers.take(), buffers.take()
+        try:
+            for layout in self._plan.units:
+                for rank in range(layout.shards):
+                    self._copy_shard(writer, layout, rank, buffer, sent)
+                if layout.frozen_bytes:
+                    whole = self._store.read(layout.index, Kind.WEIGHT)
+                    if writer is not None:
+                        frozen = whole[layout.trained_bytes :]
+                        for piece in frozen_pieces(layout):
+                            writer.write(piece.stream, frozen[piece.place])
+        finally:
+            buffers.give_back(buffer)
+            buffers.give_back(sent)
+
+    def _copy_shard(
+        self,
+        writer: CheckpointWriter | None,
+        layout: UnitLayout,
+        rank: int,
+        buffer: Tensor,
+        sent: Tensor,
+    ) -> None:
+        """What one rank keeps of a unit, which it sends to all; two buffers for a chunk each."""
+        plan, ranks, record = self._plan, self._store.ranks, self._plan.whole_record
+        shard = layout.of_shard(rank)
+        for chunk, (_, count) in enumerate(shard.chunks(plan.chunk_elements)):
+            data = sent[: record.nbytes(count)]
+            if rank == ranks.rank:
+                staged = self._store.stage(layout.index, chunk, buffer)
+                for item in staged.waits:
+                    item.wait()
+                torch.cat([staged.views[kind] for kind in record.kinds], out=data)
+            ranks.meet(f"saves unit {layout.name!r}")
+            ranks.broadcast(data, rank)
+            if writer is None:
+                continue
+            for kind in record.kinds:
+                part = data[record.offset(kind, count) :]
+                for piece in pieces(plan, shard, chunk, kind):
+                    writer.write(piece.stream, part[piece.place])
 
     def _copy_one(self, writer: CheckpointWriter, layout: UnitLayout, read: _Read) -> None:
         trace = self._store.transfers.trace

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,11 @@ from infinity.model.buffers import Buffer, check_buffers, find_buffers, put_buff
 from infinity.offload.state import StateStore
 from infinity.plan.layout import Kind
 from infinity.plan.plan import Plan
+from infinity.ranks import check_alike
 from infinity.storage.staging import host_buffer
 from infinity.training.parameter_access import Values
 from infinity.training.parts import Parts
-from infinity.training.run_state import RunState
+from infinity.training.run_state import OF_EACH_RANK, RunState
 from infinity.training.step import Stepper
 
 # The streams of a checkpoint into state at rest, whatever its placement, unit by unit.
@@ -88,18 +90,21 @@ def load_state(reader: CheckpointReader, plan: Plan, store: StateStore) -> None:
 
     Raises `CheckpointError` at the first byte that is not as saved.
     """
-    for layout in plan.units:
+    for layout, own in zip(plan.units, plan.own, strict=True):
         for kind in plan.precision.kinds:
-            nbytes = store.rest_bytes(layout, kind)
+            nbytes = store.rest_bytes(own, kind)
             if not nbytes:
                 continue
             flat = host_buffer(nbytes)
-            for chunk in range(layout.num_chunks(plan.chunk_elements)):
-                part = flat[plan.part(layout, kind, chunk)]
-                _fill(reader, part, pieces(plan, layout, chunk, kind))
-            if kind is Kind.WEIGHT:
-                _fill(reader, flat[layout.trained_bytes :], frozen_pieces(layout))
-            store.write(layout.index, kind, flat)
+            for chunk in range(own.num_chunks(plan.chunk_elements)):
+                part = flat[plan.part(own, kind, chunk)]
+                _fill(reader, part, pieces(plan, own, chunk, kind))
+            if kind is Kind.WEIGHT and own.frozen_bytes:
+                frozen = flat[own.trained_bytes :]
+                whole = frozen if own is layout else host_buffer(layout.frozen_bytes)
+                _fill(reader, whole, frozen_pieces(layout))
+                frozen.copy_(whole.view(layout.shards, -1)[plan.rank])
+            store.write_own(layout.index, kind, flat)
 
 
 def _fill(reader: CheckpointReader, flat: Tensor, held: Iterable[Piece]) -> None:
@@ -176,21 +181,24 @@ class Checkpoints:
         manifest = self._manifest(client_state, buffers)
         if buffers:
             streams[BUFFERS] = [record.spec for record in manifest.buffers]
-        before = rooms.saver.frozen.begin()
-        writer = CheckpointWriter(root, tag, streams, before=before, same=(FROZEN,))
-        try:
-            for buffer in buffers:
-                writer.write(BUFFERS, _bytes(buffer.value))
-            for index in gradients:
-                writer.write(GRADIENT, _bytes(rooms.gradients.read(index)))
-            rooms.saver.start(
-                writer,
-                lambda: writer.finish(manifest, save_latest=save_latest, keep_last=keep_last),
-            )
-        except BaseException:
-            if not rooms.saver.busy:
-                writer.abort()
-            raise
+        writer = None
+        with rooms.ranks.settle("saves a checkpoint"):
+            try:
+                if rooms.ranks.rank == 0:
+                    before = rooms.saver.frozen.begin()
+                    writer = CheckpointWriter(root, tag, streams, before=before, same=(FROZEN,))
+                for buffer in buffers:
+                    _write(writer, BUFFERS, buffer.value)
+                for index in gradients:
+                    _write(writer, GRADIENT, rooms.gradients.read(index))
+                publish = partial(
+                    _finish, writer, manifest, save_latest=save_latest, keep_last=keep_last
+                )
+                rooms.saver.start(writer, publish)
+            except BaseException:
+                if writer is not None and not rooms.saver.busy:
+                    writer.abort()
+                raise
         if wait:
             rooms.saver.finish()
         return root / tag
@@ -220,11 +228,25 @@ class Checkpoints:
             buffers=tuple(
                 BufferRecord.of(b.names, b.value, persistent=b.persistent) for b in buffers
             ),
-            run=encode(self.run_state.capture(), "the run's state"),
+            run=self._run(),
             client_state=encode(dict(client_state), "client_state"),
             config=dict(self._config),
-            plan={"micro_batches": self._window.length, "text": plan.describe().splitlines()},
+            plan={
+                "micro_batches": self._window.length,
+                "ranks": plan.ranks,
+                "text": plan.describe().splitlines(),
+            },
         )
+
+    def _run(self) -> Any:
+        """The run's state as JSON; of several ranks with what each has of its own."""
+        state, ranks = self.run_state.capture(), self._rooms.ranks
+        if ranks.count > 1:
+            ranks.meet("saves a checkpoint")
+            own = {name: state[name] for name in OF_EACH_RANK}
+            told = ranks.gather_words(encode(own, "the run's state"))
+            state["ranks"] = [decode(words) for words in told]
+        return encode(state, "the run's state")
 
     def _aliases(self) -> dict[int, tuple[str, ...]]:
         """Parameter index -> the names of `state_dict()` beside its first."""
@@ -247,7 +269,9 @@ class Checkpoints:
             prefetcher.check()
         self._rooms.saver.finish()
         self._refuse_loans("loaded")
+        ranks = self._rooms.ranks
         found = find_tag(root, tag)
+        check_alike(ranks, "the checkpoint to load", {"tag": found})
         if found is None:
             warnings.warn(
                 f"nothing was loaded: {no_latest(root)}",
@@ -255,16 +279,19 @@ class Checkpoints:
                 stacklevel=3,
             )
             return None, None
-        with CheckpointReader(root, found) as reader:
+        with ranks.telling("loads a checkpoint"), CheckpointReader(root, found) as reader:
             client_state = decode(reader.manifest.client_state)
             run = decode(reader.manifest.run)
+            if others := run.pop("ranks", None):
+                run |= others[ranks.rank % len(others)]
             full = wanted.optimizer and not wanted.module_only
             self._check(reader, run, wanted, full=full)
             if isinstance(prefetcher.failure, HalfLoadedError):
                 prefetcher.failure = None
             try:
-                self._replace(reader, full=full)
-                self._restore(reader, run, wanted)
+                with ranks.settle("loads a checkpoint"):
+                    self._replace(reader, full=full)
+                    self._restore(reader, run, wanted)
                 self._commit(reader)
             except BaseException:
                 prefetcher.failure = prefetcher.failure or HalfLoadedError(
@@ -327,12 +354,14 @@ class Checkpoints:
     def _check_window(self, reader: CheckpointReader) -> None:
         if not reader.names(GRADIENT):
             return
-        there, here = reader.manifest.plan.get("micro_batches"), self._window.length
-        if there != here:
+        saved = reader.manifest.plan
+        there, here = saved.get("micro_batches"), self._window.length
+        ranks, now = saved.get("ranks", 1), self._window.ranks
+        if (there, ranks) != (here, now):
             raise CheckpointError(
                 f"{reader.directory} was saved within an accumulation window of {there} "
-                f"micro-batches; this engine has {here}",
-                remedy=f"gradient_accumulation_steps: {there}, or "
+                f"micro-batches on {ranks} ranks; this engine has {here} on {now}",
+                remedy=f"gradient_accumulation_steps: {there} with {ranks} ranks, or "
                 "load_checkpoint(..., load_optimizer_states=False)",
             )
 
@@ -376,9 +405,7 @@ class Checkpoints:
         rooms = self._rooms
         index_of = {s.name: i for i, s in self._segments.items()}
         for name in reader.names(GRADIENT):
-            value = reader.read(GRADIENT, name)
-            device = rooms.prefetcher.transfers.device.torch_device
-            rooms.gradients.receive(index_of[name], value.to(device))
+            rooms.gradients.put(index_of[name], reader.read(GRADIENT, name))
         rooms.gradients.finish()
 
     # --- durable steps -----------------------------------------------------------------------
@@ -426,9 +453,15 @@ class Checkpoints:
             )
 
 
-def _bytes(value: Tensor) -> Tensor:
-    """The bytes of a tensor in host memory, flat."""
-    return value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+def _write(writer: CheckpointWriter | None, stream: str, value: Tensor) -> None:
+    """The bytes of a tensor, where there is a writer: of several ranks the first has it."""
+    if writer is not None:
+        writer.write(stream, value.detach().cpu().contiguous().view(-1).view(torch.uint8))
+
+
+def _finish(writer: CheckpointWriter | None, manifest: Manifest, **how: Any) -> None:
+    if writer is not None:
+        writer.finish(manifest, **how)
 
 
 def _opened(window: OpenWindow) -> CheckpointReader:

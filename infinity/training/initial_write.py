@@ -49,7 +49,7 @@ class InitialWrite:
         self.kernels = kernels
         self.initial = initial
         self._values = _Current(first_value)
-        self._chunk = min(plan.chunk_elements, max((u.numel for u in plan.units), default=0))
+        self._chunk = min(plan.chunk_elements, max((u.numel for u in plan.own), default=0))
         self._buffers = BufferPool(2, plan.whole_record.nbytes(self._chunk))
         self._master = host_buffer(self._chunk * 4).view(torch.float32)
 
@@ -62,9 +62,9 @@ class InitialWrite:
         """Write all units where they rest; parameters are offloaded afterwards."""
         sizes = [_initial_write_bytes(self.plan, layout) for layout in self.plan.units]
         done = 0
-        for layout in self.plan.units:
-            for index in range(layout.num_chunks(self.plan.chunk_elements)):
-                self._write_chunk(layout, index, parameters)
+        for layout, own in zip(self.plan.units, self.plan.own, strict=True):
+            for index in range(own.num_chunks(self.plan.chunk_elements)):
+                self._write_chunk(own, index, parameters)
             self._write_frozen(layout, parameters)
             self._values.forget()
             binding.forget(layout.index)
@@ -141,19 +141,18 @@ class InitialWrite:
             part = frozen[segment.offset : segment.offset + segment.nbytes]
             part.view(dtype).copy_(self._values.flat(parameters[segment.parameter]))
         state = self.store.units[layout.index]
-        pieces: list[tuple[Range, Tensor]] = [
-            (extent, frozen) for extent in state.frozen_copies[:1]
-        ]
+        own = frozen.view(layout.shards, -1)[self.plan.rank]
+        pieces: list[tuple[Range, Tensor]] = [(extent, own) for extent in state.frozen_copies[:1]]
         if Kind.WEIGHT in state.memory:
             weights = state.memory[Kind.WEIGHT]
-            pieces.append((weights.part(layout.trained_bytes, layout.frozen_bytes), frozen))
+            pieces.append((weights.part(state.layout.trained_bytes, own.numel()), own))
         self.transfers.write(pieces).wait()
 
 
 def _initial_write_bytes(plan: Plan, layout: UnitLayout) -> int:
     """Bytes that are written for one unit, on all tiers."""
-    kinds = plan.precision.kinds
-    return sum(plan.range_bytes(layout, kind) for kind in kinds) + layout.frozen_bytes
+    kinds, frozen = plan.precision.kinds, layout.frozen_bytes // layout.shards
+    return sum(plan.range_bytes(layout, kind) for kind in kinds) + frozen
 
 
 class _Current:

@@ -215,7 +215,7 @@ class Updates:
             demand = self.prefetcher.demand
             unit = demand if demand in remaining else remaining[0]
             remaining.remove(unit)
-            for chunk in range(self.plan.units[unit].num_chunks(self.plan.chunk_elements)):
+            for chunk in range(self.plan.own[unit].num_chunks(self.plan.chunk_elements)):
                 yield unit, chunk
 
     # --- on the device -----------------------------------------------------------------------
@@ -250,7 +250,7 @@ class Updates:
         work = Work(unit, chunk, buffer, views, waits, set(resting), _NOWHERE)
         work.waits += job.copies.pop(unit, ())
         itemsize = self.plan.gradient_itemsize
-        start, count = self.plan.units[unit].chunk(chunk, self.plan.chunk_elements)
+        start, count = self.plan.own[unit].chunk(chunk, self.plan.chunk_elements)
         place = self.gradients.places[unit].part(start * itemsize, count * itemsize)
         view = place.reached(by_device=streamed)
         if view is None:
@@ -305,7 +305,7 @@ class Updates:
             self.prefetcher.updated(work.unit, ready)
 
     def _tiles(self, job: PassJob, work: Work) -> list[Tile]:
-        layout, dtype = self.plan.units[work.unit], self.gradients.dtype
+        layout, dtype = self.plan.own[work.unit], self.gradients.dtype
         return tiles_of(job, self.plan, layout, work.chunk, work.views, dtype)
 
     # --- by the CPU ----------------------------------------------------------------------------
@@ -337,7 +337,8 @@ class Updates:
 
     def _part_of_slot(self, work: Work, residency: Tensor) -> Tensor:
         """Where a chunk's weights lie in what its unit's slot holds."""
-        return residency[self.plan.part(self.plan.units[work.unit], Kind.WEIGHT, work.chunk)]
+        own, *_ = self.store.shard_in(work.unit, residency)
+        return own[self.plan.part(self.plan.own[work.unit], Kind.WEIGHT, work.chunk)]
 
     # --- streamed through the device -----------------------------------------------------------
 
@@ -367,7 +368,7 @@ class Updates:
                 slot, residency = self._target
                 place = self._part_of_slot(work, residency)
                 self._bring(work, Kind.WEIGHT, place, slot.free_after)
-        layout, dtype = self.plan.units[work.unit], self.gradients.dtype
+        layout, dtype = self.plan.own[work.unit], self.gradients.dtype
         tiles = tiles_of(job, self.plan, layout, work.chunk, work.there, dtype)
         pieces = self.updater.pieces(tiles, job.grad_scale)
         # A copy of the old weights to the device may still read the range about to change.

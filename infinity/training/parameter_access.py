@@ -3,6 +3,8 @@
 One unit is cached at a time, so that walking through a model in the order of `Values.place` reads
 and writes each unit once; what stands beside weights (residuals, or fp32 masters of fp16 weights)
 is read only for masters and for edits. Nothing here is fast; all of it is exact.
+
+Of several ranks all must call, and get whole values; of what they write each keeps its own shard.
 """
 
 from __future__ import annotations
@@ -52,19 +54,29 @@ def read_state(
 
 def _moment(store: StateStore, layout: UnitLayout, segment: Segment, kind: Kind) -> Moment:
     """A copy of the whole moment of one parameter, its chunks put together."""
-    plan, number_format = store.plan, store.plan.precision.format_of(kind)
-    flat = store.read(layout.index, kind)
+    number_format = store.plan.precision.format_of(kind)
     values, scales = [], []
-    for index, (start, count) in enumerate(layout.chunks(plan.chunk_elements)):
-        first, last = segment.within(start, count)
-        if first < last:
-            chunk = moment_in(flat[plan.part(layout, kind, index)], count, number_format)
-            part = chunk.part(first, last)
-            values.append(part.values)
-            scales += [] if part.scales is None else [part.scales]
+    for part in _parts_of(store.plan, layout, segment, kind, store.read(layout.index, kind)):
+        values.append(part.values)
+        scales += [] if part.scales is None else [part.scales]
     if not values:
         return Moment.zeros(0, number_format)
     return Moment(torch.cat(values), torch.cat(scales) if scales else None, number_format)
+
+
+def _parts_of(
+    plan: Plan, layout: UnitLayout, segment: Segment, kind: Kind, flat: Tensor
+) -> Iterator[Moment]:
+    """What the chunks of all shards hold of a parameter; `flat` is what `StateStore.read` gave."""
+    for rank, own in enumerate(flat.view(layout.shards, -1)):
+        shard = layout.of_shard(rank)
+        for found in (s for s in shard.segments if s.parameter == segment.parameter):
+            for index, (start, count) in enumerate(shard.chunks(plan.chunk_elements)):
+                first, last = found.within(start, count)
+                if first < last:
+                    part = own[plan.part(shard, kind, index)]
+                    whole = moment_in(part, count, plan.precision.format_of(kind))
+                    yield whole.part(first, last)
 
 
 def write_state(
@@ -92,17 +104,13 @@ def write_state(
         )
     index = names.index(name)
     kind, plan = store.plan.precision.moment_kinds[index], store.plan
-    number_format, signed = plan.precision.format_of(kind), not hyper.unsigned[index]
-    flat = store.read(layout.index, kind)
+    signed, flat = not hyper.unsigned[index], store.read(layout.index, kind)
     values = value.detach().to("cpu", torch.float32).contiguous().view(-1)
     done = 0
-    for chunk, (start, count) in enumerate(layout.chunks(plan.chunk_elements)):
-        first, last = segment.within(start, count)
-        if first < last:
-            part = flat[plan.part(layout, kind, chunk)]
-            moment = moment_in(part, count, number_format).part(first, last)
-            kernels.encode(values[done : done + last - first], moment, signed=signed)
-            done += last - first
+    for moment in _parts_of(plan, layout, segment, kind, flat):
+        count = moment.values.numel()
+        kernels.encode(values[done : done + count], moment, signed=signed)
+        done += count
     store.write(layout.index, kind, flat)
 
 

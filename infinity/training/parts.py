@@ -35,6 +35,7 @@ from infinity.plan.layout import Tier, largest_trained_of
 from infinity.plan.machine import read_machine
 from infinity.plan.plan import Plan
 from infinity.plan.planner import logits_at_once
+from infinity.ranks import ALONE, Ranks
 from infinity.storage.device import PROCESS, CpuDevice, Device
 from infinity.storage.disk import Disk
 from infinity.trace.recorder import Trace
@@ -57,7 +58,9 @@ class Parts:
         optimizer: OffloadedOptimizer,
         origins: Origins,
         progress: Progress | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
+        self.ranks = ranks
         self.cut = cut
         self.plan = plan
         self.device = device
@@ -85,8 +88,8 @@ class Parts:
         self._open_trace(config)
         undo.append(self._give_memory_back)  # when nothing moves and nothing is pinned any more
         undo += [self.device.close, self.device.synchronize]  # kernels write to what is given back
-        num_threads = config.cpu.num_threads or read_machine().num_cpus
-        self.kernels = CpuKernels(num_threads, config.cpu.isa)
+        num_threads = config.cpu.num_threads or read_machine().num_cpus  # of the machine
+        self.kernels = CpuKernels(max(num_threads // self.ranks.local_count, 1), config.cpu.isa)
         undo.append(self.kernels.close)
         if isinstance(self.device, CpuDevice):
             self.device.copier = self.kernels.copy
@@ -97,9 +100,9 @@ class Parts:
             self.disk = Disk(config.nvme_path, io, stored.striping if stored else None)
             undo.append(self.disk.close)
         self.transfers = Transfers(self.device, self.disk)
-        self.store = StateStore(plan, self.transfers)
+        self.store = StateStore(plan, self.transfers, self.ranks)
         self.window = AccumulationWindow(plan)
-        self.gradients = GradientStore(plan, self.transfers, self.kernels, self.window)
+        self.gradients = GradientStore(plan, self.transfers, self.kernels, self.window, self.ranks)
         undo.append(self.gradients.close)
         self.activations: ActivationStore | None = None
         if plan.saved.offload is not None:
@@ -117,6 +120,7 @@ class Parts:
             plan.units, cut.parameters, cut.dtypes, self.device.torch_device
         )
         self.prefetcher = Prefetcher(plan, self.transfers, self.store, self.binding)
+        self.prefetcher.exchange = self.gradients.exchange
         rule, seed = optimizer.rule, config.seed or 0
         self.updater = rule.updater(self.kernels, cut.names, largest_trained_of(cut.layouts), seed)
         self.saver = Saver(plan, self.store)
@@ -180,7 +184,8 @@ class Parts:
             before_change=self.saver.await_copied,
         )  # fmt: skip
         at_once = logits_at_once(config.activations)
-        watch = MemoryWatch(plan, model, self.device, config.budget.host, at_once)
+        host = None if config.budget.host is None else config.budget.host // self.ranks.local_count
+        watch = MemoryWatch(plan, model, self.device, host, at_once)
         self.hooks = Hooks(
             self.prefetcher, self.gradients, self.window, self.owner, watch, self.activations,
             self.values.lent, self.values.flush_edits, cut.units, cut.parameters, cut.trained,

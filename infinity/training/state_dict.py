@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from infinity.errors import ConfigError, ResidencyError
 from infinity.model.buffers import persistent_buffers
 from infinity.model.weight_files import Outgoing, write_shards
 from infinity.optim.moments import COMPUTE_DTYPES
+from infinity.ranks import Ranks
 from infinity.sizes import parse_size
 from infinity.training.parameter_access import Values
 
@@ -110,9 +111,9 @@ class StateDict(Mapping[str, Tensor]):
         """`engine.save_weights`."""
         self._refuse_loans()
         tensors = list(self.outgoing(dtype))
-        max_shard_bytes = parse_size(max_shard)
+        write = partial(write_shards, directory.expanduser(), tensors, parse_size(max_shard))
         try:
-            return write_shards(directory.expanduser(), tensors, max_shard_bytes)
+            return written_by_first(self._values.store.ranks, tensors, write)
         finally:
             self._values.flush()  # nothing was edited: only forgets what is cached
 
@@ -168,6 +169,23 @@ class StateDict(Mapping[str, Tensor]):
         if name in self.parameters:
             return self._values.shape(self.parameters[name])
         return tuple(self.buffers[name].shape)
+
+
+def written_by_first(
+    ranks: Ranks, tensors: Sequence[Outgoing], write: Callable[[], list[Path]]
+) -> list[Path]:
+    """What `write`, which reads each of the tensors in their order, returns on the first rank.
+
+    The others read with it.
+    """
+    files: list[Path] = []
+    with ranks.settle("saves weights"):
+        if ranks.rank == 0:
+            files = write()
+        else:
+            for tensor in tensors:
+                tensor.read()
+    return [Path(file) for file in ranks.gather_words([str(file) for file in files])[0]]
 
 
 def _dtype_of(wanted: torch.dtype | str | None) -> torch.dtype | None:

@@ -360,6 +360,7 @@ def functions_that_call(name: str) -> set[tuple[str, str]]:
 NOT_IN_RAM_FOR_LONG = {
     ("infinity.training.initial_write", "__init__"),
     ("infinity.offload.slots", "__post_init__"),
+    ("infinity.offload.exchange", "__init__"),
 }
 
 

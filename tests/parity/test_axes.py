@@ -12,7 +12,7 @@ import random
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from support.adam_values import SECTIONS
 from support.fake_accelerator import FakeAccelerator
 from support.half import HalfResult, ScaleWords, train_half
 from support.models import CASES, CHECKPOINTINGS, LENGTH, Batch, Checkpointing
+from support.ranks import train_ranks
 from support.trainer import TIERS, Result, Run, make_config, make_device, train_exactly
 
 from infinity import _adam, _aio
@@ -77,10 +78,11 @@ AXES: dict[str, list[Any]] = {
     "adam_threads": [1, 2],
     "verify": [False, True],
     "resume": [False, True],  # halfway, in another engine whose placement is another
+    "ranks": [1, 2, 3],  # each with so many micro-batches
 }
 # What the numbers depend on; all else is placement.
 COMPUTATION = ("model", "precision", "micro_batches", "clipping", "recompute", "slices",
-               "optimizer", "format")  # fmt: skip
+               "optimizer", "format", "ranks")  # fmt: skip
 PLACEMENT = ("device", "weights", "moments", "gradients")
 BASE: Choice = {name: values[0] for name, values in AXES.items()} | {
     "weights": "disk",
@@ -94,6 +96,18 @@ IMPOSSIBLE = [
     {"model": "routed", "slices": 2},
     {"recompute": "reentrant-inside", "slices": 2},
     {"model": "reused", "slices": 2, "micro_batches": 3},
+]
+# Ranks use the same units, which routing hangs on data; buffers see each rank's own; and a gradient
+# that comes twice in a backward is added in another order.
+IMPOSSIBLE += [
+    {"ranks": ranks, **part}
+    for ranks in AXES["ranks"][1:]
+    for part in (
+        {"model": "routed"},
+        {"model": "buffered"},
+        {"model": "reused", "slices": 2},  # as with three micro-batches
+        *({"model": "reused", "recompute": name} for name in RECOMPUTE if "reentrant" in name),
+    )
 ]
 
 
@@ -137,8 +151,9 @@ def _plain(computation: tuple[Any, ...]) -> Result:
         told or own == NONE or own.place == "inside"
     ):  # else the block is the model's, and left alone
         own = replace(RECOMPUTED if told else own, slices=choice["slices"])
-    batches = case.batches(STEPS * choice["micro_batches"])
-    config = config_of(choice)
+    together = choice["micro_batches"] * choice["ranks"]
+    batches = case.batches(STEPS * together)
+    config = config_of(choice | {"micro_batches": together})
     config["activations"] = {"slices": choice["slices"]}  # whose gradients are summed in fp32
     if choice["precision"] == "fp16":
         return train_half(case.build(own), batches, config, SCALE, groups=case.groups)
@@ -161,10 +176,12 @@ class Trained:
         self.norms: list[float] = []
 
     def run(self) -> Result:
-        batches = self.case.batches(STEPS * self.choice["micro_batches"])
+        ranks = self.choice["ranks"]
+        batches = self.case.batches(STEPS * self.choice["micro_batches"] * ranks)
         if not self.choice["resume"]:
             return self._part(self.choice, batches)
-        cut = len(batches) // 2 + (self.choice["micro_batches"] > 1)  # within a window
+        # Within a window.
+        cut = len(batches) // 2 + ranks * (self.choice["micro_batches"] > 1)
         after = dict(zip(TIERS, (*TIERS[1:], TIERS[0]), strict=True))
         other = {kind: after[self.choice[kind]] for kind in ("weights", "moments", "gradients")}
         with tempfile.TemporaryDirectory() as folder:
@@ -180,10 +197,19 @@ class Trained:
         load: Path | None = None,
     ) -> Result:
         own, _ = RECOMPUTE[choice["recompute"]]
-        model = self.case.build(own, seed=0 if load is None else 1)
-        device, config = device_of(choice, self.seed), config_of(choice)
+        seed, config = int(load is not None), config_of(choice)
         if load is not None:
             config["seed"] = 99  # what random bits depend on is in the checkpoint
+        if choice["ranks"] > 1:
+            result = train_ranks(
+                choice["ranks"], partial(self.case.build, own, seed=seed), batches, config,
+                device=lambda rank: device_of(choice, self.seed + rank),
+                groups=self.case.groups, load=load, save=save,
+            )  # fmt: skip
+            self.losses += result.losses
+            self.norms += result.norms
+            return replace(result, losses=self.losses, norms=self.norms)
+        model, device = self.case.build(own, seed=seed), device_of(choice, self.seed)
         with Run(model, config, device=device, groups=self.case.groups) as run:
             engine = run.engine
             if load is not None:

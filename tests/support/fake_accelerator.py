@@ -44,9 +44,9 @@ UNPINNED = {
     ("infinity.training.initial_write", "_write_chunk"),
     ("infinity.training.initial_write", "_write_frozen"),
     ("infinity.checkpoint.durability", "fill_memory"),
-    ("infinity.offload.state", "read"),
-    ("infinity.offload.state", "write"),
-    ("infinity.offload.gradients", "read"),
+    ("infinity.offload.state", "read_own"),
+    ("infinity.offload.state", "write_own"),
+    ("infinity.offload.gradients", "_read"),
     ("infinity.calibration", "<lambda>"),
 }
 PASSED_ON_BY = {

@@ -1,0 +1,190 @@
+"""Gradients between ranks: each rank gets of a unit's gradient what it keeps, from every rank.
+
+A unit's gradients wait until all of them are there, then go by all-to-all: every rank gives each
+other that one's shard. Whoever keeps a shard adds what came *in the order of ranks*, in fp32. So N
+ranks with M micro-batches add what one rank with N * M adds, in the order (micro-batch, rank).
+
+[Note: when gradients are exchanged]
+Ranks must exchange the same unit at the same time, and need not have the same gradients: a
+parameter may be unused on some. So at each meeting of a backward (the next use of a unit) ranks say
+which unit is complete, and exchange it if it is so on all; what is left then goes when the backward
+ends, and there every rank says what it has. What one rank lacks is not added, as on one rank. A
+parameter whose gradient comes twice in one backward (reentrant checkpoints around tied weights) is
+exchanged twice: its order is (micro-batch, arrival, rank).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from infinity.optim.cpu import CpuKernels
+from infinity.plan.budget import exchange_bytes
+from infinity.plan.layout import SQUARE_BLOCK, Segment
+from infinity.plan.plan import Plan
+from infinity.ranks import Ranks
+from infinity.storage.device import HAPPENED, Device, Event, after_all
+
+
+class Taking(Protocol):
+    """Adds a part of a gradient where this rank keeps it; see `GradientStore.take`."""
+
+    def __call__(self, unit: int, segment: Segment, flat: Tensor, *, last: bool) -> Event:
+        """`flat` (1-D, on the device) may change after the event; none comes after the `last`."""
+
+
+class GradientExchange:
+    """What has arrived of a backward and is not exchanged; `has` gets what any rank had."""
+
+    def __init__(
+        self, plan: Plan, device: Device, ranks: Ranks, take: Taking, has: set[int]
+    ) -> None:
+        self._plan = plan
+        self._device = device
+        self._ranks = ranks
+        self._take = take
+        self._has = has
+        # Of each unit, gradients by parameter; a list where one came twice.
+        self._arrived: dict[int, list[dict[int, Tensor]]] = {}
+        self._wanted = [{s.parameter for s in u.trained_segments if s.numel} for u in plan.units]
+        self._parameters = [p for wanted in self._wanted for p in sorted(wanted)]
+        self._dtype: torch.dtype = getattr(torch, plan.precision.dtype)
+        nbytes = exchange_bytes(plan)
+        arena = device.reserve(2 * nbytes)
+        self._sent, self._received = arena.view(0, nbytes), arena.view(nbytes, nbytes)
+        self._taken: Event = HAPPENED  # what was received may be written over
+
+    def forget(self) -> None:
+        """Drop the buffers."""
+        self.reset()
+        self._sent = self._received = torch.empty(0, dtype=torch.uint8)
+
+    def reset(self) -> None:
+        """Drop what has arrived."""
+        self._arrived.clear()
+
+    def put(self, unit: int, parameter: int, gradient: Tensor) -> None:
+        """One gradient (flat, on the device) arrived."""
+        rounds = self._arrived.setdefault(unit, [])
+        found = next((one for one in rounds if parameter not in one), None)
+        if found is None:
+            rounds.append(found := {})
+        found[parameter] = gradient
+
+    def ready(self) -> int:
+        """A word for other ranks: which unit is complete, and how wide; 0 for none."""
+        for unit, rounds in self._arrived.items():
+            if rounds[0].keys() == self._wanted[unit]:
+                return 2 * (unit + 1) + self._is_wide(unit)
+        return 0
+
+    def send_ready(self, told: Collection[int]) -> None:
+        """Exchange what all ranks say that is complete, by what they `told` of `ready`."""
+        units = {word // 2 - 1 for word in told}
+        if len(units) == 1 and (unit := units.pop()) >= 0:
+            there = [self._wanted[unit]] * self._ranks.count
+            self._exchange(unit, there, wide=any(word % 2 for word in told))
+
+    def finish(self) -> None:
+        """The backward is over: exchange what is left."""
+        while any(left for left, _ in self._ranks.meet("ends a backward", bool(self._arrived))):
+            firsts = {unit: rounds[0] for unit, rounds in self._arrived.items()}
+            here = {parameter for first in firsts.values() for parameter in first}
+            flags = [parameter in here for parameter in self._parameters]
+            flags += [self._is_wide(unit) for unit in range(len(self._wanted))]
+            table = self._ranks.gather(torch.tensor(flags, dtype=torch.uint8)).tolist()
+            num_parameters = len(self._parameters)
+            told = [{p for p, there in zip(self._parameters, row, strict=False) if there}
+                    for row in table]  # fmt: skip
+            for unit, wanted in enumerate(self._wanted):
+                there = [parameters & wanted for parameters in told]
+                if any(there):
+                    wide = any(row[num_parameters + unit] for row in table)
+                    self._exchange(unit, there, wide=wide)
+
+    def _is_wide(self, unit: int) -> bool:
+        """Whether some gradient has more bits than weights: a sum of slices."""
+        arrived = self._arrived.get(unit, [{}])[0].values()
+        return any(gradient.dtype is not self._dtype for gradient in arrived)
+
+    def _exchange(self, unit: int, there: Sequence[Collection[int]], *, wide: bool) -> None:
+        """Exchange a unit; `there` has of each rank the parameters that it has a gradient of."""
+        layout, own = self._plan.units[unit], self._plan.own[unit]
+        dtype = torch.float32 if wide else self._dtype
+        rounds = self._arrived.get(unit, [])
+        mine = rounds.pop(0) if rounds else {}
+        if not rounds:
+            self._arrived.pop(unit, None)
+        self._device.compute_wait(self._taken)
+        nbytes = layout.numel * dtype.itemsize
+        sent = self._sent[:nbytes].view(dtype)
+        for segment in layout.trained_segments:
+            if segment.parameter in mine:
+                place = sent[segment.offset : segment.offset + segment.numel]
+                place.copy_(mine[segment.parameter])
+        mine.clear()
+        self._ranks.all_to_all(self._received[:nbytes], self._sent[:nbytes])
+        received = self._received[:nbytes].view(dtype).view(self._ranks.count, -1)
+        last = {parameter: r for r, parameters in enumerate(there) for parameter in parameters}
+        taken = []
+        for rank, parameters in enumerate(there):
+            for segment in own.segments:
+                if segment.parameter in parameters:
+                    first, end = segment.within(0, own.numel)
+                    theirs, is_last = received[rank, first:end], last[segment.parameter] == rank
+                    taken.append(self._take(unit, segment, theirs, last=is_last))
+        self._taken = after_all(*taken)
+        self._has.update(last)  # whoever keeps it
+
+
+class NormTree:
+    """Folds square sums of blocks that ranks took of what they keep, as one rank folds its own."""
+
+    def __init__(self, plan: Plan, ranks: Ranks, kernels: CpuKernels) -> None:
+        self._ranks = ranks
+        self._kernels = kernels
+        # Parameter -> of each rank the number of its blocks there, in order.
+        self._blocks: dict[int, list[int]] = {}
+        for unit in plan.units:
+            for rank in range(ranks.count):
+                shard = unit.of_shard(rank)
+                for segment in shard.segments:
+                    first, end = segment.within(0, shard.numel)
+                    counts = self._blocks.setdefault(segment.parameter, [0] * ranks.count)
+                    counts[rank] = -(-(end - first) // SQUARE_BLOCK)
+
+    def fold(self, own: Mapping[int, Tensor], parameters: Sequence[int]) -> dict[int, float]:
+        """Parameter -> its sum of squares.
+
+        `own` has the sums (fp64) of this rank's blocks of each of the `parameters`; the same
+        parameters on all ranks. Of one that lies in one shard only the sum itself is told.
+        """
+        sizes = {p: self._told(self._blocks[p]) for p in parameters}
+        length = max(sum(told[r] for told in sizes.values()) for r in range(self._ranks.count))
+        told, at = torch.zeros(length, dtype=torch.float64), 0
+        for parameter in parameters:
+            count = sizes[parameter][self._ranks.rank]
+            if count:
+                blocks = own[parameter]
+                whole = count < blocks.numel()
+                told[at : at + count] = self._kernels.fold_squares(blocks) if whole else blocks
+                at += count
+        self._ranks.meet("ends a step")
+        table = self._ranks.gather(told)
+        found, starts = {}, [0] * self._ranks.count
+        for parameter in parameters:
+            parts = []
+            for rank, count in enumerate(sizes[parameter]):
+                parts.append(table[rank, starts[rank] : starts[rank] + count])
+                starts[rank] += count
+            found[parameter] = self._kernels.fold_squares(torch.cat(parts))
+        return found
+
+    @staticmethod
+    def _told(blocks: Sequence[int]) -> list[int]:
+        """How many numbers each rank tells of a parameter."""
+        crosses = sum(map(bool, blocks)) > 1
+        return [count if crosses else min(count, 1) for count in blocks]

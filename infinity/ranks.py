@@ -1,0 +1,315 @@
+"""The processes that train one model together: who they are, and what they say to each other.
+
+[Note: meetings]
+Ranks run the same program, each on its own data, and meet in the same order: where a unit is used,
+where a backward ends, in a step. At each meeting every rank says what it is about to do. Only then
+bytes move. So ranks that went another way, or failed, end in words on all of them, and not in a
+hang: where one says so, all tell each other what they did, and raise. What may fail on one rank
+alone stands in `settle`, which ends in a meeting.
+
+Bytes between ranks are issued by the training thread alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from infinity.errors import ConfigError, InfinityError, MachineError, TrainingError, first_lines
+
+_NOTES = 2  # of a meeting
+_HELD_UP = timedelta(minutes=30)  # what a rank may take longer than another, and is not dead yet
+Value = TypeVar("Value")
+
+
+class Ranks(ABC):
+    """One of `count` ranks: `rank`. `local_count` of them, numbered `local_rank`, share a machine.
+
+    Tensors are uint8 or int64, contiguous, in host memory or that of the rank's device. Every rank
+    calls the same methods in the same order.
+    """
+
+    rank: int
+    count: int
+    local_rank: int
+    local_count: int
+
+    @abstractmethod
+    def all_gather(self, whole: Tensor) -> None:
+        """Fill `whole`, as many equal parts as ranks, of which this rank's is there already."""
+
+    @abstractmethod
+    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
+        """Give part r of `sent` to rank r; part r of `received` is then from rank r."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Make `tensor`, in host memory, what it is on the rank `source`."""
+
+    def close(self) -> None:  # noqa: B027
+        """Let go of connections."""
+
+    # --- made of these ---------------------------------------------------------------------------
+
+    def gather(self, own: Tensor) -> Tensor:
+        """(count, n) of every rank's `own` (n), in host memory."""
+        whole = torch.empty((self.count, own.numel()), dtype=own.dtype)
+        whole[self.rank] = own
+        if own.numel():
+            self.all_gather(whole.view(-1))
+        return whole
+
+    def gather_words(self, words: Any) -> list[Any]:
+        """What every rank gave: plain data that JSON can hold."""
+        data = torch.frombuffer(bytearray(json.dumps(words).encode()), dtype=torch.uint8)
+        sizes = self.gather(torch.tensor([data.numel()]))[:, 0].tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: data.numel()] = data
+        found = self.gather(padded)
+        return [json.loads(found[r, :size].numpy().tobytes()) for r, size in enumerate(sizes)]
+
+    def meet(
+        self, doing: str, *notes: int, error: BaseException | None = None
+    ) -> Sequence[Sequence[int]]:
+        """Meet the other ranks, which must be `doing` the same; returns everyone's `notes`.
+
+        A rank that failed meets the others with its `error`. Raises `TrainingError` on all ranks
+        where one did (but for the one that says it), or where one does something else.
+        """
+        if self.count == 1:
+            return [notes]
+        own = [zlib.crc32(doing.encode()), error is not None, *notes]
+        own += [0] * (2 + _NOTES - len(own))
+        table = self.gather(torch.tensor(own)).tolist()
+        if any(failed or key != own[0] for key, failed, *_ in table):
+            words = "" if error is None else f"{type(error).__name__}: {error}"
+            told = self.gather_words([doing, words])
+            if error is None:
+                raise _apart(self.rank, told)
+        return [others for _, _, *others in table]
+
+    @contextmanager
+    def telling(self, doing: str) -> Iterator[None]:
+        """What raises inside is told to the other ranks, which raise where they meet next.
+
+        What is inside may itself meet.
+        """
+        try:
+            yield
+        except _TogetherError:
+            raise  # every rank has heard of it
+        except Exception as error:
+            with contextlib.suppress(InfinityError):
+                self.meet(doing, error=error)
+            raise
+
+    @contextmanager
+    def settle(self, doing: str) -> Iterator[None]:
+        """What is inside is done on all ranks, or raises on all: the words of others' errors."""
+        with self.telling(doing):
+            yield
+        self.meet(doing)
+
+
+class _TogetherError(TrainingError):
+    """An error that all ranks know of."""
+
+
+def _apart(rank: int, told: Sequence[Sequence[str]]) -> TrainingError:
+    """What to raise on `rank`; `told` has of every rank what it did, and its error, if any."""
+    failed = [(r, doing, words) for r, (doing, words) in enumerate(told) if words]
+    if failed:
+        number, doing, words = failed[0]
+        return _TogetherError(
+            f"rank {number} failed ({doing}): {words}",
+            because="ranks train together: what one cannot do ends the step of all",
+        )
+    others: dict[str, list[int]] = {}
+    for number, (doing, _) in enumerate(told):
+        others.setdefault(doing, []).append(number)
+    said = "; ".join(f"{doing} on {_named(numbers)}" for doing, numbers in others.items())
+    return _TogetherError(
+        f"ranks do different things: {said}",
+        because="they must call the engine, and use the model's units, in one order",
+        remedy=f"look what rank {rank} did before: as many batches on each rank, no unit that only "
+        "some data needs, no call of the engine on one rank alone",
+    )
+
+
+def _named(numbers: Sequence[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+class Alone(Ranks):
+    """One rank: nothing moves."""
+
+    rank = local_rank = 0
+    count = local_count = 1
+
+    def all_gather(self, whole: Tensor) -> None:
+        """It is whole."""
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
+        """To oneself."""
+        received.copy_(sent)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """It is so."""
+
+
+ALONE = Alone()
+
+
+class TorchRanks(Ranks):
+    """The ranks of torch's default process group: gloo, or NCCL with gloo beside it for the host.
+
+    With `owned` the group is destroyed by `close`.
+    """
+
+    def __init__(self, *, owned: bool) -> None:
+        import torch.distributed as dist
+
+        self._dist: Any = dist
+        self._owned = owned
+        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+        self.local_rank = _number("LOCAL_RANK", self.rank)
+        self.local_count = _number("LOCAL_WORLD_SIZE", self.count)
+        self._host: Any = None  # the default group
+        if dist.get_backend() != "gloo":
+            with _by_loopback(self.local_count == self.count):
+                self._host = dist.new_group(backend="gloo", timeout=_HELD_UP)
+
+    def all_gather(self, whole: Tensor) -> None:
+        """See `Ranks`."""
+        own, dist = whole.view(self.count, -1)[self.rank], self._dist
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name
+        self._run(lambda group: gather(whole, own, group), whole)
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
+        """See `Ranks`."""
+        self._run(lambda g: self._dist.all_to_all_single(received, sent, group=g), sent)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """See `Ranks`."""
+        self._run(lambda group: self._dist.broadcast(tensor, source, group), tensor)
+
+    def _run(self, collective: Callable[[Any], Any], tensor: Tensor) -> None:
+        try:
+            collective(self._host if tensor.device.type == "cpu" else None)
+        except RuntimeError as error:
+            raise MachineError(
+                f"rank {self.rank} of {self.count} lost the others: {first_lines(error)}",
+                because="another rank has ended, was killed, or cannot be reached",
+                remedy="look at what the other ranks said last; torchrun names the one that ended "
+                "first",
+            ) from error
+
+    def close(self) -> None:
+        """Destroy what was made here."""
+        if self._owned and self._dist.is_initialized():
+            self._dist.destroy_process_group()
+
+
+def find_ranks() -> Ranks:
+    """The ranks of torch's default process group, or those a launcher started; else `ALONE`.
+
+    A launcher such as `torchrun` says so in WORLD_SIZE, RANK, MASTER_ADDR and MASTER_PORT: then a
+    group is made, of NCCL where there are GPUs, else of gloo. Raises `ConfigError` where one of
+    these is missing, `MachineError` where no group can be made.
+    """
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return TorchRanks(owned=False) if dist.get_world_size() > 1 else ALONE
+    count = _number("WORLD_SIZE", 1)
+    if count <= 1:
+        return ALONE
+    missing = [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(n)]
+    if missing:
+        raise ConfigError(
+            f"WORLD_SIZE is {count}, but {', '.join(missing)} is not set",
+            remedy=f"torchrun --nproc-per-node {count} train.py, which sets them; or unset "
+            "WORLD_SIZE for one process",
+        )
+    import torch.distributed as dist
+
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    try:
+        with _by_loopback(_number("LOCAL_WORLD_SIZE", count) == count):
+            dist.init_process_group(backend, timeout=_HELD_UP)
+            return TorchRanks(owned=True)
+    except (RuntimeError, ValueError) as error:
+        raise MachineError(
+            f"the {count} ranks do not find each other: {first_lines(error)}",
+            because="a rank did not start, or MASTER_ADDR and MASTER_PORT cannot be reached",
+            remedy="on one machine: torchrun --standalone --nproc-per-node N train.py",
+        ) from error
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name) or str(default)
+    if not text.isdecimal():
+        raise ConfigError(f"{name} is {text!r}, not a number", remedy=f"unset {name}")
+    return int(text)
+
+
+@contextmanager
+def _by_loopback(one_machine: bool) -> Iterator[None]:
+    """Groups of gloo made inside use the loopback interface where all ranks are on one machine.
+
+    Else gloo looks for the machine's own name, which containers cannot always resolve.
+    """
+    name, there = "GLOO_SOCKET_IFNAME", "/sys/class/net/lo"
+    wanted = one_machine and name not in os.environ and os.path.exists(there)
+    if wanted:
+        os.environ[name] = "lo"
+    try:
+        yield
+    finally:
+        if wanted:
+            os.environ.pop(name, None)
+
+
+def check_alike(ranks: Ranks, what: str, facts: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` on every rank where `facts` (plain data) of two ranks differ.
+
+    It names the first difference, and the ranks; `what` is what the facts are of.
+    """
+    if ranks.count == 1:
+        return
+    mine = json.loads(json.dumps(dict(facts), default=str))
+    ranks.meet(f"compares {what}")
+    every = ranks.gather_words(mine)
+    for number, theirs in enumerate(every):
+        found = _difference(every[0], theirs)
+        if found is not None:
+            where, first, other = found
+            raise ConfigError(
+                f"ranks 0 and {number} differ in {what}: {where} is {first} on rank 0, {other} on "
+                f"rank {number}",
+                because="ranks train one model, with one configuration",
+                remedy="give every rank the same: build the model after the same "
+                "torch.manual_seed(...), read the configuration from one file",
+            )
+
+
+def _difference(one: Any, other: Any, where: str = "") -> tuple[str, str, str] | None:
+    """Where two pieces of plain data first differ: its place, and both in words."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in [*one, *(k for k in other if k not in one)]:
+            inside = f"{where}.{key}" if where else str(key)
+            found = _difference(one.get(key), other.get(key), inside)
+            if found is not None:
+                return found
+        return None
+    return None if one == other else (where, f"{one!r:.200}", f"{other!r:.200}")

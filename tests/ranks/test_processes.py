@@ -1,0 +1,125 @@
+"""Ranks as processes, with torch's gloo between them: few, for each starts a torch of its own.
+
+The bits of every feature are held on ranks that are threads (`test_ranks.py`, the axes).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import CASES
+from support.trainer import make_config, train_exactly
+
+HANG_S = 600  # only a hang takes so long
+TESTS = Path(__file__).parent.parent
+
+
+def reaches_itself() -> bool:
+    """Whether there is a loopback interface: gloo has no other way from process to process."""
+    with socket.socket() as server, socket.socket() as client:
+        try:
+            server.bind(("127.0.0.1", 0))
+            server.listen()
+            client.connect(server.getsockname())
+        except OSError:
+            return False
+    return True
+
+
+pytestmark = [
+    pytest.mark.timeout(2 * HANG_S),
+    pytest.mark.skipif(not reaches_itself(), reason="127.0.0.1 cannot be reached from itself"),
+]
+
+
+class Processes:
+    """Ranks of one job, which end with the block that they are in."""
+
+    def __init__(self, count: int, folder: Path, **job: Any) -> None:
+        self.out = folder / "result"
+        (folder / "nvme").mkdir()
+        path = folder / "job.json"
+        job |= {"folder": str(folder / "nvme"), "out": str(self.out)}
+        path.write_text(json.dumps(job))
+        self.logs = [folder / f"log-{rank}" for rank in range(count)]
+        self._running = []
+        for rank, log in enumerate(self.logs):
+            environment = {
+                **{k: v for k, v in os.environ.items() if k not in ("MASTER_ADDR", "MASTER_PORT")},
+                **{"RANK": str(rank), "WORLD_SIZE": str(count)},
+                **{"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)},
+                **{"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+                "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
+                **(job.get("environment") or {}),
+            }
+            with log.open("wb") as file:
+                command = [sys.executable, "-m", "support.rank_alone", str(path)]
+                self._running.append(
+                    subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+                )
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for process in self._running:
+            process.kill()
+            process.wait()
+
+    def codes(self) -> list[int]:
+        return [process.wait(HANG_S) for process in self._running]
+
+    def words(self) -> str:
+        return "\n".join(f"{log.name}: {log.read_text()}" for log in self.logs)
+
+    def results(self) -> list[dict[str, Any]]:
+        codes = self.codes()
+        assert codes == [0] * len(codes), self.words()
+        return [torch.load(f"{self.out}-{rank}") for rank in range(len(codes))]
+
+
+def agent() -> tuple[Any, dict[str, str]]:
+    """What torchrun does for its processes: a store on a port that is free, and where it is."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    found = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    return store, found | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+def test_processes_that_a_launcher_started_give_the_bits_of_one(tmp_path: Path) -> None:
+    config = make_config(("disk", "host", "disk"), precision="bf16", gradient_accumulation_steps=2)
+    case, count = CASES["gpt"], 2
+    together = {**config, "gradient_accumulation_steps": 2 * count}
+    expected = train_exactly(case.build(), case.batches(12), together, groups=case.groups)
+    store, environment = agent()
+    job = {"case": "gpt", "config": config, "batches": 12, "environment": environment}
+    with Processes(count, tmp_path, **job) as processes:
+        found = processes.results()
+    losses = [loss for pair in zip(*(r["losses"] for r in found), strict=True) for loss in pair]
+    assert losses == expected.losses
+    for rank in found:
+        assert rank["norms"][1::2] == expected.norms
+        assert rank["masters"].keys() == expected.masters.keys()
+        assert all(torch.equal(rank["masters"][n], v) for n, v in expected.masters.items())
+    assert list((tmp_path / "nvme").iterdir()) == []
+    del store
+
+
+def test_a_rank_that_is_killed_ends_the_others_with_words(tmp_path: Path) -> None:
+    job = {"case": "gpt", "config": make_config(("disk", "disk", "host")), "batches": 30}
+    job |= {"store": str(tmp_path / "store"), "killed": [1, 2]}
+    with Processes(3, tmp_path, **job) as processes:
+        codes = processes.codes()
+    assert codes == [1, -signal.SIGKILL, 1], processes.words()
+    for rank in (0, 2):
+        words = processes.logs[rank].read_text()
+        assert f"rank {rank} of 3 lost the others" in words
+        assert "another rank has ended, was killed, or cannot be reached" in words

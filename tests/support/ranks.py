@@ -1,0 +1,219 @@
+"""Ranks as threads of one process: what they send each other is handed over in memory."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from support import rough
+from support.fake_accelerator import FakeAccelerator
+from support.models import Batch
+from support.trainer import Result
+from torch import Tensor, nn
+
+from infinity.config.schema import load_config
+from infinity.engine import Engine
+from infinity.errors import MachineError
+from infinity.ranks import Ranks
+from infinity.storage.device import Device
+
+HANG_S = 600.0
+T = TypeVar("T")
+
+
+class Group:
+    """The ranks of one run."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.barrier = threading.Barrier(count, timeout=HANG_S)
+        self.given: list[Any] = [None] * count
+        self.sent: list[dict[str, int]] = [{} for _ in range(count)]  # bytes, by collective
+
+    def ranks(self) -> list[ThreadRanks]:
+        return [ThreadRanks(self, rank) for rank in range(self.count)]
+
+
+class ThreadRanks(Ranks):
+    """One of them. Collectives that do not belong together are an error, never a hang."""
+
+    def __init__(self, group: Group, rank: int) -> None:
+        self._group = group
+        self.rank = self.local_rank = rank
+        self.count = self.local_count = group.count
+        self.thread = 0  # that all collectives must come from
+
+    def _swap(self, what: str, own: Tensor) -> list[Tensor]:
+        thread = threading.get_ident()
+        assert self.thread in (0, thread), "a collective of another thread"
+        self.thread = thread
+        group = self._group
+        group.sent[self.rank][what] = group.sent[self.rank].get(what, 0) + own.nbytes
+        group.given[self.rank] = (what, own.shape, own.dtype, own.clone())
+        try:
+            group.barrier.wait()
+            found = list(group.given)
+            group.barrier.wait()
+        except threading.BrokenBarrierError as error:
+            raise MachineError(f"rank {self.rank} lost the others") from error
+        kinds = {(name, shape, dtype) for name, shape, dtype, _ in found}
+        assert len(kinds) == 1, f"collectives that do not belong together: {kinds}"
+        return [tensor for *_, tensor in found]
+
+    def all_gather(self, whole: Tensor) -> None:
+        parts = whole.view(self.count, -1)
+        for part, theirs in zip(parts, self._swap("all_gather", parts[self.rank]), strict=True):
+            part.copy_(theirs)
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
+        parts = received.view(self.count, -1)
+        for part, theirs in zip(parts, self._swap("all_to_all", sent), strict=True):
+            part.copy_(theirs.view(self.count, -1)[self.rank])
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        tensor.copy_(self._swap("broadcast", tensor)[source])
+
+
+def on_ranks(count: int, work: Callable[[Ranks], T]) -> list[T]:
+    """What `work` returns on each rank. Raises what the first rank that failed by itself raised."""
+    results, errors = together(count, work)
+    failed = sorted(errors.items(), key=lambda item: "lost the others" in str(item[1]))
+    if failed:
+        raise failed[0][1]
+    return [results[rank] for rank in range(count)]
+
+
+def together(
+    count: int, work: Callable[[Ranks], T]
+) -> tuple[dict[int, T], dict[int, BaseException]]:
+    """Results and errors by rank."""
+    group = Group(count)
+    results: dict[int, T] = {}
+    errors: dict[int, BaseException] = {}
+
+    def run(ranks: ThreadRanks) -> None:
+        torch.set_num_threads(1)  # of this thread
+        try:
+            results[ranks.rank] = work(ranks)
+        except BaseException as error:
+            errors[ranks.rank] = error
+            group.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(ranks,)) for ranks in group.ranks()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results, errors
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+@dataclass
+class RankRun:
+    """What one rank computed, batch by batch, and what it moved in its last step."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    masters: dict[str, Tensor] = field(default_factory=dict)
+    engine: Any = None  # facts of it: report, forecast, plan
+
+
+def make_engine(
+    ranks: Ranks,
+    model: nn.Module,
+    config: Mapping[str, Any],
+    folder: Path,
+    *,
+    device: Device | str | None = None,
+    groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
+    **options: Any,
+) -> Engine:
+    """One rank's engine; all share the folder."""
+    plain, io = rough.taken({"nvme_path": str(folder), **config})
+    if groups is not None:
+        options["model_parameters"] = groups(model)
+    made: Engine = rough.initialize(
+        model, load_config(plain), io=io, device=device, ranks=ranks, **options
+    )[0]
+    return made
+
+
+def train_ranks(
+    count: int,
+    build: Callable[[], nn.Module],
+    batches: Sequence[Batch],
+    config: Mapping[str, Any],
+    *,
+    device: Callable[[int], Device | str | None] = lambda rank: None,
+    groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
+    load: Path | None = None,
+    save: Path | None = None,
+    **options: Any,
+) -> Result:
+    """Train on ranks: of `batches`, in the order (micro-batch, rank), each has every count-th.
+
+    Losses come back in the order of batches; norms and masters, which must be equal on all ranks,
+    once.
+    """
+    devices = [device(rank) for rank in range(count)]
+    models = [build() for _ in range(count)]  # here: torch's generator is one for all threads
+    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+
+        def work(ranks: Ranks) -> Result:
+            return _train(
+                ranks, models[ranks.rank], batches[ranks.rank :: count], config, Path(name),
+                devices[ranks.rank], groups, load, save, options,
+            )  # fmt: skip
+
+        found = on_ranks(count, work)
+        left = list(Path(name).iterdir())
+        assert not left, f"left in nvme_path: {left}"
+    for used in devices:
+        if isinstance(used, FakeAccelerator):
+            assert not used.violations, used.violations[:3]
+    first = found[0]
+    for other in found[1:]:
+        other.losses = first.losses
+        assert first.differences(other) == [], "ranks differ"
+    return first
+
+
+def _train(
+    ranks: Ranks,
+    model: nn.Module,
+    batches: Sequence[Batch],
+    config: Mapping[str, Any],
+    folder: Path,
+    device: Device | str | None,
+    groups: Any,
+    load: Path | None,
+    save: Path | None,
+    options: Mapping[str, Any],
+) -> Result:
+    losses: list[float] = []
+    norms: list[float] = []
+    with make_engine(
+        ranks, model, config, folder, device=device, groups=groups, **options
+    ) as engine:
+        if load is not None:
+            assert engine.load_checkpoint(load)[0] is not None
+        for batch in batches:
+            loss = batch.call(engine)
+            engine.backward(loss)
+            before = engine.last_report
+            engine.step()
+            losses += ranks.gather(torch.tensor([loss.item()], dtype=torch.float64))[:, 0].tolist()
+            if engine.last_report is not before and engine.grad_norm is not None:
+                norms.append(engine.grad_norm)
+        if save is not None:
+            engine.save_checkpoint(save, wait=True)
+        masters = {n: v.clone() for n, v in engine.state_dict(master=True).items()}
+        return Result(losses, masters, norms, engine.last_report, engine.forecast(),
+                      engine.counters(), engine.plan)  # fmt: skip

@@ -54,7 +54,10 @@ def engine_config(job: dict[str, Any], contender: str) -> dict[str, Any]:
             config["placement"] = {"moments": "host"} if job["state"] == "host" else {}
     if job["host_budget"] is not None and (contender, job["device"]) != ("infinity_ram", "cpu"):
         config["budget"]["host"] = job["host_budget"]
-        if contender in ("infinity_disk", "infinity_kept"):  # what fits in it stays in RAM: the plan chooses
+        if contender in (
+            "infinity_disk",
+            "infinity_kept",
+        ):  # what fits in it stays in RAM: the plan chooses
             del config["placement"]
     return config
 

@@ -44,7 +44,10 @@ def test_groups_with_and_without_decay(tmp_path: Path) -> None:
 @pytest.mark.parametrize("optim", ["rmsprop", "adafactor"])
 def test_others_are_adapted(tmp_path: Path, optim: str) -> None:
     tolerance = 2e-5 if optim == "rmsprop" else TOLERANCE  # steps of any size: its epsilon is 1e-8
-    assert pair(tmp_path, tolerance=tolerance, optim=optim).optimizer.rule.name not in ("AdamW", "SGD")
+    assert pair(tmp_path, tolerance=tolerance, optim=optim).optimizer.rule.name not in (
+        "AdamW",
+        "SGD",
+    )
 
 
 def test_a_class_and_its_arguments(tmp_path: Path) -> None:

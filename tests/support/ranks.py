@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,16 +26,38 @@ T = TypeVar("T")
 
 
 class Group:
-    """The ranks of one run."""
+    """The ranks of one run. Whoever waits for a rank that has ended is told so."""
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.barrier = threading.Barrier(count, timeout=HANG_S)
-        self.given: list[Any] = [None] * count
         self.sent: list[dict[str, int]] = [{} for _ in range(count)]  # bytes, by collective
+        self._changed = threading.Condition()
+        self._rounds = [0] * count
+        self._table: dict[int, dict[int, Any]] = {}
+        self._ended: set[int] = set()
 
     def ranks(self) -> list[ThreadRanks]:
         return [ThreadRanks(self, rank) for rank in range(self.count)]
+
+    def end(self, rank: int) -> None:
+        with self._changed:
+            self._ended.add(rank)
+            self._changed.notify_all()
+
+    def swap(self, rank: int, given: Any) -> list[Any]:
+        """What every rank gave in this round."""
+        with self._changed:
+            number = self._rounds[rank]
+            self._rounds[rank] += 1
+            there = self._table.setdefault(number, {})
+            there[rank] = given
+            self._changed.notify_all()
+            while len(there) < self.count:
+                if self._ended - there.keys():
+                    raise MachineError(f"rank {rank} lost the others")
+                assert self._changed.wait(HANG_S), "the ranks hang"
+            self._table.pop(number - 1, None)  # which all have seen
+            return [there[other] for other in range(self.count)]
 
 
 class ThreadRanks(Ranks):
@@ -54,13 +75,7 @@ class ThreadRanks(Ranks):
         self.thread = thread
         group = self._group
         group.sent[self.rank][what] = group.sent[self.rank].get(what, 0) + own.nbytes
-        group.given[self.rank] = (what, own.shape, own.dtype, own.clone())
-        try:
-            group.barrier.wait()
-            found = list(group.given)
-            group.barrier.wait()
-        except threading.BrokenBarrierError as error:
-            raise MachineError(f"rank {self.rank} lost the others") from error
+        found = group.swap(self.rank, (what, own.shape, own.dtype, own.clone()))
         kinds = {(name, shape, dtype) for name, shape, dtype, _ in found}
         assert len(kinds) == 1, f"collectives that do not belong together: {kinds}"
         return [tensor for *_, tensor in found]
@@ -102,7 +117,8 @@ def together(
             results[ranks.rank] = work(ranks)
         except BaseException as error:
             errors[ranks.rank] = error
-            group.barrier.abort()
+        finally:
+            group.end(ranks.rank)
 
     threads = [threading.Thread(target=run, args=(ranks,)) for ranks in group.ranks()]
     for thread in threads:
@@ -113,16 +129,6 @@ def together(
 
 
 # --- training ------------------------------------------------------------------------------------
-
-
-@dataclass
-class RankRun:
-    """What one rank computed, batch by batch, and what it moved in its last step."""
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    masters: dict[str, Tensor] = field(default_factory=dict)
-    engine: Any = None  # facts of it: report, forecast, plan
 
 
 def make_engine(

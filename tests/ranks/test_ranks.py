@@ -1,0 +1,479 @@
+"""Several ranks compute what one rank computes with as many micro-batches, bit for bit.
+
+Ranks are threads here (`support/ranks.py`), so a test needs no processes. Placement, recomputation,
+formats and rules in pairs are in `tests/parity/test_axes.py`, whose axis `ranks` has 1, 2 and 3.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import CASES, Batch, Gpt
+from support.ranks import make_engine, on_ranks, together, train_ranks
+from support.trainer import make_config, make_device, same_bits, train_exactly
+from torch import Tensor, nn
+
+import infinity
+from infinity.engine import Engine
+from infinity.errors import CheckpointError, ConfigError, InfinityError, TrainingError
+from infinity.model.meta_init import Origins
+from infinity.ranks import Ranks
+
+ON_DISK = ("disk", "disk", "disk")
+IN_RAM = ("device", "device", "device")
+GPT = CASES["gpt"]
+
+
+def with_micro_batches(config: dict[str, Any], count: int) -> dict[str, Any]:
+    return {**config, "gradient_accumulation_steps": count}
+
+
+@pytest.mark.parametrize(
+    ("count", "micro_batches", "placement", "device"),
+    [(2, 2, ON_DISK, "fake"), (4, 1, ("host", "disk", "device"), "cpu"), (3, 2, IN_RAM, "fake")],
+)
+def test_ranks_give_the_bits_of_one(
+    count: int, micro_batches: int, placement: tuple[str, str, str], device: str
+) -> None:
+    config = make_config(placement, precision="bf16")
+    batches = GPT.batches(3 * count * micro_batches)
+    one = with_micro_batches(config, count * micro_batches)
+    expected = train_exactly(GPT.build(), batches, one, groups=GPT.groups)
+    found = train_ranks(
+        count, GPT.build, batches, with_micro_batches(config, micro_batches), groups=GPT.groups,
+        device=partial(make_device, device),
+    )  # fmt: skip
+    assert found.differences(expected) == []
+
+
+def test_each_rank_keeps_its_share_and_no_more(tmp_path: Path) -> None:
+    count = 4
+    config = make_config(("disk", "host", "host"), precision="bf16")
+    models = [GPT.build() for _ in range(count)]
+
+    def work(ranks: Ranks) -> tuple[int, int, int, int]:
+        with make_engine(ranks, models[ranks.rank], config, tmp_path) as engine:
+            store, plan = engine._parts.store, engine.plan
+            in_ram = sum(place.nbytes for unit in store.units for place in unit.memory.values())
+            on_disk = sum(e.nbytes for unit in store.units for copy in unit.copies for e in copy)
+            sums = sum(place.nbytes for place in engine._parts.gradients.places.values())
+            assert in_ram == sum(tier["state"] for tier in plan.memory.values())
+            elements = sum(unit.numel for unit in plan.units)
+            assert plan.num_trained <= elements
+            return in_ram, on_disk, sums, elements
+
+    found = on_ranks(count, work)
+    assert len(set(found)) == 1
+    *kept, elements = found[0]
+    assert kept == [nbytes * elements // count for nbytes in (10, 2, 4)]
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- gradients that only some ranks have ---------------------------------------------------------
+
+
+class Sometimes(nn.Module):
+    """Some parameters are used by some batches only, beside others of their unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(96, 96) for _ in range(3))
+        self.extra = nn.ModuleList(nn.Linear(96, 96) for _ in range(3))
+        self.never = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: Tensor, used: frozenset[int]) -> Tensor:
+        for index, (block, extra) in enumerate(zip(self.blocks, self.extra, strict=True)):
+            y = block(x)
+            if index in used:
+                y = y + extra.weight.sum() * x
+            else:
+                y = y + extra.weight.detach().sum() * x  # the unit is used, its gradient is not
+            x = y.tanh()
+        return x.square().mean()
+
+
+def some_batches(count: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        Batch(
+            (torch.randn(4, 96, generator=generator), frozenset(i for i in range(3) if n >> i & 1))
+        )
+        for n in torch.randint(0, 8, (count,), generator=generator).tolist()
+    ]
+
+
+def test_a_gradient_that_some_ranks_lack_is_added_as_on_one_rank() -> None:
+    count, micro_batches = 3, 2
+    config = make_config(ON_DISK, precision="fp32")
+    batches = some_batches(4 * count * micro_batches)
+    torch.manual_seed(0)
+    start = Sometimes().state_dict()
+
+    def build() -> nn.Module:
+        model = Sometimes()
+        model.load_state_dict(start)
+        return model
+
+    expected = train_exactly(build(), batches, with_micro_batches(config, count * micro_batches))
+    found = train_ranks(count, build, batches, with_micro_batches(config, micro_batches))
+    assert found.differences(expected) == []
+
+
+# --- what goes apart ends in words, on every rank ------------------------------------------------
+
+
+def words_of(count: int, work: Callable[[Ranks], Any]) -> dict[int, str]:
+    """What each rank raises; all do."""
+    results, errors = together(count, work)
+    assert not results, results
+    assert all(isinstance(error, InfinityError) for error in errors.values()), errors
+    return {rank: str(error) for rank, error in errors.items()}
+
+
+class Ordered(nn.Module):
+    """Blocks in the order that the call gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor, order: tuple[int, ...]) -> Tensor:
+        for index in order:
+            x = self.blocks[index](x)
+        return x.square().mean()
+
+
+def same_models(kind: Callable[[], nn.Module], count: int) -> list[nn.Module]:
+    found = []
+    for _ in range(count):
+        torch.manual_seed(0)
+        found.append(kind())
+    return found
+
+
+def test_another_order_of_units_is_told_with_both(tmp_path: Path) -> None:
+    models = same_models(Ordered, 3)
+
+    def work(ranks: Ranks) -> None:
+        with make_engine(ranks, models[ranks.rank], make_config(), tmp_path) as engine:
+            engine(torch.ones(2, 64), (0, 1, 2))
+            engine(torch.ones(2, 64), (0, 2, 1) if ranks.rank == 1 else (0, 1, 2))
+
+    for words in words_of(3, work).values():
+        assert "uses unit 'blocks.1' on ranks 0, 2; uses unit 'blocks.2' on rank 1" in words
+
+
+def test_a_rank_that_raises_in_its_forward_or_ends_early_leaves_nobody_waiting(
+    tmp_path: Path,
+) -> None:
+    models = same_models(Ordered, 2)
+
+    def work(ranks: Ranks) -> None:
+        with make_engine(ranks, models[ranks.rank], make_config(), tmp_path) as engine:
+            for _ in range(2 + (ranks.rank == 0)):
+                engine.backward(engine(torch.ones(2, 64), (0, 1, 2)))
+                engine.step()
+
+    results, errors = together(2, work)
+    assert results == {1: None}
+    assert "lost the others" in str(errors[0])
+
+
+def test_different_calls_are_told_apart(tmp_path: Path) -> None:
+    models = same_models(Ordered, 2)
+
+    def work(ranks: Ranks) -> None:
+        with make_engine(ranks, models[ranks.rank], make_config(), tmp_path) as engine:
+            loss = engine(torch.ones(2, 64), (0, 1, 2))
+            if ranks.rank == 0:
+                engine.save_weights(tmp_path / "weights")
+            engine.backward(loss)
+
+    for words in words_of(2, work).values():
+        assert "reads weight of unit 'blocks.0' on rank 0" in words
+        assert "on rank 1" in words
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"gradient_clipping": 0.25}, "gradient_clipping is 0.5 on rank 0, 0.25 on rank 1"),
+        ({"seed": 4}, "seed is None on rank 0, 4 on rank 1"),
+        ({"chunk_size": 4096}, "chunk_size is 2048 on rank 0, 4096 on rank 1"),
+    ],
+)
+def test_configurations_that_differ_are_refused(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    models = same_models(Ordered, 2)
+
+    def work(ranks: Ranks) -> None:
+        config = make_config() | (changes if ranks.rank == 1 else {})
+        make_engine(ranks, models[ranks.rank], config, tmp_path)
+
+    for told in words_of(2, work).values():
+        assert f"ranks 0 and 1 differ in the configuration: {words}" in told
+
+
+def reseeded() -> nn.Module:
+    torch.manual_seed(1)
+    return Ordered()
+
+
+def frozen_in_part() -> nn.Module:
+    model = Ordered()
+    model.blocks[1].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (reseeded, "first values of blocks.0.weight is"),
+        (frozen_in_part, "blocks.1.weight is '(64, 64), float32, trained in group 0' on rank 0"),
+        (lambda: nn.ModuleList([Ordered()]), "units is ['blocks.0'"),
+    ],
+)
+def test_models_that_differ_are_refused(
+    other: Callable[[], nn.Module], words: str, tmp_path: Path
+) -> None:
+    models = [*same_models(Ordered, 2), other()]
+
+    def work(ranks: Ranks) -> None:
+        make_engine(ranks, models[ranks.rank], make_config(), tmp_path)
+
+    for told in words_of(3, work).values():
+        assert "ranks 0 and 2 differ in the model: " in told
+        assert words in told
+
+
+def test_what_fails_on_one_rank_at_the_start_fails_on_all(tmp_path: Path) -> None:
+    models = same_models(Ordered, 3)
+
+    def broken(done: int, total: int, what: str) -> None:
+        raise RuntimeError("no more light")
+
+    def work(ranks: Ranks) -> None:
+        progress = broken if ranks.rank == 1 else None
+        make_engine(ranks, models[ranks.rank], make_config(ON_DISK), tmp_path, progress=progress)
+
+    results, errors = together(3, work)
+    assert not results
+    assert str(errors[1]) == "no more light"
+    for rank in (0, 2):
+        assert "rank 1 failed (initialize()): RuntimeError: no more light" in str(errors[rank])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "words"),
+    [
+        ({"durable": True}, {}, "durable steps: several processes are not supported here yet"),
+        ({}, {"optimizer": torch.optim.RAdam}, "an optimizer that torch runs"),
+        ({}, {"engine_class": infinity.DeepSpeedEngine}, "DeepSpeed's engine"),
+        (
+            {},
+            {"training_data": torch.utils.data.TensorDataset(torch.ones(3))},
+            "training_data= does not deal a Dataset to several ranks yet",
+        ),
+    ],
+)
+def test_what_several_ranks_cannot_do_is_refused_by_name(
+    changes: dict[str, Any], options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    models = same_models(Ordered, 2)
+    config = make_config() | changes
+    if "optimizer" in options:
+        config.pop("optimizer")
+
+    def work(ranks: Ranks) -> None:
+        with pytest.raises(ConfigError, match=words):
+            make_engine(ranks, models[ranks.rank], config, tmp_path, **options)
+
+    on_ranks(2, work)
+
+
+# --- values, and what else is asked of an engine -------------------------------------------------
+
+
+def tell_all(engine: Engine, ranks: Ranks, weights: Path) -> dict[str, Tensor]:
+    """Values of everything after an edit of everything, by name."""
+    found: dict[str, Tensor] = {}
+    batches = GPT.batches(8)[ranks.rank :: ranks.count]
+    for batch in batches[: len(batches) // 2]:
+        engine.backward(batch.call(engine))
+        engine.step()
+    names = {id(p): name for name, p in engine.module.named_parameters()}
+    parameters = engine._parts.cut.parameters
+    for parameter in parameters:
+        state = engine.optimizer.read_state(parameter)
+        found |= {f"{names[id(parameter)]}.{k}": torch.as_tensor(v) for k, v in state.items()}
+    with engine.materialized(engine.module, master=True):
+        for parameter in parameters:
+            parameter.data.mul_(1.25)
+    first = parameters[1]
+    moment = engine.optimizer.read_state(first)["exp_avg"] + 1
+    engine.set_optimizer_state(first, "exp_avg", moment)
+    for batch in batches[len(batches) // 2 :]:
+        engine.backward(batch.call(engine))
+        if engine.is_gradient_accumulation_boundary():
+            found["gradient"] = engine.gradient(first)
+            engine.set_gradient(first, engine.gradient(first) * 2)
+        engine.step()
+    with torch.no_grad():
+        found["evaluated"] = GPT.batches(1)[0].call(engine)
+    found["reached for"] = engine.module.norm.weight.detach().clone()
+    found |= {f"{n} of the module": v for n, v in engine.module.state_dict().items()}
+    found |= {f"{n} master": v.clone() for n, v in engine.state_dict(master=True).items()}
+    files = engine.save_weights(weights, "fp32")
+    found |= {f"a file of {path.stat().st_size} bytes": torch.zeros(()) for path in files}
+    state = {n: v + 1 for n, v in engine.state_dict().items()}
+    engine.load_state_dict(state)
+    found |= {f"{n} loaded": v for n, v in engine.state_dict(master=True).items()}
+    return found
+
+
+@pytest.mark.parametrize("placement", [ON_DISK, IN_RAM])
+def test_values_are_whole_on_every_rank(placement: tuple[str, str, str], tmp_path: Path) -> None:
+    models = [GPT.build() for _ in range(4)]
+    config = make_config(placement, precision="bf16")
+
+    def work(ranks: Ranks) -> dict[str, Tensor]:
+        model = models.pop()
+        own = with_micro_batches(config, 4 // ranks.count)
+        with make_engine(ranks, model, own, tmp_path, groups=GPT.groups) as engine:
+            return tell_all(engine, ranks, tmp_path.parent / f"weights-{ranks.count}")
+
+    (expected,) = on_ranks(1, work)
+    for found in on_ranks(2, work):
+        assert found.keys() == expected.keys()
+        different = [n for n, v in found.items() if not same_bits(v, expected[n])]
+        assert different == []
+    one, two = (tmp_path.parent / f"weights-{n}/model.safetensors" for n in (1, 2))
+    assert one.read_bytes() == two.read_bytes()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_backward_of_ones_own_and_a_whole_step_in_one_call(
+    precision: str, tmp_path: Path
+) -> None:
+    models = [GPT.build() for _ in range(8)]
+    batches = GPT.batches(12)
+    config = make_config(ON_DISK, precision=precision)
+
+    def work(ranks: Ranks, way: str) -> dict[str, Tensor]:
+        own = with_micro_batches(config, 6 // ranks.count)
+        mine = batches[ranks.rank :: ranks.count]
+        with make_engine(ranks, models.pop(), own, tmp_path, groups=GPT.groups) as engine:
+            for first in range(0, len(mine), len(mine) // 2):
+                part = mine[first : first + len(mine) // 2]
+                if way == "train_batch":
+                    engine.train_batch(iter([batch.args for batch in part]))
+                for batch in part if way != "train_batch" else ():
+                    loss = batch.call(engine)
+                    engine.scale(loss).backward() if way == "own" else engine.backward(loss)
+                    engine.step()
+            return {n: v.clone() for n, v in engine.state_dict(master=True).items()}
+
+    for way in ("own", "train_batch"):
+        (expected,) = on_ranks(1, partial(work, way="own" if way == "own" else "engine"))
+        for found in on_ranks(2, partial(work, way=way)):
+            assert all(same_bits(found[name], value) for name, value in expected.items()), way
+
+
+def test_models_without_memory_are_made_by_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(ON_DISK, precision="bf16", seed=3)
+    made: dict[int, set[int]] = {}
+    lock, value = threading.Lock(), Origins.value
+
+    def counted(self: Origins, tensor: Tensor) -> Tensor:
+        with lock:  # torch's generator, which values are made with, is one for all threads
+            made.setdefault(threading.get_ident(), set()).add(id(tensor))
+            return value(self, tensor)
+
+    def build(*, deferred: bool) -> nn.Module:
+        torch.manual_seed(3)
+        with infinity.Init(threshold_bytes=1) if deferred else nullcontext():
+            return Gpt()
+
+    monkeypatch.setattr(Origins, "value", counted)
+    batches = GPT.batches(6)
+    expected = train_exactly(build(deferred=False), batches, with_micro_batches(config, 2))
+    found = train_ranks(2, partial(build, deferred=True), batches, config)
+    assert found.differences(expected) == []
+    num_parameters = len(list(build(deferred=True).parameters()))
+    assert len(made) == 2
+    # But for a parameter that lies in both shards, and the smallest, which is compared.
+    assert all(len(tensors) <= 0.6 * num_parameters for tensors in made.values())
+
+
+# --- checkpoints know no ranks -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt", "frozen"])
+@pytest.mark.parametrize("moments", ["fp32", "8bit"])
+def test_saved_on_some_ranks_resumed_on_others(name: str, moments: str, tmp_path: Path) -> None:
+    case, micro_batches, steps = CASES[name], 6, 2
+    config = make_config(ON_DISK, precision="bf16", optimizer={"moments": moments}, seed=5)
+    counts = (3, 1, 2, 3)
+    batches = case.batches(micro_batches * steps * len(counts))
+    one = with_micro_batches(config, micro_batches)
+    expected = train_exactly(case.build(), batches, one, groups=case.groups)
+    losses: list[float] = []
+    norms: list[float] = []
+    for number, count in enumerate(counts):
+        own = with_micro_batches(config, micro_batches // count)
+        placement = {"placement": {"weights": ("disk", "host", "device")[number % 3]}}
+        part = batches[number * micro_batches * steps :][: micro_batches * steps]
+        found = train_ranks(
+            count, partial(case.build, seed=number), part, own | placement, groups=case.groups,
+            load=tmp_path / str(number - 1) if number else None, save=tmp_path / str(number),
+        )  # fmt: skip
+        losses += found.losses
+        norms += found.norms
+    found.losses, found.norms = losses, norms
+    assert found.differences(expected) == []
+
+
+def test_an_open_window_goes_on_with_as_many_ranks(tmp_path: Path) -> None:
+    batches = GPT.batches(8)
+    config = with_micro_batches(make_config(IN_RAM, precision="bf16"), 2)
+    expected = train_exactly(GPT.build(), batches, with_micro_batches(config, 4), groups=GPT.groups)
+    first = train_ranks(2, GPT.build, batches[:6], config, groups=GPT.groups, save=tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"2 micro-batches on 2 ranks; this engine has 2 on 1"
+    ):
+        train_ranks(1, GPT.build, batches[6:], config, groups=GPT.groups, load=tmp_path)
+    found = train_ranks(2, GPT.build, batches[6:], config, groups=GPT.groups, load=tmp_path)
+    found.losses, found.norms = first.losses + found.losses, first.norms + found.norms
+    assert found.differences(expected) == []
+
+
+def test_a_save_that_fails_fails_on_all_and_training_goes_on(tmp_path: Path) -> None:
+    models = [GPT.build() for _ in range(2)]
+    nvme, saves = tmp_path / "nvme", tmp_path / "saves"
+    nvme.mkdir()
+    (saves / "there").mkdir(parents=True)
+
+    def work(ranks: Ranks) -> tuple[str, float | None]:
+        config = make_config(ON_DISK, precision="bf16")
+        with make_engine(ranks, models[ranks.rank], config, nvme) as engine:
+            kind = CheckpointError if ranks.rank == 0 else TrainingError
+            with pytest.raises(kind, match="exists already") as caught:
+                engine.save_checkpoint(saves, "there")
+            engine.backward(GPT.batches(2)[ranks.rank].call(engine))
+            engine.step()
+            engine.save_checkpoint(saves, "elsewhere")
+            return str(caught.value), engine.grad_norm
+
+    found = on_ranks(2, work)
+    assert "rank 0 failed (saves a checkpoint): CheckpointError: the checkpoint" in found[1][0]
+    assert found[0][1] == found[1][1]
+    assert (saves / "elsewhere" / "manifest.json").exists()

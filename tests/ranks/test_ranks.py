@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,9 @@ import infinity
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, ConfigError, InfinityError, TrainingError
 from infinity.model.meta_init import Origins
+from infinity.offload.exchange import NormTree
+from infinity.optim.cpu import CpuKernels
+from infinity.plan.layout import FP32, ParameterFacts, lay_out
 from infinity.ranks import Ranks
 
 ON_DISK = ("disk", "disk", "disk")
@@ -76,37 +80,69 @@ def test_each_rank_keeps_its_share_and_no_more(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_norm_does_not_show_where_parameters_are_cut() -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = [50_000, 3, 4096, 12_289, 200_000, 1, 70_001]
+    facts = [
+        ParameterFacts(str(i), i, (size,), "float32", size, 4, True, 0)
+        for i, size in enumerate(sizes)
+    ]
+    # As many magnitudes as there are, so that every other order of sums rounds otherwise.
+    scales = [10 ** (8 * torch.rand(size, generator=generator) - 4) for size in sizes]
+    values = [torch.randn(size, generator=generator) * scales[i] for i, size in enumerate(sizes)]
+
+    def work(ranks: Ranks) -> dict[int, float]:
+        layout = lay_out(0, "all", facts, FP32, ranks=ranks.count)
+        own = layout.of_shard(ranks.rank)
+        with CpuKernels(1) as kernels:
+            blocks = {}
+            for segment in own.segments:
+                first, end = (n - segment.offset for n in segment.within(0, own.numel))
+                part = values[segment.parameter][first:end]
+                blocks[segment.parameter] = kernels.square_blocks(part)
+            plan: Any = SimpleNamespace(units=(layout,))
+            return NormTree(plan, ranks, kernels).fold(blocks, range(len(sizes)))
+
+    with CpuKernels(1) as kernels:
+        expected = {index: kernels.square_sum(value) for index, value in enumerate(values)}
+    for count in (1, 2, 3, 4, 7):
+        assert on_ranks(count, work) == [expected] * count
+
+
 # --- gradients that only some ranks have ---------------------------------------------------------
 
 
-class Sometimes(nn.Module):
-    """Some parameters are used by some batches only, beside others of their unit."""
+class SometimesBlock(nn.Module):
+    """A block whose second matrix, of seven of the norm's blocks, is used by some batches only."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(96, 96) for _ in range(3))
-        self.extra = nn.ModuleList(nn.Linear(96, 96) for _ in range(3))
+        self.always = nn.Linear(160, 160)
+        self.sometimes = nn.Linear(160, 160, bias=False)
+
+    def forward(self, x: Tensor, used: bool) -> Tensor:
+        weight = self.sometimes.weight
+        return (self.always(x) + x @ (weight if used else weight.detach())).tanh()
+
+
+class Sometimes(nn.Module):
+    """Such blocks, and a parameter that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(SometimesBlock() for _ in range(3))
         self.never = nn.Parameter(torch.ones(5))
 
-    def forward(self, x: Tensor, used: frozenset[int]) -> Tensor:
-        for index, (block, extra) in enumerate(zip(self.blocks, self.extra, strict=True)):
-            y = block(x)
-            if index in used:
-                y = y + extra.weight.sum() * x
-            else:
-                y = y + extra.weight.detach().sum() * x  # the unit is used, its gradient is not
-            x = y.tanh()
+    def forward(self, x: Tensor, used: tuple[bool, ...]) -> Tensor:
+        for block, is_used in zip(self.blocks, used, strict=True):
+            x = block(x, is_used)
         return x.square().mean()
 
 
 def some_batches(count: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(3)
-    return [
-        Batch(
-            (torch.randn(4, 96, generator=generator), frozenset(i for i in range(3) if n >> i & 1))
-        )
-        for n in torch.randint(0, 8, (count,), generator=generator).tolist()
-    ]
+    uses = torch.randint(0, 2, (count, 3), generator=generator).bool().tolist()
+    return [Batch((torch.randn(4, 160, generator=generator), tuple(used))) for used in uses]
 
 
 def test_a_gradient_that_some_ranks_lack_is_added_as_on_one_rank() -> None:

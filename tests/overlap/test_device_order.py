@@ -19,6 +19,7 @@ import torch
 from support.fake_accelerator import PASSED_ON_BY, UNPINNED, asker
 from support.models import CASES
 from support.ordered_accelerator import OrderedAccelerator, ordered_device
+from support.ranks import make_engine, on_ranks
 from support.trainer import PLACEMENTS, TIERS, Result, Run, make_config, train
 from torch import Tensor
 
@@ -32,6 +33,7 @@ from infinity.offload.activations import ActivationStore
 from infinity.offload.gradients import GradientStore
 from infinity.offload.transfers import Transfers
 from infinity.plan.layout import PAGE
+from infinity.ranks import Ranks
 from infinity.storage.cuda import CudaDevice
 from infinity.storage.device import HAPPENED, HostArena
 from infinity.storage.staging import BufferPool
@@ -124,6 +126,37 @@ def ordered(placement: tuple[str, str, str], update: str, micro_batches: int, so
     more: dict[str, Any] = {} if update == "no_kernels" else {"update": update}
     delay_s = 0.002 if soon else AT_LAST
     in_order(placement, micro_batches, kernels=bool(more), max_delay_s=delay_s, **more)
+
+
+@pytest.mark.parametrize(
+    ("placement", "update"),
+    [
+        (("host", "disk", "disk"), "no_kernels"),
+        (("disk", "device", "host"), "device"),
+        (("device", "device", "device"), "cpu"),
+        (("disk", "host", "device"), "no_kernels"),
+    ],
+)
+def test_every_access_of_several_ranks_is_ordered(
+    placement: tuple[str, str, str], update: str, tmp_path: Path
+) -> None:
+    more: dict[str, Any] = {"precision": "bf16", "gradient_accumulation_steps": 2}
+    more |= {} if update == "no_kernels" else {"update": update}
+    config = make_config(placement, prefetch_units=0, **more)
+    models, batches = [CASE.build() for _ in range(2)], CASE.batches(3 * 2 * 2)
+
+    def work(ranks: Ranks) -> list[str]:
+        kernels = update != "no_kernels"
+        with ordered_device(seed=1, kernels=kernels, max_delay_s=AT_LAST) as device:
+            with make_engine(
+                ranks, models[ranks.rank], config, tmp_path, device=device, poison=None
+            ) as engine:
+                for batch in batches[ranks.rank :: 2]:
+                    engine.backward(batch.call(engine))
+                    engine.step()
+            return device.violations
+
+    assert on_ranks(2, work) == [[], []]
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)

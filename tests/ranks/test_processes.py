@@ -42,9 +42,9 @@ pytestmark = [
 
 
 class Processes:
-    """Ranks of one job, which end with the block that they are in."""
+    """Ranks of one job, or of a script, which end with the block that they are in."""
 
-    def __init__(self, count: int, folder: Path, **job: Any) -> None:
+    def __init__(self, count: int, folder: Path, script: Path | None = None, **job: Any) -> None:
         self.out = folder / "result"
         (folder / "nvme").mkdir()
         path = folder / "job.json"
@@ -63,6 +63,8 @@ class Processes:
             }
             with log.open("wb") as file:
                 command = [sys.executable, "-m", "support.rank_alone", str(path)]
+                if script is not None:
+                    command = [sys.executable, str(script)]
                 self._running.append(
                     subprocess.Popen(command, env=environment, stdout=file, stderr=file)
                 )
@@ -81,10 +83,13 @@ class Processes:
     def words(self) -> str:
         return "\n".join(f"{log.name}: {log.read_text()}" for log in self.logs)
 
-    def results(self) -> list[dict[str, Any]]:
+    def end_well(self) -> None:
         codes = self.codes()
         assert codes == [0] * len(codes), self.words()
-        return [torch.load(f"{self.out}-{rank}") for rank in range(len(codes))]
+
+    def results(self) -> list[dict[str, Any]]:
+        self.end_well()
+        return [torch.load(f"{self.out}-{rank}") for rank in range(len(self.logs))]
 
 
 def agent() -> tuple[Any, dict[str, str]]:
@@ -123,3 +128,20 @@ def test_a_rank_that_is_killed_ends_the_others_with_words(tmp_path: Path) -> Non
         words = processes.logs[rank].read_text()
         assert f"rank {rank} of 3 lost the others" in words
         assert "another rank has ended, was killed, or cannot be reached" in words
+
+
+def test_the_example_prints_the_same_alone_and_on_two(tmp_path: Path) -> None:
+    printed = []
+    for count in (1, 2):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        store, environment = agent()
+        script = TESTS.parent / "examples" / "two_gpus.py"
+        with Processes(count, folder, script, environment=environment) as processes:
+            processes.end_well()
+        lines = processes.logs[0].read_text().splitlines()
+        printed.append([line for line in lines if line.startswith("step ")])
+        assert all("step " not in log.read_text() for log in processes.logs[1:])
+        del store
+    assert len(printed[0]) == 10
+    assert printed[0] == printed[1]

@@ -142,6 +142,7 @@ class Engine:
             return result
         except Exception as error:
             self._stepper.end_forward(error)
+            self.ranks.tell("a forward", error)
             raise
         finally:
             hooks.restore(mark)
@@ -182,6 +183,7 @@ class Engine:
             return result
         except Exception as error:
             self._stepper.roll_back(error)
+            self.ranks.tell("a backward", error)
             if _IN_PLACE in str(error) and isinstance(error, RuntimeError):
                 raise TrainingError(
                     str(error),
@@ -245,6 +247,7 @@ class Engine:
         except Exception as error:
             if self._stepper.progress is before and _loses_gradients(error):
                 self._stepper.roll_back()
+            self.ranks.tell("a step", error)
             raise
 
     @exclusive

@@ -57,6 +57,9 @@ class Ranks(ABC):
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Make `tensor`, in host memory, what it is on the rank `source`."""
 
+    def check(self, device: torch.device) -> None:  # noqa: B027
+        """Raise `ConfigError` if bytes on this device cannot be sent."""
+
     def close(self) -> None:  # noqa: B027
         """Let go of connections."""
 
@@ -107,12 +110,17 @@ class Ranks(ABC):
         """
         try:
             yield
-        except _TogetherError:
-            raise  # every rank has heard of it
         except Exception as error:
-            with contextlib.suppress(InfinityError):
-                self.meet(doing, error=error)
+            self.tell(doing, error)
             raise
+
+    def tell(self, doing: str, error: Exception) -> None:
+        """Meet the other ranks with an error that ends what this one does, unless they know."""
+        if self.count == 1 or _is_told(error):
+            return
+        error.add_note(_TOLD)
+        with contextlib.suppress(InfinityError):
+            self.meet(doing, error=error)
 
     @contextmanager
     def settle(self, doing: str) -> Iterator[None]:
@@ -124,6 +132,24 @@ class Ranks(ABC):
 
 class _TogetherError(TrainingError):
     """An error that all ranks know of."""
+
+
+class _LostError(MachineError):
+    """The other ranks cannot be told anything any more."""
+
+
+_TOLD = "(every rank was told)"
+
+
+def _is_told(error: BaseException | None) -> bool:
+    """Whether all ranks know of an error, or of one that it was made from."""
+    while error is not None:
+        if isinstance(error, _TogetherError | _LostError):
+            return True
+        if _TOLD in getattr(error, "__notes__", ()):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _apart(rank: int, told: Sequence[Sequence[str]]) -> TrainingError:
@@ -208,12 +234,21 @@ class TorchRanks(Ranks):
         try:
             collective(self._host if tensor.device.type == "cpu" else None)
         except RuntimeError as error:
-            raise MachineError(
+            raise _LostError(
                 f"rank {self.rank} of {self.count} lost the others: {first_lines(error)}",
                 because="another rank has ended, was killed, or cannot be reached",
                 remedy="look at what the other ranks said last; torchrun names the one that ended "
                 "first",
             ) from error
+
+    def check(self, device: torch.device) -> None:
+        """See `Ranks`."""
+        if device.type != "cpu" and self._host is None:
+            raise ConfigError(
+                f"the process group is of gloo, and the engine computes on {device}",
+                because="gloo sends what is in RAM; weights and gradients are gathered on the GPU",
+                remedy='torch.distributed.init_process_group("nccl"), or leave it to initialize()',
+            )
 
     def close(self) -> None:
         """Destroy what was made here."""

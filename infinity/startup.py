@@ -157,6 +157,7 @@ def _make(
         _check_before(settings, given, engine_class, ranks)
     target = find_device(_device_for(given["device"], ranks))
     undo.callback(target.close)
+    ranks.check(target.torch_device)
     if settings.seed is not None:
         torch.manual_seed(settings.seed)
     origins = Origins(model, _seed_of_meta(settings, ranks))
@@ -196,7 +197,8 @@ def _make(
         engine.training_dataloader = loader
     if isinstance(loader, ResumableLoader):
         engine.register_state("training_data", loader)
-    _announce(engine, told, journal)
+    if ranks.rank == 0:
+        _announce(engine, told, journal)
     return engine, offloaded, loader, scheduler
 
 

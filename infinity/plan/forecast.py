@@ -165,7 +165,7 @@ class _Bytes:
         normed = 0  # gradients that a norm on the host reads: without padding, unlike the rest
         by_host = not plan.unified and (not plan.device_kernels or plan.ranks > 1)
         if placement.gradient is Tier.DEVICE and by_host:
-            normed = _own_trained(plan, layout.index) * plan.gradient_itemsize
+            normed = plan.own[layout.index].num_trained * plan.gradient_itemsize
         key = (layout.numel, normed, placement, publish)
         found = self._updated.get(key)
         if found is None:
@@ -206,18 +206,9 @@ class _Bytes:
             if not plan.unified and tier is not Tier.DEVICE:
                 itemsize = 4 if unit in self._summed else layout.weight_itemsize
                 # Of every rank's gradient what is this one's; wide where they are sums of slices.
-                from_device += plan.ranks * _own_trained(plan, unit) * itemsize
+                from_device += plan.ranks * plan.own[unit].num_trained * itemsize
         first = {"disk_write": on_disk, "from_device": from_device}
         return first, {"disk_read": on_disk, **first}
-
-
-def _own_trained(plan: Plan, unit: int) -> int:
-    """Trained elements of a unit that this rank keeps, padding not counted."""
-    if plan.ranks == 1:
-        return plan.units[unit].num_trained
-    own = plan.own[unit]
-    ends = (segment.within(0, own.numel) for segment in own.segments)
-    return sum(end - first for first, end in ends)
 
 
 def _add(moved: dict[str, int], to: dict[str, int]) -> None:

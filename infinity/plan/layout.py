@@ -201,8 +201,13 @@ class UnitLayout:
 
     def of_shard(self, rank: int) -> UnitLayout:
         """What a rank keeps: the parts of trained segments that lie in its shard."""
-        if self.shards == 1:
-            return self
+        return self if self.shards == 1 else self._by_rank[rank]
+
+    @cached_property
+    def _by_rank(self) -> tuple[UnitLayout, ...]:
+        return tuple(map(self._shard, range(self.shards)))
+
+    def _shard(self, rank: int) -> UnitLayout:
         start, count = rank * self.shard_numel, self.shard_numel
         segments = tuple(
             replace(segment, offset=segment.offset - start)
@@ -215,7 +220,8 @@ class UnitLayout:
     @cached_property
     def num_trained(self) -> int:
         """Trained elements, padding not counted."""
-        return sum(segment.numel for segment in self.trained_segments)
+        ends = (segment.within(0, self.numel) for segment in self.trained_segments)
+        return sum(end - first for first, end in ends)
 
     @property
     def trained_segments(self) -> tuple[Segment, ...]:

@@ -6,6 +6,7 @@ formats and rules in pairs are in `tests/parity/test_axes.py`, whose axis `ranks
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -206,9 +207,40 @@ def test_another_order_of_units_is_told_with_both(tmp_path: Path) -> None:
         assert "uses unit 'blocks.1' on ranks 0, 2; uses unit 'blocks.2' on rank 1" in words
 
 
-def test_a_rank_that_raises_in_its_forward_or_ends_early_leaves_nobody_waiting(
-    tmp_path: Path,
-) -> None:
+@pytest.mark.parametrize("where", ["forward", "loss", "backward", "scheduler"])
+def test_an_error_on_one_rank_is_told_on_all(where: str, tmp_path: Path) -> None:
+    models = same_models(Ordered, 3)
+
+    class BadError(Exception):
+        pass
+
+    def bad(*args: Any) -> Any:
+        raise BadError("the data are bad")
+
+    def work(ranks: Ranks) -> None:
+        model, is_bad = models[ranks.rank], ranks.rank == 1
+        options = {"lr_scheduler": lambda optimizer: SimpleNamespace(step=bad)}
+        more = options if is_bad and where == "scheduler" else {}
+        with make_engine(ranks, model, make_config(), tmp_path, **more) as engine:
+            if is_bad and where == "forward":
+                model.blocks[1].register_forward_pre_hook(bad)
+            if is_bad and where == "loss":
+                model.register_forward_hook(bad)
+            for _ in range(2):
+                loss = engine(torch.ones(2, 64), (0, 1, 2))
+                if is_bad and where == "backward":
+                    loss.register_hook(bad)
+                engine.backward(loss)
+                engine.step()
+
+    results, errors = together(3, work)
+    assert not results
+    assert isinstance(errors[1], BadError)
+    told = r"rank 1 failed \(a (forward|backward|step)\): BadError: the data are bad"
+    assert all(re.search(told, str(errors[rank])) for rank in (0, 2)), errors
+
+
+def test_a_rank_that_ends_early_leaves_nobody_waiting(tmp_path: Path) -> None:
     models = same_models(Ordered, 2)
 
     def work(ranks: Ranks) -> None:

@@ -23,13 +23,16 @@ from support.trainer import make_config, make_device, same_bits, train_exactly
 from torch import Tensor, nn
 
 import infinity
+from infinity.blueprint import limits_for
+from infinity.config.schema import Config, load_config
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, ConfigError, InfinityError, TrainingError
 from infinity.model.meta_init import Origins
 from infinity.offload.exchange import NormTree
 from infinity.optim.cpu import CpuKernels
 from infinity.plan.layout import FP32, ParameterFacts, lay_out
-from infinity.ranks import Ranks
+from infinity.ranks import ALONE, Ranks
+from infinity.storage.device import CpuDevice
 
 ON_DISK = ("disk", "disk", "disk")
 IN_RAM = ("device", "device", "device")
@@ -79,6 +82,43 @@ def test_each_rank_keeps_its_share_and_no_more(tmp_path: Path) -> None:
     *kept, elements = found[0]
     assert kept == [nbytes * elements // count for nbytes in (10, 2, 4)]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_each_rank_has_directories_of_its_own_on_every_drive(tmp_path: Path) -> None:
+    drives = [tmp_path / "one", tmp_path / "two"]
+    for drive in drives:
+        drive.mkdir()
+    config = make_config(ON_DISK, precision="bf16")
+    models, batches = [GPT.build() for _ in range(3)], GPT.batches(6)
+    expected = train_exactly(GPT.build(), batches, with_micro_batches(config, 3), groups=GPT.groups)
+    config |= {"nvme_path": [str(drive) for drive in drives], "io": {"weights": [2, 1]}}
+
+    def work(ranks: Ranks) -> Any:
+        with make_engine(ranks, models[ranks.rank], config, tmp_path, groups=GPT.groups) as engine:
+            for batch in batches[ranks.rank :: 3]:
+                engine.backward(batch.call(engine))
+                engine.step()
+            own = [drive / f"rank-{ranks.rank}" for drive in drives]
+            assert all(len(list(path.iterdir())) == 1 for path in own)
+            two, one = (drive["nbytes"] for drive in engine.drives().values())
+            assert 1.5 < two / one < 2.5
+            return {n: v.clone() for n, v in engine.state_dict(master=True).items()}
+
+    for found in on_ranks(3, work):
+        assert all(same_bits(found[name], value) for name, value in expected.masters.items())
+    assert [list(drive.iterdir()) for drive in drives] == [[], []]
+
+
+def test_budgets_are_those_of_the_machine() -> None:
+    model, device = GPT.build(), CpuDevice()
+    config = load_config({"budget": {"host": "2GiB", "disk": "8GiB"}})
+    ranks: Any = SimpleNamespace(local_count=4)
+    alone, shared = limits_for(config, device, model), limits_for(config, device, model, ranks)
+    assert alone.host is not None
+    assert (shared.host, shared.disk) == (alone.host // 4, 2 << 30)
+    default = [limits_for(Config(), device, model, one).host for one in (ALONE, ranks)]
+    assert default[0] is not None
+    assert default[1] == pytest.approx(default[0] / 4, rel=0.05)  # more or less RAM is free
 
 
 def test_the_norm_does_not_show_where_parameters_are_cut() -> None:

@@ -316,7 +316,7 @@ def _announce(engine: Engine, told: Settings, journal: Journal | None) -> None:
     if told.translation is not None and logger.isEnabledFor(logging.INFO):
         logger.info("%s", told.translation.describe())
     for warning in engine.warnings:
-        warnings.warn(warning, InfinityWarning, stacklevel=4)
+        warnings.warn(warning, InfinityWarning, stacklevel=5)
     if journal is not None:
         start: dict[str, Any] = {"config": told.config.resolved(), "plan": engine.plan.describe()}
         if told.translation is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -45,7 +44,7 @@ from infinity.plan.planner import (
     leaving_activations,
     make_plan,
 )
-from infinity.ranks import ALONE, Ranks
+from infinity.ranks import ALONE, Ranks, num_launched
 from infinity.rules import SGD
 from infinity.storage.device import PROCESS, Device
 
@@ -54,9 +53,8 @@ _TRAINABLE = (torch.float32, torch.float16, torch.bfloat16)
 
 def check_processes(what: str) -> None:
     """Raise `ConfigError` if a launcher started several: `what` is for one."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1") or 1)
-    if world_size > 1:
-        raise _only_alone(f"{what} (WORLD_SIZE={world_size})")
+    if (count := num_launched()) > 1:
+        raise _only_alone(f"{what} (WORLD_SIZE={count})")
 
 
 def check_ranks(ranks: Ranks, config: Config, optimizer: OffloadedOptimizer) -> None:

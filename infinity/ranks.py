@@ -266,7 +266,7 @@ def find_ranks() -> Ranks:
     dist: Any = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return TorchRanks(owned=False) if dist.get_world_size() > 1 else ALONE
-    count = _number("WORLD_SIZE", 1)
+    count = num_launched()
     if count <= 1:
         return ALONE
     missing = [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(n)]
@@ -289,6 +289,11 @@ def find_ranks() -> Ranks:
             because="a rank did not start, or MASTER_ADDR and MASTER_PORT cannot be reached",
             remedy="on one machine: torchrun --standalone --nproc-per-node N train.py",
         ) from error
+
+
+def num_launched() -> int:
+    """How many processes a launcher started, by its WORLD_SIZE; 1 where there is none."""
+    return _number("WORLD_SIZE", 1)
 
 
 def _number(name: str, default: int) -> int:

@@ -297,6 +297,15 @@ MAKERS: dict[str, Callable[[Testbed], Contender]] = {
 }
 
 
+def test_plain_threads_read_into_as_much_memory_as_ours(bed: Testbed) -> None:
+    sizes = {}
+    for cached in (False, True):
+        contender = PlainThreads(bed, MIB // 4, 2, cached=cached)
+        sizes[contender.family] = contender._buffers.nbytes
+        contender.close()
+    assert sizes == {"plain": bed._rings.nbytes, "cached": 2 * bed.num_files * MIB // 4}
+
+
 def make(bed: Testbed, name: str, monkeypatch: pytest.MonkeyPatch) -> Contender:
     if name.startswith("fio") and shutil.which("fio") is None:
         pytest.skip("fio is not installed")

@@ -103,8 +103,11 @@ class Prefetcher:
         self.current = unit
         if self.order is not None:
             self.order.advance(unit)
-        with self.ranks.telling(self._using(unit)):
-            self.bring(unit, bind=bind, gather=self.ranks.count > 1)
+        if self.exchange is None:
+            self.bring(unit, bind=bind)
+        else:
+            with self.ranks.telling(self._using(unit)):
+                self.bring(unit, bind=bind, gather=True)
         self._prefetch()
 
     def bring(self, unit: int, *, bind: bool = True, gather: bool = False) -> None:

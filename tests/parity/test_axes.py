@@ -22,7 +22,15 @@ from support.fake_accelerator import FakeAccelerator
 from support.half import HalfResult, ScaleWords, train_half
 from support.models import CASES, CHECKPOINTINGS, LENGTH, Batch, Checkpointing
 from support.ranks import train_ranks
-from support.trainer import TIERS, Result, Run, make_config, make_device, train_exactly
+from support.trainer import (
+    TIERS,
+    Result,
+    Run,
+    make_config,
+    make_device,
+    train_exactly,
+    train_on,
+)
 
 from infinity import _adam, _aio
 from infinity.storage.device import Device
@@ -206,26 +214,13 @@ class Trained:
                 device=lambda rank: device_of(choice, self.seed + rank),
                 groups=self.case.groups, load=load, save=save,
             )  # fmt: skip
-            self.losses += result.losses
-            self.norms += result.norms
-            return replace(result, losses=self.losses, norms=self.norms)
-        model, device = self.case.build(own, seed=seed), device_of(choice, self.seed)
-        with Run(model, config, device=device, groups=self.case.groups) as run:
-            engine = run.engine
-            if load is not None:
-                assert engine.load_checkpoint(load)[0] is not None
-            for batch in batches:
-                loss = batch.call(engine)
-                engine.backward(loss)
-                before = engine.last_report
-                engine.step()
-                self.losses.append(loss.item())
-                if engine.last_report is not before and engine.grad_norm is not None:
-                    self.norms.append(engine.grad_norm)
-            if save is not None:
-                engine.save_checkpoint(save, wait=True)
-            return Result(self.losses, run.masters(), self.norms, engine.last_report,
-                          engine.forecast(), engine.counters(), engine.plan)  # fmt: skip
+        else:
+            model, device = self.case.build(own, seed=seed), device_of(choice, self.seed)
+            with Run(model, config, device=device, groups=self.case.groups) as run:
+                result = train_on(run.engine, batches, load=load, save=save)
+        self.losses += result.losses
+        self.norms += result.norms
+        return replace(result, losses=self.losses, norms=self.norms)
 
 
 def steady(choice: Choice, expected: Result) -> bool:

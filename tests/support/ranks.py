@@ -12,7 +12,7 @@ import torch
 from support import rough
 from support.fake_accelerator import FakeAccelerator
 from support.models import Batch
-from support.trainer import Result
+from support.trainer import Result, train_on
 from torch import Tensor, nn
 
 from infinity.config.schema import load_config
@@ -173,10 +173,14 @@ def train_ranks(
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
 
         def work(ranks: Ranks) -> Result:
-            return _train(
-                ranks, models[ranks.rank], batches[ranks.rank :: count], config, Path(name),
-                devices[ranks.rank], groups, load, save, options,
-            )  # fmt: skip
+            model, device = models[ranks.rank], devices[ranks.rank]
+            with make_engine(
+                ranks, model, config, Path(name), device=device, groups=groups, **options
+            ) as engine:
+                result = train_on(engine, batches[ranks.rank :: count], load=load, save=save)
+                losses = ranks.gather(torch.tensor(result.losses, dtype=torch.float64))
+                result.losses = losses.T.flatten().tolist()
+                return result
 
         found = on_ranks(count, work)
         left = list(Path(name).iterdir())
@@ -186,40 +190,5 @@ def train_ranks(
             assert not used.violations, used.violations[:3]
     first = found[0]
     for other in found[1:]:
-        other.losses = first.losses
         assert first.differences(other) == [], "ranks differ"
     return first
-
-
-def _train(
-    ranks: Ranks,
-    model: nn.Module,
-    batches: Sequence[Batch],
-    config: Mapping[str, Any],
-    folder: Path,
-    device: Device | str | None,
-    groups: Any,
-    load: Path | None,
-    save: Path | None,
-    options: Mapping[str, Any],
-) -> Result:
-    losses: list[float] = []
-    norms: list[float] = []
-    with make_engine(
-        ranks, model, config, folder, device=device, groups=groups, **options
-    ) as engine:
-        if load is not None:
-            assert engine.load_checkpoint(load)[0] is not None
-        for batch in batches:
-            loss = batch.call(engine)
-            engine.backward(loss)
-            before = engine.last_report
-            engine.step()
-            losses += ranks.gather(torch.tensor([loss.item()], dtype=torch.float64))[:, 0].tolist()
-            if engine.last_report is not before and engine.grad_norm is not None:
-                norms.append(engine.grad_norm)
-        if save is not None:
-            engine.save_checkpoint(save, wait=True)
-        masters = {n: v.clone() for n, v in engine.state_dict(master=True).items()}
-        return Result(losses, masters, norms, engine.last_report, engine.forecast(),
-                      engine.counters(), engine.plan)  # fmt: skip

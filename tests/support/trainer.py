@@ -159,7 +159,7 @@ class Run:
 
     def masters(self) -> dict[str, Tensor]:
         """fp32 masters of what is trained, the bytes of all else."""
-        return {name: value.clone() for name, value in self.engine.state_dict(master=True).items()}
+        return masters_of(self.engine)
 
     def check_nothing_left(self) -> None:
         """After `close`: no scratch files, no threads, no broken rule of the fake device."""
@@ -172,6 +172,37 @@ class Run:
             assert not self.device.violations, self.device.violations[:3]
 
 
+def masters_of(engine: Engine) -> dict[str, Tensor]:
+    """fp32 masters of what is trained, the bytes of all else."""
+    return {name: value.clone() for name, value in engine.state_dict(master=True).items()}
+
+
+def train_on(
+    engine: Engine,
+    batches: Sequence[Batch],
+    *,
+    load: Path | None = None,
+    save: Path | None = None,
+) -> Result:
+    """Train an engine: one micro-batch per batch; from a checkpoint, and to one, if told."""
+    losses: list[float] = []
+    norms: list[float] = []
+    if load is not None:
+        assert engine.load_checkpoint(load)[0] is not None
+    for batch in batches:
+        loss = batch.call(engine)
+        engine.backward(loss)
+        before = engine.last_report
+        engine.step()
+        losses.append(loss.item())
+        if engine.last_report is not before and engine.grad_norm is not None:
+            norms.append(engine.grad_norm)
+    if save is not None:
+        engine.save_checkpoint(save, wait=True)
+    report, forecast, counters = engine.last_report, engine.forecast(), engine.counters()
+    return Result(losses, masters_of(engine), norms, report, forecast, counters, engine.plan)
+
+
 def train(
     model: nn.Module,
     batches: Sequence[Batch],
@@ -182,20 +213,8 @@ def train(
     **options: Any,
 ) -> Result:
     """Train with the engine: one micro-batch per batch, `len(batches) / M` steps."""
-    losses: list[float] = []
-    norms: list[float] = []
     with Run(model, config, device=device, groups=groups, **options) as run:
-        engine = run.engine
-        for batch in batches:
-            loss = batch.call(engine)
-            engine.backward(loss)
-            before = engine.last_report
-            engine.step()
-            losses.append(loss.item())
-            if engine.last_report is not before and engine.grad_norm is not None:
-                norms.append(engine.grad_norm)
-        report, forecast, counters = engine.last_report, engine.forecast(), engine.counters()
-        return Result(losses, run.masters(), norms, report, forecast, counters, engine.plan)
+        return train_on(run.engine, batches)
 
 
 def train_case(

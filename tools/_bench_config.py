@@ -10,7 +10,6 @@ PLACEMENTS = {
     "infinity_ram": {"weights": "host", "moments": "host", "gradients": "host"},
     "infinity_disk": {"weights": "disk", "moments": "disk", "gradients": "host"},
 }
-PLACEMENTS["infinity_kept"] = PLACEMENTS["infinity_disk"]  # the same, without --offload
 
 
 def recomputes_by_engine(job: dict[str, Any]) -> bool:
@@ -26,7 +25,6 @@ def trace_of(job: dict[str, Any]) -> Path:
 
 def engine_config(job: dict[str, Any], contender: str) -> dict[str, Any]:
     """Return the engine's config for one contender."""
-    offload = "none" if contender == "infinity_kept" else job["offload"]
     config: dict[str, Any] = {
         "precision": job["precision"],
         "optimizer": {"type": "AdamW", **HYPER_PARAMETERS},
@@ -39,13 +37,13 @@ def engine_config(job: dict[str, Any], contender: str) -> dict[str, Any]:
         "activations": {
             "checkpoint": "units" if recomputes_by_engine(job) else "none",
             "slices": job["slices"],
-            "offload": offload,
+            "offload": job["offload"],
         },
         "budget": {},
     }
-    if offload != "none":
+    if job["offload"] != "none":
         config["activations"]["tokens"] = job["rows"] * job["context"]
-    if contender in ("infinity_disk", "infinity_kept", "infinity_plan") or offload == "disk":
+    if contender in ("infinity_disk", "infinity_plan") or job["offload"] == "disk":
         config["nvme_path"] = job["path"]
     if job["device"] == "cuda":  # what its budget holds rests on the device: the plan chooses
         if job["device_budget"]:
@@ -54,10 +52,7 @@ def engine_config(job: dict[str, Any], contender: str) -> dict[str, Any]:
             config["placement"] = {"moments": "host"} if job["state"] == "host" else {}
     if job["host_budget"] is not None and (contender, job["device"]) != ("infinity_ram", "cpu"):
         config["budget"]["host"] = job["host_budget"]
-        if contender in (
-            "infinity_disk",
-            "infinity_kept",
-        ):  # what fits in it stays in RAM: the plan chooses
+        if contender == "infinity_disk":  # what fits in it stays in RAM: the plan chooses
             del config["placement"]
     return config
 

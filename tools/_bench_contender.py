@@ -326,7 +326,6 @@ CONTENDERS = {
     "torch_ram": TorchInRam,
     "infinity_ram": Infinity,
     "infinity_disk": Infinity,
-    "infinity_kept": Infinity,
     "infinity_plan": Planned,
     "deepspeed_nvme": DeepSpeed,
     "deepspeed_cpu": DeepSpeed,

@@ -32,7 +32,6 @@ COMPARED = {
     "disk_to_torch_ram": ("infinity_disk", "torch_ram"),
     "deepspeed_nvme_to_disk": ("deepspeed_nvme", "infinity_disk"),
     "plan_to_torch_ram": ("infinity_plan", "torch_ram"),
-    "disk_to_kept": ("infinity_disk", "infinity_kept"),
     "plan_to_disk": ("infinity_plan", "infinity_disk"),
     "deepspeed_nvme_to_plan": ("deepspeed_nvme", "infinity_plan"),
     "deepspeed_cpu_to_ram": ("deepspeed_cpu", "infinity_ram"),

@@ -42,8 +42,7 @@ from _process import Phase, Signals, Stopped
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 OURS = ("torch_ram", "infinity_ram", "infinity_disk")
-# Without --offload, beside infinity_disk with it; with placement and schedule of the plan.
-CHOICES = (*OURS, "infinity_kept", "infinity_plan")
+CHOICES = (*OURS, "infinity_plan")  # the last one's placement and schedule are the plan's
 TRACED_STEPS = 2
 PEERS = {"deepspeed": "deepspeed_nvme", "deepspeed-cpu": "deepspeed_cpu"}
 

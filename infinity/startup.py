@@ -84,8 +84,8 @@ def initialize(
             `CPUAdam` and `FusedAdam` become the built-in rule with their settings.
         model_parameters: Parameters or groups as for any torch optimizer; by default all that
             require grad. Only they get optimizer state.
-        training_data: A Dataset, wrapped in a DataLoader of `batch_size` that knows its position,
-            or any iterable, returned as it is.
+        training_data: A Dataset, wrapped in a DataLoader of `batch_size` that knows its position
+            and deals batches to ranks in turn; or any iterable, returned as it is.
         lr_scheduler: A scheduler class, a function of the optimizer, or an object over the
             optimizer that is passed; it wins over the config's.
         collate_fn: Of that DataLoader.
@@ -170,7 +170,7 @@ def _make(
     scheduler = None
     if any(cut.trained):
         scheduler = _make_scheduler(settings, offloaded, given["lr_scheduler"], client)
-    loader = _make_loader(given["training_data"], told, given["collate_fn"])
+    loader = _make_loader(given["training_data"], told, given["collate_fn"], ranks)
     journal = Journal(settings.journal) if settings.journal and not ranks.rank else None
     if journal is not None:
         undo.callback(journal.close)
@@ -210,11 +210,6 @@ def _check_before(
         raise ConfigError(
             "DeepSpeed's engine, or configuration, for several processes is not supported yet",
             remedy="infinity.initialize with a configuration of ours: infinity init writes one",
-        )
-    if isinstance(given["training_data"], Dataset):
-        raise ConfigError(
-            "training_data= does not deal a Dataset to several ranks yet",
-            remedy="make a DataLoader with torch's DistributedSampler, one on each rank",
         )
     apart = ("nvme_path", "journal", "trace", "io.weights")
     told = {n: e["value"] for n, e in config.resolved().items() if n not in apart}
@@ -298,12 +293,15 @@ def _make_plan(
     return plan
 
 
-def _make_loader(training_data: Any, told: Settings, collate_fn: Callable[..., Any] | None) -> Any:
+def _make_loader(
+    training_data: Any, told: Settings, collate_fn: Callable[..., Any] | None, ranks: Ranks
+) -> Any:
     """A loader of a Dataset; anything else as it is."""
     if not isinstance(training_data, Dataset):
         return training_data
     return ResumableLoader(
         training_data,
+        ranks,
         batch_size=told.batch_size,
         collate_fn=collate_fn,
         drop_last=told.drop_last,

@@ -15,12 +15,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from infinity.errors import CheckpointError, InfinityWarning
+from infinity.errors import CheckpointError, ConfigError, InfinityWarning
 from infinity.offload.window import AccumulationWindow
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.optim.update import KernelUpdater, Updater
+from infinity.ranks import ALONE, Ranks
 from infinity.training.step import Progress, Stepper, as_data
 
 # The states of every random generator a training loop may draw from, taken and put back.
@@ -74,40 +75,73 @@ def _equal(one: Any, other: Any) -> bool:
 # A DataLoader that knows how far it is, and goes on from there after a resume.
 
 
-class _From(Sampler[int]):
-    """Another sampler's indices; the next time round without the first `skip`."""
+class _OwnBatches(Sampler[int]):
+    """The samples of a rank's batches, in order; the next time round from batch `first` on."""
 
-    def __init__(self, sampler: Sampler[int]) -> None:
-        self._sampler = sampler
-        self.skip = 0
+    def __init__(self, dataset: Any, batch_size: int, drop_last: bool, ranks: Ranks) -> None:
+        self._dataset = dataset
+        self._batch_size = batch_size
+        self._drop_last = drop_last
+        self._ranks = ranks
+        self.first = 0
+
+    @property
+    def num_batches(self) -> int:
+        """Of a pass, on all ranks."""
+        samples = len(self._dataset)
+        return samples // self._batch_size if self._drop_last else -(-samples // self._batch_size)
 
     def __iter__(self) -> Iterator[int]:
-        skip, self.skip = self.skip, 0
-        return islice(iter(self._sampler), skip, None)
+        first, self.first = self.first, 0
+        count, size, samples = self._ranks.count, self._batch_size, len(self._dataset)
+        for start in range(first, self.num_batches - count + 1, count):
+            begin = (start + self._ranks.rank) * size
+            yield from range(begin, min(begin + size, samples))
 
     def __len__(self) -> int:
-        return len(self._sampler)  # type: ignore[arg-type]
+        rounds, size = self.num_batches // self._ranks.count, self._batch_size
+        end = ((rounds - 1) * self._ranks.count + self._ranks.rank + 1) * size
+        return rounds * size - max(end - len(self._dataset), 0) if rounds else 0
 
 
 class ResumableLoader(DataLoader[Any]):
     """`torch.utils.data.DataLoader` with `state_dict` and `load_state_dict`.
 
+    Of several ranks each gets every count-th batch of those that one rank would get, in turn; at
+    the end of a pass the batches that are too few for a round, which are fewer than ranks, are
+    left out. An `IterableDataset` is read whole by every rank, so it must be the same on all.
+
     The position is the number of passes over the data that are over, and of the batches that were
-    handed out since. After `load_state_dict` the next iterator starts there. Batches that are
-    skipped are not read, except those of an `IterableDataset`. Random numbers that workers draw
-    per sample start anew with the iterator that goes on.
+    handed out since, on all ranks: any number of ranks goes on from there. After `load_state_dict`
+    the next iterator starts there. Batches that are skipped are not read, except those of an
+    `IterableDataset`. Random numbers that workers draw per sample start anew with the iterator
+    that goes on.
+
+    Raises `ConfigError` where a pass is less than a batch for each rank.
     """
 
-    def __init__(self, dataset: Dataset[Any], **options: Any) -> None:
-        self._indices: _From | None = None
-        if not isinstance(dataset, IterableDataset):
-            self._indices = _From(SequentialSampler(dataset))  # type: ignore[arg-type]
-            options["sampler"] = self._indices
+    def __init__(self, dataset: Dataset[Any], ranks: Ranks = ALONE, **options: Any) -> None:
+        self._ranks = ranks
+        self._own: _OwnBatches | None = None
+        size, drop_last = options.get("batch_size", 1), options.get("drop_last", False)
+        if not isinstance(dataset, IterableDataset) and isinstance(size, int) and size > 0:
+            self._own = _OwnBatches(dataset, size, drop_last, ranks)
+            options["sampler"] = self._own
+            if (found := self._own.num_batches) < ranks.count > 1:
+                raise ConfigError(
+                    f"training_data makes {found} batches of {size} samples, for {ranks.count} "
+                    "ranks",
+                    because="every rank needs a batch of its own",
+                    remedy="more data, smaller batches, or fewer ranks",
+                )
         self._epoch = 0
-        self._batches = 0
+        self._batches = 0  # of this pass, on all ranks
         self._start: torch.Tensor | None = None  # torch's generator when this pass began
         self._resume = False
         super().__init__(dataset, **options)
+
+    def __len__(self) -> int:
+        return super().__len__() // (1 if self._own is not None else self._ranks.count)
 
     def __iter__(self) -> Any:
         now = torch.get_rng_state()
@@ -117,18 +151,23 @@ class ResumableLoader(DataLoader[Any]):
         else:
             self._start, self._batches = now, 0
         self._resume = False
-        skip = self._batches
-        if self._indices is not None:
-            self._indices.skip = skip * (self.batch_size or 1)
-            skip = 0
-        batches = super().__iter__()
+        if self._own is not None:
+            self._own.first = self._batches
+        batches: Iterator[Any] = super().__iter__()
         if resume:
             torch.set_rng_state(now)
-        return self._counted(islice(batches, skip, None))
+        if self._own is None:
+            batches = self._dealt(islice(batches, self._batches, None))
+        return self._counted(batches)
+
+    def _dealt(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Of every whole round of batches this rank's."""
+        while len(found := list(islice(batches, self._ranks.count))) == self._ranks.count:
+            yield found[self._ranks.rank]
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
-            self._batches += 1
+            self._batches += self._ranks.count
             yield batch
         self._epoch, self._batches, self._start = self._epoch + 1, 0, None
 

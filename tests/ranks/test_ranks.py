@@ -386,11 +386,6 @@ def test_what_fails_on_one_rank_at_the_start_fails_on_all(tmp_path: Path) -> Non
         ({"durable": True}, {}, "durable steps: several processes are not supported here yet"),
         ({}, {"optimizer": torch.optim.RAdam}, "an optimizer that torch runs"),
         ({}, {"engine_class": infinity.DeepSpeedEngine}, "DeepSpeed's engine"),
-        (
-            {},
-            {"training_data": torch.utils.data.TensorDataset(torch.ones(3))},
-            "training_data= does not deal a Dataset to several ranks yet",
-        ),
     ],
 )
 def test_what_several_ranks_cannot_do_is_refused_by_name(

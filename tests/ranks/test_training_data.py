@@ -1,0 +1,141 @@
+"""`training_data=`: ranks get the batches that one rank would get, in turn, from anywhere on."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import CASES
+from support.ranks import make_engine, on_ranks
+from support.trainer import make_config, masters_of
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from infinity.errors import ConfigError
+from infinity.ranks import ALONE, Alone, Ranks
+from infinity.training.run_state import ResumableLoader
+
+GPT = CASES["gpt"]
+
+
+class One(Alone):
+    """A rank of several that has nothing to say."""
+
+    def __init__(self, rank: int, count: int) -> None:
+        self.rank, self.count = rank, count
+
+
+class Stream(IterableDataset[Tensor]):
+    """Numbers, one by one."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.arange(self.count))
+
+    def __len__(self) -> int:
+        return self.count
+
+
+def numbers(count: int, stream: bool) -> Dataset[Any]:
+    return Stream(count) if stream else TensorDataset(torch.arange(count))
+
+
+def told(batch: Any) -> list[int]:
+    found: list[int] = (batch if isinstance(batch, Tensor) else batch[0]).tolist()
+    return found
+
+
+def make(count: int, data: Dataset[Any], **options: Any) -> list[ResumableLoader]:
+    return [ResumableLoader(data, One(r, count), batch_size=2, **options) for r in range(count)]
+
+
+def rounds(loaders: list[ResumableLoader]) -> Iterator[list[int]]:
+    """Batches in the order (micro-batch, rank)."""
+    for together in zip(*loaders, strict=True):
+        yield from map(told, together)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("samples", [12, 13, 15])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_ranks_get_in_turn_what_one_gets(
+    count: int, samples: int, drop_last: bool, stream: bool
+) -> None:
+    data = numbers(samples, stream)
+    whole = [told(b) for b in ResumableLoader(data, ALONE, batch_size=2, drop_last=drop_last)]
+    every = samples - samples % 2 if drop_last else samples
+    assert [number for found in whole for number in found] == list(range(every))
+    loaders = make(count, data, drop_last=drop_last)
+    expected = whole[: len(whole) // count * count]
+    for _ in range(2):  # passes
+        assert list(rounds(loaders)) == expected
+    assert [len(loader) for loader in loaders] == [len(whole) // count] * count
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_pass_goes_on_with_another_number_of_ranks(stream: bool) -> None:
+    data = numbers(40, stream)
+    seen: list[list[int]] = []
+    state: dict[str, Any] | None = None
+    for count in (2, 3, 1, 4):
+        loaders = make(count, data)
+        for loader in loaders if state is not None else ():
+            assert state is not None
+            loader.load_state_dict(state)
+        iterators = [iter(loader) for loader in loaders]
+        seen += [told(next(iterator)) for iterator in iterators]
+        state = loaders[-1].state_dict()
+    assert seen == [[2 * i, 2 * i + 1] for i in range(10)]
+
+
+def test_a_rank_without_a_batch_is_refused() -> None:
+    words = r"makes 2 batches of 2 samples, for 3 ranks(.|\n)*fewer ranks"
+    with pytest.raises(ConfigError, match=words):
+        make(3, numbers(4, stream=False))
+
+
+def test_training_and_resuming_on_other_ranks_gives_the_bits_of_one(tmp_path: Path) -> None:
+    tokens = torch.cat([batch.args[0] for batch in GPT.batches(24)])
+    data = TensorDataset(tokens)
+    micro_batches, steps = 6, 2
+
+    def train(ranks: Ranks, models: Any, load: bool) -> tuple[list[float], dict[str, Tensor]]:
+        config = make_config(gradient_accumulation_steps=micro_batches // ranks.count)
+        with make_engine(
+            ranks, models[ranks.rank], config, tmp_path / "nvme", training_data=data, batch_size=2
+        ) as engine:
+            (loader,) = engine._checkpoints.run_state._registered.values()
+            if load:
+                engine.load_checkpoint(tmp_path / "saves")
+            losses = []
+            batches = iter(loader)  # type: ignore[call-overload]
+            while engine.global_steps < (4 if load else steps):
+                loss = engine(*next(batches))
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+            engine.save_checkpoint(tmp_path / "saves", wait=True)
+            every = ranks.gather(torch.tensor(losses, dtype=torch.float64)).T.flatten().tolist()
+            return every, masters_of(engine)
+
+    def run(count: int, load: bool) -> tuple[list[float], dict[str, Tensor]]:
+        if not load:
+            shutil.rmtree(tmp_path / "saves", ignore_errors=True)
+        models = [GPT.build() for _ in range(count)]
+        return on_ranks(count, partial(train, models=models, load=load))[0]
+
+    (tmp_path / "nvme").mkdir()
+    expected = [run(1, False), run(1, True)]
+    found = [run(2, False), run(3, True)]
+    for (losses, masters), (theirs, values) in zip(found, expected, strict=True):
+        assert losses == theirs
+        assert all(torch.equal(masters[name], values[name]) for name in values)
+    assert found[0][0] != found[1][0]

@@ -234,12 +234,36 @@ def facts_of(rule: Rule, layouts: Iterable[UnitLayout]) -> RuleFacts:
     )
 
 
-def rates_here(config: Config, device: Device) -> KnownRates:
-    """What is kept of this machine's rates: measuring takes seconds, and is for `infinity plan`."""
+def rates_here(config: Config, device: Device, ranks: Ranks = ALONE) -> KnownRates:
+    """What is kept of this machine's rates: measuring takes seconds, and is for `infinity plan`.
+
+    Of all the machine's ranks together, but for links; see `rates_of_rank`.
+    """
     paths = config.nvme_path
     known = all(path.is_dir() for path in paths)  # if not, the disk tier says what is wrong
-    io, num_threads = config.io, config.cpu.num_threads
-    return kept_rates(paths if known else (), device, io=io, num_threads=num_threads)
+    return kept_rates(
+        paths if known else (),
+        device,
+        io=config.io,
+        num_threads=config.cpu.num_threads,
+        gpus=ranks.local_count,
+        nodes=ranks.num_nodes,
+    )
+
+
+def rates_of_rank(config: Config, device: Device, ranks: Ranks) -> KnownRates:
+    """What one rank gets of them: the least that any has, so that all make one plan."""
+    known = rates_here(config, device, ranks)
+    if ranks.count == 1:
+        return known
+    own = known.rates.of_rank(ranks.local_count, ranks.num_nodes, unified=device.unified)
+    ranks.meet("compares rates")
+    told = ranks.gather_words([own.numbers(), known.measured, known.nominal])
+    every = [numbers for numbers, _, _ in told]
+    least = {n: min(one[n] for one in every) for n in every[0] if all(n in one for one in every)}
+    days = [day for _, day, _ in told if day is not None]
+    guessed = tuple(dict.fromkeys(name for _, _, nominal in told for name in nominal))
+    return KnownRates(Rates.of(least), min(days, default=None), guessed)
 
 
 def case_here(
@@ -251,18 +275,23 @@ def case_here(
     tokens: int,
     *,
     recompute: bool = False,
+    ranks: Ranks = ALONE,
 ) -> tuple[Case, Target, Cut]:
     """A model on this machine with `tokens` in a micro-batch: the case, the model, its units.
+
+    Of several ranks `tokens` are those of one; each may find another case, where machines differ.
 
     `facts` are what its own config says, {} where it has none; `recompute` says that it recomputes
     blocks by itself. Rates are those that are kept, else nominal: nothing is measured here.
     """
     groups = groups_of(model, config)
-    cut, target = cut_model(model, config, groups, None), target_of(name, model, facts)
-    known, limits = rates_here(config, device), limits_for(config, device, model)
+    cut = cut_model(model, config, groups, None, ranks.count)
+    target = target_of(name, model, facts)
+    known, limits = rates_here(config, device, ranks), limits_for(config, device, model, ranks)
     paths = [path for path in config.nvme_path if path.is_dir()]
     machine = PlanMachine.here(paths, device, known.rates)
-    machine = replace(machine, nominal=known.nominal, measured=known.measured)
+    machine = replace(machine, nominal=known.nominal, measured=known.measured,
+                      gpus=ranks.local_count, nodes=ranks.num_nodes)  # fmt: skip
     case = case_for(
         target, cut, groups, config, machine, tokens,
         recompute=recompute, base=limits.base, made=limits.made,
@@ -271,7 +300,7 @@ def case_here(
 
 
 def _leaving_room(
-    limits: Limits, config: Config, device: Device, model: nn.Module, cut: Cut
+    limits: Limits, config: Config, device: Device, model: nn.Module, cut: Cut, ranks: Ranks
 ) -> Limits:
     """With what activations are expected to take, where the tokens of a micro-batch are told."""
     target, settings = target_of("", model, {}), config.activations
@@ -282,7 +311,7 @@ def _leaving_room(
     )
     memory = device.memory_bytes()
     if memory is None:
-        whole = default_host_budget_bytes(read_machine(config.nvme_path))
+        whole = default_host_budget_bytes(read_machine(config.nvme_path)) // ranks.local_count
     else:
         whole = int(memory * AUTO_DEVICE_BUDGET)
     tier = Tier.HOST if device.unified else Tier.DEVICE
@@ -301,7 +330,7 @@ def plan_for(
     """The plan of one engine on this machine; `rates` as `make_plan` takes them."""
     limits = limits_for(config, device, model, ranks)
     if config.activations.tokens is not None:
-        limits = _leaving_room(limits, config, device, model, cut)
+        limits = _leaving_room(limits, config, device, model, cut, ranks)
     limits = _agreed(limits, ranks)
     facts = facts_of(rule, cut.layouts)
     run = None

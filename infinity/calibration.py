@@ -1,9 +1,11 @@
 """Measured rates of this machine: disk, copies, updates, compute; measured once, then kept.
 
 Each is measured alone, briefly, and through what a run uses: the disk tier, the `Device`, the
-optimizer's kernels on chunks of parameters. Neither files nor memory are left behind.
+optimizer's kernels on chunks of parameters. Neither files nor memory are left behind. Links between
+ranks are measured where ranks are: by all of them together (`cached_links`).
 
-What is kept is one JSON file for the processors, and one for each set of paths, below
+What is kept is one JSON file for the processors, one for each set of paths and each number of ranks
+that were measured, below
 `$XDG_CACHE_HOME/infinity/rates` or `~/.cache/infinity/rates`: what was measured on what, the day,
 the rates. Files are replaced as a whole, so processes may race. One that is damaged, or is about
 something else, is as good as none; a folder that cannot be used only makes the cache forgetful.
@@ -36,11 +38,14 @@ from infinity.plan import cost as names
 from infinity.plan.cost import Rates
 from infinity.plan.layout import PAGE, round_up
 from infinity.plan.machine import cpu_model, mount_of, read_machine
+from infinity.plan.plan import LINKS
+from infinity.ranks import Ranks
 from infinity.rules import AdamW
 from infinity.storage.device import HAPPENED, CpuDevice, Device, DeviceArena, Event, HostArena
 from infinity.storage.disk import Disk, DiskTicket, Extent
 from infinity.storage.disk_speed import keep_moving
 
+LINK_SECONDS = 1.0  # of both collectives
 SECONDS = 2.0  # of everything; more with several paths, or on a machine that is very slow
 # Shares of the time. The disk binds most runs, and wanders most; the host's updates are of all
 # formats together, the device's get a third of it more.
@@ -52,6 +57,7 @@ _LEAST_CHUNKS, _MOST_CHUNKS = 8, 64
 _BYTES_BESIDE_MOMENTS = 6  # weight, residual and gradient in 16 bits each
 _LARGEST_BYTES = _BYTES_BESIDE_MOMENTS + 2 * 4
 _COPY_BYTES = 32 << 20
+_LINK_BYTES = 32 << 20  # gathered: of the size of a small unit
 _NUM_NOISE = 2**20
 _LEAST_CALLS = 3
 _MATRIX_SIZES = (128, 256, 512, 1024, 2048, 4096)
@@ -61,7 +67,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 _FORMAT = 1  # of what is kept; counts up when what is measured changes its meaning
 # What may be kept; a stranger's number must not get into a plan.
-_NAMES = {*names.DISK, *names.COPIES, *names.UPDATE, *names.COMPUTE, names.DEVICE_UPDATE}
+_NAMES = {*names.DISK, *names.COPIES, *names.UPDATE, *names.COMPUTE, names.DEVICE_UPDATE, *LINKS}
 _Numbers = dict[str, float]
 _Kept = tuple[_Numbers, str]  # and the day
 # What is described, the names that its rates must have, and how to measure them.
@@ -114,16 +120,86 @@ def cached_rates(
 
 
 def kept_rates(
-    paths: Sequence[Path], device: Device, *, io: IoConfig | None = None, num_threads: int = 0
+    paths: Sequence[Path],
+    device: Device,
+    *,
+    io: IoConfig | None = None,
+    num_threads: int = 0,
+    gpus: int = 1,
+    nodes: int = 1,
 ) -> KnownRates:
-    """What `cached_rates` has kept of this machine and these paths; nothing is measured.
+    """What `cached_rates` and `cached_links` have kept of this machine; nothing is measured.
 
-    What was not kept is nominal, and is said to be. Raises `MachineError` for a path that is not
-    there.
+    What was not kept is nominal, and is said to be; `gpus` ranks on each of `nodes` also have
+    links. Raises `MachineError` for a path that is not there.
     """
     parts = _parts(paths, device, io, num_threads, Path("/"))
     found = [_read(of, needed) for of, needed, _ in parts]
-    return _known([kept for kept in found if kept is not None], paths, device)
+    links = kept_links(device, gpus, nodes)
+    known = _known([k for k in (*found, links) if k is not None], paths, device)
+    rates, guessed = names.with_links(
+        known.rates, gpus, nodes, unified=device.unified, across=links is not None
+    )
+    return KnownRates(rates, known.measured, (*known.nominal, *guessed))
+
+
+def kept_links(device: Device, gpus: int, nodes: int) -> _Kept | None:
+    """Rates between so many ranks, as `cached_links` has kept them, and the day; else None."""
+    return _read(_links(device, gpus, nodes), LINKS) if gpus * nodes > 1 else None
+
+
+def cached_links(
+    ranks: Ranks, device: Device, *, refresh: bool = False, seconds: float = LINK_SECONDS
+) -> tuple[_Numbers, str]:
+    """Rates between these ranks, and the day: those kept on every node, or measured now and kept.
+
+    All ranks call it together. They hold for a processor and device, and for so many ranks on so
+    many nodes. Raises what a lost rank raises.
+    """
+    gpus, nodes = ranks.local_count, ranks.num_nodes
+    kept = None if refresh else kept_links(device, gpus, nodes)
+    days = ranks.gather_words(kept)
+    if all(days):
+        found = min(days, key=lambda one: one[1])  # one answer, though each node keeps its own
+        return found[0], found[1]
+    numbers, day = measure_links(ranks, device, seconds), datetime.now(UTC).date().isoformat()
+    if ranks.local_rank == 0:
+        _write(_links(device, gpus, nodes), numbers, day)
+    ranks.meet("keeps rates")  # whoever looks for them now finds them
+    return numbers, day
+
+
+def _links(device: Device, gpus: int, nodes: int) -> dict[str, Any]:
+    computer = {"format": _FORMAT, "processor": cpu_model(), "device": device_name(device)}
+    return computer | {"ranks": [gpus, nodes]}
+
+
+def measure_links(ranks: Ranks, device: Device, seconds: float = LINK_SECONDS) -> dict[str, float]:
+    """Bytes per second that each rank receives, while all do, by collective: the slowest rank's.
+
+    Of messages as large as a unit's, in the memory that a run sends from.
+    """
+    nbytes = _LINK_BYTES // ranks.count * ranks.count
+    arena = device.reserve(2 * nbytes)
+    one, other = arena.view(0, nbytes), arena.view(nbytes, nbytes)
+    work: dict[str, Callable[[], None]] = {
+        "all_gather": lambda: ranks.all_gather(one),
+        "all_to_all": lambda: ranks.all_to_all(other, one),
+    }
+    numbers, received = {}, nbytes - nbytes // ranks.count
+    for name, collective in work.items():
+
+        def once(collective: Callable[[], None] = collective) -> None:
+            collective()
+            device.compute_event().wait()
+
+        once()
+        # All must do as many: as the slowest has time for.
+        wanted = [int(seconds / len(work) / _timed(once)), _LEAST_CALLS]
+        count = min(int(n) for n in ranks.gather(torch.tensor([max(wanted)])))
+        times = torch.tensor([_timed(once) for _ in range(count)], dtype=torch.float64)
+        numbers[name] = received / float(ranks.gather(times).amax(0).median())
+    return numbers
 
 
 def _known(found: Sequence[_Kept], paths: Sequence[Path], device: Device) -> KnownRates:

@@ -63,6 +63,11 @@ class Ranks(ABC):
     def close(self) -> None:  # noqa: B027
         """Let go of connections."""
 
+    @property
+    def num_nodes(self) -> int:
+        """How many machines: as many as the ranks fill."""
+        return -(-self.count // self.local_count)
+
     # --- made of these ---------------------------------------------------------------------------
 
     def gather(self, own: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from infinity.blueprint import check_model, check_ranks, make_optimizer, plan_for, rates_here
+from infinity.blueprint import check_model, check_ranks, make_optimizer, plan_for, rates_of_rank
 from infinity.config.schema import Config
 from infinity.crc32c import crc32c
 from infinity.cutting import Cut, cut_model
@@ -286,7 +286,7 @@ def _make_plan(
     ranks: Ranks,
 ) -> Plan:
     """The plan of this run, by what is known of this machine's rates."""
-    known = rates_here(config, device)
+    known = rates_of_rank(config, device, ranks)
     plan = plan_for(model, cut, config, device, optimizer.rule, known.rates, ranks)
     if "auto" in config.placement.model_dump().values():
         plan = replace(plan, rates_origin=known.origin)

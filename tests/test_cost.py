@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from test_planner import plan_of
 
@@ -10,7 +12,7 @@ from infinity.formats import MomentFormat
 from infinity.plan.budget import Limits
 from infinity.plan.cost import Rates, Work, disk_days, step_cost, update_s
 from infinity.plan.forecast import forecast_bytes, forecast_phases
-from infinity.plan.layout import BF16, ParameterFacts, lay_out
+from infinity.plan.layout import BF16, ParameterFacts, Tier, lay_out
 from infinity.plan.plan import DIRECTIONS, RuleFacts
 from infinity.plan.planner import make_plan
 
@@ -114,3 +116,17 @@ def test_products_count_for_matrices_that_are_multiplied() -> None:
 def test_days_to_a_rated_endurance() -> None:
     assert disk_days(10**12, 86400.0, 600e12) == 600
     assert disk_days(0, 1.0, 600e12) == float("inf")
+
+
+def test_a_slot_that_was_freed_for_a_unit_is_not_filled_twice() -> None:
+    """A unit that the optimizer's pass does not publish, before others that it does publish."""
+    facts = [ParameterFacts(f"p{i}", i, (9216,), "bfloat16", 9216, 2, True, 0) for i in range(12)]
+    layouts = tuple(lay_out(i, f"u{i}", [facts[i]], BF16, ranks=3) for i in range(12))
+    config = load_config({"nvme_path": "/nvme", "placement": ON_DISK, "prefetch_units": 1})
+    plan = make_plan(layouts, config, Limits(None, None, None), unified=False)
+    first = replace(plan.placements[0], weight=Tier.DEVICE)
+    mixed = replace(plan, placements=(first, *plan.placements[1:]))
+    fetched = [phase.moved["all_gather"] / (2 * layouts[0].shard_bytes)
+               for phase in forecast_phases(mixed)]  # fmt: skip
+    assert fetched[0] >= 12, "each in its turn"
+    assert fetched[1] >= 12 - 3, "what three slots do not hold any more"

@@ -26,7 +26,7 @@ GIB = 1 << 30
 DESKTOP = ["--device", "24GiB", "--host", "64GiB", "--disk", "2TiB"]
 TINY = {"model_type": "gpt2", "n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 64,
         "vocab_size": 1000}  # fmt: skip
-TOP_KEYS = {"schedule",
+TOP_KEYS = {"schedule", "ranks",
     "infinity", "model", "machine", "work", "fits", "problem", "activations", "ways", "plan",
     "moved", "step", "wear", "faster",
 }  # fmt: skip
@@ -118,7 +118,9 @@ def test_every_key_that_is_documented_is_there(tiny: str) -> None:
     assert set(report) == TOP_KEYS
     for key in TOP_KEYS - {"infinity"}:
         assert f"`{key}`" in (documented.__doc__ or ""), key
-    assert set(report["moved"]) == {"disk_read", "disk_write", "to_device", "from_device"}
+    assert set(report["moved"]) == {"disk_read", "disk_write", "to_device", "from_device",
+                                    "all_gather", "all_to_all"}  # fmt: skip
+    assert report["ranks"] is None
     assert set(report["machine"]["nominal"]) == set(report["machine"]["rates"])
     assert report["step"]["seconds"] == pytest.approx(
         sum(phase["seconds"] * phase["count"] for phase in report["step"]["phases"])
@@ -506,3 +508,107 @@ def test_a_directory_without_a_config(tmp_path: Path) -> None:
     code, _, error = run(str(tmp_path))
     assert code == 2
     assert "try: give one of 1.3b, " in error
+
+
+# --- several ranks -------------------------------------------------------------------------------
+
+FOUR = ["70b", "--gpus", "4", "--device", "24GiB", "--host", "256GiB", "--disk", "2TiB",
+        "--tokens", "32768", "--recompute", "--micro-batches", "1"]  # fmt: skip
+
+
+def test_four_gpus_share_a_node_and_every_unit() -> None:
+    """By hand: 69.0e9 parameters, of which a rank has a quarter, and fetches each twice."""
+    report = answer(*FOUR, "--link", "25GB/s")
+    assert report["fits"]
+    parameters, plan, moved = report["model"]["parameters"], report["plan"], report["moved"]
+    assert report["ranks"] | {"node_bytes": 0} == {"count": 4, "zero_stage": 3, "node_bytes": 0}
+    assert report["work"]["tokens_per_step"] == 32768
+    assert report["work"]["tokens"] == 8192
+    budget = plan["budget"]
+    assert (budget["device"], budget["disk"]) == (int(0.9 * 24 * GIB), 512 * GIB)
+    assert budget["host"] == int(0.8 * 256 * GIB) // 4
+    used = {tier: sum(parts.values()) for tier, parts in plan["memory"].items()}
+    assert report["ranks"]["node_bytes"] == {tier: 4 * used[tier] for tier in ("host", "disk")}
+    # At rest a quarter of 12 bytes and of an fp32 sum, on some tier or other.
+    rests = sum(at["bytes"] for kind in plan["placement"].values() for at in kind.values())
+    assert rests == pytest.approx((12 + 4) * parameters / 4, rel=2e-3)
+    # Three quarters of bf16 weights for each forward and backward (the last stay in between), and
+    # of bf16 gradients once.
+    received = 2 * parameters * 3 / 4
+    assert 1.9 * received < moved["all_gather"]["bytes"] <= 2.01 * received
+    assert moved["all_to_all"]["bytes"] == pytest.approx(received, rel=2e-3)
+    assert moved["all_gather"]["rate"] == 25e9
+    links = report["step"]["resources"]["link"]
+    both = moved["all_gather"]["bytes"] + moved["all_to_all"]["bytes"]
+    assert links == pytest.approx(both / 25e9)
+    rates = report["machine"]["rates"]
+    assert moved["disk_read"]["rate"] == rates["disk_read"] / 4
+    assert report["wear"]["written_per_step"] == 4 * moved["disk_write"]["bytes"]
+    assert report["step"]["tokens_per_s"] == pytest.approx(32768 / report["step"]["seconds"])
+    hows = [way["how"] for way in report["faster"]]
+    assert any("--gpus 5" in how for how in hows)
+    assert any("one more directory" in how for how in hows)
+
+
+def test_the_page_says_what_is_a_ranks_and_what_a_nodes() -> None:
+    page = run(*FOUR)[1]
+    for part in (
+        "4 GPUs with 24.00 GiB each, 256.00 GiB of RAM",
+        "each of 4 ranks: one micro-batch of 8,192 tokens",
+        "4 such ranks: RAM ",
+        "each rank keeps 1/4 of every unit, as ZeRO-3",
+        "what a step moves of one rank",
+        "all-gather",
+        "11.00 GB/s *",
+        "one more GPU, as fast, with the same RAM",
+    ):
+        assert part in page, part
+
+
+def test_a_slow_link_binds_and_a_faster_one_helps() -> None:
+    slow, fast = (answer(*FOUR, "--link", link)["step"] for link in ("100MB/s", "200MB/s"))
+    assert slow["binds"] == fast["binds"] == "link"
+    assert slow["resources"]["link"] == pytest.approx(2 * fast["resources"]["link"])
+    assert fast["tokens_per_s"] > 1.5 * slow["tokens_per_s"]
+
+
+def test_nodes_share_what_comes_into_each() -> None:
+    """Of 2 x 2 ranks: a ring brings all into a node once, two ranks share what two others send."""
+    arguments = ["7b", "--gpus", "2", "--nodes", "2", "--device", "24GiB", "--host", "128GiB",
+                 "--link", "25GB/s", "--tokens", "8192"]  # fmt: skip
+    report = answer(*arguments, "--between", "10GB/s")
+    assert (report["machine"]["gpus"], report["machine"]["nodes"]) == (2, 2)
+    assert report["ranks"]["count"] == 4
+    assert report["plan"]["budget"]["host"] == int(0.8 * 128 * GIB) // 2, "a node's, of 2 ranks"
+    assert report["moved"]["all_gather"]["rate"] == 10e9
+    assert report["moved"]["all_to_all"]["rate"] == pytest.approx(10e9 * 3 / (2 * 2))
+    page = run(*arguments)[1]
+    assert "2 nodes, each 2 GPUs with 24.00 GiB each" in page
+    assert "between_nodes" in page, "nominal, and said to be"
+
+
+def test_processes_of_a_machine_without_a_gpu_share_its_cores(tiny: str) -> None:
+    one, two = (answer(tiny, "--gpus", n, "--host", "8GiB", "--tokens", "4096") for n in "12")
+    assert two["plan"]["budget"]["host"] == one["plan"]["budget"]["host"] // 2
+    assert two["step"]["resources"]["link"] > 0
+    compute = [report["step"]["resources"]["compute"] for report in (one, two)]
+    assert compute[1] == pytest.approx(compute[0], rel=0.5), "half the tokens on half the cores"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--link", "25GB/s"], "--link is a rate between ranks, and there is one"),
+        (["--gpus", "2", "--between", "1GB/s"], "--between is a rate between nodes"),
+        (["--gpus", "2", "--link", "fast"], "--link is 'fast', not a rate"),
+        (["--gpus", "2", "--link", "0"], "--link is '0', not a rate"),
+        (["--gpus", "0"], "--gpus"),
+        (["--nodes", "-1"], "--nodes"),
+    ],
+)
+def test_what_makes_no_sense_of_ranks_is_refused(
+    tiny: str, arguments: list[str], words: str
+) -> None:
+    code, _, error = run(tiny, *DESKTOP, *arguments)
+    assert code == 2
+    assert words in error

@@ -9,7 +9,7 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from infinity._version import __version__
 from infinity.cli.terminal import AsJson, Drives, command, stdout_is_ours
 from infinity.errors import ConfigError, DoesNotFitError, InfinityError, MachineError
 from infinity.files import atomic_write
+from infinity.plan.cost import Rates
 from infinity.plan.machine import (
     Machine,
     PlanMachine,
@@ -28,6 +29,7 @@ from infinity.plan.machine import (
     default_host_budget_bytes,
     read_machine,
 )
+from infinity.plan.plan import LINKS
 from infinity.sizes import format_count, format_rate, format_size
 
 # What `infinity doctor` finds out: facts about this machine, and what keeps a run from starting.
@@ -90,8 +92,36 @@ def machine_facts() -> dict[str, Any]:
     }
 
 
-def describe(paths: Sequence[Path], refresh: bool = False) -> PlanMachine:
+def measured_links(refresh: bool = False) -> dict[str, Any] | None:
+    """Return rates between the ranks that a launcher started; None where it started one process.
+
+    All of them measure together, and each node keeps what was found: `rank` (of this process),
+    `gpus` (ranks of a node), `nodes`, `rates`, `measured` (the day).
+    """
+    from infinity.ranks import find_ranks, num_launched
+
+    if num_launched() == 1:
+        return None
+    import torch
+
+    from infinity.calibration import cached_links
+    from infinity.storage.cuda import find_device
+
+    with closing(find_ranks()) as ranks:
+        number = torch.device("cuda", ranks.local_rank) if torch.cuda.is_available() else None
+        with closing(find_device(number)) as device, ranks.settle("measures links"):
+            ranks.check(device.torch_device)
+            rates, day = cached_links(ranks, device, refresh=refresh)
+        found = {"rank": ranks.rank, "gpus": ranks.local_count, "nodes": ranks.num_nodes}
+        return found | {"rates": rates, "measured": day}
+
+
+def describe(
+    paths: Sequence[Path], refresh: bool = False, links: dict[str, Any] | None = None
+) -> PlanMachine:
     """Return this machine for a plan: its rates are measured, or were and are kept.
+
+    With `links` it is one of several ranks, see `measured_links`.
 
     Raises `InfinityError` where it cannot be measured.
     """
@@ -101,13 +131,15 @@ def describe(paths: Sequence[Path], refresh: bool = False) -> PlanMachine:
 
     with closing(find_device(None)) as device:
         found = cached_rates(paths, device, refresh=refresh)
-        return PlanMachine.here(
+        links = links or {"rates": {}, "gpus": 1, "nodes": 1}
+        machine = PlanMachine.here(
             paths,
             device,
-            found.rates,
+            Rates.of(found.rates.numbers() | links["rates"]),
             name=f"{cpu_model()}, device {device_name(device)}",
             measured=found.measured,
         )
+        return replace(machine, gpus=links["gpus"], nodes=links["nodes"])
 
 
 def _memory(machine: Machine, root: Path) -> dict[str, Any]:
@@ -264,17 +296,26 @@ def doctor(
 ) -> None:
     """Say what this machine offers, and whether a run could start.
 
+    Under torchrun the links between its ranks are measured as well, once, and kept for runs with
+    as many: `torchrun --standalone --nproc-per-node 2 --no-python infinity doctor`.
+
     Exits with 0 if it could, else with the code of the first problem: 3 something does not fit,
     4 the machine refuses. No machine file is written then.
     """
     with command():
-        if refresh and machine_file is None:
-            raise ConfigError("--refresh measures nothing", remedy="add --machine-file OUT.json")
         paths = [part.expanduser() for part in path or []]
         with stdout_is_ours():
+            links = measured_links(refresh)
+            if links is not None and links.pop("rank"):
+                return  # the first rank says it
+            if refresh and machine_file is None and links is None:
+                remedy = "add --machine-file OUT.json"
+                raise ConfigError("--refresh measures nothing", remedy=remedy)
             facts = examine(paths)
+            if links is not None:
+                facts["links"] = links
             if machine_file is not None and facts["ok"]:
-                machine = describe(paths, refresh)
+                machine = describe(paths, refresh, links)
                 _write(machine_file.expanduser(), machine.as_text())
                 facts["machine_file"] = machine.as_dict()
                 facts["rates"] = machine.rates_origin
@@ -313,6 +354,11 @@ def text_of(facts: dict[str, Any]) -> str:
         lines.append(f"PROBLEM: {problem['what']}")
         lines += [f"  because: {problem['because']}"] if problem["because"] else []
         lines += [f"  try: {problem['remedy']}"] if problem["remedy"] else []
+    if (links := facts.get("links")) is not None:
+        lines.append(
+            f"links      {links['gpus']} ranks on each of {links['nodes']} node(s), measured"
+        )
+        lines += [f"           {links['measured']}: {link_words(links['rates'])}", ""]
     if "machine_file" in facts:
         lines += [*rate_lines(facts["machine_file"]["rates"], facts["rates"]), ""]
     if facts["ok"]:
@@ -367,6 +413,8 @@ def rate_lines(rates: dict[str, Any], origin: str) -> list[str]:
         known = [name for name in names if name in rates]
         each = ", ".join(f"{_words(name)} {format_rate(rates[name])}" for name in known)
         lines += [f"           {title}: {each}"] if known else []
+    if LINKS[0] in rates:
+        lines.append(f"           links: {link_words(rates)}")
     updates = dict(rates["update"])
     if rates.get("device_update"):
         updates["on the device"] = rates["device_update"]
@@ -375,6 +423,12 @@ def rate_lines(rates: dict[str, Any], origin: str) -> list[str]:
     each = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in rates["compute"].items())
     lines.append(f"           compute: {each} TFLOP/s")
     return lines
+
+
+def link_words(rates: dict[str, Any]) -> str:
+    """Return how fast bytes pass between ranks."""
+    each = ", ".join(f"{name.replace('_', '-')} {format_rate(rates[name])}" for name in LINKS)
+    return f"{each}, received by each rank"
 
 
 def _words(name: str) -> str:

@@ -39,8 +39,12 @@ class Wishes:
     device: int | None = None
     host: int | None = None
     disk: int | None = None
+    gpus: int | None = None
+    nodes: int | None = None
+    link: int | None = None
+    between: int | None = None
     paths: tuple[Path, ...] = ()
-    tokens: int = DEFAULT_TOKENS
+    tokens: int | None = None  # of all ranks
     micro_batches: int | None = None
     sequence: int | None = None
     slices: int | None = None
@@ -60,11 +64,44 @@ _Target = Annotated[
         show_default=False,
     ),
 ]
+_Device = Annotated[
+    str | None, typer.Option("--device", metavar="SIZE", help="Plan for a GPU of this size.")
+]
+_Host = Annotated[
+    str | None, typer.Option("--host", metavar="SIZE", help="Plan for this much RAM.")
+]
+_Disk = Annotated[
+    str | None, typer.Option("--disk", metavar="SIZE", help="Plan for this much disk space.")
+]
+_MachineFile = Annotated[
+    Path | None,
+    typer.Option("--machine", metavar="FILE", help="From `infinity doctor --machine-file`."),
+]
+_Gpus = Annotated[
+    int | None,
+    typer.Option(
+        "--gpus", metavar="N", help="Ranks on a node: GPUs, or processes.", min=1, max=1024
+    ),
+]
+_Nodes = Annotated[
+    int | None,
+    typer.Option("--nodes", metavar="K", help="So many such machines.", min=1, max=4096),
+]
+_Link = Annotated[
+    str | None,
+    typer.Option(
+        "--link", metavar="RATE", help="What a rank gets from others of its node, as 25GB/s."
+    ),
+]
+_Between = Annotated[
+    str | None,
+    typer.Option("--between", metavar="RATE", help="What a node gets from others, as 12.5GB/s."),
+]
 _Tokens = Annotated[
     int | None,
     typer.Option(
         "--tokens",
-        help=f"Of a step, all micro-batches together. Default: {DEFAULT_TOKENS}.",
+        help=f"Of a step, all micro-batches and ranks together. Default: {DEFAULT_TOKENS} a rank.",
         min=1,
         max=2**40,
     ),
@@ -74,6 +111,9 @@ _MicroBatches = Annotated[
     typer.Option(
         "--micro-batches", help="Of a step. Default: as many as it takes.", min=1, max=1024
     ),
+]
+_Precision = Annotated[
+    str | None, typer.Option("--precision", metavar="NAME", help="bf16, fp16 or fp32.")
 ]
 _Moments = Annotated[
     str | None,
@@ -116,28 +156,21 @@ def plan(
         str | None,
         typer.Option("--model", metavar="TARGET", help="The model, where TARGET is a config."),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option("--device", metavar="SIZE", help="Plan for a GPU of this size.")
-    ] = None,
-    host: Annotated[
-        str | None, typer.Option("--host", metavar="SIZE", help="Plan for this much RAM.")
-    ] = None,
-    disk: Annotated[
-        str | None, typer.Option("--disk", metavar="SIZE", help="Plan for this much disk space.")
-    ] = None,
-    machine: Annotated[
-        Path | None,
-        typer.Option("--machine", metavar="FILE", help="From `infinity doctor --machine-file`."),
-    ] = None,
+    device: _Device = None,
+    host: _Host = None,
+    disk: _Disk = None,
+    machine: _MachineFile = None,
     path: Drives = None,
+    gpus: _Gpus = None,
+    nodes: _Nodes = None,
+    link: _Link = None,
+    between: _Between = None,
     tokens: _Tokens = None,
     micro_batches: _MicroBatches = None,
     sequence: _Sequence = None,
     slices: _Slices = None,
     activations: _Activations = None,
-    precision: Annotated[
-        str | None, typer.Option("--precision", metavar="NAME", help="bf16, fp16 or fp32.")
-    ] = None,
+    precision: _Precision = None,
     moments: _Moments = None,
     recompute: _Recompute = None,
     recompute_blocks: _Again = None,
@@ -155,6 +188,9 @@ def plan(
     describes another, or --device a GPU that is not here and there is no --path; what was not
     measured is that of a common machine, and is said to be.
 
+    With --gpus the model is shared by so many ranks: --host and --disk are those of their node,
+    and memory, bytes and times are of one rank; tokens/s of all.
+
     Exits with 0 if it fits, 3 if it does not, 2 if the question makes no sense.
     """
     with command():
@@ -166,7 +202,11 @@ def plan(
             host=_size("--host", host),
             disk=None if disk is None else parse_size(disk),
             paths=tuple(part.expanduser() for part in path or ()),
-            tokens=tokens or DEFAULT_TOKENS,
+            gpus=gpus,
+            nodes=nodes,
+            link=_rate("--link", link),
+            between=_rate("--between", between),
+            tokens=tokens,
             micro_batches=micro_batches,
             sequence=sequence,
             slices=slices,
@@ -213,7 +253,8 @@ def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
     machine = _machine(wishes, source)
     config = _on_machine(_as_trained(source, wishes, target), wishes, machine)
     groups = groups_of(target.module, config)
-    cut = cut_model(target.module, config, groups, None)
+    cut = cut_model(target.module, config, groups, None, machine.ranks)
+    tokens = -(-(wishes.tokens or DEFAULT_TOKENS * machine.ranks) // machine.ranks)
 
     case = case_for(
         target,
@@ -221,12 +262,12 @@ def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
         groups,
         config,
         machine,
-        wishes.tokens,
+        tokens,
         recompute=wishes.run is not None and wishes.run.model.gradient_checkpointing,
         made=max((p.nbytes for p in target.module.parameters()), default=0),
     )
     length = wishes.sequence if wishes.run is None else wishes.run.data.sequence_length
-    samples = max(wishes.tokens // length, 1) if isinstance(length, int) else None
+    samples = max(tokens // length, 1) if isinstance(length, int) else None
     chosen = choose_schedule(case, _wish(wishes, config), samples)
     told = {} if translation is None else {"deepspeed": translation.table()}
     return report(chosen.case, target, cut, rated_bytes, chosen) | told
@@ -338,6 +379,7 @@ def _model_of(run: RunConfig) -> Target:
 
 def _machine(wishes: Wishes, config: Config) -> PlanMachine:
     """The machine to plan for, with the sizes that were given."""
+    from infinity.plan.cost import Rates
     from infinity.plan.machine import HostOnly, PlanMachine, may_have_gpu, read_machine_file
 
     if wishes.machine_file is not None:
@@ -359,10 +401,15 @@ def _machine(wishes: Wishes, config: Config) -> PlanMachine:
         if unmeasured and device.unified:
             machine = PlanMachine.here((), device, name=_COMMON)
         else:
-            from infinity.calibration import cached_rates
+            from infinity.calibration import cached_rates, kept_links
 
             found = cached_rates(paths, device, io=config.io, refresh=wishes.refresh)
-            machine = PlanMachine.here(paths, device, found.rates, measured=found.measured)
+            gpus, nodes = wishes.gpus or 1, wishes.nodes or 1
+            links, _ = kept_links(device, gpus, nodes) or ({}, "")
+            rates = Rates.of(found.rates.numbers() | links)
+            machine = PlanMachine.here(paths, device, rates, measured=found.measured)
+            if links:
+                machine = replace(machine, gpus=gpus, nodes=nodes)
     return _sized(machine, wishes)
 
 
@@ -384,7 +431,35 @@ def _sized(machine: PlanMachine, wishes: Wishes) -> PlanMachine:
         machine = replace(machine, host_bytes=wishes.host)
     if wishes.disk is not None:
         machine = replace(machine, disk_bytes=wishes.disk)
-    return machine
+    return _of_ranks(machine, wishes)
+
+
+def _of_ranks(machine: PlanMachine, wishes: Wishes) -> PlanMachine:
+    """With so many ranks, and the rates between them that were given."""
+    from infinity.plan.cost import BETWEEN_NODES
+    from infinity.plan.plan import LINKS
+
+    machine = machine.with_ranks(wishes.gpus or machine.gpus, wishes.nodes or machine.nodes)
+    if wishes.link is not None and machine.ranks == 1:
+        raise ConfigError(
+            "--link is a rate between ranks, and there is one",
+            remedy="add --gpus 4, or leave it out",
+        )
+    if wishes.between is not None and machine.nodes == 1:
+        raise ConfigError(
+            "--between is a rate between nodes, and there is one",
+            remedy="add --nodes 2, or leave it out",
+        )
+    given: dict[str, Any] = {}
+    if wishes.link is not None:
+        given |= dict.fromkeys(LINKS, wishes.link)
+    if wishes.between is not None:
+        given[BETWEEN_NODES] = wishes.between
+    return replace(
+        machine,
+        rates=replace(machine.rates, **given),
+        nominal=tuple(name for name in machine.nominal if name not in given),
+    )
 
 
 def _on_machine(config: Config, wishes: Wishes, machine: PlanMachine) -> Config:
@@ -413,6 +488,18 @@ def _tier(text: str | None) -> Offload | None:
     if text is None:
         return None
     raise ConfigError(f"--activations is {text}", remedy="none, host or disk")
+
+
+def _rate(option: str, text: str | None) -> int | None:
+    """Bytes per second."""
+    try:
+        return None if text is None else _size(option, text.strip().removesuffix("/s"))
+    except ConfigError as error:
+        raise ConfigError(
+            f"{option} is {text!r}, not a rate",
+            because=error.because,
+            remedy=f'bytes per second, like {option} 25GB/s or "25 GB/s"',
+        ) from None
 
 
 def _size(option: str, text: str | None) -> int | None:

@@ -2,9 +2,13 @@
 
 `model`       name, family, parameters, units, largest_unit {name, weight_bytes}, experts
 `machine`     name, unified, num_cpus, host_bytes, device_bytes, disk_bytes, rates, nominal (names
-              of rates that nobody measured), rates_origin
-`work`        tokens (of a micro-batch), micro_batches, tokens_per_step, precision, slices,
-              recompute (blocks, or "all"), offload, sliced_logits
+              of rates that nobody measured), rates_origin, gpus (ranks of a node), nodes; a device
+              is one rank's, all else a node's
+`ranks`       count, zero_stage, node_bytes {tier: bytes}, all of a node's ranks together; None for
+              one rank. `activations`, `plan`, `moved` and `step` are of one rank, tokens_per_s of
+              all
+`work`        tokens (of a micro-batch), micro_batches (both of a rank), tokens_per_step, precision,
+              slices, recompute (blocks, or "all"), offload, sliced_logits
 `schedule`    line (`work` in words), blocks, settings (as a configuration says it),
               runner_up {line, seconds, tokens_per_s} or None
 `fits`        whether plan and activations fit; `problem` {what, because, remedy} where they do not
@@ -37,9 +41,10 @@ from infinity.model.shapes import Target
 from infinity.plan.activations import num_blocks
 from infinity.plan.advice import Way, faster, ways_to_fit
 from infinity.plan.batch_schedule import BatchSchedule, Chosen
-from infinity.plan.cost import PhaseCost, disk_days
+from infinity.plan.budget import budgeted_bytes
+from infinity.plan.cost import BETWEEN_NODES, PhaseCost, disk_days
 from infinity.plan.layout import Kind, Tier, UnitLayout
-from infinity.plan.plan import DIRECTIONS, Plan
+from infinity.plan.plan import DIRECTIONS, LINKS, Plan
 from infinity.plan.planner import Case, Priced, price
 from infinity.sizes import format_count, format_duration, format_rate, format_size
 
@@ -54,6 +59,8 @@ _DIRECTION_NAMES = {
     "disk_write": "disk write",
     "to_device": "to device",
     "from_device": "from device",
+    "all_gather": "all-gather",
+    "all_to_all": "all-to-all",
 }
 
 
@@ -90,13 +97,20 @@ def _say_question(page: Page, report: dict[str, Any]) -> None:
     )
     sizes = f"{format_size(machine['host_bytes'])} of RAM"
     if machine["device_bytes"] is not None:
-        sizes = f"a GPU with {format_size(machine['device_bytes'])}, {sizes}"
+        count, memory = machine["gpus"], format_size(machine["device_bytes"])
+        gpus = f"a GPU with {memory}" if count == 1 else f"{count} GPUs with {memory} each"
+        sizes = f"{gpus}, {sizes}"
+    elif machine["gpus"] > 1:
+        sizes = f"{machine['gpus']} processes, {sizes}"
+    if machine["nodes"] > 1:
+        sizes = f"{machine['nodes']} nodes, each {sizes}"
     disk = machine["disk_bytes"]
     sizes += f", {format_size(disk)} of disk" if disk else ", no disk (--path DIR or --disk SIZE)"
     page.say(f"machine  {machine['name']}: {sizes}")
     page.say(f"rates    {machine['rates_origin']}")
     page.say(f"step     {work['tokens_per_step']:,} tokens, {work['precision']}")
-    page.say(f"         {report['schedule']['line']}")
+    each = f"each of {report['ranks']['count']} ranks: " if report["ranks"] else ""
+    page.say(f"         {each}{report['schedule']['line']}")
     after = report["schedule"]["runner_up"]
     if after is not None:
         page.say(f"         the fastest that fits; next, {_speed(after['tokens_per_s'])}:")
@@ -156,6 +170,16 @@ def _bars(page: Page, report: dict[str, Any]) -> None:
         )
         inside = ", ".join(f"{name} {format_size(v)}" for name, v in parts.items() if v)
         page.say(f"          {inside or 'nothing'}")
+    if report["ranks"]:
+        used = report["ranks"]["node_bytes"]
+        whole = report["machine"]
+        parts = [f"RAM {format_size(used['host'])} of {format_size(whole['host_bytes'])}"]
+        if used["disk"]:
+            parts.append(f"disk {format_size(used['disk'])} of {format_size(whole['disk_bytes'])}")
+        page.say(
+            f"a node   {whole['gpus']} such ranks: {', '.join(parts)}; each rank keeps "
+            f"1/{report['ranks']['count']} of every unit, as ZeRO-{report['ranks']['zero_stage']}"
+        )
     _say_activations(page, report)
     for note in report["plan"]["notes"]:
         page.say(f"note: {note}")
@@ -192,9 +216,9 @@ def _moved(page: Page, report: dict[str, Any]) -> None:
     if not directions:
         page.say("nothing moves between tiers")
         return
-    stars = {
-        direction: " *" for direction in directions if direction in report["machine"]["nominal"]
-    }
+    guessed = set(report["machine"]["nominal"])
+    guessed |= set(LINKS) if BETWEEN_NODES in guessed else set()
+    stars = {direction: " *" for direction in directions if direction in guessed}
     rows = [
         [
             _DIRECTION_NAMES[direction],
@@ -204,12 +228,14 @@ def _moved(page: Page, report: dict[str, Any]) -> None:
         ]
         for direction, moved in directions.items()
     ]
-    title = "what a step moves" + (" (* nominal, not measured)" if stars else "")
+    title = "what a step moves" + (" of one rank" if report["ranks"] else "")
+    title += " (* nominal, not measured)" if stars else ""
     page.table(title, ["direction", "a step", "bytes a parameter", "rate"], rows)
     wear = report["wear"]
     if wear["days"] is not None:
+        where = " on a node" if report["ranks"] else ""
         page.say(
-            f"wear     {wear['written_per_step'] / 1e9:,.1f} GB written a step: "
+            f"wear     {wear['written_per_step'] / 1e9:,.1f} GB written a step{where}: "
             f"{wear['rated_bytes'] / 1e12:,.4g} TB of rated writes last for {wear['days']:,.1f} "
             "days of training without a pause"
         )
@@ -286,10 +312,11 @@ def report(
         "infinity": __version__,
         "model": _model(case, target),
         "machine": _machine(case),
+        "ranks": None,
         "work": {
             "tokens": case.work.tokens,
             "micro_batches": case.micro_batches,
-            "tokens_per_step": case.work.tokens * case.micro_batches,
+            "tokens_per_step": case.tokens_per_step,
             "precision": case.config.precision,
             "slices": schedule.slices,
             "recompute": schedule.recompute,
@@ -348,7 +375,7 @@ def _finer(case: Case, target: Target, cut: Cut) -> tuple[UnitLayout, ...]:
     if not names:
         return ()
     groups = groups_of(target.module, case.config)
-    return cut_model(target.module, case.config, groups, names).layouts
+    return cut_model(target.module, case.config, groups, names, case.machine.ranks).layouts
 
 
 def _model(case: Case, target: Target) -> dict[str, Any]:
@@ -365,8 +392,8 @@ def _model(case: Case, target: Target) -> dict[str, Any]:
 
 def _machine(case: Case) -> dict[str, Any]:
     machine = case.machine
-    names = ("name", "unified", "num_cpus", "host_bytes", "device_bytes", "disk_bytes")
-    return {name: getattr(machine, name) for name in names} | {
+    names = ("name", "unified", "num_cpus", "host_bytes", "device_bytes", "disk_bytes", "gpus")
+    return {name: getattr(machine, name) for name in (*names, "nodes")} | {
         "rates": machine.rates.numbers(),
         "nominal": list(machine.nominal),
         "rates_origin": machine.rates_origin,
@@ -380,11 +407,18 @@ def _activations(case: Case) -> dict[str, Any]:
 
 def _planned(priced: Priced, rated_bytes: int) -> dict[str, Any]:
     """What there is to say of a plan, whether or not activations fit beside it."""
-    plan, cost, rates = priced.plan, priced.cost, priced.case.machine.rates.numbers()
-    parameters = max(plan.num_trained, 1)
-    written = plan.predicted_bytes["disk_write"]
+    plan, cost, machine = priced.plan, priced.cost, priced.case.machine
+    parameters, rates = max(plan.num_trained, 1), machine.rank_rates.numbers()
+    written = plan.predicted_bytes["disk_write"] * machine.gpus
     days = disk_days(written, cost.seconds, rated_bytes)
+    used = budgeted_bytes(plan)
+    ranks = {
+        "count": plan.ranks,
+        "zero_stage": plan.zero_stage,
+        "node_bytes": {tier.value: machine.gpus * used[tier] for tier in (Tier.HOST, Tier.DISK)},
+    }
     return {
+        "ranks": ranks if plan.ranks > 1 else None,
         "plan": {
             "rule": plan.rule.name,
             "moments": [form.value for form in plan.precision.moments],

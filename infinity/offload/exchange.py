@@ -15,18 +15,21 @@ exchanged twice: its order is (micro-batch, arrival, rank).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from infinity.offload.transfers import Transfers
 from infinity.optim.cpu import CpuKernels
 from infinity.plan.budget import exchange_bytes
-from infinity.plan.layout import SQUARE_BLOCK, Segment
+from infinity.plan.layout import Segment
 from infinity.plan.plan import Plan
 from infinity.ranks import Ranks
-from infinity.storage.device import HAPPENED, Device, Event, after_all
+from infinity.storage.device import HAPPENED, Event, after_all
+
+Moved = Callable[[str, int], None]  # so many bytes in a direction
 
 
 class Taking(Protocol):
@@ -40,10 +43,11 @@ class GradientExchange:
     """What has arrived of a backward and is not exchanged; `has` gets what any rank had."""
 
     def __init__(
-        self, plan: Plan, device: Device, ranks: Ranks, take: Taking, has: set[int]
+        self, plan: Plan, transfers: Transfers, ranks: Ranks, take: Taking, has: set[int]
     ) -> None:
         self._plan = plan
-        self._device = device
+        self._moved = transfers.count
+        self._device = device = transfers.device
         self._ranks = ranks
         self._take = take
         self._has = has
@@ -127,6 +131,7 @@ class GradientExchange:
                 place.copy_(mine[segment.parameter])
         mine.clear()
         self._ranks.all_to_all(self._received[:nbytes], self._sent[:nbytes])
+        self._moved("all_to_all", nbytes - nbytes // self._ranks.count)
         received = self._received[:nbytes].view(dtype).view(self._ranks.count, -1)
         last = {parameter: r for r, parameters in enumerate(there) for parameter in parameters}
         taken = []
@@ -143,18 +148,11 @@ class GradientExchange:
 class NormTree:
     """Folds square sums of blocks that ranks took of what they keep, as one rank folds its own."""
 
-    def __init__(self, plan: Plan, ranks: Ranks, kernels: CpuKernels) -> None:
+    def __init__(self, plan: Plan, ranks: Ranks, kernels: CpuKernels, moved: Moved) -> None:
         self._ranks = ranks
+        self._moved = moved
         self._kernels = kernels
-        # Parameter -> of each rank the number of its blocks there, in order.
-        self._blocks: dict[int, list[int]] = {}
-        for unit in plan.units:
-            for rank in range(ranks.count):
-                shard = unit.of_shard(rank)
-                for segment in shard.segments:
-                    first, end = segment.within(0, shard.numel)
-                    counts = self._blocks.setdefault(segment.parameter, [0] * ranks.count)
-                    counts[rank] = -(-(end - first) // SQUARE_BLOCK)
+        self._told = {p: told for unit in plan.units for p, told in unit.told_squares.items()}
 
     def fold(self, own: Mapping[int, Tensor], parameters: Sequence[int]) -> dict[int, float]:
         """Parameter -> its sum of squares.
@@ -162,8 +160,9 @@ class NormTree:
         `own` has the sums (fp64) of this rank's blocks of each of the `parameters`; the same
         parameters on all ranks. Of one that lies in one shard only the sum itself is told.
         """
-        sizes = {p: self._told(self._blocks[p]) for p in parameters}
+        sizes = {p: self._told[p] for p in parameters}
         length = max(sum(told[r] for told in sizes.values()) for r in range(self._ranks.count))
+        self._moved("all_gather", 8 * length * (self._ranks.count - 1))
         told, at = torch.zeros(length, dtype=torch.float64), 0
         for parameter in parameters:
             count = sizes[parameter][self._ranks.rank]
@@ -182,9 +181,3 @@ class NormTree:
                 starts[rank] += count
             found[parameter] = self._kernels.fold_squares(torch.cat(parts))
         return found
-
-    @staticmethod
-    def _told(blocks: Sequence[int]) -> list[int]:
-        """How many numbers each rank tells of a parameter."""
-        crosses = sum(map(bool, blocks)) > 1
-        return [count if crosses else min(count, 1) for count in blocks]

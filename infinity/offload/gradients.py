@@ -293,8 +293,8 @@ class GradientStore:
         self.exchange: GradientExchange | None = None
         self._tree: NormTree | None = None
         if ranks.count > 1:
-            self.exchange = GradientExchange(plan, transfers.device, ranks, self.take, self._has)
-            self._tree = NormTree(plan, ranks, kernels)
+            self.exchange = GradientExchange(plan, transfers, ranks, self.take, self._has)
+            self._tree = NormTree(plan, ranks, kernels, transfers.count)
         self._copies = GradientCopies(transfers, NUM_GRADIENT_BUFFERS * largest_trained(plan))
         self._device_squares = SquaresOnDevice(transfers)
         self._worker = None if plan.unified else GradientWorker(transfers, self._reserve_staging())

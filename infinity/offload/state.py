@@ -197,6 +197,8 @@ class StateStore:
         for part in (whole[:trained], whole[trained:]):
             if part.numel():
                 self.ranks.all_gather(part)
+                others = part.numel() - part.numel() // self.ranks.count
+                self.transfers.count("all_gather", others)
 
     def places(
         self,

@@ -192,7 +192,7 @@ class Transfers:
     def _counted(
         self, direction: str, event: Event, nbytes: int, submitted: int, label: Label
     ) -> Event:
-        self._add(direction, nbytes)
+        self.count(direction, nbytes)
         trace = self.trace  # another thread may end it
         if trace is None:
             return event
@@ -290,6 +290,7 @@ class Transfers:
             return {direction: {"queue": 0.0, "device": 0.0} for direction in DISK_DIRECTIONS}
         return {direction: self.disk.times_s(op) for direction, op in DISK_DIRECTIONS.items()}
 
-    def _add(self, direction: str, nbytes: int) -> None:
+    def count(self, direction: str, nbytes: int) -> None:
+        """So many bytes have moved in a direction; those between ranks do not pass here."""
         with self._lock:
             self._moved[direction] += nbytes

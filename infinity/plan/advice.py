@@ -80,7 +80,7 @@ def _differences(case: Case, after: Case) -> Iterator[tuple[str, str]]:
     if new.precision != old.precision:
         what = f"{new.precision}, which this machine multiplies faster"
         yield what, f"--precision {new.precision}"
-    elif after.units != case.units:
+    elif after.units != case.units and after.machine.ranks == case.machine.ranks:
         yield "blocks cut into their parts", "initialize(units=[...]) with the parts of each block"
     for tier in TIERS:
         budget = getattr(new.budget, tier)
@@ -90,14 +90,18 @@ def _differences(case: Case, after: Case) -> Iterator[tuple[str, str]]:
             yield f"no budget for the {tier} but the machine's", f"budget.{tier} left out"
             continue
         what = f"less of the {tier} for what rests there, more for activations"
-        if budget > getattr(case.limits, tier):
+        if budget > _node_limit(case, tier):
             what = f"a budget of {format_size(budget)} of the {tier}"
         yield what, f"budget.{tier}: {size_text(budget)}"
     yield from _step_differences(case, after)
     form = new.optimizer.moments
     if form != old.optimizer.moments:
         yield f"moments in {form}, which is lossy", f"--moments {form}"
-    if after.machine.rates != case.machine.rates:
+    if after.machine.gpus != case.machine.gpus:
+        what = "one more GPU" if not case.machine.unified else "one more process"
+        where = " on each node, as fast, with the same RAM" if case.machine.nodes > 1 else ""
+        yield f"{what}{where or ', as fast, with the same RAM'}", f"--gpus {after.machine.gpus}"
+    elif after.machine.rates != case.machine.rates:
         yield "a second drive, as large and as fast", "nvme_path with one more directory"
         return
     for tier in TIERS:
@@ -136,7 +140,7 @@ def _step_differences(case: Case, after: Case) -> Iterator[tuple[str, str]]:
 
 
 def _batch(case: Case) -> int:
-    return case.work.tokens * case.micro_batches
+    return case.tokens_per_step
 
 
 def size_of(case: Case, tier: Tier) -> int | None:
@@ -152,6 +156,12 @@ def sized(case: Case, tier: Tier, nbytes: int) -> Case:
     if tier is Tier.DISK and nbytes and not case.config.nvme_path:
         changed = changed.with_config(nvme_path=SOME_DISK)
     return changed
+
+
+def _node_limit(case: Case, tier: Tier) -> int:
+    """The budget of a tier: of a device, else of a whole node, as configurations have it."""
+    limit: int = getattr(case.limits, tier) or 0
+    return limit if tier is Tier.DEVICE else limit * case.machine.gpus
 
 
 def round_size(nbytes: int) -> int:
@@ -247,8 +257,10 @@ def _exact(case: Case, finer: tuple[UnitLayout, ...]) -> Iterator[Case]:
     if case.config.budget != BudgetConfig():
         yield case.with_config(budget=BudgetConfig())
     room = case.compute_bytes - case.activations().total
+    if case.machine.unified:
+        room *= case.machine.gpus
     budget = round_down(int(room / AUTO_SHARE))  # placement that the plan chooses leaves the rest
-    if 0 < budget < (getattr(case.limits, case.compute_tier) or 0):
+    if 0 < budget < _node_limit(case, case.compute_tier):
         yield case.with_budget(case.compute_tier, budget)
 
 
@@ -256,7 +268,8 @@ def _schedules(case: Case, chosen: Chosen | None) -> Chosen:
     """How else the same tokens a step might pass the model; `chosen` if all was left to that."""
     if chosen is not None and chosen.wish == BatchSchedule():
         return chosen
-    return choose_schedule(case.with_step(_batch(case), 1), BatchSchedule())
+    of_rank = case.work.tokens * case.micro_batches
+    return choose_schedule(case.with_step(of_rank, 1), BatchSchedule())
 
 
 def _other(case: Case, chosen: Chosen) -> Iterator[Case]:
@@ -329,8 +342,8 @@ def _larger_budgets(case: Case) -> Iterator[Case]:
     """The smallest budgets in the configuration that would do, on the machine as it is."""
     machine = replace(case, config=case.config.model_copy(update={"budget": BudgetConfig()}))
     for tier in TIERS:
-        budget, most = getattr(case.config.budget, tier), getattr(machine.limits, tier)
-        if budget is not None and most is not None and budget < most:
+        budget, most = getattr(case.config.budget, tier), _node_limit(machine, tier)
+        if budget is not None and budget < most:
             found = _first_fit(partial(case.with_budget, tier), budget, most)
             if found is not None:
                 yield found
@@ -387,21 +400,32 @@ def _taken(case: Case, plan: Plan) -> int:
 def faster(priced: Priced, count: int = 5, chosen: Chosen | None = None) -> list[Way]:
     """The changes with the largest predicted gain in tokens per second, best first.
 
-    `chosen` is what the case comes from, if its batch schedule was searched.
+    Of several ranks one more GPU, and a second drive, are among them whatever they gain. `chosen`
+    is what the case comes from, if its batch schedule was searched.
     """
     case, now = priced.case, priced.tokens_per_s
+    rates = case.machine.rank_rates
+    hardware, asked = list(_more_hardware(priced)), list[Case]()
+    if case.machine.ranks > 1:
+        hardware.append(case.with_gpus(case.machine.gpus + 1))
+        asked = [c for c in hardware if c.machine.rank_rates.disk_read != rates.disk_read]
     changed = [
         *_same_batch(case, chosen),
         *(case.with_moments(name) for name in _smaller_formats(case)),
-        *_more_hardware(priced),
+        *hardware,
         case.with_step(4 * case.work.tokens, case.micro_batches),
     ]
     if 4 * case.micro_batches <= MOST_MICRO_BATCHES:
         changed.append(case.with_step(case.work.tokens, 4 * case.micro_batches))
     roomy = [c for c in changed if c.activations().total <= c.compute_bytes]
     ways = [replace(w, speed_up=w.priced.tokens_per_s / now) for w in _tried(case, roomy) if now]
-    ways = [way for way in ways if way.speed_up >= LEAST_GAIN]
-    return sorted(ways, key=lambda way: -way.speed_up)[:count]
+    ways.sort(key=lambda way: -way.speed_up)
+    best = [way for way in ways if way.speed_up >= LEAST_GAIN][:count]
+    return [w for w in ways if any(w is one for one in best) or _is_of(w, asked)]
+
+
+def _is_of(way: Way, cases: Iterable[Case]) -> bool:
+    return any(way.priced.case is case for case in cases)
 
 
 def _same_batch(case: Case, chosen: Chosen | None) -> Iterator[Case]:
@@ -423,11 +447,12 @@ def _more_hardware(priced: Priced) -> Iterator[Case]:
     doubled = replace(rates, **{name: 2 * getattr(rates, name) for name in names})
     yield case.with_machine(rates=doubled, disk_bytes=2 * case.machine.disk_bytes)
     disk, used = priced.plan.memory[Tier.DISK], priced.plan.tier_bytes
-    held = used[Tier.HOST] + (used[Tier.DEVICE] if priced.plan.unified else 0)
+    local = case.machine.gpus
+    held = local * (used[Tier.HOST] + (used[Tier.DEVICE] if priced.plan.unified else 0))
     share = HOST_BUDGET_SHARE * (AUTO_SHARE if priced.plan.unified else 1.0)
     sizes = {round_size(int(1.25 * case.machine.host_bytes))}
     for purpose in ("gradients", "weights", "state"):
-        held += disk[purpose]
+        held += local * disk[purpose]
         sizes.add(round_size(int(1.01 * held / share)))  # and what else grows with it
     for nbytes in sorted(sizes):
         if case.machine.host_bytes < nbytes <= _LARGEST[Tier.HOST]:

@@ -8,6 +8,13 @@ compute, since both want the same cores; elsewhere it runs beside it. The optimi
 unit after the other: what the CPU updates waits for what streams through the device, and the other
 way round.
 
+[Note: ranks]
+Of several ranks all times are of one: disk and CPU give it its part of what the node has, links to
+its GPU are its own. What it receives from the others passes the link, another resource that works
+beside the rest; what every link carries at the same time is in the rates. Between nodes a ring of
+all-gathers brings everything into a node once, and an all-to-all brings what its ranks get from
+others' ranks: so much of the rate into a node is a rank's.
+
 [Note: compute]
 A token costs 2 FLOP a matrix element forward and 4 backward (2 more where blocks are recomputed);
 lookup tables cost none. Attention's products of tokens with tokens are left out: 2 * context
@@ -21,16 +28,17 @@ give 16 * h; so 27/16 passes over these, twice as many backward, and one more fo
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from infinity.config.schema import Recompute
 from infinity.plan.activations import recomputed
 from infinity.plan.forecast import PhaseBytes, forecast_phases
 from infinity.plan.layout import UnitLayout
-from infinity.plan.plan import Plan, UpdatePlace, streamed_bytes, update_place
+from infinity.plan.plan import LINKS, Plan, UpdatePlace, streamed_bytes, update_place
 
 # How fast the resources of a machine are: the numbers a plan's times are computed from.
 #
@@ -44,6 +52,7 @@ COPIES = ("to_device", "from_device")
 UPDATE = tuple(f"update.{name}" for name in UPDATE_FORMATS)
 COMPUTE = tuple(f"compute.{name}" for name in PRECISIONS)
 DEVICE_UPDATE = "device_update"
+BETWEEN_NODES = "between_nodes"
 
 
 @dataclass(frozen=True)
@@ -54,7 +63,9 @@ class Rates:
     between host and device, None where they are one memory. `update` is parameters per second of
     the host's optimizer kernels with all threads, by format of the moments ("fp32", "bf16",
     "8bit"); `compute` FLOP per second of large matrix products on the device, as training mixes
-    them (forward, and both of backward), by precision ("bf16", "fp32").
+    them (forward, and both of backward), by precision ("bf16", "fp32"). `all_gather` and
+    `all_to_all` are what one rank receives from others while all do; None where there is one rank.
+    `between_nodes` is what a node receives from others, for all of its ranks.
     """
 
     disk_read: float
@@ -65,6 +76,9 @@ class Rates:
     to_device: float | None = None
     from_device: float | None = None
     device_update: float | None = None  # parameters per second, where the device has kernels
+    all_gather: float | None = None
+    all_to_all: float | None = None
+    between_nodes: float | None = None
 
     def disk_s(self, read_bytes: int, written_bytes: int) -> float:
         """Seconds for so many bytes in both directions at once.
@@ -76,6 +90,22 @@ class Rates:
             2 * both / self.disk_mixed
             + (read_bytes - both) / self.disk_read
             + (written_bytes - both) / self.disk_write
+        )
+
+    def of_rank(self, local: int, nodes: int, *, unified: bool) -> Rates:
+        """What one rank gets where `local` of them share a node, and there are so many `nodes`."""
+        disk = {name: getattr(self, name) / local for name in DISK}
+        update = {name: rate / local for name, rate in self.update.items()}
+        compute = {name: rate / (local if unified else 1) for name, rate in self.compute.items()}
+        found = replace(self, update=update, compute=compute, **disk)
+        if nodes == 1 or self.between_nodes is None or self.all_gather is None:
+            return found
+        others = local * nodes - 1
+        shared = self.between_nodes * others / (local * local * (nodes - 1))
+        return replace(
+            found,
+            all_gather=min(self.all_gather, self.between_nodes),
+            all_to_all=min(self.all_to_all or math.inf, shared),
         )
 
     def numbers(self) -> dict[str, float]:
@@ -168,6 +198,32 @@ def rates_origin(rates: Rates, nominal: Collection[str], measured: str | None) -
     if nominal:
         origin += f"; nominal, not measured: {', '.join(nominal)}"
     return origin
+
+
+# Where no link was measured. Between GPUs without NVLink bytes go through RAM: down one PCIe 4 link
+# and up another, while each also carries what comes from RAM; half of what a copy alone sees.
+# Between processes: gloo through the loopback interface, where ranks take turns on the cores that
+# compute (2 ranks on 2 busy cores of an EPYC: 0.1 to 0.3e9 gathered, 0.3 to 0.9e9 exchanged).
+# Between nodes: one port of 100 Gbit/s, less framing.
+_NOMINAL_LINKS = {False: 11e9, True: 0.3e9}
+_NOMINAL_BETWEEN = 11e9
+
+
+def with_links(
+    rates: Rates, local: int, nodes: int = 1, *, unified: bool, across: bool = False
+) -> tuple[Rates, tuple[str, ...]]:
+    """With rates between ranks, `local` of them on each node; and the names of nominal ones.
+
+    `across`: links were measured between these very nodes, so nothing else limits them.
+    """
+    wanted: dict[str, float] = {}
+    if local * nodes > 1:
+        wanted |= dict.fromkeys(LINKS, _NOMINAL_LINKS[unified])
+    if nodes > 1 and not across:
+        wanted[BETWEEN_NODES] = _NOMINAL_BETWEEN
+    there = rates.numbers()
+    missing = tuple(name for name in wanted if name not in there)
+    return Rates.of(wanted | there), missing
 
 
 PASSES_FORWARD, PASSES_BACKWARD = 27 / 16, 2 * 27 / 16 + 9 / 16
@@ -278,6 +334,9 @@ class _Pricing:
                 ("from_device", rates.from_device),
             ):
                 resources[resource] = moved[resource] / rate if rate else 0.0
+        if plan.ranks > 1:
+            links = ((moved[name], getattr(rates, name)) for name in LINKS)
+            resources["link"] = sum(nbytes / rate for nbytes, rate in links if rate)
         compute = self._compute_s(phase)
         update = on_device = 0.0
         if phase.has_update:

@@ -150,7 +150,19 @@ class _Bytes:
             _add(self._of_update(self.plan.units[unit], publish), moved)
         if moves.backward:
             _add(self._gradients[moves.micro_batch > 0], moved)
+        if self.plan.ranks > 1:
+            moved["all_gather"] = self._gathered(moves)
         return moved
+
+    def _gathered(self, moves: _PhaseMoves) -> int:
+        """Others' shards of what came to a slot, and at the end their square sums for the norm."""
+        units, others = self.plan.units, self.plan.ranks - 1
+        brought = [*moves.fetched, *(unit for unit, publish in moves.updated if publish)]
+        nbytes = others * sum(units[unit].shard_bytes for unit in brought)
+        if moves.backward and moves.micro_batch + 1 == self.plan.micro_batches:
+            told = (unit.num_told for unit in units if unit.numel)
+            nbytes += 8 * others * max(map(sum, zip(*told, strict=True)), default=0)
+        return nbytes
 
     def _of_fetches(self, fetched: list[int]) -> dict[str, int]:
         sizes = [(self.plan.units[u].shard_bytes, self.plan.placements[u].weight) for u in fetched]
@@ -198,16 +210,17 @@ class _Bytes:
 
     def _of_gradients(self, used: Collection[int]) -> tuple[dict[str, int], dict[str, int]]:
         """Of all units in one backward: the first of a step, and any other."""
-        plan, on_disk, from_device = self.plan, 0, 0
+        plan, on_disk, from_device, exchanged = self.plan, 0, 0, 0
         for unit in used:
             layout, tier = plan.units[unit], plan.placements[unit].gradient
             if tier is Tier.DISK:
                 on_disk += plan.gradient_bytes(layout)
+            itemsize = 4 if unit in self._summed else layout.weight_itemsize
+            exchanged += (plan.ranks - 1) * layout.shard_numel * itemsize
             if not plan.unified and tier is not Tier.DEVICE:
-                itemsize = 4 if unit in self._summed else layout.weight_itemsize
                 # Of every rank's gradient what is this one's; wide where they are sums of slices.
                 from_device += plan.ranks * plan.own[unit].num_trained * itemsize
-        first = {"disk_write": on_disk, "from_device": from_device}
+        first = {"disk_write": on_disk, "from_device": from_device, "all_to_all": exchanged}
         return first, {"disk_read": on_disk, **first}
 
 
@@ -271,15 +284,19 @@ class _CountedRun:
         self.order.advance(unit)
         slot_class = self.class_of(unit)
         if slot_class is not None and not self.holds_slot(unit):
-            if not self.num_free(slot_class):
-                access_order.make_slot_free(
-                    self, slot_class, lambda u: self.order.distance(u, wraps=self.wraps)
-                )
+            self._free_slot(slot_class)
             self._run_pass()
-            if not self.holds_slot(unit):
+            if not self.holds_slot(unit):  # the pass may have filled the slot with a later unit
+                self._free_slot(slot_class)
                 self.fetch(unit)
         access_order.prefetch(self, self.order, self.course.prefetch_units, wraps=self.wraps)
         self._run_pass()
+
+    def _free_slot(self, slot_class: int) -> None:
+        if not self.num_free(slot_class):
+            access_order.make_slot_free(
+                self, slot_class, lambda u: self.order.distance(u, wraps=self.wraps)
+            )
 
     def _run_pass(self) -> None:
         while self.pending:
@@ -322,6 +339,7 @@ class _CountedRun:
     def fetch(self, unit: int) -> None:
         slot_class = self.class_of(unit)
         assert slot_class is not None
+        assert self.num_free(slot_class) > 0
         self.resident[slot_class].add(unit)
         self.phases[-1].fetched.append(unit)
 

@@ -207,6 +207,28 @@ class UnitLayout:
     def _by_rank(self) -> tuple[UnitLayout, ...]:
         return tuple(map(self._shard, range(self.shards)))
 
+    @cached_property
+    def told_squares(self) -> dict[int, tuple[int, ...]]:
+        """Parameter -> how many square sums each rank tells the others of it, for the norm.
+
+        Those of all its blocks there; of a parameter that lies in one shard only their sum.
+        """
+        blocks = {s.parameter: [0] * self.shards for s in self.trained_segments}
+        for rank in range(self.shards):
+            shard = self.of_shard(rank)
+            for segment in shard.trained_segments:
+                first, end = segment.within(0, shard.numel)
+                blocks[segment.parameter][rank] = -(-(end - first) // SQUARE_BLOCK)
+        return {
+            p: tuple(counts if sum(map(bool, counts)) > 1 else (min(n, 1) for n in counts))
+            for p, counts in blocks.items()
+        }
+
+    @cached_property
+    def num_told(self) -> tuple[int, ...]:
+        """The same of all parameters together, by rank."""
+        return tuple(map(sum, zip(*self.told_squares.values(), strict=True)))
+
     def _shard(self, rank: int) -> UnitLayout:
         start, count = rank * self.shard_numel, self.shard_numel
         segments = tuple(

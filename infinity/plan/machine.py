@@ -17,7 +17,7 @@ import platform
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, TypeAlias
@@ -44,6 +44,7 @@ from infinity.plan.cost import (
     flat,
     nested,
     rates_origin,
+    with_links,
 )
 from infinity.sizes import parse_size
 
@@ -374,8 +375,8 @@ def _cache_bytes(root: Path) -> int:
 # A machine to plan for: this one, or one that is described in a file and need not be here.
 #
 # The file is a JSON object: `format` 1, `name`, `measured` (a date), `host_ram`, `device_memory`,
-# `disk_free`, `num_cpus`, `unified`, `rates`. Sizes are bytes or text such as "64GiB", rates
-# numbers or text such as "3.0 GB/s". `infinity doctor --machine-file` writes one.
+# `disk_free`, `num_cpus`, `unified`, `gpus`, `nodes`, `rates`. Sizes are bytes or text such as
+# "64GiB", rates numbers or text such as "3.0 GB/s". `infinity doctor --machine-file` writes one.
 
 
 FORMAT = 1
@@ -421,6 +422,11 @@ class PlanMachine:
     rates: Rates
     nominal: tuple[str, ...] = ()
     measured: str | None = None
+    gpus: int = 1
+    """Ranks of a node, one for each GPU; where there is none, processes. Sizes but the device's,
+    and rates of disk and CPU, are of all of them together."""
+    nodes: int = 1
+    """How many such machines train together."""
 
     @classmethod
     def here(
@@ -463,6 +469,23 @@ class PlanMachine:
         return int(HOST_BUDGET_SHARE * self.host_bytes)
 
     @property
+    def ranks(self) -> int:
+        """Of all nodes."""
+        return self.gpus * self.nodes
+
+    @property
+    def rank_rates(self) -> Rates:
+        """What one rank gets."""
+        return self.rates.of_rank(self.gpus, self.nodes, unified=self.unified)
+
+    def with_ranks(self, gpus: int, nodes: int = 1) -> PlanMachine:
+        """With so many ranks. Links that are known are taken to be as fast; others are nominal."""
+        across = nodes == self.nodes and self.rates.all_gather is not None
+        rates, guessed = with_links(self.rates, gpus, nodes, unified=self.unified, across=across)
+        nominal = (*self.nominal, *guessed)
+        return replace(self, gpus=gpus, nodes=nodes, rates=rates, nominal=nominal)
+
+    @property
     def rates_origin(self) -> str:
         """Where the rates come from, for people: "measured 2026-11-21", what is nominal."""
         return rates_origin(self.rates, self.nominal, self.measured)
@@ -482,6 +505,8 @@ class PlanMachine:
             "disk_free": self.disk_bytes,
             "num_cpus": self.num_cpus,
             "unified": self.unified,
+            "gpus": self.gpus if self.ranks > 1 else None,
+            "nodes": self.nodes if self.nodes > 1 else None,
             "rates": rates,
         }
         return {name: fact for name, fact in facts.items() if fact is not None}
@@ -517,7 +542,8 @@ def read_machine_file(path: str | os.PathLike[str]) -> PlanMachine:
         rates=rates,
         nominal=nominal,
         measured=found.measured,
-    )
+        nodes=found.nodes,
+    ).with_ranks(found.gpus, found.nodes)
 
 
 def _rounded(rate: float) -> int:
@@ -552,6 +578,9 @@ class _Rates(_Section):
     to_device: _Rate | None = None
     from_device: _Rate | None = None
     device_update: _Rate | None = None
+    all_gather: _Rate | None = None
+    all_to_all: _Rate | None = None
+    between_nodes: _Rate | None = None
     update: dict[Literal["fp32", "bf16", "8bit"], _Rate] = Field(default_factory=dict)
     compute: dict[Literal["bf16", "fp32"], _Rate] = Field(default_factory=dict)
 
@@ -566,6 +595,8 @@ class _File(_Section):
     device_memory: Annotated[Size, Field(gt=0)] | None = Field(default=None, validate_default=True)
     disk_free: Size = 0
     num_cpus: int = Field(ge=1)
+    gpus: int = Field(default=1, ge=1)
+    nodes: int = Field(default=1, ge=1)
     rates: _Rates = _Rates()
 
     @field_validator("measured")

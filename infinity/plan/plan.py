@@ -13,7 +13,8 @@ from infinity.plan.activations import NOTHING_SAVED, SavedPlan
 from infinity.plan.layout import Kind, Precision, Record, Tier, UnitLayout
 from infinity.sizes import format_count, format_size
 
-DIRECTIONS = ("disk_read", "disk_write", "to_device", "from_device")
+LINKS = ("all_gather", "all_to_all")  # between ranks: bytes that one of them receives
+DIRECTIONS = ("disk_read", "disk_write", "to_device", "from_device", *LINKS)
 _MASTERS = {
     "bf16": "bf16 + 16-bit residual",
     "fp16": "fp16 weight + fp32",
@@ -125,6 +126,11 @@ class Plan:
     def own(self) -> tuple[UnitLayout, ...]:
         """What this rank keeps of every unit; the units themselves where it is alone."""
         return tuple(unit.of_shard(self.rank) for unit in self.units)
+
+    @property
+    def zero_stage(self) -> int:
+        """What is shared out, by DeepSpeed's number; 0 where a rank is alone."""
+        return 3 if self.ranks > 1 else 0
 
     @property
     def tier_bytes(self) -> dict[Tier, int]:
@@ -263,7 +269,7 @@ class Plan:
             return []
         return [
             f"  rank {self.rank} of {self.ranks}: each keeps 1/{self.ranks} of weights, state and "
-            "gradients of every unit (ZeRO-3), and gathers whole units in slots"
+            f"gradients of every unit (ZeRO-{self.zero_stage}), and gathers whole units in slots"
         ]
 
     def _whole_batch_lines(self) -> list[str]:

@@ -42,6 +42,7 @@ from infinity.plan.layout import (
     ELEMENT_ALIGN,
     PRECISIONS,
     ParameterFacts,
+    Precision,
     Tier,
     UnitLayout,
     lay_out,
@@ -497,9 +498,11 @@ def logits_at_once(settings: ActivationsConfig) -> int | None:
 class Case:
     """Everything that a plan, its times and its activations are computed from.
 
-    `heads` are parameters that make logits. `base` is RAM in bytes that the process needs itself,
-    `made` the largest value made at the initial write (see `Limits`), `device_share` the part of
-    the device's memory that a run takes. `model` follows from units, work and heads, and is kept
+    Units are laid out for the machine's ranks; plan, times and activations are those of one, and
+    budgets of RAM and disk a node's. `heads` are parameters that make logits. `base` is RAM in
+    bytes that the process needs itself, `made` the largest value made at the initial write (see
+    `Limits`), `device_share` the part of the device's memory that a run takes. `model`
+    follows from units, work and heads, and is kept
     for the cases that are made of this one.
     """
 
@@ -534,7 +537,8 @@ class Case:
         if machine.device_bytes is not None:
             device = budget.device or int(self.device_share * machine.device_bytes)
         disk = machine.disk_bytes if budget.disk is None else min(budget.disk, machine.disk_bytes)
-        host = budget.host or machine.host_budget_bytes
+        host = (budget.host or machine.host_budget_bytes) // machine.gpus
+        disk //= machine.gpus
         limits = Limits(device=device, host=host, disk=disk, base=self.base, made=self.made)
         if self.config.activations.tokens is None:
             return limits
@@ -550,13 +554,18 @@ class Case:
     def compute_bytes(self) -> int:
         """What a run could take of that tier, whatever its configuration leaves to the plan."""
         if self.machine.device_bytes is None:
-            return self.machine.host_budget_bytes
+            return self.machine.host_budget_bytes // self.machine.gpus
         return int(self.device_share * self.machine.device_bytes)
 
     @property
     def micro_batches(self) -> int:
-        """Of a step."""
+        """Of a step, on each rank."""
         return self.config.gradient_accumulation_steps
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of all ranks together."""
+        return self.work.tokens * self.micro_batches * self.machine.ranks
 
     def activations(self) -> Activations:
         """Of one micro-batch; inputs of blocks that wait elsewhere are not counted."""
@@ -583,7 +592,7 @@ class Case:
             unified=self.machine.unified,
             rule=self.rule,
             device_kernels=not self.machine.unified and bool(self.machine.rates.device_update),
-            rates=self.machine.rates,
+            rates=self.machine.rank_rates,
         )
 
     def lowest_plans(self) -> Iterator[Plan]:
@@ -626,16 +635,16 @@ class Case:
 
     def with_precision(self, name: str) -> Case:
         """With all parameters, which must be trained ones, in another precision."""
-        precision = PRECISIONS[name]
-        units = []
-        for unit in self.units:
-            facts = [
-                ParameterFacts(s.name, s.parameter, s.shape, precision.dtype, s.numel,
-                               precision.weight, s.trained, s.group)
-                for s in unit.segments
-            ]  # fmt: skip
-            units.append(lay_out(unit.index, unit.name, facts, precision, is_block=unit.is_block))
-        return replace(self.with_config(precision=name), units=tuple(units))
+        units = _laid_out_again(self.units, PRECISIONS[name], self.machine.ranks, cast=True)
+        return replace(self.with_config(precision=name), units=units)
+
+    def with_gpus(self, gpus: int) -> Case:
+        """With so many on each node; a step has the same tokens, but for rounding."""
+        machine = self.machine.with_ranks(gpus, self.machine.nodes)
+        units = _laid_out_again(self.units, PRECISIONS[self.config.precision], machine.ranks)
+        case = replace(self, machine=machine, units=units)
+        tokens = -(-self.work.tokens * self.machine.ranks // machine.ranks)
+        return case.with_step(tokens, self.micro_batches)
 
     def with_step(self, tokens: int, micro_batches: int) -> Case:
         """With other micro-batches, of `tokens` each."""
@@ -663,6 +672,32 @@ class Case:
         return replace(case, config=case.config.model_copy(update=changes))
 
 
+def _laid_out_again(
+    units: tuple[UnitLayout, ...], precision: Precision, ranks: int, *, cast: bool = False
+) -> tuple[UnitLayout, ...]:
+    """The same units for other ranks, or all parameters `cast` to a precision."""
+    found = []
+    for unit in units:
+        facts = [
+            ParameterFacts(
+                s.name,
+                s.parameter,
+                s.shape,
+                precision.dtype if cast else s.dtype,
+                s.numel,
+                precision.weight if cast else s.nbytes // max(s.numel, 1),
+                s.trained,
+                s.group,
+            )
+            for s in unit.segments
+        ]
+        again = lay_out(
+            unit.index, unit.name, facts, precision, is_block=unit.is_block, ranks=ranks
+        )
+        found.append(again)
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class Priced:
     """A case with its plan, and what follows from it."""
@@ -674,8 +709,8 @@ class Priced:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of a steady step; 0 where nothing costs time."""
-        tokens = self.case.work.tokens * self.case.micro_batches
+        """Of a steady step, all ranks together; 0 where nothing costs time."""
+        tokens = self.case.tokens_per_step
         return tokens / self.cost.seconds if self.cost.seconds else 0.0
 
     @property
@@ -710,4 +745,6 @@ def price(case: Case) -> Priced:
     Activations that find no room are not an error here: see `Priced.missing`.
     """
     plan = case.plan()
-    return Priced(case, plan, step_cost(plan, case.machine.rates, case.work), case.activations())
+    return Priced(
+        case, plan, step_cost(plan, case.machine.rank_rates, case.work), case.activations()
+    )

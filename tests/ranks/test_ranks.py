@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import CASES, Batch, Gpt
-from support.ranks import make_engine, on_ranks, together, train_ranks
+from support.ranks import ThreadRanks, make_engine, on_ranks, together, train_ranks
 from support.trainer import make_config, make_device, same_bits, train_exactly
 from torch import Tensor, nn
 
@@ -84,6 +84,46 @@ def test_each_rank_keeps_its_share_and_no_more(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("count", "micro_batches"), [(2, 1), (2, 3), (3, 2)])
+@pytest.mark.parametrize("placement", [ON_DISK, IN_RAM])
+def test_bytes_between_ranks_are_those_of_the_plan(
+    count: int, micro_batches: int, placement: tuple[str, str, str]
+) -> None:
+    config = with_micro_batches(make_config(placement, precision="bf16"), micro_batches)
+    batches = GPT.batches(3 * count * micro_batches)
+    found = train_ranks(count, GPT.build, batches, config, groups=GPT.groups)
+    assert found.report is not None
+    assert found.plan is not None
+    moved, units = found.report.moved, found.plan.units
+    assert moved == found.forecast == found.plan.predicted_bytes
+    # A gradient is fp32 or bf16 as it is made: bf16. Each rank gets its shard from every other.
+    elements = sum(unit.numel for unit in units)
+    assert moved["all_to_all"] == micro_batches * 2 * elements // count * (count - 1)
+    blocks = 8 * (count - 1) * max(map(sum, zip(*(unit.num_told for unit in units), strict=True)))
+    fetches = (moved["all_gather"] - blocks) * count // (count - 1) / (2 * elements)
+    assert 1 <= fetches <= 2 * micro_batches, "of each unit: a forward and a backward may share one"
+
+
+def test_what_is_counted_is_what_was_sent(tmp_path: Path) -> None:
+    models, batches = [GPT.build() for _ in range(3)], GPT.batches(6)
+
+    def work(ranks: Ranks) -> None:
+        assert isinstance(ranks, ThreadRanks)
+        with make_engine(ranks, models[ranks.rank], make_config(), tmp_path) as engine:
+            for batch in batches[ranks.rank :: 3]:
+                before, sent = engine.counters(), dict(ranks.sent)
+                engine.backward(batch.call(engine))
+                engine.step()
+                moved = engine.counters()
+                exchanged = ranks.sent["all_to_all"] - sent.get("all_to_all", 0)
+                assert moved["all_to_all"] - before["all_to_all"] == exchanged * 2 // 3
+                told = 2 * (ranks.sent["all_gather"] - sent["all_gather"])
+                words = told - (moved["all_gather"] - before["all_gather"])
+                assert 0 < words < 2 * 8 * 4 * 40, "meetings, of 4 numbers, are not counted"
+
+    on_ranks(3, work)
+
+
 def test_each_rank_has_directories_of_its_own_on_every_drive(tmp_path: Path) -> None:
     drives = [tmp_path / "one", tmp_path / "two"]
     for drive in drives:
@@ -142,7 +182,7 @@ def test_the_norm_does_not_show_where_parameters_are_cut() -> None:
                 part = values[segment.parameter][first:end]
                 blocks[segment.parameter] = kernels.square_blocks(part)
             plan: Any = SimpleNamespace(units=(layout,))
-            return NormTree(plan, ranks, kernels).fold(blocks, range(len(sizes)))
+            return NormTree(plan, ranks, kernels, lambda *_: None).fold(blocks, range(len(sizes)))
 
     with CpuKernels(1) as kernels:
         expected = {index: kernels.square_sum(value) for index, value in enumerate(values)}

@@ -69,12 +69,17 @@ class ThreadRanks(Ranks):
         self.count = self.local_count = group.count
         self.thread = 0  # that all collectives must come from
 
+    @property
+    def sent(self) -> dict[str, int]:
+        """Bytes that this rank gave, by collective, its own part included."""
+        return self._group.sent[self.rank]
+
     def _swap(self, what: str, own: Tensor) -> list[Tensor]:
         thread = threading.get_ident()
         assert self.thread in (0, thread), "a collective of another thread"
         self.thread = thread
         group = self._group
-        group.sent[self.rank][what] = group.sent[self.rank].get(what, 0) + own.nbytes
+        self.sent[what] = self.sent.get(what, 0) + own.nbytes
         found = group.swap(self.rank, (what, own.shape, own.dtype, own.clone()))
         kinds = {(name, shape, dtype) for name, shape, dtype, _ in found}
         assert len(kinds) == 1, f"collectives that do not belong together: {kinds}"

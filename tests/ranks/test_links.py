@@ -1,0 +1,121 @@
+"""Rates between ranks: measured by all of them together, kept, and used for the plan of each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.ranks import ThreadRanks, on_ranks
+from support.small import settings, small_model
+from test_rates import folder  # noqa: F401  (a fixture)
+
+import infinity
+from infinity import blueprint, calibration
+from infinity.blueprint import rates_of_rank
+from infinity.calibration import KnownRates, cached_links, kept_links, kept_rates
+from infinity.config.schema import Config
+from infinity.plan.cost import Rates, nominal, with_links
+from infinity.plan.plan import LINKS
+from infinity.ranks import Ranks
+from infinity.storage.device import CpuDevice
+
+NAMES = set(LINKS)
+
+
+def test_links_are_measured_by_all_ranks_and_kept_for_as_many(
+    folder: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calibration, "_LINK_BYTES", 3 << 20)
+    device = CpuDevice()
+    assert kept_links(device, 3, 1) is None
+
+    def work(ranks: Ranks) -> tuple[Any, ...]:
+        assert isinstance(ranks, ThreadRanks)
+        first = cached_links(ranks, device, seconds=0.01)
+        sent = dict(ranks.sent)
+        assert sent["all_to_all"] % (3 << 20) == 0
+        again = cached_links(ranks, device)
+        assert ranks.sent["all_to_all"] == sent["all_to_all"], "kept: nothing is measured"
+        cached_links(ranks, device, refresh=True, seconds=0.01)
+        assert ranks.sent["all_to_all"] > sent["all_to_all"]
+        return first, again
+
+    found = on_ranks(3, work)
+    assert all(one == found[0] for one in found), "ranks have one answer"
+    (first, _), (again, _) = found[0]
+    assert first == again
+    assert set(first) == NAMES
+    assert all(rate > 0 for rate in first.values())
+    known = kept_rates((), device, gpus=3)
+    assert not NAMES & set(known.nominal)
+    assert known.measured is not None
+    for gpus, nodes in ((2, 1), (3, 2)):
+        other = kept_rates((), device, gpus=gpus, nodes=nodes)
+        assert set(other.nominal) >= NAMES, "another number of ranks"
+    assert kept_rates((), device).rates.all_gather is None, "one rank has no links"
+
+
+def test_the_slowest_rank_is_what_a_link_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one rank every call takes a second, of the other half of one."""
+
+    def work(ranks: Ranks) -> dict[str, float]:
+        return calibration.measure_links(ranks, CpuDevice(), seconds=4.0)
+
+    def timed(once: Any) -> float:
+        once()
+        return 1.0
+
+    monkeypatch.setattr(calibration, "_timed", timed)
+    monkeypatch.setattr(calibration, "_LINK_BYTES", 1 << 20)
+    half = float(1 << 19)
+    assert on_ranks(2, work) == [dict.fromkeys(LINKS, half)] * 2
+
+
+def test_a_rank_plans_with_its_part_and_the_least_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, _ = with_links(nominal(unified=True), 2, unified=True)
+
+    def known(config: Config, device: CpuDevice, ranks: Ranks) -> KnownRates:
+        slower = {"disk_read": 1e9} if ranks.rank else {"all_gather": 7e6}
+        nodes = Rates.of(base.numbers() | slower)
+        return KnownRates(nodes, f"2026-01-0{ranks.rank + 1}", ("disk_write",) * ranks.rank)
+
+    monkeypatch.setattr(blueprint, "rates_here", known)
+    found = on_ranks(2, lambda ranks: rates_of_rank(Config(), CpuDevice(), ranks))
+    assert found[0] == found[1], "else their plans could differ"
+    rates = found[0].rates
+    assert rates.disk_read == 1e9 / 2
+    assert rates.update["fp32"] == base.update["fp32"] / 2
+    assert rates.compute["fp32"] == base.compute["fp32"] / 2, "on the same cores"
+    assert (rates.all_gather, rates.all_to_all) == (7e6, base.all_to_all)
+    assert (found[0].measured, found[0].nominal) == ("2026-01-01", ("disk_write",))
+    models = [small_model() for _ in range(2)]
+
+    def origin(ranks: Ranks) -> str:
+        given = settings(tmp_path, {"weights": "auto", "moments": "auto", "gradients": "auto"})
+        with infinity.initialize(models[ranks.rank], given, ranks=ranks)[0] as engine:
+            return engine.plan.rates_origin
+
+    assert on_ranks(2, origin) == ["measured 2026-01-01; nominal, not measured: disk_write"] * 2
+
+
+def test_a_rank_of_a_gpu_has_its_own_device_and_a_part_of_the_rest() -> None:
+    rates, guessed = with_links(nominal(unified=False), 4, nodes=2, unified=False)
+    assert set(guessed) == NAMES | {"between_nodes"}
+    own = rates.of_rank(4, 2, unified=False)
+    assert own.disk_mixed == rates.disk_mixed / 4
+    assert (own.compute, own.to_device, own.device_update) == (
+        rates.compute, rates.to_device, rates.device_update,
+    )  # fmt: skip
+    assert rates.between_nodes is not None
+    # Four ranks receive 4 of the 7 other ranks' parts each through the node's port.
+    fast = replace(rates, all_gather=1e12, all_to_all=1e12).of_rank(4, 2, unified=False)
+    assert fast.all_gather == rates.between_nodes
+    assert fast.all_to_all == pytest.approx(rates.between_nodes * 7 / (4 * 4))
+    measured, guessed = with_links(rates, 4, nodes=2, unified=False, across=True)
+    assert guessed == ()
+    assert measured == rates

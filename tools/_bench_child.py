@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +17,25 @@ class ContenderFailedError(Exception):
 
 
 class Child:
-    """A contender in its own process and session."""
+    """A contender in its own process and session.
 
-    def __init__(self, name: str) -> None:
+    Of several ranks it is one: their `script` and `environment` are others.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        script: str = "_bench_contender.py",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
         self.first: dict[str, Any] = {}
         self.turns: list[dict[str, Any]] = []
         self.shares: dict[str, Any] = {}  # of the traced steps; what has no trace has none
-        script = Path(__file__).with_name("_bench_contender.py")
+        path = Path(__file__).with_name(script)
         self._process = subprocess.Popen(
-            [sys.executable, str(script)],
+            [sys.executable, str(path)],
+            env={**os.environ, **(environment or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -37,16 +48,29 @@ class Child:
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Send one request and wait for its answer."""
+        self.send(request)
+        return self.receive()
+
+    def send(self, request: dict[str, Any]) -> None:
+        """Send one request."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise self._failed() from error
+
+    def receive(self) -> dict[str, Any]:
+        """Wait for an answer."""
+        assert self._process.stdout is not None
+        try:
             answer: dict[str, Any] = json.loads(self._process.stdout.readline())
-        except (BrokenPipeError, json.JSONDecodeError) as error:
-            code = self._process.wait()
-            raise ContenderFailedError(f"{self.name} ended with code {code}") from error
+        except json.JSONDecodeError as error:
+            raise self._failed() from error
         return answer
+
+    def _failed(self) -> ContenderFailedError:
+        return ContenderFailedError(f"{self.name} ended with code {self._process.wait()}")
 
     def close(self, kill: bool) -> None:
         """End the process; without `kill` it may clean up first."""

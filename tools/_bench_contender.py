@@ -17,6 +17,7 @@ import os
 import pickle
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, TextIO
@@ -54,7 +55,7 @@ class Contender:
         self.shape = shape_of(job)
         index = 0 if job["device"] == "cuda" else None  # some of torch.cuda insists on one
         self.device = torch.device(job["device"], index)
-        self.generator = torch.Generator().manual_seed(1)
+        self.generator = torch.Generator().manual_seed(1 + job.get("rank", 0))
         self.last_loss = float("nan")
 
     def build(self, device: torch.device) -> nn.Module:
@@ -322,7 +323,7 @@ class Planned(Infinity):
         return job | {"micro_batches": count, "rows": samples // count}, found.case.config
 
 
-CONTENDERS = {
+CONTENDERS: dict[str, type[Contender]] = {
     "torch_ram": TorchInRam,
     "infinity_ram": Infinity,
     "infinity_disk": Infinity,
@@ -338,7 +339,9 @@ def cap_device(budget_bytes: int, device: torch.device) -> None:
     torch.cuda.set_per_process_memory_fraction(min(budget_bytes / total_bytes, 1.0), device)
 
 
-def serve(requests: TextIO, replies: TextIO) -> None:
+def serve(
+    requests: TextIO, replies: TextIO, contenders: Mapping[str, type[Contender]] = CONTENDERS
+) -> None:
     """Answer requests until "close" or the end of input."""
 
     def reply(answer: dict[str, Any]) -> None:
@@ -347,7 +350,7 @@ def serve(requests: TextIO, replies: TextIO) -> None:
 
     job = json.loads(requests.readline())
     started = time.perf_counter()
-    contender = CONTENDERS[job["contender"]](job)
+    contender = contenders[job["contender"]](job)
     try:
         for _ in range(job["warmup"]):
             contender.step()
@@ -357,21 +360,19 @@ def serve(requests: TextIO, replies: TextIO) -> None:
             request = json.loads(line)
             if request["do"] == "turn":
                 reply(contender.turn(request["steps"]))
-            elif request["do"] == "phases":
-                reply(contender.phases())
-            elif request["do"] == "shares":
-                reply(contender.shares())
-            else:
+            elif request["do"] == "close":
                 break
+            else:
+                reply(getattr(contender, request["do"])())
     finally:
         contender.close()
 
 
-def main() -> int:
+def main(contenders: Mapping[str, type[Contender]] = CONTENDERS) -> int:
     """Serve; anything that libraries print goes to stderr, so that replies stay readable."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    serve(sys.stdin, replies)
+    serve(sys.stdin, replies, contenders)
     return 0
 
 

@@ -5,9 +5,11 @@ Ranks run the same program, each on its own data, and meet in the same order: wh
 where a backward ends, in a step. At each meeting every rank says what it is about to do. Only then
 bytes move. So ranks that went another way, or failed, end in words on all of them, and not in a
 hang: where one says so, all tell each other what they did, and raise. What may fail on one rank
-alone stands in `settle`, which ends in a meeting.
+alone stands in `settle`, which ends in a meeting; and between a meeting and the start of what was
+agreed on there, nothing may fail on one alone.
 
-Bytes between ranks are issued by the training thread alone.
+Bytes between ranks are started by the training thread alone, in one order on all of them. Weights
+and gradients then move beside compute, and have a channel of their own: no meeting waits for them.
 """
 
 from __future__ import annotations
@@ -21,37 +23,68 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from infinity.errors import ConfigError, InfinityError, MachineError, TrainingError, first_lines
 
-_NOTES = 2  # of a meeting
+NOTES = 8  # of a meeting, at most
 _HELD_UP = timedelta(minutes=30)  # what a rank may take longer than another, and is not dead yet
 Value = TypeVar("Value")
+
+
+class Work(Protocol):
+    """Bytes between ranks that are under way, as an `Event` of `storage/device.py`."""
+
+    def done(self) -> bool:
+        """Whether they are there; never blocks."""
+
+    def wait(self) -> None:
+        """Block until they are there; raises `MachineError` where the other ranks are lost.
+
+        Of NCCL: what the current stream is given from now on comes after them.
+        """
+
+
+class Done:
+    """Work that is over."""
+
+    def done(self) -> bool:
+        """It is."""
+        return True
+
+    def wait(self) -> None:
+        """Returns at once."""
 
 
 class Ranks(ABC):
     """One of `count` ranks: `rank`. `local_count` of them, numbered `local_rank`, share a machine.
 
     Tensors are uint8 or int64, contiguous, in host memory or that of the rank's device. Every rank
-    calls the same methods in the same order.
+    calls the same methods in the same order. Until work is over nobody may touch its tensors.
     """
 
     rank: int
     count: int
     local_rank: int
     local_count: int
+    num_meetings = 0
 
     @abstractmethod
-    def all_gather(self, whole: Tensor) -> None:
-        """Fill `whole`, as many equal parts as ranks, of which this rank's is there already."""
+    def all_gather(self, whole: Tensor, *, beside: bool = False) -> Work:
+        """Start to fill `whole`, as many equal parts as ranks, of which this rank's is there.
+
+        It moves `beside` compute and meetings, or is one of these.
+        """
 
     @abstractmethod
-    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        """Give part r of `sent` to rank r; part r of `received` is then from rank r."""
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
+        """Start to give part r of `sent` to rank r; part r of `received` is then from rank r.
+
+        It moves beside compute and meetings.
+        """
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int) -> None:
@@ -75,7 +108,7 @@ class Ranks(ABC):
         whole = torch.empty((self.count, own.numel()), dtype=own.dtype)
         whole[self.rank] = own
         if own.numel():
-            self.all_gather(whole.view(-1))
+            self.all_gather(whole.view(-1)).wait()
         return whole
 
     def gather_words(self, words: Any) -> list[Any]:
@@ -98,7 +131,9 @@ class Ranks(ABC):
         if self.count == 1:
             return [notes]
         own = [zlib.crc32(doing.encode()), error is not None, *notes]
-        own += [0] * (2 + _NOTES - len(own))
+        assert len(notes) <= NOTES
+        own += [0] * (2 + NOTES - len(own))
+        self.num_meetings += 1
         table = self.gather(torch.tensor(own)).tolist()
         if any(failed or key != own[0] for key, failed, *_ in table):
             words = "" if error is None else f"{type(error).__name__}: {error}"
@@ -188,12 +223,14 @@ class Alone(Ranks):
     rank = local_rank = 0
     count = local_count = 1
 
-    def all_gather(self, whole: Tensor) -> None:
+    def all_gather(self, whole: Tensor, *, beside: bool = False) -> Work:
         """It is whole."""
+        return Done()
 
-    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
         """To oneself."""
         received.copy_(sent)
+        return Done()
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """It is so."""
@@ -203,9 +240,9 @@ ALONE = Alone()
 
 
 class TorchRanks(Ranks):
-    """The ranks of torch's default process group: gloo, or NCCL with gloo beside it for the host.
+    """The ranks of torch's default process group, gloo or NCCL, and of one of gloo beside it.
 
-    With `owned` the group is destroyed by `close`.
+    With `owned` the default group is destroyed by `close`.
     """
 
     def __init__(self, *, owned: bool) -> None:
@@ -216,28 +253,40 @@ class TorchRanks(Ranks):
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self.local_rank = _number("LOCAL_RANK", self.rank)
         self.local_count = _number("LOCAL_WORLD_SIZE", self.count)
-        self._host: Any = None  # the default group
-        if dist.get_backend() != "gloo":
-            with _by_loopback(self.local_count == self.count):
-                self._host = dist.new_group(backend="gloo", timeout=_HELD_UP)
+        self._gloo = dist.get_backend() == "gloo"
+        with _by_loopback(self.local_count == self.count):
+            self._host: Any = dist.new_group(backend="gloo", timeout=_HELD_UP)
 
-    def all_gather(self, whole: Tensor) -> None:
+    def all_gather(self, whole: Tensor, *, beside: bool = False) -> Work:
         """See `Ranks`."""
         own, dist = whole.view(self.count, -1)[self.rank], self._dist
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name
-        self._run(lambda group: gather(whole, own, group), whole)
+        group = self._beside(whole) if beside else self._host
+        return self._start(lambda: gather(whole, own, group, async_op=True))
 
-    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
         """See `Ranks`."""
-        self._run(lambda g: self._dist.all_to_all_single(received, sent, group=g), sent)
+        group, send = self._beside(sent), self._dist.all_to_all_single
+        return self._start(lambda: send(received, sent, group=group, async_op=True))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """See `Ranks`."""
-        self._run(lambda group: self._dist.broadcast(tensor, source, group), tensor)
+        send = self._dist.broadcast
+        self._start(lambda: send(tensor, source, self._host, async_op=True)).wait()
 
-    def _run(self, collective: Callable[[Any], Any], tensor: Tensor) -> None:
+    def _beside(self, tensor: Tensor) -> Any:
+        """The default group, if it is of what reaches the tensor."""
+        return None if self._gloo or tensor.device.type != "cpu" else self._host
+
+    def _start(self, collective: Callable[[], Any]) -> Work:
+        with self.connected():
+            return _TorchWork(self, collective())
+
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """What raises inside is that others are lost."""
         try:
-            collective(self._host if tensor.device.type == "cpu" else None)
+            yield
         except RuntimeError as error:
             raise _LostError(
                 f"rank {self.rank} of {self.count} lost the others: {first_lines(error)}",
@@ -248,7 +297,7 @@ class TorchRanks(Ranks):
 
     def check(self, device: torch.device) -> None:
         """See `Ranks`."""
-        if device.type != "cpu" and self._host is None:
+        if device.type != "cpu" and self._gloo:
             raise ConfigError(
                 f"the process group is of gloo, and the engine computes on {device}",
                 because="gloo sends what is in RAM; weights and gradients are gathered on the GPU",
@@ -257,8 +306,25 @@ class TorchRanks(Ranks):
 
     def close(self) -> None:
         """Destroy what was made here."""
-        if self._owned and self._dist.is_initialized():
-            self._dist.destroy_process_group()
+        if self._dist.is_initialized():
+            self._dist.destroy_process_group(None if self._owned else self._host)
+
+
+class _TorchWork:
+    """Work of torch's, whose errors say who is lost."""
+
+    def __init__(self, ranks: TorchRanks, work: Any) -> None:
+        self._ranks = ranks
+        self._work = work
+
+    def done(self) -> bool:
+        """See `Work`."""
+        return bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        """See `Work`."""
+        with self._ranks.connected():
+            self._work.wait()
 
 
 def find_ranks() -> Ranks:

@@ -7,23 +7,31 @@ ranks with M micro-batches add what one rank with N * M adds, in the order (micr
 [Note: when gradients are exchanged]
 Ranks must exchange the same unit at the same time, and need not have the same gradients: a
 parameter may be unused on some. So at each meeting of a backward (the next use of a unit) ranks say
-which unit is complete, and exchange it if it is so on all; what is left then goes when the backward
-ends, and there every rank says what it has. What one rank lacks is not added, as on one rank. A
-parameter whose gradient comes twice in one backward (reentrant checkpoints around tied weights) is
-exchanged twice: its order is (micro-batch, arrival, rank).
+which unit is complete, and start to exchange it if it is so on all; what is left then goes when the
+backward ends, and there every rank says what it has. What one rank lacks is not added, as on one
+rank. A parameter whose gradient comes twice in one backward (reentrant checkpoints around tied
+weights) is exchanged twice: its order is (micro-batch, arrival, rank).
+
+Exchanges go on beside compute, each in buffers of its own, and are added in the order in which they
+started: before a later meeting where they are over by then or their buffers are wanted, else at the
+end. What fails in adding is kept until the next meeting, so that others do not wait for this rank.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
+from contextlib import suppress
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from infinity.errors import MachineError
 from infinity.offload.transfers import Transfers
 from infinity.optim.cpu import CpuKernels
-from infinity.plan.budget import exchange_bytes
+from infinity.plan.budget import NUM_EXCHANGES, exchange_bytes
 from infinity.plan.layout import Segment
 from infinity.plan.plan import Plan
 from infinity.ranks import Ranks
@@ -39,6 +47,16 @@ class Taking(Protocol):
         """`flat` (1-D, on the device) may change after the event; none comes after the `last`."""
 
 
+class _Exchange(NamedTuple):
+    """A unit's gradients under way; `there` has of each rank the parameters that it had one of."""
+
+    unit: int
+    there: Sequence[Collection[int]]
+    pair: int  # of buffers
+    received: Tensor  # (ranks, elements of a shard)
+    over: Event
+
+
 class GradientExchange:
     """What has arrived of a backward and is not exchanged; `has` gets what any rank had."""
 
@@ -46,10 +64,10 @@ class GradientExchange:
         self, plan: Plan, transfers: Transfers, ranks: Ranks, take: Taking, has: set[int]
     ) -> None:
         self._plan = plan
-        self._moved = transfers.count
-        self._device = device = transfers.device
+        self._transfers = transfers
+        self._device = transfers.device
         self._ranks = ranks
-        self._take = take
+        self._keep = take
         self._has = has
         # Of each unit, gradients by parameter; a list where one came twice.
         self._arrived: dict[int, list[dict[int, Tensor]]] = {}
@@ -57,18 +75,25 @@ class GradientExchange:
         self._parameters = [p for wanted in self._wanted for p in sorted(wanted)]
         self._dtype: torch.dtype = getattr(torch, plan.precision.dtype)
         nbytes = exchange_bytes(plan)
-        arena = device.reserve(2 * nbytes)
-        self._sent, self._received = arena.view(0, nbytes), arena.view(nbytes, nbytes)
-        self._taken: Event = HAPPENED  # what was received may be written over
+        arena = self._device.reserve(2 * NUM_EXCHANGES * nbytes)
+        views = [arena.view(i * nbytes, nbytes) for i in range(2 * NUM_EXCHANGES)]
+        self._pairs = list(zip(views[::2], views[1::2], strict=True))  # sent, received
+        self._taken: list[Event] = [HAPPENED] * NUM_EXCHANGES  # what was received: it may change
+        self._under_way: deque[_Exchange] = deque()
+        self._failed: Exception | None = None
 
     def forget(self) -> None:
         """Drop the buffers."""
         self.reset()
-        self._sent = self._received = torch.empty(0, dtype=torch.uint8)
+        self._pairs.clear()
 
     def reset(self) -> None:
-        """Drop what has arrived."""
+        """Drop what has arrived, and what is under way once it is over."""
         self._arrived.clear()
+        while self._under_way:
+            with suppress(MachineError):  # that the others are lost shows where they meet
+                self._under_way.popleft().over.wait()
+        self._failed = None
 
     def put(self, unit: int, parameter: int, gradient: Tensor) -> None:
         """One gradient (flat, on the device) arrived."""
@@ -79,22 +104,27 @@ class GradientExchange:
         found[parameter] = gradient
 
     def ready(self) -> int:
-        """A word for other ranks: which unit is complete, and how wide; 0 for none."""
+        """A word for other ranks: which unit is complete, and how wide; 0 for none.
+
+        Adds what is there before. Raises what that raised.
+        """
+        self._take(all_but=NUM_EXCHANGES - 1)
+        self._check()
         for unit, rounds in self._arrived.items():
             if rounds[0].keys() == self._wanted[unit]:
                 return 2 * (unit + 1) + self._is_wide(unit)
         return 0
 
     def send_ready(self, told: Collection[int]) -> None:
-        """Exchange what all ranks say that is complete, by what they `told` of `ready`."""
+        """Start to exchange what all ranks say that is complete, by what they `told` of `ready`."""
         units = {word // 2 - 1 for word in told}
         if len(units) == 1 and (unit := units.pop()) >= 0:
             there = [self._wanted[unit]] * self._ranks.count
-            self._exchange(unit, there, wide=any(word % 2 for word in told))
+            self._start(unit, there, wide=any(word % 2 for word in told))
 
     def finish(self) -> None:
-        """The backward is over: exchange what is left."""
-        while any(left for left, _ in self._ranks.meet("ends a backward", bool(self._arrived))):
+        """The backward is over: exchange what is left, and add everything."""
+        while self._is_left():
             firsts = {unit: rounds[0] for unit, rounds in self._arrived.items()}
             here = {parameter for first in firsts.values() for parameter in first}
             flags = [parameter in here for parameter in self._parameters]
@@ -107,41 +137,79 @@ class GradientExchange:
                 there = [parameters & wanted for parameters in told]
                 if any(there):
                     wide = any(row[num_parameters + unit] for row in table)
-                    self._exchange(unit, there, wide=wide)
+                    self._start(unit, there, wide=wide)
+
+    def _is_left(self) -> bool:
+        """Add what is under way; then whether any rank has more to exchange."""
+        self._take()
+        self._check()
+        told = self._ranks.meet("ends a backward", bool(self._arrived))
+        return any(left for left, *_ in told)
+
+    def _check(self) -> None:
+        if self._failed is not None:
+            raise self._failed
 
     def _is_wide(self, unit: int) -> bool:
         """Whether some gradient has more bits than weights: a sum of slices."""
         arrived = self._arrived.get(unit, [{}])[0].values()
         return any(gradient.dtype is not self._dtype for gradient in arrived)
 
-    def _exchange(self, unit: int, there: Sequence[Collection[int]], *, wide: bool) -> None:
-        """Exchange a unit; `there` has of each rank the parameters that it has a gradient of."""
-        layout, own = self._plan.units[unit], self._plan.own[unit]
+    def _start(self, unit: int, there: Sequence[Collection[int]], *, wide: bool) -> None:
+        """Start to exchange a unit; all ranks start it now, so it cannot fail on one alone.
+
+        `there` has of each rank the parameters that it has a gradient of.
+        """
+        self._take(all_but=NUM_EXCHANGES - 1)
+        layout, count = self._plan.units[unit], self._ranks.count
+        used = {one.pair for one in self._under_way}
+        pair = next(pair for pair in range(NUM_EXCHANGES) if pair not in used)
         dtype = torch.float32 if wide else self._dtype
         rounds = self._arrived.get(unit, [])
         mine = rounds.pop(0) if rounds else {}
         if not rounds:
             self._arrived.pop(unit, None)
-        self._device.compute_wait(self._taken)
         nbytes = layout.numel * dtype.itemsize
-        sent = self._sent[:nbytes].view(dtype)
+        sent, received = (buffer[:nbytes] for buffer in self._pairs[pair])
+        elements = sent.view(dtype)
         for segment in layout.trained_segments:
             if segment.parameter in mine:
-                place = sent[segment.offset : segment.offset + segment.numel]
+                place = elements[segment.offset : segment.offset + segment.numel]
                 place.copy_(mine[segment.parameter])
-        mine.clear()
-        self._ranks.all_to_all(self._received[:nbytes], self._sent[:nbytes])
-        self._moved("all_to_all", nbytes - nbytes // self._ranks.count)
-        received = self._received[:nbytes].view(dtype).view(self._ranks.count, -1)
+        start = partial(self._ranks.all_to_all, received, sent)
+        after = after_all(self._taken[pair], self._device.compute_event())
+        others = nbytes // count * (count - 1)
+        over = self._transfers.beside("all_to_all", start, others, after)
+        shards = received.view(dtype).view(count, -1)
+        self._under_way.append(_Exchange(unit, there, pair, shards, over))
+
+    def _take(self, all_but: int = 0) -> None:
+        """Add what is under way, oldest first: what is over, and wait for `all_but` so many.
+
+        What that raises is kept for `_check`.
+        """
+        while self._under_way and (
+            len(self._under_way) > all_but or self._under_way[0].over.done()
+        ):
+            one = self._under_way.popleft()
+            try:
+                self._device.compute_wait(one.over)
+                if self._failed is None:
+                    self._add(one)
+            except Exception as error:
+                self._failed = self._failed or error
+
+    def _add(self, one: _Exchange) -> None:
+        unit, there, own = one.unit, one.there, self._plan.own[one.unit]
         last = {parameter: r for r, parameters in enumerate(there) for parameter in parameters}
         taken = []
         for rank, parameters in enumerate(there):
             for segment in own.segments:
                 if segment.parameter in parameters:
                     first, end = segment.within(0, own.numel)
-                    theirs, is_last = received[rank, first:end], last[segment.parameter] == rank
-                    taken.append(self._take(unit, segment, theirs, last=is_last))
-        self._taken = after_all(*taken)
+                    theirs, is_last = one.received[rank, first:end], last[segment.parameter] == rank
+                    taken.append(self._keep(unit, segment, theirs, last=is_last))
+        self._taken[one.pair] = after_all(*taken)
         self._has.update(last)  # whoever keeps it
 
 

@@ -20,29 +20,33 @@ alone.
 [Note: several ranks]
 What is fetched, published and kept in slots hangs on time, and so differs between ranks. So they
 meet at every use of another unit (`_meet`), whatever their slots hold, and gather its weights if
-any of them has only its own shard. Gradients that are complete everywhere are exchanged there.
+any of them has only its own shard. Each also tells which of the units that come next have their
+shard in a slot: what all tell is gathered beside compute, and is there, or nearly, when it is used.
+Only what was told decides, never what is over. Gradients that are complete everywhere start to be
+exchanged there too. A slot is not given up under a gather.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from infinity.errors import EngineFailedError, ResidencyError, TransferError
+from infinity.errors import EngineFailedError, MachineError, ResidencyError, TransferError
 from infinity.model.parameters import Edit, ParameterBinding
 from infinity.offload.exchange import GradientExchange
-from infinity.offload.slots import Slot, SlotLedger, Where
+from infinity.offload.slots import Entry, Slot, SlotLedger, Where
 from infinity.offload.state import StateStore
 from infinity.offload.transfers import Transfers
 from infinity.plan import access_order
-from infinity.plan.access_order import NEVER, AccessOrder, guess_cycle
+from infinity.plan.access_order import NEVER, AccessOrder
 from infinity.plan.budget import fetch_bytes, num_fetch_buffers
 from infinity.plan.layout import Kind, Tier
 from infinity.plan.plan import Plan, UpdatePlace, publishes, update_place
+from infinity.ranks import NOTES
 from infinity.storage.device import HAPPENED, Event, after_all
 from infinity.storage.disk import checksum
 from infinity.storage.staging import BufferPool
@@ -85,7 +89,9 @@ class Prefetcher:
                 self.ledger.add_permanent(unit, at_rest)
 
     def forget(self) -> None:
-        """Drop the slots and staging buffers."""
+        """Drop the slots and staging buffers, once nothing is gathered into them."""
+        for entry in self.entries:
+            self._end_gather(entry)
         self.ledger.forget()
         self._staging.forget()
 
@@ -105,16 +111,18 @@ class Prefetcher:
             self.order.advance(unit)
         if self.exchange is None:
             self.bring(unit, bind=bind)
-        else:
-            with self.ranks.telling(self._using(unit)):
-                self.bring(unit, bind=bind, gather=True)
-        self._prefetch()
+            self._prefetch()
+            return
+        with self.ranks.telling(self._using(unit)):
+            self.bring(unit, bind=False)
+            self._prefetch()
+            with self.transfers.stall("gather", unit):
+                self._meet(unit, self.exchange)
+            if bind and not entry.bound:
+                self.bind(unit)
 
-    def bring(self, unit: int, *, bind: bool = True, gather: bool = False) -> None:
-        """Make the unit resident, and bound unless not to `bind`, whatever it takes.
-
-        With `gather` the other ranks use it too, and each gets what the others keep of it.
-        """
+    def bring(self, unit: int, *, bind: bool = True) -> None:
+        """Make the unit resident, and bound unless not to `bind`, whatever it takes."""
         entry = self.entries[unit]
         while True:
             self.check()
@@ -131,30 +139,69 @@ class Prefetcher:
         if not entry.bound and not entry.ready.done():
             with self.transfers.stall("copy", unit):
                 self.transfers.device.compute_wait(entry.ready)
-        if gather:
-            with self.transfers.stall("gather", unit):
-                self._meet(unit)
         if bind and not entry.bound:
             self.bind(unit)
 
     def _using(self, unit: int) -> str:
         return f"uses unit {self.plan.units[unit].name!r}"
 
-    def _meet(self, unit: int) -> None:
+    def _meet(self, unit: int, exchange: GradientExchange) -> None:
         """Say that the unit, of which this rank's shard is there, is used; gather it if need be.
 
         Raises `TrainingError` where another rank uses another unit, or failed.
         """
-        entry, exchange = self.entries[unit], self.exchange
-        assert exchange is not None
+        entry, ready, next_units = self.entries[unit], exchange.ready(), self._next_in_slots()
+        words = [2 * other + self._is_whole(other) for other in next_units]
+        words += [_NOTHING] * (_MAX_AHEAD - len(words))
+        told = self.ranks.meet(self._using(unit), not self._is_whole(unit), ready, *words)
+        # Until all is started that they agreed on, nothing may fail on one rank alone.
+        if any(missing for missing, *_ in told):
+            self._gather(unit)
+        ahead = [{word // 2: word % 2 for word in words if word >= 0} for _, _, *words in told]
+        for other in ahead[0]:
+            if all(other in theirs for theirs in ahead) and not all(t[other] for t in ahead):
+                self._gather(other)
+        exchange.send_ready([theirs for _, theirs, *_ in told])
+        if entry.gathering is not None:
+            self.transfers.device.compute_wait(entry.gathering)
+        entry.gathered, entry.gathering = True, None
+
+    def _is_whole(self, unit: int) -> bool:
+        """Whether the unit's slot holds all ranks' shards, or will soon."""
+        entry = self.entries[unit]
+        return entry.gathered or entry.gathering is not None
+
+    def _next_in_slots(self) -> list[int]:
+        """Units that come next and whose shard, at least, is in a slot."""
+        found: list[int] = []
+        if self.order is None:
+            return found
+        device, count = self.transfers.device, min(self.plan.prefetch_units, _MAX_AHEAD)
+        for unit in self.order.upcoming(count, wraps=self.wraps):
+            entry = self.entries[unit]
+            landed = entry.ticket is None or entry.ticket.done()
+            if entry.where is Where.FETCHING and landed:
+                with contextlib.suppress(TransferError):  # its use raises that
+                    self._finish_fetch(unit)
+            # A device with an order of its own waits for the copy; a host would be held up.
+            if entry.where is Where.RESIDENT and (entry.ready.done() or not device.host_clock):
+                found.append(unit)
+        return found
+
+    def _gather(self, unit: int) -> None:
+        """Start to fill the unit's slot with what the other ranks keep; all start it now."""
+        entry = self.entries[unit]
         assert entry.slot is not None
-        assert entry.slot.residency is not None
-        ready = exchange.ready()
-        told = self.ranks.meet(self._using(unit), not entry.gathered, ready)
-        exchange.send_ready([theirs for _, theirs in told])
-        if any(missing for missing, _ in told):
-            self.store.gather(unit, entry.slot.residency)
-        entry.gathered = True
+        whole = entry.slot.alias()  # torch's threads may refer to it after the end
+        gathering = self.store.gather(unit, whole, entry.ready)
+        entry.gathering = together([e for e in (entry.gathering, gathering) if e is not None])
+
+    def _end_gather(self, entry: Entry) -> None:
+        """Wait for what is being gathered, and is not wanted any more."""
+        gathering, entry.gathering = entry.gathering, None
+        if gathering is not None:
+            with contextlib.suppress(MachineError):  # lost others show where ranks meet
+                gathering.wait()
 
     def follow(self, order: AccessOrder | None, *, wraps: bool = True) -> None:
         """Prefetch along an order from now on; it `wraps` unless a step follows its end."""
@@ -676,85 +723,13 @@ class Prefetcher:
         if entry.bound:
             edited = self._edit_of(unit)
             self.forget_bound(unit)
+        self._end_gather(entry)
         slot.free_after = after_all(entry.ready, self.transfers.device.compute_event())
         self.ledger.give_up(unit)
         if edited is not None:  # the edit is lost, the slot is not
             raise edited
 
 
+_MAX_AHEAD = NOTES - 2  # units that a meeting tells of beside the one in use
+_NOTHING = -1  # instead of one
 _LOOK_AGAIN_S = 0.1  # a slot is free when nothing refers to it any more, which nobody tells
-
-
-# Which access order a run is on: one for training cycles, one for calls without gradients.
-#
-# A call of the module without gradients is a cycle, whoever makes it: `engine(...)`,
-# `module(...)`, or `generate()`, which calls the module for every token. So units stay and leave
-# by what is used next there too. A training cycle that such a call interrupts goes on after it.
-
-
-class Cycles:
-    """Opens and closes the prefetcher's order; see `plan/access_order.py` for what a cycle is."""
-
-    def __init__(self, prefetcher: Prefetcher) -> None:
-        num_units = len(prefetcher.plan.units)
-        self.training = AccessOrder(guess_cycle(num_units, backward=True))
-        self.without_grad = AccessOrder(guess_cycle(num_units, backward=False))
-        self._prefetcher = prefetcher
-        self._open = False
-        self._interrupted: bool | None = None  # a training cycle; whether its next one follows
-
-    def begin(self, *, last_micro_batch: bool) -> None:
-        """A forward starts; a second one before the backward belongs to the same cycle."""
-        grad = torch.is_grad_enabled()
-        order = self.training if grad else self.without_grad
-        if self._open and self._prefetcher.order is order:
-            return
-        if self._open and not grad:
-            self._interrupted = self._prefetcher.wraps
-        else:
-            self.end()
-        self._prefetcher.follow(order, wraps=not (grad and last_micro_batch))
-        order.begin()
-        self._open = True
-
-    def end_call(self) -> None:
-        """A call without gradients is over, if one is under way."""
-        if self._prefetcher.order is not self.without_grad:
-            return
-        self.without_grad.end()
-        wraps, self._interrupted = self._interrupted, None
-        if wraps is None:
-            self._prefetcher.follow(None)
-            self._open = False
-        else:
-            self._prefetcher.follow(self.training, wraps=wraps)
-
-    def end(self) -> None:
-        """The backward is over, or whatever was under way: what was seen is learnt."""
-        self.end_call()
-        if self._prefetcher.order is not None:
-            self._prefetcher.order.end()
-            self._prefetcher.follow(None)
-        self._open = False
-
-    def around_calls(self) -> tuple[Callable[[], None], Callable[[], None]]:
-        """What goes before and after a call of the model: one without gradients is a cycle."""
-        caches: list[bool] = []  # of autocast, before each call under way
-
-        def before() -> None:
-            caches.append(torch.is_autocast_cache_enabled())
-            if not torch.is_grad_enabled():
-                torch.set_autocast_cache_enabled(False)  # it would keep casts of weights that move
-                self.begin(last_micro_batch=False)
-
-        def after() -> None:
-            if caches:
-                torch.set_autocast_cache_enabled(caches.pop())
-            self.end_call()
-
-        return before, after
-
-    def mispredictions(self) -> int:
-        """Unexpected uses, and updates that could not be published, since the start."""
-        orders = self.training.mispredictions + self.without_grad.mispredictions
-        return self._prefetcher.mispredictions + orders

@@ -71,6 +71,12 @@ class Slot:
         self.lingering = None
         return True
 
+    def alias(self) -> Tensor:
+        """The residency's bytes under another storage, which is no reference to it."""
+        assert self.arena is not None
+        assert self.residency is not None
+        return self.arena.view(self.offset, self.residency.numel())
+
     def num_aliases(self, num_ours: int) -> int:
         """References to the residency beyond the ledger's and `num_ours`."""
         assert self.residency is not None
@@ -86,7 +92,8 @@ class Entry:
     bound: bool = False
     views: list[Tensor] = field(default_factory=list)  # of the slot, once it was bound
     checksums: list[int] | None = None  # of what is bound, where its edits are looked for
-    gathered: bool = False  # of several ranks: the slot holds more than this one's shard
+    gathered: bool = False  # of several ranks: the slot holds more than this one's shard,
+    gathering: Event | None = None  # or will, at this event
     updates: int = 0  # how often an optimizer pass, or an edit, replaced the weights
     entered: int = 0  # forward calls of the unit's modules that have not returned
     ready: Event = HAPPENED  # the copy that filled the slot
@@ -160,7 +167,7 @@ class SlotLedger:
         assert nbytes <= slot.nbytes
         slot.owner = unit
         slot.residency = slot.arena.view(slot.offset, nbytes)
-        entry.slot, entry.gathered = slot, self.plan.ranks == 1
+        entry.slot, entry.gathered, entry.gathering = slot, self.plan.ranks == 1, None
         return slot.residency
 
     def give_up(self, unit: int) -> None:

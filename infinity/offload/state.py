@@ -14,8 +14,8 @@ active.
 
 [Note: shards at rest]
 Of several ranks each keeps a shard of every unit (`Plan.own`), and whole units are in slots alone:
-a fetch fills this rank's parts of a slot, and `gather` the rest. `read` and `write` give and take
-whole kinds, `read_own` and `write_own` the shard's.
+a fetch fills this rank's parts of a slot, `gather` the rest, beside compute. `read` and `write`
+give and take whole kinds, `read_own` and `write_own` the shard's.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -35,7 +36,7 @@ from infinity.ranks import ALONE, Ranks
 from infinity.storage.device import Event
 from infinity.storage.disk import Extent
 from infinity.storage.staging import host_buffer
-from infinity.storage.store import Range, Store
+from infinity.storage.store import Range, Store, together
 
 
 class Promising(Protocol):
@@ -191,14 +192,16 @@ class StateStore:
         trained = self.units[unit].layout.trained_bytes
         return own[:trained], own[trained:]
 
-    def gather(self, unit: int, whole: Tensor) -> None:
-        """Fill a unit's whole weights (uint8), of which this rank's parts are there."""
-        trained = self.plan.units[unit].trained_bytes
-        for part in (whole[:trained], whole[trained:]):
-            if part.numel():
-                self.ranks.all_gather(part)
-                others = part.numel() - part.numel() // self.ranks.count
-                self.transfers.count("all_gather", others)
+    def gather(self, unit: int, whole: Tensor, after: Event) -> Event:
+        """Start to fill a unit's whole weights (uint8), of which this rank's are there `after`."""
+        trained, count = self.plan.units[unit].trained_bytes, self.ranks.count
+        parts = [part for part in (whole[:trained], whole[trained:]) if part.numel()]
+        starts = [(partial(self.ranks.all_gather, part, beside=True), part) for part in parts]
+        beside = self.transfers.beside
+        return together(
+            [beside("all_gather", start, part.numel() // count * (count - 1), after)
+             for start, part in starts]
+        )  # fmt: skip
 
     def places(
         self,

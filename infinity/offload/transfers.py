@@ -226,6 +226,13 @@ class Transfers:
         """Device to host, after `after` alone: see `Device.copy_back`."""
         return self._copy("from_device", self.device.copy_back, target, source, after, label)
 
+    def beside(
+        self, direction: str, start: Callable[[], Event], nbytes: int, after: Event = HAPPENED
+    ) -> Event:
+        """To and from other ranks, beside compute: see `Device.beside`. `nbytes` come here."""
+        self.count(direction, nbytes)
+        return self.device.beside(start, after)
+
     def update(self, pieces: Sequence[Piece], after: Event, unit: int) -> Event:
         """A step of the device's kernel over pieces of a unit: see `Device.update`."""
         submitted = time.perf_counter_ns()

@@ -11,6 +11,7 @@ from infinity.plan.plan import Alike, Plan, SlotClass, UpdatePlace, update_place
 NUM_WINDOWS = 3  # gradient ranges in RAM when gradients rest on disk
 NUM_GRADIENT_BUFFERS = 2  # device -> host gradient buffers
 NUM_STREAM_BUFFERS = 3  # chunks on a device: one comes, one is updated, one goes
+NUM_EXCHANGES = 2  # units whose gradients are on their way between ranks at the same time
 NUM_COMMIT_BUFFERS = 2  # chunks on their way from a device's own memory into a commit
 NUM_COPY_BUFFERS = 2  # chunks on their way into a checkpoint
 FROZEN_PIECE = 1 << 20  # bytes of frozen parameters on a device that go into a commit at a time
@@ -56,7 +57,7 @@ def with_memory(plan: Plan, limits: Limits) -> Plan:
         "streaming": NUM_STREAM_BUFFERS * stream_bytes(plan),
     }
     if plan.ranks > 1:
-        device["exchange"] = 2 * exchange_bytes(plan)
+        device["exchange"] = 2 * NUM_EXCHANGES * exchange_bytes(plan)
     host = {
         "process": limits.base,
         **host,
@@ -274,8 +275,12 @@ def fetch_bytes(plan: Plan) -> int:
 
 
 def exchange_bytes(plan: Plan) -> int:
-    """Bytes of a unit's gradients on their way to the ranks that keep them, in fp32."""
-    return max((4 * u.numel for u in plan.units), default=0)
+    """Bytes of the largest unit's gradients on their way to the ranks that keep them.
+
+    Sums of slices are fp32.
+    """
+    itemsize = 4 if plan.saved.slices > 1 else plan.precision.weight
+    return max((itemsize * u.numel for u in plan.units), default=0)
 
 
 def largest_trained(plan: Plan) -> int:

@@ -14,7 +14,7 @@ import platform
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -256,6 +256,7 @@ class CudaDevice(Device):
         self._bring = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._back = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._update = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._between = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._kernels: CudaKernels | None = None
         self._compute = torch.cuda.current_stream(self.torch_device)
         self._follower = threading.local()
@@ -298,6 +299,13 @@ class CudaDevice(Device):
     def bring(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         """On a stream of its own: no slot that `copy_in` waits for holds it up."""
         return self._copy(self._bring, target, source, after)
+
+    def beside(self, start: Callable[[], Event], after: Event = HAPPENED) -> Event:
+        """On a stream of its own, which NCCL's follows and is followed by; the host goes on."""
+        _order(self._between, after)
+        with torch.cuda.stream(self._between):
+            start().wait()
+        return CudaEvent(self._between)
 
     def _copy(
         self, stream: torch.cuda.Stream, target: Tensor, source: Tensor, after: Event

@@ -230,6 +230,14 @@ class Device(ABC):
     def follow_compute(self) -> None:  # noqa: B027
         """The calling thread computes nothing itself: for it, compute is other threads' compute."""
 
+    def beside(self, start: Callable[[], Event], after: Event = HAPPENED) -> Event:
+        """Start what moves this device's memory to and from other ranks, after `after`.
+
+        Returns its end: nothing of the device waits for it by itself.
+        """
+        after.wait()
+        return start()
+
     def time_events(self, wanted: bool) -> None:  # noqa: B027
         """Whether events of copies and updates will be asked when they happened."""
 
@@ -279,4 +287,5 @@ class CpuDevice(Device):
         return HAPPENED
 
     def compute_wait(self, event: Event) -> None:
-        """Nothing to order."""
+        """Compute has no order of its own: the host waits."""
+        event.wait()

@@ -19,11 +19,12 @@ from infinity.model.meta_init import Origins
 from infinity.model.parameters import Installation, ParameterBinding, move_buffers
 from infinity.offload.activations import ActivationStore
 from infinity.offload.block_forward import UnitForwards
+from infinity.offload.cycles import Cycles
 from infinity.offload.gradients import GradientStore
 from infinity.offload.hooks import Hooks
 from infinity.offload.memory_watch import MemoryWatch
 from infinity.offload.owner import Owner
-from infinity.offload.prefetch import Cycles, Prefetcher
+from infinity.offload.prefetch import Prefetcher
 from infinity.offload.report import Timeline
 from infinity.offload.sliced_logits import SlicedHeads
 from infinity.offload.state import StateStore

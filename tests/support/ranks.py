@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +19,69 @@ from torch import Tensor, nn
 from infinity.config.schema import load_config
 from infinity.engine import Engine
 from infinity.errors import MachineError
-from infinity.ranks import Ranks
+from infinity.ranks import Done, Ranks, Work
 from infinity.storage.device import Device
 
 HANG_S = 600.0
 T = TypeVar("T")
+
+
+class Given:
+    """What one rank gives: its bytes when somebody first takes them, or it ends its own work."""
+
+    def __init__(self, kind: tuple[Any, ...], source: Tensor) -> None:
+        self.kind = kind
+        self._lock = threading.Lock()
+        self._source = source
+        self._bytes: Tensor | None = None
+
+    def bytes(self) -> Tensor:
+        with self._lock:
+            if self._bytes is None:
+                self._bytes = self._source.clone()
+            return self._bytes
+
+
+class Beside:
+    """Work that is under way until it is waited for: others' bytes come no sooner.
+
+    Until then what it fills is poison.
+    """
+
+    def __init__(self, ranks: ThreadRanks, what: str, own: Tensor, parts: list[Tensor]) -> None:
+        self.what = what
+        self._ranks = ranks
+        self._parts = parts  # that others' bytes come to; this rank's too, if it is not there
+        self._given = Given((what, own.shape, own.dtype), own)
+        for part in parts:
+            if part.data_ptr() != own.data_ptr():
+                part.fill_(0xFF)
+        self._number = ranks.group.give(ranks.rank, self._given)
+        self._over = False
+        self._lock = threading.Lock()
+
+    def done(self) -> bool:
+        """By chance, if all have given; so that nothing can hang on it."""
+        if not self._over and self._ranks.luck() and self._ranks.group.have_given(self._number):
+            self.wait()
+        return self._over
+
+    def wait(self) -> None:
+        with self._lock:
+            if self._over:
+                return
+            found = self._ranks.group.others(self._ranks.rank, self._number)
+            kinds = {given.kind for given in found}
+            assert len(kinds) == 1, f"collectives that do not belong together: {kinds}"
+            self._given.bytes()  # from now on the source may change
+            for part, given in zip(self._parts, found, strict=True):
+                theirs = given.bytes()
+                if self.what == "all_to_all":
+                    theirs = theirs.view(self._ranks.count, -1)[self._ranks.rank]
+                if given is not self._given or self.what == "all_to_all":
+                    part.copy_(theirs)
+            self._over = True
+            self._ranks.log.append(("over", self.what))
 
 
 class Group:
@@ -35,6 +94,8 @@ class Group:
         self._rounds = [0] * count
         self._table: dict[int, dict[int, Any]] = {}
         self._ended: set[int] = set()
+        self._starts = [0] * count
+        self._under_way: dict[int, dict[int, Given]] = {}
 
     def ranks(self) -> list[ThreadRanks]:
         return [ThreadRanks(self, rank) for rank in range(self.count)]
@@ -59,41 +120,84 @@ class Group:
             self._table.pop(number - 1, None)  # which all have seen
             return [there[other] for other in range(self.count)]
 
+    def give(self, rank: int, given: Given) -> int:
+        """Start something beside the rounds; returns its number, for `others`."""
+        with self._changed:
+            number = self._starts[rank]
+            self._starts[rank] += 1
+            self._under_way.setdefault(number, {})[rank] = given
+            self._changed.notify_all()
+            return number
+
+    def have_given(self, number: int) -> bool:
+        with self._changed:
+            return len(self._under_way[number]) == self.count
+
+    def others(self, rank: int, number: int) -> list[Given]:
+        """What every rank gave; once all have."""
+        with self._changed:
+            there = self._under_way[number]
+            while len(there) < self.count:
+                if self._ended - there.keys():
+                    raise MachineError(f"rank {rank} lost the others")
+                assert self._changed.wait(HANG_S), "the ranks hang"
+            return [there[other] for other in range(self.count)]
+
 
 class ThreadRanks(Ranks):
     """One of them. Collectives that do not belong together are an error, never a hang."""
 
     def __init__(self, group: Group, rank: int) -> None:
-        self._group = group
+        self.group = group
         self.rank = self.local_rank = rank
         self.count = self.local_count = group.count
         self.thread = 0  # that all collectives must come from
+        self.log: list[tuple[str, str]] = []  # what started, was met for, and was over, in order
+        self._random = random.Random(rank)
 
     @property
     def sent(self) -> dict[str, int]:
         """Bytes that this rank gave, by collective, its own part included."""
-        return self._group.sent[self.rank]
+        return self.group.sent[self.rank]
 
-    def _swap(self, what: str, own: Tensor) -> list[Tensor]:
+    def luck(self) -> bool:
+        return self._random.random() < 0.5
+
+    def _begin(self, what: str, own: Tensor) -> None:
         thread = threading.get_ident()
         assert self.thread in (0, thread), "a collective of another thread"
         self.thread = thread
-        group = self._group
         self.sent[what] = self.sent.get(what, 0) + own.nbytes
+
+    def _swap(self, what: str, own: Tensor) -> list[Tensor]:
+        self._begin(what, own)
+        group = self.group
         found = group.swap(self.rank, (what, own.shape, own.dtype, own.clone()))
         kinds = {(name, shape, dtype) for name, shape, dtype, _ in found}
         assert len(kinds) == 1, f"collectives that do not belong together: {kinds}"
         return [tensor for *_, tensor in found]
 
-    def all_gather(self, whole: Tensor) -> None:
-        parts = whole.view(self.count, -1)
-        for part, theirs in zip(parts, self._swap("all_gather", parts[self.rank]), strict=True):
-            part.copy_(theirs)
+    def meet(
+        self, doing: str, *notes: int, error: BaseException | None = None
+    ) -> Sequence[Sequence[int]]:
+        self.log.append(("meets", doing))
+        return super().meet(doing, *notes, error=error)
 
-    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        parts = received.view(self.count, -1)
-        for part, theirs in zip(parts, self._swap("all_to_all", sent), strict=True):
-            part.copy_(theirs.view(self.count, -1)[self.rank])
+    def all_gather(self, whole: Tensor, *, beside: bool = False) -> Work:
+        parts = whole.view(self.count, -1)
+        if beside:
+            return self._beside("all_gather", parts[self.rank], parts)
+        for part, theirs in zip(parts, self._swap("gather", parts[self.rank]), strict=True):
+            part.copy_(theirs)
+        return Done()
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
+        return self._beside("all_to_all", sent, received.view(self.count, -1))
+
+    def _beside(self, what: str, own: Tensor, parts: Tensor) -> Work:
+        self._begin(what, own)
+        self.log.append(("starts", what))
+        return Beside(self, what, own, list(parts))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         tensor.copy_(self._swap("broadcast", tensor)[source])

@@ -1,0 +1,83 @@
+"""Which access order a run is on: one for training cycles, one for calls without gradients.
+
+A call of the module without gradients is a cycle, whoever makes it: `engine(...)`,
+`module(...)`, or `generate()`, which calls the module for every token. So units stay and leave
+by what is used next there too. A training cycle that such a call interrupts goes on after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from infinity.offload.prefetch import Prefetcher
+from infinity.plan.access_order import AccessOrder, guess_cycle
+
+
+class Cycles:
+    """Opens and closes the prefetcher's order; see `plan/access_order.py` for what a cycle is."""
+
+    def __init__(self, prefetcher: Prefetcher) -> None:
+        num_units = len(prefetcher.plan.units)
+        self.training = AccessOrder(guess_cycle(num_units, backward=True))
+        self.without_grad = AccessOrder(guess_cycle(num_units, backward=False))
+        self._prefetcher = prefetcher
+        self._open = False
+        self._interrupted: bool | None = None  # a training cycle; whether its next one follows
+
+    def begin(self, *, last_micro_batch: bool) -> None:
+        """A forward starts; a second one before the backward belongs to the same cycle."""
+        grad = torch.is_grad_enabled()
+        order = self.training if grad else self.without_grad
+        if self._open and self._prefetcher.order is order:
+            return
+        if self._open and not grad:
+            self._interrupted = self._prefetcher.wraps
+        else:
+            self.end()
+        self._prefetcher.follow(order, wraps=not (grad and last_micro_batch))
+        order.begin()
+        self._open = True
+
+    def end_call(self) -> None:
+        """A call without gradients is over, if one is under way."""
+        if self._prefetcher.order is not self.without_grad:
+            return
+        self.without_grad.end()
+        wraps, self._interrupted = self._interrupted, None
+        if wraps is None:
+            self._prefetcher.follow(None)
+            self._open = False
+        else:
+            self._prefetcher.follow(self.training, wraps=wraps)
+
+    def end(self) -> None:
+        """The backward is over, or whatever was under way: what was seen is learnt."""
+        self.end_call()
+        if self._prefetcher.order is not None:
+            self._prefetcher.order.end()
+            self._prefetcher.follow(None)
+        self._open = False
+
+    def around_calls(self) -> tuple[Callable[[], None], Callable[[], None]]:
+        """What goes before and after a call of the model: one without gradients is a cycle."""
+        caches: list[bool] = []  # of autocast, before each call under way
+
+        def before() -> None:
+            caches.append(torch.is_autocast_cache_enabled())
+            if not torch.is_grad_enabled():
+                torch.set_autocast_cache_enabled(False)  # it would keep casts of weights that move
+                self.begin(last_micro_batch=False)
+
+        def after() -> None:
+            if caches:
+                torch.set_autocast_cache_enabled(caches.pop())
+            self.end_call()
+
+        return before, after
+
+    def mispredictions(self) -> int:
+        """Unexpected uses, and updates that could not be published, since the start."""
+        orders = self.training.mispredictions + self.without_grad.mispredictions
+        return self._prefetcher.mispredictions + orders

@@ -39,7 +39,7 @@ from infinity.plan.cost import Rates
 from infinity.plan.layout import PAGE, round_up
 from infinity.plan.machine import cpu_model, mount_of, read_machine
 from infinity.plan.plan import LINKS
-from infinity.ranks import Ranks
+from infinity.ranks import Ranks, Work
 from infinity.rules import AdamW
 from infinity.storage.device import HAPPENED, CpuDevice, Device, DeviceArena, Event, HostArena
 from infinity.storage.disk import Disk, DiskTicket, Extent
@@ -182,15 +182,15 @@ def measure_links(ranks: Ranks, device: Device, seconds: float = LINK_SECONDS) -
     nbytes = _LINK_BYTES // ranks.count * ranks.count
     arena = device.reserve(2 * nbytes)
     one, other = arena.view(0, nbytes), arena.view(nbytes, nbytes)
-    work: dict[str, Callable[[], None]] = {
+    work: dict[str, Callable[[], Work]] = {
         "all_gather": lambda: ranks.all_gather(one),
         "all_to_all": lambda: ranks.all_to_all(other, one),
     }
     numbers, received = {}, nbytes - nbytes // ranks.count
     for name, collective in work.items():
 
-        def once(collective: Callable[[], None] = collective) -> None:
-            collective()
+        def once(collective: Callable[[], Work] = collective) -> None:
+            collective().wait()
             device.compute_event().wait()
 
         once()

@@ -57,24 +57,17 @@ def check_processes(what: str) -> None:
         raise _only_alone(f"{what} (WORLD_SIZE={count})")
 
 
-def check_ranks(ranks: Ranks, config: Config, optimizer: OffloadedOptimizer) -> None:
+def check_ranks(ranks: Ranks, config: Config) -> None:
     """Raise `ConfigError` for what several ranks cannot do yet."""
-    rule = optimizer.rule
-    for is_asked, what in (
-        (config.durable, "durable steps"),
-        (rule.whole, f"{rule.name}, which needs whole parameters,"),
-        (isinstance(rule, AdapterRule), f"an optimizer that torch runs ({rule.name})"),
-    ):
-        if ranks.count > 1 and is_asked:
-            raise _only_alone(what)
+    if ranks.count > 1 and config.durable:
+        raise _only_alone("durable steps")
 
 
 def _only_alone(what: str) -> ConfigError:
     return ConfigError(
         f"{what}: several processes are not supported here yet",
         remedy="run one process, without a launcher (unset WORLD_SIZE); several take "
-        "infinity.initialize with a configuration of ours, built-in elementwise rules, and "
-        "checkpoints",
+        "infinity.initialize with a configuration of ours, any optimizer, and checkpoints",
     )
 
 

@@ -68,8 +68,13 @@ def cut_model(
     groups: Groups,
     units: Sequence[UnitSpec] | None,
     ranks: int = 1,
+    *,
+    whole: bool = False,
 ) -> Cut:
-    """Cut into units and lay them out for `ranks`; trained is what the optimizer's groups hold."""
+    """Cut into units and lay them out for `ranks`; trained is what the optimizer's groups hold.
+
+    `whole` says that its rule needs whole parameters.
+    """
     cutter = Cutter(model)
     precision = PRECISIONS[config.precision]
     group_of = {id(p): g for g, group in enumerate(groups) for p in group["params"]}
@@ -92,6 +97,7 @@ def cut_model(
             precision,
             is_block=cut.is_block,
             ranks=ranks,
+            whole=whole,
         )
         for index, cut in enumerate(cuts)
     )

@@ -163,9 +163,12 @@ def _make(
     origins = Origins(model, _seed_of_meta(settings, ranks))
     groups = given["model_parameters"]
     offloaded = make_optimizer(model, settings, groups, client, trains=told.trains)
-    check_ranks(ranks, settings, offloaded)
-    cut = cut_model(model, settings, offloaded.param_groups, given["units"], ranks.count)
-    check_alike(ranks, "the model", _facts_of(cut, origins) if ranks.count > 1 else {})
+    check_ranks(ranks, settings)
+    rule, trained = offloaded.rule, offloaded.param_groups
+    cut = cut_model(model, settings, trained, given["units"], ranks.count, whole=rule.whole)
+    if ranks.count > 1:
+        check_alike(ranks, "the model", _facts_of(cut, origins))
+        check_alike(ranks, "the optimizer", _facts_of_optimizer(offloaded))
     plan = _make_plan(model, cut, settings, target, offloaded, ranks)
     scheduler = None
     if any(cut.trained):
@@ -255,6 +258,14 @@ def _facts_of(cut: Cut, origins: Origins) -> dict[str, Any]:
             name = f"first values of {cut.names[index]}"
             facts[name] = crc32c(value.view(torch.uint8).numpy().tobytes())
     return facts
+
+
+def _facts_of_optimizer(optimizer: OffloadedOptimizer) -> dict[str, Any]:
+    """What ranks must have alike: the rule, what it keeps of a parameter, and groups' values."""
+    rule, groups = optimizer.rule, optimizer.param_groups
+    kept = {"moments": rule.moments, "whole parameters": rule.whole}
+    values = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
+    return {"name": rule.name, **kept, **{f"group {n}": v for n, v in enumerate(values)}}
 
 
 def _of_rank(config: Config, ranks: Ranks) -> Config:

@@ -198,6 +198,8 @@ class AdaptedOptimizer:
         self.facts = facts
         self.kernels = kernels
         self.kept_by_parameter: dict[int, _Kept] = {}
+        # Of a parameter's last tile: where it ended, and what was kept before that step.
+        self._last: dict[int, tuple[int, _Kept | None]] = {}
         self._worker = facts.worker
         self._master = torch.empty(tile_elements if kernels is not None else 0)
         self._gradient = torch.empty(tile_elements)
@@ -218,6 +220,7 @@ class AdaptedOptimizer:
 
     def keep(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
         """Go on with what `kept` gave."""
+        self._last.clear()
         self.kept_by_parameter = {
             index: _Kept(
                 copied(entry["scalars"]),
@@ -236,11 +239,14 @@ class AdaptedOptimizer:
         count, size = tile.weight.numel(), math.prod(tile.shape)
         if self.facts.whole and (tile.first or count != size):
             raise TrainingError(f"{self.facts.name} needs whole parameters, got a part of one")
-        before = self.kept_by_parameter.get(tile.parameter)
+        end, before = self._last.get(tile.parameter, (-1, None))
+        if tile.first != end:  # the first tile of a step, wherever what a rank has of it begins
+            before = self.kept_by_parameter.get(tile.parameter)
         after = before
         for part in [tile] if self.facts.whole else _cut(tile):
             after = self._run(part, before, grad_scale)
-        if tile.first + count == size and after is not None:
+        self._last[tile.parameter] = tile.first + count, before
+        if after is not None:
             self.kept_by_parameter[tile.parameter] = after
 
     def state_of(

@@ -256,7 +256,7 @@ def num_blocks(units: Sequence[UnitLayout]) -> int:
 
 def block_widths(units: Sequence[UnitLayout]) -> list[int]:
     """Values a token brings to each repeated block, in order; experts belong to their block."""
-    shapes = [tuple(s.shape for s in u.segments) for u in units]
+    shapes = [tuple(sorted(s.shape for s in u.segments)) for u in units]  # in any order
     alike = Counter(shape for shape in shapes if len(shape) > 1)
     own = {block[0].name for block in _blocks(units)}
     widths = (

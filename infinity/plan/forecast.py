@@ -213,7 +213,7 @@ class _Bytes:
         plan, on_disk, from_device, exchanged = self.plan, 0, 0, 0
         for unit in used:
             layout, tier = plan.units[unit], plan.placements[unit].gradient
-            if tier is Tier.DISK:
+            if tier is Tier.DISK and plan.own[unit].num_trained:
                 on_disk += plan.gradient_bytes(layout)
             itemsize = 4 if unit in self._summed else layout.weight_itemsize
             exchanged += (plan.ranks - 1) * layout.shard_numel * itemsize

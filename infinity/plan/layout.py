@@ -13,7 +13,9 @@ them, then padding. Every part starts and ends on a 4096-byte boundary: lengths 
 
 Several ranks share a unit: each range is as many equal shards, one behind the other, and a rank
 keeps its shard of both. What a rank keeps is a layout of its own (`UnitLayout.of_shard`), which is
-what is cut into chunks. Parameters and shards then start where blocks of the norm's tree do.
+what is cut into chunks. Parameters and shards then start where blocks of the norm's tree do. For an
+update rule that needs whole parameters these are dealt to shards whole, which are padded to the
+longest.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from infinity.formats import MOMENT_BLOCK, MomentFormat
 PAGE = 4096
 ELEMENT_ALIGN = 2048  # elements: 4096 bytes of the narrowest kind (2 bytes)
 SQUARE_BLOCK = 4096  # elements of a parameter that share a leaf of the norm's tree; as in csrc/adam
+MUCH_PADDING = 1.1  # times what a unit holds: a plan says so
 SEGMENT_ALIGN_BYTES = 512  # start of every tensor in a slot; enough for any device
 
 
@@ -292,19 +295,30 @@ def lay_out(
     *,
     is_block: bool = False,
     ranks: int = 1,
+    whole: bool = False,
 ) -> UnitLayout:
-    """Place parameters one after the other, each aligned; trained ones first."""
+    """Place parameters one after the other, each aligned; trained ones first.
+
+    Of several `ranks`, with `whole` no trained parameter lies in two shards.
+    """
     segments: list[Segment] = []
     element = 0
     align = max(SEGMENT_ALIGN_BYTES // precision.weight, MOMENT_BLOCK)  # no scale is shared
     align = align if ranks == 1 else SQUARE_BLOCK  # nor is a block of the norm
-    for fact in (p for p in parameters if p.trained):
-        nbytes = fact.numel * precision.weight
-        segments.append(
-            Segment(fact.name, fact.parameter, fact.shape, fact.dtype, fact.numel, nbytes,
-                    element, True, fact.group)
-        )  # fmt: skip
-        element = round_up(element + fact.numel, align)
+    runs = [[p for p in parameters if p.trained]]
+    if whole and ranks > 1:
+        runs = _dealt(runs[0], ranks, index)
+    longest = max(sum(round_up(p.numel, align) for p in run) for run in runs)
+    for number, run in enumerate(runs):
+        element = number * longest
+        for fact in run:
+            nbytes = fact.numel * precision.weight
+            segments.append(
+                Segment(fact.name, fact.parameter, fact.shape, fact.dtype, fact.numel, nbytes,
+                        element, True, fact.group)
+            )  # fmt: skip
+            element = round_up(element + fact.numel, align)
+    element = len(runs) * longest
     offset = 0
     for fact in (p for p in parameters if not p.trained):
         nbytes = fact.numel * fact.itemsize
@@ -322,6 +336,34 @@ def lay_out(
         weight_itemsize=precision.weight,
         is_block=is_block,
         shards=ranks,
+    )
+
+
+def _dealt(facts: list[ParameterFacts], ranks: int, turn: int) -> list[list[ParameterFacts]]:
+    """Parameters to ranks: the largest first, each to whoever has least; of a rank in their order.
+
+    Who begins changes from unit to unit (`turn`), so that it is not one rank that always has most.
+    """
+    found: list[list[int]] = [[] for _ in range(ranks)]
+    sizes = [0] * ranks
+    for place in sorted(range(len(facts)), key=lambda i: -facts[i].numel):
+        least = sizes.index(min(sizes))
+        found[least].append(place)
+        sizes[least] += round_up(facts[place].numel, SQUARE_BLOCK)
+    return [[facts[i] for i in sorted(found[(r - turn) % ranks])] for r in range(ranks)]
+
+
+def dealt_notes(units: Iterable[UnitLayout], rule: str) -> tuple[str, ...]:
+    """What a plan must say of units whose parameters were dealt whole, where padding is much."""
+    sizes = [(u.numel / u.num_trained, u) for u in units if u.shards > 1 and u.num_trained]
+    total = sum(u.numel for _, u in sizes) / max(sum(u.num_trained for _, u in sizes), 1)
+    if total < MUCH_PADDING:
+        return ()
+    most, unit = max(sizes, key=lambda each: each[1].numel - each[1].num_trained)
+    return (
+        f"{rule} needs whole parameters, which are dealt to {unit.shards} ranks: shards are as "
+        f"long as the longest, {total:.2f} times what they hold; most in unit {unit.name!r}, "
+        f"{most:.2f} times",
     )
 
 

@@ -45,6 +45,7 @@ from infinity.plan.layout import (
     Precision,
     Tier,
     UnitLayout,
+    dealt_notes,
     lay_out,
     round_up,
 )
@@ -271,6 +272,7 @@ def make_plan(
     if unified and precision.name == "fp16":
         notes += ("fp16 is for GPUs: most CPUs multiply it many times slower than fp32",)
     if rule.whole:
+        notes += dealt_notes(units, rule.name)
         if isinstance(config.chunk_size, int):
             notes += (f"chunk_size {chunk} is not used: {rule.name} needs whole parameters",)
         chunk = max(largest, 1)
@@ -292,7 +294,6 @@ def make_plan(
         rule=rule,
         device_kernels=device_kernels,
         saved=saved,
-        rank=rank,
         ranks=ranks,
         durable=config.durable,
         durable_every=config.durable_every if config.durable_every != "auto" else _RARELY,
@@ -303,6 +304,7 @@ def make_plan(
     plan = with_live_note(plan, config.hints)
     if plan.durable and config.durable_every == "auto":
         plan = replace(plan, durable_every=_often(plan, rates))
+    plan = replace(plan, rank=rank)  # placement was chosen by rank 0's bytes: by all alike
     return replace(plan, predicted_bytes=forecast_bytes(plan))
 
 

@@ -42,7 +42,7 @@ from infinity.plan.layout import Kind
 from infinity.plan.plan import Plan
 from infinity.ranks import check_alike
 from infinity.storage.staging import host_buffer
-from infinity.training.parameter_access import Values
+from infinity.training.parameter_access import Values, share_kept
 from infinity.training.parts import Parts
 from infinity.training.run_state import OF_EACH_RANK, RunState
 from infinity.training.step import Stepper
@@ -240,7 +240,9 @@ class Checkpoints:
 
     def _run(self) -> Any:
         """The run's state as JSON; of several ranks with what each has of its own."""
-        state, ranks = self.run_state.capture(), self._rooms.ranks
+        rooms, ranks = self._rooms, self._rooms.ranks
+        share_kept(rooms.store, rooms.updater, self._segments.keys())
+        state = self.run_state.capture()
         if ranks.count > 1:
             ranks.meet("saves a checkpoint")
             own = {name: state[name] for name in OF_EACH_RANK}

@@ -10,7 +10,7 @@ Of several ranks all must call, and get whole values; of what they write each ke
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,6 +20,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from infinity.checkpoint.plain import decode, encode
 from infinity.errors import ConfigError, ResidencyError, TransferError
 from infinity.offload.owner import Owner, exclusive
 from infinity.offload.prefetch import Prefetcher
@@ -39,8 +40,8 @@ def read_state(
 ) -> dict[str, Any]:
     """The state of one parameter, by torch's names; moments as fresh fp32 tensors of its shape.
 
-    No update may be owed. `steps` counts updates by parameter index. Raises `ConfigError` if the
-    parameter has no state.
+    No update may be owed; all ranks call. `steps` counts updates by parameter index. Raises
+    `ConfigError` if the parameter has no state.
     """
     for layout in store.plan.units:
         for segment in layout.segments:
@@ -48,8 +49,28 @@ def read_state(
                 kinds = store.plan.precision.moment_kinds
                 moments = [_moment(store, layout, segment, kind) for kind in kinds]
                 shape, step = segment.shape, steps[parameter]
+                share_kept(store, updater, {parameter})
                 return updater.state_of(parameter, hyper, moments, shape, step)
     raise ConfigError("this parameter is frozen and has no optimizer state")
+
+
+def share_kept(store: StateStore, updater: Updater, parameters: Collection[int]) -> None:
+    """Of several ranks: let all know what the updater keeps of these parameters beside moments.
+
+    A rank knows it of those that it updates a part of; whoever has the last part tells.
+    """
+    ranks, plan = store.ranks, store.plan
+    if ranks.count == 1 or _is_ours(updater):  # ours counts steps, of all parameters
+        return
+    doing = "tells what the optimizer keeps"
+    own = {s.parameter for unit in plan.own for s in unit.trained_segments}.intersection(parameters)
+    kept = updater.kept()
+    with ranks.telling(doing):
+        told = encode({i: kept[i] for i in own & kept.keys()}, "the optimizer's state")
+    ranks.meet(doing)
+    for words in ranks.gather_words(told):  # in the order of parts
+        kept |= decode(words)
+    updater.keep(kept)
 
 
 def _moment(store: StateStore, layout: UnitLayout, segment: Segment, kind: Kind) -> Moment:

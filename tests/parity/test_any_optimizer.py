@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
 from support.models import CASES
+from support.optimizers import ELEMENTWISE, WHOLE, SignedMomentum, TrustRatio
 from support.rounding import split_master
 from support.trainer import PLACEMENTS, Run, make_config, make_device, same_bits, train, train_torch
 from torch import Tensor, nn, optim
@@ -20,61 +21,6 @@ from infinity.optim.adapter_probe import open_adapter
 STEPS = 4
 CASE = CASES["gpt"]
 DISK = ("disk", "disk", "disk")
-Groups = list[dict[str, Any]]
-
-
-class SignedMomentum(optim.Optimizer):
-    """A user's own: a count in the group, rebound state and rebound `.data`."""
-
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr, "count": 0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            group["count"] += 1
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                old = state.get("momentum", torch.zeros_like(p))
-                state["momentum"] = old * 0.9 + p.grad
-                p.data = p.data - group["lr"] / group["count"] * state["momentum"].sign()
-
-
-class TrustRatio(optim.Optimizer):
-    """LAMB-like: a step as long as the parameter's norm says. Not elementwise."""
-
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    m = self.state[p].setdefault("m", torch.zeros_like(p))
-                    m.lerp_(p.grad, 0.1)
-                    p.sub_(m * (group["lr"] * p.norm() / (m.norm() + 1e-6)))
-
-
-ELEMENTWISE: dict[str, Callable[[Groups], optim.Optimizer]] = {
-    "NAdam": optim.NAdam,
-    "RMSprop": lambda groups: optim.RMSprop(groups, lr=1e-3, centered=True, momentum=0.9),
-    "Adadelta": lambda groups: optim.Adadelta(groups, lr=0.5),
-    "Rprop": optim.Rprop,
-    "ASGD": lambda groups: optim.ASGD(groups, lr=1e-2, t0=2),
-    "Adamax": optim.Adamax,
-    "RAdam": lambda groups: optim.RAdam(groups, lr=1e-2, decoupled_weight_decay=True),
-    "AMSGrad": lambda groups: optim.AdamW(groups, lr=1e-2, amsgrad=True),
-    "Adagrad": lambda groups: optim.Adagrad(groups, initial_accumulator_value=0.5),
-    "SGD": lambda groups: optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True),
-    "own": SignedMomentum,
-}
-WHOLE: dict[str, Callable[[Groups], optim.Optimizer]] = {
-    "Adafactor": lambda groups: optim.Adafactor(groups, lr=1e-2),
-    "TrustRatio": TrustRatio,
-}
 
 
 def config_of(placement: tuple[str, str, str] = DISK, **more: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from support.reference import reference_update
 from support.slices import taken
 from support.trainer import (
     Result,
+    Stepped,
     _hyper,
     _settings,
     cast_frozen,
@@ -99,6 +100,7 @@ def train_half(
     *,
     groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
     by_torch: bool = False,
+    make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
 ) -> HalfResult:
     """fp16 forward and backward, fp32 masters; the update rule written out, bit for bit ours.
 
@@ -110,11 +112,14 @@ def train_half(
     summed = micro_batches > 1 or settings.activations.slices > 1
     dtype = torch.float32 if summed else torch.float16
     cast_frozen(model, torch.float16)
+    stepped = (
+        None if make_optimizer is None else Stepped(make_optimizer, torch_groups(model, groups))
+    )
     halves = _halves(model, settings, groups)
     for half in halves:
         half.parameter.data = half.master.to(torch.float16).view(half.parameter.shape)
         _collect(half, dtype)
-    update = _ByTorch(halves, settings) if by_torch else _Exactly(settings)
+    update = _ByTorch(halves, settings) if by_torch else _Exactly(settings, stepped)
     result = HalfResult([], {}, [])
     for index, batch in enumerate(batches):
         scale = closed_form_scale(words, result.overflows)
@@ -147,12 +152,20 @@ def train_half(
 class _Exactly:
     """The engine's order: one factor for clipping and the scale, in the update itself."""
 
-    def __init__(self, settings: Config) -> None:
+    def __init__(self, settings: Config, stepped: Stepped | None) -> None:
         self.settings = settings
+        self.stepped = stepped
 
     def __call__(self, active: Sequence[_Half], norm: float, scale: float) -> None:
         clipping = self.settings.gradient_clipping
         factor = min(1.0, clipping / (norm + 1e-6)) if clipping else 1.0
+        if self.stepped is not None:
+            found = {id(h.parameter): h.gradient for h in active if h.gradient is not None}
+            self.stepped.step(found, factor / scale)
+            for half in active:
+                half.master.copy_(self.stepped.masters[id(half.parameter)].detach().reshape(-1))
+                half.parameter.data.view(-1).copy_(half.master)
+            return
         for half in active:
             assert half.gradient is not None
             half.step += 1

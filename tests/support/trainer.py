@@ -331,9 +331,53 @@ class _Master:
     gradient: Tensor | None = None
     step: int = 0
 
+    def update(self, factor: float, seed: int) -> None:
+        """The rule written out."""
+        assert self.gradient is not None
+        self.step += 1
+        reference_update(
+            self.weight,
+            self.residual,
+            self.moments,
+            self.gradient,
+            self.hyper,
+            self.step,
+            factor,
+            rounding_key(seed, self.name, self.step),
+        )
+
+    def take(self, master: Tensor) -> None:
+        """Another master (flat, fp32)."""
+        if self.residual is None:
+            self.weight.copy_(master)
+        else:
+            for mine, new in zip((self.weight, self.residual), split_master(master), strict=True):
+                mine.copy_(new)
+
     def value(self) -> Tensor:
         flat = self.weight if self.residual is None else join_master(self.weight, self.residual)
         return flat.clone().view(self.parameter.shape)
+
+
+class Stepped:
+    """Any optimizer of torch's in the place of a rule: on fp32 masters, by id of the parameter."""
+
+    def __init__(
+        self,
+        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        groups: list[dict[str, Any]],
+    ) -> None:
+        parameters = [p for group in groups for p in group["params"]]
+        self.masters = {id(p): nn.Parameter(p.detach().float().clone()) for p in parameters}
+        self.optimizer = make(
+            [{**g, "params": [self.masters[id(p)] for p in g["params"]]} for g in groups]
+        )
+
+    def step(self, gradients: Mapping[int, Tensor], factor: float) -> None:
+        for key, master in self.masters.items():
+            found = gradients.get(key)
+            master.grad = None if found is None else (found.float() * factor).view(master.shape)
+        self.optimizer.step()
 
 
 def train_exactly(
@@ -342,6 +386,7 @@ def train_exactly(
     config: Mapping[str, Any],
     *,
     groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
+    make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
 ) -> Result:
     """Plain forward and backward, the update rule written out; nothing of the engine's.
 
@@ -355,6 +400,9 @@ def train_exactly(
     summed = micro_batches > 1 or settings.activations.slices > 1
     accumulated = torch.bfloat16 if split and not summed else torch.float32
     cast_frozen(model, torch.bfloat16 if split else torch.float32)
+    stepped = (
+        None if make_optimizer is None else Stepped(make_optimizer, torch_groups(model, groups))
+    )
     masters = _masters(model, settings, groups, split=split)
     for master in masters.values():
         master.parameter.data = master.weight.view(master.parameter.shape)
@@ -376,19 +424,15 @@ def train_exactly(
         norms.append(norm)
         clipping = settings.gradient_clipping
         factor = min(1.0, clipping / (norm + 1e-6)) if clipping else 1.0
+        if stepped is not None:
+            found = {id(m.parameter): m.gradient for m in active if m.gradient is not None}
+            stepped.step(found, factor)
         for master in active:
             assert master.gradient is not None
-            master.step += 1
-            reference_update(
-                master.weight,
-                master.residual,
-                master.moments,
-                master.gradient,
-                master.hyper,
-                master.step,
-                factor,
-                rounding_key(settings.seed or 0, master.name, master.step),
-            )
+            if stepped is None:
+                master.update(factor, settings.seed or 0)
+            else:
+                master.take(stepped.masters[id(master.parameter)].detach().reshape(-1))
             master.gradient = None
     values = _values(model)
     for name, parameter in model.named_parameters(remove_duplicate=False):

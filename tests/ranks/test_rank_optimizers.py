@@ -1,0 +1,333 @@
+"""Optimizers that torch runs, on several ranks: the bits of plain torch, whatever they need.
+
+One that may be cut gets the parts of parameters that lie in a rank's shard; one that needs whole
+parameters gets those that were dealt to the rank. Together with all other axes both are in
+`tests/parity/test_axes.py`, whose models have no parameter that is cut.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.half import ScaleWords, train_half
+from support.models import Batch
+from support.optimizers import ELEMENTWISE, WHOLE, Maker, SignedMomentum
+from support.ranks import make_engine, on_ranks, together, train_ranks
+from support.trainer import make_config, make_device, same_bits, train_exactly
+from torch import Tensor, nn, optim
+
+from infinity.errors import ConfigError
+from infinity.plan.layout import (
+    BF16,
+    SQUARE_BLOCK,
+    ParameterFacts,
+    UnitLayout,
+    dealt_notes,
+    lay_out,
+    round_up,
+)
+from infinity.ranks import Ranks
+
+ON_DISK = ("disk", "disk", "disk")
+IN_RAM = ("device", "device", "device")
+MAKERS = ELEMENTWISE | WHOLE
+WIDTH = 100
+
+
+class CutBlock(nn.Module):
+    """Matrices of three blocks of the norm's tree and of ten, which shards cut, and vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.gate = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).tanh()) * self.gate(x).sigmoid()
+
+
+class Cut(nn.Module):
+    """Blocks of those, and what is alone in its unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Embedding(60, WIDTH)
+        self.blocks = nn.ModuleList(CutBlock() for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return (x * self.scale).float().square().mean()
+
+
+def build(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return Cut()
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Vectors learn at a rate of their own."""
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    return [{"params": [p for p in model.parameters() if p.dim() > 1]},
+            {"params": vectors, "lr": 3e-3}]  # fmt: skip
+
+
+def batches_of(count: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    return [Batch((torch.randint(60, (7,), generator=generator),)) for _ in range(count)]
+
+
+def config_of(placement: tuple[str, str, str], micro_batches: int = 1, **more: Any) -> Any:
+    config = make_config(placement, gradient_accumulation_steps=micro_batches, **more)
+    del config["optimizer"]
+    return config
+
+
+CHOICES = [
+    ("NAdam", 2, ON_DISK, "bf16", "fake"),
+    ("RMSprop", 3, IN_RAM, "fp32", "cpu"),
+    ("ASGD", 2, ("host", "disk", "device"), "fp16", "fake"),
+    ("Adagrad", 3, ("disk", "host", "host"), "bf16", "cpu"),  # its constructor makes state
+    ("own", 3, ON_DISK, "fp32", "fake"),
+    ("Adafactor", 2, ON_DISK, "bf16", "cpu"),
+    ("Adafactor", 3, ("device", "host", "disk"), "fp32", "fake"),
+    ("TrustRatio", 3, ON_DISK, "fp32", "cpu"),
+    ("TrustRatio", 2, IN_RAM, "bf16", "fake"),
+]
+
+
+@pytest.mark.parametrize(("name", "count", "placement", "precision", "device"), CHOICES)
+def test_ranks_give_the_bits_of_plain_torch(
+    name: str, count: int, placement: tuple[str, str, str], precision: str, device: str
+) -> None:
+    half = precision == "fp16"
+    words = {"precision": precision} | ({"loss_scale": {"value": 1024.0}} if half else {})
+    batches = batches_of(2 * 3 * count)
+    one = config_of(placement, 2 * count, **words)
+    found = train_ranks(
+        count, build, batches, config_of(placement, 2, **words), groups=groups_of,
+        device=partial(make_device, device), optimizer=MAKERS[name],
+    )  # fmt: skip
+    plain = partial(train_half, words=ScaleWords(static=1024.0)) if half else train_exactly
+    expected = plain(build(), batches, one, groups=groups_of, make_optimizer=MAKERS[name])
+    assert found.differences(expected) == []
+    assert found.plan is not None
+    assert found.report is not None
+    assert found.report.moved == found.forecast
+    cut = [s for unit in found.plan.units for s in unit.trained_segments if is_cut(unit, s)]
+    assert bool(cut) == (name in ELEMENTWISE), "what is cut, and what is not, tests nothing"
+
+
+def is_cut(unit: UnitLayout, segment: Any) -> bool:
+    first, last = (n // unit.shard_numel for n in (segment.offset, end_of(segment) - 1))
+    return first != last
+
+
+def end_of(segment: Any) -> int:
+    return int(segment.offset + segment.numel)
+
+
+def test_muon_gets_whole_matrices() -> None:
+    class Matrices(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x).tanh()
+            return x.square().mean()
+
+    def make() -> nn.Module:
+        torch.manual_seed(3)
+        return Matrices()
+
+    generator = torch.Generator().manual_seed(1)
+    batches = [Batch((torch.randn(3, WIDTH, generator=generator),)) for _ in range(8)]
+    muon = partial(optim.Muon, lr=0.02)
+    expected = train_exactly(make(), batches, config_of(ON_DISK, 2), make_optimizer=muon)
+    found = train_ranks(2, make, batches, config_of(ON_DISK), optimizer=muon)
+    assert found.differences(expected) == []
+
+
+# --- what is kept beside moments -----------------------------------------------------------------
+
+
+class LastValue(SignedMomentum):
+    """Keeps a number of each tile: of what ranks have, the last part's counts, as on one rank."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["last"] = float(p.reshape(-1)[-1])
+
+
+@pytest.mark.parametrize("name", ["NAdam", "Adafactor", "last"])
+def test_state_is_told_to_every_rank(name: str, tmp_path: Path) -> None:
+    maker = LastValue if name == "last" else MAKERS[name]
+    models = [build() for _ in range(4)]
+    batches = batches_of(12)
+
+    def work(ranks: Ranks) -> list[dict[str, Any]]:
+        model, config = models.pop(), config_of(ON_DISK, 6 // ranks.count)
+        with make_engine(
+            ranks, model, config, tmp_path, groups=groups_of, optimizer=maker
+        ) as engine:
+            states = []
+            for number, batch in enumerate(batches[ranks.rank :: ranks.count], 1):
+                engine.backward(batch.call(engine))
+                engine.step()
+                if number * ranks.count % 6 == 0:
+                    states += [engine.optimizer.read_state(p) for p in model.parameters()]
+            return states
+
+    (expected,) = on_ranks(1, work)
+    for found in on_ranks(3, work):
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine.keys() == theirs.keys()
+            for key, value in theirs.items():
+                assert same_bits(torch.as_tensor(mine[key]), torch.as_tensor(value)), key
+
+
+@pytest.mark.parametrize(("name", "placement"), [("own", ON_DISK), ("Adafactor", IN_RAM)])
+def test_saved_on_some_ranks_resumed_on_others(
+    name: str, placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    counts, micro_batches, steps = (3, 1, 2, 3, 2), 6, 2
+    batches = batches_of(micro_batches * steps * len(counts))
+    one = config_of(placement, micro_batches, precision="bf16")
+    expected = train_exactly(build(), batches, one, groups=groups_of, make_optimizer=MAKERS[name])
+    losses: list[float] = []
+    norms: list[float] = []
+    for number, count in enumerate(counts):
+        part = batches[number * micro_batches * steps :][: micro_batches * steps]
+        found = train_ranks(
+            count, partial(build, number), part,
+            config_of(placement, micro_batches // count, precision="bf16"),
+            groups=groups_of, optimizer=MAKERS[name],
+            load=tmp_path / str(number - 1) if number else None, save=tmp_path / str(number),
+        )  # fmt: skip
+        losses += found.losses
+        norms += found.norms
+    found.losses, found.norms = losses, norms
+    assert found.differences(expected) == []
+
+
+# --- layouts -------------------------------------------------------------------------------------
+
+
+def facts_of(sizes: list[int]) -> list[ParameterFacts]:
+    return [
+        ParameterFacts(str(i), i, (size,), "bfloat16", size, 2, True, 0)
+        for i, size in enumerate(sizes)
+    ]
+
+
+def test_whole_parameters_are_dealt_evenly_and_none_is_cut() -> None:
+    chance = random.Random(0)
+    for case in range(200):
+        ranks = chance.randint(2, 9)
+        sizes = [chance.choice([1, 77, 5000, 40_000, 100_000]) for _ in range(chance.randint(1, 9))]
+        unit = lay_out(case, "unit", facts_of(sizes), BF16, ranks=ranks, whole=True)
+        assert sorted(s.parameter for s in unit.segments) == list(range(len(sizes)))
+        assert not any(is_cut(unit, s) for s in unit.segments)
+        ends = [0, *(end_of(s) for s in unit.segments)]
+        assert all(s.offset >= end for s, end in zip(unit.segments, ends, strict=False))
+        assert all(s.offset % SQUARE_BLOCK == 0 for s in unit.segments)
+        shards = [unit.of_shard(rank) for rank in range(ranks)]
+        held = Counter(s.parameter for shard in shards for s in shard.segments)
+        assert set(held.values()) == {1}
+        # No worse than the bound of longest-first: 4/3 of what is best, which is at least these.
+        padded = [round_up(size, SQUARE_BLOCK) for size in sizes]
+        assert unit.numel % (ranks * SQUARE_BLOCK) == 0
+        assert unit.shard_numel <= 4 / 3 * max(max(padded), sum(padded) / ranks) + max(padded) / 3
+
+
+def test_ranks_take_turns_to_have_most() -> None:
+    sizes = [3 * SQUARE_BLOCK, SQUARE_BLOCK, SQUARE_BLOCK]
+    units = [lay_out(i, "u", facts_of(sizes), BF16, ranks=3, whole=True) for i in range(3)]
+    most = [max(range(3), key=lambda r: u.of_shard(r).num_trained) for u in units]
+    assert sorted(most) == [0, 1, 2]
+
+
+def test_a_plan_says_what_padding_costs() -> None:
+    block = lay_out(0, "block", facts_of([40_960] * 8), BF16, ranks=4, whole=True)
+    alone = lay_out(1, "embed", facts_of([163_840]), BF16, ranks=4, whole=True)
+    assert dealt_notes([block], "Rule") == ()
+    (note,) = dealt_notes([block, alone], "Rule")
+    assert "Rule needs whole parameters, which are dealt to 4 ranks" in note
+    assert "2.00 times what they hold; most in unit 'embed', 4.00 times" in note
+
+
+def test_the_note_is_in_the_plan(tmp_path: Path) -> None:
+    models = [build() for _ in range(2)]
+
+    def work(ranks: Ranks) -> str:
+        model, config = models[ranks.rank], config_of(ON_DISK)
+        options = {"groups": groups_of, "optimizer": optim.Adafactor}
+        with make_engine(ranks, model, config, tmp_path, **options) as engine:
+            return engine.plan.describe()
+
+    for words in on_ranks(2, work):
+        assert "torch.optim.Adafactor needs whole parameters, which are dealt to 2 ranks" in words
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (optim.RAdam, "name is 'torch.optim.NAdam' on rank 0, 'torch.optim.RAdam' on rank 1"),
+        (partial(optim.NAdam, lr=3.0), "group 0.lr is 0.002 on rank 0, 3.0 on rank 1"),
+    ],
+)
+def test_optimizers_that_differ_are_refused(other: Maker, words: str, tmp_path: Path) -> None:
+    models = [build() for _ in range(2)]
+
+    def work(ranks: Ranks) -> None:
+        maker = other if ranks.rank else optim.NAdam
+        make_engine(ranks, models[ranks.rank], config_of(ON_DISK), tmp_path, optimizer=maker)
+
+    results, errors = together(2, work)
+    assert not results
+    for error in errors.values():
+        assert isinstance(error, ConfigError)
+        assert f"ranks 0 and 1 differ in the optimizer: {words}" in str(error)
+
+
+def test_an_optimizer_that_raises_on_one_rank_ends_the_step_of_all(tmp_path: Path) -> None:
+    models = [build() for _ in range(2)]
+    bad = [False, False]
+
+    class Breaks(SignedMomentum):
+        def step(self, closure: Any = None) -> None:
+            if bad[0] and self.param_groups[0]["params"][0].numel() == 4 * WIDTH:
+                raise ValueError("a bad day")
+            super().step()
+
+    def work(ranks: Ranks) -> None:
+        with make_engine(
+            ranks, models[ranks.rank], config_of(IN_RAM), tmp_path, optimizer=Breaks
+        ) as engine:
+            for batch in batches_of(3):
+                engine.backward(batch.call(engine))
+                engine.step()
+                bad[0] = True
+
+    results, errors = together(2, work)
+    assert not results
+    words = [str(error) for error in errors.values()]
+    assert any("a bad day" in each for each in words), words
+    assert all("a bad day" in each or "rank" in each for each in words), words

@@ -419,6 +419,9 @@ class PlacementConfig(Section):
     weights: TierChoice = "auto"
     moments: TierChoice = "auto"
     gradients: TierChoice = "auto"
+    whole: bool | None = None
+    """Several ranks: gathered weights stay on the device until they are updated (ZeRO-2), or leave
+    it between uses and are gathered at each (ZeRO-3); `None`: they stay where there is room."""
 
 
 class BudgetConfig(Section):

@@ -127,12 +127,14 @@ def fits_as(changed: Plan, before: Plan, limits: Limits, *, auto: bool) -> bool:
 def _slot_classes(plan: Plan) -> tuple[SlotClass, ...]:
     """Group units whose sizes lie within a factor of two; a class has slots of its largest.
 
-    A unit whose weights rest on the device has none, unless it is a shard that rests there.
+    A unit whose weights rest on the device has none, unless it is a shard that rests there. Those
+    that stay `whole` have a slot each, of their own size.
     """
     moving = [
         u
         for u in plan.units
-        if plan.ranks > 1 or plan.placements[u.index].weight is not Tier.DEVICE
+        if (plan.ranks > 1 or plan.placements[u.index].weight is not Tier.DEVICE)
+        and u.index not in plan.whole
     ]
     groups: list[list[UnitLayout]] = []
     for unit in sorted(moving, key=lambda u: (-u.slot_bytes, u.index)):
@@ -141,11 +143,14 @@ def _slot_classes(plan: Plan) -> tuple[SlotClass, ...]:
         else:
             groups.append([unit])
     count = plan.prefetch_units + 2
-    return tuple(
-        SlotClass(g[0].slot_bytes, min(count, len(g)), tuple(u.index for u in g))
-        for g in groups
-        if g[0].slot_bytes
-    )
+    classes = [
+        SlotClass(g[0].slot_bytes, min(count, len(g)), tuple(u.index for u in g)) for g in groups
+    ]
+    sizes: dict[int, list[int]] = {}
+    for index in sorted(plan.whole):
+        sizes.setdefault(plan.units[index].slot_bytes, []).append(index)
+    classes += [SlotClass(size, len(units), tuple(units)) for size, units in sizes.items()]
+    return tuple(sorted((c for c in classes if c.slot_bytes), key=lambda c: -c.slot_bytes))
 
 
 def checksum_bytes(nbytes: int) -> int:

@@ -58,6 +58,26 @@ def score(plan: Plan, rates: Rates) -> float:
     return cost.seconds + HIDDEN_SHARE * sum(cost.resources.values())
 
 
+def with_whole_units(plan: Plan, wish: bool | None, limits: Limits) -> Plan:
+    """Of several ranks: a slot for good for as many units as fit, so that their weights are
+    gathered once after an update and not at every fetch. First those that are never updated.
+
+    With the `wish` True all have one, whether that fits or not; with False none.
+    """
+    units = [u for u in plan.units if u.slot_bytes and plan.ranks > 1 and wish is not False]
+    units.sort(key=lambda u: (u.numel > 0, u.index))
+    low, high, best = 0, len(units), plan
+    while low < high:
+        middle = high if wish else (low + high + 1) // 2
+        whole = frozenset(unit.index for unit in units[:middle])
+        changed = with_memory(replace(plan, whole=whole), limits)
+        if wish or fits_as(changed, plan, limits, auto=True):
+            low, best = middle, changed
+        else:
+            high = middle - 1
+    return best
+
+
 class _Search:
     def __init__(
         self, start: tuple[UnitPlacement, ...], fields: Sequence[str], limits: Limits, rates: Rates

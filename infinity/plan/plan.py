@@ -121,6 +121,7 @@ class Plan:
     saved: SavedPlan = NOTHING_SAVED  # what autograd keeps for backward, and where
     rank: int = 0  # whose plan this is, of `ranks`
     ranks: int = 1  # that share every unit: bytes and memory are of one of them
+    whole: frozenset[int] = frozenset()  # of several ranks: units with a slot each, for good
 
     @cached_property
     def own(self) -> tuple[UnitLayout, ...]:
@@ -129,8 +130,18 @@ class Plan:
 
     @property
     def zero_stage(self) -> int:
-        """What is shared out, by DeepSpeed's number; 0 where a rank is alone."""
-        return 3 if self.ranks > 1 else 0
+        """What is shared out, by DeepSpeed's number; 0 where a rank is alone.
+
+        2 where weights stay whole in slots from one update to the next, 3 where some move through.
+        """
+        if self.ranks == 1:
+            return 0
+        return 3 if self.num_moving else 2
+
+    @property
+    def num_moving(self) -> int:
+        """Units that share slots: of several ranks they are gathered anew when they come back."""
+        return sum(len(c.members) for c in self.slot_classes if c.count < len(c.members))
 
     @property
     def tier_bytes(self) -> dict[Tier, int]:
@@ -267,10 +278,15 @@ class Plan:
         """Which share of everything the other lines are of."""
         if self.ranks == 1:
             return []
-        return [
+        lines = [
             f"  rank {self.rank} of {self.ranks}: each keeps 1/{self.ranks} of weights, state and "
-            f"gradients of every unit (ZeRO-{self.zero_stage}), and gathers whole units in slots"
+            f"gradients of every unit, and gathers whole units in slots (ZeRO-{self.zero_stage})"
         ]
+        moving = self.num_moving
+        if moving < len(self.units):
+            of = f" of {len(self.units) - moving} units" if moving else ""
+            lines.append(f"  weights{of} stay whole in slots: gathered once after each update")
+        return lines
 
     def _whole_batch_lines(self) -> list[str]:
         """What a step would move if its micro-batches passed each block together."""

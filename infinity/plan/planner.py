@@ -50,7 +50,7 @@ from infinity.plan.layout import (
     round_up,
 )
 from infinity.plan.machine import PlanMachine
-from infinity.plan.placement import FIELDS, best_placement, score
+from infinity.plan.placement import FIELDS, best_placement, score, with_whole_units
 from infinity.plan.plan import (
     Plan,
     RuleFacts,
@@ -362,12 +362,30 @@ def _with_placement(draft: Plan, config: Config, limits: Limits, rates: Rates) -
     ]  # fmt: skip
     plan = with_memory(replace(draft, placements=tuple(placements)), limits)
     auto = [field for field, wish in zip(FIELDS, explicit, strict=True) if wish is None]
-    if auto:
-        plan = best_placement(plan, auto, leaving_room(plan, config.update, limits), rates)
+    plan = _placed(plan, auto, config, leaving_room(plan, config.update, limits), rates)
     plan = with_weights_in_ram(plan, config.hints, limits)
     plan = with_updates(plan, config.update, limits, rates, leave_share=bool(auto))
     _require_fit(plan, limits, config)
     return plan
+
+
+def _placed(plan: Plan, auto: Sequence[str], config: Config, limits: Limits, rates: Rates) -> Plan:
+    """With the best tiers of the fields that are `auto`, and slots for good where they fit.
+
+    Either may come first, and takes memory from the other.
+    """
+    wish = config.placement.whole
+    if wish is None and config.hints.live_parameters is not None:
+        wish = False
+    first = with_whole_units(plan, wish, limits)
+    if not auto:
+        return first
+    starts = [first] if wish or first is plan else [plan, first]
+    found = [
+        with_whole_units(best_placement(start, auto, limits, rates), wish, limits)
+        for start in starts
+    ]
+    return min(found, key=lambda plan: (score(plan, rates), plan.num_moving))
 
 
 def _with_stored(draft: Plan, stored: Stored, config: Config, limits: Limits, rates: Rates) -> Plan:
@@ -378,6 +396,7 @@ def _with_stored(draft: Plan, stored: Stored, config: Config, limits: Limits, ra
             replace(h, weight=Tier.DEVICE) if h.weight is Tier.HOST else h for h in placements
         ]
     plan = with_memory(replace(draft, placements=tuple(placements)), limits)
+    plan = _placed(plan, (), config, limits, rates)
     plan = with_updates(plan, config.update, limits, rates, leave_share=False)
     try:
         _require_fit(plan, limits, config)

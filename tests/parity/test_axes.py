@@ -90,6 +90,7 @@ AXES: dict[str, list[Any]] = {
     "verify": [False, True],
     "resume": [False, True],  # halfway, in another engine whose placement is another
     "ranks": [1, 2, 3],  # each with so many micro-batches
+    "whole": [False, True],  # whether weights stay gathered
 }
 # What the numbers depend on; all else is placement.
 COMPUTATION = ("model", "precision", "micro_batches", "clipping", "recompute", "slices",
@@ -147,6 +148,7 @@ def config_of(choice: Choice) -> dict[str, Any]:
         cpu={"isa": choice["isa"], "num_threads": choice["adam_threads"]},
         seed=5,
     )
+    config["placement"]["whole"] = choice["whole"]
     if choice["optimizer"] in ADAPTED:
         del config["optimizer"]
     else:

@@ -56,13 +56,13 @@ class Beside:
         for part in parts:
             if part.data_ptr() != own.data_ptr():
                 part.fill_(0xFF)
-        self._number = ranks.group.give(ranks.rank, self._given)
+        self.number = ranks.group.give(ranks.rank, self._given)
         self._over = False
         self._lock = threading.Lock()
 
     def done(self) -> bool:
         """By chance, if all have given; so that nothing can hang on it."""
-        if not self._over and self._ranks.luck() and self._ranks.group.have_given(self._number):
+        if not self._over and self._ranks.luck() and self._ranks.group.have_given(self.number):
             self.wait()
         return self._over
 
@@ -70,7 +70,7 @@ class Beside:
         with self._lock:
             if self._over:
                 return
-            found = self._ranks.group.others(self._ranks.rank, self._number)
+            found = self._ranks.group.others(self._ranks.rank, self.number)
             kinds = {given.kind for given in found}
             assert len(kinds) == 1, f"collectives that do not belong together: {kinds}"
             self._given.bytes()  # from now on the source may change
@@ -81,7 +81,7 @@ class Beside:
                 if given is not self._given or self.what == "all_to_all":
                     part.copy_(theirs)
             self._over = True
-            self._ranks.log.append(("over", self.what))
+            self._ranks.log.append(("over", self.number))
 
 
 class Group:
@@ -152,7 +152,8 @@ class ThreadRanks(Ranks):
         self.rank = self.local_rank = rank
         self.count = self.local_count = group.count
         self.thread = 0  # that all collectives must come from
-        self.log: list[tuple[str, str]] = []  # what started, was met for, and was over, in order
+        # What began, with its number; what it met for; what was over; in order.
+        self.log: list[tuple[str, str | int]] = []
         self._random = random.Random(rank)
 
     @property
@@ -196,8 +197,9 @@ class ThreadRanks(Ranks):
 
     def _beside(self, what: str, own: Tensor, parts: Tensor) -> Work:
         self._begin(what, own)
-        self.log.append(("starts", what))
-        return Beside(self, what, own, list(parts))
+        work = Beside(self, what, own, list(parts))
+        self.log.append((what, work.number))
+        return work
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         tensor.copy_(self._swap("broadcast", tensor)[source])
@@ -250,8 +252,9 @@ def make_engine(
     groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
     **options: Any,
 ) -> Engine:
-    """One rank's engine; all share the folder."""
-    plain, io = rough.taken({"nvme_path": str(folder), **config})
+    """One rank's engine; all share the folder. Unless told otherwise units move through slots."""
+    placement = {"whole": False, **config.get("placement", {})}
+    plain, io = rough.taken({"nvme_path": str(folder), **config, "placement": placement})
     if groups is not None:
         options["model_parameters"] = groups(model)
     made: Engine = rough.initialize(

@@ -1,0 +1,284 @@
+"""Bytes between ranks move beside compute, and nothing that takes time decides what moves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import CASES
+from support.ranks import ThreadRanks, make_engine, on_ranks, together, train_ranks
+from support.trainer import make_config, make_device, same_bits, train_exactly
+from torch import Tensor, nn
+
+from infinity.config.schema import load_config
+from infinity.errors import InfinityError
+from infinity.offload.slots import Where
+from infinity.plan.budget import Limits
+from infinity.plan.layout import FP32, ParameterFacts, lay_out
+from infinity.plan.plan import Plan
+from infinity.plan.planner import make_plan
+from infinity.ranks import Ranks
+
+GPT = CASES["gpt"]
+WIDTH, DEPTH = 64, 6
+
+
+class Chain(nn.Module):
+    """Blocks one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
+        generator = torch.Generator().manual_seed(0)  # torch's own is one for all threads
+        for parameter in self.parameters():
+            parameter.data.normal_(std=0.1, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x.square().mean()
+
+
+def trained(ranks: Ranks, folder: Path, config: dict[str, Any]) -> list[Any]:
+    """The log of the last micro-batch, with ("computes", n) where the n-th block does.
+
+    It is the second of its step: no update is under way, which would publish units in its time.
+    """
+    assert isinstance(ranks, ThreadRanks)
+    model = Chain()
+
+    def computes(number: int, output: Tensor) -> None:
+        ranks.log.append(("computes", number))
+        if output.requires_grad:
+            output.register_hook(lambda _: ranks.log.append(("computes", number)))
+
+    for number, block in enumerate(model.blocks):
+        block.register_forward_hook(lambda _, __, output, n=number: computes(n, output))
+    config = {**config, "gradient_accumulation_steps": 2}
+    with make_engine(ranks, model, config, folder) as engine:
+        for micro_batch in range(4):
+            if micro_batch == 3:
+                ranks.log.clear()
+            engine.backward(engine(torch.full((2, WIDTH), 1.0 + ranks.rank)))
+            engine.step()
+        return list(ranks.log)
+
+
+def between(log: list[Any], kind: str) -> list[list[Any]]:
+    """Of each piece of work of a kind, what was written down while it was under way."""
+    found = []
+    for at, (what, number) in enumerate(log):
+        if what == kind:
+            found.append(log[at + 1 : log.index(("over", number))])
+    return found
+
+
+def test_weights_are_gathered_while_the_unit_before_computes(tmp_path: Path) -> None:
+    config = make_config(("host", "host", "host"), prefetch_units=1)
+    for log in on_ranks(2, partial(trained, folder=tmp_path, config=config)):
+        gathers = between(log, "all_gather")
+        # All blocks but those three in slots: for the forward, and for the backward but the first.
+        assert len(gathers) == 2 * (DEPTH - 3) - 1
+        meetings = [[doing for what, doing in during if what == "meets"] for during in gathers]
+        assert all(meetings), "none is waited for where it starts"
+        assert all(any(what == "computes" for what, _ in during) for during in gathers)
+
+
+def test_gradients_are_exchanged_while_the_next_unit_computes(tmp_path: Path) -> None:
+    config = make_config(("host", "host", "host"))
+    for log in on_ranks(2, partial(trained, folder=tmp_path, config=config)):
+        exchanges = between(log, "all_to_all")
+        assert len(exchanges) == DEPTH
+        beside = [any(what == "computes" for what, _ in during) for during in exchanges]
+        assert sum(beside) == DEPTH - 2, "all but the last two, which the backward's end waits for"
+        under_way = [sum(what == "all_to_all" for what, _ in during) for during in exchanges]
+        assert max(under_way) <= 1, "two at a time: there are so many buffers"
+
+
+def test_meetings_are_one_for_each_use_of_a_unit(tmp_path: Path) -> None:
+    for log in on_ranks(2, partial(trained, folder=tmp_path, config=make_config())):
+        met = Counter(str(doing).split()[0] for what, doing in log if what == "meets")
+        assert met["uses"] == 2 * DEPTH - 2, "the last is used once for both, the first not again"
+        assert met["ends"] <= 4
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("tier", ["host", "disk", "device"])
+def test_whole_weights_are_gathered_once_a_step(whole: bool, tier: str, tmp_path: Path) -> None:
+    config = make_config((tier, "host", "host"), gradient_accumulation_steps=2, prefetch_units=1)
+    config["placement"]["whole"] = whole
+    batches = GPT.batches(12)
+    expected = train_exactly(
+        GPT.build(), batches, {**config, "gradient_accumulation_steps": 4}, groups=GPT.groups
+    )
+    found = train_ranks(
+        2, GPT.build, batches, config, groups=GPT.groups, device=partial(make_device, "fake")
+    )
+    assert found.differences(expected) == []
+    assert found.plan is not None
+    assert found.report is not None
+    assert found.report.moved == found.forecast
+    assert found.plan.zero_stage == 3 - whole
+    shards = sum(unit.shard_bytes for unit in found.plan.own)
+    blocks = 8 * max(map(sum, zip(*(u.num_told for u in found.plan.units), strict=True)))
+    gathers = (found.report.moved["all_gather"] - blocks) / shards
+    assert (gathers == 1) if whole else (gathers > 1)
+
+
+def test_frozen_weights_stay_whole_for_good(tmp_path: Path) -> None:
+    case, config = CASES["frozen"], make_config()
+    config["placement"]["whole"] = True
+    found = train_ranks(2, case.build, case.batches(8), config, groups=case.groups)
+    assert found.report is not None
+    assert found.plan is not None
+    only_frozen = [u for u in found.plan.units if not u.numel]
+    assert only_frozen
+    blocks = 8 * max(map(sum, zip(*(u.num_told for u in found.plan.units if u.numel), strict=True)))
+    trained = sum(u.shard_bytes for u in found.plan.units if u.numel)
+    assert found.report.moved["all_gather"] == trained + blocks
+
+
+# --- the plan ------------------------------------------------------------------------------------
+
+
+def planned(device: int | None, whole: bool | None = None, **placement: str) -> Plan:
+    facts = [ParameterFacts("w", 0, (1 << 18,), "float32", 1 << 18, 4, True, 0)]
+    units = tuple(
+        replace(lay_out(i, f"unit {i}", facts, FP32, ranks=4), index=i) for i in range(10)
+    )
+    config = load_config({"precision": "fp32", "prefetch_units": 1,
+                          "placement": {"whole": whole, **placement}})  # fmt: skip
+    return make_plan(units, config, Limits(device, None, None), unified=False)
+
+
+def test_what_fits_stays_whole() -> None:
+    host = {"weights": "host", "moments": "host", "gradients": "host"}
+    unlimited, unit = planned(None, **host), 1 << 20
+    assert unlimited.zero_stage == 2
+    assert "gathered once after each update" in unlimited.describe()
+    moving = planned(None, whole=False, **host)
+    assert moving.zero_stage == 3
+    (slots,) = moving.slot_classes
+    assert (slots.slot_bytes, slots.count) == (unit, 3)
+    exchange = moving.memory[next(iter(moving.memory))]["exchange"]
+    room = exchange + 8 * unit  # for 8 units at a time, in a share of the device
+    some = planned(int(room / 0.7) + 1024, **host)
+    assert some.whole == frozenset(range(5))
+    assert sorted(c.count for c in some.slot_classes) == [3, 5]
+    assert some.zero_stage == 3
+    assert "weights of 5 units stay whole" in some.describe()
+    assert some.predicted_bytes["all_gather"] < moving.predicted_bytes["all_gather"]
+
+
+# --- what ends under a gather --------------------------------------------------------------------
+
+
+class BadError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("how", ["raises", "leaves"])
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_rank_that_ends_under_a_gather_ends_all_with_words(
+    how: str, when: str, tmp_path: Path
+) -> None:
+    config = make_config(("host", "host", "host"))
+
+    def work(ranks: Ranks) -> None:
+        assert isinstance(ranks, ThreadRanks)
+        model = Chain()
+        with make_engine(ranks, model, config, tmp_path) as engine:
+
+            def bad(*_: Any) -> None:
+                under_way = [e.gathering for e in engine._parts.prefetcher.entries]
+                assert any(under_way), "a gather goes on"
+                raise BadError("no more")
+
+            engine.backward(engine(torch.ones(2, WIDTH)))
+            engine.step()
+            if ranks.rank == 1 and how == "raises":
+                block = model.blocks[2]
+                if when == "forward":
+                    block.register_forward_hook(bad)
+                else:
+                    block.register_full_backward_hook(bad)
+            loss = engine(torch.ones(2, WIDTH))
+            if ranks.rank == 1 and how == "leaves":
+                return
+            engine.backward(loss)
+
+    results, errors = together(3, work)
+    if how == "leaves":
+        assert set(results) == {1}, errors
+        assert all("lost the others" in str(errors[rank]) for rank in (0, 2))
+        return
+    assert isinstance(errors[1], BadError), errors
+    for rank in (0, 2):
+        assert isinstance(errors[rank], InfinityError)
+        assert f"rank 1 failed (a {when}): BadError: no more" in str(errors[rank])
+
+
+def test_an_addition_that_fails_is_told_after_what_was_agreed_on(tmp_path: Path) -> None:
+    def work(ranks: Ranks) -> None:
+        with make_engine(ranks, Chain(), make_config(), tmp_path) as engine:
+            exchange = engine._parts.gradients.exchange
+            assert exchange is not None
+            keep, calls = exchange._keep, []
+
+            def broken(*args: Any, **options: Any) -> Any:
+                calls.append(args)
+                if ranks.rank == 1 and len(calls) == 3:
+                    raise BadError("the drive is full")
+                return keep(*args, **options)
+
+            exchange._keep = broken
+            for _ in range(2):
+                engine.backward(engine(torch.ones(2, WIDTH)))
+                engine.step()
+
+    results, errors = together(3, work)
+    assert not results
+    assert isinstance(errors[1], BadError)
+    for rank in (0, 2):
+        assert "BadError: the drive is full" in str(errors[rank])
+
+
+def test_a_step_given_up_under_way_leaves_no_trace(tmp_path: Path) -> None:
+    config = make_config(("host", "host", "host"), precision="bf16")
+    batches = GPT.batches(6)
+    expected = train_exactly(
+        GPT.build(), batches, {**config, "gradient_accumulation_steps": 2}, groups=GPT.groups
+    )
+    models = [GPT.build() for _ in range(2)]
+
+    def work(ranks: Ranks) -> dict[str, Tensor]:
+        model = models[ranks.rank]
+        with make_engine(ranks, model, config, tmp_path, groups=GPT.groups) as engine:
+            entries, given_up = engine._parts.prefetcher.entries, 0
+            for number, batch in enumerate(batches[ranks.rank :: 2]):
+                if number == 1:  # all ranks give up in the middle: what is under way is dropped
+                    with pytest.raises(BadError):
+                        give_up(engine, batch, model)
+                    given_up += any(e.where is Where.RESIDENT and e.slot for e in entries)
+                    assert not any(e.gathering for e in entries)
+                engine.backward(batch.call(engine))
+                engine.step()
+            return {n: v.clone() for n, v in engine.state_dict(master=True).items()}
+
+    def give_up(engine: Any, batch: Any, model: nn.Module) -> None:
+        def bad(*_: Any) -> None:
+            raise BadError("not this one")
+
+        handle = list(model.children())[-1].register_forward_pre_hook(bad)
+        try:
+            batch.call(engine)
+        finally:
+            handle.remove()
+
+    for found in on_ranks(2, work):
+        assert all(same_bits(found[name], value) for name, value in expected.masters.items())

@@ -266,8 +266,7 @@ def check(choice: Choice, seed: int = 0) -> list[str]:
     if isinstance(expected, HalfResult) and run.report.loss_scale != expected.scales[-1]:
         found.append(f"loss scale {run.report.loss_scale} instead of {expected.scales[-1]}")
     if CASES[choice["model"]].regular and steady(choice, expected):
-        if run.report.moved != run.forecast:
-            found.append(f"moved {run.report.moved}, forecast {run.forecast}")
+        found += run.misforecast()
         if run.report.mispredictions:
             found.append(f"{run.report.mispredictions} mispredictions in the last step")
     return found

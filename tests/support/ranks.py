@@ -6,6 +6,7 @@ import random
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -303,4 +304,5 @@ def train_ranks(
     first = found[0]
     for other in found[1:]:
         assert first.differences(other) == [], "ranks differ"
+    first.of_ranks = [replace(one) for one in found]
     return first

@@ -79,6 +79,15 @@ class Result:
     forecast: dict[str, int] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
     plan: Plan | None = None
+    of_ranks: list[Result] = field(default_factory=list, repr=False)  # this one too; of several
+
+    def misforecast(self) -> list[str]:
+        """Where a rank's last step moved other bytes than its plan says."""
+        return [
+            f"rank {number} moved {one.report and one.report.moved}, forecast {one.forecast}"
+            for number, one in enumerate(self.of_ranks or [self])
+            if one.report is None or one.report.moved != one.forecast
+        ]
 
     def differences(self, other: Result) -> list[str]:
         """Everything in which two runs are not bit-equal, in words; empty when they are."""

@@ -363,7 +363,7 @@ def dealt_notes(units: Iterable[UnitLayout], rule: str) -> tuple[str, ...]:
     return (
         f"{rule} needs whole parameters, which are dealt to {unit.shards} ranks: shards are as "
         f"long as the longest, {total:.2f} times what they hold; most in unit {unit.name!r}, "
-        f"{most:.2f} times",
+        f"{most:.2f} times; larger units are padded less",
     )
 
 

@@ -1,0 +1,108 @@
+"""What torchrun starts: two agents that are two nodes, `infinity doctor`, a contender's ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_processes import HANG_S, TESTS, reaches_itself
+
+from infinity.calibration import kept_links
+from infinity.plan.plan import LINKS
+from infinity.storage.device import CpuDevice
+
+pytestmark = [
+    pytest.mark.timeout(2 * HANG_S),
+    pytest.mark.skipif(not reaches_itself(), reason="127.0.0.1 cannot be reached from itself"),
+]
+EXAMPLE = TESTS.parent / "examples" / "two_gpus.py"
+
+
+def together(*commands: list[str], **environment: str) -> list[str]:
+    """What each prints; all run at the same time, and end well."""
+    given = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment}
+    running = [
+        subprocess.Popen(
+            [sys.executable, *command],
+            env=given,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for command in commands
+    ]
+    try:
+        found = [process.communicate(timeout=HANG_S) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    for process, (_, errors) in zip(running, found, strict=True):
+        assert process.returncode == 0, errors
+    return [out for out, _ in found]
+
+
+def test_two_agents_are_two_nodes_and_give_the_bits_of_one() -> None:
+    """A node's budget is that of the ranks it has: here one, so all of it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    agent = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    agent += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    agent += ["--local-addr", "127.0.0.1", str(EXAMPLE)]
+    alone = together([str(EXAMPLE)])[0]
+    printed = together(agent, agent)
+    nodes = "".join(printed)
+    steps = [re.findall(r"^step .*$", text, re.MULTILINE) for text in (alone, nodes)]
+    assert len(steps[0]) == 10
+    assert steps[0] == steps[1]
+    assert "rank 0 of 2" in nodes
+    budgets = [float(re.findall(r"ram +\S+ \w+ of ([\d.]+) GiB", t)[0]) for t in (alone, nodes)]
+    assert budgets[1] > 0.7 * budgets[0], "the machine's, less what others hold meanwhile"
+
+
+def test_doctor_measures_links_under_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "machine.json"
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--no-python", sys.executable, "-c", "from infinity.cli.main import main; main()"]
+    command += ["doctor", "--json", "--machine-file", str(file)]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    facts = json.loads(together(command)[0])  # of the first rank alone
+    links = facts["links"]
+    assert (links["gpus"], links["nodes"]) == (2, 1)
+    assert set(links["rates"]) == set(LINKS)
+    kept = kept_links(CpuDevice(), 2, 1)
+    if not facts["torch"]["accelerators"]:
+        assert kept == (links["rates"], links["measured"])
+    machine = json.loads(file.read_text())
+    assert machine["gpus"] == 2
+    assert machine["rates"]["all_gather"] == pytest.approx(links["rates"]["all_gather"], rel=1e-3)
+
+
+def test_contenders_on_ranks_compute_the_same(tmp_path: Path) -> None:
+    """Ours and DDP begin with one model and see the same batches; bytes are as predicted."""
+    command = [str(TESTS.parent / "tools" / "bench_ranks.py"), "--model", "gpt-tiny"]
+    command += ["--rounds", "1", "--warmup", "1", "--tokens", "128", "--path", str(tmp_path)]
+    command += ["--only", "infinity_ram,ddp,deepspeed_2", "--json"]
+    report = json.loads(together(command)[0])
+    found = report["contenders"]
+    assert {"infinity_ram", "ddp"} <= set(found)
+    assert set(found) | set(report["skipped"]) == {"infinity_ram", "ddp", "deepspeed_2"}
+    ours, ddp = found["infinity_ram"], found["ddp"]
+    assert ours["loss"] == pytest.approx(ddp["loss"], rel=1e-5)
+    for link in LINKS:
+        assert ours["moved_bytes"][link] == ours["predicted_bytes"][link] > 0
+    sent = 2 * sum(ours["moved_bytes"][link] for link in LINKS)
+    assert 0.9 * sent < ours["loopback_bytes"], "what is counted crosses the interface"
+    assert ddp["loopback_bytes"] > 1.5 * 4 * report["num_parameters"]
+    assert report["bound"]["infinity_ram"] > 0
+    assert set(report["ratio"]) == {"ddp/infinity_ram", "infinity_ram/schedule"}
+    assert list(tmp_path.iterdir()) == []

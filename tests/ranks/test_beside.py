@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from infinity.config.schema import load_config
 from infinity.errors import InfinityError
-from infinity.offload.slots import Where
 from infinity.plan.budget import Limits
 from infinity.plan.layout import FP32, ParameterFacts, lay_out
 from infinity.plan.plan import Plan
@@ -29,11 +28,13 @@ WIDTH, DEPTH = 64, 6
 
 
 class Chain(nn.Module):
-    """Blocks one after the other."""
+    """Blocks one after the other; with `more` each has a parameter that nothing uses."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, more: bool = False) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
+        for block in self.blocks if more else ():
+            block.never = nn.Parameter(torch.zeros(3))
         generator = torch.Generator().manual_seed(0)  # torch's own is one for all threads
         for parameter in self.parameters():
             parameter.data.normal_(std=0.1, generator=generator)
@@ -223,9 +224,13 @@ def test_a_rank_that_ends_under_a_gather_ends_all_with_words(
         assert f"rank 1 failed (a {when}): BadError: no more" in str(errors[rank])
 
 
-def test_an_addition_that_fails_is_told_after_what_was_agreed_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_an_addition_that_fails_is_told_after_what_was_agreed_on(
+    at_the_end: bool, tmp_path: Path
+) -> None:
     def work(ranks: Ranks) -> None:
-        with make_engine(ranks, Chain(), make_config(), tmp_path) as engine:
+        model = Chain(more=at_the_end)  # then no unit is ever complete
+        with make_engine(ranks, model, make_config(), tmp_path) as engine:
             exchange = engine._parts.gradients.exchange
             assert exchange is not None
             keep, calls = exchange._keep, []
@@ -259,12 +264,11 @@ def test_a_step_given_up_under_way_leaves_no_trace(tmp_path: Path) -> None:
     def work(ranks: Ranks) -> dict[str, Tensor]:
         model = models[ranks.rank]
         with make_engine(ranks, model, config, tmp_path, groups=GPT.groups) as engine:
-            entries, given_up = engine._parts.prefetcher.entries, 0
+            entries = engine._parts.prefetcher.entries
             for number, batch in enumerate(batches[ranks.rank :: 2]):
                 if number == 1:  # all ranks give up in the middle: what is under way is dropped
                     with pytest.raises(BadError):
                         give_up(engine, batch, model)
-                    given_up += any(e.where is Where.RESIDENT and e.slot for e in entries)
                     assert not any(e.gathering for e in entries)
                 engine.backward(batch.call(engine))
                 engine.step()
@@ -272,9 +276,10 @@ def test_a_step_given_up_under_way_leaves_no_trace(tmp_path: Path) -> None:
 
     def give_up(engine: Any, batch: Any, model: nn.Module) -> None:
         def bad(*_: Any) -> None:
+            assert any(e.gathering for e in engine._parts.prefetcher.entries)
             raise BadError("not this one")
 
-        handle = list(model.children())[-1].register_forward_pre_hook(bad)
+        handle = model.blocks[0].register_forward_hook(bad)
         try:
             batch.call(engine)
         finally:

@@ -58,7 +58,7 @@ class Beside:
             if part.data_ptr() != own.data_ptr():
                 part.fill_(0xFF)
         self.number = ranks.group.give(ranks.rank, self._given)
-        self._over = False
+        self.awaited = self._over = False
         self._lock = threading.Lock()
 
     def done(self) -> bool:
@@ -68,6 +68,7 @@ class Beside:
         return self._over
 
     def wait(self) -> None:
+        self.awaited = True
         with self._lock:
             if self._over:
                 return
@@ -155,6 +156,7 @@ class ThreadRanks(Ranks):
         self.thread = 0  # that all collectives must come from
         # What began, with its number; what it met for; what was over; in order.
         self.log: list[tuple[str, str | int]] = []
+        self.works: list[Beside] = []
         self._random = random.Random(rank)
 
     @property
@@ -199,6 +201,7 @@ class ThreadRanks(Ranks):
     def _beside(self, what: str, own: Tensor, parts: Tensor) -> Work:
         self._begin(what, own)
         work = Beside(self, what, own, list(parts))
+        self.works.append(work)
         self.log.append((what, work.number))
         return work
 
@@ -218,8 +221,9 @@ def on_ranks(count: int, work: Callable[[Ranks], T]) -> list[T]:
 def together(
     count: int, work: Callable[[Ranks], T]
 ) -> tuple[dict[int, T], dict[int, BaseException]]:
-    """Results and errors by rank."""
+    """Results and errors by rank. What they started, they have waited for."""
     group = Group(count)
+    members = group.ranks()
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}
 
@@ -232,11 +236,15 @@ def together(
         finally:
             group.end(ranks.rank)
 
-    threads = [threading.Thread(target=run, args=(ranks,)) for ranks in group.ranks()]
+    threads = [threading.Thread(target=run, args=(ranks,)) for ranks in members]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    left = [
+        (ranks.rank, work.what) for ranks in members for work in ranks.works if not work.awaited
+    ]
+    assert not left, f"left under way: {left}; errors {errors}"
     return results, errors
 
 

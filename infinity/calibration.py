@@ -183,7 +183,7 @@ def measure_links(ranks: Ranks, device: Device, seconds: float = LINK_SECONDS) -
     arena = device.reserve(2 * nbytes)
     one, other = arena.view(0, nbytes), arena.view(nbytes, nbytes)
     work: dict[str, Callable[[], Work]] = {
-        "all_gather": lambda: ranks.all_gather(one),
+        "all_gather": lambda: ranks.all_gather(one, beside=True),
         "all_to_all": lambda: ranks.all_to_all(other, one),
     }
     numbers, received = {}, nbytes - nbytes // ranks.count

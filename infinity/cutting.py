@@ -69,12 +69,14 @@ def cut_model(
     units: Sequence[UnitSpec] | None,
     ranks: int = 1,
     *,
-    whole: bool = False,
+    whole: bool | None = None,
 ) -> Cut:
     """Cut into units and lay them out for `ranks`; trained is what the optimizer's groups hold.
 
-    `whole` says that its rule needs whole parameters.
+    `whole` says that its rule needs whole parameters; None: what that of the configuration needs.
     """
+    if whole is None:
+        whole = RULES[config.optimizer.type].whole
     cutter = Cutter(model)
     precision = PRECISIONS[config.precision]
     group_of = {id(p): g for g, group in enumerate(groups) for p in group["params"]}

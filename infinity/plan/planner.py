@@ -656,16 +656,36 @@ class Case:
 
     def with_precision(self, name: str) -> Case:
         """With all parameters, which must be trained ones, in another precision."""
-        units = _laid_out_again(self.units, PRECISIONS[name], self.machine.ranks, cast=True)
+        units = self._laid_out(PRECISIONS[name], self.machine.ranks, cast=True)
         return replace(self.with_config(precision=name), units=units)
 
     def with_gpus(self, gpus: int) -> Case:
         """With so many on each node; a step has the same tokens, but for rounding."""
         machine = self.machine.with_ranks(gpus, self.machine.nodes)
-        units = _laid_out_again(self.units, PRECISIONS[self.config.precision], machine.ranks)
+        units = self._laid_out(PRECISIONS[self.config.precision], machine.ranks)
         case = replace(self, machine=machine, units=units)
         tokens = -(-self.work.tokens * self.machine.ranks // machine.ranks)
         return case.with_step(tokens, self.micro_batches)
+
+    def _laid_out(
+        self, precision: Precision, ranks: int, *, cast: bool = False
+    ) -> tuple[UnitLayout, ...]:
+        """The same units for so many ranks, all parameters `cast` to a precision or as they are."""
+        found = []
+        for unit in self.units:
+            facts = [
+                ParameterFacts(s.name, s.parameter, s.shape, s.dtype, s.numel,
+                               s.nbytes // max(s.numel, 1), s.trained, s.group)
+                for s in unit.segments
+            ]  # fmt: skip
+            if cast:
+                facts = [
+                    replace(f, dtype=precision.dtype, itemsize=precision.weight) for f in facts
+                ]
+            again = lay_out(unit.index, unit.name, facts, precision, is_block=unit.is_block,
+                            ranks=ranks, whole=self.rule.whole)  # fmt: skip
+            found.append(again)
+        return tuple(found)
 
     def with_step(self, tokens: int, micro_batches: int) -> Case:
         """With other micro-batches, of `tokens` each."""
@@ -691,32 +711,6 @@ class Case:
         case = replace(self, work=replace(self.work, tokens=tokens, recompute=0))
         changes = {"gradient_accumulation_steps": micro_batches, "activations": settings}
         return replace(case, config=case.config.model_copy(update=changes))
-
-
-def _laid_out_again(
-    units: tuple[UnitLayout, ...], precision: Precision, ranks: int, *, cast: bool = False
-) -> tuple[UnitLayout, ...]:
-    """The same units for other ranks, or all parameters `cast` to a precision."""
-    found = []
-    for unit in units:
-        facts = [
-            ParameterFacts(
-                s.name,
-                s.parameter,
-                s.shape,
-                precision.dtype if cast else s.dtype,
-                s.numel,
-                precision.weight if cast else s.nbytes // max(s.numel, 1),
-                s.trained,
-                s.group,
-            )
-            for s in unit.segments
-        ]
-        again = lay_out(
-            unit.index, unit.name, facts, precision, is_block=unit.is_block, ranks=ranks
-        )
-        found.append(again)
-    return tuple(found)
 
 
 @dataclass(frozen=True)

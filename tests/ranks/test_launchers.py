@@ -87,6 +87,7 @@ def test_doctor_measures_links_under_torchrun(
     assert machine["rates"]["all_gather"] == pytest.approx(links["rates"]["all_gather"], rel=1e-3)
 
 
+@pytest.mark.big
 def test_contenders_on_ranks_compute_the_same(tmp_path: Path) -> None:
     """Ours and DDP begin with one model and see the same batches; bytes are as predicted."""
     command = [str(TESTS.parent / "tools" / "bench_ranks.py"), "--model", "gpt-tiny"]

@@ -99,7 +99,7 @@ class Result:
             if len(mine) != len(theirs):
                 found.append(f"{len(mine)} {what} values against {len(theirs)}")
             pairs = enumerate(zip(mine, theirs, strict=False))
-            first = next(((i, a, b) for i, (a, b) in pairs if a != b), None)
+            first = next(((i, a, b) for i, (a, b) in pairs if a != b and (a == a or b == b)), None)
             if first is not None:
                 found.append(f"{what} {first[0]}: {first[1]!r} against {first[2]!r}")
         if self.masters.keys() != other.masters.keys():

@@ -1,0 +1,179 @@
+"""What models do beside a plain forward, on several ranks: generate, compile, choose, overflow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.half import ScaleWords, train_half
+from support.models import CASES, Batch
+from support.ranks import make_engine, on_ranks, together, train_ranks
+from support.trainer import make_config, same_bits, train_exactly
+from torch import Tensor, nn
+
+from infinity.ranks import Ranks
+
+ON_DISK = ("disk", "disk", "disk")
+WIDTH = 16
+
+
+# --- generate() ----------------------------------------------------------------------------------
+
+
+def family(seed: int) -> tuple[nn.Module, dict[str, Any]]:
+    """A tiny Llama, and a prompt of one rank's own."""
+    families = pytest.importorskip("support.families").FAMILIES
+    prompt = families["llama"].batches(seed + 1)[seed]
+    prompt.pop("labels")
+    return families["llama"].build().eval(), prompt
+
+
+def generate(model: Any, prompt: dict[str, Any], tokens: int) -> Tensor:
+    given = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+    found: Tensor = model.generate(**prompt, pad_token_id=0, **given)
+    return found
+
+
+def test_generate_gives_each_rank_the_tokens_of_its_own_prompt(tmp_path: Path) -> None:
+    models = [family(rank) for rank in range(2)]
+    expected = [generate(*family(rank), tokens=5) for rank in range(2)]
+
+    def work(ranks: Ranks) -> list[Tensor]:
+        model, prompt = models[ranks.rank]
+        with make_engine(ranks, model, make_config(ON_DISK), tmp_path) as engine:
+            engine.eval()
+            first = generate(engine.module, prompt, 5)
+            with torch.inference_mode():
+                return [first, generate(engine.module, prompt, 5)]
+
+    for rank, found in enumerate(on_ranks(2, work)):
+        assert all(torch.equal(tokens, expected[rank]) for tokens in found)
+
+
+def test_ranks_that_generate_another_number_of_tokens_are_told_so(tmp_path: Path) -> None:
+    models = [family(rank) for rank in range(2)]
+
+    def work(ranks: Ranks) -> None:
+        model, prompt = models[ranks.rank]
+        with make_engine(ranks, model, make_config(ON_DISK), tmp_path) as engine:
+            generate(engine.module, prompt, 3 + ranks.rank)
+            list(engine.state_dict().values())  # read one by one
+
+    results, errors = together(2, work)
+    assert not results, errors
+    for error in errors.values():
+        assert "ranks do different things: reads weight of unit" in str(error)
+        assert "uses unit" in str(error)
+
+
+# --- compiled blocks -----------------------------------------------------------------------------
+
+
+class Mixer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.silu(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Mixer() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def stack() -> nn.Module:
+    torch.manual_seed(0)
+    return Stack()
+
+
+def test_compiled_blocks_give_the_bits_of_one(tmp_path: Path) -> None:
+    dynamo = pytest.importorskip("torch._dynamo")
+    dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    batches = [Batch((torch.randn(4, WIDTH, generator=generator),)) for _ in range(6)]
+    config = make_config(ON_DISK)
+    expected = train_exactly(stack(), batches, {**config, "gradient_accumulation_steps": 2})
+    models = [stack() for _ in range(2)]
+
+    def work(ranks: Ranks) -> dict[str, Tensor]:
+        with make_engine(ranks, models[ranks.rank], config, tmp_path) as engine:
+            engine._parts.forwards.compile_units(backend="eager")
+            assert engine._parts.forwards.num_compiled == 3
+            for batch in batches[ranks.rank :: 2]:
+                engine.backward(batch.call(engine))
+                engine.step()
+            return {n: v.clone() for n, v in engine.state_dict(master=True).items()}
+
+    try:
+        for found in on_ranks(2, work):
+            assert all(same_bits(found[n], value) for n, value in expected.masters.items())
+        assert dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+    finally:
+        dynamo.reset()
+
+
+# --- experts -------------------------------------------------------------------------------------
+
+
+def test_experts_that_every_rank_uses() -> None:
+    """By some tokens of each batch; which tokens is the batch's own matter."""
+    case, count, micro_batches = CASES["routed"], 2, 2
+    every = [b for b in case.batches(200) if len((b.args[0] % 4).unique()) == 4]
+    batches = every[: 3 * count * micro_batches]
+    assert len(batches) == 3 * count * micro_batches
+    config = make_config(ON_DISK, precision="bf16", gradient_accumulation_steps=micro_batches)
+    one = {**config, "gradient_accumulation_steps": count * micro_batches}
+    expected = train_exactly(case.build(), batches, one, groups=case.groups)
+    found = train_ranks(count, case.build, batches, config, groups=case.groups)
+    assert found.differences(expected) == []
+
+
+# --- one rank's overflow -------------------------------------------------------------------------
+
+
+class Louder(nn.Module):
+    """Its loss is as large as the batch says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = stack()
+
+    def forward(self, x: Tensor, factor: float) -> Tensor:
+        out: Tensor = self.body(x) * factor
+        return out
+
+
+def louder() -> nn.Module:
+    torch.manual_seed(0)
+    return Louder()
+
+
+def test_an_overflow_on_one_rank_is_skipped_by_all() -> None:
+    count, words = 3, ScaleWords(initial=2.0**8, window=2, hysteresis=1)
+    config = make_config(ON_DISK, precision="fp16")
+    config["loss_scale"] = {"initial_power": 8, "window": 2, "hysteresis": 1}
+    generator = torch.Generator().manual_seed(0)
+    batches = []
+    for number in range(7 * count):
+        loud = number in (1 * count + 2, 2 * count, 5 * count + 1)  # each time another rank
+        x = torch.randn(4, WIDTH, generator=generator).half()
+        batches.append(Batch((x, 1e4 if loud else 1.0)))
+    one = {**config, "gradient_accumulation_steps": count}
+    expected = train_half(louder(), batches, one, words)
+    assert expected.overflows == [False, True, True, False, False, True, False]
+    found = train_ranks(count, louder, batches, config)
+    assert found.differences(expected) == []
+    scales = {one.report and one.report.loss_scale for one in found.of_ranks}
+    assert scales == {expected.scales[-1]}

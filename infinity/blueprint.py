@@ -57,12 +57,6 @@ def check_processes(what: str) -> None:
         raise _only_alone(f"{what} (WORLD_SIZE={count})")
 
 
-def check_ranks(ranks: Ranks, config: Config) -> None:
-    """Raise `ConfigError` for what several ranks cannot do yet."""
-    if ranks.count > 1 and config.durable:
-        raise _only_alone("durable steps")
-
-
 def _only_alone(what: str) -> ConfigError:
     return ConfigError(
         f"{what}: several processes are not supported here yet",
@@ -328,8 +322,10 @@ def plan_for(
     facts = facts_of(rule, cut.layouts)
     run = None
     if config.durable:
-        here = model_facts(cut.layouts, config.precision, facts, gradient_itemsize(config))
-        run = find_run(config.nvme_path, config.resume, here, config.journal)
+        here = model_facts(
+            cut.layouts, config.precision, facts, gradient_itemsize(config, ranks.count)
+        )
+        run = find_run(config.nvme_path, config.resume, here, config.journal, ranks)
     reason = "" if device.unified else device.why_no_kernels()
     plan = make_plan(
         cut.layouts,

@@ -553,11 +553,11 @@ class Engine:
     ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
         """Go on where a checkpoint was saved, under whatever placement; same bits as without.
 
-        Returns (path, client_state); (None, None) with a warning where there is none. Without
-        `load_optimizer_states` weights become fp32 masters, and moments stay as they are; with
-        `load_module_only` counters, schedule and random generators stay as well. Raises
-        `CheckpointError` naming all that does not fit before anything is changed, or the first
-        damaged tensor: the engine is unusable then until a checkpoint is loaded.
+        Or where a durable run ended, of any number of ranks: `directory` is one of its. Returns
+        (path, client_state); (None, None) with a warning where there is none. Without
+        `load_optimizer_states` weights become fp32 masters, moments stay; with `load_module_only`
+        counters, schedule and generators stay too. Raises `CheckpointError` naming all that does
+        not fit before anything changes, or the first damaged tensor: then load another one.
         """
         self._owner.check()
         self._check_open()

@@ -204,7 +204,7 @@ def _apart(rank: int, told: Sequence[Sequence[str]]) -> TrainingError:
     others: dict[str, list[int]] = {}
     for number, (doing, _) in enumerate(told):
         others.setdefault(doing, []).append(number)
-    said = "; ".join(f"{doing} on {_named(numbers)}" for doing, numbers in others.items())
+    said = "; ".join(f"{doing} on {named_ranks(numbers)}" for doing, numbers in others.items())
     return _TogetherError(
         f"ranks do different things: {said}",
         because="they must call the engine, and use the model's units, in one order",
@@ -213,7 +213,8 @@ def _apart(rank: int, told: Sequence[Sequence[str]]) -> TrainingError:
     )
 
 
-def _named(numbers: Sequence[int]) -> str:
+def named_ranks(numbers: Sequence[int]) -> str:
+    """Ranks in words."""
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
@@ -351,8 +352,15 @@ def find_ranks() -> Ranks:
 
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     try:
-        with _by_loopback(_number("LOCAL_WORLD_SIZE", count) == count):
-            dist.init_process_group(backend, timeout=_HELD_UP)
+        one_machine = _number("LOCAL_WORLD_SIZE", count) == count
+        with _by_loopback(one_machine):
+            store, rank, _ = next(dist.rendezvous("env://", timeout=_HELD_UP))
+            if one_machine:  # a store that torchrun keeps over restarts has addresses of the dead
+                restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+                store = dist.PrefixStore(f"restart-{restart}", store)
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=count, timeout=_HELD_UP
+            )
             return TorchRanks(owned=True)
     except (RuntimeError, ValueError) as error:
         raise MachineError(

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from infinity.blueprint import check_model, check_ranks, make_optimizer, plan_for, rates_of_rank
+from infinity.blueprint import check_model, make_optimizer, plan_for, rates_of_rank
 from infinity.config.schema import Config
 from infinity.crc32c import crc32c
 from infinity.cutting import Cut, cut_model
@@ -35,6 +35,7 @@ from infinity.schedules import make_schedule
 from infinity.storage.cuda import find_device
 from infinity.storage.device import Device
 from infinity.storage.os_errors import checked_root, refusal
+from infinity.storage.run_dir import of_rank
 from infinity.training.initial_write import Progress
 from infinity.training.parts import Parts
 from infinity.training.run_state import ResumableLoader
@@ -163,7 +164,6 @@ def _make(
     origins = Origins(model, _seed_of_meta(settings, ranks))
     groups = given["model_parameters"]
     offloaded = make_optimizer(model, settings, groups, client, trains=told.trains)
-    check_ranks(ranks, settings)
     rule, trained = offloaded.rule, offloaded.param_groups
     cut = cut_model(model, settings, trained, given["units"], ranks.count, whole=rule.whole)
     if ranks.count > 1:
@@ -270,7 +270,7 @@ def _facts_of_optimizer(optimizer: OffloadedOptimizer) -> dict[str, Any]:
 
 def _of_rank(config: Config, ranks: Ranks) -> Config:
     """The configuration with directories of this rank's own; a trace is that of the first rank."""
-    paths = tuple(checked_root(path) / f"rank-{ranks.rank}" for path in config.nvme_path)
+    paths = tuple(of_rank(checked_root(path), ranks.rank) for path in config.nvme_path)
     for path in paths:
         try:
             path.mkdir(mode=0o700, exist_ok=True)

@@ -57,17 +57,22 @@ def some(sequence: int, nbytes: int) -> CommitRecord:
     return CommitRecord("r", sequence, sequence * 10, (0, 1), (0, 0), False, document, when="now")
 
 
+def write(files: CommitFiles, record: CommitRecord) -> None:
+    files.prepare(record)
+    files.commit(record)
+
+
 def test_every_whole_file_names_a_state_that_is_there(tmp_path: Path) -> None:
     """Documents grow and shrink; each write is torn, each file damaged, and the run goes on."""
     choose = random.Random(0)
     files, names = CommitFiles(tmp_path), [tmp_path / name for name in COMMIT_NAMES]
     files.reserve()
     whole = some(0, 5)
-    files.write(whole)
+    write(files, whole)
     for sequence in range(1, 40):
         record = some(sequence, choose.choice((0, 10, 3000, 150_000)))
         before = [path.read_bytes() for path in names]
-        files.write(record)
+        write(files, record)
         after = [path.read_bytes() for path in names]
         for number, path in enumerate(names):  # power is lost while this one is written
             torn = bytearray(after[number])
@@ -87,7 +92,7 @@ def test_every_whole_file_names_a_state_that_is_there(tmp_path: Path) -> None:
                 lost.write_bytes(text)
         files.close()
         files = CommitFiles(tmp_path)
-        files.write(record)
+        write(files, record)
         whole = record
     files.close()
     files.close()
@@ -99,7 +104,7 @@ def test_files_that_cannot_be_written_or_read(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"commit-a.bin cannot be read: No such file"):
         last_commit(tmp_path, "r")
     files = CommitFiles(tmp_path)
-    files.write(some(3, 0))
+    write(files, some(3, 0))
     files.close()
     with pytest.raises(CheckpointError, match=r"commit-b.bin is of another run, r"):
         last_commit(tmp_path, "another")
@@ -193,7 +198,7 @@ def test_every_parameter_can_be_read_by_name(tmp_path: Path, case: str) -> None:
                 reader.read(stream, name)
         with pytest.raises(ConfigError, match="bytes 40 to 168 of tensor"):
             reader.read_into("frozen", "fixed.bias", 40, torch.empty(128, dtype=torch.uint8))
-    assert reader._files == []
+    assert reader._parts[0]._files == []
     with durable_engine(paths, gated(), **more, resume="auto") as engine:
         assert engine._parts.resumed
 
@@ -206,7 +211,7 @@ def test_rot_is_named(tmp_path: Path) -> None:
     (directory,) = tmp_path.iterdir()
     state = bytearray((directory / "state.bin").read_bytes())
     with DurableReader(directory) as reader:
-        extent, piece = reader._where["model", "extra.bias"][0]
+        _, extent, piece = reader._where["model", "extra.bias"][0]
     state[extent.offset + piece.start] ^= 4
     (directory / "state.bin").write_bytes(state)
     rotten = r"unit 'extra', chunk 0 in .* is not what was written"

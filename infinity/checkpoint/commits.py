@@ -9,13 +9,19 @@ overwritten yet. Whatever is cut short, flipped or lost, loading takes the whole
 highest sequence number. A run that goes on first makes both files equal again (`repair`): otherwise
 its first pass would overwrite what the older one names. See docs/decisions/0016.
 
+[Note: two phases]
+Of several ranks each has such files of its own. The first file of a step prepares it, and the
+second one commits it, after all ranks have met and so said that it is prepared on all. Loading
+takes the highest sequence number that *every* rank has in one of its files: a step that is prepared
+on all is rolled forward, and one that is not is rolled back. See docs/decisions/0025.
+
 A record is sealed JSON, and behind it lies what is left of longer ones.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -30,6 +36,7 @@ from infinity.files import read_small, refused, sync_directory
 from infinity.sealed import first_sealed, made, seal, shallow, unseal
 
 COMMIT_NAMES = ("commit-a.bin", "commit-b.bin")
+OF_EACH_RANK = ("rng", "registered")  # of a run's state; all else is the same on all ranks
 _FORMAT, _VERSION = "torch-infinity-commit", 3
 _RESERVED_BYTES = 64 << 10
 
@@ -196,9 +203,13 @@ class CommitFiles:
         for file in self._files:
             file.reserve(_RESERVED_BYTES)
 
-    def write(self, record: CommitRecord) -> None:
-        """Commit: from the moment that this returns the record is what is loaded."""
-        self._put(record, self._files)
+    def prepare(self, record: CommitRecord) -> None:
+        """The first file: one rank that is alone would load it from now on."""
+        self._put(record, self._files[:1])
+
+    def commit(self, record: CommitRecord) -> None:
+        """The second file, of what is prepared; then what the record before names is free."""
+        self._put(record, self._files[1:])
 
     def repair(self, record: CommitRecord) -> None:
         """Make both files hold a record that was read from one of them, which is not touched."""
@@ -238,11 +249,14 @@ def read_commits(directory: Path, run: str) -> dict[Path, CommitRecord | str]:
 
 def last_commit(directory: Path, run: str) -> CommitRecord:
     """The newest whole record of a run; raises `CheckpointError` if there is none."""
-    return newest(directory, read_commits(directory, run))
+    records = whole_records(directory, read_commits(directory, run))
+    return records[max(records)]
 
 
-def newest(directory: Path, found: Mapping[Path, CommitRecord | str]) -> CommitRecord:
-    """As `last_commit`, of what `read_commits` found."""
+def whole_records(
+    directory: Path, found: Mapping[Path, CommitRecord | str]
+) -> dict[int, CommitRecord]:
+    """By sequence number, of what `read_commits` found; raises as `last_commit` does."""
     records = [record for record in found.values() if isinstance(record, CommitRecord)]
     if not records:
         raise CheckpointError(
@@ -250,4 +264,21 @@ def newest(directory: Path, found: Mapping[Path, CommitRecord | str]) -> CommitR
             because="; ".join(f"{path.name} {why}" for path, why in found.items()),
             remedy="bring one of them back from a copy; the state cannot be told without",
         )
-    return max(records, key=lambda record: record.sequence)
+    return {record.sequence: record for record in records}
+
+
+def last_common(records: Sequence[Collection[int]], where: Path) -> int:
+    """The highest sequence number that every rank has, of those that each has whole.
+
+    Raises `CheckpointError` where there is none; `where` is a directory of the run.
+    """
+    common = set(records[0]).intersection(*records)
+    if not common:
+        raise CheckpointError(
+            f"the ranks of the durable run in {where} have no commit in common: "
+            + "; ".join(f"rank {r} has {sorted(there)}" for r, there in enumerate(records)),
+            because="a record of one of them is damaged, or was set back to an older copy",
+            remedy="bring back its other copy (commit-a.bin, commit-b.bin); or start a new run "
+            "(resume: never) and load a checkpoint",
+        )
+    return max(common)

@@ -5,9 +5,12 @@
    optimizer pass has put the rest.
 2. Every write of every unit is waited for, and every state file synced.
 3. With `io.verify` the checksums of what changed follow, into a file with a place for each page.
-4. One record is written and synced, twice (`commits.py`). It holds the copies and the document.
+4. One record is written and synced: the step is prepared. It holds the copies and the document.
+5. Ranks meet, and so say that it is prepared on all; one rank meets nobody.
+6. The record is written and synced once more: the step is committed (`commits.py`).
 Only then is the former committed copy free to be written. All of this runs on the optimizer thread,
-behind the training thread, before the next optimizer pass begins.
+behind the training thread, before the next optimizer pass begins; of several ranks 5 and 6 on the
+training thread, when next it needs all updates, as `step()` does.
 """
 
 from __future__ import annotations
@@ -17,7 +20,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
-from infinity.checkpoint.commits import CommitFiles, CommitRecord, SmallFile, newest, read_commits
+from infinity.checkpoint.commits import (
+    CommitFiles,
+    CommitRecord,
+    SmallFile,
+    last_common,
+    read_commits,
+    whole_records,
+)
 from infinity.checkpoint.durable_runs import (
     PLAN_NAME,
     SUMS_NAME,
@@ -31,6 +41,7 @@ from infinity.offload.transfers import Label, Transfers
 from infinity.plan.budget import FROZEN_PIECE, NUM_COMMIT_BUFFERS, commit_buffer_bytes
 from infinity.plan.layout import PAGE, Kind
 from infinity.plan.plan import Plan
+from infinity.ranks import Ranks
 from infinity.storage.device import Event
 from infinity.storage.disk import CHECKSUM_BYTES, STATE_NAME, Extent
 from infinity.storage.staging import BufferPool, host_buffer
@@ -55,6 +66,8 @@ class Durability:
         self.transfers = transfers
         self.store = store
         self.step = 0
+        self._ranks: Ranks = store.ranks
+        self._prepared: CommitRecord | None = None  # on this rank, and not committed
         self._disk = transfers.disk
         self._primary = self._disk.scratches[0]
         self._run = self._primary.directory.name.rpartition("-")[2]
@@ -92,6 +105,9 @@ class Durability:
         self._records.reserve()
         directories = [scratch.directory for scratch in self._disk.scratches]
         striping = self._disk.striping
+        self._ranks.meet("begins a durable run")
+        group = {"rank": self._ranks.rank, "group": self._ranks.gather_words(self._run)[0]}
+        facts = {**facts, **group}
         write_plan(self._primary.path(PLAN_NAME), self._run, facts, self.plan, striping)
         for index, (scratch, used) in enumerate(
             zip(self._disk.scratches, striping.used, strict=True)
@@ -101,13 +117,15 @@ class Durability:
                 file.sync()
         for state in self.store.units:
             state.copy.dirty = state.frozen_copy.dirty = True
-        self._commit({}, in_memory=False)
+        self._prepare({}, in_memory=False)
+        self.agree()
         tie = {"run": self._run, "primary": str(directories[0])}
         try:
-            if len(directories) > 1:
-                self._primary.announce(self._run, directories[1:])
-            for index, scratch in reversed(list(enumerate(self._disk.scratches))):
-                scratch.keep({**tie, "index": index})  # the first one last: it decides for all
+            with self._ranks.settle("begins a durable run"):
+                if len(directories) > 1:
+                    self._primary.announce(self._run, directories[1:])
+                for index, scratch in reversed(list(enumerate(self._disk.scratches))):
+                    scratch.keep({**tie, "index": index})  # the first one last: it decides for all
         except BaseException:
             for scratch in self._disk.scratches:
                 scratch.durable = False  # nothing was promised: they go with the others
@@ -135,22 +153,43 @@ class Durability:
         self._since += 1
         self.document, self.store.edited = document, False
         if document is not None and self._since >= self.plan.durable_every:
-            self._commit(document, stopped=stopped)
+            self._prepare(document, stopped=stopped)
 
     def finish(self) -> None:
-        """Commit the last step, if it is not and nothing was edited since; no update may run."""
+        """Commit the last step, if it is not and nothing was edited since; no update may run.
+
+        Of several ranks each prepares it only: at the end of a run they may not meet any more. The
+        next start rolls it forward, if all have.
+        """
         if self._since and self.document is not None and not self.store.edited:
-            self._commit(self.document)
+            self._prepare(self.document)
 
     def commit(self, document: Mapping[str, Any], step: int) -> None:
         """Commit the state as it is, as that of `step`: after a state was loaded.
 
-        No optimizer pass may run, and nothing may be lent. Raises as `finish_step` does.
+        No optimizer pass may run, and nothing may be lent. Raises as `finish_step` and `agree` do.
         """
         self.step, self.document, self.store.edited = step, document, False
-        self._commit(document)
+        self._prepare(document)
+        self.agree()
 
-    def _commit(
+    def agree(self) -> None:
+        """Commit what is prepared, once it is so on all ranks, which all call this.
+
+        Until then nothing may be written to either copy. No optimizer pass may run. Raises
+        `MachineError`, and what `Ranks.meet` raises.
+        """
+        record = self._prepared
+        if record is None:
+            return
+        self._ranks.meet(f"commits update {record.step}")
+        self._records.commit(record)
+        self._prepared = None
+        for state in self.store.units:
+            state.copy.commit()
+            state.frozen_copy.commit()
+
+    def _prepare(
         self,
         document: Mapping[str, Any],
         *,
@@ -173,24 +212,24 @@ class Durability:
             laps.lap("saving", "commit: sync")
         self._write_sums(changed, frozen)
         units = self.store.units
-        self._records.write(
-            CommitRecord(
-                run=self._run,
-                sequence=self._sequence,
-                step=self.step,
-                copies=tuple(state.copy.active for state in units),
-                frozen_copies=tuple(state.frozen_copy.active for state in units),
-                checksums=self._sums is not None,
-                document=document,
-            )
+        record = CommitRecord(
+            run=self._run,
+            sequence=self._sequence,
+            step=self.step,
+            copies=tuple(state.copy.active for state in units),
+            frozen_copies=tuple(state.frozen_copy.active for state in units),
+            checksums=self._sums is not None,
+            document=document,
         )
-        if laps is not None:
-            laps.lap("saving", "commit: record")
+        assert self._prepared is None
+        self._records.prepare(record)
+        self._prepared = record
         self._sequence += 1
         self._since = 0
-        for state in units:
-            state.copy.commit()
-            state.frozen_copy.commit()
+        if self._ranks.count == 1:
+            self.agree()
+        if laps is not None:
+            laps.lap("saving", "commit: record")
 
     # --- memory to disk ----------------------------------------------------------------------
 
@@ -283,7 +322,10 @@ class Durability:
         """The copies, counters and checksums of a run that is continued."""
         # Read again: the directory is locked now.
         found = read_commits(stored.directory, stored.record.run)
-        record = newest(stored.directory, found)
+        records = whole_records(stored.directory, found)
+        self._ranks.meet("looks for the last commit")
+        told = self._ranks.gather_words(sorted(records))
+        record = records[last_common(told, stored.directory)]
         for path, why in found.items():
             if isinstance(why, str):
                 self._disk.warnings.append(

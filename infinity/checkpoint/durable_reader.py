@@ -16,15 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infinity.checkpoint.commits import CommitRecord, Document, last_commit
+from infinity.checkpoint.commits import (
+    OF_EACH_RANK,
+    CommitRecord,
+    Document,
+    last_common,
+    read_commits,
+    whole_records,
+)
 from infinity.checkpoint.directory import refusal
-from infinity.checkpoint.durable_runs import SUMS_NAME, plan_of, read_run
+from infinity.checkpoint.durable_runs import SUMS_NAME, StoredRun, plan_of, read_parts
 from infinity.checkpoint.manifest import (
     BUFFERS,
     BufferRecord,
     Manifest,
     ParameterRecord,
 )
+from infinity.checkpoint.plain import encode
 from infinity.checkpoint.reader import StateReader, damaged
 from infinity.checkpoint.streams import Piece, frozen_pieces, pieces, state_streams
 from infinity.errors import CheckpointError, MachineError, listed
@@ -42,18 +50,99 @@ _READ_BYTES = 1 << 20  # at once, whole pages
 class DurableReader(StateReader):
     """The streams of a durable run's last commit, and the buffers of its document.
 
-    `directories` are those of the run, the first one first; `plan` is as much of the run's as its
-    `plan.json` holds. `roots` are where directories that were moved are sought.
+    `directories` are those of the run, the first one first, rank by rank; `plan` is as much of the
+    run's, or of its first rank's, as its `plan.json` holds. `roots` are where directories that
+    were moved are sought.
     """
 
     def __init__(self, directory: str | os.PathLike[str], roots: Iterable[Path] = ()) -> None:
         """Raises `CheckpointError` where it is damaged or incomplete, `MachineError` where a run
         is going on in it.
         """
-        run = read_run(Path(directory).expanduser().absolute(), roots)
-        super().__init__(run.directory)
+        self._parts: list[_Part] = []
+        try:
+            for run in read_parts(Path(directory).expanduser().absolute(), roots):
+                self._parts.append(_Part(run))
+            first = self._parts[0]
+            super().__init__(first.directory)
+            last = last_common([list(part.records) for part in self._parts], first.directory)
+            for part in self._parts:
+                part.open(last)
+        except BaseException:
+            self.close()
+            raise
+        self.directories = tuple(path for part in self._parts for path in part.directories)
+        self.plan, self.record, self.document = first.plan, first.record, first.document
+        self.manifest = _manifest(first.facts, self.plan, self.record, self._run(), self.document)
+        specs = state_streams(self.plan)
+        if self.manifest.buffers:
+            specs[BUFFERS] = [buffer.spec for buffer in self.manifest.buffers]
+        self._specs = {
+            stream: {spec.name: spec for spec in found} for stream, found in specs.items()
+        }
+        self._where: dict[tuple[str, str], list[tuple[_Part, Extent, Piece]]] = {}
+        for part in self._parts:
+            for extent, held in part.extents:
+                for piece in held:
+                    place = self._where.setdefault((piece.stream, piece.name), [])
+                    place.append((part, extent, piece))
+
+    def _run(self) -> Any:
+        """The run's state as JSON; of several ranks with what each has of its own."""
+        if len(self._parts) == 1 or not self.document.run:
+            return self.record.document.get("run", {})
+        own = [{n: part.document.run[n] for n in OF_EACH_RANK} for part in self._parts]
+        return encode({**self.document.run, "ranks": own}, "the run's state")
+
+    @property
+    def verified(self) -> bool:
+        """Whether checksums of the state were kept (`io.verify`)."""
+        return all(part.verified for part in self._parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the committed state, with its padding."""
+        return sum(extent.nbytes for part in self._parts for extent, _ in part.extents)
+
+    def verify(self, seen: Callable[[int], None] | None = None) -> Iterator[str]:
+        """See `StateReader.verify`; page by page. Without checksums nothing is read."""
+        for part in self._parts if self.verified else ():
+            yield from part.verify(seen)
+
+    def close(self) -> None:
+        """Let go of the directories. Idempotent."""
+        for part in self._parts:
+            part.close()
+
+    # --- inside ------------------------------------------------------------------------------
+
+    def _fill(self, stream: str, name: str, first_byte: int, target: Tensor) -> None:
+        end = first_byte + target.numel()
+        if stream == BUFFERS:
+            flat = self.document.buffers[name].contiguous().view(-1).view(torch.uint8)
+            target.copy_(flat[first_byte:end])
+            return
+        for part, extent, piece in self._where[stream, name]:
+            low, high = max(first_byte, piece.first), min(end, piece.first + piece.nbytes)
+            if low < high:
+                start = piece.start + low - piece.first
+                part.fill(extent, start, target[low - first_byte : high - first_byte])
+
+
+class _Part:
+    """What one rank keeps of a run; all of it, where there is one rank."""
+
+    def __init__(self, run: StoredRun) -> None:
+        """Locks the directories; raises as `DurableReader` does."""
+        self.directory = run.directory
         self.directories = run.striping.directories
+        self.facts = run.facts
         self.plan = plan_of(run.facts, run.stored.placements)
+        self.record: CommitRecord
+        self.document: Document
+        self.extents: list[tuple[Extent, list[Piece]]] = []
+        self._striping = run.striping
+        self._stripes = Stripes(len(self.directories), run.striping.stripe_bytes)
         self._locks: list[LockFile] = []
         self._files: list[int] = []
         self._sums = -1
@@ -61,28 +150,21 @@ class DurableReader(StateReader):
             for member in self.directories:
                 self._locks.append(lock_durable(member, shared=True))
                 self._files.append(_open(member / STATE_NAME))
-            self.record = last_commit(run.directory, run.record.run)  # now that it is locked
-            if self.record.checksums:
-                self._sums = _open(run.directory / SUMS_NAME)
-            self.document = Document.from_json(self.record.document)
-            self._stripes = Stripes(len(self._files), run.striping.stripe_bytes)
-            self._extents = list(committed(self.plan, self.record, self))
-            sizes = [os.fstat(file).st_size for file in self._files]
-            self._stripes.place_again(run.striping, sizes)
+            found = read_commits(run.directory, run.record.run)  # now that it is locked
+            self.records = whole_records(run.directory, found)
         except BaseException:
             self.close()
             raise
-        self.manifest = _manifest(run.facts, self.plan, self.record, self.document)
-        specs = state_streams(self.plan)
-        if self.manifest.buffers:
-            specs[BUFFERS] = [buffer.spec for buffer in self.manifest.buffers]
-        self._specs = {
-            stream: {spec.name: spec for spec in found} for stream, found in specs.items()
-        }
-        self._where: dict[tuple[str, str], list[tuple[Extent, Piece]]] = {}
-        for extent, held in self._extents:
-            for piece in held:
-                self._where.setdefault((piece.stream, piece.name), []).append((extent, piece))
+
+    def open(self, sequence: int) -> None:
+        """Read the commit of that number; raises `CheckpointError`."""
+        self.record = self.records[sequence]
+        if self.record.checksums:
+            self._sums = _open(self.directory / SUMS_NAME)
+        self.document = Document.from_json(self.record.document)
+        self.extents = list(committed(self.plan, self.record, self))
+        sizes = [os.fstat(file).st_size for file in self._files]
+        self._stripes.place_again(self._striping, sizes)
 
     def extent(self, nbytes: int, owner: str = "", cuts: Sequence[int] = ()) -> Extent:
         """As `Disk.extent` does it."""
@@ -90,21 +172,14 @@ class DurableReader(StateReader):
 
     @property
     def verified(self) -> bool:
-        """Whether checksums of the state were kept (`io.verify`)."""
+        """Whether checksums were kept."""
         return self._sums >= 0
 
-    @property
-    def nbytes(self) -> int:
-        """Of the committed state, with its padding."""
-        return sum(extent.nbytes for extent, _ in self._extents)
-
-    def verify(self, seen: Callable[[int], None] | None = None) -> Iterator[str]:
-        """See `StateReader.verify`; page by page. Without checksums nothing is read."""
-        if not self.verified:
-            return
+    def verify(self, seen: Callable[[int], None] | None) -> Iterator[str]:
+        """See `DurableReader.verify`."""
         for file in self._files:  # what lies in memory was checked, the disk was not
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        for extent, held in self._extents:
+        for extent, held in self.extents:
             for start in range(0, extent.nbytes, _READ_BYTES):
                 part = extent.part(start, min(_READ_BYTES, extent.nbytes - start))
                 try:
@@ -124,22 +199,8 @@ class DurableReader(StateReader):
         for lock in locks:
             lock.let_go()
 
-    # --- inside ------------------------------------------------------------------------------
-
-    def _fill(self, stream: str, name: str, first_byte: int, target: Tensor) -> None:
-        end = first_byte + target.numel()
-        if stream == BUFFERS:
-            flat = self.document.buffers[name].contiguous().view(-1).view(torch.uint8)
-            target.copy_(flat[first_byte:end])
-            return
-        for extent, piece in self._where[stream, name]:
-            low, high = max(first_byte, piece.first), min(end, piece.first + piece.nbytes)
-            if low < high:
-                start = piece.start + low - piece.first
-                self._fill_from(extent, start, target[low - first_byte : high - first_byte])
-
-    def _fill_from(self, extent: Extent, start: int, target: Tensor) -> None:
-        """A range of an extent; whole pages are read, and checked."""
+    def fill(self, extent: Extent, start: int, target: Tensor) -> None:
+        """Read a range of an extent; whole pages are read, and checked."""
         end = start + target.numel()
         for first in range(start // PAGE * PAGE, end, _READ_BYTES):
             part = extent.part(first, min(_READ_BYTES, round_up(end, PAGE) - first))
@@ -190,10 +251,10 @@ def committed(
     plan: Plan, record: CommitRecord, disk: Promising
 ) -> Iterator[tuple[Extent, list[Piece]]]:
     """The committed extents of a run, which `disk` promises, and what lies where in each."""
-    units = [UnitState(layout, plan.record(layout)) for layout in plan.units]
+    units = [UnitState(layout, plan.record(layout)) for layout in plan.own]
     for unit in units:
         promise_extents(plan, unit, disk)
-    for layout, placement in zip(plan.units, plan.placements, strict=True):
+    for layout, placement in zip(plan.own, plan.placements, strict=True):
         if layout.numel and placement.gradient is Tier.DISK:  # behind them, as in a run
             disk.extent(layout.numel * plan.gradient_itemsize)
     for unit, copy, frozen in zip(units, record.copies, record.frozen_copies, strict=True):
@@ -206,11 +267,12 @@ def committed(
                     held.append(piece._replace(start=start + piece.start))
             yield extent, held
         if unit.frozen_copies:
-            yield unit.frozen_copies[frozen], list(frozen_pieces(unit.layout))
+            whole = plan.units[unit.layout.index]
+            yield unit.frozen_copies[frozen], list(frozen_pieces(whole, plan.rank))
 
 
 def _manifest(
-    facts: Mapping[str, Any], plan: Plan, record: CommitRecord, document: Document
+    facts: Mapping[str, Any], plan: Plan, record: CommitRecord, run: Any, document: Document
 ) -> Manifest:
     """A commit as a checkpoint would tell it."""
     steps, progress = document.run.get("steps", {}), document.run.get("progress", {})
@@ -230,10 +292,10 @@ def _manifest(
             BufferRecord.of([name], value, persistent=name in document.persistent)
             for name, value in document.buffers.items()
         ),
-        run=record.document.get("run", {}),
+        run=run,
         client_state={},
         config={},
-        plan={},
+        plan={"ranks": plan.ranks},
     )
 
 

@@ -10,27 +10,31 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from infinity._version import __version__
-from infinity.checkpoint.commits import COMMIT_NAMES, CommitRecord, last_commit
+from infinity.checkpoint.commits import COMMIT_NAMES, CommitRecord, read_commits, whole_records
 from infinity.errors import CheckpointError, ConfigError, InfinityError
 from infinity.files import json_lines, read_small, refused
 from infinity.formats import MomentFormat
 from infinity.plan.layout import PAGE, PRECISIONS, Segment, Tier, UnitLayout
 from infinity.plan.plan import Plan, RuleFacts, UnitPlacement
 from infinity.plan.planner import Stored
+from infinity.ranks import ALONE, Ranks, named_ranks
 from infinity.sealed import read_sealed, write_sealed
 from infinity.storage.disk import STATE_NAME
 from infinity.storage.run_dir import (
     RECORD_FORMAT,
     RECORD_NAME,
     RECORD_VERSION,
+    disown,
     durable_records,
     is_live,
     never_began,
+    of_rank,
+    ranks_below,
     run_records,
 )
 from infinity.storage.striping import Striping
@@ -45,12 +49,21 @@ MAX_TOLD = 5  # differences between a stored run and this one
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A durable run that is over: its first directory, its facts, and its last commit."""
+    """A durable run that is over: its first directory, its facts, and its last commit.
+
+    Of several ranks it is the part of one; which commit is the last they tell each other later.
+    """
 
     directory: Path
     facts: Mapping[str, Any]
     striping: Striping
     record: CommitRecord
+    sequences: tuple[int, ...]  # of the commits that it has whole
+
+    @property
+    def group(self) -> str:
+        """What the parts of all ranks have in common."""
+        return str(self.facts.get("group", self.facts["run"]))
 
     @property
     def stored(self) -> Stored:
@@ -75,6 +88,7 @@ def model_facts(
 ) -> dict[str, Any]:
     """What must be equal for a run to be continued, JSON-able."""
     return {
+        "ranks": units[0].shards if units else 1,
         "precision": precision,
         "rule": rule.name,
         "moments": [form.value for form in rule.moments],
@@ -99,6 +113,12 @@ def _segment_facts(segment: Segment) -> dict[str, Any]:
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """Why a run cannot go on from a stored one, in words; empty when it can."""
     found = []
+    if (ranks := there.get("ranks", 1)) != here["ranks"]:
+        one = "one rank" if ranks == 1 else f"{ranks} ranks"
+        return [
+            f"it is of {one}, here are {here['ranks']}: start as many, or with resume: never "
+            "engine.load_checkpoint(of that directory), which takes any number"
+        ]
     for key, what in (("precision", "precision"), ("rule", "optimizer"), ("moments", "moments")):
         if there[key] != here[key]:
             found.append(f"{what} {there[key]!r} there, {here[key]!r} here")
@@ -157,8 +177,9 @@ def plan_of(facts: Mapping[str, Any], placements: Sequence[Any]) -> Plan:
             for segment in unit["segments"]
         )
         layout = UnitLayout(
-            index, unit["name"], segments, unit["numel"], unit["frozen_bytes"], precision.weight
-        )
+            index, unit["name"], segments, unit["numel"], unit["frozen_bytes"], precision.weight,
+            shards=facts.get("ranks", 1),
+        )  # fmt: skip
         units.append(layout)
     return Plan(
         precision=precision,
@@ -176,6 +197,8 @@ def plan_of(facts: Mapping[str, Any], placements: Sequence[Any]) -> Plan:
         budget={},
         rule=RuleFacts(name=facts["rule"], moments=moments),
         durable=True,
+        rank=facts.get("rank", 0),
+        ranks=facts.get("ranks", 1),
     )
 
 
@@ -195,7 +218,8 @@ def read_run(directory: Path, roots: Iterable[Path] = ()) -> StoredRun:
     """
     directory = _first_directory(directory, _run_record(directory), roots)
     facts = _read(directory / PLAN_NAME, _FORMAT, _VERSION)
-    commit = last_commit(directory, facts["run"])
+    records = whole_records(directory, read_commits(directory, facts["run"]))
+    commit = records[max(records)]
     if len(commit.copies) != len(facts["units"]):
         raise CheckpointError(f"the commit record in {directory} is of another run")
     members = _members(directory, facts, roots)
@@ -207,7 +231,37 @@ def read_run(directory: Path, roots: Iterable[Path] = ()) -> StoredRun:
         used=tuple(facts["used"]),
     )
     _check_files(striping, facts["run"])
-    return StoredRun(directory, facts, striping, commit)
+    return StoredRun(directory, facts, striping, commit, tuple(sorted(records)))
+
+
+def read_parts(directory: Path, roots: Iterable[Path] = ()) -> list[StoredRun]:
+    """As `read_run`, of all ranks of a run, any of whose directories is given; in their order.
+
+    Those of other ranks are sought beside it, and beside `roots`.
+    """
+    roots = list(roots)
+    run = read_run(directory, roots)
+    count = run.facts.get("ranks", 1)
+    if count == 1:
+        return [run]
+    found = {run.facts["rank"]: run}
+    beside = dict.fromkeys(path.parent for path in (*roots, *run.striping.directories))
+    bases = dict.fromkeys(base for path in beside for base in (path, path.parent))
+    for rank in range(count):
+        places = [of_rank(base, rank) for base in bases if of_rank(base, rank).is_dir()]
+        for path, record in [item for p in places for item in durable_records(p).items()]:
+            if rank not in found and not record.get("index", 0):
+                facts = _read(path / PLAN_NAME, _FORMAT, _VERSION)
+                if (facts.get("group"), facts.get("rank")) == (run.group, rank):
+                    found[rank] = read_run(path, places)
+    if missing := [rank for rank in range(count) if rank not in found]:
+        raise CheckpointError(
+            f"the durable run in {run.directory} is of {count} ranks; the parts of "
+            f"{named_ranks(missing)} are missing",
+            because=f"below {', '.join(map(str, bases))} there is no directory of theirs",
+            remedy="mount that drive, or copy them from the other node",
+        )
+    return [found[rank] for rank in range(count)]
 
 
 def _first_directory(directory: Path, record: Mapping[str, Any], roots: Iterable[Path]) -> Path:
@@ -291,18 +345,20 @@ def find_run(
     resume: str | Path,
     here: Mapping[str, Any],
     journal: Path | None = None,
+    ranks: Ranks = ALONE,
 ) -> StoredRun | None:
-    """The durable run to go on from; None for a new one.
+    """The durable run to go on from, of several ranks this one's part; None for a new one.
 
-    `resume` is "never", "auto", or a directory; `here` are `model_facts` of this run; `journal` is
-    where an earlier run may have told of its steps. Raises `ConfigError` where "auto" finds several
-    that fit, or signs of one that it cannot go on with, and where the given one does not fit; and
-    what `read_run` raises.
+    `resume` is "never", "auto", or a directory, of several ranks any one's; `here` are
+    `model_facts` of this run; `journal` is where an earlier run may have told of its steps. Raises
+    `ConfigError` where "auto" finds several that fit, or signs of one that it cannot go on with,
+    and where the given one does not fit; and what `read_run` raises. All ranks call this, go on
+    from one run, and raise where one does.
     """
     if resume == "never":
         return None
-    if resume != "auto":
-        directory = Path(resume).expanduser().absolute()
+    directory = None if resume == "auto" else Path(resume).expanduser().absolute()
+    if directory is not None and ranks.count == 1:
         run = read_run(directory, roots)
         wrong = differences(run.facts, here)
         if wrong:
@@ -311,30 +367,109 @@ def find_run(
                 remedy="resume: never starts a new run; the old one stays",
             )
         return run
-    found = survey(roots, here)
-    if found.doubtful:
+    found = survey(_own_places(roots, ranks), here)
+    runs = {run.group if ranks.count > 1 else str(run.directory): run for run in found.fitting}
+    signs = [*found.doubtful, *(survey(_elsewhere(roots, ranks), here).doubtful)]
+    named = None
+    if directory is not None and (directory / PLAN_NAME).exists():
+        named = read_run(directory, roots).group
+    told = _Told(
+        fitting={group: (str(run), run.sequences) for group, run in runs.items()},
+        signs=[f"{path}: {why}" for path, why in signs],
+        named=named,
+        steps=_durable_steps(journal) if journal is not None else 0,
+    )
+    ranks.meet("looks for a durable run")
+    every = [_Told(**words) for words in ranks.gather_words(asdict(told))]
+    began = [group for group in _groups(every) if _has_begun(group, every)]
+    if directory is None:
+        group = _chosen(began, every, roots, journal)
+    else:
+        group = next((one.named for one in every if one.named is not None), str(directory))
+    lacking = [r for r, one in enumerate(every) if group not in (None, *one.fitting)]
+    if lacking:
         raise ConfigError(
-            "resume: auto finds signs of a run that it cannot go on with: "
-            + "; ".join(f"{path}: {why}" for path, why in found.doubtful),
+            f"the durable run {group} cannot go on: {named_ranks(lacking)} found no part of it "
+            f"below {', '.join(map(str, roots))} that fits",
+            because="; ".join(sign for one in every for sign in one.signs)
+            or "a drive is not mounted, or the ranks of a node have other numbers than they had",
+            remedy="bring it back, or start the nodes in the order of before; or start a new run "
+            "(resume: never), and load a checkpoint",
+        )
+    for other, run in runs.items():
+        if other not in began:  # a start that died while it was marked: there is nothing in it
+            disown(run.striping.directories, run.facts["run"])
+    return None if group is None else runs[group]
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What one rank tells the others of what it found.
+
+    `fitting` has by group what to call its part of a run, and the sequence numbers of its commits;
+    `signs` are words on what it cannot go on with, `named` is the group of the directory that was
+    given, `steps` those that a journal tells of.
+    """
+
+    fitting: dict[str, tuple[str, Sequence[int]]]
+    signs: list[str]
+    named: str | None
+    steps: int
+
+
+def _groups(every: Sequence[_Told]) -> list[str]:
+    return list(dict.fromkeys(group for one in every for group in one.fitting))
+
+
+def _has_begun(group: str, every: Sequence[_Told]) -> bool:
+    """Whether a run was marked on all ranks, or has gone beyond its first commit on one."""
+    parts = [one.fitting[group] for one in every if group in one.fitting]
+    return len(parts) == len(every) or any(max(numbers) > 0 for _, numbers in parts)
+
+
+def _chosen(
+    began: Sequence[str], every: Sequence[_Told], roots: Sequence[Path], journal: Path | None
+) -> str | None:
+    """Of what all ranks told: the group to go on from without having been named, if any."""
+    if signs := [sign for one in every for sign in one.signs]:
+        raise ConfigError(
+            "resume: auto finds signs of a run that it cannot go on with: " + "; ".join(signs),
             because="starting over, or from another one, could lose what was done",
             remedy="bring back what is missing, or end that process; or name the run to go on "
             "with (resume: DIRECTORY); or start a new one beside it (resume: never)",
         )
-    if len(found.fitting) > 1:
+    if len(began) > 1:
+        parts = [next(one.fitting[g][0] for one in every if g in one.fitting) for g in began]
         raise ConfigError(
-            f"{len(found.fitting)} durable runs fit the model: "
-            f"{', '.join(map(str, found.fitting))}",
+            f"{len(began)} durable runs fit the model: {', '.join(parts)}",
             because="resume is auto",
-            remedy=f"resume: {found.fitting[-1].directory}, or remove those that are not needed",
+            remedy=f"resume: {parts[-1].split(' (')[0]}, or remove those that are not needed",
         )
-    if not found.fitting and journal is not None and (told := _durable_steps(journal)):
+    if not began and (steps := max(one.steps for one in every)):
         raise ConfigError(
             f"resume: auto finds no durable run below {', '.join(map(str, roots))}, but the "
-            f"journal {journal} tells of {told} durable steps",
+            f"journal {journal} tells of {steps} durable steps",
             because="a drive is not mounted, or the run was moved or removed",
             remedy="mount it; or start a new run: resume: never",
         )
-    return found.fitting[0] if found.fitting else None
+    return began[0] if began else None
+
+
+def _own_places(roots: Sequence[Path], ranks: Ranks) -> list[Path]:
+    """Where this rank's run directories are."""
+    if ranks.count == 1:
+        return list(roots)
+    return [path for root in roots if (path := of_rank(root, ranks.rank)).is_dir()]
+
+
+def _elsewhere(roots: Sequence[Path], ranks: Ranks) -> list[Path]:
+    """Where runs of another number of ranks are; one rank of a machine looks there."""
+    if ranks.local_rank:
+        return []
+    others = [item for root in roots for item in ranks_below(root).items()]
+    alone = ranks.count == 1
+    found = [path for number, path in others if alone or number >= ranks.count]
+    return found if alone else [*roots, *found]
 
 
 def _durable_steps(journal: Path) -> int:

@@ -74,11 +74,17 @@ def pieces(plan: Plan, layout: UnitLayout, chunk: int, kind: Kind) -> Iterator[P
             )
 
 
-def frozen_pieces(layout: UnitLayout) -> Iterator[Piece]:
-    """What the frozen bytes of a unit hold."""
+def frozen_pieces(layout: UnitLayout, rank: int | None = None) -> Iterator[Piece]:
+    """What the frozen bytes of a unit hold; with `rank`, those of that rank."""
+    start, nbytes = 0, layout.frozen_bytes
+    if rank is not None:
+        nbytes //= layout.shards
+        start = rank * nbytes
     for segment in layout.segments:
-        if not segment.trained:
-            yield Piece(FROZEN, segment.name, 0, segment.offset, segment.nbytes)
+        first = max(segment.offset, start)
+        last = min(segment.offset + segment.nbytes, start + nbytes)
+        if not segment.trained and first < last:
+            yield Piece(FROZEN, segment.name, first - segment.offset, first - start, last - first)
 
 
 def _dtype_of(plan: Plan, kind: Kind) -> torch.dtype:

@@ -45,6 +45,7 @@ def write_record(path: Path, *, durable: bool = False, **facts: Any) -> None:
     write_sealed(path, RECORD_FORMAT, RECORD_VERSION, record, 0o600)
 
 
+_RANK_NAME = re.compile(r"rank-([0-9]+)")
 _RUN_NAME = re.compile(r"infinity-run-[0-9]+-[0-9a-f]{16}")
 # A directory that is being made: invisible to the pattern above until its lock is held.
 _NEW_NAME = re.compile(r"\.infinity-new-[0-9]+-[0-9a-f]{16}")
@@ -168,6 +169,16 @@ class Scratch:
         self.remove()
 
 
+def disown(directories: Sequence[Path], run: str) -> None:
+    """Undo `Scratch.keep` of a run that is over: its directories go with the next dead runs.
+
+    The first directory comes first. Raises `MachineError`.
+    """
+    first, *others = directories
+    with lock_durable(first) as lock:
+        Scratch(first, lock).announce(run, others)
+
+
 def lock_durable(directory: Path, *, shared: bool = False) -> LockFile:
     """The lock of a durable run that is over; `shared` by those who only read.
 
@@ -182,6 +193,21 @@ def lock_durable(directory: Path, *, shared: bool = False) -> LockFile:
         ) from error
     except OSError as error:
         raise refused(f"{directory / LOCK_NAME} cannot be locked", error) from error
+
+
+def of_rank(nvme_path: Path, rank: int) -> Path:
+    """Where one of several ranks has its run directories."""
+    return nvme_path / f"rank-{rank}"
+
+
+def ranks_below(nvme_path: Path) -> dict[int, Path]:
+    """The directories `of_rank` that are there, of whatever run."""
+    found = {}
+    with suppress(OSError):
+        for path in sorted(nvme_path.iterdir()):
+            if (match := _RANK_NAME.fullmatch(path.name)) and path.is_dir():
+                found[int(match[1])] = path
+    return found
 
 
 def _listing(nvme_path: str | os.PathLike[str]) -> tuple[Path, list[str]]:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infinity.checkpoint.commits import Document, OpenWindow
+from infinity.checkpoint.commits import OF_EACH_RANK, Document, OpenWindow
 from infinity.checkpoint.directory import no_latest
+from infinity.checkpoint.durable_reader import DurableReader
 from infinity.checkpoint.manifest import (
     BUFFERS,
     FROZEN,
@@ -25,7 +26,7 @@ from infinity.checkpoint.manifest import (
     differences,
 )
 from infinity.checkpoint.plain import decode, encode
-from infinity.checkpoint.reader import CheckpointReader, find_tag
+from infinity.checkpoint.reader import CheckpointReader, StateReader, find_tag
 from infinity.checkpoint.streams import Piece, frozen_pieces, pieces, state_streams
 from infinity.checkpoint.writer import CheckpointWriter, TensorSpec
 from infinity.errors import (
@@ -41,16 +42,17 @@ from infinity.offload.state import StateStore
 from infinity.plan.layout import Kind
 from infinity.plan.plan import Plan
 from infinity.ranks import check_alike
+from infinity.storage.run_dir import RECORD_NAME
 from infinity.storage.staging import host_buffer
 from infinity.training.parameter_access import Values, share_kept
 from infinity.training.parts import Parts
-from infinity.training.run_state import OF_EACH_RANK, RunState
+from infinity.training.run_state import RunState
 from infinity.training.step import Stepper
 
 # The streams of a checkpoint into state at rest, whatever its placement, unit by unit.
 
 
-def check_state(reader: CheckpointReader, plan: Plan, rule: str) -> None:
+def check_state(reader: StateReader, plan: Plan, rule: str) -> None:
     """Raise one `CheckpointError` with all that does not fit the state of this engine.
 
     Names, shapes, dtypes, precision, update rule and moment formats; nothing is changed.
@@ -76,7 +78,7 @@ def check_state(reader: CheckpointReader, plan: Plan, rule: str) -> None:
         )
 
 
-def _differences(reader: CheckpointReader, stream: str, specs: list[TensorSpec]) -> list[str]:
+def _differences(reader: StateReader, stream: str, specs: list[TensorSpec]) -> list[str]:
     there, here = set(reader.names(stream)), {spec.name for spec in specs}
     problems = [f"{name!r} is missing in {stream}" for name in sorted(here - there)]
     problems += [f"{name!r} is in {stream}, but not in the model" for name in sorted(there - here)]
@@ -85,7 +87,7 @@ def _differences(reader: CheckpointReader, stream: str, specs: list[TensorSpec])
     return problems
 
 
-def load_state(reader: CheckpointReader, plan: Plan, store: StateStore) -> None:
+def load_state(reader: StateReader, plan: Plan, store: StateStore) -> None:
     """Replace all state at rest, one kind of one unit in RAM at a time.
 
     Raises `CheckpointError` at the first byte that is not as saved.
@@ -107,7 +109,7 @@ def load_state(reader: CheckpointReader, plan: Plan, store: StateStore) -> None:
             store.write_own(layout.index, kind, flat)
 
 
-def _fill(reader: CheckpointReader, flat: Tensor, held: Iterable[Piece]) -> None:
+def _fill(reader: StateReader, flat: Tensor, held: Iterable[Piece]) -> None:
     for piece in held:
         reader.read_into(piece.stream, piece.name, piece.first, flat[piece.place])
 
@@ -272,7 +274,8 @@ class Checkpoints:
         self._rooms.saver.finish()
         self._refuse_loans("loaded")
         ranks = self._rooms.ranks
-        found = find_tag(root, tag)
+        is_run = tag is None and (root / RECORD_NAME).is_file()  # a directory of a durable one
+        found = "" if is_run else find_tag(root, tag)
         check_alike(ranks, "the checkpoint to load", {"tag": found})
         if found is None:
             warnings.warn(
@@ -281,7 +284,10 @@ class Checkpoints:
                 stacklevel=3,
             )
             return None, None
-        with ranks.telling("loads a checkpoint"), CheckpointReader(root, found) as reader:
+        with (
+            ranks.telling("loads a checkpoint"),
+            DurableReader(root) if is_run else CheckpointReader(root, found) as reader,
+        ):
             client_state = decode(reader.manifest.client_state)
             run = decode(reader.manifest.run)
             if others := run.pop("ranks", None):
@@ -303,7 +309,7 @@ class Checkpoints:
                 raise
         return str(root / found), client_state
 
-    def _restore(self, reader: CheckpointReader, run: dict[str, Any], wanted: Wanted) -> None:
+    def _restore(self, reader: StateReader, run: dict[str, Any], wanted: Wanted) -> None:
         if wanted.module_only:
             return
         if not run:  # imported from elsewhere: weights, moments and counters
@@ -313,13 +319,14 @@ class Checkpoints:
             return
         self.run_state.restore(run, optimizer=wanted.optimizer, scheduler=wanted.scheduler)
 
-    def _commit(self, reader: CheckpointReader) -> None:
+    def _commit(self, reader: StateReader) -> None:
         """Where steps are durable, make what was loaded the committed state."""
         durability, steps = self._rooms.durability, self._stepper.progress.global_steps
         if durability is None:
             return
         window = None
         if self._window.is_open:
+            assert isinstance(reader, CheckpointReader)  # a durable run's has none
             where = reader.directory
             window = OpenWindow(str(where.parent), where.name, reader.manifest_crc32c)
         try:
@@ -329,7 +336,7 @@ class Checkpoints:
             self._rooms.prefetcher.fail(error)
             raise
 
-    def _replace(self, reader: CheckpointReader, *, full: bool) -> None:
+    def _replace(self, reader: StateReader, *, full: bool) -> None:
         self._settle()
         self._window.start_over()
         self._rooms.gradients.reset()
@@ -341,7 +348,7 @@ class Checkpoints:
         put_buffers(self._module, {n: reader.read(BUFFERS, n) for n in reader.names(BUFFERS)})
 
     def _check(
-        self, reader: CheckpointReader, run: dict[str, Any], wanted: Wanted, *, full: bool
+        self, reader: StateReader, run: dict[str, Any], wanted: Wanted, *, full: bool
     ) -> None:
         if full:
             check_state(reader, self._rooms.plan, self._rule)
@@ -353,7 +360,13 @@ class Checkpoints:
         if run and not wanted.module_only:
             self.run_state.check(run, optimizer=wanted.optimizer, scheduler=wanted.scheduler)
 
-    def _check_window(self, reader: CheckpointReader) -> None:
+    def _check_window(self, reader: StateReader) -> None:
+        if isinstance(reader, DurableReader) and (window := reader.document.window) is not None:
+            raise CheckpointError(
+                f"the last commit of {reader.directory} is within an accumulation window",
+                because="its gradients are those of a checkpoint that was loaded",
+                remedy=f"load_checkpoint({window.root!r}, {window.tag!r})",
+            )
         if not reader.names(GRADIENT):
             return
         saved = reader.manifest.plan
@@ -367,7 +380,7 @@ class Checkpoints:
                 "load_checkpoint(..., load_optimizer_states=False)",
             )
 
-    def _check_weights(self, reader: CheckpointReader, *, strict: bool) -> None:
+    def _check_weights(self, reader: StateReader, *, strict: bool) -> None:
         there = {p.name: p for p in reader.manifest.parameters}
         problems = []
         for segment in self._segments.values():
@@ -387,7 +400,7 @@ class Checkpoints:
                 else None,
             )
 
-    def _load_all(self, reader: CheckpointReader) -> None:
+    def _load_all(self, reader: StateReader) -> None:
         rooms = self._rooms
         for layout in rooms.plan.units:
             rooms.prefetcher.drop(layout.index)
@@ -395,7 +408,7 @@ class Checkpoints:
         for layout in rooms.plan.units:
             rooms.prefetcher.edited(layout.index)
 
-    def _load_weights(self, reader: CheckpointReader) -> None:
+    def _load_weights(self, reader: StateReader) -> None:
         there = {p.name for p in reader.manifest.parameters}
         for index in sorted(self._segments, key=self._values.place):
             name = self._segments[index].name
@@ -403,7 +416,7 @@ class Checkpoints:
                 self._values.write(index, reader.master(name))
         self._values.flush()
 
-    def _load_gradients(self, reader: CheckpointReader) -> None:
+    def _load_gradients(self, reader: StateReader) -> None:
         rooms = self._rooms
         index_of = {s.name: i for i, s in self._segments.items()}
         for name in reader.names(GRADIENT):

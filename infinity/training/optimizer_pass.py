@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from infinity.checkpoint.durability import Durability
-from infinity.errors import EngineClosedError
+from infinity.errors import EngineClosedError, MachineError
 from infinity.offload.gradients import Copy, GradientStore
 from infinity.offload.prefetch import Prefetcher
 from infinity.offload.slots import Slot
@@ -469,8 +469,12 @@ class OptimizerPass:
             self._job = job
             self.prefetcher.changed.notify_all()
 
-    def finish(self) -> None:
-        """Lift the pacing and wait until no update is owed; raises what makes that impossible."""
+    def finish(self, *, closing: bool = False) -> None:
+        """Lift the pacing and wait until no update is owed; raises what makes that impossible.
+
+        In a durable run of several ranks the last step is then committed on all, which all call
+        this; but for one that is `closing`.
+        """
         with self.transfers.stall("update"), self.prefetcher.changed:
             self.prefetcher.lift_pacing()
             while not self._closing and self._job is not None and self.prefetcher.failure is None:
@@ -480,6 +484,12 @@ class OptimizerPass:
                 "the engine is closed", remedy="read values before close(), or make a new engine"
             )
         self.prefetcher.check()
+        if self.durability is not None and not closing:
+            try:
+                self.durability.agree()
+            except MachineError as error:  # which of two commits is the last is not known now
+                self.prefetcher.fail(error)
+                raise
 
     def close(self) -> None:
         """Abandon what is left and end the thread."""

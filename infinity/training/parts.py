@@ -223,7 +223,7 @@ class Parts:
         durability, self.durability = self.durability, None  # once: Ctrl-C may end the wait
         if durability is not None and self.optimizer_pass.can_finish:
             with contextlib.suppress(EngineFailedError):
-                self.optimizer_pass.finish()
+                self.optimizer_pass.finish(closing=True)
                 durability.finish()
 
     def _let_go(self) -> None:

@@ -184,7 +184,6 @@ class ResumableLoader(DataLoader[Any]):
 
 # The state of the loss scale is saved beside them, for it is of one precision only.
 _COUNTERS = tuple(field.name for field in fields(Progress) if field.name != "loss_scale")
-OF_EACH_RANK = ("rng", "registered")  # all else is the same on all
 _APART = ("params", "param_names")  # of a group: which parameters, rather than what holds of them
 
 

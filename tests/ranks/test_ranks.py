@@ -424,7 +424,6 @@ def test_what_fails_on_one_rank_at_the_start_fails_on_all(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "options", "words"),
     [
-        ({"durable": True}, {}, "durable steps: several processes are not supported here yet"),
         ({}, {"engine_class": infinity.DeepSpeedEngine}, "DeepSpeed's engine"),
     ],
 )

@@ -1,0 +1,211 @@
+"""Durable steps of several ranks: whichever of them is killed, all go on from one step."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.forked import TESTS
+from support.models import CASES
+from support.rank_crash import HANG_S, POINTS, Death, journey
+from support.ranks import make_engine, on_ranks
+from support.small import MIXED, ON_DEVICE, ON_DISK
+from support.trainer import make_config
+from torch import Tensor
+
+from infinity.checkpoint.commits import COMMIT_NAMES
+from infinity.checkpoint.durable_reader import DurableReader
+from infinity.errors import CheckpointError, ConfigError
+from infinity.ranks import Ranks
+
+MICRO_BATCHES = 6
+PLACEMENTS = {"disk": ON_DISK, "mixed": MIXED, "device": ON_DEVICE}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
+    """Of a number of ranks: the digest at the end of a run that nobody kills."""
+
+    @cache
+    def digest(count: int) -> str:
+        folder = tmp_path_factory.mktemp("undisturbed")
+        journey(folder, count, ON_DEVICE, 1, [])
+        return (folder / "done").read_text()
+
+    return digest
+
+
+def test_killed_at_the_phases_of_a_commit(tmp_path: Path, expected: Callable[[int], str]) -> None:
+    """Prepared on one rank only is rolled back; on all, or committed on one only, forward."""
+    deaths: list[Death | int | None] = [
+        (1, "marked", 1),  # the other is marked: a start that died
+        (1, "prepared", 2),  # the first prepares the initial state
+        (0, "committed", 3),
+        (1, "after committed", 1),
+    ]
+    here = tmp_path / "here"
+    begins = journey(here, 2, ON_DISK, 1, deaths)
+    assert (here / "done").read_text() == expected(2)
+    # Each start that a rank reaches: anew, as nothing was committed; after three updates; after 4.
+    assert begins == [0, 0, 3, 4]
+    for rank in range(2):  # one run all the time
+        left = list((here / "nvme" / f"rank-{rank}").glob("infinity-run-*"))
+        assert len(left) == 1
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+def test_torchrun_starts_ranks_again_that_were_killed(
+    tmp_path: Path, expected: Callable[[int], str]
+) -> None:
+    (tmp_path / "nvme").mkdir()
+    paths = os.pathsep.join([TESTS, str(Path(TESTS).parent)])
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+         "--max-restarts", "1", "--monitor-interval", "0.1", "--master-addr", "127.0.0.1",
+         "--master-port", str(free_port()), "-m", "support.rank_crash", str(tmp_path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+        capture_output=True, timeout=HANG_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr.decode()
+    assert {(tmp_path / f"done-{rank}").read_text() for rank in range(2)} == {expected(2)}
+    begins = [(tmp_path / f"from-{n}-{rank}").read_text() for n in range(2) for rank in range(2)]
+    assert begins == ["0", "0", "2", "2"]
+
+
+@pytest.mark.big
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize("count", [2, 3])
+def test_killed_at_every_point(
+    tmp_path: Path, expected: Callable[[int], str], count: int, name: str
+) -> None:
+    for number, point in enumerate([*POINTS, *(f"after {point}" for point in POINTS)]):
+        for rank in (0, count - 1):
+            for every in (1, 2):
+                here = tmp_path / f"{number}-{rank}-{every}"
+                nth = 1 if "repaired" in point or "marked" in point else 2
+                # The first run begins, is killed, and the second goes on and is killed.
+                deaths: list[Death | int | None] = [(rank, point, nth)]
+                if "repaired" in point:
+                    deaths = [(rank, "prepared", 2), (rank, point, nth)]
+                journey(here, count, PLACEMENTS[name], every, [*deaths, (rank, "prepared", 1)])
+                assert (here / "done").read_text() == expected(count), (point, rank, every)
+
+
+@pytest.mark.big
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize("count", [2, 3])
+def test_killed_at_any_line(
+    tmp_path: Path, expected: Callable[[int], str], count: int, name: str
+) -> None:
+    draw = random.Random(name)
+    for number in range(8):
+        lines = [draw.randrange(5_000, 80_000) for _ in range(4)]
+        here = tmp_path / str(number)
+        journey(here, count, PLACEMENTS[name], draw.choice((1, 2)), [*lines])
+        assert (here / "done").read_text() == expected(count), lines
+
+
+# --- what a start finds --------------------------------------------------------------------------
+
+CASE = CASES["frozen"]
+
+
+def train_durably(
+    count: int, folder: Path, steps: int, load: Path | None = None, **more: Any
+) -> dict[str, Tensor]:
+    """Train ranks that are threads, from wherever they resume, up to a step; the masters."""
+    config = make_config(("disk", "host", "disk"), precision="bf16", seed=5) | more
+    config |= {"durable": True, "durable_every": 1}
+    config["gradient_accumulation_steps"] = MICRO_BATCHES // count
+    models = [CASE.build() for _ in range(count)]
+    batches = CASE.batches(steps * MICRO_BATCHES)
+
+    def work(ranks: Ranks) -> dict[str, Tensor]:
+        model = models[ranks.rank]
+        with make_engine(ranks, model, config, folder, groups=CASE.groups) as engine:
+            if load is not None:
+                engine.load_checkpoint(load)
+            for batch in batches[engine.global_steps * MICRO_BATCHES :][ranks.rank :: count]:
+                engine.backward(batch.call(engine))
+                engine.step()
+            return {n: v.clone() for n, v in engine.state_dict(master=True).items()}
+
+    return on_ranks(count, work)[0]
+
+
+def parts_of(folder: Path, rank: int) -> list[Path]:
+    return list((folder / f"rank-{rank}").glob("infinity-run-*"))
+
+
+def test_another_number_of_ranks_reads_the_last_commit(tmp_path: Path) -> None:
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    for folder in (first, second, third):
+        folder.mkdir()
+    expected = train_durably(1, third, 6)
+    train_durably(3, first, 2)
+    (own,) = parts_of(first, 0)
+    with pytest.raises(ConfigError, match="it is of 3 ranks, here are 2: start as many") as caught:
+        train_durably(2, first, 4, resume="auto")
+    assert "engine.load_checkpoint(of that directory)" in str(caught.value)
+    with pytest.raises(ConfigError, match="it is of 3 ranks, here are 1"):
+        train_durably(1, first, 4, resume="auto")
+    train_durably(2, second, 4, load=own)
+    (other,) = parts_of(second, 1)
+    (there,) = third.glob("infinity-run-*")
+    with DurableReader(other) as two, DurableReader(there) as one:
+        assert two.streams == one.streams
+        assert list(two.verify()) == []
+        assert {path.parent.name for path in two.directories} == {"rank-0", "rank-1"}
+    found = train_durably(2, second, 6, resume="auto")
+    assert found.keys() == expected.keys()
+    assert [n for n, value in found.items() if not torch.equal(value, expected[n])] == []
+
+
+def test_ranks_that_lack_what_others_have_are_named(tmp_path: Path) -> None:
+    train_durably(2, tmp_path, 2)
+    (own,) = parts_of(tmp_path, 1)
+    own.rename(tmp_path / "away")
+    words = r"cannot go on: rank 1 found no part of it below .* that fits"
+    for resume in ("auto", str(parts_of(tmp_path, 0)[0])):
+        with pytest.raises(ConfigError, match=words):
+            train_durably(2, tmp_path, 2, resume=resume)
+    with pytest.raises(CheckpointError, match="the parts of rank 1 are missing"):
+        DurableReader(parts_of(tmp_path, 0)[0])
+    (tmp_path / "away").rename(own)
+    with pytest.raises(ConfigError, match="it is of 2 ranks, here are 4"):
+        train_durably(4, tmp_path, 2, resume="auto")
+    train_durably(2, tmp_path, 2)  # beside it
+    with pytest.raises(ConfigError, match="2 durable runs fit the model"):
+        train_durably(2, tmp_path, 3, resume="auto")
+    expected = train_durably(2, tmp_path, 3, resume=str(own))
+    found = train_durably(2, tmp_path, 3, resume=str(own))
+    assert [n for n, value in found.items() if not torch.equal(value, expected[n])] == []
+
+
+def test_commits_that_are_not_common_are_refused(tmp_path: Path) -> None:
+    """One rank's files are set back, as a copy of its drive would be."""
+    train_durably(2, tmp_path, 2)
+    (own,) = parts_of(tmp_path, 1)
+    shutil.copytree(own, tmp_path / "copy")
+    train_durably(2, tmp_path, 5, resume="auto")
+    for name in COMMIT_NAMES:
+        shutil.copy(tmp_path / "copy" / name, own / name)
+    with pytest.raises(CheckpointError, match=r"no commit in common: rank 0 has \[.*rank 1 has"):
+        train_durably(2, tmp_path, 6, resume="auto")

@@ -1,0 +1,171 @@
+"""Ranks that train durably, each in a child that forks (`support.forked`), and may be killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from support import crash_child, forked
+from support.small import ON_DISK, batch, settings, small_model
+from torch.nn import functional
+
+import infinity
+from infinity.checkpoint.commits import CommitFiles, SmallFile
+from infinity.storage.disk import Disk
+from infinity.storage.run_dir import Scratch
+from infinity.training.optimizer_pass import Updates
+
+TOTAL_STEPS = 5
+MICRO_BATCHES = 2
+HANG_S = 300
+Death = tuple[int, str, int]  # the rank; before which call, or after it ("after ..."); which one
+
+# Where the phases of a commit, of the pass before it and of a start begin and end.
+POINTS: dict[str, tuple[type, str]] = {
+    "unit updated": (Updates, "_finish"),
+    "state synced": (Disk, "sync"),
+    "record synced": (SmallFile, "sync"),
+    "prepared": (CommitFiles, "prepare"),
+    "committed": (CommitFiles, "commit"),
+    "repaired": (CommitFiles, "repair"),
+    "marked": (Scratch, "keep"),
+}
+
+
+def arm(death: Death) -> None:
+    """Kill this process at a call of a point."""
+    _, name, number = death
+    owner, method = POINTS[name.removeprefix("after ")]
+    original: Callable[..., Any] = getattr(owner, method)
+    left = number
+
+    def instead(*args: Any, **options: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0 and not name.startswith("after "):
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = original(*args, **options)
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, method, instead)
+
+
+def join(store: Path, rank: int, count: int) -> None:
+    """Make the process group, by a file."""
+    import torch.distributed as dist
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    if count > 1:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
+
+
+def make_engine(folder: Path, placement: dict[str, str], count: int, **more: Any) -> Any:
+    """Dropout is drawn from each rank's generator, and the schedule moves at every step."""
+    model = small_model(0)
+    model.embedding.register_forward_hook(lambda *args: functional.dropout(args[-1], 0.1))
+    more = {"durable": True, "resume": "auto", "gradient_accumulation_steps": MICRO_BATCHES} | more
+    return infinity.initialize(
+        model,
+        settings(folder / "nvme", placement, **more),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+    )[0]
+
+
+def train(
+    folder: str,
+    attempt: int,
+    rank: int,
+    count: int,
+    placement: dict[str, str],
+    every: int,
+    death: Death | None,
+) -> None:
+    """Go on from the last common commit; at the end `folder`/done-RANK is there."""
+    root = Path(folder)
+    log = os.open(root / f"log-{attempt}-{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 2)
+    if "TORCHELASTIC_RESTART_COUNT" not in os.environ:  # else the engine makes the group
+        join(root / f"store-{attempt}", rank, count)
+    torch.manual_seed(rank)
+    if death is not None and death[0] == rank:
+        arm(death)
+    engine = make_engine(root, placement, count, durable_every=every)
+    (root / f"from-{attempt}-{rank}").write_text(str(engine.global_steps))
+    while engine.global_steps < TOTAL_STEPS:
+        for micro in range(MICRO_BATCHES):
+            number = engine.global_steps * MICRO_BATCHES + micro
+            engine.backward(engine(batch(number * count + rank)))
+            engine.step()
+    result = crash_child.digest(engine)
+    engine.close()
+    (root / f"done-{rank}").write_text(result)
+
+
+def journey(
+    folder: Path,
+    count: int,
+    placement: dict[str, str],
+    every: int,
+    deaths: list[Death | int | None],
+) -> list[int]:
+    """Start all ranks once for each death, and once more without; returns where each start began.
+
+    A number is that of a line of the library at which the last rank dies. Every other rank must
+    end by itself, in words. At the end all ranks have the same digest, in `folder`/done-RANK.
+    """
+    (folder / "nvme").mkdir(parents=True)
+    for attempt, death in enumerate([*deaths, None]):
+        point, line = (None, death) if isinstance(death, int) else (death, None)
+        dies = point[0] if point is not None else count - 1 if line is not None else None
+        children = [
+            forked.start(
+                train, str(folder), attempt, rank, count, placement, every, point,
+                die_at_line=line if rank == dies else None,
+            )
+            for rank in range(count)
+        ]  # fmt: skip
+        for child in children:
+            child.join(HANG_S)
+        codes = [child.exitcode for child in children]
+        for child in children:
+            child.kill()
+        words = [(folder / f"log-{attempt}-{rank}").read_text() for rank in range(count)]
+        if dies is None:
+            assert codes == [0] * count, "\n".join(words)
+            continue
+        if line is not None and codes == [0] * count:  # it ended before it came so far
+            continue
+        assert codes[dies] == -signal.SIGKILL, (death, codes, words)
+        for rank in set(range(count)) - {dies}:
+            assert codes[rank] == 1, (death, rank, codes, words)
+            assert "lost the others" in words[rank] or "do not find" in words[rank], words[rank]
+    begins = []
+    for attempt in range(len(deaths) + 1):
+        files = [folder / f"from-{attempt}-{rank}" for rank in range(count)]
+        steps = {int(file.read_text()) for file in files if file.exists()}
+        assert len(steps) <= 1, "ranks went on from different steps"
+        begins += steps
+    digests = {(folder / f"done-{rank}").read_text() for rank in range(count)}
+    assert len(digests) == 1
+    (folder / "done").write_text(digests.pop())
+    return begins
+
+
+def main(folder: str) -> None:
+    """One rank that torchrun started; which is killed at the first start."""
+    attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+    deaths: list[Death | None] = [(1, "committed", 3), None]
+    torch.set_num_threads(1)
+    train(folder, attempt, rank, int(os.environ["WORLD_SIZE"]), ON_DISK, 1, deaths[attempt])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

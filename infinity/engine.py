@@ -160,8 +160,7 @@ class Engine:
         The loss is divided by `gradient_accumulation_steps`, unless `scale_wrt_gas` is false: then
         you have done that. It is returned so; backward starts from that, divided by the number of
         ranks, and in fp16 times the loss scale. Several backwards before one `step()` add up. After
-        an exception the accumulation window starts over: its gradients are dropped and
-        `micro_step` is 0 again.
+        an exception the window starts over: gradients are dropped and `micro_step` is 0 again.
 
         `loss.backward()` does the same, but in fp16: there `engine.scale(loss).backward()`.
         """
@@ -715,8 +714,9 @@ class Engine:
     def _check_usable(self, *, may_wait: bool = False) -> None:
         self._owner.check()
         self._check_open()
-        self._parts.prefetcher.check()
-        self._parts.prefetcher.verify(may_wait=may_wait)
+        with self.ranks.telling("uses the engine"):
+            self._parts.prefetcher.check()
+            self._parts.prefetcher.verify(may_wait=may_wait)
 
     def _check_open(self) -> None:
         if self._closed:

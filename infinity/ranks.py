@@ -32,6 +32,7 @@ from infinity.errors import ConfigError, InfinityError, MachineError, TrainingEr
 
 NOTES = 8  # of a meeting, at most
 _HELD_UP = timedelta(minutes=30)  # what a rank may take longer than another, and is not dead yet
+_ROLL_CALL = timedelta(seconds=1)  # in which those that live say that they have lost one
 Value = TypeVar("Value")
 
 
@@ -154,13 +155,16 @@ class Ranks(ABC):
             self.tell(doing, error)
             raise
 
-    def tell(self, doing: str, error: Exception) -> None:
+    def tell(self, doing: str, told: Exception) -> None:
         """Meet the other ranks with an error that ends what this one does, unless they know."""
+        error: BaseException = told
         if self.count == 1 or _is_told(error):
             return
+        while error.__cause__ is not None:  # which may be raised in other words again
+            error = error.__cause__
         error.add_note(_TOLD)
         with contextlib.suppress(InfinityError):
-            self.meet(doing, error=error)
+            self.meet(doing, error=told)
 
     @contextmanager
     def settle(self, doing: str) -> Iterator[None]:
@@ -250,6 +254,8 @@ class TorchRanks(Ranks):
         import torch.distributed as dist
 
         self._dist: Any = dist
+        find = getattr(dist.group.WORLD, "get_group_store", None)
+        self._store: Any = find() if find is not None else None
         self._owned = owned
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self.local_rank = _number("LOCAL_RANK", self.rank)
@@ -289,12 +295,30 @@ class TorchRanks(Ranks):
         try:
             yield
         except RuntimeError as error:
+            silent = self._silent()
             raise _LostError(
-                f"rank {self.rank} of {self.count} lost the others: {first_lines(error)}",
-                because="another rank has ended, was killed, or cannot be reached",
+                f"rank {self.rank} of {self.count} lost the others"
+                + (f", {named_ranks(silent)} first" if silent else "")
+                + f": {first_lines(error)}",
+                because="another rank has ended, was killed, hangs, or cannot be reached",
                 remedy="look at what the other ranks said last; torchrun names the one that ended "
-                "first",
+                f"first. Who waits for {_HELD_UP} counts as lost; for less time call "
+                "torch.distributed.init_process_group(timeout=...) before initialize()",
             ) from error
+
+    def _silent(self) -> list[int]:
+        """Which ranks have not lost the others as well: they ended, or hang."""
+        silent: list[int] = []
+        store, self._store = self._store, None  # asked once
+        if store is not None:
+            with contextlib.suppress(RuntimeError):
+                store.set(f"lost-{self.rank}", "")
+                for rank in range(self.count):
+                    try:
+                        store.wait([f"lost-{rank}"], _ROLL_CALL)
+                    except RuntimeError:
+                        silent.append(rank)
+        return silent
 
     def check(self, device: torch.device) -> None:
         """See `Ranks`."""

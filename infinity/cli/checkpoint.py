@@ -26,7 +26,7 @@ from infinity.errors import CheckpointError, ConfigError, listed
 from infinity.model.weight_files import write_shards
 from infinity.optim.moments import COMPUTE_DTYPES
 from infinity.sizes import format_count, format_size, parse_size
-from infinity.storage.run_dir import RECORD_NAME, durable_records
+from infinity.storage.run_dir import RECORD_NAME, durable_records, ranks_below
 
 _MAX_TAGS = 20
 Opener = Callable[[], StateReader]
@@ -79,10 +79,14 @@ def _durable_in(directory: Path) -> Path | None:
 
 
 def _durable_runs(root: Path) -> list[Path]:
-    """The durable runs of an nvme_path, one directory of each; the oldest first."""
+    """The durable runs of an nvme_path, one directory of each; the oldest first.
+
+    Of several ranks it is one of the first's.
+    """
     found: dict[object, Path] = {}
-    for path, record in durable_records(root).items():
-        found.setdefault(record.get("run", path), path)
+    for place in (root, *list(ranks_below(root).values())[:1]):
+        for path, record in durable_records(place).items():
+            found.setdefault(record.get("run", path), path)
     return list(found.values())
 
 

@@ -21,6 +21,7 @@ from support.rank_crash import HANG_S, POINTS, Death, journey
 from support.ranks import make_engine, on_ranks
 from support.small import MIXED, ON_DEVICE, ON_DISK
 from support.trainer import make_config
+from test_checkpoint_cli import run
 from torch import Tensor
 
 from infinity.checkpoint.commits import COMMIT_NAMES
@@ -173,6 +174,9 @@ def test_another_number_of_ranks_reads_the_last_commit(tmp_path: Path) -> None:
         assert two.streams == one.streams
         assert list(two.verify()) == []
         assert {path.parent.name for path in two.directories} == {"rank-0", "rank-1"}
+    code, out, _ = run("verify", second)
+    assert code == 0
+    assert f"{parts_of(second, 0)[0]}: sound" in out
     found = train_durably(2, second, 6, resume="auto")
     assert found.keys() == expected.keys()
     assert [n for n, value in found.items() if not torch.equal(value, expected[n])] == []

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +59,17 @@ def arm(death: Death) -> None:
     setattr(owner, method, instead)
 
 
-def join(store: Path, rank: int, count: int) -> None:
-    """Make the process group, by a file."""
+def join(store: Path, rank: int, count: int, patience_s: float = HANG_S) -> None:
+    """Make the process group, by a file; who takes longer than `patience_s` counts as lost."""
     import torch.distributed as dist
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     if count > 1:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=count,
+            timeout=timedelta(seconds=patience_s),
+        )  # fmt: skip
 
 
 def make_engine(folder: Path, placement: dict[str, str], count: int, **more: Any) -> Any:
@@ -157,6 +162,21 @@ def journey(
     assert len(digests) == 1
     (folder / "done").write_text(digests.pop())
     return begins
+
+
+def train_until_one_hangs(folder: str, rank: int, count: int, patience_s: float | None) -> None:
+    """Two steps and an end; with `patience_s` rank 1 goes away for good between them."""
+    root = Path(folder)
+    log = os.open(root / f"log-{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 2)
+    join(root / f"store-{patience_s}", rank, count, patience_s or HANG_S)
+    with make_engine(root, ON_DISK, count, durable=False, resume="never") as engine:
+        for number in range(2 * MICRO_BATCHES):
+            if number == MICRO_BATCHES and patience_s is not None and rank == 1:
+                (root / "hangs").write_text("")
+                time.sleep(HANG_S)
+            engine.backward(engine(batch(number * count + rank)))
+            engine.step()
 
 
 def main(folder: str) -> None:

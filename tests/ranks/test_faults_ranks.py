@@ -1,0 +1,101 @@
+"""A rank that hangs, or whose drive fails, ends all others in words that name it and the cause."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import forked
+from support.durable import PLACEMENTS
+from support.rank_crash import HANG_S, train_until_one_hangs
+from support.ranks import make_engine, on_ranks, together
+from support.small import batch, settings, small_model
+
+from infinity.checkpoint.commits import SmallFile
+from infinity.errors import InfinityError
+from infinity.ranks import Ranks
+from infinity.storage.disk import Disk
+
+COUNT = 3
+
+
+def run(folder: Path, patience_s: float | None) -> list[Any]:
+    return [
+        forked.start(train_until_one_hangs, str(folder), rank, COUNT, patience_s)
+        for rank in range(COUNT)
+    ]
+
+
+def test_a_rank_that_hangs_ends_the_others_within_the_timeout(tmp_path: Path) -> None:
+    (tmp_path / "nvme").mkdir()
+    children = run(tmp_path, 10.0)
+    for rank in (0, 2):
+        children[rank].join(HANG_S)
+        words = (tmp_path / f"log-{rank}").read_text()
+        assert children[rank].exitcode == 1, words
+        assert f"rank {rank} of {COUNT} lost the others, rank 1 first: " in words
+        assert "hangs, or cannot be reached" in words
+        assert "init_process_group(timeout=...)" in words
+    assert (tmp_path / "hangs").exists()
+    assert children[1].is_alive()
+    children[1].kill()  # as torchrun does
+    children[1].join()
+    assert [path.name for path in (tmp_path / "nvme").iterdir()] == ["rank-1"]
+    again = run(tmp_path, None)  # which removes what the dead one left
+    for child in again:
+        child.join(HANG_S)
+    assert [child.exitcode for child in again] == [0] * COUNT
+    assert list((tmp_path / "nvme").iterdir()) == []
+
+
+def train(folder: Path, ranks: Ranks, model: Any, steps: int) -> dict[str, torch.Tensor]:
+    config = settings(folder, PLACEMENTS["all on disk"], durable=True, resume="auto")
+    del config["nvme_path"]
+    with make_engine(ranks, model, config, folder) as engine:
+        while engine.global_steps < steps:
+            engine.backward(engine(batch(engine.global_steps * ranks.count + ranks.rank)))
+            engine.step()
+        return {n: v.clone() for n, v in engine.state_dict(master=True).items()}
+
+
+@pytest.mark.parametrize("where", ["state", "record", "second record"])
+def test_a_drive_that_is_full(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one rank, in some step: all say whose and why, and nothing committed is lost."""
+    models = [small_model() for _ in range(6)]
+    sound, broken = tmp_path / "sound", tmp_path / "broken"
+    for folder in (sound, broken):
+        folder.mkdir()
+    expected = on_ranks(2, lambda ranks: train(sound, ranks, models[ranks.rank], 5))[0]
+    sync, write, left = Disk.sync, SmallFile.write, {"state": 4, "record": 7, "second record": 6}
+
+    def full(path: Path, what: str) -> None:
+        if "rank-1" in str(path) and what in where:
+            left[where] -= 1
+            if left[where] == 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def sync_or_fail(disk: Disk) -> None:
+        full(disk.paths[0], "state")
+        sync(disk)
+
+    def write_or_fail(file: SmallFile, offset: int, data: bytes) -> None:
+        if file.path.name.startswith("commit-"):
+            with file._doing("written"):
+                full(file.path, "record")
+        write(file, offset, data)
+
+    monkeypatch.setattr(Disk, "sync", sync_or_fail)
+    monkeypatch.setattr(SmallFile, "write", write_or_fail)
+    results, errors = together(2, lambda r: train(broken, r, models[2 + r.rank], 5))
+    assert not results
+    assert "No space left" in str(errors[1])
+    assert isinstance(errors[0], InfinityError)
+    assert "rank 1 failed" in str(errors[0])
+    assert "No space left" in str(errors[0])
+    monkeypatch.undo()
+    found = on_ranks(2, lambda ranks: train(broken, ranks, models[4 + ranks.rank], 5))[0]
+    assert [n for n, value in found.items() if not torch.equal(value, expected[n])] == []

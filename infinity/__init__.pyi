@@ -4,8 +4,8 @@ from infinity.config.schema import Config as Config
 from infinity.config.schema import load_config as load_config
 from infinity.deepspeed.config import translate_deepspeed as translate_deepspeed
 from infinity.deepspeed.engine import DeepSpeedEngine as DeepSpeedEngine
-from infinity.deepspeed.one_process import add_config_arguments as add_config_arguments
-from infinity.deepspeed.one_process import init_distributed as init_distributed
+from infinity.deepspeed.processes import add_config_arguments as add_config_arguments
+from infinity.deepspeed.processes import init_distributed as init_distributed
 from infinity.deepspeed.utils import OnDevice as OnDevice
 from infinity.engine import Engine as Engine
 from infinity.errors import InfinityError as InfinityError

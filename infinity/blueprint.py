@@ -44,25 +44,11 @@ from infinity.plan.planner import (
     leaving_activations,
     make_plan,
 )
-from infinity.ranks import ALONE, Ranks, num_launched
+from infinity.ranks import ALONE, Ranks
 from infinity.rules import SGD
 from infinity.storage.device import PROCESS, Device
 
 _TRAINABLE = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def check_processes(what: str) -> None:
-    """Raise `ConfigError` if a launcher started several: `what` is for one."""
-    if (count := num_launched()) > 1:
-        raise _only_alone(f"{what} (WORLD_SIZE={count})")
-
-
-def _only_alone(what: str) -> ConfigError:
-    return ConfigError(
-        f"{what}: several processes are not supported here yet",
-        remedy="run one process, without a launcher (unset WORLD_SIZE); several take "
-        "infinity.initialize with a configuration of ours, any optimizer, and checkpoints",
-    )
 
 
 def check_model(model: nn.Module) -> None:

@@ -158,7 +158,7 @@ class Ranks(ABC):
     def tell(self, doing: str, told: Exception) -> None:
         """Meet the other ranks with an error that ends what this one does, unless they know."""
         error: BaseException = told
-        if self.count == 1 or _is_told(error):
+        if self.count == 1 or is_told(error):
             return
         while error.__cause__ is not None:  # which may be raised in other words again
             error = error.__cause__
@@ -185,7 +185,7 @@ class _LostError(MachineError):
 _TOLD = "(every rank was told)"
 
 
-def _is_told(error: BaseException | None) -> bool:
+def is_told(error: BaseException | None) -> bool:
     """Whether all ranks know of an error, or of one that it was made from."""
     while error is not None:
         if isinstance(error, _TogetherError | _LostError):
@@ -397,6 +397,11 @@ def find_ranks() -> Ranks:
 def num_launched() -> int:
     """How many processes a launcher started, by its WORLD_SIZE; 1 where there is none."""
     return _number("WORLD_SIZE", 1)
+
+
+def launched_rank(name: str) -> int:
+    """This process's RANK or LOCAL_RANK, by a launcher; 0 where there is none."""
+    return _number(name, 0)
 
 
 def _number(name: str, default: int) -> int:

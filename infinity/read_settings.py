@@ -19,8 +19,8 @@ _DEEPSPEED = (
     "config_params",
 )  # fmt: skip
 _REFUSED = {
-    "mpu": "it says which processes share a model; there is one process",
-    "mesh_param": "it lays processes out in a mesh; there is one process",
+    "mpu": "it says which processes share a model; here all share all of it",
+    "mesh_param": "it lays processes out in a mesh; here all share all of the model",
 }
 
 
@@ -51,13 +51,15 @@ def read_settings(
     optimizer: Any = None,
     lr_scheduler: Any = None,
     model_parameters: Any = None,
+    ranks: int = 1,
 ) -> Settings:
     """Read `initialize`'s configuration, whichever argument it came by.
 
     `config` and `config_params` are a `Config`, a dict, a path, or a text; `args` is what a parser
     made, whose `deepspeed_config` is a path. `batch_size`, `optimizer` and `lr_scheduler`, where
     they are given, win over the configuration's. Without `optimizer` and `model_parameters` a
-    DeepSpeed configuration need not say how to train: then `trains` is false. `Settings` that were
+    DeepSpeed configuration need not say how to train: then `trains` is false. Its batch sizes are
+    those of `ranks` processes. `Settings` that were
     read before are returned as they are. Raises `ConfigError` for no configuration, for several
     that differ, and for what is wrong in it.
     """
@@ -85,6 +87,7 @@ def read_settings(
         client_optimizer=optimizer is not None,
         client_scheduler=lr_scheduler is not None,
         may_infer=model_parameters is None and optimizer is None,
+        ranks=ranks,
     )
     if found is None:
         size = 1 if batch_size is None else batch_size

@@ -115,11 +115,7 @@ def initialize(
     state had begun.
     """
     given = sort_arguments(positional, {k: v for k, v in locals().items() if k != "positional"})
-    told = read_settings(
-        given["config"], given["config_params"], given["args"], batch_size,
-        given["optimizer"], given["lr_scheduler"], given["model_parameters"],
-    )  # fmt: skip
-    return _take_over(given, told)
+    return _take_over(given)
 
 
 def initialize_deepspeed(*args: Any, **kwargs: Any) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
@@ -134,15 +130,17 @@ def _class_of(given: Mapping[str, Any], told: Settings) -> type[Engine]:
     return given["engine_class"] or DeepSpeedEngine
 
 
-def _take_over(
-    given: Mapping[str, Any], told: Settings
-) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
-    """`initialize`, when it is known what was given and what was told."""
-    check_model(given["model"])
+def _take_over(given: Mapping[str, Any]) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
+    """`initialize`, when it is known what was given."""
     with ExitStack() as undo:
         ranks = given["ranks"] or find_ranks()
         undo.callback(ranks.close)
         with ranks.settle("initialize()"):
+            told = read_settings(
+                given["config"], given["config_params"], given["args"], given["batch_size"],
+                given["optimizer"], given["lr_scheduler"], given["model_parameters"], ranks.count,
+            )  # fmt: skip
+            check_model(given["model"])
             made = _make(given, told, ranks, undo)
         undo.pop_all()
     return made
@@ -154,9 +152,8 @@ def _make(
     """An engine, one of `ranks`; what must be undone if another fails goes to `undo`."""
     settings, model, client = told.config, given["model"], given["optimizer"]
     engine_class = _class_of(given, told)
-    if ranks.count > 1:
-        _check_before(settings, given, engine_class, ranks)
-    target = find_device(_device_for(given["device"], ranks))
+    _check_alike(settings, ranks)
+    target = find_device(device_for(given["device"], ranks))
     undo.callback(target.close)
     ranks.check(target.torch_device)
     if settings.seed is not None:
@@ -205,22 +202,15 @@ def _make(
     return engine, offloaded, loader, scheduler
 
 
-def _check_before(
-    config: Config, given: Mapping[str, Any], engine_class: type[Engine], ranks: Ranks
-) -> None:
-    """Of several ranks: raise `ConfigError` for what they cannot do, or were not told alike."""
-    if issubclass(engine_class, DeepSpeedEngine):
-        raise ConfigError(
-            "DeepSpeed's engine, or configuration, for several processes is not supported yet",
-            remedy="infinity.initialize with a configuration of ours: infinity init writes one",
-        )
+def _check_alike(config: Config, ranks: Ranks) -> None:
+    """Raise `ConfigError` for what ranks were not told alike."""
     apart = ("nvme_path", "journal", "trace", "io.weights")
     told = {n: e["value"] for n, e in config.resolved().items() if n not in apart}
     facts = {"infinity": version("torch-infinity"), "torch": torch.__version__, **told}
     check_alike(ranks, "the configuration", facts)
 
 
-def _device_for(given: Any, ranks: Ranks) -> Any:
+def device_for(given: Any, ranks: Ranks) -> Any:
     """Of several ranks each has a GPU of its own, where none is named by its number."""
     if ranks.count == 1 or isinstance(given, Device):
         return given

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
+import os
 import shlex
 import signal
 import sys
@@ -19,16 +21,19 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from infinity.cli.terminal import Page, Stopped, command, handling, say, stdout_is_ours
-from infinity.errors import DoesNotFitError, EngineFailedError, MachineError
+from infinity.cli.terminal import Page, Stopped, command, handling, stdout_is_ours
+from infinity.errors import DoesNotFitError, EngineFailedError, InfinityError, MachineError
 from infinity.sizes import format_count, format_duration, format_size
 
 if TYPE_CHECKING:
+    from infinity.ranks import Ranks
     from infinity.runs.metrics import Result
     from infinity.runs.preparation import Prepared
     from infinity.runs.run import Run
+    from infinity.runs.settings import RunConfig
 
 PLAIN_INTERVAL_S = 5.0
+_LETS_SPEAK_S = 5.0
 _STALLS = {"disk_read": "read", "slot": "slots", "gradient": "gradients"}
 
 
@@ -53,6 +58,17 @@ def train(
             "or with this checkpoint.",
         ),
     ] = "never",
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            "--gpus",
+            metavar="N",
+            min=1,
+            help="Start a process for each of N GPUs (without any, on the CPU), which share out "
+            "every step; `torchrun ... -m infinity.cli train` does as well.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object on stdout at the end, all else stderr.")
     ] = False,
@@ -61,30 +77,64 @@ def train(
 
     Shows the plan before anything is allocated. Writes to run_dir: config.yaml, plan.txt,
     plan.json, metrics.jsonl, checkpoints/, and at the end model/, which transformers loads.
-    Ctrl-C finishes the step, saves, and stops; a second one stops at once.
+    Ctrl-C finishes the step, saves, and stops; a second one stops at once. Any number of GPUs
+    computes the same steps, and goes on where another number stopped.
 
     Exits with 0 when done, 2 for a configuration that makes no sense, 3 if the run does not fit,
     130 or 143 when it was stopped.
     """
     with command():
-        if as_json:
+        if gpus is not None and gpus > 1:
+            from infinity.cli.launch import launch
+
+            more = ["--resume", resume, *(["--json"] if as_json else [])]
+            launch(gpus, ["train", str(config), *(overrides or []), *more])
+        elif as_json:
             with stdout_is_ours(), redirect_stdout(sys.stderr):
                 result = _train(config, overrides or [], resume)
-            print(json.dumps(result.as_dict()), flush=True)
+            if os.environ.get("RANK", "0") == "0":
+                print(json.dumps(result.as_dict()), flush=True)
         else:
-            result = _train(config, overrides or [], resume)
+            _train(config, overrides or [], resume)
 
 
 def _train(config: Path, overrides: list[str], resume: str) -> Result:
     from infinity.runs.settings import load_run_config
 
-    settings = load_run_config(config, overrides)  # quick, without torch's import
-    from infinity.runs.run import Run
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return _train_on(None, load_run_config(config, overrides), config, overrides, resume)
+    from infinity.ranks import find_ranks, is_told
 
-    page = TrainPage()
+    ranks = find_ranks()
+    try:
+        with ranks.settle("reads the configuration"):
+            settings = load_run_config(config, overrides)
+        return _train_on(ranks, settings, config, overrides, resume)
+    except (InfinityError, Stopped) as error:
+        if ranks.rank and (isinstance(error, Stopped) or is_told(error)):
+            # The first rank says it. A launcher ends all when one has ended: let it say it.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(_LETS_SPEAK_S)
+            raise typer.Exit(error.exit_code) from None
+        raise
+
+
+def _train_on(
+    ranks: Ranks | None, settings: RunConfig, config: Path, overrides: list[str], resume: str
+) -> Result:
+    from infinity.runs.run import Run  # imports torch: after the configuration was read
+
+    if ranks is not None and ranks.rank:
+        # What transformers says here it says on the first rank, too.
+        log: Any = importlib.import_module("transformers.utils.logging")
+        log.set_verbosity_error()
+        log.disable_progress_bar()
+    page = TrainPage(quiet=ranks is not None and ranks.rank > 0)
     typed = ["infinity", "train", str(config), *overrides]
+    if ranks is not None:
+        typed += ["--gpus", str(ranks.count)]
     again = shlex.join([*typed, "--resume", "auto"])
-    with _warnings_as_notes(page), page, Run(settings, resume) as run:
+    with _warnings_as_notes(page), page, Run(settings, resume, ranks) as run:
         try:
             prepared = run.prepare(page.progress)
             page.question(prepared)
@@ -104,8 +154,8 @@ def _train(config: Path, overrides: list[str], resume: str) -> Result:
             raise elsewhere(error, run, typed) if run.directory.has_run else error from None
         page.closing(result, run.directory.path)
     if result.stopped:
-        say(f"stopped after step {result.steps} of {result.num_steps}; go on with: {again}")
-        raise typer.Exit(128 + page.signum)
+        page.note(f"stopped after step {result.steps} of {result.num_steps}; go on with: {again}")
+        raise typer.Exit(128 + (page.signum or signal.SIGINT))
     return result
 
 
@@ -115,21 +165,30 @@ def _show_plan(run: Run, page: TrainPage) -> None:
     from infinity.cli.plan_page import report, show_plan
     from infinity.runs.preparation import case_of, model_on_meta
     from infinity.sizes import parse_size
+    from infinity.startup import device_for
     from infinity.storage.cuda import find_device
 
     assert run.prepared is not None
-    model = model_on_meta(run.config.model, run.prepared.facts)
-    with closing(find_device(None)) as device:
-        case, target, cut = case_of(run.prepared, model, device)
-        found = report(case, target, cut, parse_size(DEFAULT_ENDURANCE), run.chosen)
-    text = io.StringIO()
-    with redirect_stdout(text):
-        show_plan(found)
-    run.directory.write("plan.txt", text.getvalue())
-    run.directory.write("plan.json", json.dumps(found, indent=1))
-    page.pause()
-    show_plan(found)
-    if not found["fits"]:
+    ranks, fits = run.ranks, True
+    with ranks.settle("plans a run"):
+        if not ranks.rank:
+            model = model_on_meta(run.config.model, run.prepared.facts)
+            with closing(find_device(device_for(None, ranks))) as device:
+                case, target, cut = case_of(run.prepared, model, device, ranks)
+                found = report(case, target, cut, parse_size(DEFAULT_ENDURANCE), run.chosen)
+            text = io.StringIO()
+            with redirect_stdout(text):
+                if ranks.count > 1:
+                    print(f"ranks    {ranks.count}, which share out every step; one of them:")
+                show_plan(found)
+            run.directory.write("plan.txt", text.getvalue())
+            run.directory.write("plan.json", json.dumps(found, indent=1))
+            page.pause()
+            sys.stdout.write(text.getvalue() if ranks.count > 1 else "")
+            if ranks.count == 1:
+                show_plan(found)  # as wide as the terminal
+            fits = found["fits"]
+    if not ranks.gather_words(fits)[0]:
         raise typer.Exit(DoesNotFitError.exit_code)
 
 
@@ -172,13 +231,15 @@ class _Stop:
 
 
 class TrainPage:
-    """Follows one run on stderr; implements `infinity.runs.metrics.Watcher`.
+    """Follows one run on stderr, unless `quiet`; implements `infinity.runs.metrics.Watcher`.
 
     `begun` says that steps are being made, `signum` is the signal that asked to stop, or 0.
     """
 
-    def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._console = Console(
+            stderr=True, highlight=False, markup=False, soft_wrap=True, quiet=quiet
+        )
         self._progress: Progress | None = None
         self._shown_at_s = 0.0
         self._work = ""
@@ -252,7 +313,7 @@ class TrainPage:
     def closing(self, result: Result, directory: Path) -> None:
         """What came of it."""
         self.pause()
-        if result.stopped:
+        if result.stopped or self._console.quiet:
             return
         rows = [["steps", f"{result.steps:,}"], ["tokens", f"{result.tokens:,}"]]
         if result.loss is not None:

@@ -20,21 +20,23 @@ NAMES: dict[str, dict[str, str]] = {
     "": {
         f"{_HERE}.engine": "DeepSpeedEngine",
         f"{_HERE}.config": "translate_deepspeed",
-        f"{_HERE}.one_process": "add_config_arguments init_distributed",
+        f"{_HERE}.processes": "add_config_arguments init_distributed",
         f"{_HERE}.utils": "OnDevice",
         "infinity.startup": "initialize=initialize_deepspeed",
     },
     "checkpointing": {
-        f"{_HERE}.one_process": "checkpoint configure is_configured reset",
+        f"{_HERE}.processes": "checkpoint configure is_configured reset",
     },
     "comm": {
-        f"{_HERE}.one_process": "barrier destroy_process_group get_local_rank get_rank "
-        "get_world_size init_distributed is_initialized",
+        f"{_HERE}.processes": "all_gather all_gather_object all_reduce barrier broadcast "
+        "broadcast_object_list destroy_process_group get_local_rank get_rank get_world_size "
+        "init_distributed is_initialized reduce",
+        "torch.distributed": "ReduceOp",
     },
     "ops": {},
-    "ops.adam": {f"{_HERE}.one_process": "DeepSpeedCPUAdam FusedAdam"},
+    "ops.adam": {f"{_HERE}.processes": "DeepSpeedCPUAdam FusedAdam"},
     "runtime": {},
-    "runtime.dataloader": {f"{_HERE}.one_process": "RepeatingLoader"},
+    "runtime.dataloader": {f"{_HERE}.processes": "RepeatingLoader"},
     "runtime.engine": {f"{_HERE}.engine": "DeepSpeedEngine"},
     "runtime.lr_schedules": {
         "infinity.schedules": "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR "

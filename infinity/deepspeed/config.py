@@ -87,6 +87,7 @@ def translate_deepspeed(
     lenient: bool = False,
     client_optimizer: bool = False,
     client_scheduler: bool = False,
+    ranks: int = 1,
 ) -> Translation:
     """Translate a DeepSpeed configuration: a dict, a file's path, JSON text, or base64 of it.
 
@@ -94,13 +95,15 @@ def translate_deepspeed(
     `overrides` are "section.key=value" texts in our names, and win over all. `fill` gives values,
     by DeepSpeed's dotted names, to keys that are "auto". With `lenient` an optimizer and values
     that only training needs may be missing. `client_optimizer` and `client_scheduler` say that
-    `initialize` got its own, which win over the sections.
+    `initialize` got its own, which win over the sections; `ranks` how many processes train.
 
     Raises one `ConfigError` that names everything wrong: keys that are unknown (with the nearest
     name), given twice, in conflict, of the wrong kind, or refused (with what to write).
     """
     how = {"client_optimizer": client_optimizer, "client_scheduler": client_scheduler}
-    found = find_translation(source, overrides, fill=fill or {}, lenient=lenient, **how)
+    found = find_translation(
+        source, overrides, fill=fill or {}, lenient=lenient, ranks=ranks, **how
+    )
     if found is None:
         text = repr(source)
         raise ConfigError(
@@ -198,6 +201,7 @@ class _Draft:
     client_optimizer: bool = False
     client_scheduler: bool = False
     may_infer: bool = False
+    ranks: int = 1
     given: dict[str, Any] = field(default_factory=dict)
     written: dict[str, str] = field(default_factory=dict)  # key -> the name it was given by
     autos: set[str] = field(default_factory=set)
@@ -323,9 +327,9 @@ _ZERO = "zero_optimization"
 _SCALE = "loss_scale."  # our section that fp16 fills, if it is enabled
 _MAX_LIVE = 10**9  # DeepSpeed's default: who writes it, or more, has no wish
 _STAGES = (
-    "nothing leaves the GPU but what offload_* names, or what does not fit",
-    "the number of a stage changes nothing on one GPU",
-    "the number of a stage changes nothing on one GPU",
+    "nothing leaves the GPU but what offload_* names, or what does not fit; ranks share all state",
+    "the number of a stage changes nothing: ranks share all state, as in stage 3",
+    "the number of a stage changes nothing: ranks share all state, as in stage 3",
     "offload works at any stage here",
 )
 
@@ -419,7 +423,7 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 
 
 def _batch(draft: _Draft) -> None:
-    """train_batch_size = micro-batch x accumulation x 1 process; what is left out is derived.
+    """train_batch_size = micro-batch x accumulation x processes; what is left out is derived.
 
     DeepSpeed's rules: the total alone is one micro-batch, one of the first two must be given.
     """
@@ -432,23 +436,25 @@ def _batch(draft: _Draft) -> None:
         text = f"must be given, or {_BATCH[1]}: the number of samples of a micro-batch"
         draft.problem(_BATCH[0], text)
         return
+    ranks = draft.ranks
     if total is None:
         micro, steps = micro or 1, steps or 1
-        total = micro * steps
+        total = micro * steps * ranks
     elif micro is None:
         steps = steps or 1
-        micro = total // steps
+        micro = total // (steps * ranks)
     elif steps is None:
-        steps = total // micro
+        steps = total // (micro * ranks)
     sizes = (total, micro, steps)
-    if total != micro * steps:  # 0 of something too: the total is above 0
+    if total != micro * steps * ranks:  # 0 of something too: the total is above 0
         said = [
             f"{name} {value}" + ("" if name in draft.given else " (derived)")
             for name, value in zip(_BATCH, sizes, strict=True)
         ]
         draft.problem(
             _BATCH[0],
-            f"{said[0]} is not {said[1]} x {said[2]} x 1 process; "
+            f"{said[0]} is not {said[1]} x {said[2]} x {ranks} process"
+            f"{'es' if ranks > 1 else ''}; "
             f"change one of them, or leave {_BATCH[2]} out",
         )
         return
@@ -560,7 +566,7 @@ def _by_ratio(draft: _Draft, tier: str) -> str:
 
 _TYPE, _PARAMS = "optimizer.type", "optimizer.params"
 _RULES = ", ".join(BUILT_IN.values())
-_COMPRESSED = "sends compressed gradients between GPUs; there is one process here"
+_COMPRESSED = "sends compressed gradients between GPUs, which is not built in"
 _SCALED = "scales rates by width with the mup package, which is not built in"
 _NOT_BUILT = {
     **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), _COMPRESSED),

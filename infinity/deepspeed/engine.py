@@ -42,26 +42,25 @@ class DeepSpeedEngine(Engine):
     config: Any = None
     training_dataloader: Any = None
 
-    global_rank = local_rank = 0
-    world_size = dp_world_size = mp_world_size = 1
+    mp_world_size = 1
     cur_scale = Engine.loss_scale
 
     # --- batches ---------------------------------------------------------------------------------
 
     def train_batch_size(self) -> int:
-        """Samples of an update: micro-batch x accumulation steps."""
-        return self._micro_batch_size * self._window.length
+        """Samples of an update: micro-batch x accumulation steps x ranks."""
+        return self._micro_batch_size * self._window.share
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples of a micro-batch, as the configuration or `initialize(batch_size=...)` says."""
         return self._micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of an update, unless a boundary is set by hand."""
+        """Micro-batches of an update on each rank, unless a boundary is set by hand."""
         return self._window.length
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Samples of an update, samples of a micro-batch, micro-batches of an update."""
+        """Samples of an update, of a micro-batch, and micro-batches of an update on each rank."""
         return self.train_batch_size(), self._micro_batch_size, self._window.length
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -70,13 +69,14 @@ class DeepSpeedEngine(Engine):
         Between updates only. Raises `ConfigError` where it is no multiple of the micro-batch, or
         where gradients rest in 16 bits, which cannot hold sums.
         """
-        steps, rest = divmod(train_batch_size, self._micro_batch_size)
+        least = self._micro_batch_size * self.ranks.count
+        steps, rest = divmod(train_batch_size, least)
         if rest or steps < 1:
+            on_all = "" if self.ranks.count == 1 else f" on each of {self.ranks.count} ranks"
             raise ConfigError(
                 f"train_batch_size {train_batch_size} is no multiple of the micro-batch of "
-                f"{self._micro_batch_size} samples",
-                remedy=f"{max(steps, 1) * self._micro_batch_size}, or "
-                "set_train_micro_batch_size() first",
+                f"{self._micro_batch_size} samples{on_all}",
+                remedy=f"{max(steps, 1) * least}, or set_train_micro_batch_size() first",
             )
         self.set_gradient_accumulation_steps(steps)
 
@@ -121,12 +121,12 @@ class DeepSpeedEngine(Engine):
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """For several backwards before a step: nothing is reduced here, so nothing is put off."""
+        """For several backwards before a step: gradients are summed as they come all the same."""
         self._check_usable()
         yield
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """Nothing to do: there is one process."""
+        """Nothing to do: gradients are summed as they come."""
 
     # --- what the optimizer does -----------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class DeepSpeedEngine(Engine):
         return self.zero_optimization_stage() > 0
 
     def zero_optimization_stage(self) -> int:
-        """The stage that the DeepSpeed configuration named, which changes nothing here, else 0."""
+        """The stage that the DeepSpeed configuration named, else 0; ranks share all at any."""
         rows = () if self.translation is None else self.translation.rows
         given = [row.given for row in rows if row.key == "zero_optimization.stage"]
         return int(given[0]) if given and given[0] not in (None, "auto") else 0
@@ -195,11 +195,40 @@ class DeepSpeedEngine(Engine):
 
     zero_gather_16bit_weights_on_model_save = _always(True)  # they are always saved whole
 
-    # --- one process: rank 0 of 1, and no group --------------------------------------------------
+    # --- who trains together ---------------------------------------------------------------------
 
-    get_data_parallel_rank = get_model_parallel_rank = _always(0)
-    get_data_parallel_world_size = get_sequence_parallel_world_size = _always(1)
-    get_data_parallel_group = get_sequence_parallel_group = _always(None)
+    @property
+    def global_rank(self) -> int:
+        """The number of this rank."""
+        return self.ranks.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Its number on this machine."""
+        return self.ranks.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self.ranks.count
+
+    dp_world_size = world_size
+
+    def get_data_parallel_rank(self) -> int:
+        """`global_rank`: every rank has data of its own."""
+        return self.ranks.rank
+
+    def get_data_parallel_world_size(self) -> int:
+        """`world_size`."""
+        return self.ranks.count
+
+    def get_data_parallel_group(self) -> Any:
+        """torch's default group; None where there is one process."""
+        return None if self.ranks.count == 1 else torch.distributed.group.WORLD
+
+    get_model_parallel_rank = _always(0)
+    get_sequence_parallel_world_size = _always(1)
+    get_sequence_parallel_group = _always(None)
 
     # --- values ----------------------------------------------------------------------------------
 
@@ -258,9 +287,15 @@ class DeepSpeedEngine(Engine):
         if save_filename is None:
             state.save(directory, None, "5GiB")
         elif save_filename.endswith(_PICKLED):
-            make_directories(directory)
-            with atomic_write(directory / save_filename) as file:
-                torch.save({name: state[name] for name in state}, file)
+            with self.ranks.settle("saves weights"):
+                values: dict[str, Tensor] = {}
+                for name in state:  # all ranks read, and the first keeps
+                    value = state[name]
+                    values |= {} if self.ranks.rank else {name: value}
+                if not self.ranks.rank:
+                    make_directories(directory)
+                    with atomic_write(directory / save_filename) as file:
+                        torch.save(values, file)
         else:
             raise ConfigError(
                 f"save_filename is {save_filename!r}",

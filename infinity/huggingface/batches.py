@@ -27,6 +27,7 @@ from infinity.errors import InfinityWarning
 from infinity.plan.activations import num_blocks
 from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
 from infinity.plan.planner import gradient_itemsize
+from infinity.ranks import ALONE, Ranks
 from infinity.storage.cuda import find_device
 
 Batch: TypeAlias = Mapping[str, Any]
@@ -165,13 +166,16 @@ def cut(batches: Sequence[Batch], size: int) -> Iterator[list[Batch]]:
 class StepBatches:
     """The batches of one optimizer step, which go through the model in micro-batches of the plan's.
 
-    `samples` are those of a whole step; a step may have fewer, at the end of an epoch.
+    `samples` are those of a whole step on each rank; a step may have fewer, at the end of an epoch.
     """
 
-    def __init__(self, config: Config, samples: int, pad_token: int = 0) -> None:
+    def __init__(
+        self, config: Config, samples: int, pad_token: int = 0, ranks: Ranks = ALONE
+    ) -> None:
         self.schedule = (config.gradient_accumulation_steps, config.activations.slices)
         self._samples = samples
         self._pad_token = pad_token
+        self._ranks = ranks
         self._held: Sequence[Any] = ()
         self._handed_over = 0
 
@@ -187,8 +191,13 @@ class StepBatches:
             )
 
     def hold(self, batches: Sequence[Any], num_items: Any) -> None:
-        """The batches of the step that begins; none where each has to be a micro-batch."""
-        self._held = batches if num_items is not None and can_join(batches) else ()
+        """The batches of the step that begins; none where each has to be a micro-batch.
+
+        So it is on all ranks where it is on one.
+        """
+        joins = num_items is not None and can_join(batches)
+        told = self._ranks.meet("begins a step of a Trainer", int(joins))
+        self._held = batches if all(others for others, *_ in told) else ()
         self._handed_over = 0
 
     def take(self, batch: Any) -> bool:
@@ -228,13 +237,20 @@ def decided_by(folder: str, tag: str) -> Decided:
 
 
 def with_schedule(
-    model: nn.Module, config: Config, device: torch.device, samples: int, decided: Decided
+    model: nn.Module,
+    config: Config,
+    device: torch.device,
+    samples: int,
+    decided: Decided,
+    ranks: Ranks = ALONE,
 ) -> Config:
     """A configuration with the fastest schedule that fits, of a step of so many `samples`.
 
     In `config` a step is `gradient_accumulation_steps` batches of `activations.tokens` each. What
     `activations` names stays, as does what was `decided`. Blocks that the model recomputes by
     itself stay whole.
+
+    Of several ranks `samples` are those of each, and what the first chooses is all ranks'.
 
     Sums rest in fp32 where there is more than one batch, as without a schedule: so a step whose
     batches cannot be joined may be taken batch by batch after all.
@@ -253,12 +269,24 @@ def with_schedule(
     facts = cast(Any, model).config.to_dict()
     with closing(find_device(device)) as opened:
         case, _, _ = case_here(
-            type(model).__name__, model, facts, config, opened, settings.tokens, recompute=recompute
-        )
+            type(model).__name__, model, facts, config, opened, settings.tokens,
+            recompute=recompute, ranks=ranks,
+        )  # fmt: skip
     whole = case.with_step(settings.tokens * batches, 1)
     chosen = choose_schedule(whole, wish, samples)
     if batches > 1 and gradient_itemsize(chosen.told(config)) < 4:
         sliced = wish.slices is None and num_blocks(case.units)
         wish = replace(wish, slices=2) if sliced else replace(wish, micro_batches=2)
         chosen = choose_schedule(whole, wish, samples)
-    return chosen.told(config)
+    return shared(chosen.told(config), ranks)
+
+
+def shared(config: Config, ranks: Ranks) -> Config:
+    """A configuration with the batch schedule that it has on the first rank."""
+    if ranks.count == 1:
+        return config
+    names = ("gradient_accumulation_steps", "activations")
+    ranks.meet("chooses micro-batches")
+    told = config.model_dump(mode="json", exclude_unset=True, include=set(names))
+    raw = config.model_dump(exclude_unset=True) | ranks.gather_words(told)[0]
+    return Config.model_validate(raw)

@@ -7,7 +7,7 @@ import importlib
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,10 +26,11 @@ from infinity.model.weight_directory import saving
 from infinity.model.weight_files import Outgoing, WeightFiles, write_shards
 from infinity.optim.moments import COMPUTE_DTYPES
 from infinity.optim.offloaded import OffloadedOptimizer
+from infinity.ranks import find_ranks
 from infinity.read_settings import read_settings
 from infinity.sizes import parse_size
 from infinity.startup import initialize
-from infinity.training.state_dict import StateDict, written_by_first
+from infinity.training.state_dict import StateDict, read_by_first, written_by_first
 
 # The transformers package, asked for when it is used.
 
@@ -140,16 +141,15 @@ def save_pretrained(
 
     ranks = engine.ranks
     if hasattr(module, "peft_config"):
-        if ranks.count > 1:
-            raise ConfigError(
-                "save_pretrained of a model with adapters is for one process, not several",
-                remedy="engine.save_checkpoint, and save_pretrained in one process after loading",
-            )
-        with saving(target) as folder:
-            with suppress(FileNotFoundError):  # peft writes into the one that is there
-                shutil.copyfile(target / "README.md", folder / "README.md")
-            module.save_pretrained(os.fspath(folder), state_dict=state)
-            save_tokenizer(folder)
+
+        def save_adapters(values: Mapping[str, Tensor]) -> None:
+            with saving(target) as folder:
+                with suppress(FileNotFoundError):  # peft writes into the one that is there
+                    shutil.copyfile(target / "README.md", folder / "README.md")
+                module.save_pretrained(os.fspath(folder), state_dict=values)
+                save_tokenizer(folder)
+
+        read_by_first(ranks, state, save_adapters)
         return sorted(target.glob("*.safetensors"))
     _check(module)
     outgoing = _outgoing(module, state, dtype, original_format)
@@ -448,10 +448,16 @@ def _initialize(
     # What `initialize` would be told; the arguments that told it are not passed on.
     ways = [arguments.pop(name, None) for name in ("config_params", "args")]
     names = ("batch_size", "optimizer", "lr_scheduler", "model_parameters")
-    told = read_settings(config, *ways, **{name: arguments.get(name) for name in names})
-    model = build(config=told.config)
-    made = prepare(model) if prepare is not None else None
-    told = replace(told, config=told_for(model, told.config))
+    given: dict[str, Any] = {name: arguments.get(name) for name in names}
+    arguments["ranks"] = ranks = arguments.get("ranks") or find_ranks()
+    with ExitStack() as undo:
+        undo.callback(ranks.close)
+        with ranks.settle("builds the model"):
+            told = read_settings(config, *ways, **given | {"ranks": ranks.count})
+            model = build(config=told.config)
+            made = prepare(model) if prepare is not None else None
+            told = replace(told, config=told_for(model, told.config))
+        undo.pop_all()
     return initialize(model if made is None else made, told, **arguments)
 
 

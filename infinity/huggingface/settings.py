@@ -260,8 +260,8 @@ def refuse_arguments(args: Any) -> None:
     reasons = {
         "torch_compile": args.torch_compile and "compiled graphs keep addresses, and weights move",
         "fsdp": args.fsdp and "the engine owns the weights",
-        "parallelism_config": args.parallelism_config is not None and "there is one process",
-        "world_size": args.world_size > 1 and f"{args.world_size} processes; start one",
+        "parallelism_config": args.parallelism_config is not None
+        and "every process has data of its own, and all share all of the model",
         "auto_find_batch_size": args.auto_find_batch_size
         and "the plan is made for one batch size; choose per_device_train_batch_size",
         "accelerator_config.gradient_accumulation_kwargs.sync_each_batch": kwargs.get(
@@ -313,14 +313,15 @@ def _told(args: Any, precision: str) -> list[_Told]:
     steps, adam, params = "gradient_accumulation_steps", "adam_beta1, adam_beta2", _PARAMS
     decay = args.weight_decay
     micro = args.per_device_train_batch_size
-    total = f"per_device_train_batch_size x {steps}"
+    ranks = args.world_size
+    total = f"per_device_train_batch_size x {steps}" + (f" x {ranks}" if ranks > 1 else "")
     betas = (args.adam_beta1, args.adam_beta2)
     flag = [_Told(f"{precision}=True", precision, "precision", "precision")]
     return [
         *(flag if args.bf16 or args.fp16 else ()),
         _Told("per_device_train_batch_size", micro, "", "train_micro_batch_size_per_gpu"),
         _Told(steps, args.gradient_accumulation_steps, steps, steps),
-        _Told(total, micro * args.gradient_accumulation_steps, "", "train_batch_size"),
+        _Told(total, micro * args.gradient_accumulation_steps * ranks, "", "train_batch_size"),
         _Told(
             "max_grad_norm", float(args.max_grad_norm or 0.0), "gradient_clipping",
             "gradient_clipping",
@@ -397,7 +398,10 @@ def _translated(
     if not any(name in raw for name in _PRECISIONS):
         raw["bf16" if precision == "bf16" else "fp16"] = {"enabled": "auto"}
     translation = translate_deepspeed(
-        source if found.repeated else raw, fill=fill, client_optimizer=not named
+        source if found.repeated else raw,
+        fill=fill,
+        client_optimizer=not named,
+        ranks=args.world_size,
     )
     config = translation.config
     written = {row.key: row.given for row in translation.rows} | {"precision": config.precision}

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
-from infinity.blueprint import check_processes
 from infinity.checkpoint.manifest import MANIFEST_NAME
 from infinity.config.schema import Config
 from infinity.engine import Engine
@@ -43,6 +42,7 @@ from infinity.huggingface.settings import (
 )
 from infinity.model.lazy_tensor import Promised
 from infinity.optim.moments import COMPUTE_DTYPES
+from infinity.ranks import Ranks, find_ranks
 from infinity.read_settings import Settings
 from infinity.schedules import make_schedule
 from infinity.startup import initialize
@@ -263,8 +263,9 @@ class NotedSampler(Sampler[Any]):
 
 
 def note_draws(loader: Any, notes: DataNotes) -> Any:
-    """The loader, which tells `notes` of each batch; worker processes draw for themselves."""
+    """The loader, which tells `notes` of each batch, of all ranks; workers draw for themselves."""
     batches: Any = getattr(loader, "batch_sampler", None)
+    batches = getattr(batches, "batch_sampler", batches)  # of accelerate's, for several ranks
     known = hasattr(batches, "sampler") and isinstance(getattr(batches, "batch_size", None), int)
     if isinstance(loader, DataLoader) and loader.num_workers == 0 and known:
         batches.sampler = NotedSampler(batches.sampler, batches.batch_size, notes)
@@ -316,7 +317,9 @@ def save_engine(engine: Engine, folder: str) -> None:
 
     One that is there is of a run that went on from before this step, and goes: as Trainer does.
     """
-    shutil.rmtree(Path(folder) / TAG, ignore_errors=True)
+    with engine.ranks.settle("saves a checkpoint"):
+        if not engine.ranks.rank:
+            shutil.rmtree(Path(folder) / TAG, ignore_errors=True)
     engine.save_checkpoint(folder, TAG, save_latest=False, wait=True)
 
 
@@ -406,6 +409,9 @@ _Trainer: Any = transformers().Trainer
 class InfinityTrainer(_Trainer):  # type: ignore[misc]
     """`transformers.Trainer` whose model, gradients and optimizer state rest with an engine.
 
+    Under `torchrun` N ranks compute what one does with N times `gradient_accumulation_steps`;
+    batches are dealt, metrics gathered and files written as by Trainer.
+
     All arguments are the Trainer's; `infinity_config` is a configuration, ours or DeepSpeed's: a
     dict, a path, a `Config`. `TrainingArguments(deepspeed=...)` is taken as well (that of
     `infinity`, where the package deepspeed is not installed). What it leaves out, or calls
@@ -472,13 +478,13 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
                     "the trainer is closed", remedy="make a new one, over a new model"
                 )
             return engine
-        check_processes("InfinityTrainer")
         if engine is not None:  # another model, of model_init
             engine.close()
             self.engine = None
         given = self.optimizer
         choice, settings = self._choose(given), self._settings_now()
-        config = self._with_schedule(told_for(self.model, choice.config))
+        ranks = find_ranks()
+        config = self._with_schedule(told_for(self.model, choice.config), ranks)
         told = Settings(
             config,
             settings.translation,
@@ -493,6 +499,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             model_parameters=choice.groups,
             optimizer=choice.optimizer,
             device=self.args.device,
+            ranks=ranks,
         )
         restore_rng(generators)  # a Trainer draws as if there were no engine
         self.engine, self._closed = engine, False
@@ -507,11 +514,11 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
 
     @property
     def _samples(self) -> int:
-        """Of an optimizer step."""
+        """Of an optimizer step on each rank."""
         args = self.args
         return int(args.per_device_train_batch_size * args.gradient_accumulation_steps)
 
-    def _with_schedule(self, config: Config) -> Config:
+    def _with_schedule(self, config: Config, ranks: Ranks) -> Config:
         """With the plan's batch schedule, where it may choose: then `_batches` are cut by it."""
         self._batches = None
         theirs = [(name, _Trainer) for name in ("compute_loss", "_prepare_inputs")]
@@ -523,8 +530,8 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             decided = decided_by(self._goes_on_from, TAG)
         if self._settings_now().names_micro_batches:
             decided = (config.gradient_accumulation_steps, decided[1])
-        config = with_schedule(self.model, config, self.args.device, self._samples, decided)
-        self._batches = StepBatches(config, self._samples, pad_token_of(self))
+        config = with_schedule(self.model, config, self.args.device, self._samples, decided, ranks)
+        self._batches = StepBatches(config, self._samples, pad_token_of(self), ranks)
         return config
 
     def _choose(self, given: torch.optim.Optimizer | None) -> Choice:
@@ -717,7 +724,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             return
         load_weights(self.model if engine is None else engine, folder)
 
-    # Weights tensor by tensor from where they rest.
+    # Weights tensor by tensor from where they rest, which all ranks read.
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         absent = any(p.is_meta or isinstance(p, Promised) for p in self.model.parameters())
         if state_dict is not None or (self.engine is None and not absent):
@@ -731,6 +738,8 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             save_pretrained(engine, target)
         else:
             engine.save_weights(target)
+        if not self.args.should_save:
+            return
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if tokenizer is not None:
             tokenizer.save_pretrained(target)

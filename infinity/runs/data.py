@@ -27,6 +27,7 @@ from torch import Tensor
 
 from infinity.errors import CheckpointError, ConfigError, MachineError
 from infinity.files import FOLDER_MODE, LockFile, open_new, refused, sync_directory
+from infinity.ranks import ALONE, Ranks
 from infinity.runs.texts import Source, Tokenizer, read_texts
 from infinity.sealed import read_sealed, write_sealed
 
@@ -309,18 +310,23 @@ def split(corpus: Corpus, length: int, held_out: float) -> tuple[Windows, Window
 class Reel:
     """Endless micro-batches of windows, epoch after epoch; knows how far it is.
 
+    Of several ranks each takes its own in turn, and all stand where the last of them does.
+
     Register it with the engine: then a run goes on exactly where it stopped. Each epoch has an
     order of its own, by numpy's `RandomState`, whose numbers no release of numpy changes.
     """
 
-    def __init__(self, windows: Windows, micro_batch: int, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, windows: Windows, micro_batch: int, seed: int, shuffle: bool, ranks: Ranks = ALONE
+    ) -> None:
         self._windows = windows
         self._micro_batch = micro_batch
         self._seed = seed
         self._shuffle = shuffle
+        self._ranks = ranks
         self._order: tuple[int, NDArray[np.int64]] | None = None  # of one epoch
         self.taken = 0
-        """Windows that were handed out, all epochs together."""
+        """Windows that were handed out, on all ranks, all epochs together."""
 
     @property
     def epoch(self) -> float:
@@ -329,9 +335,10 @@ class Reel:
 
     def next(self) -> Tensor:
         """Tokens of shape (micro_batch, length), int64."""
-        picked = [self.place(self.taken + i) for i in range(self._micro_batch)]
+        first = self.taken + self._ranks.rank * self._micro_batch
+        picked = [self.place(first + i) for i in range(self._micro_batch)]
         batch = torch.stack([self._windows.window(index) for index in picked])
-        self.taken += self._micro_batch
+        self.taken += self._micro_batch * self._ranks.count
         return batch
 
     def place(self, number: int) -> int:

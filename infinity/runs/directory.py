@@ -29,6 +29,7 @@ from infinity.files import (
     make_directories,
     refused,
 )
+from infinity.ranks import ALONE, Ranks
 from infinity.sealed import read_sealed, write_sealed
 
 _RUN = "run.json"
@@ -38,9 +39,12 @@ _FORMAT, _VERSION = "torch-infinity-training", 3
 
 
 class RunDirectory:
-    """One run's directory, locked while this is open. Close it."""
+    """One run's directory, locked while this is open. Close it.
 
-    def __init__(self, path: Path, *, resume: bool) -> None:
+    Of several ranks the first locks it and writes to it; the record is the same on all.
+    """
+
+    def __init__(self, path: Path, *, resume: bool, ranks: Ranks = ALONE) -> None:
         """Make or open it.
 
         Raises `ConfigError` if it holds a run and `resume` is false, or anything that is no run's,
@@ -52,6 +56,13 @@ class RunDirectory:
         self.model = self.path / "model"
         self._lock: LockFile | None = None
         self.record: dict[str, Any] = {}
+        self._ranks = ranks
+        with ranks.settle("opens the run's directory"):
+            if not ranks.rank:
+                self._open(resume)
+        self._share()
+
+    def _open(self, resume: bool) -> None:
         with self._explained():
             make_directories(self.path)
         self._check_contents(resume)
@@ -140,12 +151,15 @@ class RunDirectory:
             "complete": False,
             "decides": _as_kept(decides),
         }
-        self._write_record()
+        with self._ranks.settle("begins a run"):
+            self._write_record()
+        self._share()
         try:
             yield
         except BaseException:
             self.record = {}
-            (self.path / _RUN).unlink(missing_ok=True)
+            if not self._ranks.rank:
+                (self.path / _RUN).unlink(missing_ok=True)
             raise
 
     def remember(self, **facts: Any) -> None:
@@ -167,12 +181,20 @@ class RunDirectory:
             ) from error
         return record
 
+    def _share(self) -> None:
+        """The record of all ranks is that of the first."""
+        self.record = self._ranks.gather_words(self.record)[0]
+
     def _write_record(self) -> None:
+        if self._ranks.rank:
+            return
         with self._explained():
             write_sealed(self.path / _RUN, _FORMAT, _VERSION, self.record)
 
     def write(self, name: str, text: str) -> None:
         """Write a small file of the directory, whole or not at all."""
+        if self._ranks.rank:
+            return
         with self._explained(), atomic_write(self.path / name) as file:
             file.write(text.encode())
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,6 +38,7 @@ from infinity.runs.preparation import Prepared
 
 _RECENT = 50  # steps that a forecast of the time left is made of
 _SOON = 10  # a save that failed is tried again after this part of the steps between two
+Compute = Callable[[Any, Tensor], Tensor]  # the loss of tokens
 _REFUSALS = (CheckpointError, DoesNotFitError, MachineError)  # of a save
 
 
@@ -50,7 +53,7 @@ class Loop:
     prepared: Prepared
     engine: Engine
     reel: Reel
-    loss_of: Callable[[Any, Tensor], Tensor]
+    loss_of: Compute
     metrics: Metrics
     last_step: LastStep
     checkpoints: Path
@@ -79,13 +82,18 @@ class Loop:
         watcher.begin(self.step, prepared.steps)
         self._evaluate_if_due()
         self.evaluation_before = self.evaluation
-        while self.step < prepared.steps and not watcher.stopping:
+        while self.step < prepared.steps and not self._asked_to_stop():
             self._one_step()
             self._evaluate_if_due()
             every = self._checkpoint_every
             due = every and (self.step % every == 0 or self.step == self._retry_step)
             if due and self.step < prepared.steps:
                 self.save(wait=False)
+
+    def _asked_to_stop(self) -> bool:
+        """Whether any rank's watcher was."""
+        told = self.engine.ranks.meet("begins a step", int(self.watcher.stopping))
+        return any(stopping for stopping, *_ in told)
 
     @property
     def _checkpoint_every(self) -> int:
@@ -105,18 +113,40 @@ class Loop:
             return
         self._saving = self.checkpoints / f"step{self.step}"
         self._saved_step = self.step
-        try:
-            # One that is there is of a life of this run that went on from before this step.
-            discard(self.checkpoints, self._saving.name)
+        with self._refusals():
+            with self.engine.ranks.settle("discards a checkpoint"):
+                # One that is there is of a life of this run that went on from before this step.
+                if not self.engine.ranks.rank:
+                    discard(self.checkpoints, self._saving.name)
             self.engine.save_checkpoint(
                 self.checkpoints,
                 self._saving.name,
                 {"step": self.step},
                 keep_last=self.prepared.config.training.keep_last,
             )
-        except _REFUSALS as error:
-            self._failed(error)
         self._collect(wait=wait)
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """A save that is refused on one rank is on all; what is worse there ends the run of all."""
+        ranks = self.engine.ranks
+        error: InfinityError | None = None
+        try:
+            yield
+        except _REFUSALS as refused:
+            error = refused
+        except TrainingError as told:  # by the rank that it was refused on
+            if ranks.count == 1:
+                raise
+            error = told
+        fatal = isinstance(error, TransferError) and not Path(error.path).is_relative_to(
+            self.checkpoints
+        )
+        if any(worse for worse, *_ in ranks.meet("saves a checkpoint", int(fatal))):
+            assert error is not None
+            raise error
+        if error is not None:
+            self._failed(error)
 
     def finish_saving(self) -> None:
         """Wait until no checkpoint is being saved; as `save` where that fails."""
@@ -126,12 +156,10 @@ class Loop:
         """See what became of the checkpoint that is being saved, if it is over."""
         if self._saving is None or (self.engine.saving and not wait):
             return
-        try:
+        saving = self._saving
+        with self._refusals():
             self.engine.finish_saving()
-        except _REFUSALS as error:
-            self._failed(error)
-        else:
-            self._is_whole(self._saving)
+            self._is_whole(saving)
 
     def _is_whole(self, path: Path) -> None:
         self.saved, self._saving, self.unsaved = path, None, None
@@ -139,11 +167,9 @@ class Loop:
         self.watcher.note(f"checkpoint: {path}")
 
     def _failed(self, error: InfinityError) -> None:
-        """Go on without a checkpoint, unless what failed is the drive of the state."""
+        """Go on without a checkpoint."""
         path, root = self._saving, self.checkpoints
         assert path is not None
-        if isinstance(error, TransferError) and not Path(error.path).is_relative_to(root):
-            raise error
         if latest(root) == path:
             self.watcher.note(f"{path.name} is whole, but older ones were not removed: {error}")
             self._is_whole(path)
@@ -171,32 +197,42 @@ class Loop:
         count = prepared.engine.gradient_accumulation_steps
         started_s = time.perf_counter()
         lr = float(engine.optimizer.param_groups[0]["lr"])
-        total: Tensor | None = None
+        values: list[Tensor] = []
+        mean: Tensor | None = None
         for micro_batch in range(count):
             tokens = self.reel.next().to(engine.device)
             part = self.loss_of(engine, tokens)
-            value = part.detach().double()
-            total = value if total is None else total + value
+            values.append(part.detach().double())
             engine.backward(part)
             del part
             if micro_batch == count - 1:  # the step may be committed before it can be told
+                mean = reduce(torch.add, self._in_turn(values)) / prepared.micro_batches
                 self.last_step.record = {
                     "event": "step",
                     "step": self.step,
                     "epoch": round(self.reel.epoch, 6),
                     "tokens": self.reel.taken * prepared.length,
-                    "loss": total / count,
+                    "loss": mean,
                     "lr": lr,
                 }
             self._collect(wait=False)
             engine.step()
-        assert total is not None
-        loss = total.item() / count
+        assert mean is not None
+        loss = mean.item()
         took_s = time.perf_counter() - started_s
         self.loss = loss
         self._tell(took_s)
         if not math.isfinite(loss) and prepared.engine.precision != "fp16":
             raise self._diverged(loss, lr)
+
+    def _in_turn(self, losses: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Of all ranks, in the order (micro-batch, rank): as one rank would have them."""
+        ranks = self.engine.ranks
+        if ranks.count == 1:
+            return losses
+        ranks.meet("tells its losses")
+        own = torch.stack(list(losses)).cpu().view(torch.int64)
+        return list(ranks.gather(own).view(torch.float64).T.flatten())
 
     def _tell(self, took_s: float) -> None:
         prepared, report, step = self.prepared, self.engine.last_report, self.step
@@ -262,20 +298,27 @@ class Loop:
 
     def evaluate(self) -> tuple[float, int]:
         """The mean loss over the first held-out windows, and how many those were."""
-        prepared, windows = self.prepared, self.prepared.evaluate
+        prepared, windows, ranks = self.prepared, self.prepared.evaluate, self.engine.ranks
         assert windows is not None
         count = min(len(windows), prepared.config.training.evaluate_windows)
-        total = 0.0
+        batches = [
+            range(first, min(first + prepared.micro_batch, count))
+            for first in range(0, count, prepared.micro_batch)
+        ]
+        losses = []
         self.engine.eval()
         try:
             with torch.no_grad():
-                for first in range(0, count, prepared.micro_batch):
-                    last = min(first + prepared.micro_batch, count)
-                    tokens = torch.stack([windows.window(i) for i in range(first, last)])
+                for begin in range(0, len(batches), ranks.count):
+                    # Of a last round that is not full, some ranks' losses are not asked for.
+                    own = batches[min(begin + ranks.rank, len(batches) - 1)]
+                    tokens = torch.stack([windows.window(index) for index in own])
                     loss = self.loss_of(self.engine, tokens.to(self.engine.device))
-                    total += loss.item() * (last - first)
+                    losses.append(loss.double())
         finally:
             self.engine.train()
+        every = [loss.item() for loss in self._in_turn(losses)]
+        total = sum(loss * len(batch) for loss, batch in zip(every, batches, strict=False))
         return total / count, count
 
 

@@ -13,7 +13,7 @@ import importlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -170,6 +170,24 @@ class Metrics:
             f"{self._path} cannot be written: {error.strerror}",
             remedy="make room, or run_dir=... elsewhere; --resume auto goes on",
         )
+
+
+class Unwritten(Metrics):
+    """Of a rank that is not the first, which writes: only what the others must know."""
+
+    def __init__(self, evaluated: Iterable[int]) -> None:
+        self.evaluated, self.notes, self.last_step = set(evaluated), [], 0
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Know of evaluations."""
+        if record["event"] == "evaluation":
+            self.evaluated.add(record["step"])
+
+    def catch_up(self, last: LastStep) -> None:
+        """Nothing to tell."""
+
+    def close(self) -> None:
+        """Nothing to close."""
 
 
 def steps_told(path: Path) -> int:

@@ -31,6 +31,7 @@ from infinity.model.config_shapes import explained
 from infinity.model.shapes import Target, target_of
 from infinity.plan.batch_schedule import BatchSchedule, Chosen, choose_schedule
 from infinity.plan.planner import Case
+from infinity.ranks import ALONE, Ranks
 from infinity.runs.data import Corpus, Progress, Recipe, Windows, prepare, split
 from infinity.runs.directory import RunDirectory
 from infinity.runs.settings import AUTO, BYTES, DEFAULT_LENGTH, ModelSection, RunConfig
@@ -204,7 +205,8 @@ def loss_of(model: nn.Module) -> Callable[[Any, Tensor], Tensor]:
 class Prepared:
     """All that was asked for, with everything derived.
 
-    `engine` is the configuration of the engine. `length` is in tokens, `micro_batch` in windows.
+    `engine` is the configuration of each rank's engine. `length` is in tokens, `micro_batch` in
+    windows.
     """
 
     config: RunConfig
@@ -216,11 +218,17 @@ class Prepared:
     length: int
     micro_batch: int
     steps: int
+    ranks: int = 1
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step, on all ranks."""
+        return self.engine.gradient_accumulation_steps * self.ranks
 
     @property
     def windows_per_step(self) -> int:
         """All micro-batches of a step together."""
-        return self.micro_batch * self.engine.gradient_accumulation_steps
+        return self.micro_batch * self.micro_batches
 
     @property
     def tokens_per_step(self) -> int:
@@ -235,7 +243,7 @@ class Prepared:
             "training.steps": self.steps,
             "training.tokens_per_step": self.tokens_per_step,
             "engine.seed": self.engine.seed,
-            "engine.gradient_accumulation_steps": self.engine.gradient_accumulation_steps,
+            "engine.gradient_accumulation_steps": self.micro_batches,
             "engine.activations.logits": self.engine.activations.logits,
             "engine.activations.slices": self.engine.activations.slices,
             "engine.activations.checkpoint": self.engine.activations.checkpoint,
@@ -259,7 +267,7 @@ class Prepared:
         return found | {
             "model.attention": self.config.model.attention,
             "engine.seed": self.engine.seed,
-            "engine.gradient_accumulation_steps": self.engine.gradient_accumulation_steps,
+            "engine.gradient_accumulation_steps": self.micro_batches,
             "engine.activations.slices": self.engine.activations.slices,
             "data.tokens": self.train.corpus.identity,
             "data.sequence_length": self.length,
@@ -270,7 +278,9 @@ class Prepared:
         }
 
 
-def prepare_run(config: RunConfig, kept: Path, progress: Progress | None = None) -> Prepared:
+def prepare_run(
+    config: RunConfig, kept: Path, progress: Progress | None = None, ranks: int = 1
+) -> Prepared:
     """Look at the model, make the corpus, and settle what the configuration left open.
 
     Tokens are kept in `kept` unless the configuration says where.
@@ -288,7 +298,7 @@ def prepare_run(config: RunConfig, kept: Path, progress: Progress | None = None)
     problems.tell()
     assert facts is not None
     ending = _end(config, tokenizer, facts) if needs_text else None
-    engine = config.engine_for(length)
+    engine = config.engine_for(length, ranks)
     if engine.seed is None:
         engine = engine.model_copy(update={"seed": config.training.seed})
 
@@ -311,7 +321,7 @@ def prepare_run(config: RunConfig, kept: Path, progress: Progress | None = None)
         _require("data.evaluate", evaluate)
     training, steps = config.training, config.training.steps
     if steps is None:
-        per_step = training.micro_batch * engine.gradient_accumulation_steps
+        per_step = training.micro_batch * engine.gradient_accumulation_steps * ranks
         steps = max(round((training.epochs or 1.0) * len(train) / per_step), 1)
     return Prepared(
         config=config,
@@ -323,6 +333,7 @@ def prepare_run(config: RunConfig, kept: Path, progress: Progress | None = None)
         length=length,
         micro_batch=training.micro_batch,
         steps=steps,
+        ranks=ranks,
     )
 
 
@@ -461,27 +472,37 @@ def check_schedule(prepared: Prepared, directory: RunDirectory, checkpoint: Path
 
 
 def scheduled(
-    prepared: Prepared, decided: Mapping[str, Any], device: Device
+    prepared: Prepared, decided: Mapping[str, Any], device: Device, ranks: Ranks = ALONE
 ) -> tuple[Prepared, Chosen]:
     """How the tokens of a step pass the model, of a run that says only how many they are.
 
     Micro-batches and slices belong to the numbers of a run: one that goes on keeps those that were
     `decided`.
     """
-    config = prepared.config
+    config, before = prepared.config, decided.get("engine.gradient_accumulation_steps")
+    if before is not None and before % ranks.count:
+        raise ConfigError(
+            f"the run has {before} micro-batches in a step, and {ranks.count} ranks cannot share "
+            "them out",
+            because="it goes on as if it had never stopped, or not at all",
+            remedy=f"a number of ranks that divides {before}",
+        )
     wish = BatchSchedule.named_by(
         config.engine.activations,
-        decided.get("engine.gradient_accumulation_steps"),
+        None if before is None else before // ranks.count,
         decided.get("engine.activations.slices"),
     )
-    case, _, _ = case_of(prepared, model_on_meta(config.model, prepared.facts), device)
-    whole = case.with_step(prepared.tokens_per_step, 1)
-    chosen = choose_schedule(whole, wish, prepared.windows_per_step)
-    windows = prepared.windows_per_step // chosen.case.micro_batches
+    case, _, _ = case_of(prepared, model_on_meta(config.model, prepared.facts), device, ranks)
+    own = prepared.windows_per_step // ranks.count
+    whole = case.with_step(own * prepared.length, 1)
+    chosen = choose_schedule(whole, wish, own)
+    windows = own // chosen.case.micro_batches
     return replace(prepared, engine=chosen.told(prepared.engine), micro_batch=windows), chosen
 
 
-def case_of(prepared: Prepared, model: nn.Module, device: Device) -> tuple[Case, Target, Cut]:
+def case_of(
+    prepared: Prepared, model: nn.Module, device: Device, ranks: Ranks = ALONE
+) -> tuple[Case, Target, Cut]:
     """What a run would take, as `case_here` says it; `device` must stay open."""
     facts = prepared.facts
     return case_here(
@@ -492,4 +513,5 @@ def case_of(prepared: Prepared, model: nn.Module, device: Device) -> tuple[Case,
         device,
         prepared.micro_batch * prepared.length,
         recompute=prepared.config.model.gradient_checkpointing,
+        ranks=ranks,
     )

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
-from contextlib import closing, suppress
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
-from infinity.blueprint import check_processes
+import torch
+
 from infinity.checkpoint.directory import checkpoints, find_tag
 from infinity.checkpoint.durable_runs import read_run
 from infinity.checkpoint.manifest import LATEST_NAME
@@ -29,13 +32,15 @@ from infinity.errors import (
     TransferError,
 )
 from infinity.files import sync_directory
+from infinity.huggingface.batches import shared
 from infinity.huggingface.models import save_pretrained, transformers
 from infinity.model.weight_directory import holds_weights
 from infinity.plan.batch_schedule import Chosen
+from infinity.ranks import Ranks, find_ranks
 from infinity.runs.data import Progress, Reel
 from infinity.runs.directory import RunDirectory
-from infinity.runs.loop import Loop, latest
-from infinity.runs.metrics import LastStep, Metrics, Result, Watcher, steps_told
+from infinity.runs.loop import Compute, Loop, latest
+from infinity.runs.metrics import LastStep, Metrics, Result, Unwritten, Watcher, steps_told
 from infinity.runs.preparation import (
     Prepared,
     build,
@@ -45,11 +50,12 @@ from infinity.runs.preparation import (
     scheduled,
 )
 from infinity.runs.settings import AUTO, RunConfig, as_yaml
-from infinity.startup import initialize
+from infinity.startup import device_for, initialize
 from infinity.storage.cuda import find_device
 from infinity.storage.run_dir import durable_records, run_records
 
 NEVER = "never"
+_WAITS_S = 60.0  # for the first rank, until that says that it is at work
 OTHER = Path("/other/drive")  # what people put their own in the place of
 _HEADING = """\
 What this run was told; in comments what was left to defaults, and what was derived from it.
@@ -60,15 +66,19 @@ class Run:
     """One run; used in this order: `prepare`, `train`. A context manager: leaving closes.
 
     `resume` is "never", "auto" (go on with what the directory holds, else begin) or the path of a
-    checkpoint. Raises `ConfigError` or `MachineError` for a directory that cannot be used.
+    checkpoint. `ranks` train together, by default as `initialize` finds them: the first writes and
+    tells. Raises `ConfigError` or `MachineError` for a directory that cannot be used.
     """
 
-    def __init__(self, config: RunConfig, resume: str = NEVER) -> None:
+    def __init__(self, config: RunConfig, resume: str = NEVER, ranks: Ranks | None = None) -> None:
         self.config = config
         self.resume = resume
-        transformers()  # told before anything is done
-        self.checkpoint = None if resume in (NEVER, AUTO) else _find_checkpoint(Path(resume))
-        self.directory = RunDirectory(config.run_dir, resume=resume != NEVER)
+        self.ranks = ranks or find_ranks()
+        self._shares_ranks = False  # with an engine, which closes them
+        with self.ranks.settle("looks for a run"):
+            transformers()  # told before anything is done
+            self.checkpoint = None if resume in (NEVER, AUTO) else _find_checkpoint(Path(resume))
+        self.directory = RunDirectory(config.run_dir, resume=resume != NEVER, ranks=self.ranks)
         self.prepared: Prepared | None = None
         self.chosen: Chosen | None = None
         """The batch schedule and the next one, where the plan chose it."""
@@ -81,17 +91,31 @@ class Run:
         `progress(done_bytes, total_bytes, what)` follows the corpus. Raises what `prepare_run`
         does; nothing was trained or allocated then.
         """
-        directory = self.directory
-        prepared = prepare_run(self.config, directory.tokens, progress)
-        if self.config.leaves_batches_to_the_plan:
-            with closing(find_device(None)) as device:
-                prepared, self.chosen = scheduled(prepared, directory.decided, device)
-        self.prepared = prepared
-        check_schedule(prepared, directory, self.checkpoint)
-        directory.check(prepared.decides())
-        heading = _HEADING.format(Path.cwd())
-        directory.write("config.yaml", as_yaml(self.config, prepared.derived(), heading))
+        directory, ranks = self.directory, self.ranks
+        with ranks.settle("prepares a run"), _first(ranks, progress) as tell:
+            prepared = prepare_run(self.config, directory.tokens, tell, ranks.count)
+        with ranks.settle("plans a run"):
+            if self.config.leaves_batches_to_the_plan:
+                prepared = self._scheduled(prepared)
+            self.prepared = prepared
+            check_schedule(prepared, directory, self.checkpoint)
+            directory.check(prepared.decides())
+            heading = _HEADING.format(Path.cwd())
+            directory.write("config.yaml", as_yaml(self.config, prepared.derived(), heading))
         return prepared
+
+    def _scheduled(self, prepared: Prepared) -> Prepared:
+        """With micro-batches that the plan of the first rank chose."""
+        ranks, windows = self.ranks, prepared.windows_per_step
+        with ranks.settle("chooses micro-batches"):
+            if not ranks.rank:
+                with closing(find_device(device_for(None, ranks))) as device:
+                    prepared, self.chosen = scheduled(
+                        prepared, self.directory.decided, device, ranks
+                    )
+        engine = shared(prepared.engine, ranks)
+        own = windows // (engine.gradient_accumulation_steps * ranks.count)
+        return replace(prepared, engine=engine, micro_batch=own)
 
     @property
     def continues_state(self) -> bool:
@@ -105,51 +129,70 @@ class Run:
         `progress` follows the first write of the state. Raises whatever training can raise;
         checkpoints that were saved before stay.
         """
-        check_processes("infinity train")
-        prepared, directory = self.prepared, self.directory
+        prepared, directory, ranks = self.prepared, self.directory, self.ranks
         assert prepared is not None
         with directory.beginning(prepared.decides()):
-            model = build(self.config.model, prepared.facts, prepared.engine)
-            compute = loss_of(model)
-            config = self._own_state(prepared.engine)
-            engine, _, _, _ = initialize(model, config, progress=progress)
+            with ranks.settle("builds the model"):
+                model = build(self.config.model, prepared.facts, prepared.engine)
+                compute = loss_of(model)
+                config = self._own_state(prepared.engine)
+            self._shares_ranks = True
+            engine, _, _, _ = initialize(model, config, progress=progress, ranks=ranks)
         self.trains = True
         try:
-            engine.train()
-            training, data = self.config.training, self.config.data
-            reel = Reel(prepared.train, prepared.micro_batch, training.seed, data.shuffle)
-            engine.register_state("windows", reel)
-            last_step = LastStep()
-            engine.register_state("last_step", last_step)
-            if config.durable:
-                directory.remember(durable=True)
-            source = self._go_on(engine, reel, prepared)
-            if source:
-                watcher.note(f"going on from {source}")
-            done = reel.taken // prepared.windows_per_step
-            if done < prepared.steps:
-                directory.remember(complete=False)
-            board = directory.tensorboard if training.tensorboard else None
-            metrics = Metrics(directory.metrics, after=done, tensorboard=board)
-            try:
-                for note in metrics.notes:
-                    watcher.note(note)
-                if self.resume == AUTO:
-                    metrics.catch_up(last_step)
-                loop = Loop(
-                    prepared, engine, reel, compute, metrics, last_step, directory.checkpoints,
-                    watcher,
-                )  # fmt: skip
-                loop.run()
-                return self._finish(loop, watcher)
-            finally:
-                metrics.close()
+            with ranks.telling("infinity train"):
+                return self._train(engine, compute, watcher)
         except BaseException:
             with suppress(InfinityError):  # a save, or the drive, that fails here says less
                 engine.close()
             raise
         finally:
             engine.close()
+
+    def _train(self, engine: Engine, compute: Compute, watcher: Watcher) -> Result:
+        prepared, directory, ranks = self.prepared, self.directory, self.ranks
+        assert prepared is not None
+        engine.train()
+        training, data = self.config.training, self.config.data
+        if ranks.rank and prepared.engine.seed is not None:
+            torch.manual_seed(prepared.engine.seed + ranks.rank)  # dropout of its own
+        reel = Reel(prepared.train, prepared.micro_batch, training.seed, data.shuffle, ranks)
+        engine.register_state("windows", reel)
+        last_step = LastStep()
+        engine.register_state("last_step", last_step)
+        if prepared.engine.durable:
+            directory.remember(durable=True)
+        source = self._go_on(engine, reel, prepared)
+        if source:
+            watcher.note(f"going on from {source}")
+        done = reel.taken // prepared.windows_per_step
+        if done < prepared.steps:
+            directory.remember(complete=False)
+        metrics = self._metrics(done)
+        try:
+            for note in metrics.notes:
+                watcher.note(note)
+            if self.resume == AUTO:
+                metrics.catch_up(last_step)
+            loop = Loop(
+                prepared, engine, reel, compute, metrics, last_step, directory.checkpoints, watcher
+            )
+            loop.run()
+            return self._finish(loop, watcher)
+        finally:
+            metrics.close()
+
+    def _metrics(self, done: int) -> Metrics:
+        """Of a run that goes on after `done` steps; the first rank writes them."""
+        ranks, directory = self.ranks, self.directory
+        board = directory.tensorboard if self.config.training.tensorboard else None
+        metrics: Metrics | None = None
+        with ranks.settle("opens the metrics"):
+            if not ranks.rank:
+                metrics = Metrics(directory.metrics, after=done, tensorboard=board)
+        evaluated = [] if metrics is None else sorted(metrics.evaluated)
+        evaluated = ranks.gather_words(evaluated)[0]
+        return Unwritten(evaluated) if metrics is None else metrics
 
     def _finish(self, loop: Loop, watcher: Watcher) -> Result:
         """Save, and at the last step export."""
@@ -224,10 +267,11 @@ class Run:
             return f"{self.checkpoint}; its optimizer and schedule go on as they were"
         if self.resume != AUTO:
             return ""
-        found = self.last_checkpoint()
+        with self.ranks.settle("looks for a checkpoint"):
+            found = self.last_checkpoint()
+            if found is None and not engine.resumed and not self.ranks.rank:
+                self._check_nothing_is_lost(prepared)
         done = reel.taken // prepared.windows_per_step
-        if found is None and not engine.resumed:
-            self._check_nothing_is_lost(prepared)
         if found is not None and _step_of(found.name) > done:
             engine.load_checkpoint(found.parent, found.name)
             return str(found)
@@ -272,14 +316,39 @@ class Run:
     # --- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close files and let go of the directory; idempotent."""
+        """Close files and let go of the directory, and of the other ranks; idempotent."""
         self.directory.close()
+        if not self._shares_ranks:
+            self.ranks.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+@contextmanager
+def _first(ranks: Ranks, progress: Progress | None) -> Iterator[Progress | None]:
+    """What is inside is done by the first rank, and only then by the others, which find it done.
+
+    Yields what to call with progress. It tells the others, whose patience has an end.
+    """
+    doing, told_s = "prepares tokens", time.monotonic()
+
+    def tell(done_bytes: int, total_bytes: int, what: str) -> None:
+        nonlocal told_s
+        if progress is not None:
+            progress(done_bytes, total_bytes, what)
+        if time.monotonic() - told_s > _WAITS_S:
+            ranks.meet(doing, 1)
+            told_s = time.monotonic()
+
+    while ranks.rank and ranks.meet(doing, 0)[0][0]:
+        pass
+    yield progress if ranks.rank or ranks.count == 1 else tell
+    if not ranks.rank:
+        ranks.meet(doing, 0)
 
 
 def _not_saved(loop: Loop, error: InfinityError, model: Path | None) -> InfinityError:

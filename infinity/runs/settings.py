@@ -112,7 +112,7 @@ class TrainingSection(Section):
     micro_batch: int = Field(default=1, ge=1)
     """Windows computed at once."""
     tokens_per_step: int | None = Field(default=None, ge=1)
-    """Sets engine.gradient_accumulation_steps."""
+    """Of all ranks together; sets engine.gradient_accumulation_steps."""
     seed: int = Field(default=0, ge=0)
     """Of the order of windows; engine.seed where that is None."""
     evaluate_every: int = Field(default=100, ge=0)
@@ -146,19 +146,32 @@ class RunConfig(Section):
     training: TrainingSection = TrainingSection()
     engine: Config = Config()
 
-    def engine_for(self, length: int | Literal["auto"]) -> Config:
+    def engine_for(self, length: int | Literal["auto"], ranks: int = 1) -> Config:
         """What the engine is told, with the micro-batches of a step; logits are sliced.
 
-        Raises `ConfigError` where windows of `length` tokens do not come out even.
+        Here a step is the same on any number of `ranks`, which share out its micro-batches. Raises
+        `ConfigError` where windows of `length` tokens, or these, do not come out even.
         """
         wanted, engine = self.training.tokens_per_step, self.engine.with_sliced_logits()
-        if wanted is None or length == "auto":
+        count = engine.gradient_accumulation_steps
+        if wanted is not None and length != "auto":
+            try:
+                count = micro_batches(wanted, self.training.micro_batch, length)
+            except ValueError as error:
+                raise ConfigError(f"training.{error}") from None
+        if count % ranks:
+            more = -(-count // ranks) * ranks
+            tokens = "" if length == "auto" else more * self.training.micro_batch * length
+            raise ConfigError(
+                f"a step of {count} micro-batches cannot be shared out to {ranks} ranks",
+                because="a run has the same steps on any number of ranks",
+                remedy=f"training.tokens_per_step={tokens}"
+                if wanted is not None and tokens
+                else f"engine.gradient_accumulation_steps={more}, those of all ranks together",
+            )
+        if count == engine.gradient_accumulation_steps * ranks:
             return engine
-        try:
-            count = micro_batches(wanted, self.training.micro_batch, length)
-        except ValueError as error:
-            raise ConfigError(f"training.{error}") from None
-        return engine.model_copy(update={"gradient_accumulation_steps": count})
+        return engine.model_copy(update={"gradient_accumulation_steps": count // ranks})
 
     @property
     def leaves_batches_to_the_plan(self) -> bool:

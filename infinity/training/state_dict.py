@@ -188,6 +188,46 @@ def written_by_first(
     return [Path(file) for file in ranks.gather_words([str(file) for file in files])[0]]
 
 
+class _Told(Mapping[str, Tensor]):
+    """Values that the first rank reads, which tells the others of each, so that they read it too.
+
+    For what chooses by itself what it reads.
+    """
+
+    def __init__(self, state: StateDict, ranks: Ranks) -> None:
+        self._state = state
+        self._ranks = ranks
+
+    def tell(self, name: str) -> str:
+        """What the first rank reads next; "" ends it."""
+        self._ranks.meet("reads values that the first rank chooses")
+        return str(self._ranks.gather_words(name)[0])
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.tell(name)
+        return self._state[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+
+def read_by_first(
+    ranks: Ranks, state: StateDict, use: Callable[[Mapping[str, Tensor]], None]
+) -> None:
+    """Let the first rank `use` whole values, in whatever order it likes."""
+    with ranks.settle("saves weights"):
+        told = _Told(state, ranks)
+        if ranks.rank == 0:
+            use(state if ranks.count == 1 else told)
+            told.tell("")
+        else:
+            while name := told.tell(""):
+                state[name]
+
+
 def _dtype_of(wanted: torch.dtype | str | None) -> torch.dtype | None:
     for name, dtype in COMPUTE_DTYPES.items():
         if wanted in (name, dtype):

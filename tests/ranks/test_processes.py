@@ -92,6 +92,21 @@ class Processes:
         return [torch.load(f"{self.out}-{rank}") for rank in range(len(self.logs))]
 
 
+def run_ranks(count: int, module: str, job: Path) -> None:
+    """`python -m module job`, under torchrun where there are several."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+    start = [sys.executable, "-m"]
+    if count > 1:
+        start += ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        start += ["--nproc-per-node", str(count), "-m"]
+    done = subprocess.run(
+        [*start, module, str(job)], env=environment, capture_output=True, text=True, timeout=HANG_S
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def agent() -> tuple[Any, dict[str, str]]:
     """What torchrun does for its processes: a store on a port that is free, and where it is."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -26,7 +26,7 @@ import infinity
 from infinity.blueprint import limits_for
 from infinity.config.schema import Config, load_config
 from infinity.engine import Engine
-from infinity.errors import CheckpointError, ConfigError, InfinityError, TrainingError
+from infinity.errors import CheckpointError, InfinityError, TrainingError
 from infinity.model.meta_init import Origins
 from infinity.offload.exchange import NormTree
 from infinity.optim.cpu import CpuKernels
@@ -419,25 +419,6 @@ def test_what_fails_on_one_rank_at_the_start_fails_on_all(tmp_path: Path) -> Non
     for rank in (0, 2):
         assert "rank 1 failed (initialize()): RuntimeError: no more light" in str(errors[rank])
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "options", "words"),
-    [
-        ({}, {"engine_class": infinity.DeepSpeedEngine}, "DeepSpeed's engine"),
-    ],
-)
-def test_what_several_ranks_cannot_do_is_refused_by_name(
-    changes: dict[str, Any], options: dict[str, Any], words: str, tmp_path: Path
-) -> None:
-    models = same_models(Ordered, 2)
-    config = make_config() | changes
-
-    def work(ranks: Ranks) -> None:
-        with pytest.raises(ConfigError, match=words):
-            make_engine(ranks, models[ranks.rank], config, tmp_path, **options)
-
-    on_ranks(2, work)
 
 
 # --- values, and what else is asked of an engine -------------------------------------------------

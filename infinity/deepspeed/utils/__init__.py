@@ -11,6 +11,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from infinity.deepspeed.processes import get_rank
 from infinity.engine import Engine
 from infinity.errors import ConfigError, TrainingError
 from infinity.model.parameters import engine_of
@@ -20,7 +21,7 @@ Classes = Sequence[type[nn.Module] | str]
 
 # --- full values of one parameter, wherever they rest --------------------------------------------
 # They come as new fp32 tensors of the parameter's shape, on the device that the engine computes on;
-# a value that is set is kept. What DeepSpeed calls local is the same: there is one process.
+# a value that is set is kept. All ranks call. What DeepSpeed calls local is the same, and whole.
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
@@ -201,8 +202,8 @@ def _mark(
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log a message, if rank 0 is among those that shall: there is no other."""
-    if not ranks or 0 in ranks or -1 in ranks:
+    """Log a message, if this rank is among those that shall; without any, or with -1, all do."""
+    if not ranks or get_rank() in ranks or -1 in ranks:
         logger.log(level, message)
 
 

@@ -1,4 +1,4 @@
-"""What scripts written for DeepSpeed call around the engine, where there is one process.
+"""What scripts written for DeepSpeed call around the engine.
 
 Of DeepSpeed's `comm`, `checkpointing`, `runtime.dataloader` and `ops.adam`, and the two calls
 before `initialize`: `add_config_arguments`, `init_distributed`.
@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
+import torch.distributed as dist
 from torch.utils import checkpoint as torch_checkpoint
 
-from infinity.blueprint import check_processes
 from infinity.errors import ConfigError
 from infinity.optim import standalone
+from infinity.ranks import find_ranks, launched_rank, num_launched
 
 
 def add_config_arguments(parser: Any) -> Any:
@@ -42,26 +43,76 @@ def add_config_arguments(parser: Any) -> Any:
 
 
 def init_distributed(*args: Any, **kwargs: Any) -> None:
-    """Nothing to do for one process, which needs no process group; arguments are ignored.
+    """Make torch's default process group of what a launcher started; one process needs none.
 
-    Raises `ConfigError` if a launcher started several.
+    Of NCCL where there are GPUs, else of gloo, as `initialize` would; arguments are ignored. One
+    that is there stays. Raises `ConfigError` or `MachineError` where that cannot be.
     """
-    check_processes("DeepSpeed's calls")
+    if num_launched() > 1:
+        find_ranks()
 
 
-def _always(value: Any, what: str) -> Callable[..., Any]:
-    def function(group: Any = None) -> Any:
-        return value
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
-    function.__doc__ = what
+
+def is_initialized() -> bool:
+    """Whether processes are in touch, as one process always is with itself."""
+    return _has_group() or num_launched() == 1
+
+
+def get_rank(group: Any = None) -> int:
+    """The number of this process; 0 where there is one."""
+    return dist.get_rank(group) if _has_group() else launched_rank("RANK")
+
+
+def get_local_rank() -> int:
+    """Its number on this machine."""
+    return launched_rank("LOCAL_RANK")
+
+
+def get_world_size(group: Any = None) -> int:
+    """How many processes there are."""
+    return dist.get_world_size(group) if _has_group() else num_launched()
+
+
+def destroy_process_group(group: Any = None) -> None:
+    """As torch's; nothing where there is none."""
+    if _has_group():
+        dist.destroy_process_group(group)
+
+
+def _passed_on(name: str, alone: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.distributed's function; `alone` where there is one process, and no group."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if _has_group() or num_launched() > 1:
+            return getattr(dist, name)(*args, **kwargs)
+        return alone(*args, **kwargs)
+
+    function.__doc__ = f"`torch.distributed.{name}`, whose arguments it has."
     return function
 
 
-is_initialized = _always(True, "True: one process is always in touch with itself.")
-get_rank = get_local_rank = _always(0, "0: the only process.")
-get_world_size = _always(1, "1: the only process.")
-barrier = _always(None, "Nobody to wait for.")
-destroy_process_group = _always(None, "There is none.")
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """One process has what all have."""
+
+
+def _fill(tensor_list: list[Any], tensor: Any, *args: Any, **kwargs: Any) -> None:
+    tensor_list[0].copy_(tensor)
+
+
+def _put(object_list: list[Any], obj: Any, *args: Any, **kwargs: Any) -> None:
+    object_list[0] = obj
+
+
+barrier = _passed_on("barrier", _nothing)
+all_reduce = _passed_on("all_reduce", _nothing)
+reduce = _passed_on("reduce", _nothing)
+broadcast = _passed_on("broadcast", _nothing)
+broadcast_object_list = _passed_on("broadcast_object_list", _nothing)
+all_gather = _passed_on("all_gather", _fill)
+all_gather_object = _passed_on("all_gather_object", _put)
 
 
 # --- checkpointing -------------------------------------------------------------------------------
@@ -89,7 +140,7 @@ def configure(
     if mpu_ is not None:
         raise ConfigError(
             "checkpointing.configure(mpu_=...) is not supported",
-            because="it says which processes share a model; there is one process",
+            because="it says which processes share a model; here all share all of it",
             remedy="pass None",
         )
     if checkpoint_in_cpu:
@@ -100,8 +151,13 @@ def configure(
         )
 
 
-is_configured = _always(True, "True: there is nothing to configure.")
-reset = _always(None, "Nothing to do: nothing is kept from one backward to the next.")
+def is_configured() -> bool:
+    """True: there is nothing to configure."""
+    return True
+
+
+def reset() -> None:
+    """Nothing to do: nothing is kept from one backward to the next."""
 
 
 # --- runtime.dataloader --------------------------------------------------------------------------

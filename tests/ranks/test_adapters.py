@@ -1,0 +1,59 @@
+"""`save_pretrained` of adapters, by peft itself: the first rank writes what all read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from support.families import FAMILIES
+from support.ranks import make_engine, on_ranks
+from support.trainer import make_config
+
+from infinity.errors import InfinityError
+from infinity.huggingface.models import save_pretrained
+from infinity.ranks import Ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+FAMILY = FAMILIES["llama"]
+
+
+def adapted() -> Any:
+    model = FAMILY.build()
+    torch.manual_seed(11)
+    wanted = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"],
+                             modules_to_save=["lm_head"], task_type="CAUSAL_LM")  # fmt: skip
+    return peft.get_peft_model(model, wanted)
+
+
+def saved(count: int, folder: Path) -> dict[str, bytes]:
+    """The files, after a step of two batches."""
+    nvme = folder / "nvme"
+    nvme.mkdir(parents=True)
+    models = [adapted() for _ in range(count)]
+    config = make_config(("disk", "host", "disk"), gradient_accumulation_steps=2 // count)
+
+    def work(ranks: Ranks) -> list[Path]:
+        with make_engine(ranks, models[ranks.rank], config, nvme) as engine:
+            for batch in FAMILY.batches(2)[ranks.rank :: count]:
+                engine.backward(engine(**batch).loss)
+                engine.step()
+            files = save_pretrained(engine, folder / "saved")
+            in_the_way = folder / "a file"
+            in_the_way.touch()
+            with pytest.raises((InfinityError, OSError)):
+                save_pretrained(engine, in_the_way)
+            again = save_pretrained(engine, folder / "again")
+            assert [path.name for path in again] == [path.name for path in files]
+            return files
+
+    for files in on_ranks(count, work):
+        assert [path.name for path in files] == ["adapter_model.safetensors"]
+    return {path.name: path.read_bytes() for path in (folder / "saved").iterdir()}
+
+
+def test_adapters_of_ranks_are_the_files_of_one(tmp_path: Path) -> None:
+    alone, together = saved(1, tmp_path / "1"), saved(2, tmp_path / "2")
+    assert together == alone

@@ -1,0 +1,137 @@
+"""DeepSpeed's front on several ranks: its configurations of every stage, its calls, its numbers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks.test_processes import pytestmark, run_ranks  # noqa: F401
+from support.models import CASES
+from support.ranks import on_ranks
+from support.trainer import masters_of
+
+import infinity
+from infinity.errors import ConfigError
+from infinity.ranks import Ranks
+
+GPT = CASES["gpt"]
+BATCH = 8  # samples of an update; of a micro-batch there are 2
+STEPS = 2
+
+
+def configuration(stage: int, folder: Path, **more: Any) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": stage}
+    if stage > 1:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if stage == 3:
+        zero["offload_param"] = {"device": "nvme", "nvme_path": str(folder)}
+    return {
+        "train_batch_size": BATCH,
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": zero,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
+        "gradient_clipping": 0.5,
+        "infinity": {"chunk_size": 2048, "cpu": {"num_threads": 1}},
+        **more,
+    }
+
+
+def train(ranks: Ranks, models: Any, config: dict[str, Any]) -> dict[str, Any]:
+    engine, *_ = infinity.initialize(model=models[ranks.rank], config=config, ranks=ranks)
+    assert isinstance(engine, infinity.DeepSpeedEngine)
+    with engine:
+        steps = engine.gradient_accumulation_steps()
+        assert engine.get_batch_info() == (BATCH, 2, steps)
+        assert steps * ranks.count * 2 == BATCH
+        assert (engine.global_rank, engine.world_size) == (ranks.rank, ranks.count)
+        assert engine.get_data_parallel_world_size() == engine.dp_world_size == ranks.count
+        assert engine.zero_optimization_stage() == config["zero_optimization"]["stage"]
+        losses = []
+        for batch in GPT.batches(STEPS * BATCH // 2)[ranks.rank :: ranks.count]:
+            loss = batch.call(engine)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        assert engine.global_samples == STEPS * BATCH
+        every = ranks.gather(torch.tensor(losses, dtype=torch.float64)).T.flatten().tolist()
+        found = {"losses": every, "norm": engine.get_global_grad_norm()}
+        return found | {f"master {n}": v for n, v in masters_of(engine).items()}
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    assert one.keys() == other.keys()
+    return all(
+        torch.equal(v, other[n]) if isinstance(v, torch.Tensor) else v == other[n]
+        for n, v in one.items()
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_stage_gives_the_bits_of_one_rank(stage: int, tmp_path: Path) -> None:
+    config = configuration(stage, tmp_path)
+    runs = []
+    for count in (1, 2):
+        models = [GPT.build() for _ in range(count)]
+        runs += on_ranks(count, partial(train, models=models, config=config))
+    assert same(runs[0], runs[1])
+    assert same(runs[0], runs[2])
+
+
+def test_batch_sizes_are_those_of_all_ranks(tmp_path: Path) -> None:
+    config = configuration(1, tmp_path)
+    words = r"train_batch_size 8 is not .* 2 x gradient_accumulation_steps 1 .* x 3 processes"
+    models = [GPT.build() for _ in range(3)]
+
+    def refused(ranks: Ranks) -> None:
+        with pytest.raises(ConfigError, match=words):
+            infinity.initialize(model=models[ranks.rank], config=config, ranks=ranks)
+
+    on_ranks(3, refused)
+
+    def changed(ranks: Ranks) -> None:
+        more = configuration(1, tmp_path, train_batch_size=12)
+        engine, *_ = infinity.initialize(model=models[ranks.rank], config=more, ranks=ranks)
+        assert isinstance(engine, infinity.DeepSpeedEngine)
+        with engine:
+            engine.set_train_batch_size(24)
+            assert (engine.train_batch_size(), engine.gradient_accumulation_steps()) == (24, 4)
+            with pytest.raises(ConfigError, match=r"2 samples on each of 3 ranks(.|\n)*24, or"):
+                engine.set_train_batch_size(28)
+
+    on_ranks(3, changed)
+
+
+def launched(count: int, folder: Path, config: dict[str, Any], **job: Any) -> list[dict[str, Any]]:
+    """The script under torchrun."""
+    folder.mkdir()
+    files = folder / "ds.json", folder / "job.json"
+    files[0].write_text(json.dumps(config))
+    files[1].write_text(
+        json.dumps({"config": str(files[0]), "out": str(folder / "out"), "samples": 24, **job})
+    )
+    run_ranks(count, "support.deepspeed_rank", files[1])
+    return [torch.load(folder / f"out-{rank}") for rank in range(count)]
+
+
+def test_a_script_of_deepspeeds_under_torchrun(tmp_path: Path) -> None:
+    nvme = tmp_path / "nvme"
+    nvme.mkdir()
+    config = configuration(3, nvme)
+    (alone,) = launched(1, tmp_path / "alone", config)
+    found = launched(2, tmp_path / "two", config)
+    in_turn = list(itertools.chain(*zip(*(one["losses"] for one in found), strict=True)))
+    assert in_turn == alone["losses"]
+    for one in found:
+        assert same(one["masters"], alone["masters"])
+        assert one["sizes"] == (BATCH, 2, 2)
+        assert one["samples"] == 24
+        assert one["mean"] == pytest.approx(alone["mean"], rel=1e-12)
+    ours, theirs = (torch.load(tmp_path / n / "out" / "model.bin") for n in ("two", "alone"))
+    assert same(ours, theirs)
+    assert list(nvme.iterdir()) == []

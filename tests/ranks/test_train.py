@@ -1,0 +1,121 @@
+"""`infinity train --gpus N`: N processes, started by torch's launcher, make the run of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks.test_processes import HANG_S, TESTS, pytestmark  # noqa: F401
+from support.patience import wait_until
+from support.runs import losses_of, metrics_of, settings, train
+
+from infinity.errors import ConfigError
+from infinity.runs.settings import load_run_config
+
+NO_DROPOUT = {f"model__config__{name}_pdrop": 0.0 for name in ("embd", "attn", "resid")}
+LONG = {"training__steps": 30, "training__evaluate_every": 10, "training__checkpoint_every": 10}
+
+
+class Command:
+    """`infinity train` with these arguments, in a process of its own."""
+
+    def __init__(self, folder: Path, raw: dict[str, Any], *arguments: str) -> None:
+        path = folder / "train.json"
+        path.write_text(json.dumps(raw))
+        self.out, self.err = folder / "out", folder / "err"
+        environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS.parent)}
+        command = [sys.executable, "-m", "infinity.cli", "train", str(path), *arguments]
+        with self.out.open("w") as out, self.err.open("w") as err:
+            self.process = subprocess.Popen(command, env=environment, stdout=out, stderr=err)
+
+    def end(self) -> tuple[int, str, str]:
+        try:
+            code = self.process.wait(HANG_S)
+        finally:
+            self.process.terminate()
+        return code, self.out.read_text(), self.err.read_text()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on one rank that nobody stopped."""
+    folder = tmp_path_factory.mktemp("alone")
+    train(settings(folder, **NO_DROPOUT, **LONG))
+    return folder
+
+
+def norms_of(folder: Path) -> list[tuple[float, float]]:
+    return [(r["lr"], r["grad_norm"]) for r in metrics_of(folder) if r["event"] == "step"]
+
+
+def test_what_two_ranks_began_and_one_ends_is_the_run_of_one(alone: Path, tmp_path: Path) -> None:
+    raw = settings(tmp_path, **NO_DROPOUT, **LONG)
+    command = Command(tmp_path, raw, "--gpus", "2")
+    told = tmp_path / "run" / "metrics.jsonl"
+    wait_until(lambda: told.exists() and '"step": 2' in told.read_text(), HANG_S)
+    command.process.send_signal(signal.SIGINT)
+    code, out, error = command.end()
+    assert code == 128 + signal.SIGINT, error
+    assert error.count("finishing this step, then saving") == 1
+    assert error.count("stopped after step ") == 1
+    assert "--gpus 2 --resume auto" in error
+    for text in ("windows of 16 to train on", "step  1/30  loss", "checkpoint: "):
+        assert error.count(text) == 1, error
+    assert "ranks    2, which share out every step" in out
+    assert (tmp_path / "run" / "plan.txt").read_text() in out
+    assert 2 <= len(norms_of(tmp_path)) < 30
+    train(raw, "auto")
+    assert losses_of(tmp_path) == losses_of(alone)
+    assert norms_of(tmp_path) == norms_of(alone)
+
+
+def test_two_ranks_go_on_where_one_was_stopped(alone: Path, tmp_path: Path) -> None:
+    raw = settings(tmp_path, **NO_DROPOUT, **LONG)
+    train(raw, stop_after=15)
+    code, out, error = Command(tmp_path, raw, "--gpus", "2", "--json", "--resume", "auto").end()
+    assert code == 0, error
+    result = json.loads(out)
+    assert (result["steps"], result["tokens"]) == (30, 30 * 64)
+    assert losses_of(tmp_path) == losses_of(alone)
+    assert norms_of(tmp_path) == norms_of(alone)
+    assert "going on from" in error
+    name = "model.safetensors"
+    ours, theirs = (folder / "run" / "model" / name for folder in (tmp_path, alone))
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_a_mistake_is_told_once(tmp_path: Path) -> None:
+    raw = settings(tmp_path, engine__gradient_accumulation_steps=3, training__seed="x")
+    code, out, error = Command(tmp_path, raw, "--gpus", "2").end()
+    assert code == 2, error
+    assert error.count("error: ") == error.count("training.seed") == 1
+    assert "Traceback" not in error
+    assert out == ""
+
+
+def test_steps_are_shared_out_or_refused(tmp_path: Path) -> None:
+    config = load_run_config(settings(tmp_path, engine__gradient_accumulation_steps=6))
+    assert config.engine_for(16, 3).gradient_accumulation_steps == 2
+    words = r"a step of 6 micro-batches cannot be shared out to 4 ranks(.|\n)*_steps=8, those of"
+    with pytest.raises(ConfigError, match=words):
+        config.engine_for(16, 4)
+    changes = {"engine__gradient_accumulation_steps": None, "training__tokens_per_step": 96}
+    config = load_run_config(settings(tmp_path, **changes))
+    assert config.engine_for(16, 3).gradient_accumulation_steps == 1
+    with pytest.raises(ConfigError, match="tokens_per_step=128"):
+        config.engine_for(16, 2)
+
+
+def test_gpus_in_a_launcher_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from infinity.cli.launch import launch
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="leave --gpus out, or the launcher"):
+        launch(2, ["train"])

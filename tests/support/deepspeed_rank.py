@@ -1,0 +1,58 @@
+"""A script as it is written for DeepSpeed, one rank of it: `python -m support.deepspeed_rank JOB`.
+
+JOB is a file of JSON: the configuration, where to save and from where to go on, and where the
+result goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.models import CASES
+
+from infinity import deepspeed
+
+
+def main(job: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    comm = deepspeed.comm
+    deepspeed.init_distributed()
+    case = CASES["gpt"]
+    tokens = torch.cat([batch.args[0] for batch in case.batches(job["samples"] // 2)])
+    data = torch.utils.data.TensorDataset(tokens)
+    args = argparse.Namespace(deepspeed=True, deepspeed_config=job["config"], local_rank=-1)
+    model = case.build()
+    engine, _, loader, _ = deepspeed.initialize(
+        args=args, model=model, model_parameters=model.parameters(), training_data=data
+    )
+    assert (engine.global_rank, engine.world_size) == (comm.get_rank(), comm.get_world_size())
+    assert engine.local_rank == comm.get_local_rank()
+    if job.get("load"):
+        engine.load_checkpoint(job["load"])
+    losses = []
+    for batch in loader:
+        loss = engine(*batch)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    mean = torch.tensor([sum(losses) / len(losses)], dtype=torch.float64)
+    comm.all_reduce(mean, op=comm.ReduceOp.SUM)
+    comm.barrier()
+    engine.save_checkpoint(job["out"], "end")
+    engine.save_16bit_model(job["out"], "model.bin")
+    found = {"losses": losses, "mean": mean.item() / comm.get_world_size()}
+    found |= {"masters": {n: v.clone() for n, v in engine.state_dict(master=True).items()}}
+    found |= {"sizes": engine.get_batch_info(), "samples": engine.global_samples}
+    engine.close()
+    assert comm.is_initialized()  # by the script, and so it stays
+    torch.save(found, f"{job['out']}-{comm.get_rank()}")
+    comm.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))

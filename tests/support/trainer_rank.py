@@ -1,0 +1,44 @@
+"""One rank of a training by `InfinityTrainer`: `python -m support.trainer_rank JOB`.
+
+JOB is a file of JSON: TrainingArguments, from where to go on, and where the result goes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.hf_runs import Texts, history, llama, masters, trainer_for
+
+from infinity.huggingface.trainer import InfinityTrainer
+
+
+def exact(prediction: Any) -> dict[str, float]:
+    hits = (prediction.predictions.argmax(-1) == prediction.label_ids).mean()
+    return {"hits": float(hits), "samples": float(len(prediction.predictions))}
+
+
+def main(job: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    options: dict[str, Any] = {"train_dataset": Texts(24), "eval_dataset": Texts(8, seed=2)}
+    options["compute_metrics"] = exact
+    with trainer_for(
+        InfinityTrainer, Path(job["out"]), llama(dropout=0.0), options, **job["arguments"]
+    ) as trainer:
+        trainer.train(job.get("resume"))
+        predicted = trainer.predict(Texts(7, seed=5))
+        trainer.save_model(f"{job['out']}/model")
+        found = {
+            "history": history(trainer),
+            "masters": {name: value.clone() for name, value in masters(trainer).items()},
+            "predicted": torch.from_numpy(predicted.predictions),
+            "ranks": trainer.engine.ranks.count if trainer.engine is not None else 0,
+        }
+        torch.save(found, f"{job['out']}-{trainer.args.process_index}")
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))

@@ -41,12 +41,11 @@ from infinity.plan.forecast import forecast_bytes
 from infinity.plan.layout import (
     ELEMENT_ALIGN,
     PRECISIONS,
-    ParameterFacts,
     Precision,
     Tier,
     UnitLayout,
     dealt_notes,
-    lay_out,
+    laid_out_again,
     round_up,
 )
 from infinity.plan.machine import PlanMachine
@@ -671,21 +670,8 @@ class Case:
         self, precision: Precision, ranks: int, *, cast: bool = False
     ) -> tuple[UnitLayout, ...]:
         """The same units for so many ranks, all parameters `cast` to a precision or as they are."""
-        found = []
-        for unit in self.units:
-            facts = [
-                ParameterFacts(s.name, s.parameter, s.shape, s.dtype, s.numel,
-                               s.nbytes // max(s.numel, 1), s.trained, s.group)
-                for s in unit.segments
-            ]  # fmt: skip
-            if cast:
-                facts = [
-                    replace(f, dtype=precision.dtype, itemsize=precision.weight) for f in facts
-                ]
-            again = lay_out(unit.index, unit.name, facts, precision, is_block=unit.is_block,
-                            ranks=ranks, whole=self.rule.whole)  # fmt: skip
-            found.append(again)
-        return tuple(found)
+        how: dict[str, Any] = {"ranks": ranks, "whole": self.rule.whole, "cast": cast}
+        return tuple(laid_out_again(unit, precision, **how) for unit in self.units)
 
     def with_step(self, tokens: int, micro_batches: int) -> Case:
         """With other micro-batches, of `tokens` each."""

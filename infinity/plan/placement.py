@@ -58,6 +58,24 @@ def score(plan: Plan, rates: Rates) -> float:
     return cost.seconds + HIDDEN_SHARE * sum(cost.resources.values())
 
 
+def placed(
+    plan: Plan, fields: Sequence[str], whole: bool | None, limits: Limits, rates: Rates
+) -> Plan:
+    """`plan` with the best tiers of `fields`, and slots for good, see `with_whole_units`.
+
+    Either may come first, and takes memory from the other.
+    """
+    first = with_whole_units(plan, whole, limits)
+    if not fields:
+        return first
+    starts = [first] if whole or first is plan else [plan, first]
+    found = [
+        with_whole_units(best_placement(start, fields, limits, rates), whole, limits)
+        for start in starts
+    ]
+    return min(found, key=lambda plan: (score(plan, rates), plan.num_moving))
+
+
 def with_whole_units(plan: Plan, wish: bool | None, limits: Limits) -> Plan:
     """Of several ranks: a slot for good for as many units as fit, so that their weights are
     gathered once after an update and not at every fetch. First those that are never updated.

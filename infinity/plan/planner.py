@@ -49,7 +49,7 @@ from infinity.plan.layout import (
     round_up,
 )
 from infinity.plan.machine import PlanMachine
-from infinity.plan.placement import FIELDS, best_placement, score, with_whole_units
+from infinity.plan.placement import FIELDS, placed, score
 from infinity.plan.plan import (
     Plan,
     RuleFacts,
@@ -361,30 +361,18 @@ def _with_placement(draft: Plan, config: Config, limits: Limits, rates: Rates) -
     ]  # fmt: skip
     plan = with_memory(replace(draft, placements=tuple(placements)), limits)
     auto = [field for field, wish in zip(FIELDS, explicit, strict=True) if wish is None]
-    plan = _placed(plan, auto, config, leaving_room(plan, config.update, limits), rates)
+    room = leaving_room(plan, config.update, limits)
+    plan = placed(plan, auto, _whole(config), room, rates)
     plan = with_weights_in_ram(plan, config.hints, limits)
     plan = with_updates(plan, config.update, limits, rates, leave_share=bool(auto))
     _require_fit(plan, limits, config)
     return plan
 
 
-def _placed(plan: Plan, auto: Sequence[str], config: Config, limits: Limits, rates: Rates) -> Plan:
-    """With the best tiers of the fields that are `auto`, and slots for good where they fit.
-
-    Either may come first, and takes memory from the other.
-    """
-    wish = config.placement.whole
-    if wish is None and config.hints.live_parameters is not None:
-        wish = False
-    first = with_whole_units(plan, wish, limits)
-    if not auto:
-        return first
-    starts = [first] if wish or first is plan else [plan, first]
-    found = [
-        with_whole_units(best_placement(start, auto, limits, rates), wish, limits)
-        for start in starts
-    ]
-    return min(found, key=lambda plan: (score(plan, rates), plan.num_moving))
+def _whole(config: Config) -> bool | None:
+    """Whether weights stay whole; a hint of what slots may hold says no where nothing is asked."""
+    hinted = config.hints.live_parameters is not None
+    return False if config.placement.whole is None and hinted else config.placement.whole
 
 
 def _with_stored(draft: Plan, stored: Stored, config: Config, limits: Limits, rates: Rates) -> Plan:
@@ -395,7 +383,7 @@ def _with_stored(draft: Plan, stored: Stored, config: Config, limits: Limits, ra
             replace(h, weight=Tier.DEVICE) if h.weight is Tier.HOST else h for h in placements
         ]
     plan = with_memory(replace(draft, placements=tuple(placements)), limits)
-    plan = _placed(plan, (), config, limits, rates)
+    plan = placed(plan, (), _whole(config), limits, rates)
     plan = with_updates(plan, config.update, limits, rates, leave_share=False)
     try:
         _require_fit(plan, limits, config)

@@ -302,8 +302,8 @@ class TorchRanks(Ranks):
                 + f": {first_lines(error)}",
                 because="another rank has ended, was killed, hangs, or cannot be reached",
                 remedy="look at what the other ranks said last; torchrun names the one that ended "
-                f"first. Who waits for {_HELD_UP} counts as lost; for less time call "
-                "torch.distributed.init_process_group(timeout=...) before initialize()",
+                f"first. One that is silent for {_HELD_UP.seconds // 60} minutes counts as lost; "
+                "for less: torch.distributed.init_process_group(timeout=...) before initialize()",
             ) from error
 
     def _silent(self) -> list[int]:

@@ -141,8 +141,8 @@ def test_a_rank_that_is_killed_ends_the_others_with_words(tmp_path: Path) -> Non
     assert codes == [1, -signal.SIGKILL, 1], processes.words()
     for rank in (0, 2):
         words = processes.logs[rank].read_text()
-        assert f"rank {rank} of 3 lost the others" in words
-        assert "another rank has ended, was killed, or cannot be reached" in words
+        assert f"rank {rank} of 3 lost the others, rank 1 first: " in words
+        assert "another rank has ended, was killed, hangs, or cannot be reached" in words
 
 
 def test_the_example_prints_the_same_alone_and_on_two(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def arm(death: Death) -> None:
     setattr(owner, method, instead)
 
 
-def join(store: Path, rank: int, count: int, patience_s: float = HANG_S) -> None:
+def join(store: Path, rank: int, count: int, patience_s: float = HANG_S / 3) -> None:
     """Make the process group, by a file; who takes longer than `patience_s` counts as lost."""
     import torch.distributed as dist
 
@@ -169,7 +169,7 @@ def train_until_one_hangs(folder: str, rank: int, count: int, patience_s: float 
     root = Path(folder)
     log = os.open(root / f"log-{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 2)
-    join(root / f"store-{patience_s}", rank, count, patience_s or HANG_S)
+    join(root / f"store-{patience_s}", rank, count, patience_s or HANG_S / 3)
     with make_engine(root, ON_DISK, count, durable=False, resume="never") as engine:
         for number in range(2 * MICRO_BATCHES):
             if number == MICRO_BATCHES and patience_s is not None and rank == 1:

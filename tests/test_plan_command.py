@@ -521,7 +521,8 @@ def test_four_gpus_share_a_node_and_every_unit() -> None:
     report = answer(*FOUR, "--link", "25GB/s")
     assert report["fits"]
     parameters, plan, moved = report["model"]["parameters"], report["plan"], report["moved"]
-    assert report["ranks"] | {"node_bytes": 0} == {"count": 4, "zero_stage": 3, "node_bytes": 0}
+    assert (report["ranks"]["count"], report["ranks"]["zero_stage"]) == (4, 3)
+    assert report["ranks"]["whole_units"] == 0
     assert report["work"]["tokens_per_step"] == 32768
     assert report["work"]["tokens"] == 8192
     budget = plan["budget"]
@@ -563,6 +564,14 @@ def test_the_page_says_what_is_a_ranks_and_what_a_nodes() -> None:
         "one more GPU, as fast, with the same RAM",
     ):
         assert part in page, part
+
+
+def test_what_fits_stays_whole_and_is_called_zero_2(tiny: str) -> None:
+    arguments = [tiny, "--gpus", "2", "--device", "4GiB", "--host", "8GiB"]
+    report = answer(*arguments)
+    assert report["ranks"]["zero_stage"] == 2
+    assert report["ranks"]["whole_units"] == report["model"]["units"] == 6
+    assert "as ZeRO-2; weights of 6 units stay whole in slots" in run(*arguments)[1]
 
 
 def test_a_slow_link_binds_and_a_faster_one_helps() -> None:

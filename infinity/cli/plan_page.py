@@ -4,9 +4,9 @@
 `machine`     name, unified, num_cpus, host_bytes, device_bytes, disk_bytes, rates, nominal (names
               of rates that nobody measured), rates_origin, gpus (ranks of a node), nodes; a device
               is one rank's, all else a node's
-`ranks`       count, zero_stage, node_bytes {tier: bytes}, all of a node's ranks together; None for
-              one rank. `activations`, `plan`, `moved` and `step` are of one rank, tokens_per_s of
-              all
+`ranks`       count, zero_stage, whole_units (gathered once a step), node_bytes {tier: bytes}, all
+              of a node's ranks together; None for one rank. `activations`, `plan`, `moved` and
+              `step` are of one rank, tokens_per_s of all
 `work`        tokens (of a micro-batch), micro_batches (both of a rank), tokens_per_step, precision,
               slices, recompute (blocks, or "all"), offload, sliced_logits
 `schedule`    line (`work` in words), blocks, settings (as a configuration says it),
@@ -172,13 +172,14 @@ def _bars(page: Page, report: dict[str, Any]) -> None:
         page.say(f"          {inside or 'nothing'}")
     if report["ranks"]:
         used = report["ranks"]["node_bytes"]
-        whole = report["machine"]
+        whole, stay = report["machine"], report["ranks"]["whole_units"]
         parts = [f"RAM {format_size(used['host'])} of {format_size(whole['host_bytes'])}"]
         if used["disk"]:
             parts.append(f"disk {format_size(used['disk'])} of {format_size(whole['disk_bytes'])}")
         page.say(
             f"a node   {whole['gpus']} such ranks: {', '.join(parts)}; each rank keeps "
             f"1/{report['ranks']['count']} of every unit, as ZeRO-{report['ranks']['zero_stage']}"
+            + (f"; weights of {stay} units stay whole in slots" if stay else "")
         )
     _say_activations(page, report)
     for note in report["plan"]["notes"]:
@@ -415,6 +416,7 @@ def _planned(priced: Priced, rated_bytes: int) -> dict[str, Any]:
     ranks = {
         "count": plan.ranks,
         "zero_stage": plan.zero_stage,
+        "whole_units": len(plan.units) - plan.num_moving,
         "node_bytes": {tier.value: machine.gpus * used[tier] for tier in (Tier.HOST, Tier.DISK)},
     }
     return {

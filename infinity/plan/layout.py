@@ -339,19 +339,32 @@ def lay_out(
     )
 
 
-def laid_out_again(
-    unit: UnitLayout, precision: Precision, *, ranks: int, whole: bool, cast: bool
-) -> UnitLayout:
-    """A unit for so many ranks, all its parameters `cast` to a precision or as they are."""
-    facts = [
-        ParameterFacts(s.name, s.parameter, s.shape, s.dtype, s.numel,
-                       s.nbytes // max(s.numel, 1), s.trained, s.group)
-        for s in unit.segments
-    ]  # fmt: skip
-    if cast:
-        facts = [replace(f, dtype=precision.dtype, itemsize=precision.weight) for f in facts]
-    return lay_out(unit.index, unit.name, facts, precision, is_block=unit.is_block, ranks=ranks,
-                   whole=whole)  # fmt: skip
+def lay_out_again(
+    units: Iterable[UnitLayout],
+    precision: Precision,
+    ranks: int,
+    *,
+    whole: bool,
+    cast: bool = False,
+) -> tuple[UnitLayout, ...]:
+    """The same units for so many ranks; all parameters `cast` to the precision, or as they are."""
+    found = []
+    for unit in units:
+        facts = [
+            ParameterFacts(s.name, s.parameter, s.shape, s.dtype, s.numel,
+                           s.nbytes // max(s.numel, 1), s.trained, s.group)
+            for s in unit.segments
+        ]  # fmt: skip
+        if cast:
+            facts = [
+                replace(fact, dtype=precision.dtype, itemsize=precision.weight) for fact in facts
+            ]
+        again = lay_out(
+            unit.index, unit.name, facts, precision,
+            is_block=unit.is_block, ranks=ranks, whole=whole,
+        )  # fmt: skip
+        found.append(again)
+    return tuple(found)
 
 
 def _dealt(facts: list[ParameterFacts], ranks: int, turn: int) -> list[list[ParameterFacts]]:

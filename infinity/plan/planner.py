@@ -41,11 +41,10 @@ from infinity.plan.forecast import forecast_bytes
 from infinity.plan.layout import (
     ELEMENT_ALIGN,
     PRECISIONS,
-    Precision,
     Tier,
     UnitLayout,
     dealt_notes,
-    laid_out_again,
+    lay_out_again,
     round_up,
 )
 from infinity.plan.machine import PlanMachine
@@ -643,23 +642,18 @@ class Case:
 
     def with_precision(self, name: str) -> Case:
         """With all parameters, which must be trained ones, in another precision."""
-        units = self._laid_out(PRECISIONS[name], self.machine.ranks, cast=True)
+        precision, whole = PRECISIONS[name], self.rule.whole
+        units = lay_out_again(self.units, precision, self.machine.ranks, whole=whole, cast=True)
         return replace(self.with_config(precision=name), units=units)
 
     def with_gpus(self, gpus: int) -> Case:
         """With so many on each node; a step has the same tokens, but for rounding."""
         machine = self.machine.with_ranks(gpus, self.machine.nodes)
-        units = self._laid_out(PRECISIONS[self.config.precision], machine.ranks)
+        precision, whole = PRECISIONS[self.config.precision], self.rule.whole
+        units = lay_out_again(self.units, precision, machine.ranks, whole=whole)
         case = replace(self, machine=machine, units=units)
         tokens = -(-self.work.tokens * self.machine.ranks // machine.ranks)
         return case.with_step(tokens, self.micro_batches)
-
-    def _laid_out(
-        self, precision: Precision, ranks: int, *, cast: bool = False
-    ) -> tuple[UnitLayout, ...]:
-        """The same units for so many ranks, all parameters `cast` to a precision or as they are."""
-        how: dict[str, Any] = {"ranks": ranks, "whole": self.rule.whole, "cast": cast}
-        return tuple(laid_out_again(unit, precision, **how) for unit in self.units)
 
     def with_step(self, tokens: int, micro_batches: int) -> Case:
         """With other micro-batches, of `tokens` each."""

@@ -124,12 +124,12 @@ def measure(arguments: argparse.Namespace, folder: Path, say: Callable[[str], No
             if name.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
                 skipped[name] = "deepspeed is not installed"
                 continue
-            team = Team(name, arguments.ranks)
+            teams.append(team := Team(name, arguments.ranks))
             try:
                 say(f"starting {name} ...")
                 team.start(job)
-                teams.append(team)
             except ContenderFailedError as error:
+                teams.remove(team)
                 team.close(kill=True)
                 skipped[name] = f"failed: {error}"
                 say(f"error: {error}")

@@ -92,6 +92,12 @@ class Run:
         does; nothing was trained or allocated then.
         """
         directory, ranks = self.directory, self.ranks
+        if ranks.count > 1 and self.config.engine.durable:
+            raise ConfigError(
+                f"engine.durable: a run of {ranks.count} ranks does not keep its state so yet",
+                remedy="engine.durable=false, and training.checkpoint_every=...; or "
+                "infinity.initialize with a loop of your own, where durable steps take ranks",
+            )
         with ranks.settle("prepares a run"), _first(ranks, progress) as tell:
             prepared = prepare_run(self.config, directory.tokens, tell, ranks.count)
         with ranks.settle("plans a run"):

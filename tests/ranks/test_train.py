@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 from ranks.test_processes import HANG_S, TESTS, pytestmark  # noqa: F401
 from support.patience import wait_until
+from support.ranks import on_ranks
 from support.runs import losses_of, metrics_of, settings, train
 
 from infinity.errors import ConfigError
+from infinity.ranks import Ranks
+from infinity.runs.run import Run
 from infinity.runs.settings import load_run_config
 
 NO_DROPOUT = {f"model__config__{name}_pdrop": 0.0 for name in ("embd", "attn", "resid")}
@@ -111,6 +114,18 @@ def test_steps_are_shared_out_or_refused(tmp_path: Path) -> None:
     assert config.engine_for(16, 3).gradient_accumulation_steps == 1
     with pytest.raises(ConfigError, match="tokens_per_step=128"):
         config.engine_for(16, 2)
+
+
+def test_a_durable_run_of_ranks_is_refused(tmp_path: Path) -> None:
+    config = load_run_config(
+        settings(tmp_path, engine__durable=True, engine__nvme_path=str(tmp_path))
+    )
+
+    def work(ranks: Ranks) -> None:
+        with Run(config, ranks=ranks) as run, pytest.raises(ConfigError, match="a run of 2 ranks"):
+            run.prepare()
+
+    on_ranks(2, work)
 
 
 def test_gpus_in_a_launcher_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,12 @@ class Document:
             raise CheckpointError(f"the document of a commit cannot be read: {error}") from error
 
 
+def with_kept(document: Mapping[str, Any], kept: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A document as JSON, with what the optimizer keeps of parameters, by name, after its pass."""
+    run = {**document["run"], "kept": encode(dict(kept), "the optimizer's state")}
+    return {**document, "run": run}
+
+
 @dataclass(frozen=True)
 class CommitRecord:
     """One committed state.

@@ -92,7 +92,11 @@ class DurableReader(StateReader):
         if len(self._parts) == 1 or not self.document.run:
             return self.record.document.get("run", {})
         own = [{n: part.document.run[n] for n in OF_EACH_RANK} for part in self._parts]
-        return encode({**self.document.run, "ranks": own}, "the run's state")
+        kept: dict[str, Any] = {}
+        for part in self._parts:  # whoever has the last part of a parameter tells, as in a save
+            there = {s.name for unit in part.plan.own for s in unit.trained_segments}
+            kept |= {n: v for n, v in part.document.run["kept"].items() if n in there}
+        return encode({**self.document.run, "kept": kept, "ranks": own}, "the run's state")
 
     @property
     def verified(self) -> bool:

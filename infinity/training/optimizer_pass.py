@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infinity.checkpoint.commits import with_kept
 from infinity.checkpoint.durability import Durability
 from infinity.errors import EngineClosedError, MachineError
 from infinity.offload.gradients import Copy, GradientStore
@@ -450,6 +451,7 @@ class OptimizerPass:
         self.updates = Updates(
             plan, transfers, store, gradients, prefetcher, updater, before_change
         )
+        self._names = {s.parameter: s.name for unit in plan.units for s in unit.segments}
         self._job: PassJob | None = None
         self._closing = False
         self._thread = threading.Thread(
@@ -539,4 +541,8 @@ class OptimizerPass:
     def _run(self, job: PassJob) -> None:
         self.updates.run(job, lambda: self._closing)
         if self.durability is not None:
-            self.durability.finish_step(job.document, lambda: self._closing)
+            document = job.document
+            if document is not None:  # an optimizer of torch's has changed what it keeps
+                kept = self.updates.updater.kept()
+                document = with_kept(document, {self._names[i]: v for i, v in kept.items()})
+            self.durability.finish_step(document, lambda: self._closing)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from support.forked import TESTS
 from support.models import CASES
+from support.optimizers import ELEMENTWISE, WHOLE, Maker
 from support.rank_crash import HANG_S, POINTS, Death, journey
 from support.ranks import make_engine, on_ranks
 from support.small import MIXED, ON_DEVICE, ON_DISK
@@ -129,18 +130,26 @@ CASE = CASES["frozen"]
 
 
 def train_durably(
-    count: int, folder: Path, steps: int, load: Path | None = None, **more: Any
+    count: int,
+    folder: Path,
+    steps: int,
+    load: Path | None = None,
+    optimizer: Maker | None = None,
+    **more: Any,
 ) -> dict[str, Tensor]:
     """Train ranks that are threads, from wherever they resume, up to a step; the masters."""
     config = make_config(("disk", "host", "disk"), precision="bf16", seed=5) | more
     config |= {"durable": True, "durable_every": 1}
     config["gradient_accumulation_steps"] = MICRO_BATCHES // count
+    if optimizer is not None:
+        config.pop("optimizer")
+    own = {} if optimizer is None else {"optimizer": optimizer}
     models = [CASE.build() for _ in range(count)]
     batches = CASE.batches(steps * MICRO_BATCHES)
 
     def work(ranks: Ranks) -> dict[str, Tensor]:
         model = models[ranks.rank]
-        with make_engine(ranks, model, config, folder, groups=CASE.groups) as engine:
+        with make_engine(ranks, model, config, folder, groups=CASE.groups, **own) as engine:
             if load is not None:
                 engine.load_checkpoint(load)
             for batch in batches[engine.global_steps * MICRO_BATCHES :][ranks.rank :: count]:
@@ -180,6 +189,25 @@ def test_another_number_of_ranks_reads_the_last_commit(tmp_path: Path) -> None:
     found = train_durably(2, second, 6, resume="auto")
     assert found.keys() == expected.keys()
     assert [n for n, value in found.items() if not torch.equal(value, expected[n])] == []
+
+
+@pytest.mark.parametrize("name", ["NAdam", "Adafactor"])
+def test_what_optimizers_of_torch_keep_is_committed(tmp_path: Path, name: str) -> None:
+    """Step counts are those after the pass; of several ranks each has its own parameters'."""
+    optimizer = {**ELEMENTWISE, **WHOLE}[name]
+    folders = [tmp_path / str(number) for number in range(4)]
+    for folder in folders:
+        folder.mkdir()
+    expected = train_durably(1, folders[0], 3, optimizer=optimizer)
+    for count in (1, 2):
+        train_durably(count, folders[count], 1, optimizer=optimizer)
+        train_durably(count, folders[count], 2, optimizer=optimizer, resume="auto")
+    (own,) = parts_of(folders[2], 0)
+    for values in (
+        train_durably(1, folders[1], 3, optimizer=optimizer, resume="auto"),
+        train_durably(3, folders[3], 3, load=own, optimizer=optimizer),
+    ):
+        assert [n for n, v in values.items() if not torch.equal(v, expected[n])] == []
 
 
 def test_ranks_that_lack_what_others_have_are_named(tmp_path: Path) -> None:

@@ -12,8 +12,10 @@ its first pass would overwrite what the older one names. See docs/decisions/0016
 [Note: two phases]
 Of several ranks each has such files of its own. The first file of a step prepares it, and the
 second one commits it, after all ranks have met and so said that it is prepared on all. Loading
-takes the highest sequence number that *every* rank has in one of its files: a step that is prepared
-on all is rolled forward, and one that is not is rolled back. See docs/decisions/0025.
+takes the highest sequence number that *every* rank has in one of its files, of the same step: one
+that is prepared on all is rolled forward, and one that is not is rolled back. (At the end of a run
+ranks prepare without a meeting, and one of them may have failed a step before.) See
+docs/decisions/0025.
 
 A record is sealed JSON, and behind it lies what is left of longer ones.
 """
@@ -261,8 +263,8 @@ def last_commit(directory: Path, run: str) -> CommitRecord:
 
 def whole_records(
     directory: Path, found: Mapping[Path, CommitRecord | str]
-) -> dict[int, CommitRecord]:
-    """By sequence number, of what `read_commits` found; raises as `last_commit` does."""
+) -> dict[tuple[int, int], CommitRecord]:
+    """By sequence number and step, of what `read_commits` found; raises as `last_commit` does."""
     records = [record for record in found.values() if isinstance(record, CommitRecord)]
     if not records:
         raise CheckpointError(
@@ -270,19 +272,20 @@ def whole_records(
             because="; ".join(f"{path.name} {why}" for path, why in found.items()),
             remedy="bring one of them back from a copy; the state cannot be told without",
         )
-    return {record.sequence: record for record in records}
+    return {(record.sequence, record.step): record for record in records}
 
 
-def last_common(records: Sequence[Collection[int]], where: Path) -> int:
-    """The highest sequence number that every rank has, of those that each has whole.
+def last_common(records: Sequence[Collection[Sequence[int]]], where: Path) -> tuple[int, int]:
+    """The highest (sequence number, step) that every rank has, of those that each has whole.
 
     Raises `CheckpointError` where there is none; `where` is a directory of the run.
     """
-    common = set(records[0]).intersection(*records)
+    every = [{(sequence, step) for sequence, step in there} for there in records]
+    common = every[0].intersection(*every)
     if not common:
         raise CheckpointError(
             f"the ranks of the durable run in {where} have no commit in common: "
-            + "; ".join(f"rank {r} has {sorted(there)}" for r, there in enumerate(records)),
+            + "; ".join(f"rank {r} has {sorted(there)}" for r, there in enumerate(every)),
             because="a record of one of them is damaged, or was set back to an older copy",
             remedy="bring back its other copy (commit-a.bin, commit-b.bin); or start a new run "
             "(resume: never) and load a checkpoint",

@@ -160,9 +160,9 @@ class _Part:
             self.close()
             raise
 
-    def open(self, sequence: int) -> None:
-        """Read the commit of that number; raises `CheckpointError`."""
-        self.record = self.records[sequence]
+    def open(self, number: tuple[int, int]) -> None:
+        """Read the commit of that sequence number and step; raises `CheckpointError`."""
+        self.record = self.records[number]
         if self.record.checksums:
             self._sums = _open(self.directory / SUMS_NAME)
         self.document = Document.from_json(self.record.document)

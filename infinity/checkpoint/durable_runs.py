@@ -231,7 +231,7 @@ def read_run(directory: Path, roots: Iterable[Path] = ()) -> StoredRun:
         used=tuple(facts["used"]),
     )
     _check_files(striping, facts["run"])
-    return StoredRun(directory, facts, striping, commit, tuple(sorted(records)))
+    return StoredRun(directory, facts, striping, commit, tuple(sorted(n for n, _ in records)))
 
 
 def read_parts(directory: Path, roots: Iterable[Path] = ()) -> list[StoredRun]:

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from infinity.checkpoint.commits import COMMIT_NAMES
 from infinity.checkpoint.durable_reader import DurableReader
-from infinity.errors import CheckpointError, ConfigError
+from infinity.engine import Engine
+from infinity.errors import CheckpointError, ConfigError, InfinityError, TransferError
 from infinity.ranks import Ranks
 
 MICRO_BATCHES = 6
@@ -135,11 +136,12 @@ def train_durably(
     steps: int,
     load: Path | None = None,
     optimizer: Maker | None = None,
+    before_step: Callable[[Engine], None] = lambda _: None,
     **more: Any,
 ) -> dict[str, Tensor]:
     """Train ranks that are threads, from wherever they resume, up to a step; the masters."""
-    config = make_config(("disk", "host", "disk"), precision="bf16", seed=5) | more
-    config |= {"durable": True, "durable_every": 1}
+    config = make_config(("disk", "host", "disk"), precision="bf16", seed=5)
+    config |= {"durable": True, "durable_every": 1} | more
     config["gradient_accumulation_steps"] = MICRO_BATCHES // count
     if optimizer is not None:
         config.pop("optimizer")
@@ -154,6 +156,7 @@ def train_durably(
                 engine.load_checkpoint(load)
             for batch in batches[engine.global_steps * MICRO_BATCHES :][ranks.rank :: count]:
                 engine.backward(batch.call(engine))
+                before_step(engine)
                 engine.step()
             return {n: v.clone() for n, v in engine.state_dict(master=True).items()}
 
@@ -241,3 +244,21 @@ def test_commits_that_are_not_common_are_refused(tmp_path: Path) -> None:
         shutil.copy(tmp_path / "copy" / name, own / name)
     with pytest.raises(CheckpointError, match=r"no commit in common: rank 0 has \[.*rank 1 has"):
         train_durably(2, tmp_path, 6, resume="auto")
+
+
+def test_ranks_that_end_at_different_steps_go_back_to_a_common_one(tmp_path: Path) -> None:
+    """One fails in a step after ranks have met in it: at its end it prepares the step before."""
+    (whole := tmp_path / "whole").mkdir()
+    expected = train_durably(2, whole, 4)
+
+    def lose(*_: Any) -> None:
+        raise TransferError("a gradient was lost", path="/", offset=0, length=1, errno=5)
+
+    def fail_on_one(engine: Engine) -> None:
+        if engine.ranks.rank == 1 and engine.global_steps == 3:
+            engine._parts.gradients.settle = lose  # type: ignore[method-assign]
+
+    with pytest.raises(InfinityError, match="a gradient was lost"):
+        train_durably(2, tmp_path, 4, durable_every=2, before_step=fail_on_one)
+    found = train_durably(2, tmp_path, 4, resume="auto")
+    assert [n for n, value in found.items() if not torch.equal(value, expected[n])] == []

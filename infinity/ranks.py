@@ -330,9 +330,10 @@ class TorchRanks(Ranks):
             )
 
     def close(self) -> None:
-        """Destroy what was made here."""
-        if self._dist.is_initialized():
-            self._dist.destroy_process_group(None if self._owned else self._host)
+        """Destroy what was made here; idempotent."""
+        host, self._host = self._host, None
+        if host is not None and self._dist.is_initialized():
+            self._dist.destroy_process_group(None if self._owned else host)
 
 
 class _TorchWork:

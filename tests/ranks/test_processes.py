@@ -16,8 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.models import CASES
 from support.trainer import make_config, train_exactly
+
+from infinity.ranks import TorchRanks
 
 HANG_S = 600  # only a hang takes so long
 TESTS = Path(__file__).parent.parent
@@ -160,3 +163,15 @@ def test_the_example_prints_the_same_alone_and_on_two(tmp_path: Path) -> None:
         del store
     assert len(printed[0]) == 10
     assert printed[0] == printed[1]
+
+
+def test_a_group_of_the_users_is_let_go_of_once() -> None:
+    """An error in initialize() closes what it may have closed: the error is what is raised."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ranks = TorchRanks(owned=False)
+        ranks.close()
+        ranks.close()
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()

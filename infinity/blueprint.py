@@ -192,7 +192,7 @@ def _agreed(limits: Limits, ranks: Ranks) -> Limits:
         disk=least(one.disk for one in told),
         base=max(one.base for one in told),
         made=max(one.made for one in told),
-        activations=limits.activations,
+        activations=max((n for one in told if (n := one.activations) is not None), default=None),
     )
 
 

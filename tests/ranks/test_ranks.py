@@ -23,6 +23,7 @@ from support.trainer import make_config, make_device, same_bits, train_exactly
 from torch import Tensor, nn
 
 import infinity
+from infinity import blueprint
 from infinity.blueprint import limits_for
 from infinity.config.schema import Config, load_config
 from infinity.engine import Engine
@@ -30,6 +31,7 @@ from infinity.errors import CheckpointError, InfinityError, TrainingError
 from infinity.model.meta_init import Origins
 from infinity.offload.exchange import NormTree
 from infinity.optim.cpu import CpuKernels
+from infinity.plan.budget import Limits
 from infinity.plan.layout import FP32, ParameterFacts, lay_out
 from infinity.ranks import ALONE, Ranks
 from infinity.storage.device import CpuDevice
@@ -160,6 +162,16 @@ def test_budgets_are_those_of_the_machine() -> None:
     default = [limits_for(Config(), device, model, one).host for one in (ALONE, ranks)]
     assert default[0] is not None
     assert default[1] == pytest.approx(default[0] / 4, rel=0.05)  # more or less RAM is free
+
+
+def test_limits_are_the_least_of_all_ranks() -> None:
+    """Memory is read on each, a moment apart: what is left to activations differs, too."""
+
+    def work(ranks: Ranks) -> Limits:
+        rank = ranks.rank
+        return blueprint._agreed(Limits(None, 100 - rank, None, rank, rank, 10 * rank), ranks)
+
+    assert on_ranks(3, work) == [Limits(None, 98, None, 2, 2, 20)] * 3
 
 
 def test_the_norm_does_not_show_where_parameters_are_cut() -> None:

@@ -262,7 +262,7 @@ class TorchRanks(Ranks):
         self.local_count = _number("LOCAL_WORLD_SIZE", self.count)
         self._gloo = dist.get_backend() == "gloo"
         with _by_loopback(self.local_count == self.count):
-            self._host: Any = dist.new_group(backend="gloo", timeout=_HELD_UP)
+            self._host: Any = dist.new_group(backend="gloo", timeout=_patience(dist.group.WORLD))
 
     def all_gather(self, whole: Tensor, *, beside: bool = False) -> Work:
         """See `Ranks`."""
@@ -313,7 +313,7 @@ class TorchRanks(Ranks):
         if store is not None:
             with contextlib.suppress(RuntimeError):
                 store.set(f"lost-{self.rank}", "")
-                for rank in range(self.count):
+                for rank in (r for r in range(self.count) if r != self.rank):
                     try:
                         store.wait([f"lost-{rank}"], _ROLL_CALL)
                     except RuntimeError:
@@ -334,6 +334,15 @@ class TorchRanks(Ranks):
         host, self._host = self._host, None
         if host is not None and self._dist.is_initialized():
             self._dist.destroy_process_group(None if self._owned else host)
+
+
+def _patience(group: Any) -> timedelta:
+    """How long torch's `group` waits for a rank: so do meetings, which are in a group of ours."""
+    with contextlib.suppress(AttributeError, RuntimeError):  # torch has no public name for it
+        found = group._get_backend(group._device_types[0]).options._timeout
+        if isinstance(found, timedelta):
+            return found
+    return _HELD_UP
 
 
 class _TorchWork:

@@ -122,7 +122,9 @@ def test_a_slot_that_was_freed_for_a_unit_is_not_filled_twice() -> None:
     """A unit that the optimizer's pass does not publish, before others that it does publish."""
     facts = [ParameterFacts(f"p{i}", i, (9216,), "bfloat16", 9216, 2, True, 0) for i in range(12)]
     layouts = tuple(lay_out(i, f"u{i}", [facts[i]], BF16, ranks=3) for i in range(12))
-    config = load_config({"nvme_path": "/nvme", "placement": ON_DISK, "prefetch_units": 1})
+    config = load_config(
+        {"nvme_path": "/nvme", "placement": ON_DISK | {"whole": False}, "prefetch_units": 1}
+    )
     plan = make_plan(layouts, config, Limits(None, None, None), unified=False)
     first = replace(plan.placements[0], weight=Tier.DEVICE)
     mixed = replace(plan, placements=(first, *plan.placements[1:]))

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -35,6 +35,7 @@ from support.fake_accelerator import (
     bytes_of,
     written_by,
 )
+from support.ranks import Beside
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -58,7 +59,9 @@ class Past:
 class OrderedEvent:
     """The end of a copy or an update, or of the compute so far (`inner` is None then)."""
 
-    def __init__(self, device: OrderedAccelerator, past: Past, inner: FakeEvent | None) -> None:
+    def __init__(
+        self, device: OrderedAccelerator, past: Past, inner: FakeEvent | Beside | None
+    ) -> None:
         self._device = device
         self.past = past
         self._inner = inner
@@ -70,19 +73,26 @@ class OrderedEvent:
         """Compute is never seen to be over without waiting: a GPU is far behind its host."""
         if self._inner is None:
             return self.seen or self._device.has_seen(self.past)
-        if self._inner.done():
+        with self._device.not_compute():
+            over = self._inner.done()
+        if over:
             self._see()
-        return self._inner.done()
+        return over
 
     def wait(self) -> None:
         if not self.done():
             self._device.count_wait("compute" if self._inner is None else "copy")
-        if self._inner is not None:
-            self._inner.wait()
+        self.end()
         self._see()
 
-    def begin(self) -> None:
+    def end(self) -> None:
+        """Wait as a stream does: the host sees nothing."""
         if self._inner is not None:
+            with self._device.not_compute():
+                self._inner.wait()
+
+    def begin(self) -> None:
+        if isinstance(self._inner, FakeEvent):
             self._inner.begin()
 
     def _see(self) -> None:
@@ -153,8 +163,8 @@ class OrderedAccelerator(FakeAccelerator):
                 self._note(_Access(first, end, write, compute=self._number, what=name))
 
     @contextmanager
-    def _not_compute(self) -> Iterator[None]:
-        """What the fake does to seem late (it poisons targets) is no operation of the user's."""
+    def not_compute(self) -> Iterator[None]:
+        """What a fake does to seem late (it poisons targets) is no operation of the user's."""
         self._silent.on = True
         try:
             yield
@@ -209,8 +219,8 @@ class OrderedAccelerator(FakeAccelerator):
         with self._books:
             self._computed.join(self._past_of(event))
         for part in getattr(event, "events", (event,)):
-            if isinstance(part, OrderedEvent) and part._inner is not None:
-                part._inner.wait()  # compute is now: here it must wait, a GPU's host would not
+            if isinstance(part, OrderedEvent):
+                part.end()  # compute is now: here it must wait, a GPU's host would not
 
     def copy_in(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         return self._ordered_copy("copy in", target, source, after, self._past_of(after))
@@ -243,7 +253,7 @@ class OrderedAccelerator(FakeAccelerator):
                     if write and past.compute < self._number:
                         self.violations.append(f"{name} is not ordered after compute before it")
                     self._beside.append(_Access(*span, write, copy=event, what=name))
-        with self._not_compute():
+        with self.not_compute():
             inner = super()._copy(name, target, source, _Inner(after))
         assert isinstance(inner, FakeEvent)
         event._inner = inner
@@ -264,11 +274,25 @@ class OrderedAccelerator(FakeAccelerator):
                     span = first, first + bytes_of(tensor).numel()
                     self._check(*span, first in written, past, "update", self._accesses)
                     self._note(_Access(*span, first in written, copy=event, what="update"))
-        with self._not_compute():
+        with self.not_compute():
             inner = super().update(pieces, _Inner(after))
         assert isinstance(inner, FakeEvent)
         event._inner = inner
         past.copies = {*past.copies, event}
+        return event
+
+    def beside(self, start: Callable[[], Event], after: Event = HAPPENED) -> Event:
+        _Inner(after).wait()
+        with self.not_compute():
+            work = start()
+        assert isinstance(work, Beside)
+        past = self._past_of(after)
+        with self._books:
+            event = OrderedEvent(self, past, work)
+            for tensor, write in work.touched:
+                span = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+                self._check(*span, write, past, work.what, self._accesses)
+                self._note(_Access(*span, write, copy=event, what=work.what))
         return event
 
     def begin_square_sums(self, tensors: Sequence[Tensor]) -> SquareSums:

@@ -53,10 +53,11 @@ class Beside:
         self.what = what
         self._ranks = ranks
         self._parts = parts  # that others' bytes come to; this rank's too, if it is not there
+        elsewhere = [part for part in parts if part.data_ptr() != own.data_ptr()]
+        self.touched = [(own, False), *((part, True) for part in elsewhere)]
         self._given = Given((what, own.shape, own.dtype), own)
-        for part in parts:
-            if part.data_ptr() != own.data_ptr():
-                part.fill_(0xFF)
+        for part in elsewhere:
+            part.fill_(0xFF)
         self.number = ranks.group.give(ranks.rank, self._given)
         self.awaited = self._over = False
         self._lock = threading.Lock()

@@ -36,7 +36,7 @@ from support.trainer import (
 from infinity import _adam, _aio
 from infinity.storage.device import Device
 
-STEPS = 6
+STEPS = 4
 TIGHT = 0.5  # below the gradient norm of most steps: it acts
 SCALE = ScaleWords(initial=2.0**16, window=2, hysteresis=2)  # the first steps overflow
 Choice = dict[str, Any]

@@ -48,6 +48,7 @@ def together(*commands: list[str], **environment: str) -> list[str]:
     return [out for out, _ in found]
 
 
+@pytest.mark.big
 def test_two_agents_are_two_nodes_and_give_the_bits_of_one() -> None:
     """A node's budget is that of the ranks it has: here one, so all of it."""
     with socket.socket() as probe:

@@ -79,6 +79,7 @@ def test_what_two_ranks_began_and_one_ends_is_the_run_of_one(alone: Path, tmp_pa
     assert norms_of(tmp_path) == norms_of(alone)
 
 
+@pytest.mark.big
 def test_two_ranks_go_on_where_one_was_stopped(alone: Path, tmp_path: Path) -> None:
     raw = settings(tmp_path, **NO_DROPOUT, **LONG)
     train(raw, stop_after=15)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import tempfile
 import threading
@@ -223,6 +224,8 @@ def together(
     count: int, work: Callable[[Ranks], T]
 ) -> tuple[dict[int, T], dict[int, BaseException]]:
     """Results and errors by rank. What they started, they have waited for."""
+    # Two threads that import it at once may break CPython 3.11's parser (gh-106905).
+    importlib.import_module("torch._dynamo")
     group = Group(count)
     members = group.ranks()
     results: dict[int, T] = {}

@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from infinity.errors import ConfigError, MachineError
+from infinity.plan.machine import read_machine
 
 _PATIENCE_S = 600  # for a step that ends, and a save, after Ctrl-C; then processes are killed
 
@@ -35,7 +36,7 @@ def launch(count: int, arguments: Sequence[str]) -> None:
         )
     if 0 < (found := torch.cuda.device_count()) < count:
         raise ConfigError(f"--gpus {count}, and {found} are here", remedy=f"--gpus {found}")
-    threads = max((os.cpu_count() or 1) // count, 1)
+    threads = max(read_machine().num_cpus // count, 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_PATIENCE_S))
     here = "127.0.0.1"

@@ -18,7 +18,7 @@ import torch
 from support.half import ScaleWords, train_half
 from support.models import Batch
 from support.optimizers import ELEMENTWISE, WHOLE, Maker, SignedMomentum
-from support.ranks import make_engine, on_ranks, together, train_ranks
+from support.ranks import make_engine, on_ranks, together, train_over, train_ranks
 from support.trainer import make_config, make_device, same_bits, train_exactly
 from torch import Tensor, nn, optim
 
@@ -207,19 +207,11 @@ def test_saved_on_some_ranks_resumed_on_others(
     batches = batches_of(micro_batches * steps * len(counts))
     one = config_of(placement, micro_batches, precision="bf16")
     expected = train_exactly(build(), batches, one, groups=groups_of, make_optimizer=MAKERS[name])
-    losses: list[float] = []
-    norms: list[float] = []
-    for number, count in enumerate(counts):
-        part = batches[number * micro_batches * steps :][: micro_batches * steps]
-        found = train_ranks(
-            count, partial(build, number), part,
-            config_of(placement, micro_batches // count, precision="bf16"),
-            groups=groups_of, optimizer=MAKERS[name],
-            load=tmp_path / str(number - 1) if number else None, save=tmp_path / str(number),
-        )  # fmt: skip
-        losses += found.losses
-        norms += found.norms
-    found.losses, found.norms = losses, norms
+    found = train_over(
+        counts, build, batches,
+        lambda _, count: config_of(placement, micro_batches // count, precision="bf16"),
+        tmp_path, groups=groups_of, optimizer=MAKERS[name],
+    )  # fmt: skip
     assert found.differences(expected) == []
 
 

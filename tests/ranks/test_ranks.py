@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import CASES, Batch, Gpt
-from support.ranks import ThreadRanks, make_engine, on_ranks, together, train_ranks
+from support.ranks import ThreadRanks, make_engine, on_ranks, together, train_over, train_ranks
 from support.trainer import make_config, make_device, same_bits, train_exactly
 from torch import Tensor, nn
 
@@ -559,19 +559,15 @@ def test_saved_on_some_ranks_resumed_on_others(name: str, moments: str, tmp_path
     batches = case.batches(micro_batches * steps * len(counts))
     one = with_micro_batches(config, micro_batches)
     expected = train_exactly(case.build(), batches, one, groups=case.groups)
-    losses: list[float] = []
-    norms: list[float] = []
-    for number, count in enumerate(counts):
-        own = with_micro_batches(config, micro_batches // count)
-        placement = {"placement": {"weights": ("disk", "host", "device")[number % 3]}}
-        part = batches[number * micro_batches * steps :][: micro_batches * steps]
-        found = train_ranks(
-            count, partial(case.build, seed=number), part, own | placement, groups=case.groups,
-            load=tmp_path / str(number - 1) if number else None, save=tmp_path / str(number),
-        )  # fmt: skip
-        losses += found.losses
-        norms += found.norms
-    found.losses, found.norms = losses, norms
+
+    def config_of(number: int, count: int) -> dict[str, Any]:
+        placement = {"weights": ("disk", "host", "device")[number % 3]}
+        return with_micro_batches(config, micro_batches // count) | {"placement": placement}
+
+    def build(number: int) -> nn.Module:
+        return case.build(seed=number)
+
+    found = train_over(counts, build, batches, config_of, tmp_path, groups=case.groups)
     assert found.differences(expected) == []
 
 

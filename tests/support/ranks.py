@@ -8,6 +8,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -274,6 +275,34 @@ def make_engine(
         model, load_config(plain), io=io, device=device, ranks=ranks, **options
     )[0]
     return made
+
+
+def train_over(
+    counts: Sequence[int],
+    build: Callable[[int], nn.Module],
+    batches: Sequence[Batch],
+    config_of: Callable[[int, int], Mapping[str, Any]],
+    folder: Path,
+    **options: Any,
+) -> Result:
+    """Train on so many ranks, one after the other: each loads what the last one saved.
+
+    They have equal parts of `batches`, a model that `build` makes anew of their number, and a
+    configuration by number and count.
+    """
+    losses: list[float] = []
+    norms: list[float] = []
+    each = len(batches) // len(counts)
+    for number, count in enumerate(counts):
+        result = train_ranks(
+            count, partial(build, number), batches[number * each :][:each],
+            config_of(number, count), save=folder / str(number),
+            load=folder / str(number - 1) if number else None, **options,
+        )  # fmt: skip
+        losses += result.losses
+        norms += result.norms
+    result.losses, result.norms = losses, norms
+    return result
 
 
 def train_ranks(

@@ -278,10 +278,13 @@ class DeepSpeed(Contender):
 
         deepspeed.init_distributed(dist_backend="gloo" if self.device.type == "cpu" else "nccl")
         model = self.build(torch.device("cpu"))
-        config = deepspeed_config(job, max(p.numel() for p in model.parameters()))
         self.engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=list(model.parameters()), config=config
+            model=model, model_parameters=list(model.parameters()), config=self.config(model)
         )
+
+    def config(self, model: nn.Module) -> dict[str, Any]:
+        """What it is told."""
+        return deepspeed_config(self.job, max(p.numel() for p in model.parameters()))
 
     def step(self) -> None:
         """Do one whole training step."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from _bench_config import HYPER_PARAMETERS
 from _bench_contender import Contender, Infinity
+from _bench_contender import DeepSpeed as Peer
 from _bench_contender import main as serve
 from torch import Tensor, nn
 
@@ -118,38 +119,22 @@ class Fsdp(Together):
         return nullcontext()
 
 
-class DeepSpeed(Contender):
+class DeepSpeed(Peer):
     """The peer's ZeRO, all in RAM, by the stage in its name."""
 
-    def __init__(self, job: dict[str, Any]) -> None:
-        super().__init__(job | {"by_engine": False})
-        import deepspeed
-
-        deepspeed.init_distributed(dist_backend="gloo")
-        model = self.build(self.device)
-        config = {
-            "train_micro_batch_size_per_gpu": job["rows"],
-            "gradient_accumulation_steps": job["micro_batches"],
+    def config(self, model: nn.Module) -> dict[str, Any]:
+        """What it is told."""
+        return {
+            "train_micro_batch_size_per_gpu": self.job["rows"],
+            "gradient_accumulation_steps": self.job["micro_batches"],
             "gradient_clipping": 1.0,
             "steps_per_print": 10**9,
             "optimizer": {"type": "AdamW", "params": {**HYPER_PARAMETERS, "torch_adam": True}},
-            "zero_optimization": {"stage": int(job["contender"][-1]), "overlap_comm": False},
+            "zero_optimization": {
+                "stage": int(self.job["contender"][-1]),
+                "overlap_comm": False,
+            },
         }
-        self.engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=list(model.parameters()), config=config
-        )
-
-    def step(self) -> None:
-        """Do one whole training step."""
-        for tokens, targets in self.batch():
-            loss = self.engine(tokens, targets)
-            self.last_loss = loss.item()
-            self.engine.backward(loss)
-            self.engine.step()
-
-    def close(self) -> None:
-        """End it."""
-        self.engine.destroy()
 
 
 CONTENDERS: dict[str, type[Contender]] = {

@@ -17,14 +17,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import pickle
-import shutil
 import socket
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,8 +29,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from _bench_child import Child, ContenderFailedError
-from _process import Phase, Signals, Stopped
-from bench_step import REPOSITORY, _positive
+from _process import Signals
+from bench_step import finish, positive
 
 CHOICES = (
     "infinity_ram", "infinity_disk", "ddp", "fsdp", "fsdp_offload",
@@ -314,36 +311,7 @@ def main(argv: list[str] | None = None) -> int:
     """Measure, show, and leave nothing behind."""
     signals = Signals()
     signals.install()
-    arguments = _parsed(argv)
-
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    parent = arguments.path or REPOSITORY / "scratch"
-    if arguments.path is None:
-        parent.mkdir(exist_ok=True)
-    folder: Path | None = None
-    try:
-        signals.enter(Phase.RUNNING)
-        folder = Path(tempfile.mkdtemp(prefix="bench-ranks-", dir=parent))
-        report = measure(arguments, folder, say)
-        show(report)
-        if arguments.json:
-            print(json.dumps(report), flush=True)
-        return 1 if any(why.startswith("failed") for why in report["skipped"].values()) else 0
-    except Stopped as stopped:
-        say(str(stopped))
-        return stopped.exit_code
-    except ContenderFailedError as error:
-        say(f"error: {error}")
-        return 1
-    finally:
-        signals.enter(Phase.CLOSING)
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-        if arguments.path is None and not any(parent.iterdir()):
-            parent.rmdir()
-        signals.enter(Phase.ENDED)
+    return finish(_parsed(argv), signals, measure, show)
 
 
 def _parsed(argv: list[str] | None) -> argparse.Namespace:
@@ -352,13 +320,13 @@ def _parsed(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--model", default="gpt-100m", choices=presets.PRESETS, metavar="NAME")
-    add("--ranks", type=_positive, default=2)
-    add("--rounds", type=_positive, default=5, help="turns per contender")
-    add("--steps", type=_positive, default=1, help="timed steps per turn (one more is untimed)")
-    add("--warmup", type=_positive, default=2, help="steps of each contender before the rounds")
-    add("--tokens", type=_positive, default=1024, help="per step, all ranks together")
-    add("--micro-batches", type=_positive, default=1, help="of each rank")
-    add("--context", type=_positive, default=256, help="longest sequence")
+    add("--ranks", type=positive, default=2)
+    add("--rounds", type=positive, default=5, help="turns per contender")
+    add("--steps", type=positive, default=1, help="timed steps per turn (one more is untimed)")
+    add("--warmup", type=positive, default=2, help="steps of each contender before the rounds")
+    add("--tokens", type=positive, default=1024, help="per step, all ranks together")
+    add("--micro-batches", type=positive, default=1, help="of each rank")
+    add("--context", type=positive, default=256, help="longest sequence")
     add("--path", type=Path, help="folder on the disk to use (default: the repository's)")
     add("--only", help=f"of {','.join(CHOICES)}", default=",".join(CHOICES), metavar="NAMES")
     add("--json", action="store_true", help="one JSON object on stdout")

@@ -171,6 +171,22 @@ def main(argv: list[str] | None = None) -> int:
 
         arguments.device = "cuda" if torch.cuda.is_available() else "cpu"
 
+    import presets
+    from _bench_report import show  # torch, before a signal may raise
+
+    if arguments.model not in presets.PRESETS:
+        parser.error(f"--model {arguments.model} is not one of {', '.join(presets.PRESETS)}")
+    return finish(arguments, signals, measure, show)
+
+
+def finish(
+    arguments: argparse.Namespace,
+    signals: Signals,
+    measure: Callable[[argparse.Namespace, Path, Callable[[str], None]], dict[str, Any]],
+    show: Callable[[dict[str, Any]], None],
+) -> int:
+    """Measure in a folder that is gone afterwards, and show; the exit code."""
+
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
@@ -178,14 +194,9 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.path is None:
         parent.mkdir(exist_ok=True)
     folder: Path | None = None
-    import presets
-    from _bench_report import show  # torch, before a signal may raise
-
-    if arguments.model not in presets.PRESETS:
-        parser.error(f"--model {arguments.model} is not one of {', '.join(presets.PRESETS)}")
     try:
         signals.enter(Phase.RUNNING)
-        folder = Path(tempfile.mkdtemp(prefix="bench-step-", dir=parent))
+        folder = Path(tempfile.mkdtemp(prefix="bench-", dir=parent))
         report = measure(arguments, folder, say)
         show(report)
         if arguments.json:
@@ -211,7 +222,8 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """An option that counts something."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")
@@ -230,12 +242,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--model", default="gpt-124m", help="a preset of examples/gpt.py or examples/llama.py")
-    add("--rounds", type=_positive, default=5, help="turns per contender")
-    add("--steps", type=_positive, default=1, help="timed steps per turn (one more is untimed)")
-    add("--warmup", type=_positive, default=2, help="steps of each contender before the rounds")
-    add("--tokens", type=_positive, default=512, help="per step, all micro-batches together")
-    add("--micro-batches", type=_positive, default=1)
-    add("--context", type=_positive, default=256, help="longest sequence")
+    add("--rounds", type=positive, default=5, help="turns per contender")
+    add("--steps", type=positive, default=1, help="timed steps per turn (one more is untimed)")
+    add("--warmup", type=positive, default=2, help="steps of each contender before the rounds")
+    add("--tokens", type=positive, default=512, help="per step, all micro-batches together")
+    add("--micro-batches", type=positive, default=1)
+    add("--context", type=positive, default=256, help="longest sequence")
     add("--checkpointing", action="store_true", help="recompute blocks in backward")
     add("--precision", choices=("bf16", "fp32"), default="bf16")
     add("--path", type=Path, help="folder on the disk to measure (default: the repository's)")
@@ -249,7 +261,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--state", choices=("auto", "host"), default="auto", help="moments, of infinity_ram on cuda"
     )
-    add("--slices", type=_positive, default=1, help="ours: parts that a block runs a batch in")
+    add("--slices", type=positive, default=1, help="ours: parts that a block runs a batch in")
     add("--compile", action="store_true", help="blocks, of ours and of plain torch")
     add(
         "--offload",

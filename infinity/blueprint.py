@@ -273,7 +273,7 @@ def case_here(
 
 
 def _leaving_room(
-    limits: Limits, config: Config, device: Device, model: nn.Module, cut: Cut, ranks: Ranks
+    limits: Limits, config: Config, device: Device, model: nn.Module, cut: Cut
 ) -> Limits:
     """With what activations are expected to take, where the tokens of a micro-batch are told."""
     target, settings = target_of("", model, {}), config.activations
@@ -283,10 +283,8 @@ def _leaving_room(
         shape, settings, settings.tokens, settings.recompute, device.unified
     )
     memory = device.memory_bytes()
-    if memory is None:
-        whole = default_host_budget_bytes(read_machine(config.nvme_path)) // ranks.local_count
-    else:
-        whole = int(memory * AUTO_DEVICE_BUDGET)
+    whole = limits.host if memory is None else int(memory * AUTO_DEVICE_BUDGET)
+    assert whole is not None
     tier = Tier.HOST if device.unified else Tier.DEVICE
     return leaving_activations(limits, found, tier, whole)
 
@@ -303,7 +301,7 @@ def plan_for(
     """The plan of one engine on this machine; `rates` as `make_plan` takes them."""
     limits = limits_for(config, device, model, ranks)
     if config.activations.tokens is not None:
-        limits = _leaving_room(limits, config, device, model, cut, ranks)
+        limits = _leaving_room(limits, config, device, model, cut)
     limits = _agreed(limits, ranks)
     facts = facts_of(rule, cut.layouts)
     run = None

@@ -14,7 +14,9 @@ from test_advice import MIB, machine, units
 from infinity.config.schema import load_config
 from infinity.errors import DoesNotFitError
 from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
+from infinity.plan.budget import budgeted_bytes
 from infinity.plan.cost import Work, nominal
+from infinity.plan.layout import Tier
 from infinity.plan.plan import RuleFacts
 from infinity.plan.planner import Case, Priced, price
 
@@ -89,6 +91,22 @@ def test_what_is_asked_for_is_kept() -> None:
         "2 micro-batches of 1,024 tokens in 4 slices, 2 of 6 blocks recomputed in backward, "
         "their inputs wait in RAM"
     )
+
+
+def test_where_ram_computes_its_named_budget_is_for_activations_too() -> None:
+    budget = 480 * MIB
+    case = case_of(None, 8 * GIB, 1, 1e13, budget={"host": budget})
+    case = replace(case, work=Work(8 * SEQUENCES * LENGTH))
+    best = choose_schedule(case, BatchSchedule(), SEQUENCES).best
+    assert best is not None
+    assert budgeted_bytes(best.plan)[Tier.HOST] + best.activations.total <= budget
+
+
+def test_an_engine_leaves_activations_room_within_its_named_budget(tmp_path: Path) -> None:
+    for tokens, on_disk in ((64, False), (3 * 10**6, True)):
+        told: dict[str, Any] = {"budget": {"host": "4GiB"}, "activations": {"tokens": tokens}}
+        with small_engine(tmp_path, {"weights": "auto"}, **told) as engine:
+            assert (engine.plan.tier_bytes[Tier.DISK] > 0) == on_disk
 
 
 def test_where_nothing_fits_the_least_is_told() -> None:

@@ -544,13 +544,17 @@ class Case:
         if machine.device_bytes is not None:
             device = budget.device or int(self.device_share * machine.device_bytes)
         disk = machine.disk_bytes if budget.disk is None else min(budget.disk, machine.disk_bytes)
-        host = (budget.host or machine.host_budget_bytes) // machine.gpus
         disk //= machine.gpus
-        limits = Limits(device=device, host=host, disk=disk, base=self.base, made=self.made)
+        limits = Limits(device=device, host=self.host_bytes, disk=disk, base=self.base, made=self.made)
         if self.config.activations.tokens is None:
             return limits
         found = self.activations()
         return leaving_activations(limits, found, self.compute_tier, self.compute_bytes)
+
+    @property
+    def host_bytes(self) -> int:
+        """RAM of one rank."""
+        return (self.config.budget.host or self.machine.host_budget_bytes) // self.machine.gpus
 
     @property
     def compute_tier(self) -> Tier:
@@ -559,9 +563,9 @@ class Case:
 
     @property
     def compute_bytes(self) -> int:
-        """What a run could take of that tier, whatever its configuration leaves to the plan."""
+        """What a run could take of that tier: a named budget of RAM bounds the whole process."""
         if self.machine.device_bytes is None:
-            return self.machine.host_budget_bytes // self.machine.gpus
+            return self.host_bytes
         return int(self.device_share * self.machine.device_bytes)
 
     @property

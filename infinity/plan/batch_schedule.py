@@ -25,13 +25,13 @@ from infinity.config.schema import ActivationsConfig, Config, Offload, Recompute
 from infinity.errors import DoesNotFitError
 from infinity.plan.activations import num_blocks
 from infinity.plan.budget import budgeted_bytes
-from infinity.plan.planner import Case, Priced, price
+from infinity.plan.planner import MARGIN, Case, Priced, price
 
 LEAST_TOKENS = {True: 64, False: 512}  # of a slice, on a CPU and on a GPU; fewer leave it idle
 PER_DOUBLING = 0.005  # of a step's time: what more slices cost in calls, where all else is equal
 MOST_MICRO_BATCHES, MOST_SLICES = 1024, 256
 WORSE, MOST_SLOWER = 1.05, 2  # twice so much slower: still more micro-batches are not tried
-MOST_REFINED = 2  # numbers of micro-batches
+MOST_REFINED = 3  # pairs of micro-batches and slices
 _OFFLOADS: tuple[Offload, ...] = get_args(Offload)  # from the nearest on
 
 
@@ -144,14 +144,19 @@ def choose_schedule(case: Case, wish: BatchSchedule, sequences: int | None = Non
 
     `case` has all tokens of a step in one micro-batch; `sequences` is how many samples they are,
     None where that is not known: then pieces may be as small as `LEAST_TOKENS`. Parts of `wish`
-    that are not None are kept.
+    that are not None are kept. Where RAM computes, activations get `MARGIN` more than estimated,
+    unless nothing fits with that; of a device's own memory something is left over anyway.
     """
-    return _Search(case, wish, sequences).run()
+    chosen = _Search(case, wish, sequences, MARGIN if case.machine.unified else 1.0).run()
+    return chosen if chosen.best else _Search(case, wish, sequences, 1.0).run()
 
 
 class _Search:
-    def __init__(self, case: Case, wish: BatchSchedule, sequences: int | None) -> None:
+    def __init__(
+        self, case: Case, wish: BatchSchedule, sequences: int | None, margin: float
+    ) -> None:
         self.case = case
+        self.margin = margin
         self.wish = wish
         self.tokens = case.work.tokens
         self.pieces = sequences or max(self.tokens // LEAST_TOKENS[case.machine.unified], 1)
@@ -265,7 +270,7 @@ class _Search:
         return self.case.with_schedule(count, tokens, slices, blocks, offload)
 
     def _has_room(self, case: Case) -> bool:
-        return case.activations().total <= self._room(case)
+        return self.margin * case.activations().total <= self._room(case)
 
     def _room(self, case: Case) -> int:
         """What is left to activations where everything rests as low as it may."""
@@ -282,15 +287,15 @@ class _Search:
             found = price(case)
         except DoesNotFitError:
             return None
-        return None if found.missing else found
+        return found if self.margin * found.activations.total <= found.room else None
 
     def _refine(self) -> None:
         """Between as few recomputed blocks as must be and all of them, for the best counts."""
         if self.wish.recompute is not None or not self.blocks:
             return
-        best: dict[int, Priced] = {}
+        best: dict[tuple[int, int], Priced] = {}
         for priced in sorted(self.found, key=_seconds):
-            best.setdefault(priced.case.micro_batches, priced)
+            best.setdefault((priced.case.micro_batches, priced.case.work.slices), priced)
         for priced in list(best.values())[:MOST_REFINED]:
             if priced.case.work.recompute:
                 self._halve(priced)

@@ -545,7 +545,9 @@ class Case:
             device = budget.device or int(self.device_share * machine.device_bytes)
         disk = machine.disk_bytes if budget.disk is None else min(budget.disk, machine.disk_bytes)
         disk //= machine.gpus
-        limits = Limits(device=device, host=self.host_bytes, disk=disk, base=self.base, made=self.made)
+        limits = Limits(
+            device=device, host=self.host_bytes, disk=disk, base=self.base, made=self.made
+        )
         if self.config.activations.tokens is None:
             return limits
         found = self.activations()

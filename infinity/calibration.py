@@ -37,7 +37,7 @@ from infinity.optim.moments import VALUE_DTYPES, Moment
 from infinity.plan import cost as names
 from infinity.plan.cost import Rates
 from infinity.plan.layout import PAGE, round_up
-from infinity.plan.machine import cpu_model, mount_of, read_machine
+from infinity.plan.machine import cpu_model, mount_of, read_machine, threads_for
 from infinity.plan.plan import LINKS
 from infinity.ranks import Ranks, Work
 from infinity.rules import AdamW
@@ -224,7 +224,7 @@ def _parts(
         "num_cpus": machine.num_cpus,
         "ram_gib": round(machine.host_ram_bytes / 2**30),
     }
-    threads = num_threads or machine.num_cpus
+    threads = threads_for(num_threads, machine.num_cpus, unified=device.unified)
     processors = computer | {
         "num_threads": threads,
         "device": device_name(device),
@@ -294,13 +294,12 @@ def measure_processors(
     share_s = _UPDATE_SHARE * seconds / len(names.UPDATE_FORMATS)
     numbers = _host_updates(num_threads, share_s)
     if not device.unified:
-        numbers |= _copies(device, _COPY_SHARE * seconds / 2)
+        numbers |= measure_copies(device, _COPY_SHARE * seconds)
         numbers |= _device_update(device, share_s)
     for precision in names.PRECISIONS:
         share_s = _COMPUTE_SHARE * seconds / len(names.PRECISIONS)
         numbers[f"compute.{precision}"] = _flop_per_s(device, _DTYPES[precision], share_s)
-    if device.torch_device.type == "cuda":
-        torch.cuda.empty_cache()  # budgets are derived from what is free
+    device.return_freed_memory()  # budgets are derived from what is free
     return numbers
 
 
@@ -330,11 +329,11 @@ def _noise(dtype: torch.dtype) -> Tensor:
 
 def _host_updates(num_threads: int, seconds: float) -> dict[str, float]:
     num_chunks = _num_chunks()
-    arena = HostArena(num_chunks * _CHUNK * _LARGEST_BYTES + 8 * PAGE)
+    arena = HostArena(pieces_bytes(num_chunks))
     numbers = {}
     with CpuKernels(num_threads) as kernels:
         for name in names.UPDATE_FORMATS:
-            pieces = _pieces(arena, num_chunks, MomentFormat(name))
+            pieces = pieces_in(arena, num_chunks, MomentFormat(name))
 
             def update(pieces: Sequence[Piece] = pieces) -> None:
                 for piece in pieces:  # an optimizer pass comes chunk by chunk
@@ -353,7 +352,12 @@ def _num_chunks() -> int:
     return max(1, min(most, _MOST_CHUNKS, max(wanted, _LEAST_CHUNKS)))
 
 
-def _pieces(arena: DeviceArena, num_chunks: int, kind: MomentFormat) -> list[Piece]:
+def pieces_bytes(num_chunks: int) -> int:
+    """Bytes of an arena for `pieces_in`, whatever the format."""
+    return num_chunks * _CHUNK * _LARGEST_BYTES + 8 * PAGE
+
+
+def pieces_in(arena: DeviceArena, num_chunks: int, kind: MomentFormat) -> list[Piece]:
     """Chunks to update in an arena: weights and gradients like real ones, fresh moments."""
     count, offset = num_chunks * _CHUNK, 0
 
@@ -394,8 +398,8 @@ def _device_update(device: Device, seconds: float) -> dict[str, float]:
     num_chunks = min(_MOST_CHUNKS, free_bytes // 16 // (_CHUNK * _LARGEST_BYTES))
     if num_chunks == 0 or device.why_no_kernels() is not None:
         return {}
-    arena = device.reserve(num_chunks * _CHUNK * _LARGEST_BYTES + 8 * PAGE)
-    pieces = _pieces(arena, num_chunks, MomentFormat.FP32)
+    arena = device.reserve(pieces_bytes(num_chunks))
+    pieces = pieces_in(arena, num_chunks, MomentFormat.FP32)
 
     def update() -> None:
         device.update(pieces, after=device.compute_event()).wait()
@@ -404,28 +408,37 @@ def _device_update(device: Device, seconds: float) -> dict[str, float]:
     return {"device_update": _calls_per_s(update, seconds) * num_chunks * _CHUNK}
 
 
-def _copies(device: Device, seconds: float) -> dict[str, float]:
+def measure_copies(device: Device, seconds: float) -> dict[str, float]:
+    """Bytes per second to a device with memory of its own, from it, and of both at once."""
     # torch's own pinned memory: `Device.pin` would hold on to it until the device is closed.
     pinned = device.torch_device.type == "cuda"
-    host = torch.zeros(_COPY_BYTES, dtype=torch.uint8, pin_memory=pinned)
-    there = device.reserve(_COPY_BYTES).view(0, _COPY_BYTES)
-    return {
-        "to_device": _copy_rate(lambda after: device.copy_in(there, host, after), seconds),
-        "from_device": _copy_rate(lambda after: device.copy_out(host, there, after), seconds),
-    }
+    arena = device.reserve(2 * _COPY_BYTES)
+    there = [arena.view(i * _COPY_BYTES, _COPY_BYTES) for i in range(2)]
+    host = [torch.zeros(_COPY_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in there]
+
+    def bring(after: Event) -> Event:
+        return device.copy_in(there[0], host[0], after)
+
+    def take(after: Event) -> Event:
+        return device.copy_out(host[1], there[1], after)
+
+    each = zip(names.COPIES, ([bring], [take], [bring, take]), strict=True)
+    return {name: _copy_rate(copies, seconds / len(names.COPIES)) for name, copies in each}
 
 
-def _copy_rate(copy: Callable[[Event], Event], seconds: float) -> float:
-    """Bytes per second with two copies under way, so that the direction is never empty."""
-    event = copy(HAPPENED)
-    event.wait()
+def _copy_rate(copies: Sequence[Callable[[Event], Event]], seconds: float) -> float:
+    """Bytes per second of these kinds in turn, two copies of each under way: none is ever empty."""
+    events = [copy(HAPPENED) for copy in copies]
+    for event in events:
+        event.wait()
 
-    def next_copy(_: int) -> Event:
-        nonlocal event
-        event = copy(event)
-        return event
+    def next_copy(turn: int) -> Event:
+        kind = turn % len(copies)
+        events[kind] = copies[kind](events[kind])
+        return events[kind]
 
-    count, seconds = keep_moving(next_copy, seconds, depth=2, least=_LEAST_CALLS)
+    depth = 2 * len(copies)
+    count, seconds = keep_moving(next_copy, seconds, depth=depth, least=_LEAST_CALLS)
     return count * _COPY_BYTES / seconds
 
 

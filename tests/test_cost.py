@@ -10,7 +10,7 @@ from test_planner import plan_of
 from infinity.config.schema import load_config
 from infinity.formats import MomentFormat
 from infinity.plan.budget import Limits
-from infinity.plan.cost import Rates, Work, disk_days, step_cost, update_s
+from infinity.plan.cost import Rates, Work, disk_days, step_cost, stream_s, update_s
 from infinity.plan.forecast import forecast_bytes, forecast_phases
 from infinity.plan.layout import BF16, ParameterFacts, Tier, lay_out
 from infinity.plan.plan import DIRECTIONS, RuleFacts
@@ -82,6 +82,24 @@ def test_a_device_of_its_own_hides_the_update() -> None:
         moved["to_device"] / (4 * GB)
     )
     assert backward.resources["from_device"] == pytest.approx(moved["from_device"] / (2 * GB))
+
+
+def test_links_that_slow_each_other_are_priced_as_they_share() -> None:
+    links = {"to_device": 4 * GB, "from_device": 2 * GB}
+    disk = {"disk_read": GB, "disk_write": GB, "disk_mixed": GB}
+    alone = Rates(**links, **disk, update={"fp32": GB})
+    shared = replace(alone, copies_mixed=3 * GB)
+    assert alone.copies_s(8 * GB, 2 * GB) == (2.0, 1.0)
+    assert shared.copies_s(8 * GB, 2 * GB) == pytest.approx((4 / 3 + 6 / 4, 4 / 3))
+    assert shared.copies_s(2 * GB, 8 * GB) == pytest.approx((4 / 3, 4 / 3 + 6 / 2))
+    assert shared.copies_s(8 * GB, 0) == (2.0, 0.0)
+    plan = plan_of(SIZES, placement=dict.fromkeys(ON_DISK, "host"), unified=False)
+    plan = replace(plan, device_kernels=True, streamed=frozenset(plan.placements))
+    assert stream_s(plan, shared) > 1.2 * stream_s(plan, alone) > 0
+    one, other = (step_cost(plan, rates).phases[0].resources for rates in (alone, shared))
+    slower_s = stream_s(plan, shared) - stream_s(plan, alone)
+    assert other["update"] - one["update"] == pytest.approx(slower_s)
+    assert other["to_device"] > one["to_device"]
 
 
 def test_lossy_moments_update_at_their_own_rate() -> None:

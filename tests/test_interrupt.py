@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from support import rough
+from support.backward_thread import backward_on_a_thread
 from support.fake_accelerator import FakeAccelerator
 from support.small import (
     ON_DISK,
@@ -108,14 +109,17 @@ def struck_once(engine: Engine, name: str, how: Callable[[], None] = ctrl_c) -> 
 
 
 @pytest.mark.parametrize("how", [ctrl_c, from_another_thread])
-@pytest.mark.parametrize("device", ["cpu", "fake"])
+@pytest.mark.parametrize("device", ["cpu", "fake", "backward on a thread"])
 def test_it_waits_for_the_end_of_the_call(
     tmp_path: Path,
     device: str,
     how: Callable[[], None],
     undisturbed: tuple[list[float], dict[str, Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    arguments = {"device": FakeAccelerator(1)} if device == "fake" else {}
+    arguments = {} if device == "cpu" else {"device": FakeAccelerator(1)}
+    if device == "backward on a thread":
+        backward_on_a_thread(monkeypatch)
     nvme = tmp_path / "nvme"
     nvme.mkdir()
     with small_engine(nvme, arguments=arguments, **TWO) as engine:

@@ -19,6 +19,7 @@ from infinity.plan.machine import (
     disk_free_bytes,
     mount_of,
     read_machine,
+    threads_for,
 )
 
 GIB = 2**30
@@ -246,3 +247,14 @@ print(*sys.modules)
         [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=600
     )
     assert "torch" not in done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ranks", "unified", "threads"),
+    [(0, 1, True, 16), (0, 1, False, 13), (16, 1, False, 16), (0, 4, False, 1), (0, 8, True, 2),
+     (4, 8, False, 1)],
+)  # fmt: skip
+def test_cores_are_left_to_those_who_launch(
+    wanted: int, ranks: int, unified: bool, threads: int
+) -> None:
+    assert threads_for(wanted, 16, ranks, unified=unified) == threads

@@ -21,7 +21,7 @@ from infinity._version import __version__
 from infinity.cli.terminal import AsJson, Drives, command, stdout_is_ours
 from infinity.errors import ConfigError, DoesNotFitError, InfinityError, MachineError
 from infinity.files import atomic_write
-from infinity.plan.cost import Rates
+from infinity.plan.cost import COPIES, Rates
 from infinity.plan.machine import (
     Machine,
     PlanMachine,
@@ -408,7 +408,7 @@ def rate_lines(rates: dict[str, Any], origin: str) -> list[str]:
     lines = [f"rates      {origin}"]
     for title, names in (
         ("disk", ("disk_read", "disk_write", "disk_mixed")),
-        ("copies", ("to_device", "from_device")),
+        ("copies", COPIES),
     ):
         known = [name for name in names if name in rates]
         each = ", ".join(f"{_words(name)} {format_rate(rates[name])}" for name in known)

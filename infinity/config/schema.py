@@ -467,7 +467,7 @@ class CpuConfig(Section):
     """How the optimizer uses the CPU."""
 
     num_threads: int = Field(default=0, ge=0, le=1024)
-    """0 = as many as this process may use."""
+    """0 = as many as this process may use, but for three that launch the work of a GPU."""
     isa: Literal["auto", "baseline", "avx2", "avx512", "neon"] = "auto"
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from infinity.errors import TransferError
+from infinity.errors import EngineFailedError, TransferError
 from infinity.offload.transfers import Transfers
 from infinity.plan.budget import largest_window, num_windows
 from infinity.plan.layout import round_up
@@ -303,9 +303,17 @@ class GradientWorker:
         return queued
 
     def _wait(self, task: _Task) -> None:
-        if not task.over.is_set():
-            with self._transfers.stall("gradient"):
-                task.over.wait()
+        if task.over.is_set():
+            return
+        with self._transfers.stall("gradient"):
+            while not task.over.wait(_LOOK_AGAIN_S):
+                if not self._thread.is_alive() and not task.over.is_set():
+                    raise EngineFailedError(
+                        f"{len(self._tasks)} gradients wait for thread {self._thread.name!r}, "
+                        "which has ended",
+                        remedy="close the engine, and resume from the last commit "
+                        "(`resume: auto`) or checkpoint",
+                    )
 
     # --- the thread ----------------------------------------------------------------------------
 
@@ -325,6 +333,9 @@ class GradientWorker:
                 task.run()
         except BaseException as error:
             self._error = self._error or _untraced(error)
+
+
+_LOOK_AGAIN_S = 1.0  # whether the thread still lives: backward on a GPU cannot be interrupted
 
 
 def _untraced(error: BaseException) -> BaseException:

@@ -391,6 +391,7 @@ class GradientStore:
     def _accumulate_on_device(
         self, unit: int, segment: Segment, gradient: Tensor, *, first: bool
     ) -> None:
+        self.transfers.device.join_compute()
         target = part(self.on_device[unit], segment)
         if first:
             target.copy_(gradient)

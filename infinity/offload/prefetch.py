@@ -99,6 +99,7 @@ class Prefetcher:
 
     def use(self, unit: int, *, bind: bool = True) -> None:
         """Make the unit resident, and bound unless not to `bind`; prefetch along the order."""
+        self.transfers.device.join_compute()
         entry = self.entries[unit]
         if unit == self.current and entry.where is Where.RESIDENT and entry.gathered:
             if bind and not entry.bound:  # since a call ended
@@ -602,6 +603,7 @@ class Prefetcher:
         entry = self.entries[unit] if unit >= 0 else None
         if entry is None or entry.where is not Where.RESIDENT or not entry.gathered:
             return
+        self.transfers.device.join_compute()
         if not entry.bound:
             self.transfers.device.compute_wait(entry.ready)
             self.bind(unit)

@@ -251,18 +251,24 @@ class StateStore:
         """
         state, views, resting = self.units[unit], dict[Kind, Tensor](), set[Kind]()
         pieces: list[tuple[Range, Tensor]] = []
-        used = 0
+        waits, used = list[Event](), 0
         for kind in state.kinds:
             place = self.chunk(unit, kind, chunk)
             view = place.reached(by_device=by_device)
             if view is None:
                 view = buffer[used : used + place.nbytes]
                 used += place.nbytes
-                pieces.append((place, view))
+                there = place.reached(by_device=True)
+                if there is None or kind is Kind.WEIGHT:
+                    pieces.append((place, view))
+                else:  # no compute touches it, so the copy need not wait for what was asked of that
+                    label = (unit, "state")
+                    waits.append(self.transfers.copy_back(view, there, label=label))
             elif state.on_device(kind):
                 resting.add(kind)
             views[kind] = view
-        waits = [self.transfers.read(pieces, label=(unit, "state"))] if pieces else []
+        if pieces:
+            waits.append(self.transfers.read(pieces, label=(unit, "state")))
         return Staged(views, waits, used, frozenset(resting))
 
     def send(self, unit: int, chunk: int, views: Mapping[Kind, Tensor]) -> Event:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from infinity.errors import MachineError
+from infinity.errors import MachineError, first_lines
 from infinity.formats import MomentFormat
 from infinity.optim import nvrtc
 from infinity.optim.cpu import (
@@ -29,6 +29,7 @@ from infinity.optim.cpu import (
     check_tensor,
 )
 from infinity.optim.nvrtc import KernelCache
+from infinity.rules import SGD
 
 # From checked tensors to launches: the tables that csrc/adam/segments.cuh reads, as ctypes.
 #
@@ -373,7 +374,26 @@ class CudaKernels:
             launcher = CudaLauncher(self.device)
             self.device = launcher.device
         self._launch = launcher
-        self._launch.load(HELPERS)
+        self._prove()
+
+    def _prove(self) -> None:
+        """Launch a kernel of each sort: what only the driver refuses is known before training."""
+        try:
+            total = self.square_sum(torch.ones(10, device=self.device))
+            weight, gradient = torch.ones(2, 1, device=self.device)
+            self.update_all([Piece(weight, None, (), gradient, SGD(lr=0.25), 1)])
+            found = total, float(weight)
+        except MachineError:
+            raise
+        except Exception as error:  # of cuda-core, which loads code when it is first wanted
+            raise MachineError(
+                f"the CUDA kernels do not run on {self.device}", because=first_lines(error)
+            ) from error
+        if found != (10.0, 0.75):
+            raise MachineError(
+                f"the CUDA kernels compute wrong on {self.device}",
+                because=f"10 ones squared are {found[0]:g}, and 1 - 0.25 is {found[1]:g}",
+            )
 
     def update_all(self, pieces: Iterable[Piece], stream: torch.cuda.Stream | None = None) -> None:
         """One step of every piece, in place; groups and steps may differ from one to another.

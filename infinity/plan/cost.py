@@ -48,7 +48,7 @@ from infinity.plan.plan import LINKS, Plan, UpdatePlace, streamed_bytes, update_
 UPDATE_FORMATS = ("fp32", "bf16", "8bit")
 PRECISIONS = ("bf16", "fp32")
 DISK = ("disk_read", "disk_write", "disk_mixed")
-COPIES = ("to_device", "from_device")
+COPIES = ("to_device", "from_device", "copies_mixed")
 UPDATE = tuple(f"update.{name}" for name in UPDATE_FORMATS)
 COMPUTE = tuple(f"compute.{name}" for name in PRECISIONS)
 DEVICE_UPDATE = "device_update"
@@ -60,7 +60,8 @@ class Rates:
     """Bytes per second, unless said otherwise, of all paths of a run together.
 
     `disk_mixed` counts both directions, moved 1:1. `to_device` and `from_device` are of copies
-    between host and device, None where they are one memory. `update` is parameters per second of
+    between host and device, None where they are one memory, and `copies_mixed` is of both at once
+    (None: neither slows the other). `update` is parameters per second of
     the host's optimizer kernels with all threads, by format of the moments ("fp32", "bf16",
     "8bit"); `compute` FLOP per second of large matrix products on the device, as training mixes
     them (forward, and both of backward), by precision ("bf16", "fp32"). `all_gather` and
@@ -75,6 +76,7 @@ class Rates:
     compute: Mapping[str, float] = field(default_factory=dict)
     to_device: float | None = None
     from_device: float | None = None
+    copies_mixed: float | None = None
     device_update: float | None = None  # parameters per second, where the device has kernels
     all_gather: float | None = None
     all_to_all: float | None = None
@@ -91,6 +93,19 @@ class Rates:
             + (read_bytes - both) / self.disk_read
             + (written_bytes - both) / self.disk_write
         )
+
+    def copies_s(self, inward_bytes: int, outward_bytes: int) -> tuple[float, float]:
+        """Seconds for copies to the device and from it that go on at once, likewise."""
+        pairs = (inward_bytes, self.to_device), (outward_bytes, self.from_device)
+        if self.copies_mixed is None:
+            inward_s, outward_s = (nbytes / rate if rate else 0.0 for nbytes, rate in pairs)
+            return inward_s, outward_s
+        both = min(inward_bytes, outward_bytes)
+        both_s = 2 * both / self.copies_mixed
+        inward_s, outward_s = (
+            both_s + (nbytes - both) / rate if rate else 0.0 for nbytes, rate in pairs
+        )
+        return inward_s, outward_s
 
     def of_rank(self, local: int, nodes: int, *, unified: bool) -> Rates:
         """What one rank gets where `local` of them share a node, and there are so many `nodes`."""
@@ -329,11 +344,8 @@ class _Pricing:
         plan, rates, moved = self.plan, self.rates, phase.moved
         resources = {"disk": rates.disk_s(moved["disk_read"], moved["disk_write"])}
         if not plan.unified:
-            for resource, rate in (
-                ("to_device", rates.to_device),
-                ("from_device", rates.from_device),
-            ):
-                resources[resource] = moved[resource] / rate if rate else 0.0
+            inward_s, outward_s = rates.copies_s(moved["to_device"], moved["from_device"])
+            resources |= {"to_device": inward_s, "from_device": outward_s}
         if plan.ranks > 1:
             links = ((moved[name], getattr(rates, name)) for name in LINKS)
             resources["link"] = sum(nbytes / rate for nbytes, rate in links if rate)
@@ -429,10 +441,7 @@ def stream_s(plan: Plan, rates: Rates) -> float:
         if alike.placement in plan.streamed:
             coming, going = streamed_bytes(plan, alike.layout, alike.placement)
             inward, outward = inward + len(alike.units) * coming, outward + len(alike.units) * going
-    return max(
-        inward / rates.to_device if rates.to_device else 0.0,
-        outward / rates.from_device if rates.from_device else 0.0,
-    )
+    return max(rates.copies_s(inward, outward))
 
 
 def _formats(plan: Plan) -> list[str]:

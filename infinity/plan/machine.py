@@ -320,6 +320,19 @@ def _unescaped(name: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), name)
 
 
+def threads_for(wanted: int, num_cpus: int, ranks: int = 1, *, unified: bool) -> int:
+    """Threads of one rank's optimizer kernels, where `ranks` share the machine.
+
+    `wanted` are those of all ranks, 0 what suits the machine: every CPU; but beside a device with
+    memory of its own three of each rank's are left to the threads that launch its work (training,
+    backward and the optimizer pass).
+    """
+    return max((wanted or num_cpus) // ranks - (0 if wanted or unified else _LAUNCHING), 1)
+
+
+_LAUNCHING = 3
+
+
 def _num_cpus(root: Path) -> int:
     num_cpus = _num_allowed_cpus(root)
     for level in _levels(root, ""):
@@ -577,6 +590,7 @@ class _Rates(_Section):
     disk_mixed: _Rate | None = None
     to_device: _Rate | None = None
     from_device: _Rate | None = None
+    copies_mixed: _Rate | None = None
     device_update: _Rate | None = None
     all_gather: _Rate | None = None
     all_to_all: _Rate | None = None

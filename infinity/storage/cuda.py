@@ -1,9 +1,12 @@
 """A CUDA GPU behind the `Device` interface. Not yet run on one.
 
-[Note: whose stream]
+[Note: one chain of compute]
 Compute goes to the stream that the computing thread is on, which may be a side stream of the
-user's. `torch.cuda.current_stream()` belongs to the calling thread, so threads of the engine that
-only move and update (`follow_compute`) use the stream that was last seen on a thread that computes.
+user's. Where the engine finds that it is another one than before, the new one waits for the old
+one: whatever streams a user has, what the engine knows of compute is one chain, and one event ends
+all of it. `torch.cuda.current_stream()` belongs to the calling thread, so threads of the engine
+that only move and update (`follow_compute`) use the stream that was last seen on a thread that
+computes.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infinity.errors import ConfigError, DoesNotFitError, MachineError
+from infinity.errors import ConfigError, DoesNotFitError, MachineError, ResidencyError
 from infinity.optim.cpu import Piece
 from infinity.optim.cuda import CudaKernels
 from infinity.plan.layout import PAGE, round_up
@@ -162,6 +166,32 @@ def node_of_pci(domain: int, bus: int, device: int, root: Path = Path("/")) -> i
     return node if node >= 0 else None
 
 
+# Pages of fresh memory are made, and zeroed, where they are first touched: a driver that registers
+# them does that with one thread, some GB/s.
+
+
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
+_PREFAULT_SLICE = 256 << 20
+_PREFAULT_THREADS = 8
+
+
+def prefault(address: int, nbytes: int) -> bool:
+    """Make all pages of a page-aligned range now, with several threads; what it holds stays.
+
+    False where the system does not know how: whoever touches a page makes it then.
+    """
+    library = ctypes.CDLL(None, use_errno=True)
+    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+    def populate(start: int) -> bool:
+        size = min(_PREFAULT_SLICE, nbytes - start)
+        return bool(library.madvise(address + start, size, _POPULATE_WRITE) == 0)
+
+    starts = range(0, nbytes, _PREFAULT_SLICE)
+    with ThreadPoolExecutor(min(_PREFAULT_THREADS, len(starts)), "infinity-prefault") as pool:
+        return all(pool.map(populate, starts))
+
+
 def _call(number: int, *words: object) -> bool:
     library = ctypes.CDLL(None, use_errno=True)
     library.syscall.restype = ctypes.c_long
@@ -258,6 +288,7 @@ class CudaDevice(Device):
         self._update = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._between = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._kernels: CudaKernels | None = None
+        self._no_kernels: str | None = None  # why, once that is known
         self._compute = torch.cuda.current_stream(self.torch_device)
         self._follower = threading.local()
         self._pinned: list[tuple[int, int]] = []  # first and end address, in order
@@ -346,14 +377,22 @@ class CudaDevice(Device):
         """The compute stream waits; the host does not."""
         _order(self._compute_stream(), event)
 
+    def join_compute(self) -> None:
+        """See [Note: one chain of compute]."""
+        self._compute_stream()
+
     def why_no_kernels(self) -> str | None:
-        """Compiles or loads the first kernels, when first asked."""
-        if self._kernels is None:
+        """Compiles or loads the first kernels and runs them, when first asked; warns once."""
+        if self._kernels is None and self._no_kernels is None:
             try:
                 self._kernels = CudaKernels(self.torch_device)
             except MachineError as error:
-                return error.because or error.what
-        return None
+                self._no_kernels = error.because or error.what
+                self.warnings.append(
+                    f"the optimizer's kernels do not run on {self.torch_device}, so the CPU "
+                    f"updates: {self._no_kernels}"
+                )
+        return self._no_kernels
 
     def update(self, pieces: Sequence[Piece], after: Event = HAPPENED) -> Event:
         """On the update stream; launches only, so that copies and compute go on beside it."""
@@ -379,10 +418,24 @@ class CudaDevice(Device):
         self._follower.yes = True
 
     def _compute_stream(self) -> torch.cuda.Stream:
-        """The stream that the thread that computes is on; remembered for those that follow it."""
-        if not getattr(self._follower, "yes", False):
-            self._compute = torch.cuda.current_stream(self.torch_device)
-        return self._compute
+        """The stream that the thread that computes is on, after all that went to others before.
+
+        Remembered for threads that follow. See [Note: one chain of compute].
+        """
+        if getattr(self._follower, "yes", False):
+            return self._compute
+        current = torch.cuda.current_stream(self.torch_device)
+        if torch.cuda.is_current_stream_capturing():
+            raise ResidencyError(
+                "the engine, or its model, was used while a CUDA graph is being captured",
+                because="a replay would read addresses where other weights are by then, and copy "
+                "nothing",
+                remedy="capture nothing that calls the model; `compile: true` compiles its blocks",
+            )
+        if current != self._compute:
+            current.wait_stream(self._compute)
+            self._compute = current
+        return current
 
     def time_events(self, wanted: bool) -> None:
         """Events record times, from one wait for the compute issued so far on."""
@@ -408,6 +461,7 @@ class CudaDevice(Device):
         base = arena.view(0, arena.nbytes).data_ptr()
         if self._node is not None:
             prefer_node(base, arena.nbytes, self._node)
+        prefault(base, arena.nbytes)
         for start in range(0, arena.nbytes, self._PIN_SLICE):
             size = min(self._PIN_SLICE, arena.nbytes - start)
             code = int(cudart.cudaHostRegister(base + start, size, 0))
@@ -424,6 +478,10 @@ class CudaDevice(Device):
             if int(cudart.cudaHostUnregister(start)):
                 self._clear_error()
         self._pinned.clear()
+
+    def return_freed_memory(self) -> None:
+        """A block that an engine had would stay torch's, and be cut for smaller tensors."""
+        torch.cuda.empty_cache()
 
     def _clear_error(self) -> None:
         """Take CUDA's last error, that has been told, from its place.

@@ -212,6 +212,12 @@ class Device(ABC):
     def compute_wait(self, event: Event) -> None:
         """Order compute issued from now on after `event`; blocks the host only if it must."""
 
+    def join_compute(self) -> None:  # noqa: B027
+        """The calling thread is about to compute, on whatever stream: after all compute so far.
+
+        Raises `ResidencyError` while a CUDA graph is being captured.
+        """
+
     def why_no_kernels(self) -> str | None:
         """Why optimizer state that rests here is updated by the host; None if `update` works."""
         return "there are no kernels for this device"
@@ -250,6 +256,9 @@ class Device(ABC):
 
     def pin(self, arena: HostArena) -> None:  # noqa: B027  (a CPU has nothing to pin)
         """Make host memory reachable by asynchronous copies."""
+
+    def return_freed_memory(self) -> None:  # noqa: B027
+        """Give back what torch keeps of freed device memory, which it may cut for other uses."""
 
     def close(self) -> None:  # noqa: B027
         """Give back pins, streams and threads."""

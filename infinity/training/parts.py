@@ -33,7 +33,7 @@ from infinity.offload.window import AccumulationWindow
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.plan.layout import Tier, largest_trained_of
-from infinity.plan.machine import read_machine
+from infinity.plan.machine import read_machine, threads_for
 from infinity.plan.plan import Plan
 from infinity.plan.planner import logits_at_once
 from infinity.ranks import ALONE, Ranks
@@ -89,8 +89,11 @@ class Parts:
         self._open_trace(config)
         undo.append(self._give_memory_back)  # when nothing moves and nothing is pinned any more
         undo += [self.device.close, self.device.synchronize]  # kernels write to what is given back
-        num_threads = config.cpu.num_threads or read_machine().num_cpus  # of the machine
-        self.kernels = CpuKernels(max(num_threads // self.ranks.local_count, 1), config.cpu.isa)
+        num_threads = threads_for(
+            config.cpu.num_threads, read_machine().num_cpus, self.ranks.local_count,
+            unified=plan.unified,
+        )  # fmt: skip
+        self.kernels = CpuKernels(num_threads, config.cpu.isa)
         undo.append(self.kernels.close)
         if isinstance(self.device, CpuDevice):
             self.device.copier = self.kernels.copy
@@ -253,6 +256,7 @@ class Parts:
             if room is not None:
                 room.forget()
         return_freed_memory()
+        self.device.return_freed_memory()
 
     def also(self, undo: Callable[[], None], *, last: bool = False) -> None:
         """Do this too when all is given back: first of all, or `last`."""

@@ -31,7 +31,8 @@ from support.small import (
 )
 from torch import Tensor
 
-from infinity.errors import TransferError
+from infinity.errors import EngineFailedError, TransferError
+from infinity.offload import gradient_buffers
 from infinity.offload.gradient_buffers import GradientWorker
 from infinity.offload.gradients import Copy
 from infinity.offload.transfers import Transfers
@@ -174,6 +175,16 @@ def test_what_is_queued_is_dropped_once_its_copies_have_ended(end: str) -> None:
             worker.put(lambda: ran.append(9))
             worker.drain()
     assert ran == ([9] if end == "reset" else [])
+
+
+def test_a_thread_that_has_ended_ends_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_buffers, "_LOOK_AGAIN_S", 0.01)
+    with working() as worker:
+        worker.close()
+        worker.put(lambda: None)
+        for wait in (worker.drain, worker.reset):
+            with pytest.raises(EngineFailedError, match=f"1 gradients wait for thread '{THREAD}'"):
+                wait()
 
 
 def test_closing_twice_or_before_it_began_is_no_error() -> None:

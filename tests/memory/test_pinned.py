@@ -7,15 +7,15 @@ import mmap
 import os
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
-import torch
+from support.bare_cuda import bare_cuda_device
 
 from infinity.plan.layout import PAGE
+from infinity.storage import cuda as cuda_module
 from infinity.storage import device as host_module
-from infinity.storage.cuda import CudaDevice
+from infinity.storage.cuda import CudaDevice, prefault
 from infinity.storage.device import HostArena, arena_for
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -95,25 +95,6 @@ def test_a_forked_child_does_not_inherit_an_arena() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def bare_cuda_device(
-    monkeypatch: pytest.MonkeyPatch, calls: list[tuple[int, int, int]]
-) -> CudaDevice:
-    """One without a GPU; `calls` are what the driver would be asked to register."""
-
-    def register(address: int, size: int, flags: int) -> int:
-        calls.append((address, size, flags))
-        return 0
-
-    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda address: 0)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    device = CudaDevice.__new__(CudaDevice)
-    device._pinned = []
-    device._node = None
-    device.torch_device = torch.device("cpu")
-    device.warnings = []
-    return device
-
-
 @pytest.mark.parametrize(
     ("nbytes", "sizes"),
     [
@@ -127,7 +108,9 @@ def test_an_arena_is_pinned_in_slices_of_at_most_one_gib(
     nbytes: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[int, int, int]] = []
-    device = bare_cuda_device(monkeypatch, calls)
+    device = bare_cuda_device(monkeypatch, lambda *asked: calls.append(asked) or 0)
+    made: list[tuple[int, int]] = []
+    monkeypatch.setattr(cuda_module, "prefault", lambda *asked: made.append(asked))
     arena = HostArena(nbytes)
     before = psutil.Process().memory_info().rss
     device.pin(arena)
@@ -135,7 +118,69 @@ def test_an_arena_is_pinned_in_slices_of_at_most_one_gib(
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     assert calls == [(base + start, size, 0) for start, size in zip(starts, sizes, strict=True)]
     assert device.warnings == []
+    assert made == [(base, nbytes)]
     assert psutil.Process().memory_info().rss - before < 64 * MIB  # pinning touches nothing itself
     # A copy over a whole arena is cut where slices meet, and nowhere else.
     ends = [start + size for start, size in zip(starts, sizes, strict=True)]
     assert list(device._registered_parts(base, nbytes)) == list(zip(starts, ends, strict=True))
+
+
+def test_pages_are_there_before_they_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made by several threads, whatever they hold; the driver would make them with one."""
+    monkeypatch.setattr(cuda_module, "_PREFAULT_SLICE", 16 * MIB)
+    arena = HostArena(80 * MIB + PAGE)
+    arena.view(PAGE, 3).fill_(7)
+    process, device = psutil.Process(), bare_cuda_device(monkeypatch)
+    before = process.memory_info().rss
+    device.pin(arena)
+    if not prefault(address_of(arena), arena.nbytes):
+        pytest.skip("the kernel is older than Linux 5.14")
+    assert process.memory_info().rss - before > 76 * MIB
+    assert arena.view(0, PAGE + 4).sum() == 21
+
+
+def test_a_system_that_cannot_make_pages_ahead_pins_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda_module, "_POPULATE_WRITE", 0x7FFF)  # EINVAL
+    calls: list[tuple[int, int, int]] = []
+    device, arena = bare_cuda_device(monkeypatch, lambda *a: calls.append(a) or 0), HostArena(PAGE)
+    assert not prefault(address_of(arena), PAGE)
+    device.pin(arena)
+    assert calls == [(address_of(arena), PAGE, 0)]
+
+
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_memory_that_cannot_be_pinned_is_told_and_used_all_the_same(
+    allowed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver refuses, after `allowed` slices."""
+    calls: list[int] = []
+    freed: list[int] = []
+
+    def register(address: int, size: int, flags: int) -> int:
+        calls.append(address)
+        return 0 if len(calls) <= allowed else 2
+
+    monkeypatch.setattr(CudaDevice, "_PIN_SLICE", PAGE)
+    device = bare_cuda_device(monkeypatch, register, lambda address: freed.append(address) or 0)
+    device.pin(HostArena(3 * PAGE))
+    assert len(calls) == allowed + 1
+    (warning,) = device.warnings
+    assert f"{4 * (3 - allowed)} KiB" in warning.replace(".00", "")
+    assert "CUDA error 2" in warning
+    device.close()
+    assert freed == calls[:allowed]
+
+
+def test_a_copy_does_not_cross_from_one_registration_into_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = bare_cuda_device(monkeypatch)
+    device._pinned = [(1000, 2000), (2000, 3000), (5000, 6000)]
+    assert list(device._registered_parts(1200, 300)) == [(0, 300)]
+    assert list(device._registered_parts(1200, 800)) == [(0, 800)]
+    assert list(device._registered_parts(1200, 801)) == [(0, 800), (800, 801)]
+    assert list(device._registered_parts(1500, 1500)) == [(0, 500), (500, 1500)]
+    assert list(device._registered_parts(7000, 10)) == [(0, 10)]
+    assert list(device._registered_parts(4990, 20)) == [(0, 10), (10, 20)]

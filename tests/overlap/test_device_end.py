@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_accelerator import FakeAccelerator
-from support.small import ON_DEVICE, ON_DISK, batch, small_engine
+from support.fake_accelerator import FakeAccelerator, Range
+from support.small import ON_DEVICE, ON_DISK, batch, small_engine, train
 from torch import Tensor
 
+from infinity.plan.layout import Kind
 from infinity.storage.device import HAPPENED, Event
 
 IN_RAM = {"weights": "host", "moments": "host", "gradients": "host"}
@@ -21,6 +22,8 @@ class Watched(FakeAccelerator):
 
     def __init__(self, **more: Any) -> None:
         self.moving = -1
+        self.back = 0
+        self.left: list[Range] | None = None
         self.followers: set[int] = set()
         self.computing: set[str] = set()
         super().__init__(1, kernels=True, **more)
@@ -33,9 +36,16 @@ class Watched(FakeAccelerator):
             self.computing.add(threading.current_thread().name)
         return super().copy_out(target, source, after)
 
+    def copy_back(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+        self.back += target.numel()
+        return super().copy_back(target, source, after)
+
     def close(self) -> None:
         self.moving = sum(not event.done() for event in set(self._writing.values()))
         super().close()
+
+    def return_freed_memory(self) -> None:
+        self.left = [one for one in self.reserved if one.mapping() is not None]
 
 
 @pytest.mark.parametrize("update", ["cpu", "device"])
@@ -50,6 +60,7 @@ def test_nothing_moves_when_memory_is_given_back(
         if until == "step":
             engine.step()
     assert device.moving == 0
+    assert device.left == []  # when the allocator is told to let go, nothing is in use
 
 
 @pytest.mark.parametrize("placement", [ON_DEVICE, ON_DISK], ids=["device", "disk"])
@@ -79,3 +90,14 @@ def test_gradients_go_when_their_copies_have_ended(tmp_path: Path) -> None:
         engine.backward(engine(batch(1)))
         assert not homeward._under_way
         assert homeward._nbytes == 0
+
+
+def test_state_comes_back_for_the_cpu_without_waiting_for_compute(tmp_path: Path) -> None:
+    """Of what rests on the device, compute touches weights and gradients only."""
+    device, placement = Watched(max_delay_s=0.001), {**IN_RAM, "moments": "device"}
+    more: dict[str, Any] = {"arguments": {"device": device}, "update": "cpu", "precision": "bf16"}
+    with small_engine(tmp_path, placement, **more) as engine:
+        train(engine, 2)
+        engine.settle()
+        plan, kinds = engine.plan, (Kind.RESIDUAL, Kind.MOMENT1, Kind.MOMENT2)
+        assert device.back == 2 * sum(plan.range_bytes(u, k) for u in plan.own for k in kinds)

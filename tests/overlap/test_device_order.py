@@ -34,7 +34,6 @@ from infinity.offload.gradients import GradientStore
 from infinity.offload.transfers import Transfers
 from infinity.plan.layout import PAGE
 from infinity.ranks import Ranks
-from infinity.storage.cuda import CudaDevice
 from infinity.storage.device import HAPPENED, HostArena
 from infinity.storage.staging import BufferPool
 from infinity.training import optimizer_pass as streams_module
@@ -406,7 +405,7 @@ def test_all_who_pin_are_known() -> None:
         functions_that_call(name) for name in ("copy_in", "copy_out", "stage", "read", "write")
     ]
     copying = set().union(*calls)
-    assert {who for who in UNPINNED if who[1] != "<lambda>"} <= copying
+    assert copying >= UNPINNED
 
 
 @pytest.mark.parametrize("who", PINNED, ids=".".join)
@@ -538,57 +537,6 @@ def test_compute_through_an_alias_of_stale_weights_is_waited_for() -> None:
             kept.clear()
         engine.settle()
         assert device.violations == []
-
-
-def bare_cuda_device() -> CudaDevice:
-    """One without a GPU: only what needs none may be called."""
-    device = CudaDevice.__new__(CudaDevice)
-    device._pinned = []
-    device._node = 0
-    device.torch_device = torch.device("cpu")
-    device.warnings = []
-    return device
-
-
-def test_a_copy_does_not_cross_from_one_registration_into_the_next() -> None:
-    device = bare_cuda_device()
-    device._pinned = [(1000, 2000), (2000, 3000), (5000, 6000)]
-    assert list(device._registered_parts(1200, 300)) == [(0, 300)]
-    assert list(device._registered_parts(1200, 800)) == [(0, 800)]
-    assert list(device._registered_parts(1200, 801)) == [(0, 800), (800, 801)]
-    assert list(device._registered_parts(1500, 1500)) == [(0, 500), (500, 1500)]
-    assert list(device._registered_parts(7000, 10)) == [(0, 10)]
-    assert list(device._registered_parts(4990, 20)) == [(0, 10), (10, 20)]
-
-
-@pytest.mark.parametrize("allowed", [0, 1])
-def test_memory_that_cannot_be_pinned_is_told_and_used_all_the_same(
-    allowed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The driver refuses, after `allowed` slices."""
-    calls: list[tuple[int, int]] = []
-
-    def register(address: int, size: int, flags: int) -> int:
-        calls.append((address, size))
-        return 0 if len(calls) <= allowed else 2
-
-    freed: list[int] = []
-
-    def unregister(address: int) -> int:
-        freed.append(address)
-        return 0
-
-    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(CudaDevice, "_PIN_SLICE", 4096)
-    device = bare_cuda_device()
-    device.pin(HostArena(3 * 4096))
-    assert len(calls) == allowed + 1
-    (warning,) = device.warnings
-    assert f"{4 * (3 - allowed)} KiB" in warning.replace(".00", "")
-    assert "CUDA error 2" in warning
-    device.close()
-    assert freed == [address for address, _ in calls[:allowed]]
 
 
 def test_what_a_device_warns_of_is_told_at_the_start() -> None:

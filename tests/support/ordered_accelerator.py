@@ -2,13 +2,13 @@
 
 On a GPU compute runs long after it was asked for, and copies run beside it; only events order them.
 Here compute runs at once, so a missing wait shows only where a copy is late. So this device keeps
-the books of a GPU: every operation of torch that touches device memory is a point on the compute
-stream, every copy and every update has a stream of its own, and an event knows all that comes
-before it. Two accesses to one range, one of which writes, must be ordered by events, or by the host
-having seen the first one's end; otherwise it is a violation, whatever the bytes were. Of device
-memory beside what was reserved (gradients, activations) it knows only what copies do: compute may
-not write what is being copied, and a copy into it comes after all compute, which may have used the
-same bytes for something else.
+the books of a GPU: every operation of torch that touches device memory is a point on the stream of
+compute that its thread is on (`stream`, a user's side streams too), every copy and every update has
+a stream of its own, and an event knows all that comes before it. Two accesses to one range, one of
+which writes, must be ordered by events, or by the host having seen the first one's end; otherwise
+it is a violation, whatever the bytes were. Of device memory beside what was reserved (gradients,
+activations) it knows only what copies do: compute may not write what is being copied, and a copy
+into it comes after all compute, which may have used the same bytes for something else.
 
     with ordered_device() as device: ...train with device...
     assert device.violations == []
@@ -20,7 +20,7 @@ that keep it from launching more work.
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -46,14 +46,24 @@ from infinity.storage.device import HAPPENED, Event, SquareSums
 
 @dataclass(eq=False)
 class Past:
-    """All that comes before a point: compute up to a number, and copies."""
+    """All that comes before a point: compute up to a number of each stream, and copies."""
 
-    compute: int = 0
+    compute: dict[str, int] = field(default_factory=dict)
     copies: set[OrderedEvent] = field(default_factory=set)
 
-    def join(self, other: Past) -> None:
-        self.compute = max(self.compute, other.compute)
-        self.copies |= other.copies
+    def join(self, *others: Past) -> Past:
+        for other in others:
+            for stream, number in other.compute.items():
+                self.compute[stream] = max(self.compute.get(stream, 0), number)
+            self.copies |= other.copies
+        return self
+
+    def covers(self, other: Past) -> bool:
+        latest = other.compute.items()
+        return other.copies <= self.copies and all(self.has(s, number) for s, number in latest)
+
+    def has(self, stream: str, number: int) -> bool:
+        return number <= self.compute.get(stream, 0)
 
 
 class OrderedEvent:
@@ -102,12 +112,12 @@ class OrderedEvent:
 
 @dataclass(eq=False)
 class _Access:
-    """Who touched a range last: a number of compute, or copies."""
+    """Who touched a range last: a number of compute on a stream, or copies."""
 
     first: int
     end: int
     write: bool
-    compute: int = 0
+    compute: tuple[str, int] = ("", 0)
     copy: OrderedEvent | None = None
     what: str = ""
 
@@ -122,7 +132,8 @@ class OrderedAccelerator(FakeAccelerator):
         self._books = threading.RLock()
         self._silent = threading.local()
         self._number = 0  # of the last operation of compute
-        self._computed = Past()  # what compute has waited for
+        self._streams: defaultdict[str, Past] = defaultdict(Past)  # to where compute has come
+        self._current = self._seen = "main"  # the thread's stream, and the last that was told of
         self._host = Past()  # what the host has seen the end of
         self._accesses: list[_Access] = []
         self._beside: list[_Access] = []  # of copies, to device memory that was not reserved
@@ -142,7 +153,23 @@ class OrderedAccelerator(FakeAccelerator):
     def has_seen(self, past: Past) -> bool:
         """Whether the host knows that all this is over."""
         with self._books:
-            return past.compute <= self._host.compute and past.copies <= self._host.copies
+            return self._host.covers(past)
+
+    @contextmanager
+    def stream(self, name: str) -> Iterator[None]:
+        """Compute is on a side stream of the user's: ordered with no other, but by the engine."""
+        before, self._current = self._current, name
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def _chain(self) -> Past:
+        """To where the thread's stream has come, after others: [Note: one chain of compute]."""
+        if not getattr(self._silent, "follows", False) and self._current != self._seen:
+            self._streams[self._current].join(self._streams[self._seen])
+            self._seen = self._current
+        return self._streams[self._seen]
 
     def computes(self, name: str, touched: Iterable[tuple[int, int, bool]]) -> None:
         """One operation of compute; (first, end, writes) of the memory it touches."""
@@ -153,14 +180,16 @@ class OrderedAccelerator(FakeAccelerator):
             if not spans:
                 return
             self._number += 1
-            past = Past(self._number, {*self._computed.copies, *self._host.copies})
+            stream = self._current
+            past = self._streams[stream].join(self._host)
+            past.compute[stream] = self._number
             self._beside = [a for a in self._beside if a.copy is not None and not a.copy.seen]
             for first, end, write in spans:
                 if not _within(first, self.reserved):
                     self._check(first, end, write, past, f"compute {name}", self._beside)
                     continue
                 self._check(first, end, write, past, f"compute {name}", self._accesses)
-                self._note(_Access(first, end, write, compute=self._number, what=name))
+                self._note(_Access(first, end, write, compute=(stream, self._number), what=name))
 
     @contextmanager
     def not_compute(self) -> Iterator[None]:
@@ -180,7 +209,7 @@ class OrderedAccelerator(FakeAccelerator):
             if other.copy is not None:
                 ordered = other.copy in past.copies
             else:
-                ordered = other.compute <= past.compute
+                ordered = past.has(*other.compute)
             if not ordered:
                 self.violations.append(f"{who} is not ordered after {other.what}")
 
@@ -211,13 +240,20 @@ class OrderedAccelerator(FakeAccelerator):
 
     # --- the interface -------------------------------------------------------------------------
 
+    def follow_compute(self) -> None:
+        self._silent.follows = True
+
+    def join_compute(self) -> None:
+        with self._books:
+            self._chain()
+
     def compute_event(self) -> Event:
         with self._books:
-            return OrderedEvent(self, Past(self._number, set(self._computed.copies)), None)
+            return OrderedEvent(self, Past().join(self._chain()), None)
 
     def compute_wait(self, event: Event) -> None:
         with self._books:
-            self._computed.join(self._past_of(event))
+            self._chain().join(self._past_of(event))
         for part in getattr(event, "events", (event,)):
             if isinstance(part, OrderedEvent):
                 part.end()  # compute is now: here it must wait, a GPU's host would not
@@ -228,7 +264,7 @@ class OrderedAccelerator(FakeAccelerator):
     def copy_out(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         past = self._past_of(after)
         with self._books:  # and all compute so far
-            past.join(Past(self._number, set(self._computed.copies)))
+            past.join(self._chain())
         return self._ordered_copy("copy out", target, source, after, past)
 
     def copy_back(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
@@ -250,7 +286,9 @@ class OrderedAccelerator(FakeAccelerator):
                     self._note(_Access(*span, write, copy=event, what=name))
                 elif write == (name == "copy in"):
                     self._check(*span, write, past, name, self._beside)
-                    if write and past.compute < self._number:
+                    if write and not all(
+                        past.covers(Past(p.compute)) for p in self._streams.values()
+                    ):
                         self.violations.append(f"{name} is not ordered after compute before it")
                     self._beside.append(_Access(*span, write, copy=event, what=name))
         with self.not_compute():
@@ -296,6 +334,7 @@ class OrderedAccelerator(FakeAccelerator):
         return event
 
     def begin_square_sums(self, tensors: Sequence[Tensor]) -> SquareSums:
+        self.join_compute()
         self.computes("square sums", [(*span_of(t), False) for t in tensors])
         return OrderedSums(super().begin_square_sums(tensors), self.compute_event())
 
@@ -303,7 +342,7 @@ class OrderedAccelerator(FakeAccelerator):
         self.count_wait("synchronize")
         super().synchronize()
         with self._books:
-            self._host.compute = self._number
+            self._host.join(*(Past(past.compute) for past in self._streams.values()))
             self._accesses.clear()
             self._beside.clear()
 
@@ -399,5 +438,10 @@ def _places_written(func: Any) -> list[int]:
 def ordered_device(seed: int = 0, **options: Any) -> Iterator[OrderedAccelerator]:
     """A device, and the books kept of all that this thread computes meanwhile."""
     device = OrderedAccelerator(seed, on_demand=True, **options)
-    with _Watch(device):
+    with watched(device):
         yield device
+
+
+def watched(device: OrderedAccelerator) -> _Watch:
+    """The books kept of what the thread computes inside the `with`."""
+    return _Watch(device)

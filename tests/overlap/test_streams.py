@@ -1,0 +1,217 @@
+"""Whichever streams a user computes on, and whichever thread autograd: what the engine knows of
+compute is one chain. See [Note: one chain of compute] in `storage/cuda.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.backward_thread import NAME, backward_on_a_thread
+from support.bare_cuda import bare_cuda_device
+from support.fake_accelerator import FakeAccelerator
+from support.models import CASES
+from support.ordered_accelerator import OrderedAccelerator, Past, ordered_device, watched
+from support.small import MIXED, ON_DEVICE, ON_DISK, batch, masters, same, small_engine, train
+from support.trainer import Run, make_config
+from torch import Tensor
+
+from infinity.errors import ResidencyError
+from infinity.optim import cuda as kernels_module
+
+CASE = CASES["gpt"]
+AT_LAST = 60.0  # a copy begins when somebody waits for it
+IN_RAM = {"weights": "host", "moments": "host", "gradients": "host"}
+TRIPLES = {"ram": ("host",) * 3, "device": ("device",) * 3, "mixed": ("disk", "device", "host")}
+
+
+def on_many_streams(placement: tuple[str, str, str], **more: Any) -> list[str]:
+    """Each forward, backward and step on another stream, a block on two; what was not ordered."""
+    more["gradient_accumulation_steps"] = 2
+    model, config = CASE.build(), make_config(placement, prefetch_units=0, **more)
+    with (
+        ordered_device(seed=1, kernels="update" in more, max_delay_s=AT_LAST) as device,
+        Run(model, config, device=device, poison=None) as r,
+    ):
+        block = r.engine.module.blocks[1]
+        plain = block.forward
+
+        def twice(x: Tensor) -> Any:
+            with device.stream("beside"), torch.no_grad():
+                plain(torch.ones_like(x))  # needs nothing that the other stream computes
+            return plain(x)
+
+        block.forward = twice
+        for index, one in enumerate(CASE.batches(4)):
+            with device.stream(f"forward {index % 2}"):
+                loss = one.call(r.engine)
+            with device.stream(f"backward {index // 2}"):
+                r.engine.backward(loss)
+            r.engine.step()
+        r.engine.settle()
+        del block.forward
+        return list(device.violations)
+
+
+@pytest.mark.parametrize("more", [{}, {"update": "cpu"}, {"update": "device"}], ids=str)
+@pytest.mark.parametrize("placement", TRIPLES.values(), ids=TRIPLES)
+def test_side_streams_are_one_chain(placement: tuple[str, str, str], more: dict[str, Any]) -> None:
+    assert on_many_streams(placement, **more) == []
+
+
+def never_asked(self: OrderedAccelerator) -> None:
+    """The engine does not say that it computes with what is bound already."""
+
+
+def apart(self: OrderedAccelerator) -> Past:
+    """A stream does not wait for the one before it."""
+    self._seen = self._current
+    return self._streams[self._seen]
+
+
+@pytest.mark.parametrize(("name", "mistake"), [("join_compute", never_asked), ("_chain", apart)])
+def test_streams_that_are_no_chain_are_seen(
+    name: str, mistake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OrderedAccelerator, name, mistake)
+    with pytest.raises(AssertionError, match="is not ordered after"):
+        assert on_many_streams(TRIPLES["ram"], update="device") == []
+
+
+class Stream:
+    """Notes whom it waits for."""
+
+    def __init__(self, name: str, waits: list[tuple[str, str]]) -> None:
+        self.name = name
+        self._waits = waits
+
+    def wait_stream(self, other: Stream) -> None:
+        self._waits.append((self.name, other.name))
+
+
+def test_another_stream_than_before_waits_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[tuple[str, str]] = []
+    one, other = Stream("one", waits), Stream("other", waits)
+    current, capturing = [one], [False]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    device: Any = bare_cuda_device(monkeypatch)
+    device._compute = one
+    device.join_compute()
+    assert waits == []
+    current[0] = other
+    for _ in range(2):
+        assert device._compute_stream() is other
+    assert waits == [("other", "one")]
+    found: list[Any] = []
+
+    def follow() -> None:
+        device.follow_compute()
+        current[0] = one
+        found.append(device._compute_stream())
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    thread.join()
+    assert (found, waits) == ([other], [("other", "one")])
+    device.join_compute()
+    assert waits[1:] == [("one", "other")]
+    capturing[0] = True
+    with pytest.raises(ResidencyError, match="while a CUDA graph is being captured"):
+        device.join_compute()
+
+
+def test_a_capture_is_refused_and_the_engine_lives(tmp_path: Path) -> None:
+    capturing: list[bool] = []
+
+    class Capturing(FakeAccelerator):
+        def join_compute(self) -> None:
+            if capturing:
+                raise ResidencyError("a graph is captured")
+
+    with small_engine(tmp_path, IN_RAM, arguments={"device": Capturing(1)}) as engine:
+        capturing.append(True)
+        with pytest.raises(ResidencyError, match="captured"):
+            engine(batch(0))
+        capturing.clear()
+        assert train(engine, 1)[0] > 0
+
+
+# --- backward on a thread of its own --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", [IN_RAM, MIXED, ON_DISK], ids=["ram", "mixed", "disk"])
+@pytest.mark.parametrize("checkpoint", ["none", "units"])
+def test_a_backward_on_another_thread_computes_the_same(
+    tmp_path: Path,
+    placement: dict[str, str],
+    checkpoint: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    more: dict[str, Any] = {
+        "gradient_accumulation_steps": 2, "activations": {"checkpoint": checkpoint},
+    }  # fmt: skip
+    with small_engine(tmp_path, ON_DEVICE, **more) as engine:
+        expected = train(engine, 4), masters(engine)
+    ran = backward_on_a_thread(monkeypatch)
+    device = FakeAccelerator(3, max_delay_s=0.005, kernels=True, on_demand=True)
+    with small_engine(tmp_path, placement, arguments={"device": device}, **more) as engine:
+        assert train(engine, 4) == expected[0]
+        assert same(masters(engine), expected[1])
+    assert ran == [NAME] * 8
+
+
+@pytest.mark.parametrize("placement", TRIPLES.values(), ids=TRIPLES)
+def test_its_every_access_is_ordered(
+    placement: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ordered_device(seed=1, kernels=True, max_delay_s=AT_LAST) as device:
+        backward_on_a_thread(monkeypatch, lambda: watched(device))
+        with Run(CASE.build(), make_config(placement), device=device, poison=None) as r:
+            for one in CASE.batches(3):
+                r.engine.backward(one.call(r.engine))
+                r.engine.step()
+        assert device.violations == []
+
+
+# --- kernels that the driver refuses --------------------------------------------------------------
+
+
+class Refused:
+    """A launcher whose code compiles, and is refused when it is first loaded; or runs to no end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self, launch: object, stream: object) -> None:
+        raise RuntimeError("CUDA_ERROR_NO_BINARY_FOR_GPU")
+
+    def load(self, variant: object) -> None:
+        """Compiled."""
+
+    def room(self, num_elements: int, stream: object) -> Tensor:
+        return torch.zeros(num_elements, dtype=torch.float64)
+
+
+class Idle(Refused):
+    def __call__(self, launch: object, stream: object) -> None:
+        """Nothing is computed."""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "reason"),
+    [(Refused, "CUDA_ERROR_NO_BINARY_FOR_GPU"), (Idle, "10 ones squared are 0, and 1 - 0.25 is 1")],
+)
+def test_a_launch_that_fails_means_no_kernels(
+    launcher: type[Refused], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels_module, "CudaLauncher", launcher)
+    device = bare_cuda_device(monkeypatch)
+    assert [device.why_no_kernels() for _ in range(2)] == [reason] * 2
+    (warning,) = device.warnings  # told at the start, once
+    assert "so the CPU updates" in warning
+    assert reason in warning

@@ -1,0 +1,30 @@
+"""A `CudaDevice` without a GPU: what needs none of it may be called."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.storage.cuda import CudaDevice
+
+
+def bare_cuda_device(
+    monkeypatch: pytest.MonkeyPatch,
+    register: Callable[[int, int, int], int] = lambda address, size, flags: 0,
+    unregister: Callable[[int], int] = lambda address: 0,
+) -> CudaDevice:
+    """What registers memory answers with CUDA's codes; nothing is made beforehand."""
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    device = CudaDevice.__new__(CudaDevice)
+    values: dict[str, Any] = {"_pinned": [], "_node": None, "warnings": [], "_kernels": None}
+    values |= {"_no_kernels": None, "_follower": threading.local(), "_compute": None}
+    for name, value in values.items():
+        setattr(device, name, value)
+    device.torch_device = torch.device("cpu")
+    return device

@@ -2,37 +2,41 @@
 
 from __future__ import annotations
 
+import ast
 import gzip
+import importlib.metadata
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.fake_accelerator import FakeAccelerator
 
-from infinity.config.schema import load_config
-from infinity.cutting import case_for, cut_model, groups_of
-from infinity.model.shapes import target_of
 from infinity.plan.budget import budgeted_bytes
 from infinity.plan.cost import NOMINAL, Rates, step_cost
-from infinity.plan.machine import PlanMachine
 from infinity.plan.planner import Case
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 import _gpu_check as tool
-import bench_step
+import _gpu_smoke as smoke
+import _gpu_wheels as carried
 from _bench_bound import bounds_of
 from _bench_config import PLACEMENTS, engine_config
 from _bench_contender import cap_device
 from _bench_model import outline
 from _bench_targets import judged
+from _gpu_plan import DEVICE_BYTES, EXPECTED, GIB, RAM_BYTES, Benchmark, benchmarks, case_of
+from _gpu_stages import KERNEL_TESTS, TRAINING_TESTS
 from _gpu_targets import TARGETS, table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,56 +61,29 @@ def test_what_it_runs_is_there(stage: str, tmp_path: Path) -> None:
         for word in check.command:
             if word.startswith(("tests/", "tools/")):
                 assert (ROOT / word).exists(), word
-    assert checks[0].name == "rates"  # before any plan is made
-    building = tool.build(tmp_path)
-    whole_s = sum(check.limit_s for check in [*building, *checks]) + tool.FACTS_S
+    # Facts before anything is built; rates before any plan is made.
+    assert checks[0].name == ("machine" if stage == "smoke" else "rates")
+    assert checks[0].plain == (stage == "smoke")
+    whole_s = WHEELS_S + tool.build(tmp_path).limit_s + tool.FACTS_S
+    whole_s += sum(check.limit_s for check in checks)
     assert whole_s <= tool.LIMIT_S < 600
     assert len({check.name for check in checks}) == len(checks)
     drawn = [check for check in checks if check.name.endswith("-trace")]
     assert 4 + 2 * len(drawn) <= 8  # files in all: so few that they are looked at
 
 
-GIB = 1 << 30
-FAST = Rates(3e9, 2e9, 3.5e9, update={"fp32": 3e9, "bf16": 4e9, "8bit": 4e9},
-             compute={"bf16": 600e12, "fp32": 50e12}, to_device=50e9, from_device=50e9,
-             device_update=140e9)  # fmt: skip
-DEVICE_BYTES, RAM_BYTES, DISK_BYTES = 139 * GIB, 126 * GIB, 50 * GIB
-PROCESS_BYTES = 2 * GIB  # of torch with CUDA, before a plan is made
+def test_every_test_of_a_gpu_is_in_one_of_two_checks() -> None:
+    there = {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    assert sorted(KERNEL_TESTS + TRAINING_TESTS) == sorted(there)
+
+
+WHEELS_S = 15.0
 BESIDE_BYTES = 8 * GIB  # RAM for the kernel, the parents, and what CUDA loads later
 LOGITS_BYTES = 3 * GIB // 2  # llama.py makes them a slice at a time, four times as large at most
 
 
-def benchmarks() -> list[tuple[str, dict[str, Any], list[str]]]:
-    """Each step benchmark of each stage: its name, its job, its contenders."""
-    found = []
-    for check in tool.checks_of(tool.STAGES[1:], Path("/out"), Path("/work")):
-        if "tools/bench_step.py" in check.command:
-            options = list(check.command)[check.command.index("tools/bench_step.py") + 1 :]
-            arguments = bench_step._parser().parse_args(options)
-            assert arguments.device == "cuda"
-            job = bench_step.job_of(arguments, Path("/disk"))
-            job |= {"trace_steps": [1, 2], "traces": "/traces", "contender": "ours"}
-            found.append((check.name, job, list(arguments.only)))
-    return found
-
-
-def case_of(job: dict[str, Any], contender: str, rates: Rates) -> Case:
-    """What the engine would plan on a machine with one H200."""
-    config = load_config(engine_config(job, contender))
-    model = outline(job)
-    groups = groups_of(model, config)
-    machine = PlanMachine("H200", RAM_BYTES, DEVICE_BYTES, DISK_BYTES, False, 16, rates)
-    return case_for(
-        target_of(job["model"], model, {}),
-        cut_model(model, config, groups, None),
-        groups,
-        config,
-        machine,
-        job["rows"] * job["context"],
-        recompute=job["checkpointing"],
-        base=PROCESS_BYTES,
-        made=max(parameter.nbytes for parameter in model.parameters()),
-    )
+def all_benchmarks() -> list[Benchmark]:
+    return benchmarks(tool.checks_of(tool.STAGES, Path("/out"), Path("/work")))
 
 
 def activation_bytes(case: Case, slices: int) -> int:
@@ -114,15 +91,12 @@ def activation_bytes(case: Case, slices: int) -> int:
     return found.saved // slices + found.boundaries + found.flow + found.gradients + LOGITS_BYTES
 
 
-@pytest.mark.parametrize("rates", [NOMINAL, FAST], ids=["nominal", "fast"])
-@pytest.mark.parametrize(
-    ("name", "job", "contenders"), benchmarks(), ids=lambda x: x if isinstance(x, str) else ""
-)
-def test_every_benchmark_fits_the_machine(
-    name: str, job: dict[str, Any], contenders: list[str], rates: Rates
-) -> None:
+@pytest.mark.parametrize("rates", [NOMINAL, EXPECTED], ids=["nominal", "expected"])
+@pytest.mark.parametrize("one", all_benchmarks(), ids=lambda one: one.name)
+def test_every_benchmark_fits_the_machine(one: Benchmark, rates: Rates) -> None:
     """Planned as a run would, whatever the rates are; nothing is allocated."""
-    for contender in contenders:
+    job = one.job
+    for contender in one.contenders:
         if contender == "torch_ram":
             continue
         case = case_of(job, contender, rates)
@@ -132,11 +106,11 @@ def test_every_benchmark_fits_the_machine(
         assert (case.limits.host or 0) <= RAM_BYTES - BESIDE_BYTES
         plan = case.plan()  # or it raises
         room = budget - budgeted_bytes(plan)["device"]
-        assert activation_bytes(case, job["slices"]) <= room, name
+        assert activation_bytes(case, job["slices"]) <= room
         bounds = bounds_of(plan, rates, 0.5, 1.0)
         assert 1.5 * job["micro_batches"] <= bounds.ideal_s <= bounds.schedule_s
         assert bounds_of(plan, rates, 0.0, 0.0).schedule_s == step_cost(plan, rates).seconds
-    if "torch_ram" in contenders:
+    if "torch_ram" in one.contenders:
         assert plain_bytes(job) <= DEVICE_BYTES - 4 * GIB  # its allocator is no arena
 
 
@@ -144,12 +118,12 @@ def plain_bytes(job: dict[str, Any]) -> int:
     """Weights, masters, two moments, gradients (summed in fp32), and the largest one in fp32."""
     numels = [parameter.numel() for parameter in outline(job).parameters()]
     gradient = 4 if job["micro_batches"] > 1 else 2
-    case = case_of(job | {"slices": 1, "offload": "none", "by_engine": False}, "infinity_ram", FAST)
+    case = case_of(job | {"slices": 1, "offload": "none", "by_engine": False}, "infinity_ram")
     return sum(numels) * (2 + 4 + 8 + gradient) + 4 * max(numels) + activation_bytes(case, 1)
 
 
 def test_the_budgets_of_ours_are_told_on_a_gpu_only() -> None:
-    _, job, _ = next(one for one in benchmarks() if one[0] == "step-8b-32k")
+    job = next(one.job for one in all_benchmarks() if one.name == "step-8b-32k")
     config = engine_config(job, "infinity_ram")
     assert config["budget"] == {"device": "24GiB", "host": "116GiB"}
     assert config["placement"] == {}
@@ -214,6 +188,7 @@ def test_the_table_says_what_was_found_and_what_was_not_run() -> None:
             {
                 "step-8b-8k-plain": report_of(contenders={}, phases=parts),
                 "step-8b-32k": report_of(),
+                "step-1.5b-8k-trace": {"steps": []},  # what is no benchmark is passed over
                 "step-1.5b-8k": report_of(
                     ratio={"torch_ram": 1.5}, skipped={"deepspeed_cpu": "not importable"}
                 ),
@@ -228,24 +203,131 @@ def test_the_table_says_what_was_found_and_what_was_not_run() -> None:
     assert len(text.splitlines()) == 2 + len(TARGETS)
 
 
-def test_a_dry_run_says_all_and_does_nothing(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    done = script("--dry-run", *tool.STAGES, OUT=str(out))
-    assert done.returncode == 0, done.stderr
-    for words in ("-m gpu tests/gpu", "bench_adam_cuda", "llama-8b", "--device-budget 24GiB",
-                  "--machine-file", "--compare deepspeed-cpu"):  # fmt: skip
-        assert words in done.stdout
-    assert not out.exists()
-    assert script("--dry-run", "all").returncode == 2
+# --- what is carried ------------------------------------------------------------------------------
+
+
+def installed() -> dict[str, carried.Package]:
+    """What would be carried, as it is installed here: constraints.txt is the same for both."""
+    found = {}
+    for name in carried.CARRIED:
+        there = importlib.metadata.distribution(name)
+        found[name] = carried.Package(there.version, tuple(there.requires or ()))
+    return found
+
+
+def test_what_is_carried_is_all_that_is_asked_for_and_no_more() -> None:
+    there, asked = installed(), carried.wanted()
+    assert carried.uncovered(asked, there) == []
+    for name in there:
+        left = {other: package for other, package in there.items() if other != name}
+        assert carried.uncovered(asked, left), f"{name} is asked for by nobody"
+
+
+def test_what_lacks_is_named_with_who_asks() -> None:
+    needs = (
+        "two>=2; os_name == 'posix'",
+        "old; os_name == 'nt'",
+        "three; extra == 'more'",
+        "torch",
+    )
+    there = {"one": carried.Package("1.0", needs), "two": carried.Package("1.9", ())}
+    (wrong,) = carried.uncovered(["one"], there)
+    assert wrong.startswith("two>=2")
+    assert wrong.endswith("for one: 1.9 is carried")
+    assert carried.uncovered(["One[more]"], there)[1].startswith("three")
+
+
+def imported(entries: list[Path], folders: list[Path]) -> set[str]:
+    """Modules of others that files import when they are loaded, by way of files in `folders`."""
+    names, seen = set[str](), set[Path]()
+    while entries:
+        path = entries.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        found = set[str]()
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        for name in found:
+            ways = [folder / (name.replace(".", "/") + end)
+                    for folder in folders for end in (".py", "/__init__.py")]  # fmt: skip
+            entries += [way for way in ways if way.exists()]
+            names.add(name.partition(".")[0])
+    return names - {path.stem for path in seen} - {"infinity", "support"} - sys.stdlib_module_names
+
+
+def test_what_runs_there_imports_nothing_that_is_not_there() -> None:
+    """The tests, the tools and the package: by the names of distributions that bring modules."""
+    entries = [ROOT / word for check in tool.checks_of(tool.STAGES, Path("/out"), Path("/work"))
+               for word in check.command if word.startswith(("tests/", "tools/"))]  # fmt: skip
+    entries += [ROOT / "tests" / "conftest.py", ROOT / "tools" / "_bench_contender.py"]
+    entries += [ROOT / "infinity" / "engine.py", ROOT / "infinity" / "cli" / "main.py"]
+    folders = [ROOT / name for name in ("tests", "tools", "examples", ".")]
+    brought = importlib.metadata.packages_distributions()
+    allowed = {*carried.CARRIED, *carried.THERE}
+    names = imported(entries, folders)
+    assert {"torch", "pytest", "hypothesis", "pydantic", "typer", "yaml"} <= names
+    for name in names:
+        by = {carried.canonical(one) for one in brought.get(name, [])}
+        assert by & allowed, f"{name} comes with {by or 'nothing'}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`.whl/` as `--fetch` leaves it, but the metadata alone, and a wheel of ours."""
+    there = tmp_path / ".whl"
+    monkeypatch.setattr(carried, "WHEELS", there)
+    there.mkdir()
+    for name, (version, requires) in installed().items():
+        told = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {r}" for r in requires)]
+        with zipfile.ZipFile(there / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}-{version}.dist-info/METADATA", "\n".join(told))
+    ours = there / "native" / carried.fingerprint()
+    ours.mkdir(parents=True)
+    (ours / "torch_infinity.whl").touch()
+    return there
+
+
+def test_a_machine_without_a_gpu_proves_what_is_carried_and_plans_every_stage(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    monkeypatch.setattr(tool, "why_no_gpu", lambda: "no GPU")
+    assert tool.main(["smoke"]) == tool.NO_GPU
+    told = capsys.readouterr()
+    assert "nothing was built, run or reported" in told.err
+    for words in ("all that is asked for, but cuda-bindings, numpy, pip, torch",
+                  "torch_infinity.whl, built from these sources", "_gpu_smoke.py --machine",
+                  *(f"{one.name}, infinity_" for one in all_benchmarks()
+                    if one.contenders != ("torch_ram",))):  # fmt: skip
+        assert words in told.out, words
+    assert tool.main(["--dry-run", *tool.STAGES]) == 0
+    told = capsys.readouterr()
+    for words in (*KERNEL_TESTS, *TRAINING_TESTS, "bench_adam_cuda", "llama-8b", "--machine-file",
+                  "--device-budget 24GiB", "--compare deepspeed-cpu"):  # fmt: skip
+        assert words in told.out, words
+    assert not (tmp_path / "out").exists()
+    next(folder.glob("execnet-*.whl")).unlink()
+    monkeypatch.setattr(carried, "LIMIT_BYTES", 1)
+    assert tool.main(["smoke"]) == tool.MISSING
+    told = capsys.readouterr()
+    assert "execnet>=2.1, for pytest-xdist: not carried" in told.err
+    assert "MiB would travel, 0 at most may" in told.err
 
 
 @needs_no_gpu
-def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+def test_the_script_finds_its_way(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    done = script(OUT=str(out))
-    assert done.returncode == 4
-    assert "sees no CUDA device" in done.stderr
-    assert "nothing was built, run or reported" in done.stderr
+    done = script("--table", OUT=str(out))
+    assert done.returncode == 2
+    assert "usage: gpu_check.sh" in done.stderr
+    assert script("--dry-run", "all").returncode == 2
     assert not out.exists()
 
 
@@ -254,12 +336,19 @@ def test_a_build_is_kept_until_its_sources_change(
 ) -> None:
     (tmp_path / "infinity").mkdir()
     (tmp_path / "infinity" / "one.py").write_text("1")
-    monkeypatch.setattr(tool, "REPOSITORY", tmp_path)
-    before = tool.fingerprint()
+    monkeypatch.setattr(carried, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(carried, "WHEELS", tmp_path / ".whl")
+    before = carried.fingerprint()
     (tmp_path / "README.md").write_text("else")
-    assert tool.fingerprint() == before
+    assert carried.fingerprint() == before
+    assert carried.prebuilt() is None
+    kept = tmp_path / ".whl" / "native" / before
+    kept.mkdir(parents=True)
+    (kept / "ours.whl").touch()
+    assert carried.prebuilt() == kept / "ours.whl"
     (tmp_path / "infinity" / "one.py").write_text("2")
-    assert tool.fingerprint() != before
+    assert carried.fingerprint() != before
+    assert carried.prebuilt() is None  # of other sources
 
 
 def python(name: str, code: str, limit_s: float = 60, json: bool = False) -> tool.Check:
@@ -274,18 +363,21 @@ def test_a_call_from_its_start_to_its_report(
     checks = [python("step-1.5b-disk", f"print({report!r})", json=True), python("one", "print(1)")]
     built = []
 
-    def build(site: Path) -> list[tool.Check]:
+    def build(site: Path) -> tool.Check:
         built.append(site)
-        return [python("build", "print('built')")]
+        return python("build", "print('built')")
 
     monkeypatch.setattr(tool, "why_no_gpu", lambda: None)
-    monkeypatch.setattr(tool, "missing", lambda pyproject: [])
+    monkeypatch.setattr(carried, "missing", lambda: [])
+    monkeypatch.setattr(carried, "WHEELS", tmp_path / ".whl")
     monkeypatch.setattr(tool, "build", build)
     monkeypatch.setattr(tool, "BUILT", tmp_path / "built")
     monkeypatch.setattr(tool, "FACTS", "print('H200 139 GiB, 16 CPU cores')")
     monkeypatch.setattr(tool, "checks_of", lambda stages, out, work: checks)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PYTHONPATH", "/before")
+    for name in ("PYTHONUNBUFFERED", "PYTEST_DISABLE_PLUGIN_AUTOLOAD"):
+        monkeypatch.setenv(name, "")  # as they are afterwards is not for other tests
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     assert tool.main(["disk"]) == 0
     assert tool.main(["disk"]) == 0
@@ -307,18 +399,48 @@ def test_traces_come_back_small(tmp_path: Path) -> None:
     assert gzip.decompress((tmp_path / "step.trace.json.gz").read_bytes()) == b"[]" * 1000
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compiler", [False, True], ids=["none", "one that fails"])
+def test_without_a_compiler_the_carried_wheel_is_installed(
+    compiler: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = (lambda name: name == "g++") if compiler else (lambda name: False)
+    monkeypatch.setattr(shutil, "which", there)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(tool, "build", lambda site: python("build", "raise SystemExit(1)"))
+    monkeypatch.setattr(tool, "install", lambda site, wheel: [sys.executable, "-c", f"# {wheel}"])
+    until = time.monotonic() + 60
+
+    def codes() -> list[tuple[str, int | None]]:
+        results = tool.built(tmp_path / "site", tmp_path, tmp_path, until)
+        return [(result.check.name, result.code) for result in results]
+
+    monkeypatch.setattr(carried, "prebuilt", lambda: None)
+    assert codes() == [("build", 1)]
+    monkeypatch.setattr(carried, "prebuilt", lambda: Path("ours.whl"))
+    assert codes() == [*([("build", 1)] if compiler else []), ("prebuilt", 0)]
+
+
+def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "pyproject.toml").read_text()
-    assert [line for line in tool.missing(ROOT / "pyproject.toml") if "cuda-core" not in line] == []
+    assert [line for line in carried.missing() if "cuda-core" not in line] == []
     project = tmp_path / "pyproject.toml"
     project.write_text(
         text.replace('"pydantic>=2.10"', '"pydantic>=999"').replace('"aiofiles', '"no-such-package')
     )
-    found = "\n".join(tool.missing(project))
+    found = "\n".join(carried.missing(project))
     assert "pydantic>=999: " in found
     assert "no-such-package>=24.1: not there" in found
     project.write_text(text.replace('"nanobind>=2.9"', '"nanobind>=999"'))
-    assert "nanobind>=999" in "\n".join(tool.missing(project))
+    assert "nanobind>=999" in "\n".join(carried.missing(project))
+
+    def none(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", none)
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/cmake" if name == "cmake" else None)
+    names = {line.partition(":")[0] for line in carried.missing()}
+    assert "ninja" in names
+    assert "cmake" not in names  # a program on the PATH is as good as a wheel
 
 
 def test_a_failure_hides_nothing_and_the_report_says_it(
@@ -329,14 +451,17 @@ def test_a_failure_hides_nothing_and_the_report_says_it(
         python("good", "import sys; print('{}'); print('a table', file=sys.stderr)", json=True),
         python("bad", "print('why'); raise SystemExit(7)"),
         python("slow", "import time; print('begun', flush=True); time.sleep(600)", limit_s=8),
+        python(
+            "warns", 'print(\'{"contenders": {"o": {"warnings": ["not pinned"]}}}\')', json=True
+        ),
         python("last", "print('x\\n' * 500 + 'the end')"),
     ]
     work = tmp_path / "work"
     work.mkdir()
     results = tool.run_all(checks, tmp_path, work, until)
     results += tool.run_all([python("late", "print(1)")], tmp_path, work, time.monotonic())
-    assert [result.code for result in results] == [0, 7, tool.STOPPED, 0, None]
-    assert tool.reports_in(work, checks) == {"good": {}}
+    assert [result.code for result in results] == [0, 7, tool.STOPPED, tool.WARNED, 0, None]
+    assert tool.reports_in(work, checks).keys() == {"good", "warns"}
     machine = "NVIDIA H200 139 GiB, 16 CPU cores\n"
     report = tool.write_report(results, machine, ["quick"], tmp_path, {})
     assert report.name.startswith("gpu_quick_nvidia-h200-139_20")
@@ -347,6 +472,8 @@ def test_a_failure_hides_nothing_and_the_report_says_it(
         "| good | passed |",
         "| bad | FAILED, exit code 7 |",
         "| slow | stopped after",
+        "| warns | FAILED: the engine warned |",
+        "the engine warned: not pinned",
         "| late | not run: no time was left |",
         "a table",
         "why",
@@ -357,3 +484,43 @@ def test_a_failure_hides_nothing_and_the_report_says_it(
     assert text.count("\nx") <= tool.SHOWN_LINES
     assert "bad: exit code 7" in (tmp_path / "log.txt").read_text()
     assert "bad: exit code 7" in capsys.readouterr().out
+
+
+# --- the first minute -----------------------------------------------------------------------------
+
+
+def test_facts_need_no_package() -> None:
+    command = [sys.executable, "-I", "-S", str(ROOT / "tools" / "_gpu_smoke.py"), "--machine"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    for word in ("Python.h: ", "MemTotal", "MemAvailable", "transparent huge pages", "g++: "):
+        assert word in done.stdout
+
+
+def test_the_first_minute_on_a_device_that_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[FakeAccelerator] = []
+    told: list[str] = []
+
+    def make() -> FakeAccelerator:
+        made.append(FakeAccelerator(1, kernels=True))
+        return made[-1]
+
+    monkeypatch.setattr(smoke, "PINNED_GIB", (1 / 64, 1 / 32))
+    monkeypatch.setattr(smoke, "BESIDE_GIB", 0)
+    try:
+        found = smoke.run_parts(make, told.append)
+        assert found["failed"] == []
+        assert found["warnings"] == []
+        assert found["kernels"] == {"fp32": True, "8bit": True}
+        assert found["links"].keys() == {"to_device", "from_device", "copies_mixed"}
+        assert len(found["training"]["losses"]) == smoke.NUM_STEPS
+        assert all(found["pinning"].values())
+        assert [len(device.violations) for device in made] == [0] * len(made)
+        monkeypatch.setattr(FakeAccelerator, "why_no_kernels", lambda self: "the driver refuses")
+        monkeypatch.setattr(smoke, "PINNED_GIB", (1 << 20,))
+        found = smoke.run_parts(make, told.append)
+        assert found["failed"] == ["kernels: no kernels: the driver refuses"]
+        assert found["pinning"] == {f"{1 << 20} GiB": None}
+        assert any("not tried" in line for line in told)
+    finally:
+        for device in made:
+            device.close()

@@ -1,12 +1,13 @@
-"""What `gpu_check.sh` runs: looks what is there, builds, runs checks, and writes a report."""
+"""What `gpu_check.sh` runs: looks what is there, builds, runs checks, and writes a report.
+
+Where no GPU is, it says what would run, proves that what is carried is enough, and shows plans.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import gzip
-import hashlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -17,27 +18,23 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import _gpu_wheels as carried
 from _gpu_stages import STAGES, Check, checks_of
 from _gpu_targets import table
+from _gpu_wheels import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 FACTS_S = 30.0
 BUILT = REPOSITORY / "build" / "gpu_site"  # git ignores it: kept on the machine between calls
-# What the built package is made of.
-SOURCES = ("infinity", "csrc", "CMakeLists.txt", "pyproject.toml", ".whl")
 LIMIT_S = 560.0  # of everything: a stage ends within ten minutes, wherever it runs
 SHOWN_LINES = 60  # of a check's output in the report
 GRACE_S = 10.0  # to clean up in
-MISSING, NO_GPU, STOPPED = 3, 4, 124
-# What building and testing need beside what pyproject.toml says.
-TOOLS = ("packaging", "pip", "cmake", "ninja", "pytest", "pytest-timeout")
+MISSING, NO_GPU, WARNED, STOPPED = 3, 4, 5, 124
 FACTS = """
 import os, shutil, torch
 from infinity.optim import cuda, nvrtc
@@ -65,27 +62,6 @@ class Result:
     output: str
 
 
-def missing(pyproject: Path) -> list[str]:
-    """Requirements that are not met here: to build, to import, to compute on CUDA and to test."""
-    from packaging.requirements import Requirement
-
-    with pyproject.open("rb") as file:
-        told = tomllib.load(file)
-    project = told["project"]
-    wanted = [*told["build-system"]["requires"], *project["dependencies"]]
-    wanted += [*project["optional-dependencies"]["cuda"], *TOOLS]
-    found = []
-    for requirement in map(Requirement, wanted):
-        try:
-            version = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
-            found.append(f"{requirement}: not there")
-            continue
-        if not requirement.specifier.contains(version, prereleases=True):
-            found.append(f"{requirement}: {version} is there")
-    return found
-
-
 def why_no_gpu() -> str | None:
     """Why nothing can be checked here; None if torch sees a GPU."""
     try:
@@ -98,26 +74,34 @@ def why_no_gpu() -> str | None:
     return f"torch {torch.__version__} ({built}) sees no CUDA device"
 
 
-def build(site: Path) -> list[Check]:
-    """Install carried wheels, and this repository, into a folder."""
+def install(site: Path, *what: str) -> list[str]:
+    """The command that puts wheels, or this repository, into a folder."""
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps"]
     pip += ["--no-compile", "--no-cache-dir", "--upgrade", "--target", str(site)]
-    wheels = sorted(str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob(".whl/*.whl"))
-    found = [Check("wheels", 15, [*pip, *wheels])] if wheels else []
-    return [*found, Check("build", 130, [*pip, "--no-build-isolation", "."])]
+    return [*pip, *what]
 
 
-def fingerprint() -> str:
-    """Changes with whatever the package is built from, and with the interpreter."""
-    found = hashlib.sha256(sys.version.encode())
-    for name in SOURCES:
-        top = REPOSITORY / name
-        files = [top] if top.is_file() else sorted(p for p in top.rglob("*") if p.is_file())
-        for path in files:
-            if "__pycache__" not in path.parts and path.suffix != ".so":
-                found.update(str(path.relative_to(REPOSITORY)).encode())
-                found.update(path.read_bytes())
-    return found.hexdigest()[:16]
+def wheels(site: Path) -> list[Check]:
+    """Install what is carried."""
+    found = sorted(str(path) for path in carried.WHEELS.glob("*.whl"))
+    return [Check("wheels", 15, install(site, *found))] if found else []
+
+
+def build(site: Path) -> Check:
+    """Build and install this repository."""
+    return Check("build", 120, install(site, "--no-build-isolation", "."))
+
+
+def built(site: Path, out: Path, work: Path, until: float) -> list[Result]:
+    """Our package, in a folder: built, or if that cannot be, the wheel that is carried."""
+    ours = carried.prebuilt()
+    compilers = [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
+    results = []
+    if ours is None or any(name and shutil.which(name) for name in compilers):
+        results += run_all([build(site)], out, work, until)
+        if ours is None or results[-1].code == 0:
+            return results
+    return [*results, *run_all([Check("prebuilt", 15, install(site, str(ours)))], out, work, until)]
 
 
 def keep_traces(work: Path, out: Path) -> None:
@@ -136,6 +120,12 @@ def reports_in(work: Path, checks: Sequence[Check]) -> dict[str, dict[str, Any]]
         if text.strip():
             found[check.name] = json.loads(text)
     return found
+
+
+def warnings_in(report: dict[str, Any]) -> list[str]:
+    """What engines warned of: memory that is not pinned makes every number a wrong one."""
+    facts = [report, *report.get("contenders", {}).values()]
+    return list(dict.fromkeys(text for one in facts for text in one.get("warnings", [])))
 
 
 def show_table(paths: Sequence[str]) -> int:
@@ -169,6 +159,9 @@ def run(check: Check, limit_s: float, out: Path, work: Path) -> Result:
             kept.close()
         told.seek(0)
         output = told.read()
+    if code == 0 and (warned := warnings_in(reports_in(work, [check]).get(check.name, {}))):
+        code = WARNED
+        output += "".join(f"the engine warned: {text}\n" for text in warned)
     seconds = time.monotonic() - began
     with (out / "log.txt").open("a", encoding="utf-8") as log:
         log.write(f"== {check.name}: exit code {code} after {seconds:.0f} s\n{output}\n")
@@ -235,6 +228,8 @@ def _outcome(result: Result) -> str:
         return "not run: no time was left"
     if result.code == STOPPED:
         return f"stopped after {result.seconds:.0f} s"
+    if result.code == WARNED:
+        return "FAILED: the engine warned"
     return "passed" if result.code == 0 else f"FAILED, exit code {result.code}"
 
 
@@ -249,70 +244,107 @@ def describe(checks: Sequence[Check]) -> None:
         print(f"after {LIMIT_S:.0f} s what is left is not run: better one stage at a time")
 
 
+def dry_run(checks: Sequence[Check], site: Path, out: Path) -> int:
+    """Say what would run; the exit code tells whether what is carried is enough, and all fits."""
+    said, wrong = carried.state()
+    print("\n".join(said))
+    describe([*wheels(site), build(site), *checks])
+    try:
+        from _gpu_plan import plan_lines
+
+        from infinity.errors import DoesNotFitError
+    except ImportError as error:
+        print(f"plans are not shown, the package is not built here: {error}")
+        return MISSING if _told(wrong) else 0
+    for stage in STAGES:
+        try:
+            print("\n".join(plan_lines(checks_of([stage], out, out))) or f"{stage}: plans nothing")
+        except DoesNotFitError as error:
+            wrong.append(f"{stage}: {error}")
+    return MISSING if _told(wrong) else 0
+
+
+def _told(wrong: Sequence[str]) -> bool:
+    print("".join(f"gpu_check: {line}\n" for line in wrong), end="", file=sys.stderr)
+    return bool(wrong)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check; returns the exit code."""
     parser = argparse.ArgumentParser(prog="gpu_check.sh", description=__doc__)
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=", ".join(STAGES))
     parser.add_argument("--dry-run", action="store_true", help="run nothing")
+    parser.add_argument("--fetch", action="store_true", help="wheels into .whl/, from an index")
     parser.add_argument(
         "--table", nargs="+", metavar="FILE", help="of results.json of several runs"
     )
     options = parser.parse_args(arguments)
     if options.table:
         return show_table(options.table)
+    if options.fetch:
+        return carried.fetch()
     stages = options.stages or ["quick"]
     if unknown := [name for name in stages if name not in STAGES]:
         parser.error(f"{unknown[0]!r} is not one of {', '.join(STAGES)}")
-    until = time.monotonic() + LIMIT_S
     out = Path(os.environ.get("OUT") or REPOSITORY / "build" / "gpu_check").resolve()
-    if no_gpu := why_no_gpu():
+    site = (
+        BUILT / f"{carried.fingerprint(carried.WHEELS)}-{sys.version_info[0]}{sys.version_info[1]}"
+    )
+    no_gpu = why_no_gpu()
+    if no_gpu is not None:
         print(f"gpu_check: {no_gpu}", file=sys.stderr)
-        if not options.dry_run:
+    with tempfile.TemporaryDirectory() as work:
+        checks = checks_of(stages, out, Path(work))
+        if options.dry_run or no_gpu is not None:
+            code = dry_run(checks, site, out)
+            if options.dry_run or code:
+                return code
             print("gpu_check: nothing was built, run or reported", file=sys.stderr)
             return NO_GPU
-    with tempfile.TemporaryDirectory() as folder:
-        work = Path(folder)
-        site = BUILT / fingerprint()
-        checks = checks_of(stages, out, work)
-        building = [] if (site / "done").exists() else build(site)
-        if options.dry_run:
-            for line in missing(REPOSITORY / "pyproject.toml"):
-                print(f"missing, unless it lies in .whl/: {line}")
-            describe([*building, *checks])
-            return 0
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "log.txt").write_text("")
-        os.environ["PYTHONUNBUFFERED"] = "1"
-        os.environ["PYTHONPATH"] = os.pathsep.join(
-            filter(None, [str(site), os.environ.get("PYTHONPATH")])
-        )
-        if building:
-            shutil.rmtree(BUILT, ignore_errors=True)
-        results = run_all(building[:-1], out, work, until)
-        sys.path.insert(0, str(site))
-        if lacking := missing(REPOSITORY / "pyproject.toml"):
-            lacking = [f"missing: {line}" for line in lacking]
-            lacking.append("bring it with tools/gpu_check.sh --fetch")
-            print("\n".join(f"gpu_check: {line}" for line in lacking), file=sys.stderr)
-            write_report(results, "\n".join(["unknown machine", *lacking]), stages, out, {})
-            return MISSING
-        results += run_all(building[-1:], out, work, until)
-        facts = ""
-        if all(result.code == 0 for result in results):
+        return check_all(checks, stages, site, out, Path(work))
+
+
+def check_all(
+    checks: Sequence[Check], stages: Sequence[str], site: Path, out: Path, work: Path
+) -> int:
+    """Install, build, run and report; the exit code."""
+    until = time.monotonic() + LIMIT_S
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "log.txt").write_text("")
+    paths = [str(site), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    os.environ |= {"PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    results = run_all([check for check in checks if check.plain], out, work, until)
+    done = site / "done"
+    if not done.exists():
+        shutil.rmtree(BUILT, ignore_errors=True)
+        results += run_all(wheels(site), out, work, until)
+    sys.path.insert(0, str(site))
+    if lacking := carried.missing():
+        lacking = [f"missing: {line}" for line in lacking]
+        lacking.append("bring it with tools/gpu_check.sh --fetch")
+        print("\n".join(f"gpu_check: {line}" for line in lacking), file=sys.stderr)
+        write_report(results, "\n".join(["unknown machine", *lacking]), stages, out, {})
+        return MISSING
+    if not done.exists():
+        results += built(site, out, work, until)
+        if results[-1].code == 0:
             site.mkdir(parents=True, exist_ok=True)
-            (site / "done").touch()
-            looking = Check("facts", FACTS_S, [sys.executable, "-P", "-c", FACTS])
-            found = run(looking, FACTS_S, out, work)
-            facts = found.output if found.code == 0 else ""
-            results.append(found)
-            for check in checks:  # whatever happens to the machine, the last report is there
-                results += run_all([check], out, work, until)
-                reports = reports_in(work, checks)
-                write_report(results, facts, stages, out, reports)
-        reports = reports_in(work, checks)
-        (out / "results.json").write_text(json.dumps(reports, indent=1) + "\n", encoding="utf-8")
-        keep_traces(work, out)
-        report = write_report(results, facts, stages, out, reports)
+            done.touch()
+    facts = ""
+    if done.exists():
+        looking = Check("facts", FACTS_S, [sys.executable, "-P", "-c", FACTS])
+        found = run(looking, FACTS_S, out, work)
+        facts = found.output if found.code == 0 else ""
+        results.append(found)
+        for check in (one for one in checks if not one.plain):
+            results += run_all([check], out, work, until)
+            # Whatever happens to the machine, the last report is there.
+            write_report(results, facts, stages, out, reports_in(work, checks))
+    reports = reports_in(work, checks)
+    (out / "results.json").write_text(json.dumps(reports, indent=1) + "\n", encoding="utf-8")
+    keep_traces(work, out)
+    report = write_report(results, facts, stages, out, reports)
     print("\n".join(table(reports)))
     print(f"report: {report}")
     return 0 if all(result.code == 0 for result in results) else 1

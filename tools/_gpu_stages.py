@@ -18,13 +18,15 @@ ZeRO-3 offload to RAM takes 16 bytes a parameter and more, 120 GiB and more: it 
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-STAGES = ("quick", "1.5b", "disk", "8b", "8b-32k", "8b-32k-m4", "14b")
+STAGES = ("smoke", "quick", "1.5b", "disk", "8b", "8b-32k", "8b-32k-m4", "14b")
+# Two checks: one that is stopped does not hide the other.
+KERNEL_TESTS = ("tests/gpu/test_fused_adam.py", "tests/gpu/test_standalone_cuda.py")
+TRAINING_TESTS = ("tests/gpu/test_cuda.py", "tests/gpu/test_overlap.py")
 CAPPED = ("--device-budget", "24GiB")
 MOST_RAM = ("--host-budget", "116GiB")
 OURS, BOTH = ("--only", "infinity_ram"), ("--only", "torch_ram,infinity_ram", "--alone")
@@ -35,12 +37,16 @@ SLICED = ("--slices", "2", "--offload", "host")
 
 @dataclass(frozen=True)
 class Check:
-    """A command, how long it may take, and whether its stdout is JSON to be kept."""
+    """A command, how long it may take, and whether its stdout is JSON to be kept.
+
+    A `plain` one needs nothing that is built or carried, and comes before that.
+    """
 
     name: str
     limit_s: float
     command: Sequence[str]
     json: bool = False
+    plain: bool = False
 
 
 def checks_of(stages: Sequence[str], out: Path, work: Path) -> list[Check]:
@@ -50,8 +56,10 @@ def checks_of(stages: Sequence[str], out: Path, work: Path) -> list[Check]:
     """
     # -P: the source tree in the working directory has no native modules, the installed package has.
     package = [sys.executable, "-P", "-m"]
-    tests = [*package, "pytest", "-q", "-p", "no:cacheprovider"]
-    beside = ["-n", "8"] if importlib.util.find_spec("xdist") else []  # most of it is compiling
+    # Plugins by name: those of the machine may be older than our pytest. Most of it is compiling.
+    plugins = ("no:cacheprovider", "xdist.plugin", "pytest_timeout")
+    tests = [*package, "pytest", "-q", "-n", "8", *(w for p in plugins for w in ("-p", p))]
+    tests += ["-m", "gpu"]
     doctor = [*package, "infinity.cli", "doctor", "--path", "."]
     rates = Check("rates", 30, [*doctor, "--machine-file", str(out / "machine.json")])
 
@@ -66,9 +74,15 @@ def checks_of(stages: Sequence[str], out: Path, work: Path) -> list[Check]:
 
     small = llama("1.5b", 8192, 1, 3, *CAPPED)
     disk = ("--only", "infinity_disk", "--steps", "2")
+    looks = [sys.executable, "tools/_gpu_smoke.py"]
     stage = {
+        "smoke": [
+            Check("machine", 20, [*looks, "--machine"], plain=True),
+            Check("smoke", 60, looks, json=True),
+        ],
         "quick": [
-            Check("gpu tests", 200, [*tests, *beside, "-m", "gpu", "tests/gpu"]),
+            Check("tests-kernels", 100, [*tests, *KERNEL_TESTS]),
+            Check("tests-training", 130, [*tests, *TRAINING_TESTS]),
             Check("adam", 40, [sys.executable, "tools/bench_adam_cuda.py"]),
             step("step-gpt-124m", 60, "--model", "gpt-124m", "--rounds", "3"),
         ],
@@ -104,7 +118,10 @@ def checks_of(stages: Sequence[str], out: Path, work: Path) -> list[Check]:
             )
         ),
     }
-    return [rates, *(check for name in stages for check in stage[name])]
+    found = [check for name in stages for check in stage[name]]
+    first = [check for check in found if check.plain]
+    measured = [rates] if set(stages) - {"smoke"} else []
+    return [*first, *measured, *(check for check in found if not check.plain)]
 
 
 def step(name: str, limit_s: float, *options: str) -> Check:

@@ -81,7 +81,7 @@ def _fact(results: Results, check: str, name: str) -> float | None:
 
 def _most_memory(results: Results) -> float | None:
     """GiB that torch reserved in any run that was held to the cap."""
-    contenders = [facts for one in results.values() for facts in one["contenders"].values()]
+    contenders = [facts for one in results.values() for facts in one.get("contenders", {}).values()]
     peaks = [
         facts["peak_reserved_bytes"] / 2**30
         for facts in contenders

@@ -1,0 +1,241 @@
+"""The first minute on a machine with a GPU: what it has, and whether each sort of thing works once.
+
+    python tools/_gpu_smoke.py --machine    facts; needs nothing that is not Python's own
+    python tools/_gpu_smoke.py              kernels, links, a training step, pinned memory; JSON
+
+Parts stand in the order of their worth: one that fails or is stopped hides none before it. All but
+the facts go through the engine's `Device`, so that they run on the fake one as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from infinity.optim.cpu import Piece
+    from infinity.storage.device import Device
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+Say = Callable[[str], None]
+Make = Callable[[], "Device"]  # whoever is given one may close it
+SECONDS = 40.0  # of all parts; what is not begun by then is left out
+PINNED_GIB = (8, 64, 112)  # in all, one after the other
+BESIDE_GIB = 6  # of RAM that is left to others
+NUM_STEPS = 3
+
+
+# --- facts: no package is needed ------------------------------------------------------------------
+
+
+def machine_facts() -> list[str]:
+    """What a run on this machine depends on, in lines."""
+    lines = [f"Python {sys.version.split()[0]} at {sys.executable}; {os.uname().release}"]
+    lines += [f"{name}: {shutil.which(name) or 'not on the PATH'}" for name in
+              ("cmake", "ninja", "c++", "g++", "clang++", "nvcc")]  # fmt: skip
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    lines.append(f"{header}: {'there' if header.exists() else 'NOT THERE'}")
+    lines += [line for line in _read("/proc/meminfo").splitlines() if line.startswith("Mem")]
+    lines.append(f"CPUs: {len(os.sched_getaffinity(0))} of {os.cpu_count()}")
+    pages = _read("/sys/kernel/mm/transparent_hugepage/enabled").strip() or "not known"
+    lines.append(f"transparent huge pages: {pages}")
+    lines += [f"NUMA {path.name}" for path in Path("/sys/devices/system/node").glob("node[0-9]*")]
+    lines += _said("df", "-h", ".") + _said("nvidia-smi") + _said("nvidia-smi", "topo", "-m")
+    return [*lines, *_said(sys.executable, "-m", "pip", "list", "--format=freeze")]
+
+
+def _read(path: str) -> str:
+    with contextlib.suppress(OSError):
+        return Path(path).read_text(encoding="utf-8")
+    return ""
+
+
+def _said(*command: str) -> list[str]:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=15, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [f"{command[0]}: {error}"]
+    return (done.stdout or done.stderr).rstrip().splitlines()
+
+
+# --- parts: each raises, or returns what it found -------------------------------------------------
+
+
+def kernels(make: Make, say: Say, left_s: float) -> dict[str, Any]:
+    """Our kernels on the device, beside the CPU's on the same chunks: every bit of them."""
+    import torch
+
+    from infinity.calibration import pieces_bytes, pieces_in
+    from infinity.formats import MomentFormat
+    from infinity.optim.cpu import CpuKernels
+    from infinity.storage.device import HostArena
+
+    device, found = make(), {}
+    if (reason := device.why_no_kernels()) is not None:
+        raise AssertionError(f"no kernels: {reason}")
+    with CpuKernels() as cpu:
+        for kind in (MomentFormat.FP32, MomentFormat.INT8):
+            nbytes = pieces_bytes(1)
+            (ours,) = pieces_in(HostArena(nbytes), 1, kind)
+            (theirs,) = pieces_in(device.reserve(nbytes), 1, kind)
+            for _ in range(3):
+                cpu.update_all([ours])
+                device.update([theirs], device.compute_event()).wait()
+            sums = device.begin_square_sums([theirs.gradient]).result()
+            pairs = zip(_written(ours), _written(theirs), strict=True)
+            same = all(torch.equal(one, other.cpu()) for one, other in pairs)
+            found[kind.value] = same and sums == [cpu.square_sum(ours.gradient)]
+            say(f"kernels, {kind.value} moments: same bits as the CPU's: {found[kind.value]}")
+    assert all(found.values()), found
+    return found
+
+
+def _written(piece: Piece) -> list[Tensor]:
+    stored = [tensor for moment in piece.moments for tensor in (moment.values, moment.scales)]
+    return [tensor for tensor in (piece.weight, piece.rest, *stored) if tensor is not None]
+
+
+def links(make: Make, say: Say, left_s: float) -> dict[str, Any]:
+    """GB/s of copies one way, the other, and both at once."""
+    from infinity.calibration import measure_copies
+
+    found = measure_copies(make(), 1.5)
+    for name, rate in found.items():
+        say(f"{name}: {rate / 1e9:.1f} GB/s")
+    return found
+
+
+def training(make: Make, say: Say, left_s: float) -> dict[str, Any]:
+    """Some steps of a small model, its state in RAM and on the device: the same losses."""
+    import presets
+    import torch
+
+    import infinity
+
+    losses, warned, seconds = {}, list[str](), {}
+    for place in ("device", "host"):
+        kinds = dict.fromkeys(("weights", "moments", "gradients"), place)
+        config = {"placement": kinds, "precision": "bf16", "optimizer": {"lr": 1e-3}}
+        model = presets.build(presets.shape_of("gpt-tiny"), torch.bfloat16, seed=1)
+        device = make()
+        engine, *_ = infinity.initialize(model, config, device=device)
+        generator, found = torch.Generator().manual_seed(1), []
+        with engine:
+            for _ in range(NUM_STEPS):
+                started = time.perf_counter()
+                tokens = torch.randint(0, 256, (2, 4, 64), generator=generator)
+                given, targets = tokens.to(device.torch_device)
+                loss = engine(given, targets)
+                engine.backward(loss)
+                engine.step()
+                found.append(loss.item())
+                seconds[place] = time.perf_counter() - started
+            warned += engine.warnings
+        losses[place] = found
+        say(f"trained, all state on {place}: losses {found}, last step {seconds[place]:.3f} s")
+    assert losses["device"] == losses["host"], losses
+    return {"losses": losses["host"], "step_s": seconds, "warnings": warned}
+
+
+def pinning(make: Make, say: Say, left_s: float) -> dict[str, Any]:
+    """RAM made and registered, so much more each time: seconds, and what is refused."""
+    from infinity.storage.cuda import prefault
+    from infinity.storage.device import HostArena
+
+    device, held = make(), list[HostArena]()
+    found: dict[str, Any] = {}
+    rate, started = 2.0, time.perf_counter()  # GiB/s, until it is known
+    for gib in PINNED_GIB:
+        more = gib - sum(arena.nbytes for arena in held) / 2**30
+        available = _available_gib()
+        until = left_s - (time.perf_counter() - started)
+        if more > min(available - BESIDE_GIB, rate * until):
+            found[f"{gib} GiB"] = None
+            say(f"{gib} GiB: not tried, {available:.0f} GiB are available, {until:.0f} s are left")
+            break
+        arena = HostArena(int(more * 2**30))
+        times = [time.perf_counter()]
+        made = prefault(arena.view(0, arena.nbytes).data_ptr(), arena.nbytes)
+        times.append(time.perf_counter())
+        device.pin(arena)
+        times.append(time.perf_counter())
+        held.append(arena)
+        made_s, pinned_s = times[1] - times[0], times[2] - times[1]
+        rate = more / (times[2] - times[0])
+        found[f"{gib} GiB"] = {"made_s": made_s, "pinned_s": pinned_s}
+        how = f"pages made in {made_s:.1f} s" if made else "pages are not made ahead here"
+        say(f"{gib} GiB: {how}, registered in {pinned_s:.1f} s")
+        if device.warnings:
+            break
+    return found | {"warnings": device.warnings}
+
+
+def _available_gib() -> float:
+    told = dict(line.split(":") for line in _read("/proc/meminfo").splitlines())
+    return int(told["MemAvailable"].split()[0]) / 2**20
+
+
+PARTS: dict[str, Callable[[Make, Say, float], dict[str, Any]]] = {
+    "kernels": kernels, "links": links, "training": training, "pinning": pinning,
+}  # fmt: skip
+
+
+def run_parts(make: Make, say: Say, seconds: float = SECONDS) -> dict[str, Any]:
+    """All parts; `failed` names those that raised, `warnings` are the engine's and the devices'."""
+    until, found = time.perf_counter() + seconds, dict[str, Any]()
+    failed, warned = [], list[str]()
+    for name, part in PARTS.items():
+        left_s = until - time.perf_counter()
+        if left_s <= 0:
+            failed.append(f"{name}: no time was left")
+            continue
+        try:
+            found[name] = part(make, say, left_s)
+            warned += found[name].pop("warnings", [])
+        except Exception as error:
+            failed.append(f"{name}: {error}")
+            say(traceback.format_exc())
+    return found | {"failed": failed, "warnings": list(dict.fromkeys(warned))}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Look; the exit code is 1 where a part failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--machine", action="store_true", help="facts alone")
+    if parser.parse_args(arguments).machine:
+        print("\n".join(machine_facts()))
+        return 0
+
+    import torch
+
+    from infinity.storage.cuda import find_device
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    with contextlib.ExitStack() as opened:
+
+        def make() -> Device:
+            return opened.enter_context(contextlib.closing(find_device(torch.device("cuda", 0))))
+
+        found = run_parts(make, say)
+        print(json.dumps(found), flush=True)  # before memory is given back, which takes seconds
+    return 1 if found["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -237,6 +237,7 @@ def describe(checks: Sequence[Check]) -> None:
     """Print what would run."""
     for check in checks:
         command = " ".join(check.command).replace(sys.executable, "python")
+        command = re.sub(r"(\S+\.whl )+(\S+\.whl)", r".. \2", command)  # all carried ones
         print(f"{check.name} (at most {check.limit_s:.0f} s): {command}")
     total = sum(check.limit_s for check in checks)
     print(f"in all at most {total:.0f} s")

@@ -89,7 +89,7 @@ def plan_lines(checks: Sequence[Check]) -> list[str]:
                     f"{tier} {format_size(taken[tier])}" for tier in taken if taken[tier]
                 )
                 lines.append(
-                    f"{one.name}, {contender}: {cost.seconds:.2f} s a step, bound by "
+                    f"{one.name}, {contender}: {cost.seconds:.3g} s a step, bound by "
                     f"{cost.binds}; {where}"
                 )
     return lines

@@ -78,7 +78,7 @@ def checks_of(stages: Sequence[str], out: Path, work: Path) -> list[Check]:
     stage = {
         "smoke": [
             Check("machine", 20, [*looks, "--machine"], plain=True),
-            Check("smoke", 60, looks, json=True),
+            Check("smoke", 80, looks, json=True),
         ],
         "quick": [
             Check("tests-kernels", 100, [*tests, *KERNEL_TESTS]),

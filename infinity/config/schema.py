@@ -486,13 +486,15 @@ class Config(Section):
     placement: PlacementConfig = PlacementConfig()
     update: Literal["auto", "cpu", "device"] = "auto"
     """Who updates state that does not rest on the device: the CPU, or the device, through which it
-    is streamed chunk by chunk; "auto" is whatever makes the shorter step. The bits are the same.
+    is streamed; "auto" is whatever makes the shorter step. The bits are the same.
     """
     budget: BudgetConfig = BudgetConfig()
     hints: HintsConfig = HintsConfig()
     io: IoConfig = IoConfig()
     chunk_size: int | Literal["auto"] = "auto"
-    """Elements of a chunk, in which the optimizer works and which travels as one."""
+    """Elements of a chunk, in which the optimizer works and which travels as one; "auto" is 1 Mi,
+    and 4 Mi of what is streamed through a device and does not rest on disk.
+    """
     prefetch_units: int = Field(default=2, ge=0)
     """Units fetched before they are needed."""
     seed: int | None = None

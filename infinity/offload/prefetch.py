@@ -29,7 +29,7 @@ exchanged there too. A slot is not given up under a gather.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 
 import torch
@@ -458,13 +458,18 @@ class Prefetcher:
         """The unit's weights were edited at rest: graphs made before are stale."""
         self.entries[unit].updates += 1
 
-    def publish_slot(self, unit: int) -> tuple[Slot, Tensor] | None:
-        """The slot an updated unit's weights go to, or None if they are only written back."""
+    def publish_slot(
+        self, unit: int, first: Callable[[], object] | None = None
+    ) -> tuple[Slot, Tensor] | None:
+        """The slot an updated unit's weights go to, or None if they are only written back.
+
+        Where none is free `first` is called, before anything is decided or waited for.
+        """
         if not self.publishes(unit):
             return None
-        with self.changed:
-            entry = self.entries[unit]
-            while True:
+        entry = self.entries[unit]
+        while True:
+            with self.changed:
                 if entry.slot is not None:
                     assert entry.slot.residency is not None
                     return entry.slot, entry.slot.residency
@@ -476,13 +481,16 @@ class Prefetcher:
                     free = [wide] if wide is not None else []
                 if free:
                     return free[0], self.ledger.assign(unit, free[0])
-                waits_for_later = (
-                    self.demand is not None and self.demand != unit and self.is_pending(self.demand)
-                )
-                if waits_for_later or not self.paced or self.failure is not None:
-                    self.mispredictions += 1
-                    return None
-                self.changed.wait(_LOOK_AGAIN_S)
+                if first is None:
+                    other = self.demand if self.demand != unit else None
+                    waits_for_later = other is not None and self.is_pending(other)
+                    if waits_for_later or not self.paced or self.failure is not None:
+                        self.mispredictions += 1
+                        return None
+                    self.changed.wait(_LOOK_AGAIN_S)
+                    continue
+            first()
+            first = None
 
     def updated(self, unit: int, ready: Event) -> None:
         """For the optimizer pass: the unit's update is complete, and published if it has a slot."""

@@ -160,12 +160,18 @@ class StateStore:
 
     # --- where bytes lie -------------------------------------------------------------------------
 
-    def chunk(self, unit: int, kind: Kind, chunk: int, *, written: bool = False) -> Range:
-        """Where a chunk's part of a kind is read, or with `written` where it is written."""
+    def chunk(
+        self, unit: int, kind: Kind, chunk: int, *, chunks: int = 1, written: bool = False
+    ) -> Range:
+        """Where a chunk's part of a kind is read, or with `written` where it is written.
+
+        In memory that may be of several `chunks`, from this one on.
+        """
         state = self.units[unit]
         if kind in state.memory:
-            part = self.plan.part(state.layout, kind, chunk)
+            part = self.plan.part(state.layout, kind, chunk, chunks)
             return state.memory[kind].part(part.start, part.stop - part.start)
+        assert chunks == 1
         return self.on_disk(unit, kind, chunk, state.copy.next if written else state.copy.active)
 
     def on_disk(self, unit: int, kind: Kind, chunk: int, copy: int) -> Extent:
@@ -243,17 +249,20 @@ class StateStore:
 
     # --- moving them -----------------------------------------------------------------------------
 
-    def stage(self, unit: int, chunk: int, buffer: Tensor, *, by_device: bool = False) -> Staged:
+    def stage(
+        self, unit: int, chunk: int, buffer: Tensor, *, chunks: int = 1, by_device: bool = False
+    ) -> Staged:
         """Start bringing all kinds of a chunk where the host can reach them.
 
         What rests in RAM is there already; the rest comes into `buffer` (uint8). With `by_device`
-        what rests on the device stays there: its views are the device's.
+        what rests on the device stays there: its views are the device's. Of several `chunks`, from
+        this one on, where all rests in memory.
         """
         state, views, resting = self.units[unit], dict[Kind, Tensor](), set[Kind]()
         pieces: list[tuple[Range, Tensor]] = []
         waits, used = list[Event](), 0
         for kind in state.kinds:
-            place = self.chunk(unit, kind, chunk)
+            place = self.chunk(unit, kind, chunk, chunks=chunks)
             view = place.reached(by_device=by_device)
             if view is None:
                 view = buffer[used : used + place.nbytes]

@@ -10,7 +10,7 @@ from infinity.plan.plan import Alike, Plan, SlotClass, UpdatePlace, update_place
 
 NUM_WINDOWS = 3  # gradient ranges in RAM when gradients rest on disk
 NUM_GRADIENT_BUFFERS = 2  # device -> host gradient buffers
-NUM_STREAM_BUFFERS = 3  # chunks on a device: one comes, one is updated, one goes
+NUM_STREAM_BUFFERS = 3  # on a device: what comes, what is updated, what goes
 NUM_EXCHANGES = 2  # units whose gradients are on their way between ranks at the same time
 NUM_COMMIT_BUFFERS = 2  # chunks on their way from a device's own memory into a commit
 NUM_COPY_BUFFERS = 2  # chunks on their way into a checkpoint
@@ -180,16 +180,24 @@ def staging_bytes(plan: Plan) -> int:
             return 0
         # What rests on the device and is streamed is updated there.
         outside = (Tier.DISK,) if place is UpdatePlace.STREAMED else _out_of_reach(plan)
-        return _chunk_bytes(plan, alike, outside, gradient=True)
+        return _bytes_at_once(plan, alike, outside, gradient=True)
 
     return max(map(staged, plan.alike), default=0)
 
 
 def stream_bytes(plan: Plan) -> int:
-    """Bytes of one device buffer of streamed updates: a chunk of all that does not rest there."""
+    """Bytes of one device buffer of streamed updates: of all that does not rest there, the chunks
+    that pass at once.
+    """
     away = set(Tier) - {Tier.DEVICE}
     streamed = (alike for alike in plan.alike if alike.placement in plan.streamed)
-    return max((_chunk_bytes(plan, one, away, gradient=True) for one in streamed), default=0)
+    return max(
+        (
+            _bytes_at_once(plan, one, away, plan.passage(one.placement), gradient=True)
+            for one in streamed
+        ),
+        default=0,
+    )
 
 
 def copy_buffer_bytes(plan: Plan) -> int:
@@ -198,7 +206,7 @@ def copy_buffer_bytes(plan: Plan) -> int:
     Of several ranks, which send it to the first, of every kind.
     """
     outside = _out_of_reach(plan) if plan.ranks == 1 else set(Tier)
-    return max((_chunk_bytes(plan, alike, outside) for alike in plan.alike), default=0)
+    return max((_bytes_at_once(plan, alike, outside) for alike in plan.alike), default=0)
 
 
 def _frozen_copy_bytes(plan: Plan) -> int:
@@ -213,13 +221,18 @@ def _out_of_reach(plan: Plan) -> set[Tier]:
     return set(Tier) - ({Tier.DEVICE, Tier.HOST} if plan.unified else {Tier.HOST})
 
 
-def _chunk_bytes(
-    plan: Plan, alike: Alike, tiers: Collection[Tier], *, gradient: bool = False
+def _bytes_at_once(
+    plan: Plan,
+    alike: Alike,
+    tiers: Collection[Tier],
+    chunks: int = 1,
+    *,
+    gradient: bool = False,
 ) -> int:
-    """Bytes of a unit's first chunk that rest on these tiers: state, and the gradient too."""
-    nbytes = plan.state_bytes(alike.layout, alike.placement, tiers, chunk=True)
+    """Bytes of a unit's first chunks that rest on these tiers: state, and the gradient too."""
+    nbytes = plan.state_bytes(alike.layout, alike.placement, tiers, chunks=chunks)
     if gradient and alike.placement.gradient in tiers:
-        nbytes += plan.gradient_bytes(alike.layout, chunk=True)
+        nbytes += plan.gradient_bytes(alike.layout, chunks=chunks)
     return nbytes
 
 

@@ -38,7 +38,14 @@ from infinity.config.schema import Recompute
 from infinity.plan.activations import recomputed
 from infinity.plan.forecast import PhaseBytes, forecast_phases
 from infinity.plan.layout import UnitLayout
-from infinity.plan.plan import LINKS, Plan, UpdatePlace, streamed_bytes, update_place
+from infinity.plan.plan import (
+    LINKS,
+    Plan,
+    UpdatePlace,
+    streamed_bytes,
+    streamed_calls,
+    update_place,
+)
 
 # How fast the resources of a machine are: the numbers a plan's times are computed from.
 #
@@ -244,6 +251,9 @@ def with_links(
 PASSES_FORWARD, PASSES_BACKWARD = 27 / 16, 2 * 27 / 16 + 9 / 16
 # Not measured of their own: fp16 is as fast as bf16 on GPUs, and where a CPU emulates both.
 _MULTIPLIED_AS = {"fp16": "bf16"}
+# Of one copy, or one kernel, on a device: Python, CUDA's calls, events asked and waited for. By a
+# device that does nothing 15, with CUDA's own calls some 50 (estimated: not measured on a GPU).
+CALL_S = 50e-6
 SPLIT_UPDATE_BYTES = 26  # a parameter: 12 of state read and written, 2 of gradient read
 
 
@@ -358,6 +368,7 @@ class _Pricing:
         else:
             resources["compute"] = compute + on_device
             resources["update"] = (update + stream_s(plan, rates)) if update else 0.0
+            resources["calls"] = calls_s(plan) if phase.has_update else 0.0
         return resources
 
     def _compute_s(self, phase: PhaseBytes) -> float:
@@ -435,13 +446,21 @@ def update_s(plan: Plan, rates: Rates) -> tuple[float, float]:
 
 
 def stream_s(plan: Plan, rates: Rates) -> float:
-    """Seconds that the links need for all streamed updates of a step, both directions at once."""
+    """Seconds of all streamed updates of a step: links in both directions, and who asks for it."""
     inward = outward = 0
     for alike in plan.alike:
         if alike.placement in plan.streamed:
             coming, going = streamed_bytes(plan, alike.layout, alike.placement)
             inward, outward = inward + len(alike.units) * coming, outward + len(alike.units) * going
-    return max(rates.copies_s(inward, outward))
+    return max(*rates.copies_s(inward, outward), calls_s(plan))
+
+
+def calls_s(plan: Plan) -> float:
+    """Seconds that a step's streamed updates take the thread that asks the device for them."""
+    streamed = (alike for alike in plan.alike if alike.placement in plan.streamed)
+    return CALL_S * sum(
+        len(alike.units) * streamed_calls(plan, alike.layout, alike.placement) for alike in streamed
+    )
 
 
 def _formats(plan: Plan) -> list[str]:

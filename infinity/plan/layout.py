@@ -248,7 +248,7 @@ class UnitLayout:
         ends = (segment.within(0, self.numel) for segment in self.trained_segments)
         return sum(end - first for first, end in ends)
 
-    @property
+    @cached_property
     def trained_segments(self) -> tuple[Segment, ...]:
         """The segments that have optimizer state, in the order of their offsets."""
         return tuple(s for s in self.segments if s.trained)

@@ -114,6 +114,7 @@ class Plan:
     rule: RuleFacts = RuleFacts()
     device_kernels: bool = False  # a device with memory of its own runs our optimizer kernels
     streamed: frozenset[UnitPlacement] = frozenset()  # units placed so: `UpdatePlace.STREAMED`
+    chunks_at_once: int = 1  # of a unit that is streamed from memory to memory
     rates_origin: str = ""  # of the rates by which placement left to the plan was chosen
     durable: bool = False  # every unit has two extents; steps are committed
     durable_every: int = 1  # steps from one commit to the next
@@ -197,27 +198,40 @@ class Plan:
         placement: UnitPlacement,
         tiers: Collection[Tier],
         *,
-        chunk: bool = False,
+        chunks: int | None = None,
     ) -> int:
-        """Bytes of a shard's state kinds that rest on one of these tiers; `chunk`: of its first."""
-        numel = layout.shard_numel
-        numel = min(numel, self.chunk_elements) if chunk else numel
+        """Bytes of a shard's state kinds that rest on one of these tiers; of its first `chunks`."""
+        numel = self._elements_of(layout, chunks)
         weight, rest = _weight_and_state(self.precision, numel, self.chunk_elements)
         return (weight if placement.weight in tiers else 0) + (
             rest if placement.state in tiers else 0
         )
 
-    def gradient_bytes(self, layout: UnitLayout, *, chunk: bool = False) -> int:
-        """Bytes of a shard's gradient at rest; `chunk`: of its first chunk."""
-        numel = layout.shard_numel
-        numel = min(numel, self.chunk_elements) if chunk else numel
-        return numel * self.gradient_itemsize
+    def gradient_bytes(self, layout: UnitLayout, *, chunks: int | None = None) -> int:
+        """Bytes of a shard's gradient at rest; of its first `chunks`."""
+        return self._elements_of(layout, chunks) * self.gradient_itemsize
 
-    def part(self, layout: UnitLayout, kind: Kind, chunk: int) -> slice:
-        """Where a chunk's part of one state kind lies in the shard's range, in bytes."""
-        _, count = layout.chunk(chunk, self.chunk_elements)
-        start = chunk * self.precision.nbytes(kind, self.chunk_elements)
-        return slice(start, start + self.precision.nbytes(kind, count))
+    def _elements_of(self, layout: UnitLayout, chunks: int | None) -> int:
+        numel = layout.shard_numel
+        return numel if chunks is None else min(numel, chunks * self.chunk_elements)
+
+    def part(self, layout: UnitLayout, kind: Kind, chunk: int, chunks: int = 1) -> slice:
+        """Where a kind of `chunks`, from `chunk` on, lies in the shard's range, in bytes."""
+        last = chunk + chunks - 1
+        _, count = layout.chunk(last, self.chunk_elements)
+        if kind is Kind.GRADIENT:
+            each, rest = (n * self.gradient_itemsize for n in (self.chunk_elements, count))
+        else:
+            each, rest = (self.precision.nbytes(kind, n) for n in (self.chunk_elements, count))
+        return slice(chunk * each, last * each + rest)
+
+    def passage(self, placement: UnitPlacement) -> int:
+        """Chunks of a unit placed so that an optimizer pass takes at once.
+
+        More than one only where they are streamed from memory to memory: on disk each is a record.
+        """
+        on_disk = Tier.DISK in (placement.weight, placement.state, placement.gradient)
+        return 1 if on_disk or placement not in self.streamed else self.chunks_at_once
 
     def class_of(self, unit: int) -> int | None:
         """The unit's slot class, None where its weights rest on the device."""
@@ -374,6 +388,13 @@ def why_only_cpu(plan: Plan) -> str:
     if plan.rule.tile_elements:
         return f"{plan.rule.name} is not one of our kernels"
     return "" if plan.device_kernels else "the device has no kernels"
+
+
+def streamed_calls(plan: Plan, layout: UnitLayout, placement: UnitPlacement) -> int:
+    """What a streamed update of a unit placed so asks of the device: copies, and kernels."""
+    passages = -(-layout.num_chunks(plan.chunk_elements) // plan.passage(placement))
+    kinds = [k for k in plan.precision.kinds if placement.of(k) is not Tier.DEVICE]
+    return passages * (2 * len(kinds) + (placement.gradient is not Tier.DEVICE) + 1)
 
 
 def streamed_bytes(plan: Plan, layout: UnitLayout, placement: UnitPlacement) -> tuple[int, int]:

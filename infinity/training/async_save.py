@@ -149,8 +149,10 @@ class Saver:
                 self._thread, self._left = None, set()
             raise
 
-    def await_copied(self, unit: int) -> None:
-        """Wait until the unit's bytes are copied, or will not be."""
+    def await_copied(self, unit: int, first: Callable[[], object] = bool) -> None:
+        """Wait until the unit's bytes are copied, or will not be; `first` is called before."""
+        if unit in self._left:
+            first()
         with self._changed:
             while unit in self._left:
                 self._changed.wait()

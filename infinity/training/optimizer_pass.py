@@ -3,8 +3,8 @@ the CPU.
 
 [Note: one order]
 Chunks of units that do not rest on the device go through in one order, whoever updates them: read
-what is on disk, update, publish, write. Before a unit asks for a slot every unit before it is done:
-the training thread may be waiting for one of those, and only it can free a slot.
+what is on disk, update, publish, write. Before a unit waits for a slot every unit before it is
+done: the training thread may be waiting for one of those, and only it can free a slot.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,24 +100,26 @@ def tiles_of(
     return tiles
 
 
-# [Note: three chunks under way]
+# [Note: three under way]
 # A staging buffer in RAM holds one chunk of those kinds that cannot be updated where they rest; one
 # on the device, of a streamed update, what does not rest there. Copies in, kernels and copies out
 # of different chunks overlap, and only events order them; the optimizer thread waits for nothing
-# but the oldest chunk, which must be back before its buffers are filled again. No copy waits for
+# but the oldest, which must be back before its buffers are filled again. No copy waits for
 # compute: a unit is lent out when its last chunk is back, and until then nobody else can reach it.
+# From RAM to RAM several chunks are streamed at once (`Plan.passage`): a copy costs the host some
+# 50 us of calls, whatever its size. One unit follows the other without a gap, unless it must wait.
 
 
 @dataclass(eq=False)
 class Work:
-    """One chunk between its read and its write; what follows `resting` is of a streamed update.
+    """Chunks, most often one, between their read and their write.
 
-    `views` (uint8, of exactly this chunk) are reached by the host, but for those that are
-    `resting` on the device.
+    What follows `resting` is of a streamed update. `views` (uint8, of exactly these chunks) are
+    reached by the host, but for those that are `resting` on the device.
     """
 
     unit: int
-    chunk: int
+    chunks: range
     buffer: Tensor
     views: dict[Kind, Tensor]
     waits: list[Event]
@@ -126,8 +129,16 @@ class Work:
     brought: list[Kind] = field(default_factory=list)  # what does not rest there
     events: list[Event] = field(default_factory=list)  # of all that was asked for
 
+    @property
+    def is_first(self) -> bool:
+        """Whether the unit begins with it."""
+        return self.chunks.start == 0
+
 
 _NOWHERE = torch.empty(0, dtype=torch.uint8)
+
+
+BeforeChange = Callable[..., object]  # (unit), or (unit, what to call before a wait)
 
 
 class AbortedError(Exception):
@@ -145,7 +156,7 @@ class Updates:
         gradients: GradientStore,
         prefetcher: Prefetcher,
         updater: Updater,
-        before_change: Callable[[int], None],
+        before_change: BeforeChange,
     ) -> None:
         self.plan = plan
         self.transfers = transfers
@@ -154,7 +165,7 @@ class Updates:
         self.prefetcher = prefetcher
         self.updater = updater
         # Called with a unit's index before the first byte of its state changes in a job; it may
-        # block: until a save that is under way has copied them.
+        # block: until a save that is under way has copied them. Before that it calls the other.
         self.before_change = before_change
         self._places = [update_place(plan, unit.index) for unit in plan.units]
         self._staging = BufferPool(plan.num_staging_buffers, staging_bytes(plan), transfers.device)
@@ -209,30 +220,29 @@ class Updates:
             self._process(job, queue.popleft())
         self._land_all()
 
-    def _chunks(self, job: PassJob) -> Iterator[tuple[int, int]]:
-        """(unit, chunk) in order; a unit somebody waits for comes next."""
+    def _chunks(self, job: PassJob) -> Iterator[tuple[int, range]]:
+        """(unit, chunks taken at once) in order; a unit somebody waits for comes next."""
         remaining = [u for u in job.units if self._places[u] is not UpdatePlace.DEVICE]
         while remaining:
             demand = self.prefetcher.demand
             unit = demand if demand in remaining else remaining[0]
             remaining.remove(unit)
-            for chunk in range(self.plan.own[unit].num_chunks(self.plan.chunk_elements)):
-                yield unit, chunk
+            count = self.plan.own[unit].num_chunks(self.plan.chunk_elements)
+            step = self.plan.passage(self.plan.placements[unit])
+            for first in range(0, count, step):
+                yield unit, range(first, min(first + step, count))
 
     # --- on the device -----------------------------------------------------------------------
 
     def _update_on_device(self, job: PassJob, unit: int) -> Event:
         """Queue the update of a unit that rests on the device, all its chunks in one."""
         assert isinstance(self.updater, KernelUpdater)
-        state, plan = self.store.units[unit], self.plan
+        state = self.store.units[unit]
         self.store.settle_writes(unit)
-        tiles: list[Tile] = []
-        for chunk in range(state.layout.num_chunks(plan.chunk_elements)):
-            start, count = state.layout.chunk(chunk, plan.chunk_elements)
-            views = self.store.stage(unit, chunk, _NOWHERE, by_device=True).views
-            gradient = self.gradients.on_device[unit][start : start + count]
-            views[Kind.GRADIENT] = gradient.view(torch.uint8)
-            tiles += tiles_of(job, plan, state.layout, chunk, views, self.gradients.dtype)
+        count = state.layout.num_chunks(self.plan.chunk_elements)
+        views = self.store.stage(unit, 0, _NOWHERE, chunks=count, by_device=True).views
+        views[Kind.GRADIENT] = self.gradients.on_device[unit].view(torch.uint8)
+        tiles = self._tiles(job, unit, range(count), views)
         pieces = self.updater.pieces(tiles, job.grad_scale)
         self.before_change(unit)
         event = self.transfers.update(pieces, job.computed, unit)
@@ -242,17 +252,18 @@ class Updates:
 
     # --- a chunk of a unit that does not rest there --------------------------------------------
 
-    def _issue(self, job: PassJob, unit: int, chunk: int, buffer: Tensor) -> Work:
-        """Start bringing a chunk's kinds and gradient where they can be updated from."""
+    def _issue(self, job: PassJob, unit: int, chunks: range, buffer: Tensor) -> Work:
+        """Start bringing chunks' kinds and gradients where they can be updated from."""
         streamed = self._places[unit] is UpdatePlace.STREAMED
-        if chunk == 0:
+        if chunks.start == 0:
             self.store.settle_writes(unit)
-        views, waits, used, resting = self.store.stage(unit, chunk, buffer, by_device=streamed)
-        work = Work(unit, chunk, buffer, views, waits, set(resting), _NOWHERE)
+        views, waits, used, resting = self.store.stage(
+            unit, chunks.start, buffer, chunks=len(chunks), by_device=streamed
+        )
+        work = Work(unit, chunks, buffer, views, waits, set(resting), _NOWHERE)
         work.waits += job.copies.pop(unit, ())
-        itemsize = self.plan.gradient_itemsize
-        start, count = self.plan.own[unit].chunk(chunk, self.plan.chunk_elements)
-        place = self.gradients.places[unit].part(start * itemsize, count * itemsize)
+        part = self.plan.part(self.plan.own[unit], Kind.GRADIENT, chunks.start, len(chunks))
+        place = self.gradients.places[unit].part(part.start, part.stop - part.start)
         view = place.reached(by_device=streamed)
         if view is None:
             view = buffer[used : used + place.nbytes]
@@ -276,21 +287,21 @@ class Updates:
             if laps is not None:
                 laps.lap("optimizer_pass", "stream")
             return
-        if work.chunk == 0:
+        if work.is_first:
             # A copy of the old weights to the device may still read the range about to change.
             self.prefetcher.entries[work.unit].ready.wait()
             self.before_change(work.unit)
-        tiles = self._tiles(job, work)
+        tiles = self._tiles(job, work.unit, work.chunks, work.views)
         if laps is not None:
             laps.lap("optimizer_pass", "wait for state")
         if tiles:
             self.updater.update(tiles, job.grad_scale)
         if laps is not None:
             laps.lap("update", "update", sum(view.numel() for view in work.views.values()))
-        if work.chunk == 0:
+        if work.is_first:
             self._published = []
         written = self._write_back(work)
-        if work.chunk == 0:
+        if work.is_first:
             self._target = self.prefetcher.publish_slot(work.unit)
         written += self._publish(work)
         self._staging.give_back(work.buffer, *written)
@@ -299,15 +310,25 @@ class Updates:
         self._finish(work, after_all(*self._published))
 
     def _finish(self, work: Work, ready: Event) -> None:
-        """A chunk is updated; with the last one the unit is."""
+        """Chunks are updated; with the last one the unit is."""
         state = self.store.units[work.unit]
-        if work.chunk + 1 == state.layout.num_chunks(self.plan.chunk_elements):
+        if work.chunks.stop == state.layout.num_chunks(self.plan.chunk_elements):
             state.copy.advance()  # whoever reads the unit from now on reads what was written
             self.prefetcher.updated(work.unit, ready)
 
-    def _tiles(self, job: PassJob, work: Work) -> list[Tile]:
-        layout, dtype = self.plan.own[work.unit], self.gradients.dtype
-        return tiles_of(job, self.plan, layout, work.chunk, work.views, dtype)
+    def _tiles(
+        self, job: PassJob, unit: int, chunks: range, views: Mapping[Kind, Tensor]
+    ) -> list[Tile]:
+        """Of all these chunks, whose bytes are in `views`; cut as if each passed alone."""
+        plan, layout, tiles = self.plan, self.plan.own[unit], list[Tile]()
+        for chunk in chunks:
+            own = {}
+            for kind, view in views.items():
+                part = plan.part(layout, kind, chunk)
+                before = plan.part(layout, kind, chunks.start).start
+                own[kind] = view[part.start - before : part.stop - before]
+            tiles += tiles_of(job, plan, layout, chunk, own, self.gradients.dtype)
+        return tiles
 
     # --- by the CPU ----------------------------------------------------------------------------
 
@@ -318,10 +339,10 @@ class Updates:
         events = []
         if state.on_device(Kind.WEIGHT):  # by itself: forwards wait for it
             weight = {Kind.WEIGHT: staged.pop(Kind.WEIGHT)}
-            events.append(store.send(work.unit, work.chunk, weight))
+            events.append(store.send(work.unit, work.chunks.start, weight))
             self._published += events
         if staged:
-            events.append(store.send(work.unit, work.chunk, staged))
+            events.append(store.send(work.unit, work.chunks.start, staged))
         return events
 
     def _publish(self, work: Work) -> list[Event]:
@@ -337,14 +358,15 @@ class Updates:
         return [event]
 
     def _part_of_slot(self, work: Work, residency: Tensor) -> Tensor:
-        """Where a chunk's weights lie in what its unit's slot holds."""
+        """Where chunks' weights lie in what their unit's slot holds."""
         own, *_ = self.store.shard_in(work.unit, residency)
-        return own[self.plan.part(self.plan.own[work.unit], Kind.WEIGHT, work.chunk)]
+        layout, chunks = self.plan.own[work.unit], work.chunks
+        return own[self.plan.part(layout, Kind.WEIGHT, chunks.start, len(chunks))]
 
     # --- streamed through the device -----------------------------------------------------------
 
     def _stream(self, job: PassJob, work: Work) -> None:
-        """Queue a chunk's way through the device: in, kernel, out.
+        """Queue chunks' way through the device: in, kernel, out.
 
         Weights are updated in the slot that they are published to, if there is one.
         """
@@ -358,10 +380,10 @@ class Updates:
         for kind in work.views:
             if kind not in work.resting and kind is not Kind.WEIGHT:
                 self._bring(work, kind)
-        if work.chunk == 0:
-            self._land_all(but=1)
-            self.before_change(work.unit)
-            self._target = self.prefetcher.publish_slot(work.unit)
+        if work.is_first:
+            land = partial(self._land_all, but=1)
+            self.before_change(work.unit, land)
+            self._target = self.prefetcher.publish_slot(work.unit, land)
         if Kind.WEIGHT not in work.resting:
             if self._target is None:
                 self._bring(work, Kind.WEIGHT)
@@ -369,8 +391,7 @@ class Updates:
                 slot, residency = self._target
                 place = self._part_of_slot(work, residency)
                 self._bring(work, Kind.WEIGHT, place, slot.free_after)
-        layout, dtype = self.plan.own[work.unit], self.gradients.dtype
-        tiles = tiles_of(job, self.plan, layout, work.chunk, work.there, dtype)
+        tiles = self._tiles(job, work.unit, work.chunks, work.there)
         pieces = self.updater.pieces(tiles, job.grad_scale)
         # A copy of the old weights to the device may still read the range about to change.
         after = after_all(job.computed, self.prefetcher.entries[work.unit].ready)
@@ -401,7 +422,7 @@ class Updates:
         work.there.clear()  # a view of a slot would keep it from being given to another unit
 
     def _land(self) -> None:
-        """Wait until the oldest chunk under way is back; what rests on disk goes on from there."""
+        """Wait until the oldest under way is back; what rests on disk goes on from there."""
         work, room = self._under_way[0]
         for event in work.events:
             event.wait()
@@ -409,7 +430,7 @@ class Updates:
         self._streams.give_back(room)
         state = self.store.units[work.unit]
         staged = {kind: work.views[kind] for kind in state.kinds if kind not in state.memory}
-        written = [self.store.send(work.unit, work.chunk, staged)] if staged else []
+        written = [self.store.send(work.unit, work.chunks.start, staged)] if staged else []
         self._staging.give_back(work.buffer, *written)
         self._finish(work, HAPPENED)
 
@@ -443,7 +464,7 @@ class OptimizerPass:
         prefetcher: Prefetcher,
         updater: Updater,
         durability: Durability | None,
-        before_change: Callable[[int], None],
+        before_change: BeforeChange,
     ) -> None:
         self.durability = durability
         self.transfers = transfers

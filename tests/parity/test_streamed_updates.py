@@ -12,9 +12,13 @@ import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
 from support.grids import diagonal
+from support.ordered_accelerator import ordered_device
 from support.trainer import Result, make_config, train_case
 
 import infinity
+from infinity.offload.prefetch import Prefetcher
+from infinity.offload.transfers import Transfers
+from infinity.plan import planner
 from infinity.plan.plan import Plan, UpdatePlace, update_place
 
 IN_RAM = ("host", "host", "host")
@@ -42,29 +46,43 @@ def with_kernels(seed: int = 0) -> FakeAccelerator:
     return FakeAccelerator(seed, max_delay_s=0.0005, kernels=True)
 
 
-def num_chunks(plan: Plan) -> int:
+def at_once(monkeypatch: pytest.MonkeyPatch, chunks: int) -> dict[str, Any]:
+    """What a configuration says so that so many chunks of 2048 elements pass at once."""
+    monkeypatch.setattr(planner, "CHUNK_ELEMENTS", 2048)
+    monkeypatch.setattr(planner, "STREAMED_ELEMENTS", chunks * 2048)
+    return {"chunk_size": "auto", "update": "device"}
+
+
+def num_passages(plan: Plan) -> int:
     """Of all units that are streamed."""
     return sum(
-        unit.num_chunks(plan.chunk_elements)
+        -(-unit.num_chunks(plan.chunk_elements) // plan.passage(plan.placements[unit.index]))
         for unit in plan.units
         if update_place(plan, unit.index) is UpdatePlace.STREAMED
     )
 
 
-@pytest.mark.parametrize(("placement", "precision"), diagonal(PLACEMENTS, ["bf16", "fp16", "fp32"]))
+@pytest.mark.parametrize(
+    ("placement", "formats"),
+    diagonal(PLACEMENTS, [("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "8bit")]),
+)
 def test_the_same_bits_and_the_forecast_bytes_wherever_state_rests(
-    placement: tuple[str, str, str], precision: str
+    placement: tuple[str, str, str], formats: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Two chunks pass at once where nothing of them is on disk."""
+    precision, moments = formats
     changes: dict[str, Any] = {"precision": precision, "gradient_accumulation_steps": 2}
+    changes["optimizer"] = {"moments": moments}
     if precision == "fp16":
         changes["loss_scale"] = {"value": 4}  # no step is skipped
     expected = run("cpu", ("device",) * 3, **changes)
     fake = with_kernels()
-    got = run(fake, placement, update="device", **changes)
+    got = run(fake, placement, **at_once(monkeypatch, 2), **changes)
     assert got.differences(expected) == []
     assert got.plan is not None
     assert got.report is not None
-    assert fake.num_updates == STEPS * num_chunks(got.plan) > 0
+    assert got.plan.passage(got.plan.placements[0]) == (1 if "disk" in placement else 2)
+    assert fake.num_updates == STEPS * num_passages(got.plan) > 0
     assert got.report.moved == got.forecast
 
 
@@ -88,6 +106,55 @@ def test_bytes_by_hand(micro_batches: int) -> None:
     assert streamed.plan.memory["device"]["streaming"] == 3 * 2048 * (12 + gradient)
 
 
+@pytest.mark.parametrize("placement", [IN_RAM, ("device", "host", "host")])
+def test_a_unit_is_on_its_way_before_the_one_before_it_is_back(
+    placement: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it finds a slot: else the links would be idle from unit to unit."""
+    away: set[int] = set()  # units whose update was asked for, and that are not back
+    most = 0
+    update, updated = Transfers.update, Prefetcher.updated
+
+    def ask(self: Transfers, pieces: Any, after: Any, unit: int) -> Any:
+        nonlocal most
+        away.add(unit)
+        most = max(most, len(away))
+        return update(self, pieces, after, unit)
+
+    def back(self: Prefetcher, unit: int, ready: Any) -> None:
+        away.discard(unit)
+        updated(self, unit, ready)
+
+    monkeypatch.setattr(Transfers, "update", ask)
+    monkeypatch.setattr(Prefetcher, "updated", back)
+    with ordered_device(seed=1, kernels=True) as device:
+        got = run(device, placement, **at_once(monkeypatch, 2))
+    assert device.violations == []
+    assert got.differences(run("cpu")) == []
+    assert most > 1
+
+
+def test_few_calls_are_made_for_much_that_moves() -> None:
+    """Each takes the host some time: at most ten for 32 MiB, at the plan's own sizes."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(2700, 2700, bias=False) for _ in range(2)))
+    config = make_config(IN_RAM, update="device", chunk_size="auto", precision="bf16")
+    with (
+        ordered_device(seed=1, kernels=True) as device,
+        infinity.initialize(model, config, device=device)[0] as engine,
+    ):
+        for _ in range(2):
+            engine.backward(engine(torch.ones(1, 2700, dtype=torch.bfloat16)).square().mean())
+            engine.settle()
+            before = device.num_copies, sum(engine.counters().values())
+            engine.step()
+            engine.settle()
+        calls = device.num_copies - before[0]
+        nbytes = sum(engine.counters().values()) - before[1]
+        assert nbytes == 26 * sum(unit.numel for unit in engine.plan.units)
+        assert calls <= 10 * nbytes / (32 << 20)
+
+
 def test_what_is_reserved_on_the_device_is_what_the_plan_says() -> None:
     fake = with_kernels()
     before = fake.memory_bytes()
@@ -102,18 +169,18 @@ def test_left_to_the_plan_it_streams_where_the_links_beat_the_cpu() -> None:
     weights = {}
     for update in ("auto", "cpu"):
         torch.manual_seed(0)
-        model = torch.nn.Sequential(*(torch.nn.Linear(220, 220) for _ in range(3)))
+        model = torch.nn.Sequential(*(torch.nn.Linear(1000, 1000) for _ in range(3)))
         fake, config = with_kernels(), make_config(IN_RAM, update=update, chunk_size="auto")
         engine, *_ = infinity.initialize(model, config, device=fake)
         with engine:
             for _ in range(STEPS):
-                engine.backward(engine(torch.ones(2, 220)).square().mean())
+                engine.backward(engine(torch.ones(2, 1000)).square().mean())
                 engine.step()
             weights[update] = engine.state_dict(master=True)["1.weight"].clone()
             plan = engine.plan
         streams = "updates               streamed through the device" in plan.describe()
         assert streams == (update == "auto")
-        assert fake.num_updates == STEPS * num_chunks(plan)
+        assert fake.num_updates == STEPS * num_passages(plan)
         assert bool(fake.num_updates) == streams
     assert torch.equal(weights["auto"], weights["cpu"])
 

@@ -124,6 +124,22 @@ def test_so_many_chunks_pass_at_once_as_buffers_have_room_for() -> None:
     assert plan_of(IN_RAM, "device").chunks_at_once == 1
 
 
+def test_sums_rest_on_the_device_as_far_as_its_budget_goes_where_ram_would_bind() -> None:
+    """Later micro-batches read 2 and 4 bytes and write 4; memory moves 26 for each update."""
+    sums = {"gradient_accumulation_steps": 4, "update": "cpu"}
+    rates = replace(RATES, to_device=1e12, from_device=1e12)
+    plan = plan_of(IN_RAM, rates=rates, **sums)
+    first, later = (step_cost(plan, rates).phases[n].resources["sums"] for n in (1, 3))
+    assert first == pytest.approx(sum(SIZES) * 6 / (26 * 1e7))
+    assert later == pytest.approx(sum(SIZES) * 10 / (26 * 1e7))
+    assert step_cost(plan, rates).phases[3].binds == "sums"
+    assert not any(phase.resources["sums"] for phase in step_cost(plan_of(IN_RAM), rates).phases)
+    room = 4 * NUMEL * 2 + 3 * NUMEL * 4  # slots, and three sums
+    limits = Limits(int(room / AUTO_SHARE) + 2, None, None)
+    few = plan_of({"moments": "host"}, limits=limits, rates=rates, **sums)
+    assert [placement.gradient for placement in few.placements].count(Tier.DEVICE) == 3
+
+
 def test_where_the_disk_binds_nothing_is_streamed_unless_asked() -> None:
     assert places(plan_of(ON_DISK, rates=NOMINAL)) == {UpdatePlace.CPU}
     assert places(plan_of(ON_DISK, "device", rates=NOMINAL)) == {UpdatePlace.STREAMED}

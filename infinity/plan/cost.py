@@ -37,7 +37,7 @@ from typing import Any
 from infinity.config.schema import Recompute
 from infinity.plan.activations import recomputed
 from infinity.plan.forecast import PhaseBytes, forecast_phases
-from infinity.plan.layout import UnitLayout
+from infinity.plan.layout import Tier, UnitLayout
 from infinity.plan.plan import (
     LINKS,
     Plan,
@@ -367,6 +367,7 @@ class _Pricing:
             resources["compute and update" if update else "compute"] = compute + update
         else:
             resources["compute"] = compute + on_device
+            resources["sums"] = sums_s(plan, rates, phase)
             resources["update"] = (update + stream_s(plan, rates)) if update else 0.0
             resources["calls"] = calls_s(plan) if phase.has_update else 0.0
         return resources
@@ -455,6 +456,27 @@ def stream_s(plan: Plan, rates: Rates) -> float:
     return max(*rates.copies_s(inward, outward), calls_s(plan))
 
 
+def sums_s(plan: Plan, rates: Rates, phase: PhaseBytes) -> float:
+    """Seconds in which a thread of the host adds a backward's gradients to sums off the device.
+
+    Memory decides: a gradient is read, and a sum read and written. The first of a window only
+    changes its type, and goes straight to its place where it need not.
+    """
+    rate = _host_memory_rate(rates)
+    if not phase.backward or not rate:
+        return 0.0
+    itemsize, item = plan.gradient_itemsize, plan.precision.weight
+    item = 4 if plan.saved.slices > 1 else item  # sums of slices leave in fp32
+    if phase.micro_batch == 0 and item == itemsize:
+        return 0.0
+    elements = sum(
+        alike.layout.shard_numel * len(alike.units)
+        for alike in plan.alike
+        if alike.placement.gradient is not Tier.DEVICE
+    )
+    return elements * (item + itemsize * (2 if phase.micro_batch else 1)) / rate
+
+
 def calls_s(plan: Plan) -> float:
     """Seconds that a step's streamed updates take the thread that asks the device for them."""
     streamed = (alike for alike in plan.alike if alike.placement in plan.streamed)
@@ -474,8 +496,13 @@ def _update_rate(rates: Rates, name: str) -> float:
 
 def _memory_rate(plan: Plan, rates: Rates) -> float | None:
     """Bytes per second of the compute device's memory, where that is the host's."""
+    return _host_memory_rate(rates) if plan.unified else None
+
+
+def _host_memory_rate(rates: Rates) -> float | None:
+    """Bytes per second of the host's memory, as the update finds it."""
     rate = rates.update.get("fp32")
-    return SPLIT_UPDATE_BYTES * rate if plan.unified and rate else None
+    return SPLIT_UPDATE_BYTES * rate if rate else None
 
 
 def disk_days(written_per_step: int, step_s: float, rated_bytes: float) -> float:

@@ -301,12 +301,7 @@ def _wish(wishes: Wishes, config: Config) -> BatchSchedule:
 
 
 def _recomputed(all_of_them: bool | None, number: int | None) -> Recompute | None:
-    """What both flags say together."""
-    if number is not None and all_of_them is not None:
-        raise ConfigError(
-            "--recompute-blocks beside --recompute or --no-recompute",
-            remedy="leave one of them out",
-        )
+    """What both flags say together: a number, which a way that fits may add, says more."""
     if number is not None or all_of_them is None:
         return number
     return "all" if all_of_them else 0

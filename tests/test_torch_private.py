@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from infinity.model.torch_private import (
     DispatchMode,
     after_backward,
+    backward_task,
     below_torch_function,
     inside_backward,
     inside_function_transform,
@@ -225,8 +226,10 @@ def test_a_number_for_a_part_of_a_tensor_on_meta_is_seen() -> None:
 def test_a_backward_is_known_by_its_code_and_says_when_it_is_over() -> None:
     weight = torch.ones(2, requires_grad=True)
     seen: list[bool] = []
+    tasks: list[int] = []
 
     def arrived(_: torch.Tensor) -> None:
+        tasks.append(backward_task())
         frame = sys._getframe()
         while frame is not None and not runs_backward(frame.f_code):
             frame = frame.f_back  # type: ignore[assignment]
@@ -239,3 +242,4 @@ def test_a_backward_is_known_by_its_code_and_says_when_it_is_over() -> None:
         start((weight * 2).sum())
     assert seen == [True] * 4
     assert not inside_backward()
+    assert len({*tasks, backward_task()}) == 3  # no two alike

@@ -10,7 +10,7 @@ reads them. Copies are other tensors, never the same with other values: graphs h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -95,10 +95,13 @@ _Place = tuple[nn.Module, str]
 
 
 class Rerun:
-    """One call of a module, and how it is computed again without a trace in the buffers."""
+    """One call of a module, and how it is computed again without a trace in the buffers.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    `parts` are the module and all in it.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self._parts = parts
         self._before: dict[_Place, Tensor | None] = {}  # of those that the call changed
 
     @contextmanager
@@ -130,7 +133,7 @@ class Rerun:
                 owner._buffers[key] = value
 
     def _buffers(self) -> Iterator[tuple[_Place, Tensor | None]]:
-        for owner in self._module.modules():
+        for owner in self._parts:
             for key, value in owner._buffers.items():
                 yield (owner, key), value
 

@@ -25,6 +25,7 @@ parameter
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 from infinity.errors import ConfigError, EngineClosedError, ResidencyError
-from infinity.plan.layout import UnitLayout
+from infinity.plan.layout import Segment, UnitLayout
 
 # Which engine a parameter belongs to, known by the parameter itself: nothing is global.
 
@@ -171,6 +172,9 @@ class _Pool:
         return sorted(found)
 
 
+_Shape = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]  # strides; where it starts
+
+
 class ParameterBinding:
     """Binds and unbinds the parameters of units; owns placeholders and versions."""
 
@@ -195,6 +199,9 @@ class ParameterBinding:
             for pool, of in self._pools:
                 for index, one in zip(of, pool.values, strict=True):
                     self._placeholders[index] = one.expand(parameters[index].shape)
+        # Of each unit: its parameters, and what makes each a part of a slot.
+        self._of = [[s.parameter for s in layout.segments] for layout in layouts]
+        self._shapes = [[self._shape_of(layout, s) for s in layout.segments] for layout in layouts]
         # Version and memory that each parameter was left with; none while it is not ours.
         self._left: dict[int, tuple[int, Tensor]] = {}
         self._meta: dict[int, nn.Parameter] = {}  # by index, while values are made
@@ -241,17 +248,20 @@ class ParameterBinding:
     # --- resident or offloaded
     # ---------------------------------------------------------------------
 
-    def views(self, unit: int, slot: Tensor) -> list[Tensor]:
-        """The unit's parameters as parts of `slot` (uint8, the unit's slot layout), in order."""
-        layout, views = self._layouts[unit], []
-        for segment in layout.segments:
-            if segment.trained:
-                start = segment.offset * layout.weight_itemsize
-            else:
-                start = layout.trained_bytes + segment.offset
-            flat = slot[start : start + segment.nbytes].view(self.dtypes[segment.parameter])
-            views.append(flat.view(segment.shape).data)  # one reference, not those of its bases
-        return views
+    def _shape_of(self, layout: UnitLayout, segment: Segment) -> _Shape:
+        start = segment.offset * layout.weight_itemsize
+        if not segment.trained:
+            start = layout.trained_bytes + segment.offset
+        dtype, shape = self.dtypes[segment.parameter], segment.shape
+        strides = tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
+        return dtype, shape, strides, start // dtype.itemsize
+
+    def views(self, unit: int, flat: Callable[[torch.dtype], Tensor]) -> list[Tensor]:
+        """The unit's parameters, in order, as parts of its slot: `flat` has all of a type."""
+        return [
+            flat(dtype).as_strided(shape, strides, start)
+            for dtype, shape, strides, start in self._shapes[unit]
+        ]
 
     def bind(self, unit: int, views: Sequence[Tensor]) -> None:
         """Make the unit's parameters these views.
@@ -262,28 +272,28 @@ class ParameterBinding:
         if edit is not None:
             self.forget(unit)
             raise edit.error()
-        for segment, view in zip(self._layouts[unit].segments, views, strict=True):
-            self._set(segment.parameter, view)
+        for index, view in zip(self._of[unit], views, strict=True):
+            self._set(index, view)
 
     def forget(self, unit: int) -> None:
         """Make the unit's parameters placeholders, from any state and without judging edits."""
-        indices = [segment.parameter for segment in self._layouts[unit].segments]
+        indices = self._of[unit]
         torch.autograd.graph.increment_version([self.parameters[i] for i in indices])
         for index in indices:
             self._set(index, self._placeholders[index])
 
     def edited(self, unit: int) -> Edit | None:
         """A parameter of the unit that is not as it was left, by its version or its memory."""
-        for segment in self._layouts[unit].segments:
-            left = self._left.get(segment.parameter)
-            if left is None:
+        parameters, left = self.parameters, self._left
+        for index in self._of[unit]:
+            if index not in left:
                 continue
-            parameter = self.parameters[segment.parameter]
-            version, value = left
+            parameter = parameters[index]
+            version, value = left[index]
             if not parameter.is_set_to(value):
-                return Edit(segment.name, in_place=False)
+                return Edit(self._names[index], in_place=False)
             if parameter._version != version:
-                return Edit(segment.name, in_place=True)
+                return Edit(self._names[index], in_place=True)
         return None
 
     def edited_placeholder(self, *, may_wait: bool) -> Edit | None:

@@ -43,9 +43,14 @@ def inside_function_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def backward_task() -> int:
+    """Which backward this thread runs: another number for each, -1 if none."""
+    return int(torch._C._current_graph_task_id())
+
+
 def inside_backward() -> bool:
     """Whether this thread runs a backward: what computes now is computed again."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_task() != -1
 
 
 def after_backward(then: Callable[[], None]) -> None:

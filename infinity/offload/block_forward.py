@@ -240,7 +240,7 @@ class Slicer:
         kind = (self._kind, self._module.training)
         if kind in self._tried:
             return
-        with torch.no_grad(), torch.random.fork_rng(), Rerun(self._module).again():
+        with torch.no_grad(), torch.random.fork_rng(), Rerun([*self._module.modules()]).again():
             drawn = _random_state(tensors)
             alone, beside = (
                 self._first_rows(
@@ -403,6 +403,7 @@ class _Block:
         self._name = cut.name
         self._read = hooks.read
         self._module = module
+        self._parts = [*module.modules()]
         self._before, self._after = hooks.around(unit)
         self._own: Callable[..., Any] = module.forward
         self._slicer = None
@@ -445,7 +446,7 @@ class _Block:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self._recomputes:
-            run = functools.partial(self._recomputable, Rerun(self._module))
+            run = functools.partial(self._recomputable, Rerun(self._parts))
             return checkpointed(run, args, kwargs)
         return self._plain(*args, **kwargs)
 

@@ -288,6 +288,11 @@ class GradientStore:
         self._segments = {s.parameter: (u.index, s) for u in plan.units for s in u.trained_segments}
         # Of what this rank keeps.
         self._places = {s.parameter: (u.index, s) for u in plan.own for s in u.trained_segments}
+        self._targets = {  # where copies go, as bytes
+            parameter: part(self.ram[unit], segment).view(torch.uint8)
+            for parameter, (unit, segment) in self._places.items()
+            if unit in self.ram and segment.numel
+        }
         self._has: set[int] = set()  # parameters that have arrived
         self._squares: dict[int, float] = {}  # beside those of `_sums` and `_device_squares`
         self.exchange: GradientExchange | None = None
@@ -339,6 +344,7 @@ class GradientStore:
         self._copies.reset()
         self._device_squares.reset()
         self.places.clear()
+        self._targets.clear()
         self.ram.clear()
         self.on_device.clear()
         self._windows.forget()
@@ -408,9 +414,9 @@ class GradientStore:
         complete: bool,
     ) -> Event:
         """Start the copy to where the gradient rests; whoever can sums its squares."""
-        target, source = part(self.ram[unit], segment), gradient.view(torch.uint8)
         parameter = segment.parameter
-        event = self._copies.send(unit, parameter, target.view(torch.uint8), source)
+        target, source = self._targets[parameter], gradient.view(torch.uint8)
+        event = self._copies.send(unit, parameter, target, source)
         if complete and self.plan.device_kernels and self._tree is None:
             count = len(self.plan.units[unit].trained_segments)
             self._device_squares.add(unit, parameter, gradient, complete=count)

@@ -24,6 +24,7 @@ from infinity.model.cut import UnitCut
 from infinity.model.torch_private import (
     SavedTensorHooks,
     after_backward,
+    backward_task,
     inside_backward,
     inside_function_transform,
     runs_backward,
@@ -90,6 +91,7 @@ class Hooks:
         self.lent = lent
         self.write_edits = write_edits
         self._call: Call | None = None  # that a module's hook began
+        self._task = -1  # the backward that was last seen to be a call of this thread's
         self._cuts = cuts
         self._parameters = parameters
         self._index_of = {id(p): i for i, p in enumerate(parameters)}
@@ -122,13 +124,31 @@ class Hooks:
 
     def touch(self, parameter: nn.Parameter) -> Tensor:
         """A parameter is being reached for through its module; what is given to whoever does."""
-        self._refuse_strangers()
         index = self._index_of[id(parameter)]
+        unit = self._unit_of[index]
+        if self._computes(unit):
+            self.prefetcher.transfers.device.join_compute()  # it may be on another stream by now
+            return self.sums.read(index, parameter)
+        self._refuse_strangers()
         if index in self.lent:
             return parameter
-        self._is_lent(self._unit_of[index])  # raises where a sibling is
-        self._use(self._unit_of[index])
+        self._is_lent(unit)  # raises where a sibling is
+        self._use(unit)
         return self.sums.read(index, parameter)
+
+    def _computes(self, unit: int) -> bool:
+        """Whether this thread is inside the unit's own forward, which has all that it needs."""
+        prefetcher = self.prefetcher
+        entry = prefetcher.entries[unit]
+        return (
+            entry.entered > 0
+            and entry.bound
+            and unit == prefetcher.current
+            and not prefetcher.retries
+            and not self.lent
+            and self.owner.computes_here()
+            and not inside_function_transform()
+        )
 
     def read(self, parameter: nn.Parameter) -> Tensor:
         """A parameter whose unit is there, as whoever computes now is to see it."""
@@ -214,8 +234,12 @@ class Hooks:
 
     def _backward(self) -> None:
         """A backward has come to something of ours."""
+        task = backward_task()
+        if task == self._task and task >= 0:
+            return  # of one backward once is enough
         self.owner.check()
         self._join()
+        self._task = task
 
     def watch_root(
         self, root: nn.Module, begin: Callable[[], None], end: Callable[[], None]
@@ -289,8 +313,10 @@ class Hooks:
 
         Such a parameter may have left meanwhile; while it is computed with, it stays.
         """
-        indices = [self._index_of.get(id(x), -1) for x in given if isinstance(x, nn.Parameter)]
-        units = {self._unit_of[i] for i in indices if i >= 0 and i not in self.lent} - {unit}
+        indices = [self._index_of[id(x)] for x in given if id(x) in self._index_of]
+        if not indices:
+            return []
+        units = {self._unit_of[i] for i in indices if i not in self.lent} - {unit}
         borrowed: list[int] = []
         try:
             for other in sorted(units):
@@ -331,24 +357,26 @@ class Hooks:
         return hook
 
     def _arrived(self, index: int) -> Callable[[Tensor], None]:
+        unit = self._unit_of[index]
+
         def hook(parameter: Tensor) -> None:
             self._backward()
             gradient, parameter.grad = parameter.grad, None
             gradient = self.sums.take(index, gradient)
             if gradient is None:
                 return
-            self.prefetcher.await_consumed(self._unit_of[index])
+            self.prefetcher.await_consumed(unit)
             self.window.arrived += 1
             if self.window.divisor != 1:
                 gradient = gradient.detach() / self.window.divisor
             self.gradients.receive(index, gradient)
             del gradient
-            self.watch.at(self._unit_of[index], "backward")
+            self.watch.at(unit, "backward")
             self.prefetcher.tend()
             if self.saved.activations is not None:
                 self.saved.activations.tend()
             if self.timeline is not None:
-                self.timeline.backward(self._unit_of[index], arrived=True)
+                self.timeline.backward(unit, arrived=True)
 
         return hook
 

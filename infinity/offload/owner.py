@@ -164,6 +164,11 @@ class Owner:
         """Whether this is that process."""
         return os.getpid() == self._pid
 
+    def computes_here(self) -> bool:
+        """Whether this process and thread have the call that is under way."""
+        call = self._calls.get("call")
+        return call is not None and call.thread == get_ident() and self.is_here()
+
     @property
     def busy(self) -> bool:
         """Whether a call is under way."""

@@ -69,6 +69,8 @@ class Prefetcher:
         self.reached: set[int] = set()  # bound, and reached for outside a call
         self.failure: BaseException | None = None
         self._proved: set[tuple[int, bool]] = set()  # units whose first forward was looked at
+        units = range(len(plan.units))
+        self._updated_there = {u for u in units if update_place(plan, u) is UpdatePlace.DEVICE}
         self.store = store
         self.ranks = store.ranks
         self.exchange: GradientExchange | None = None  # of several ranks
@@ -77,7 +79,7 @@ class Prefetcher:
         self.demand: int | None = None  # the unit the training thread waits for
         self.paced = True
         self.mispredictions = 0
-        self._retry = False
+        self.retries = False  # a slot could not be had yet: prefetch is asked for again
         # In which reads land on their way to a device with memory of its own.
         self._staging = BufferPool(num_fetch_buffers(plan), fetch_bytes(plan), transfers.device)
         for unit, placement in enumerate(plan.placements):
@@ -104,7 +106,7 @@ class Prefetcher:
         if unit == self.current and entry.where is Where.RESIDENT and entry.gathered:
             if bind and not entry.bound:  # since a call ended
                 self.bring(unit)
-            if self._retry:
+            if self.retries:
                 self._prefetch()
             return
         self.current = unit
@@ -214,7 +216,7 @@ class Prefetcher:
             for unit, entry in enumerate(self.entries):
                 if entry.ticket is not None and entry.staging is not None and entry.ticket.done():
                     self._copy_landed(unit)
-        if self._retry:
+        if self.retries:
             self._prefetch()
 
     def check(self) -> None:
@@ -261,7 +263,7 @@ class Prefetcher:
                 while entry.where is Where.PENDING and self.failure is None:
                     self.changed.wait()
             self.check()
-        if update_place(self.plan, unit) is UpdatePlace.DEVICE and not entry.ready.done():
+        if unit in self._updated_there and not entry.ready.done():
             self.transfers.device.compute_wait(entry.ready)  # queued there, not yet over
 
     def _require_slot(self, unit: int) -> None:
@@ -313,7 +315,7 @@ class Prefetcher:
         if self.order is None or not self.plan.slot_classes:
             return
         with self.changed:
-            self._retry = not access_order.prefetch(
+            self.retries = not access_order.prefetch(
                 self, self.order, self.plan.prefetch_units, wraps=self.wraps
             )
 
@@ -506,7 +508,7 @@ class Prefetcher:
         Slots are given up because a traceback may hold views of them, which look like our own.
         """
         self.transfers.device.synchronize()
-        self.current, self._retry = -1, False
+        self.current, self.retries = -1, False
         for unit, entry in enumerate(self.entries):
             entry.entered = 0
             if entry.bound:
@@ -600,9 +602,8 @@ class Prefetcher:
         """
         entry = self.entries[unit]
         assert entry.slot is not None
-        assert entry.slot.residency is not None
         if not entry.views:
-            entry.views = self.binding.views(unit, entry.slot.residency)
+            entry.views = self.binding.views(unit, entry.slot.flat)
         self.binding.bind(unit, entry.views)
         entry.bound = True
 

@@ -14,8 +14,8 @@ recomputed blocks, whoever recomputes them, go to `offload/activations.py` where
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,9 +36,11 @@ from infinity.offload.activations import (
 from infinity.offload.prefetch import Prefetcher
 from infinity.offload.report import Timeline
 
+# Packing is paid for every tensor that autograd saves, some forty a block: so these are tuples, and
+# a tensor that is kept as it is only (the tensor, its version).
 
-@dataclass(frozen=True, slots=True)
-class _InSlot:
+
+class _InSlot(NamedTuple):
     """A saved tensor that is part of a unit's weights."""
 
     unit: int
@@ -49,8 +51,7 @@ class _InSlot:
     stride: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Outer:
+class _Outer(NamedTuple):
     """A saved tensor that another pair of hooks packed, while `unit` computed.
 
     To unpack it may mean to compute again, with parameters that a closure holds.
@@ -59,14 +60,6 @@ class _Outer:
     unit: int
     unpack: Callable[[Any], Tensor]
     packed: Any
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """A saved tensor kept as it is."""
-
-    tensor: Tensor
-    version: int
 
 
 class SavedTensors:
@@ -84,12 +77,16 @@ class SavedTensors:
         self._expect = expect  # a unit's backward begins: its gradients will arrive soon
         self._expected = -1
         self._addresses = {}
+        self._first, self._end = 0, 0  # no slot is outside of these
         for slot in prefetcher.ledger.slots:
             probe = slot.residency
             if probe is None:
                 assert slot.arena is not None
                 probe = slot.arena.view(slot.offset, slot.nbytes)
-            self._addresses[probe.data_ptr()] = slot
+            address = probe.data_ptr()
+            self._addresses[address] = slot
+            self._first = min(self._first or address, address)
+            self._end = max(self._end, address + probe.numel())
         self.timeline: Timeline | None = None  # while a trace is recorded
         self.activations = activations  # takes inputs of recomputed blocks
         # The context, our pair, and whether a checkpoint's pair is below it.
@@ -119,6 +116,7 @@ class SavedTensors:
         """
         hide: Any = torch.compiler.disable
         self._pack = hide(self._pack)  # type: ignore[method-assign]
+        self._pack_over = hide(self._pack_over)  # type: ignore[method-assign]
         self._unpack = hide(self._unpack)  # type: ignore[method-assign]
 
     def push(self) -> bool:
@@ -127,9 +125,7 @@ class SavedTensors:
         if outer is not None and self._stack and outer[0] is self._stack[-1][1][0]:
             return False
 
-        def pack(tensor: Tensor) -> Any:
-            return self._pack(tensor, outer)
-
+        pack = self._pack if outer is None else partial(self._pack_over, outer)
         pair = (pack, self._unpack)
         context = torch.autograd.graph.saved_tensors_hooks(*pair)
         self._stack.append((context, pair, self.under_checkpoint or checkpoint_packs(outer)))
@@ -158,47 +154,73 @@ class SavedTensors:
         """How many pushes are open."""
         return len(self._stack)
 
-    def _pack(self, tensor: Tensor, outer: SavedTensorHooks | None) -> Any:
-        slot = self._addresses.get(storage_address(tensor))
-        if slot is not None and slot.owner is not None and tensor.numel():
-            return _InSlot(
-                slot.owner,
-                self.prefetcher.entries[slot.owner].updates,
-                tensor.dtype,
-                int(tensor.storage_offset()),
-                tensor.size(),
-                tensor.stride(),
-            )
-        if outer is not None:
-            return _Outer(self.prefetcher.current, outer[1], outer[0](tensor))
+    def _pack(self, tensor: Tensor) -> Any:
+        """With no other pair below."""
+        try:
+            in_slot = self._first <= tensor.data_ptr() < self._end
+        except RuntimeError:  # some subclasses have no memory
+            in_slot = False
+        if not in_slot and self.activations is None:  # most of all
+            return tensor.detach(), tensor._version
+        packed = self._in_slot(tensor) if in_slot else None
+        if packed is not None:
+            return packed
         if self.activations is not None and saved_by_checkpoint():
             away = self.activations.save(tensor)
             if away is not None:
                 return away
-        return _Kept(tensor.detach(), tensor._version)
+        return tensor.detach(), tensor._version
+
+    def _pack_over(self, outer: SavedTensorHooks, tensor: Tensor) -> Any:
+        """With another pair below."""
+        try:
+            in_slot = self._first <= tensor.data_ptr() < self._end
+        except RuntimeError:
+            in_slot = False
+        packed = self._in_slot(tensor) if in_slot else None
+        if packed is not None:
+            return packed
+        prefetcher = self._prefetcher
+        unit = -1 if prefetcher is None else prefetcher.current
+        return _Outer(unit, outer[1], outer[0](tensor))
+
+    def _in_slot(self, tensor: Tensor) -> _InSlot | None:
+        """What describes a tensor that is part of a unit's weights; None for any other."""
+        slot = self._addresses.get(storage_address(tensor))
+        if slot is None or slot.owner is None or not tensor.numel():
+            return None
+        updates = self.prefetcher.entries[slot.owner].updates
+        place = int(tensor.storage_offset()), tensor.size(), tensor.stride()
+        return _InSlot(slot.owner, updates, tensor.dtype, *place)
 
     def _unpack(self, packed: Any) -> Tensor:
+        if type(packed) is tuple:
+            tensor: Tensor
+            tensor, version = packed
+            if tensor._version != version:
+                raise modified_in_place(
+                    f"a tensor of shape {tuple(tensor.shape)} is at version "
+                    f"{tensor._version}, expected {version}"
+                )
+            return tensor
+        if isinstance(packed, _InSlot):
+            return self._from_slot(packed)
         if isinstance(packed, _Outer):
             self._join()
             self.prefetcher.bind_if_resident(packed.unit)
             return packed.unpack(packed.packed)
-        if isinstance(packed, Away):
-            if self.activations is None:
-                raise graph_of_closed_engine()
-            if self.timeline is None:
-                return self.activations.restore(packed)
-            self.timeline.pause()
-            restored = self.activations.restore(packed)
-            self.timeline.resume()
-            return restored
-        if isinstance(packed, _Kept):
-            if packed.tensor._version != packed.version:
-                raise modified_in_place(
-                    f"a tensor of shape {tuple(packed.tensor.shape)} is at version "
-                    f"{packed.tensor._version}, expected {packed.version}"
-                )
-            return packed.tensor
-        assert isinstance(packed, _InSlot)
+        assert isinstance(packed, Away)
+        if self.activations is None:
+            raise graph_of_closed_engine()
+        if self.timeline is None:
+            return self.activations.restore(packed)
+        self.timeline.pause()
+        restored = self.activations.restore(packed)
+        self.timeline.resume()
+        return restored
+
+    def _from_slot(self, packed: _InSlot) -> Tensor:
+        """The same part of the weights, wherever their unit sits now."""
         self._join()
         timeline = None
         if packed.unit != self._expected:
@@ -217,8 +239,4 @@ class SavedTensors:
                 "again"
             )
         assert entry.slot is not None
-        assert entry.slot.residency is not None
-        storage = entry.slot.residency.untyped_storage()
-        alias = torch.empty(0, dtype=packed.dtype, device=entry.slot.residency.device)
-        offset = entry.slot.residency.storage_offset() // packed.dtype.itemsize + packed.offset
-        return alias.set_(storage, offset, packed.size, packed.stride)
+        return entry.slot.flat(packed.dtype).as_strided(packed.size, packed.stride, packed.offset)

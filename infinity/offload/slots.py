@@ -20,6 +20,7 @@ import threading
 from dataclasses import dataclass, field
 from enum import Enum
 
+import torch
 from torch import Tensor
 
 from infinity.model.torch_private import storage_use_count
@@ -58,6 +59,7 @@ class Slot:
     nbytes: int
     owner: int | None = None
     residency: Tensor | None = None  # uint8, with a storage of its own
+    typed: dict[torch.dtype, Tensor] = field(default_factory=dict)  # the residency's, see `flat`
     lingering: Tensor | None = None  # a stale residency that something still refers to
     lingered: bool = False  # compute may have read it after it was given up
     free_after: Event = HAPPENED
@@ -71,6 +73,27 @@ class Slot:
         self.lingering = None
         return True
 
+    def flat(self, dtype: torch.dtype) -> Tensor:
+        """The residency's bytes as elements of a type: what a unit's parameters are parts of."""
+        found = self.typed.get(dtype)
+        if found is None:
+            assert self.residency is not None
+            assert not self.residency.storage_offset()
+            found = self.typed[dtype] = self.residency.view(dtype)
+        return found
+
+    def end(self) -> None:
+        """The residency is over; the slot lingers while something refers to it."""
+        self.typed.clear()
+        self.owner = None
+        self.lingering, self.residency = self.residency, None
+        self.lingered = not self.is_free()
+
+    def drop(self) -> None:
+        """Refer to no memory any more."""
+        self.typed.clear()
+        self.residency = self.lingering = None
+
     def alias(self) -> Tensor:
         """The residency's bytes under another storage, which is no reference to it."""
         assert self.arena is not None
@@ -80,7 +103,7 @@ class Slot:
     def num_aliases(self, num_ours: int) -> int:
         """References to the residency beyond the ledger's and `num_ours`."""
         assert self.residency is not None
-        return storage_use_count(self.residency) - 1 - num_ours
+        return storage_use_count(self.residency) - 1 - len(self.typed) - num_ours
 
 
 @dataclass(eq=False)
@@ -115,9 +138,11 @@ class SlotLedger:
     device: Device
     entries: list[Entry] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)
-    changed: threading.Condition = field(default_factory=threading.Condition)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    changed: threading.Condition = field(init=False)
 
     def __post_init__(self) -> None:
+        self.changed = threading.Condition(self.lock)
         self.entries = [Entry() for _ in self.plan.units]
         total = sum(c.slot_bytes * c.count for c in self.plan.slot_classes)
         arena = self.device.reserve(total)
@@ -179,9 +204,7 @@ class SlotLedger:
         entry.views = []
         if slot.slot_class is not None:
             entry.slot = None
-            slot.owner = None
-            slot.lingering, slot.residency = slot.residency, None
-            slot.lingered = not slot.is_free()
+            slot.end()
         self.changed.notify_all()
 
     def holders(self, slot_class: int) -> str:

@@ -253,8 +253,11 @@ class Transfers:
     ) -> Event:
         if self.device.unified:
             return copy(target, source, after)
-        submitted = time.perf_counter_ns()
+        submitted = time.perf_counter_ns() if self.trace is not None else 0
         event = copy(target, source, after)
+        if not submitted:
+            self.count(direction, target.numel())
+            return event
         return self._counted(direction, event, target.numel(), submitted, label)
 
     @contextmanager

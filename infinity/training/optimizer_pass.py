@@ -475,6 +475,9 @@ class OptimizerPass:
         self._names = {s.parameter: s.name for unit in plan.units for s in unit.segments}
         self._job: PassJob | None = None
         self._closing = False
+        # What the thread waits on between jobs: woken at every transition, it would hold up whoever
+        # computes.
+        self._submitted = threading.Condition(prefetcher.ledger.lock)
         self._thread = threading.Thread(
             target=self._loop, name="infinity-optimizer-pass", daemon=True
         )
@@ -487,10 +490,10 @@ class OptimizerPass:
 
     def submit(self, job: PassJob) -> None:
         """Run a job behind the caller; the previous one must be finished."""
-        with self.prefetcher.changed:
+        with self._submitted:
             assert self._job is None
             self._job = job
-            self.prefetcher.changed.notify_all()
+            self._submitted.notify_all()
 
     def finish(self, *, closing: bool = False) -> None:
         """Lift the pacing and wait until no update is owed; raises what makes that impossible.
@@ -518,6 +521,7 @@ class OptimizerPass:
         """Abandon what is left and end the thread."""
         with self.prefetcher.changed:
             self._closing = True
+            self._submitted.notify_all()
             self.prefetcher.lift_pacing()
         with suppress(RuntimeError):  # a second Ctrl-C may have come between the lock and its block
             while True:
@@ -540,9 +544,9 @@ class OptimizerPass:
     def _loop(self) -> None:
         self.transfers.device.follow_compute()
         while True:
-            with self.prefetcher.changed:
+            with self._submitted:
                 while self._job is None and not self._closing:
-                    self.prefetcher.changed.wait()
+                    self._submitted.wait()
                 if self._closing:
                     return
                 job = self._job

@@ -235,7 +235,7 @@ class Parts:
             for layout in self.plan.units:
                 self.binding.forget(layout.index)
         for slot in self.prefetcher.ledger.slots:
-            slot.residency = slot.lingering = None
+            slot.drop()
 
     def _give_memory_back(self) -> None:
         """Drop every reserved range, whoever still refers to the engine.

@@ -1,0 +1,190 @@
+#!/usr/bin/env python3
+"""What the host does for a block beside computing: its time per block, beside plain torch's.
+
+    python tools/bench_host_time.py
+
+A GPU is idle while its host still launches. Blocks of the Llama shape (nine parameters) are so
+small here that only torch's calls and ours take time, and the device does nothing at all: copies
+and updates are over before they begin, memory is RAM. So no call of CUDA's is counted: each copy
+and each event costs some microseconds more there. Per block is the difference between a model of
+many blocks and one of few, so what a call costs once is not in it. Time is that of the thread's
+CPU, since machines are shared. Contenders take turns; a turn counts with its fastest round, and the
+table has the least and the median of all turns, in microseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+import llama
+
+import infinity
+from infinity.optim.cpu import Piece
+from infinity.storage.device import HAPPENED, CpuDevice, Event, SquareSums
+
+FEW, MANY = 4, 16
+PHASES = ("forward", "backward")
+IN_RAM = dict.fromkeys(("weights", "moments", "gradients"), "host")
+TOKENS = torch.zeros(1, 8, dtype=torch.long)
+
+
+class _Zeros:
+    """Square sums of gradients that nobody looks at."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def result(self) -> list[float]:
+        return [0.0] * self._count
+
+
+class NullDevice(CpuDevice):
+    """A device of its own memory, in whose kernels and copies no time passes, and nothing moves."""
+
+    unified = False
+    host_clock = False
+
+    def memory_bytes(self) -> int | None:
+        """Enough."""
+        return 1 << 30
+
+    def copy_in(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
+        """Nothing is copied."""
+        return HAPPENED
+
+    copy_out = copy_in
+
+    def why_no_kernels(self) -> str | None:
+        """There are some, that do nothing."""
+        return None
+
+    def update(self, pieces: Sequence[Piece], after: Event = HAPPENED) -> Event:
+        """Nothing is updated."""
+        return HAPPENED
+
+    def begin_square_sums(self, tensors: Sequence[Tensor]) -> SquareSums:
+        """All are zero."""
+        return _Zeros(len(tensors))
+
+
+class Ours:
+    """A model of so many blocks under the engine; with `recompute` each runs again in backward."""
+
+    def __init__(self, num_blocks: int, recompute: bool) -> None:
+        activations = {"checkpoint": "units" if recompute else "none"}
+        config = {"precision": "bf16", "placement": IN_RAM, "cpu": {"num_threads": 1},
+                  "activations": activations, "update": "device"}  # fmt: skip
+        self._engine = infinity.initialize(model_of(num_blocks), config, device=NullDevice())[0]
+
+    def forward(self) -> Tensor:
+        """The loss."""
+        return self._engine(TOKENS, TOKENS)
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients, which leave."""
+        self._engine.backward(loss)
+
+    def step(self) -> None:
+        """The step, and the end of its update."""
+        self._engine.step()
+        self._engine.settle()
+
+
+class Plain:
+    """The same in plain torch."""
+
+    def __init__(self, num_blocks: int, recompute: bool) -> None:
+        self._model = model_of(num_blocks, recompute).bfloat16()
+
+    def forward(self) -> Tensor:
+        """The loss."""
+        loss: Tensor = self._model(TOKENS, TOKENS)
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> None:
+        """Gradients are dropped."""
+        self._model.zero_grad()
+
+
+def model_of(num_blocks: int, recompute: bool = False) -> llama.Llama:
+    """The model, with values that nobody looks at."""
+    model = llama.Llama(llama.LlamaConfig(32, 8, num_blocks, 2, 1, 16, 32, checkpointing=recompute))
+    model.init_weights(0)
+    return model
+
+
+def round_s(contender: Any) -> dict[str, float]:
+    """Seconds of one forward and one backward."""
+    begin = time.thread_time()
+    loss = contender.forward()
+    middle = time.thread_time()
+    contender.backward(loss)
+    end = time.thread_time()
+    del loss
+    contender.step()
+    return {"forward": middle - begin, "backward": end - middle}
+
+
+def per_block(make: Callable[[int], Any], rounds: int) -> Callable[[], dict[str, list[float]]]:
+    """What takes one more turn, and gives microseconds per block of all turns so far, by phase."""
+    few, many = make(FEW), make(MANY)
+    found: dict[str, list[float]] = {phase: [] for phase in PHASES}
+
+    def turn() -> dict[str, list[float]]:
+        times = [min_of([round_s(one) for _ in range(rounds)]) for one in (few, many)]
+        for phase in PHASES:
+            found[phase].append((times[1][phase] - times[0][phase]) / (MANY - FEW) * 1e6)
+        return found
+
+    return turn
+
+
+def min_of(rounds: list[dict[str, float]]) -> dict[str, float]:
+    """The least of each phase."""
+    return {phase: min(one[phase] for one in rounds) for phase in PHASES}
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=20, help="of one turn: the least counts")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    turns = {
+        (name, recompute): per_block(lambda n, k=kind, r=recompute: k(n, r), options.rounds)  # type: ignore[misc]
+        for recompute in (False, True)
+        for name, kind in (("plain torch", Plain), ("infinity", Ours))
+    }
+    gc.disable()
+    for turn in range(options.turns + 1):  # the first one warms up
+        found = {key: take() for key, take in turns.items()}
+        if not turn:
+            for times in found.values():
+                for of_phase in times.values():
+                    of_phase.clear()
+        gc.collect()
+    print("| us per block: least (median) | forward | backward |\n| --- | ---: | ---: |")
+    for (name, recompute), times in found.items():
+        cells = (f"{min(times[p]):.0f} ({statistics.median(times[p]):.0f})" for p in PHASES)
+        print(f"| {name}{', recomputed' if recompute else ''} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +53,7 @@ from infinity.runs.preparation import (
 from infinity.runs.settings import AUTO, RunConfig, as_yaml
 from infinity.startup import device_for, initialize
 from infinity.storage.cuda import find_device
-from infinity.storage.run_dir import durable_records, run_records
+from infinity.storage.run_dir import durable_records, ranks_below, run_records
 
 NEVER = "never"
 _WAITS_S = 60.0  # for the first rank, until that says that it is at work
@@ -75,6 +76,7 @@ class Run:
         self.resume = resume
         self.ranks = ranks or find_ranks()
         self._shares_ranks = False  # with an engine, which closes them
+        self._left: Path | None = None  # the state of another number of ranks, until it is copied
         with self.ranks.settle("looks for a run"):
             transformers()  # told before anything is done
             self.checkpoint = None if resume in (NEVER, AUTO) else _find_checkpoint(Path(resume))
@@ -92,12 +94,6 @@ class Run:
         does; nothing was trained or allocated then.
         """
         directory, ranks = self.directory, self.ranks
-        if ranks.count > 1 and self.config.engine.durable:
-            raise ConfigError(
-                f"engine.durable: a run of {ranks.count} ranks does not keep its state so yet",
-                remedy="engine.durable=false, and training.checkpoint_every=...; or "
-                "infinity.initialize with a loop of your own, where durable steps take ranks",
-            )
         with ranks.settle("prepares a run"), _first(ranks, progress) as tell:
             prepared = prepare_run(self.config, directory.tokens, tell, ranks.count)
         with ranks.settle("plans a run"):
@@ -127,7 +123,13 @@ class Run:
     def continues_state(self) -> bool:
         """Whether its state is on disk already, so that where it rests is settled."""
         durable = self.config.engine.durable
-        return durable and self.resume == AUTO and self.directory.has_run
+        return durable and self.resume == AUTO and self.directory.has_run and not self._moves
+
+    @property
+    def _moves(self) -> bool:
+        """Whether its state is of another number of ranks, which an engine cannot go on with."""
+        record = self.directory.record
+        return bool(record.get("durable")) and record.get("ranks", 1) != self.ranks.count
 
     def train(self, watcher: Watcher, progress: Progress | None = None) -> Result:
         """Train to the end, or until the watcher wants to stop, and write what came of it.
@@ -166,11 +168,11 @@ class Run:
         engine.register_state("windows", reel)
         last_step = LastStep()
         engine.register_state("last_step", last_step)
-        if prepared.engine.durable:
-            directory.remember(durable=True)
         source = self._go_on(engine, reel, prepared)
         if source:
             watcher.note(f"going on from {source}")
+        if prepared.engine.durable:
+            self._keep_state()
         done = reel.taken // prepared.windows_per_step
         if done < prepared.steps:
             directory.remember(complete=False)
@@ -245,16 +247,29 @@ class Run:
     @property
     def state_name(self) -> str:
         """Below every nvme_path, where its steps are durable; of a run that has begun."""
-        return f"{self.directory.path.name}-{self.directory.record['id']}"
+        return self._state_name(self.directory.record.get("state", 0))
+
+    def _state_name(self, number: int) -> str:
+        """Of the n-th time that another number of ranks went on with it."""
+        name = f"{self.directory.path.name}-{self.directory.record['id']}"
+        return f"{name}-{number}" if number else name
 
     def _own_state(self, config: Config) -> Config:
-        """A durable run has directories of its own, so that it cannot go on from another's."""
+        """A durable run has directories of its own, so that it cannot go on from another's.
+
+        What another number of ranks left stays as it is until `_keep_state`.
+        """
         if not config.durable:
             return config
-        paths = tuple(path / self.state_name for path in config.nvme_path)
-        if self.resume == AUTO and self.directory.record.get("durable"):
-            self._check_state(paths)
-        for path in paths:
+        name, resume = self.state_name, AUTO if self.resume == AUTO else NEVER
+        if resume == AUTO and self.directory.record.get("durable"):
+            left = self._check_state([path / name for path in config.nvme_path])
+            if self._moves:
+                self._remove_states(but=name)  # of a start that died before its copy was whole
+                self._left, resume = left, NEVER
+                name = self._state_name(self.directory.record.get("state", 0) + 1)
+        paths = tuple(path / name for path in config.nvme_path)
+        for path in paths if not self.ranks.local_rank else ():
             try:
                 path.mkdir(exist_ok=True)
                 sync_directory(path.parent)
@@ -263,8 +278,23 @@ class Run:
                     f"{path} cannot be made: {error.strerror}",
                     remedy="engine.nvme_path=... an existing directory that can be written",
                 ) from error
-        resume = AUTO if self.resume == AUTO else NEVER
         return config.model_copy(update={"nvme_path": paths, "resume": resume})
+
+    def _keep_state(self) -> None:
+        """From now on the run goes on with the state of this engine, and with no other."""
+        number = self.directory.record.get("state", 0) + (self._left is not None)
+        self.directory.remember(durable=True, ranks=self.ranks.count, state=number)
+        self.ranks.meet("keeps its state")
+        if self._left is not None:
+            self._remove_states(but=self.state_name)
+
+    def _remove_states(self, *, but: str) -> None:
+        """Remove what this run kept before and, where it was killed, began to copy."""
+        own = self._state_name(0)
+        for path in self.config.engine.nvme_path if not self.ranks.local_rank else ():
+            for found in path.iterdir() if path.is_dir() else ():
+                if found.name.startswith(own) and found.name != but:
+                    shutil.rmtree(found, ignore_errors=True)
 
     def _go_on(self, engine: Engine, reel: Reel, prepared: Prepared) -> str:
         """Take up what was saved; returns where it was, empty where there is nothing."""
@@ -273,19 +303,25 @@ class Run:
             return f"{self.checkpoint}; its optimizer and schedule go on as they were"
         if self.resume != AUTO:
             return ""
+        if self._left is not None:
+            engine.load_checkpoint(self._left)
+        goes_on = engine.resumed or self._left is not None
         with self.ranks.settle("looks for a checkpoint"):
             found = self.last_checkpoint()
-            if found is None and not engine.resumed and not self.ranks.rank:
+            if found is None and not goes_on and not self.ranks.rank:
                 self._check_nothing_is_lost(prepared)
         done = reel.taken // prepared.windows_per_step
         if found is not None and _step_of(found.name) > done:
             engine.load_checkpoint(found.parent, found.name)
             return str(found)
-        return f"the committed step {done}" if engine.resumed else ""
+        return f"the committed step {done}" if goes_on else ""
 
-    def _check_state(self, paths: Sequence[Path]) -> None:
-        """Raise `CheckpointError` if the state of a durable run is nowhere to be seen."""
-        there = [path for path in paths if path.is_dir() and run_records(path)]
+    def _check_state(self, paths: Sequence[Path]) -> Path:
+        """A directory of the state of a durable run, of any rank.
+
+        Raises `CheckpointError` if it is nowhere to be seen.
+        """
+        there = [path for place in _places(paths) for path in run_records(place)]
         if not there:
             raise CheckpointError(
                 f"the run in {self.directory.path} keeps its state below "
@@ -294,6 +330,7 @@ class Run:
                 remedy="mount it, or engine.nvme_path=... where it is now; a new run needs "
                 "another run_dir=...",
             )
+        return there[0]
 
     def _check_nothing_is_lost(self, prepared: Prepared) -> None:
         """Raise `CheckpointError` where steps were done that there is no checkpoint of any more.
@@ -453,10 +490,17 @@ def _of_the_state(error: BaseException, run: Run) -> tuple[MachineError, Path] |
 def _committed(run: Run) -> int | None:
     """The update that was committed last; None where there is none, or it cannot be read."""
     own = [path / run.state_name for path in run.config.engine.nvme_path]
+    steps = []
     with suppress(InfinityError, OSError):
-        for directory in durable_records(own[0]) if run.config.engine.durable else ():
-            return read_run(directory, own).record.step
-    return None
+        for place in _places(own[:1]) if run.config.engine.durable else ():
+            steps += [read_run(d, _places(own)).record.step for d in durable_records(place)]
+    return min(steps, default=None)  # of several ranks each may have prepared one more
+
+
+def _places(paths: Iterable[Path]) -> list[Path]:
+    """Where run directories may be: one rank's in a path, each of several ranks' in its own."""
+    there = [path for path in paths if path.is_dir()]
+    return [place for path in there for place in (path, *ranks_below(path).values())]
 
 
 def _same_drive(one: Path, other: Path) -> bool:

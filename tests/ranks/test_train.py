@@ -10,14 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from ranks.test_processes import HANG_S, TESTS, pytestmark  # noqa: F401
 from support.patience import wait_until
-from support.ranks import on_ranks
 from support.runs import losses_of, metrics_of, settings, train
 
-from infinity.errors import ConfigError
-from infinity.ranks import Ranks
+from infinity.errors import ConfigError, MachineError
 from infinity.runs.run import Run
 from infinity.runs.settings import load_run_config
 
@@ -54,37 +53,82 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def run_of(folder: Path, *, durable: bool = False) -> dict[str, Any]:
+    """The same run; one that is `durable` saves no checkpoint."""
+    own: dict[str, Any] = {}
+    if durable:
+        (folder / "nvme").mkdir()
+        own = {"engine__nvme_path": str(folder / "nvme"), "engine__durable": True}
+        own |= {"engine__durable_every": 1, "training__checkpoint_every": 0}
+    return settings(folder, **NO_DROPOUT, **(LONG | own))
+
+
+def states_of(folder: Path) -> list[str]:
+    """The ranks that keep the state of a run, which is there once."""
+    (state,) = (folder / "nvme").iterdir()
+    return sorted(str(path.parent.relative_to(state)) for path in state.glob("**/infinity-run-*"))
+
+
+def until_step(folder: Path, number: int) -> None:
+    told = folder / "run" / "metrics.jsonl"
+    wait_until(lambda: told.exists() and f'"step": {number}' in told.read_text(), HANG_S)
+
+
 def norms_of(folder: Path) -> list[tuple[float, float]]:
     return [(r["lr"], r["grad_norm"]) for r in metrics_of(folder) if r["event"] == "step"]
 
 
-def test_what_two_ranks_began_and_one_ends_is_the_run_of_one(alone: Path, tmp_path: Path) -> None:
-    raw = settings(tmp_path, **NO_DROPOUT, **LONG)
+@pytest.mark.parametrize("durable", [pytest.param(False, marks=pytest.mark.big), True])
+def test_what_two_ranks_began_and_one_ends_is_the_run_of_one(
+    alone: Path, tmp_path: Path, durable: bool
+) -> None:
+    raw = run_of(tmp_path, durable=durable)
     command = Command(tmp_path, raw, "--gpus", "2")
-    told = tmp_path / "run" / "metrics.jsonl"
-    wait_until(lambda: told.exists() and '"step": 2' in told.read_text(), HANG_S)
+    until_step(tmp_path, 2)
     command.process.send_signal(signal.SIGINT)
     code, out, error = command.end()
     assert code == 128 + signal.SIGINT, error
     assert error.count("finishing this step, then saving") == 1
     assert error.count("stopped after step ") == 1
     assert "--gpus 2 --resume auto" in error
-    for text in ("windows of 16 to train on", "step  1/30  loss", "checkpoint: "):
+    for text in ("windows of 16 to train on", "step  1/30  loss"):
         assert error.count(text) == 1, error
+    assert error.count("checkpoint: ") == (not durable)
     assert "ranks    2, which share out every step" in out
     assert (tmp_path / "run" / "plan.txt").read_text() in out
-    assert 2 <= len(norms_of(tmp_path)) < 30
-    train(raw, "auto")
+    done = len(norms_of(tmp_path))
+    assert 2 <= done < 30
+    if durable:
+        assert states_of(tmp_path) == ["rank-0", "rank-1"]
+    _, watcher = train(raw, "auto")
+    assert watcher.done == done
+    if durable:
+        assert states_of(tmp_path) == ["."]
+        assert f"going on from the committed step {done}" in watcher.notes
     assert losses_of(tmp_path) == losses_of(alone)
     assert norms_of(tmp_path) == norms_of(alone)
 
 
 @pytest.mark.big
-def test_two_ranks_go_on_where_one_was_stopped(alone: Path, tmp_path: Path) -> None:
-    raw = settings(tmp_path, **NO_DROPOUT, **LONG)
-    train(raw, stop_after=15)
-    code, out, error = Command(tmp_path, raw, "--gpus", "2", "--json", "--resume", "auto").end()
+@pytest.mark.parametrize("durable", [False, True])
+def test_two_ranks_go_on_where_one_was_stopped(
+    alone: Path, tmp_path: Path, durable: bool
+) -> None:
+    raw = run_of(tmp_path, durable=durable)
+    train(raw, stop_after=10)
+    arguments = ("--gpus", "2", "--json", "--resume", "auto")
+    if durable:  # a rank is killed, and as many go on
+        command = Command(tmp_path, raw, *arguments)
+        until_step(tmp_path, 15)
+        psutil.Process(command.process.pid).children()[-1].kill()
+        code, _, error = command.end()
+        assert code == MachineError.exit_code
+        assert "was ended by SIGKILL" in error
+    code, out, error = Command(tmp_path, raw, *arguments).end()
     assert code == 0, error
+    if durable:
+        assert states_of(tmp_path) == ["rank-0", "rank-1"]
+        assert "going on from the committed step 1" in error
     result = json.loads(out)
     assert (result["steps"], result["tokens"]) == (30, 30 * 64)
     assert losses_of(tmp_path) == losses_of(alone)
@@ -115,18 +159,6 @@ def test_steps_are_shared_out_or_refused(tmp_path: Path) -> None:
     assert config.engine_for(16, 3).gradient_accumulation_steps == 1
     with pytest.raises(ConfigError, match="tokens_per_step=128"):
         config.engine_for(16, 2)
-
-
-def test_a_durable_run_of_ranks_is_refused(tmp_path: Path) -> None:
-    config = load_run_config(
-        settings(tmp_path, engine__durable=True, engine__nvme_path=str(tmp_path))
-    )
-
-    def work(ranks: Ranks) -> None:
-        with Run(config, ranks=ranks) as run, pytest.raises(ConfigError, match="a run of 2 ranks"):
-            run.prepare()
-
-    on_ranks(2, work)
 
 
 def test_gpus_in_a_launcher_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

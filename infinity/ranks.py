@@ -8,6 +8,9 @@ hang: where one says so, all tell each other what they did, and raise. What may 
 alone stands in `settle`, which ends in a meeting; and between a meeting and the start of what was
 agreed on there, nothing may fail on one alone.
 
+An error ends what all ranks did, and they may go on. One whose engine has failed cannot: it says so
+once and meets nobody any more, so from then on whatever needs a meeting fails at once on all.
+
 Bytes between ranks are started by the training thread alone, in one order on all of them. Weights
 and gradients then move beside compute, and have a channel of their own: no meeting waits for them.
 """
@@ -28,7 +31,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from infinity.errors import ConfigError, InfinityError, MachineError, TrainingError, first_lines
+from infinity.errors import (
+    ConfigError,
+    EngineFailedError,
+    InfinityError,
+    MachineError,
+    TrainingError,
+    first_lines,
+)
 
 NOTES = 8  # of a meeting, at most
 _HELD_UP = timedelta(minutes=30)  # what a rank may take longer than another, and is not dead yet
@@ -72,6 +82,8 @@ class Ranks(ABC):
     local_rank: int
     local_count: int
     num_meetings = 0
+    _given_up = False  # this rank cannot go on
+    _last_words: Sequence[Sequence[str]] = ()  # of all ranks, when one of them could not go on
 
     @abstractmethod
     def all_gather(self, whole: Tensor, *, beside: bool = False) -> Work:
@@ -127,11 +139,15 @@ class Ranks(ABC):
         """Meet the other ranks, which must be `doing` the same; returns everyone's `notes`.
 
         A rank that failed meets the others with its `error`. Raises `TrainingError` on all ranks
-        where one did (but for the one that says it), or where one does something else.
+        where one did (but for the one that says it), or where one does something else; without
+        meeting any more where one has said that it cannot go on.
         """
         if self.count == 1:
             return [notes]
-        own = [zlib.crc32(doing.encode()), error is not None, *notes]
+        if self._last_words:
+            raise _apart(self.rank, self._last_words)
+        for_good = self._given_up or isinstance(error, EngineFailedError)
+        own = [zlib.crc32(doing.encode()), 0 if error is None else 1 + for_good, *notes]
         assert len(notes) <= NOTES
         own += [0] * (2 + NOTES - len(own))
         self.num_meetings += 1
@@ -139,6 +155,8 @@ class Ranks(ABC):
         if any(failed or key != own[0] for key, failed, *_ in table):
             words = "" if error is None else f"{type(error).__name__}: {error}"
             told = self.gather_words([doing, words])
+            if any(failed > 1 for _, failed, *_ in table):
+                self._last_words = told
             if error is None:
                 raise _apart(self.rank, told)
         return [others for _, _, *others in table]
@@ -165,6 +183,10 @@ class Ranks(ABC):
         error.add_note(_TOLD)
         with contextlib.suppress(InfinityError):
             self.meet(doing, error=told)
+
+    def give_up(self) -> None:
+        """This rank cannot go on: the others learn it with the next error that it tells."""
+        self._given_up = self.count > 1
 
     @contextmanager
     def settle(self, doing: str) -> Iterator[None]:

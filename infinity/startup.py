@@ -167,6 +167,8 @@ def _make(
         check_alike(ranks, "the model", _facts_of(cut, origins))
         check_alike(ranks, "the optimizer", _facts_of_optimizer(offloaded))
     plan = _make_plan(model, cut, settings, target, offloaded, ranks)
+    if ranks.count > 1:
+        check_alike(ranks, "the plan", _facts_of_plan(plan))
     scheduler = None
     if any(cut.trained):
         scheduler = _make_scheduler(settings, offloaded, given["lr_scheduler"], client)
@@ -256,6 +258,17 @@ def _facts_of_optimizer(optimizer: OffloadedOptimizer) -> dict[str, Any]:
     kept = {"moments": rule.moments, "whole parameters": rule.whole}
     values = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
     return {"name": rule.name, **kept, **{f"group {n}": v for n, v in enumerate(values)}}
+
+
+def _facts_of_plan(plan: Plan) -> dict[str, Any]:
+    """What ranks must have alike to start the same collectives, of the same bytes, and commits."""
+    names = ("slot_classes", "chunk_elements", "num_staging_buffers", "prefetch_units",
+             "micro_batches", "gradient_itemsize", "unified", "durable_every", "saved")  # fmt: skip
+    facts: dict[str, Any] = {name: str(getattr(plan, name)) for name in names}
+    facts["units that stay whole"] = sorted(plan.whole)
+    for unit, placement in zip(plan.units, plan.placements, strict=True):
+        facts[f"placement of {unit.name}"] = f"{placement}, {unit.numel} elements"
+    return facts
 
 
 def _of_rank(config: Config, ranks: Ranks) -> Config:

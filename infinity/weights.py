@@ -61,12 +61,15 @@ def load_weights(
     no error, unless not a single name fits.
 
     Raises `ConfigError` naming everything that does not fit, before anything is changed. If the
-    file cannot be read to its end, `MachineError` says how much was loaded.
+    file cannot be read to its end, `MachineError` says how much was loaded. Of several ranks of an
+    engine all raise where one does.
     """
     state = target.state_dict() if isinstance(target, Engine) else None
     module = target.module if isinstance(target, Engine) else target
     places = _places_of(module) if state is None else state.places()
     with ExitStack() as stack:
+        if isinstance(target, Engine):
+            stack.enter_context(target.ranks.settle("loads weights"))
         files = stack.enter_context(WeightFiles(source))
         match = _match(files, places, rename)
         if match.problems or not match.found or (strict and (match.missing or match.unexpected)):

@@ -228,7 +228,7 @@ def find_settings(
 
     What the configuration leaves out, or calls "auto", comes from `args`; what it gives must be
     the same there, as transformers demands of a DeepSpeed configuration. Raises `ConfigError`
-    that lists all that differs, or for two configurations.
+    that lists all that differs, for two configurations, or for one that resumes by itself.
     """
     refuse_arguments(args)
     theirs = getattr(args, "deepspeed", None)
@@ -251,6 +251,13 @@ def find_settings(
     else:
         settings = _ours(source, args, wanted)
     _check_full_eval(args, settings.config)
+    if settings.config.resume != "never":
+        raise ConfigError(
+            f"resume: {settings.config.resume} is not for InfinityTrainer",
+            because="the engine would go on from its last commit, and the Trainer begin at step 0, "
+            "since only its checkpoint-N tell it how far its data and its steps are",
+            remedy="leave resume out, and trainer.train(resume_from_checkpoint=True)",
+        )
     return settings
 
 

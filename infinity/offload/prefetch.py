@@ -721,6 +721,7 @@ class Prefetcher:
         """Remember the first failure, which is for good, and wake everyone."""
         if isinstance(error, TransferError):
             error = error.untraced()
+        self.ranks.give_up()
         with self.changed:
             self.failure = self.failure or error
             self.changed.notify_all()

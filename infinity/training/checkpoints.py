@@ -268,12 +268,12 @@ class Checkpoints:
         self, root: Path, tag: str | None, wanted: Wanted
     ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
         """`engine.load_checkpoint`."""
-        prefetcher = self._rooms.prefetcher
-        if not isinstance(prefetcher.failure, HalfLoadedError):
-            prefetcher.check()
-        self._rooms.saver.finish()
-        self._refuse_loans("loaded")
-        ranks = self._rooms.ranks
+        prefetcher, ranks = self._rooms.prefetcher, self._rooms.ranks
+        with ranks.telling("loads a checkpoint"):
+            if not isinstance(prefetcher.failure, HalfLoadedError):
+                prefetcher.check()
+            self._rooms.saver.finish()
+            self._refuse_loans("loaded")
         is_run = tag is None and (root / RECORD_NAME).is_file()  # a directory of a durable one
         found = "" if is_run else find_tag(root, tag)
         check_alike(ranks, "the checkpoint to load", {"tag": found})

@@ -176,6 +176,13 @@ def test_two_configurations_are_refused(tmp_path: Path) -> None:
         trainer_for(InfinityTrainer, tmp_path, deepspeed=AUTO, arguments=infinity.TrainingArguments)
 
 
+def test_resuming_without_the_trainer_is_refused(tmp_path: Path) -> None:
+    """The engine would be at its last commit, and the Trainer at step 0."""
+    given = {"nvme_path": str(tmp_path), "durable": True, "resume": "auto"}
+    with pytest.raises(ConfigError, match=r"resume: auto is not for InfinityTrainer(.|\n)*True"):
+        trainer_for(InfinityTrainer, tmp_path, None, {"infinity_config": given})
+
+
 def test_a_deepspeed_argument_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no DeepSpeed configuration"):
         trainer_for(

@@ -8,6 +8,8 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
+from collections import defaultdict
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,13 +21,13 @@ from support.forked import TESTS
 from support.models import CASES
 from support.optimizers import ELEMENTWISE, WHOLE, Maker
 from support.rank_crash import HANG_S, POINTS, Death, journey
-from support.ranks import make_engine, on_ranks
+from support.ranks import ThreadRanks, make_engine, on_ranks
 from support.small import MIXED, ON_DEVICE, ON_DISK
 from support.trainer import make_config
 from test_checkpoint_cli import run
 from torch import Tensor
 
-from infinity.checkpoint.commits import COMMIT_NAMES
+from infinity.checkpoint.commits import COMMIT_NAMES, CommitFiles, CommitRecord
 from infinity.checkpoint.durable_reader import DurableReader
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, ConfigError, InfinityError, TransferError
@@ -192,6 +194,40 @@ def test_another_number_of_ranks_reads_the_last_commit(tmp_path: Path) -> None:
     found = train_durably(2, second, 6, resume="auto")
     assert found.keys() == expected.keys()
     assert [n for n, value in found.items() if not torch.equal(value, expected[n])] == []
+
+
+def test_no_rank_commits_what_another_has_not_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next pass would write over the only step that a rank has that is killed there."""
+    prepare, commit, meet = CommitFiles.prepare, CommitFiles.commit, ThreadRanks.meet
+    arrived: dict[str, threading.Event] = defaultdict(threading.Event)  # the first rank, by step
+    prepared = set()
+
+    def rank_of(files: CommitFiles) -> str:
+        return files._directory.parent.name
+
+    def prepares(files: CommitFiles, record: CommitRecord) -> None:
+        if rank_of(files) == "rank-1":
+            assert arrived[f"commits update {record.step}"].wait(HANG_S)
+        prepare(files, record)
+        prepared.add((rank_of(files), record.step))
+
+    def commits(files: CommitFiles, record: CommitRecord) -> None:
+        arrived[f"commits update {record.step}"].set()
+        assert {(f"rank-{rank}", record.step) for rank in range(2)} <= prepared
+        commit(files, record)
+
+    def meets(ranks: ThreadRanks, doing: str, *notes: int, **error: Any) -> Any:
+        if ranks.rank == 0:
+            arrived[doing].set()
+        return meet(ranks, doing, *notes, **error)
+
+    monkeypatch.setattr(CommitFiles, "prepare", prepares)
+    monkeypatch.setattr(CommitFiles, "commit", commits)
+    monkeypatch.setattr(ThreadRanks, "meet", meets)
+    train_durably(2, tmp_path, 2)
+    assert ("rank-1", 2) in prepared
 
 
 @pytest.mark.parametrize("name", ["NAdam", "Adafactor"])

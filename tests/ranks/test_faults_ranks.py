@@ -16,9 +16,10 @@ from support.ranks import make_engine, on_ranks, together
 from support.small import batch, settings, small_model
 
 from infinity.checkpoint.commits import SmallFile
-from infinity.errors import InfinityError
+from infinity.errors import InfinityError, TransferError
 from infinity.ranks import Ranks
 from infinity.storage.disk import Disk
+from infinity.weights import load_weights
 
 COUNT = 3
 
@@ -52,9 +53,62 @@ def test_a_rank_that_hangs_ends_the_others_within_the_timeout(tmp_path: Path) ->
     assert list((tmp_path / "nvme").iterdir()) == []
 
 
-def train(folder: Path, ranks: Ranks, model: Any, steps: int) -> dict[str, torch.Tensor]:
-    config = settings(folder, PLACEMENTS["all on disk"], durable=True, resume="auto")
+def small(folder: Path) -> dict[str, Any]:
+    config = settings(folder, PLACEMENTS["all on disk"])
     del config["nvme_path"]
+    return config
+
+
+def test_a_rank_that_cannot_go_on_ends_every_later_call(tmp_path: Path) -> None:
+    """At once, on all ranks, whoever catches what was raised before."""
+    models = [small_model() for _ in range(2)]
+    lost = TransferError("the drive is gone", path="/", offset=0, length=1, errno=errno.EIO)
+
+    def work(ranks: Ranks) -> list[str]:
+        said = []
+        with make_engine(ranks, models[ranks.rank], small(tmp_path), tmp_path) as engine:
+            for number in range(4):
+                if number == 1 and ranks.rank == 1:
+                    engine._parts.prefetcher.fail(lost)
+                try:
+                    engine.backward(engine(batch(number)))
+                    engine.step()
+                    said.append("")
+                except InfinityError as error:
+                    said.append(str(error))
+        return said
+
+    found = on_ranks(2, work)
+    for said, who in zip(found, ("rank 1 failed (", "an earlier failure left"), strict=True):
+        assert said[0] == ""
+        for words in said[1:]:
+            assert who in words
+            assert "the drive is gone" in words
+
+
+def test_weights_that_one_rank_cannot_read_are_loaded_on_none(tmp_path: Path) -> None:
+    """And training goes on, or they are loaded again."""
+    models = [small_model() for _ in range(2)]
+    weights = tmp_path / "weights"
+
+    def work(ranks: Ranks) -> str:
+        with make_engine(ranks, models[ranks.rank], small(tmp_path), tmp_path) as engine:
+            engine.save_weights(weights)
+            with pytest.raises(InfinityError) as caught:
+                load_weights(engine, tmp_path / "nowhere" if ranks.rank else weights)
+            engine.backward(engine(batch(0)))
+            engine.step()
+            assert load_weights(engine, weights).missing == ()
+            return str(caught.value)
+
+    found = on_ranks(2, work)
+    assert "nowhere" in found[1]
+    assert "rank 1 failed (loads weights): " in found[0]
+    assert "nowhere" in found[0]
+
+
+def train(folder: Path, ranks: Ranks, model: Any, steps: int) -> dict[str, torch.Tensor]:
+    config = small(folder) | {"durable": True, "resume": "auto"}
     with make_engine(ranks, model, config, folder) as engine:
         while engine.global_steps < steps:
             engine.backward(engine(batch(engine.global_steps * ranks.count + ranks.rank)))

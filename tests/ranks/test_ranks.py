@@ -10,6 +10,7 @@ import re
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +34,7 @@ from infinity.offload.exchange import NormTree
 from infinity.optim.cpu import CpuKernels
 from infinity.plan.budget import Limits
 from infinity.plan.layout import FP32, ParameterFacts, lay_out
+from infinity.plan.plan import Plan
 from infinity.ranks import ALONE, Ranks
 from infinity.storage.device import CpuDevice
 
@@ -413,6 +415,20 @@ def test_models_that_differ_are_refused(
     for told in words_of(3, work).values():
         assert "ranks 0 and 2 differ in the model: " in told
         assert words in told
+
+
+def test_plans_that_differ_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that ranks are told differs here: as where one's machine says something else."""
+    models, plan_here = same_models(Ordered, 2), blueprint.make_plan
+
+    def make_plan(*args: Any, rank: int, **options: Any) -> Plan:
+        plan = plan_here(*args, rank=rank, **options)
+        return replace(plan, whole=frozenset()) if rank else plan
+
+    monkeypatch.setattr(blueprint, "make_plan", make_plan)
+    config = make_config() | {"placement": {"whole": True}}
+    for told in words_of(2, lambda r: make_engine(r, models[r.rank], config, tmp_path)).values():
+        assert "ranks 0 and 1 differ in the plan: units that stay whole is [0, 1, 2] on" in told
 
 
 def test_what_fails_on_one_rank_at_the_start_fails_on_all(tmp_path: Path) -> None:

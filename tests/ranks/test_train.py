@@ -17,7 +17,6 @@ from support.patience import wait_until
 from support.runs import losses_of, metrics_of, settings, train
 
 from infinity.errors import ConfigError, MachineError
-from infinity.runs.run import Run
 from infinity.runs.settings import load_run_config
 
 NO_DROPOUT = {f"model__config__{name}_pdrop": 0.0 for name in ("embd", "attn", "resid")}
@@ -111,9 +110,7 @@ def test_what_two_ranks_began_and_one_ends_is_the_run_of_one(
 
 @pytest.mark.big
 @pytest.mark.parametrize("durable", [False, True])
-def test_two_ranks_go_on_where_one_was_stopped(
-    alone: Path, tmp_path: Path, durable: bool
-) -> None:
+def test_two_ranks_go_on_where_one_was_stopped(alone: Path, tmp_path: Path, durable: bool) -> None:
     raw = run_of(tmp_path, durable=durable)
     train(raw, stop_after=10)
     arguments = ("--gpus", "2", "--json", "--resume", "auto")

@@ -47,6 +47,7 @@ from infinity.plan.planner import (
 from infinity.ranks import ALONE, Ranks
 from infinity.rules import SGD
 from infinity.storage.device import PROCESS, Device
+from infinity.storage.shared import can_share
 
 _TRAINABLE = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -321,6 +322,7 @@ def plan_for(
         rates=rates,
         stored=run.stored if run is not None else None,
         rank=ranks.rank,
+        may_share=config.placement.shared is not False and can_share(ranks),
     )
     if plan.micro_batches > 1 and any(unit.is_block for unit in plan.units):
         whole = replace(plan, micro_batches=1)  # gradients are fp32 either way

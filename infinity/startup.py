@@ -265,7 +265,7 @@ def _facts_of_plan(plan: Plan) -> dict[str, Any]:
     names = ("slot_classes", "chunk_elements", "num_staging_buffers", "prefetch_units",
              "micro_batches", "gradient_itemsize", "unified", "durable_every", "saved")  # fmt: skip
     facts: dict[str, Any] = {name: str(getattr(plan, name)) for name in names}
-    facts["units that stay whole"] = sorted(plan.whole)
+    facts |= {"shared RAM": plan.shared, "units that stay whole": sorted(plan.whole)}
     for unit, placement in zip(plan.units, plan.placements, strict=True):
         facts[f"placement of {unit.name}"] = f"{placement}, {unit.numel} elements"
     return facts

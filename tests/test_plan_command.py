@@ -558,6 +558,7 @@ def test_the_page_says_what_is_a_ranks_and_what_a_nodes() -> None:
         "each of 4 ranks: one micro-batch of 8,192 tokens",
         "4 such ranks: RAM ",
         "each rank keeps 1/4 of every unit, as ZeRO-3",
+        "units become whole by ",
         "what a step moves of one rank",
         "all-gather",
         "11.00 GB/s *",

@@ -4,9 +4,10 @@
 `machine`     name, unified, num_cpus, host_bytes, device_bytes, disk_bytes, rates, nominal (names
               of rates that nobody measured), rates_origin, gpus (ranks of a node), nodes; a device
               is one rank's, all else a node's
-`ranks`       count, zero_stage, whole_units (gathered once a step), node_bytes {tier: bytes}, all
-              of a node's ranks together; None for one rank. `activations`, `plan`, `moved` and
-              `step` are of one rank, tokens_per_s of all
+`ranks`       count, zero_stage, whole_units (gathered once a step), shared_units (copied whole from
+              RAM that ranks share, not gathered), node_bytes {tier: bytes}, all of a node's ranks
+              together; None for one rank. `activations`, `plan`, `moved` and `step` are of one
+              rank, tokens_per_s of all
 `work`        tokens (of a micro-batch), micro_batches (both of a rank), tokens_per_step, precision,
               slices, recompute (blocks, or "all"), offload, sliced_logits
 `schedule`    line (`work` in words), blocks, settings (as a configuration says it),
@@ -181,6 +182,10 @@ def _bars(page: Page, report: dict[str, Any]) -> None:
             f"1/{report['ranks']['count']} of every unit, as ZeRO-{report['ranks']['zero_stage']}"
             + (f"; weights of {stay} units stay whole in slots" if stay else "")
         )
+        shared, units = report["ranks"]["shared_units"], report["model"]["units"]
+        how = "copies from RAM that ranks share" if shared else "all-gather"
+        rest = f", {units - shared} of {units} by all-gather" if 0 < shared < units else ""
+        page.say(f"         units become whole by {how}{rest}")
     _say_activations(page, report)
     for note in report["plan"]["notes"]:
         page.say(f"note: {note}")
@@ -417,6 +422,7 @@ def _planned(priced: Priced, rated_bytes: int) -> dict[str, Any]:
         "count": plan.ranks,
         "zero_stage": plan.zero_stage,
         "whole_units": len(plan.units) - plan.num_moving,
+        "shared_units": sum(map(plan.is_shared, range(len(plan.units)))),
         "node_bytes": {tier.value: machine.gpus * used[tier] for tier in (Tier.HOST, Tier.DISK)},
     }
     return {

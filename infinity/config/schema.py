@@ -422,6 +422,9 @@ class PlacementConfig(Section):
     whole: bool | None = None
     """Several ranks: gathered weights stay on the device until they are updated (ZeRO-2), or leave
     it between uses and are gathered at each (ZeRO-3); `None`: they stay where there is room."""
+    shared: bool | None = None
+    """Ranks of one machine: weights that rest in RAM do so once, where every rank copies whole
+    units from, and nothing is gathered; `None`: where the plan finds that faster."""
 
 
 class BudgetConfig(Section):

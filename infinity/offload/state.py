@@ -16,6 +16,14 @@ active.
 Of several ranks each keeps a shard of every unit (`Plan.own`), and whole units are in slots alone:
 a fetch fills this rank's parts of a slot, `gather` the rest, beside compute. `read` and `write`
 give and take whole kinds, `read_own` and `write_own` the shard's.
+
+[Note: shared RAM]
+Where ranks share the RAM that weights rest in (`Plan.shared`), each keeps its shards there as it
+would in its own, and `gather` copies the others'. What orders them are meetings that there are
+anyway. Copies come after that of the unit's use: by then every rank has its shard in a slot, so its
+update is over. Updates come after that of the norm, which knows all gradients: by then every copy
+that somebody computed with is over; what is left are copies of weights about to change, which are
+dropped. An edit meets once more, when each rank's copies are over.
 """
 
 from __future__ import annotations
@@ -30,13 +38,14 @@ import torch
 from torch import Tensor
 
 from infinity.offload.transfers import Transfers
-from infinity.plan.layout import PAGE, Kind, Record, Tier, UnitLayout
+from infinity.plan.layout import PAGE, Kind, Record, Tier, UnitLayout, round_up
 from infinity.plan.plan import Plan
 from infinity.ranks import ALONE, Ranks
-from infinity.storage.device import Event
+from infinity.storage.device import HAPPENED, Event, after_all
 from infinity.storage.disk import Extent
+from infinity.storage.shared import SharedArena
 from infinity.storage.staging import host_buffer
-from infinity.storage.store import Range, Store, together
+from infinity.storage.store import MemoryRange, Range, Store, together
 
 
 class Promising(Protocol):
@@ -126,6 +135,9 @@ class StateStore:
         self.units = [UnitState(own, plan.record(own)) for own in plan.own]
         self.edited = False  # since somebody last set it to False
         self.frozen_edition = 0  # counts what may have changed frozen bytes at rest
+        self._shared: dict[int, Sequence[MemoryRange]] = {}  # by unit, all ranks' shards
+        self._copies: Event = HAPPENED  # from there
+        self._share()
         for tier, store in transfers.stores.items():
             if tier is not Tier.DISK:
                 self._reserve(tier, store)
@@ -139,13 +151,29 @@ class StateStore:
             (unit, kind, self.rest_bytes(unit.layout, kind))
             for unit in self.units
             for kind in self.plan.precision.kinds
-            if self.plan.placements[unit.layout.index].of(kind) is tier
+            if self.plan.placements[unit.layout.index].of(kind) is tier and kind not in unit.memory
         ]
         wanted = [each for each in wanted if each[2]]
         owners = [f"unit {unit.layout.name!r}, {kind.value}" for unit, kind, _ in wanted]
         ranges = store.reserve([nbytes for _, _, nbytes in wanted], owners)
         for (unit, kind, _), place in zip(wanted, ranges, strict=True):
             unit.memory[kind] = place
+
+    def _share(self) -> None:
+        """Weights in RAM that all ranks map; see [Note: shared RAM]."""
+        units = [unit for unit in self.units if self.plan.is_shared(unit.layout.index)]
+        units = [unit for unit in units if unit.layout.shard_bytes]
+        if not units:
+            return
+        count, rank = self.ranks.count, self.ranks.rank
+        arena = SharedArena(
+            sum(count * round_up(unit.layout.shard_bytes, PAGE) for unit in units), self.ranks
+        )
+        self.transfers.device.pin(arena)
+        for unit in units:
+            shards = [arena.carve(unit.layout.shard_bytes) for _ in range(count)]
+            self._shared[unit.layout.index] = [MemoryRange(Tier.HOST, part) for part in shards]
+            unit.memory[Kind.WEIGHT] = self._shared[unit.layout.index][rank]
 
     def rest_bytes(self, layout: UnitLayout, kind: Kind) -> int:
         """Bytes of a shard's flat range of a kind; with the weights come the frozen bytes."""
@@ -157,6 +185,7 @@ class StateStore:
         """Drop the reserved ranges."""
         for unit in self.units:
             unit.memory.clear()
+        self._shared.clear()
 
     # --- where bytes lie -------------------------------------------------------------------------
 
@@ -181,13 +210,14 @@ class StateStore:
         start, nbytes = state.record.offset(kind, count), self.plan.precision.nbytes(kind, count)
         return state.copies[copy][chunk].part(start, nbytes)
 
-    def shard_in(self, unit: int, whole: Tensor) -> tuple[Tensor, ...]:
-        """What this rank keeps, of a unit's whole weights (uint8): all, or of the trained range and
-        of the frozen bytes each a part, which may be empty.
+    def shard_in(self, unit: int, whole: Tensor, rank: int | None = None) -> tuple[Tensor, ...]:
+        """What this or another rank keeps, of a unit's whole weights (uint8): all, or of the
+        trained range and of the frozen bytes each a part, which may be empty.
         """
         if self.ranks.count == 1:
             return (whole,)
-        trained, rank = self.plan.units[unit].trained_bytes, self.ranks.rank
+        trained = self.plan.units[unit].trained_bytes
+        rank = self.ranks.rank if rank is None else rank
         parts = whole[:trained], whole[trained:]
         return tuple(part.view(self.ranks.count, -1)[rank] for part in parts)
 
@@ -200,6 +230,8 @@ class StateStore:
 
     def gather(self, unit: int, whole: Tensor, after: Event) -> Event:
         """Start to fill a unit's whole weights (uint8), of which this rank's are there `after`."""
+        if unit in self._shared:
+            return self._copy_shared(unit, whole, after)
         trained, count = self.plan.units[unit].trained_bytes, self.ranks.count
         parts = [part for part in (whole[:trained], whole[trained:]) if part.numel()]
         starts = [(partial(self.ranks.all_gather, part, beside=True), part) for part in parts]
@@ -208,6 +240,16 @@ class StateStore:
             [beside("all_gather", start, part.numel() // count * (count - 1), after)
              for start, part in starts]
         )  # fmt: skip
+
+    def _copy_shared(self, unit: int, whole: Tensor, after: Event) -> Event:
+        found = []
+        for rank, shard in enumerate(self._shared[unit]):
+            parts = self.shard_in(unit, whole, rank), self.cut(unit, shard.data)
+            for part, source in zip(*parts, strict=True):
+                if rank != self.ranks.rank and part.numel():
+                    found.append(self.transfers.copy_in(part, source, after, (unit, "weight")))
+        self._copies = after_all(self._copies, *found)
+        return together(found)
 
     def places(
         self,
@@ -324,6 +366,9 @@ class StateStore:
         assert value.dtype is torch.uint8
         assert value.numel() == nbytes
         self.edited = True
+        if kind is Kind.WEIGHT and unit in self._shared:
+            self._copies.wait()
+            self.ranks.meet(f"writes weight of unit {self.plan.units[unit].name!r}")
         if kind is Kind.WEIGHT and state.layout.frozen_bytes:
             self.frozen_edition += 1
         self._move_over(unit, kind)

@@ -151,18 +151,25 @@ class _Bytes:
         if moves.backward:
             _add(self._gradients[moves.micro_batch > 0], moved)
         if self.plan.ranks > 1:
-            moved["all_gather"] = self._gathered(moves)
+            moved["all_gather"], copied = self._gathered(moves)
+            if not self.plan.unified:
+                moved["to_device"] += copied
         return moved
 
-    def _gathered(self, moves: _PhaseMoves) -> int:
-        """Others' shards of what came to a slot, and at the end their square sums for the norm."""
+    def _gathered(self, moves: _PhaseMoves) -> tuple[int, int]:
+        """Others' shards of what came to a slot, and at the end their square sums for the norm.
+
+        By links, and copied from RAM that ranks share.
+        """
         units, others = self.plan.units, self.plan.ranks - 1
         brought = [*moves.fetched, *(unit for unit, publish in moves.updated if publish)]
         nbytes = others * sum(units[unit].shard_bytes for unit in brought)
+        copied = others * sum(units[u].shard_bytes for u in brought if self.plan.is_shared(u))
+        nbytes -= copied
         if moves.backward and moves.micro_batch + 1 == self.plan.micro_batches:
             told = (unit.num_told for unit in units if unit.numel)
             nbytes += 8 * others * max(map(sum, zip(*told, strict=True)), default=0)
-        return nbytes
+        return nbytes, copied
 
     def _of_fetches(self, fetched: list[int]) -> dict[str, int]:
         sizes = [(self.plan.units[u].shard_bytes, self.plan.placements[u].weight) for u in fetched]

@@ -63,16 +63,17 @@ def placed(
 ) -> Plan:
     """`plan` with the best tiers of `fields`, and slots for good, see `with_whole_units`.
 
-    Either may come first, and takes memory from the other.
+    Either may come first, and takes memory from the other. Weights are shared where that is faster.
     """
     first = with_whole_units(plan, whole, limits)
-    if not fields:
-        return first
-    starts = [first] if whole or first is plan else [plan, first]
-    found = [
-        with_whole_units(best_placement(start, fields, limits, rates), whole, limits)
-        for start in starts
-    ]
+    found = [first] if whole or first is plan or not fields else [plan, first]
+    if plan.may_share and not plan.shared:
+        found += [replace(start, shared=True) for start in found]
+    if fields:
+        found = [
+            with_whole_units(best_placement(start, fields, limits, rates), whole, limits)
+            for start in found
+        ]
     return min(found, key=lambda plan: (score(plan, rates), plan.num_moving))
 
 

@@ -123,11 +123,18 @@ class Plan:
     rank: int = 0  # whose plan this is, of `ranks`
     ranks: int = 1  # that share every unit: bytes and memory are of one of them
     whole: frozenset[int] = frozenset()  # of several ranks: units with a slot each, for good
+    may_share: bool = False  # all ranks can map the same RAM
+    shared: bool = False  # weights that rest in RAM do so there: see `is_shared`
 
     @cached_property
     def own(self) -> tuple[UnitLayout, ...]:
         """What this rank keeps of every unit; the units themselves where it is alone."""
         return tuple(unit.of_shard(self.rank) for unit in self.units)
+
+    def is_shared(self, unit: int) -> bool:
+        """Whether all ranks copy the unit's whole weights from RAM that they share."""
+        tier = self.placements[unit].weight
+        return self.shared and (tier is Tier.HOST or (self.unified and tier is Tier.DEVICE))
 
     @property
     def zero_stage(self) -> int:
@@ -300,6 +307,9 @@ class Plan:
         if moving < len(self.units):
             of = f" of {len(self.units) - moving} units" if moving else ""
             lines.append(f"  weights{of} stay whole in slots: gathered once after each update")
+        if shared := sum(map(self.is_shared, range(len(self.units)))):
+            of = f" of {shared} units" if shared < len(self.units) else ""
+            lines.append(f"  weights{of} rest in shared RAM, and are copied from there, whole")
         return lines
 
     def _whole_batch_lines(self) -> list[str]:

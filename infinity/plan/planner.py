@@ -263,6 +263,7 @@ def make_plan(
     rates: Rates | None = None,
     stored: Stored | None = None,
     rank: int = 0,
+    may_share: bool = False,
 ) -> Plan:
     """Choose placement, slots and staging buffers; raises `DoesNotFitError` or `ConfigError`.
 
@@ -270,8 +271,15 @@ def make_plan(
     says that the device can run our optimizer kernels itself. `rates` weigh resources against
     one another where placement is left to the plan; those of a common machine if left out. `stored`
     gives placement and chunks of a durable run that is continued. Units that are laid out for
-    several ranks make the plan of one of them: `rank`.
+    several ranks make the plan of one of them: `rank`; `may_share` says that all can map the same
+    RAM.
     """
+    if units and units[0].shards > 1 and config.placement.shared and not may_share:
+        raise ConfigError(
+            "placement.shared: the ranks cannot share RAM",
+            because="they are on several machines, or may not open each other's memory",
+            remedy="leave it out, and weights are gathered",
+        )
     rates = rates or nominal(unified)
     rule = rule or RuleFacts()
     precision = replace(PRECISIONS[config.precision], moments=rule.moments)
@@ -309,6 +317,8 @@ def make_plan(
         ranks=ranks,
         durable=config.durable,
         durable_every=config.durable_every if config.durable_every != "auto" else _RARELY,
+        may_share=may_share and config.placement.shared is not False,
+        shared=may_share and config.placement.shared is True,
     )
     if stored is not None:
         draft = replace(draft, resumed=stored.directory, chunk_elements=stored.chunk_elements)
@@ -623,6 +633,7 @@ class Case:
             rule=self.rule,
             device_kernels=not self.machine.unified and bool(self.machine.rates.device_update),
             rates=self.machine.rank_rates,
+            may_share=self.machine.gpus > 1 and self.machine.nodes == 1,
         )
 
     def lowest_plans(self) -> Iterator[Plan]:

@@ -91,6 +91,7 @@ AXES: dict[str, list[Any]] = {
     "resume": [False, True],  # halfway, in another engine whose placement is another
     "ranks": [1, 2, 3],  # each with so many micro-batches
     "whole": [False, True],  # whether weights stay gathered
+    "shared": [False, True],  # whether ranks share the RAM that they rest in
 }
 # What the numbers depend on; all else is placement.
 COMPUTATION = ("model", "precision", "micro_batches", "clipping", "recompute", "slices",
@@ -148,7 +149,7 @@ def config_of(choice: Choice) -> dict[str, Any]:
         cpu={"isa": choice["isa"], "num_threads": choice["adam_threads"]},
         seed=5,
     )
-    config["placement"]["whole"] = choice["whole"]
+    config["placement"] |= {"whole": choice["whole"], "shared": choice["shared"]}
     if choice["optimizer"] in ADAPTED:
         del config["optimizer"]
     else:

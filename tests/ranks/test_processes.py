@@ -118,7 +118,8 @@ def agent() -> tuple[Any, dict[str, str]]:
 
 
 def test_processes_that_a_launcher_started_give_the_bits_of_one(tmp_path: Path) -> None:
-    config = make_config(("disk", "host", "disk"), precision="bf16", gradient_accumulation_steps=2)
+    config = make_config(("host", "host", "disk"), precision="bf16", gradient_accumulation_steps=2)
+    config["placement"]["shared"] = True
     case, count = CASES["gpt"], 2
     together = {**config, "gradient_accumulation_steps": 2 * count}
     expected = train_exactly(case.build(), case.batches(12), together, groups=case.groups)

@@ -266,8 +266,10 @@ def make_engine(
     groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
     **options: Any,
 ) -> Engine:
-    """One rank's engine; all share the folder. Unless told otherwise units move through slots."""
-    placement = {"whole": False, **config.get("placement", {})}
+    """One rank's engine; all share the folder. Unless told otherwise units move through slots, and
+    are gathered.
+    """
+    placement = {"whole": False, "shared": False, **config.get("placement", {})}
     plain, io = rough.taken({"nvme_path": str(folder), **config, "placement": placement})
     if groups is not None:
         options["model_parameters"] = groups(model)

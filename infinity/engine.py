@@ -530,7 +530,7 @@ class Engine:
 
     @property
     def saving(self) -> bool:
-        """Whether a checkpoint is being copied behind the caller's back."""
+        """Whether a save goes on behind the caller's back; of several ranks `step()` ends it."""
         return self._parts.saver.busy
 
     @exclusive

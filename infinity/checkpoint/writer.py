@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -161,6 +161,24 @@ def _clone(old: int, new: Path) -> bool:
 
 __all__ = ["CheckpointWriter", "TensorSpec"]
 
+
+def files_of(
+    streams: Mapping[str, Sequence[TensorSpec]], max_shard_bytes: int = MAX_SHARD_BYTES
+) -> dict[str, list[Shard]]:
+    """The files of all streams; raises as `cut` does."""
+    # Hugging Face looks for model.safetensors before it looks for an index of several files.
+    several = any(streams.get(stream) for stream in (FROZEN, BUFFERS))
+    return {
+        stream: cut(stream, specs, max_shard_bytes, numbered=several and stream == MODEL)
+        for stream, specs in streams.items()
+    }
+
+
+def temporary_of(root: Path, tag: str) -> Path:
+    """Where a checkpoint is while it is written."""
+    return root.expanduser().absolute() / f"{tag}{TEMPORARY_SUFFIX}"
+
+
 _SPARE_BYTES = 1 << 20  # manifest, index and directories, beside the checksums
 _BYTES_PER_CHECKSUM = 11
 
@@ -194,16 +212,10 @@ class CheckpointWriter:
             raise ConfigError(f"max_shard_bytes is {max_shard_bytes}, not at least 1")
         self.root, self.tag = Path(root).expanduser().absolute(), tag
         self.path = self.root / tag
-        self._temporary = self.root / f"{tag}{TEMPORARY_SUFFIX}"
+        self._temporary = temporary_of(root, tag)
         self._specs = {stream: tuple(specs) for stream, specs in streams.items()}
-        # Hugging Face looks for model.safetensors before it looks for an index of several files.
-        several = any(self._specs.get(stream) for stream in (FROZEN, BUFFERS))
-        self._streams = {
-            stream: _Stream(
-                cut(stream, specs, max_shard_bytes, numbered=several and stream == MODEL)
-            )
-            for stream, specs in self._specs.items()
-        }
+        files = files_of(self._specs, max_shard_bytes)
+        self._streams = {stream: _Stream(shards) for stream, shards in files.items()}
         self.written: Written | None = None  # after `finish`
         self._before = before
         self._same = same
@@ -267,6 +279,21 @@ class CheckpointWriter:
             for record in found.shared or ():
                 (self._temporary / record.name).unlink()
             found.shared = None
+
+    def make_files(self, streams: Iterable[str]) -> None:
+        """Make the files of streams that others write, empty; raises like `write`.
+
+        `adopt` says what they hold, before `finish`.
+        """
+        with self._aborting():
+            for shard in (shard for name in streams for shard in self._streams[name].shards):
+                with open_new(self._temporary / shard.name) as file:
+                    os.ftruncate(file.fileno(), shard.nbytes)
+
+    def adopt(self, records: Mapping[str, tuple[FileRecord, ...]]) -> None:
+        """Streams are complete: these are their files."""
+        for name, found in records.items():
+            self._streams[name].shared = found
 
     @property
     def nbytes(self) -> int:

@@ -5,8 +5,9 @@ the first byte of a unit that is not copied yet, it waits for the copier (`await
 is ever copied twice or kept twice, and memory is two chunks whatever the model's size, and the
 weights of one unit with frozen parameters, if there are such and they are not in RAM.
 
-Of several ranks the first writes what all read. That goes on at once, on the training thread: bytes
-between ranks are its business alone.
+Of several ranks each copies what it keeps, to its place in files that the first has made. That
+needs no meeting; that all have done so is found out where the training thread meets anyway, in a
+step or where somebody waits for the save, and there the first publishes the checkpoint.
 """
 
 from __future__ import annotations
@@ -15,18 +16,21 @@ import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from infinity.checkpoint.manifest import FROZEN
-from infinity.checkpoint.streams import frozen_pieces, pieces
+from infinity.checkpoint.ranges import RangeWriter, records_of
+from infinity.checkpoint.streams import Piece, frozen_pieces, pieces
 from infinity.checkpoint.writer import CheckpointWriter, Written, checksums
 from infinity.errors import InfinityWarning
 from infinity.offload.state import Staged, StateStore
 from infinity.plan.budget import NUM_COPY_BUFFERS, copy_buffer_bytes
 from infinity.plan.layout import Kind, Tier, UnitLayout
 from infinity.plan.plan import Plan
+from infinity.ranks import Ranks
 from infinity.storage.staging import BufferPool
 
 # Whether the frozen parameters of the next checkpoint are, byte for byte, those of the last one.
@@ -37,6 +41,7 @@ from infinity.storage.staging import BufferPool
 
 
 Sums = dict[int, tuple[int, ...]]
+Put = Callable[[Piece, Tensor], None]  # takes what a piece says
 
 
 @dataclass(frozen=True)
@@ -77,10 +82,10 @@ class FrozenBytes:
             self._sums = {}
 
     def read(self, layout: UnitLayout) -> Tensor:
-        """The frozen bytes of a unit (uint8), where they rest or a copy."""
+        """The frozen bytes of a shard (uint8), where they rest or a copy."""
         weights = self._store.units[layout.index].in_ram(Kind.WEIGHT)
         if weights is None:
-            weights = self._store.read(layout.index, Kind.WEIGHT)
+            weights = self._store.read_own(layout.index, Kind.WEIGHT)
         return weights[layout.trained_bytes : layout.trained_bytes + layout.frozen_bytes]
 
     def note(self, layout: UnitLayout, frozen: Tensor) -> None:
@@ -93,9 +98,9 @@ class FrozenBytes:
         self._last = _Last(written, self._edition, self._sums) if written is not None else None
 
     def _is_bare(self, layout: UnitLayout) -> bool:
-        """Whether modules compute with the bytes at rest themselves."""
+        """Whether modules compute with the bytes at rest themselves: not of several ranks."""
         at = self._plan.placements[layout.index].weight
-        return bool(layout.frozen_bytes) and at is Tier.DEVICE
+        return bool(layout.frozen_bytes) and at is Tier.DEVICE and self._plan.ranks == 1
 
 
 @dataclass
@@ -105,6 +110,15 @@ class _Read:
     chunk: int | None  # None: the unit's frozen bytes
     staged: Staged
     buffer: Tensor | None = None
+
+
+@dataclass
+class _Together:
+    """A save of several ranks: the first one's writer, this one's part, and what publishes all."""
+
+    writer: CheckpointWriter | None
+    ranges: RangeWriter
+    publish: Callable[[], object]
 
 
 class Saver:
@@ -125,28 +139,35 @@ class Saver:
         self._stop = False
         self._error: BaseException | None = None
         self._warned = False
+        self._together: _Together | None = None  # of several ranks, a save that is not ended
 
-    def start(self, writer: CheckpointWriter | None, publish: Callable[[], object]) -> None:
+    def start(
+        self,
+        writer: CheckpointWriter | None,
+        ranges: RangeWriter | None,
+        publish: Callable[[], object],
+    ) -> None:
         """Copy all state at rest, then `publish`, on a thread; no update may be owed.
 
-        Of several ranks, of which the first has the `writer`, at once; then it raises.
+        Of several ranks, of which the first has the `writer`, each copies what it keeps to its
+        `ranges`; what all have written is published by `poll`.
         """
         assert self._thread is None
-        if writer is None or self._store.ranks.count > 1:
-            self._copy_together(writer)
-            publish()
-            return
         self._left = {layout.index for layout in self._plan.units}
         self._error, self._warned, self._stop = None, False, False
-        thread = threading.Thread(
-            target=self._run, args=(writer, publish), name="infinity-save", daemon=True
-        )
+        if ranges is None:
+            assert writer is not None
+            work = partial(self._run, writer, publish)
+        else:
+            work = partial(self._run_range, ranges, headers=writer is not None)
+            self._together = _Together(writer, ranges, publish)
+        thread = threading.Thread(target=work, name="infinity-save", daemon=True)
         self._thread = thread
         try:
             thread.start()
         except BaseException:
             if not thread.is_alive():
-                self._thread, self._left = None, set()
+                self._thread, self._left, self._together = None, set(), None
             raise
 
     def await_copied(self, unit: int, first: Callable[[], object] = bool) -> None:
@@ -159,20 +180,51 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is under way."""
+        """Whether a save is under way; of several ranks until `poll` has ended it."""
+        if self._store.ranks.count > 1:
+            return self._together is not None
         return self._thread is not None and self._thread.is_alive()
 
     def finish(self) -> None:
         """Wait for the save that is under way; raises what made it fail, once."""
         if self._thread is not None:
             self._thread.join()
+        self.poll()
         self._thread = None
         error, self._error = self._error, None
         if error is not None:
             raise error
 
+    def poll(self) -> None:
+        """End a save of several ranks, which all call this, if each has ended its part of it."""
+        together, ranks = self._together, self._store.ranks
+        if together is None or self._thread is None:
+            return
+        over = 0 if self._thread.is_alive() else 1 if self._error is None else 2
+        told = [state for state, *_ in ranks.meet("saves a checkpoint", over)]
+        if 2 not in told and 0 in told:
+            return
+        self._together = None
+        self._stop = True
+        self._thread.join()
+        try:
+            with ranks.settle("saves a checkpoint"):
+                if self._error is not None:
+                    raise self._error
+            ranges = _gather_rows(ranks, together.ranges.rows)
+            with ranks.settle("saves a checkpoint"):
+                if together.writer is not None:
+                    together.writer.adopt(records_of(ranges, together.ranges.streams))
+                    together.publish()
+        except Exception as error:
+            self._error = error.with_traceback(None)
+        finally:
+            if together.writer is not None:
+                together.writer.abort()  # which does nothing where it is published
+
     def warn(self) -> None:
         """Warn, once, of a save that failed."""
+        self.poll()
         if self._error is not None and not self._warned:
             self._warned = True
             warnings.warn(
@@ -184,14 +236,34 @@ class Saver:
         self._stop = True
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        together, self._together = self._together, None
+        if together is not None and together.writer is not None:
+            together.writer.abort()
 
     # --- the copier thread -------------------------------------------------------------------
+
+    def _run_range(self, ranges: RangeWriter, *, headers: bool) -> None:
+        try:
+            self._store.transfers.device.follow_compute()
+            if headers:
+                ranges.write_headers()
+            self._copy(lambda p, data: ranges.write(p.stream, p.name, p.first, data))
+            ranges.finish()
+        except BaseException as error:
+            ranges.abort()
+            if not isinstance(error, _StoppedError):
+                self._error = error.with_traceback(None)
+        finally:
+            with self._changed:
+                self._left.clear()
+                self._changed.notify_all()
 
     def _run(self, writer: CheckpointWriter, publish: Callable[[], object]) -> None:
         try:
             self._store.transfers.device.follow_compute()
             self.frozen.check(writer)
-            self._copy(writer)
+            frozen = not writer.shares(FROZEN)
+            self._copy(lambda piece, data: writer.write(piece.stream, data), frozen=frozen)
             trace = self._store.transfers.trace
             laps = None if trace is None else trace.laps()
             publish()
@@ -209,11 +281,11 @@ class Saver:
                 self._left.clear()
                 self._changed.notify_all()
 
-    def _copy(self, writer: CheckpointWriter) -> None:
+    def _copy(self, put: Put, *, frozen: bool = True) -> None:
         buffers = self._buffers()
         order = [
             (layout, chunk)
-            for layout in self._plan.units
+            for layout in self._plan.own
             for chunk in (*range(layout.num_chunks(self._plan.chunk_elements)), None)
         ]
         read, ahead = None, self._issue(*order[0], buffers) if order else None
@@ -225,7 +297,7 @@ class Saver:
                 if number + 1 < len(order):  # one chunk is read while the one before is written
                     ahead = self._issue(*order[number + 1], buffers)
                 assert read is not None
-                self._copy_one(writer, layout, read)
+                self._copy_one(put, layout, read, frozen=frozen)
                 if read.buffer is not None:
                     buffers.give_back(read.buffer)
                 read = None
@@ -235,59 +307,19 @@ class Saver:
                     buffers.give_back(left.buffer, *left.staged.waits)
             buffers.settle()
 
-    def _copy_together(self, writer: CheckpointWriter | None) -> None:
-        """Every rank's chunks, in the order of their bytes in the checkpoint."""
-        buffers = self._buffers()
-        buffer, sent = buffers.take(), buffers.take()
-        try:
-            for layout in self._plan.units:
-                for rank in range(layout.shards):
-                    self._copy_shard(writer, layout, rank, buffer, sent)
-                if layout.frozen_bytes:
-                    whole = self._store.read(layout.index, Kind.WEIGHT)
-                    if writer is not None:
-                        frozen = whole[layout.trained_bytes :]
-                        for piece in frozen_pieces(layout):
-                            writer.write(piece.stream, frozen[piece.place])
-        finally:
-            buffers.give_back(buffer)
-            buffers.give_back(sent)
-
-    def _copy_shard(
-        self,
-        writer: CheckpointWriter | None,
-        layout: UnitLayout,
-        rank: int,
-        buffer: Tensor,
-        sent: Tensor,
-    ) -> None:
-        """What one rank keeps of a unit, which it sends to all; two buffers for a chunk each."""
-        plan, ranks, record = self._plan, self._store.ranks, self._plan.whole_record
-        shard = layout.of_shard(rank)
-        for chunk, (_, count) in enumerate(shard.chunks(plan.chunk_elements)):
-            data = sent[: record.nbytes(count)]
-            if rank == ranks.rank:
-                staged = self._store.stage(layout.index, chunk, buffer)
-                for item in staged.waits:
-                    item.wait()
-                torch.cat([staged.views[kind] for kind in record.kinds], out=data)
-            ranks.meet(f"saves unit {layout.name!r}")
-            ranks.broadcast(data, rank)
-            if writer is None:
-                continue
-            for kind in record.kinds:
-                part = data[record.offset(kind, count) :]
-                for piece in pieces(plan, shard, chunk, kind):
-                    writer.write(piece.stream, part[piece.place])
-
-    def _copy_one(self, writer: CheckpointWriter, layout: UnitLayout, read: _Read) -> None:
+    def _copy_one(self, put: Put, layout: UnitLayout, read: _Read, *, frozen: bool) -> None:
         trace = self._store.transfers.trace
         laps = None if trace is None else trace.laps(layout.index)
         for item in read.staged.waits:
             item.wait()
         if laps is not None:
             laps.lap("saving", "save: wait for state")
-        self._write(writer, layout, read)
+        if read.chunk is not None:
+            for kind, view in read.staged.views.items():
+                for piece in pieces(self._plan, layout, read.chunk, kind):
+                    put(piece, view[piece.place])
+        elif frozen and layout.frozen_bytes:
+            self._write_frozen(put, layout)
         if laps is not None:
             views = read.staged.views.values()
             laps.lap("saving", "save: write", sum(view.numel() for view in views))
@@ -317,21 +349,21 @@ class Saver:
         buffer = buffers.take()
         return _Read(chunk, self._store.stage(layout.index, chunk, buffer), buffer)
 
-    def _write(self, writer: CheckpointWriter, layout: UnitLayout, read: _Read) -> None:
-        if read.chunk is None:
-            self._write_frozen(writer, layout)
-            return
-        for kind, view in read.staged.views.items():
-            for piece in pieces(self._plan, layout, read.chunk, kind):
-                writer.write(piece.stream, view[piece.place])
-
-    def _write_frozen(self, writer: CheckpointWriter, layout: UnitLayout) -> None:
-        if not layout.frozen_bytes or writer.shares(FROZEN):
-            return
-        frozen = self.frozen.read(layout)
+    def _write_frozen(self, put: Put, layout: UnitLayout) -> None:
+        plan, frozen = self._plan, self.frozen.read(layout)
         self.frozen.note(layout, frozen)
-        for piece in frozen_pieces(layout):
-            writer.write(piece.stream, frozen[piece.place])
+        rank = plan.rank if plan.ranks > 1 else None
+        for piece in frozen_pieces(plan.units[layout.index], rank):
+            put(piece, frozen[piece.place])
+
+
+def _gather_rows(ranks: Ranks, own: Tensor) -> Tensor:
+    """Those of all ranks, one after the other."""
+    counts = ranks.gather(torch.tensor([own.shape[0]]))[:, 0].tolist()
+    padded = torch.zeros((max(counts), own.shape[1]), dtype=own.dtype)
+    padded[: own.shape[0]] = own
+    found = ranks.gather(padded.view(-1)).view(len(counts), *padded.shape)
+    return torch.cat([rows[:count] for rows, count in zip(found, counts, strict=True)])
 
 
 class _StoppedError(Exception):

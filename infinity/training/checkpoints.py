@@ -26,9 +26,10 @@ from infinity.checkpoint.manifest import (
     differences,
 )
 from infinity.checkpoint.plain import decode, encode
+from infinity.checkpoint.ranges import RangeWriter
 from infinity.checkpoint.reader import CheckpointReader, StateReader, find_tag
 from infinity.checkpoint.streams import Piece, frozen_pieces, pieces, state_streams
-from infinity.checkpoint.writer import CheckpointWriter, TensorSpec
+from infinity.checkpoint.writer import CheckpointWriter, TensorSpec, files_of, temporary_of
 from infinity.errors import (
     CheckpointError,
     EngineFailedError,
@@ -183,24 +184,31 @@ class Checkpoints:
         manifest = self._manifest(client_state, buffers)
         if buffers:
             streams[BUFFERS] = [record.spec for record in manifest.buffers]
-        writer = None
-        with rooms.ranks.settle("saves a checkpoint"):
-            try:
-                if rooms.ranks.rank == 0:
+        writer, ranges, ranks = None, None, rooms.ranks
+        files = {n: f for n, f in files_of(streams).items() if n not in (BUFFERS, GRADIENT)}
+        try:
+            with ranks.settle("saves a checkpoint"):
+                if ranks.rank == 0:
                     before = rooms.saver.frozen.begin()
                     writer = CheckpointWriter(root, tag, streams, before=before, same=(FROZEN,))
+                    if ranks.count > 1:
+                        writer.make_files(files)
                 for buffer in buffers:
                     _write(writer, BUFFERS, buffer.value)
                 for index in gradients:
                     _write(writer, GRADIENT, rooms.gradients.read(index))
-                publish = partial(
-                    _finish, writer, manifest, save_latest=save_latest, keep_last=keep_last
-                )
-                rooms.saver.start(writer, publish)
-            except BaseException:
-                if writer is not None and not rooms.saver.busy:
-                    writer.abort()
-                raise
+            if ranks.count > 1:
+                with ranks.settle("opens a checkpoint's files"):
+                    ranges = RangeWriter(temporary_of(root, tag), files)
+            publish = partial(
+                _finish, writer, manifest, save_latest=save_latest, keep_last=keep_last
+            )
+            rooms.saver.start(writer, ranges, publish)
+        except BaseException:
+            for one in (writer, ranges):
+                if one is not None and not rooms.saver.busy:
+                    one.abort()
+            raise
         if wait:
             rooms.saver.finish()
         return root / tag

@@ -1,0 +1,162 @@
+"""Files of a checkpoint that several ranks write, each the bytes that it keeps.
+
+The first rank makes them, and says what stands before the tensors. Every rank writes ranges, none
+over the end of a block, and keeps their checksums. Together these are the checksums of whole
+blocks, as if one had written the files from begin to end.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import infinity._aio as _aio
+from infinity.checkpoint.directory import refusal
+from infinity.checkpoint.manifest import BLOCK_BYTES, FileRecord, Shard
+from infinity.errors import CheckpointError
+
+_FLAGS = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+Streams = Mapping[str, Sequence[Shard]]
+
+
+@dataclass
+class _Run:
+    """Bytes of a file that follow one another, up to the end of a block: not written yet."""
+
+    block: Tensor
+    number: int = 0  # of the file
+    first: int = 0
+    filled: int = 0
+    crc32c: int = 0
+
+
+@dataclass
+class RangeWriter:
+    """One rank's part of files that are there; used by one thread, and no more after an error.
+
+    `rows` (int64) say of every range its file, by number, first byte, bytes, and CRC32C.
+    """
+
+    directory: Path
+    streams: Streams
+    rows: Tensor = field(default_factory=lambda: torch.zeros((0, 4), dtype=torch.int64))
+    _files: list[int] = field(default_factory=list)
+    _places: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    _runs: dict[str, _Run] = field(default_factory=dict)
+    _ranges: list[tuple[int, int, int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Opens them. Raises `MachineError`."""
+        try:
+            for stream, shards in self.streams.items():
+                self._runs[stream] = _Run(torch.empty(BLOCK_BYTES, dtype=torch.uint8))
+                for shard in shards:
+                    at = len(shard.header)
+                    for tensor in shard.tensors:
+                        self._places[stream, tensor.name] = len(self._files), at
+                        at += tensor.nbytes
+                    self._files.append(os.open(self.directory / shard.name, _FLAGS))
+        except OSError as error:
+            self.abort()
+            raise refusal("saving", self.directory, error) from error
+
+    def write_headers(self) -> None:
+        """What stands before the tensors: of the first rank. Raises like `write`."""
+        number = 0
+        for stream, shards in self.streams.items():
+            for shard in shards:
+                data = torch.frombuffer(bytearray(shard.header), dtype=torch.uint8)
+                self._write(self._runs[stream], number, 0, data)
+                number += 1
+
+    def write(self, stream: str, name: str, first: int, data: Tensor) -> None:
+        """Bytes (uint8, 1-D, on the CPU) of a tensor, from `first` of it on.
+
+        They are copied before this returns. Raises `DoesNotFitError` or `MachineError`.
+        """
+        number, start = self._places[stream, name]
+        self._write(self._runs[stream], number, start + first, data.contiguous())
+
+    def _write(self, run: _Run, number: int, at: int, data: Tensor) -> None:
+        done = 0
+        while done < data.numel():
+            if (run.number, run.first + run.filled) != (number, at + done):
+                self._send(run)
+                run.number, run.first = number, at + done
+            end = run.first + run.filled
+            count = min(BLOCK_BYTES - end % BLOCK_BYTES, data.numel() - done)
+            # In one pass, so that the checksum is that of what is written.
+            target, source = run.block.data_ptr() + run.filled, data.data_ptr() + done
+            run.crc32c = _aio.crc32c_copy(target, source, count, run.crc32c)
+            run.filled += count
+            done += count
+            if (run.first + run.filled) % BLOCK_BYTES == 0:
+                self._send(run)
+
+    def _send(self, run: _Run) -> None:
+        if not run.filled:
+            return
+        view, at = run.block[: run.filled].numpy().data, run.first
+        try:
+            while view:
+                count = os.pwrite(self._files[run.number], view, at)
+                view, at = view[count:], at + count
+        except OSError as error:
+            raise refusal("saving", self.directory, error) from error
+        self._ranges.append((run.number, run.first, run.filled, run.crc32c))
+        run.first, run.filled, run.crc32c = at, 0, 0
+
+    def finish(self) -> None:
+        """Put all of it on stable storage; then `rows` are whole. Raises like `write`."""
+        for run in self._runs.values():
+            self._send(run)
+        try:
+            for file in self._files:
+                os.fsync(file)
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise refusal("saving", self.directory, error) from error
+        self.abort()
+        self.rows = torch.tensor(self._ranges, dtype=torch.int64).view(-1, 4)
+
+    def abort(self) -> None:
+        """Let go of the files. Idempotent."""
+        files, self._files = self._files, []
+        for file in files:
+            with suppress(OSError):
+                os.close(file)
+
+
+def records_of(ranges: Tensor, streams: Streams) -> dict[str, tuple[FileRecord, ...]]:
+    """The files of each stream with the checksums of their blocks, by the rows of all ranks.
+
+    Raises `CheckpointError` where some bytes were written by nobody, or twice.
+    """
+    rows = sorted(map(tuple, ranges.tolist()))
+    files = [(stream, shard) for stream, shards in streams.items() for shard in shards]
+    sums: list[list[int]] = [[] for _ in files]
+    ends = [0] * len(files)
+    zeros = torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
+    for number, first, nbytes, crc32c in rows:
+        if first != ends[number]:
+            break
+        ends[number] += nbytes
+        if first % BLOCK_BYTES == 0:
+            sums[number].append(crc32c)
+        else:  # of two parts: with zeros in the place of one of them, and of both
+            before = sums[number][-1]
+            both = _aio.crc32c(zeros.data_ptr(), nbytes, before)
+            sums[number][-1] = both ^ _aio.crc32c(zeros.data_ptr(), nbytes) ^ crc32c
+    found: dict[str, tuple[FileRecord, ...]] = dict.fromkeys(streams, ())
+    for (stream, shard), found_sums, end in zip(files, sums, ends, strict=True):
+        if end != shard.nbytes:
+            raise CheckpointError(f"{shard.name}: bytes from {end} on are of no rank, or of two")
+        record = FileRecord(shard.name, stream, shard.nbytes, BLOCK_BYTES, tuple(found_sums))
+        found[stream] = (*found[stream], record)
+    return found

@@ -1,0 +1,132 @@
+"""Checkpoints that ranks write together: the files of one rank, behind training, or none at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.models import CASES
+from support.ranks import HANG_S, make_engine, on_ranks, train_ranks
+from support.trainer import make_config
+
+from infinity.checkpoint.ranges import RangeWriter
+from infinity.engine import Engine
+from infinity.errors import InfinityError
+from infinity.ranks import Ranks
+
+GPT = CASES["gpt"]
+
+
+def files_of(root: Path) -> dict[str, bytes]:
+    (directory,) = (path for path in root.iterdir() if path.is_dir())
+    return {path.name: path.read_bytes() for path in directory.glob("*.safetensors*")}
+
+
+@pytest.mark.parametrize("name", ["gpt", "frozen"])
+@pytest.mark.parametrize("moments", ["fp32", "8bit"])
+def test_ranks_write_the_files_of_one(name: str, moments: str, tmp_path: Path) -> None:
+    """Byte for byte, and the checksums of their blocks too; blocks have bytes of all ranks."""
+    case, written, sums = CASES[name], [], []
+    for count in (1, 2, 3):
+        config = make_config(
+            ("disk", "host", "host"), precision="bf16", optimizer={"moments": moments}
+        )
+        config["gradient_accumulation_steps"] = 6 // count
+        root = tmp_path / str(count)
+        train_ranks(count, case.build, case.batches(6), config, groups=case.groups, save=root)
+        written.append(files_of(root))
+        manifest = json.loads(next(root.glob("*/manifest.json")).read_text())
+        sums.append([file for file in manifest["files"] if "index" not in file["name"]])
+    assert len(written[0]) > 2
+    assert written[1] == written[0]
+    assert written[2] == written[0]
+    assert sums[1] == sums[0]
+    assert sums[2] == sums[0]
+
+
+def step(engine: Engine, number: int) -> None:
+    batches = GPT.batches(2 * (number + 1))
+    engine.backward(batches[2 * number + engine.ranks.rank].call(engine))
+    engine.step()
+
+
+def at_the_end_of(monkeypatch: pytest.MonkeyPatch, do: Callable[[], None]) -> None:
+    """Before the second rank, which writes no headers, ends its part of a save: `do` that."""
+    first, write_headers, finish = threading.local(), RangeWriter.write_headers, RangeWriter.finish
+
+    def writes_headers(ranges: RangeWriter) -> None:
+        first.rank = True  # of this thread
+        write_headers(ranges)
+
+    def finishes(ranges: RangeWriter) -> None:
+        if not hasattr(first, "rank"):
+            do()
+        finish(ranges)
+
+    monkeypatch.setattr(RangeWriter, "write_headers", writes_headers)
+    monkeypatch.setattr(RangeWriter, "finish", finishes)
+
+
+def test_a_save_goes_on_behind_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank is slow: steps go on, and the checkpoint is there when all ranks have written it."""
+    may_end = threading.Event()
+    at_the_end_of(monkeypatch, lambda: assert_soon(may_end))
+    models, saved = [GPT.build() for _ in range(2)], tmp_path / "saved"
+
+    def work(ranks: Ranks) -> list[bool]:
+        with make_engine(ranks, models[ranks.rank], make_config(), tmp_path) as engine:
+            step(engine, 0)
+            engine.save_checkpoint(saved, "one")
+            seen = [engine.saving]
+            step(engine, 1)
+            seen += [engine.saving, (saved / "one").exists()]
+            ranks.meet("has looked")
+            may_end.set()
+            engine.finish_saving()
+            return [*seen, engine.saving, (saved / "one" / "manifest.json").exists()]
+
+    assert on_ranks(2, work) == [[True, True, False, False, True]] * 2
+
+
+def assert_soon(event: threading.Event) -> None:
+    assert event.wait(HANG_S)
+
+
+def test_a_drive_that_is_full_for_one_rank_ends_the_save_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are told; nothing is left of it, training goes on, and saves again."""
+    models, saved, pwrite = [GPT.build() for _ in range(2)], tmp_path / "saved", os.pwrite
+    full, fails = threading.local(), [True]
+
+    def refuses(file: int, data: bytes, offset: int) -> int:
+        if fails and hasattr(full, "here"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(file, data, offset)
+
+    at_the_end_of(monkeypatch, lambda: setattr(full, "here", True))
+    monkeypatch.setattr(os, "pwrite", refuses)
+
+    def work(ranks: Ranks) -> str:
+        with make_engine(ranks, models[ranks.rank], make_config(), tmp_path) as engine:
+            step(engine, 0)
+            engine.save_checkpoint(saved, "one")
+            with pytest.raises(InfinityError) as caught:
+                engine.finish_saving()
+            ranks.meet("has failed")
+            assert not list(saved.glob("one*"))
+            ranks.meet("has looked")
+            fails.clear()
+            step(engine, 1)
+            engine.save_checkpoint(saved, "two", wait=True)
+            return str(caught.value)
+
+    found = on_ranks(2, work)
+    assert "rank 1 failed (saves a checkpoint): DoesNotFitError" in found[0]
+    assert all("No space left" in words for words in found)
+    assert (saved / "two" / "manifest.json").exists()

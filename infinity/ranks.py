@@ -26,6 +26,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -41,6 +42,7 @@ from infinity.errors import (
 )
 
 NOTES = 8  # of a meeting, at most
+_IN_PLACE_BYTES = 1 << 16  # of a rank, from which on gloo is better told part by part
 _HELD_UP = timedelta(minutes=30)  # what a rank may take longer than another, and is not dead yet
 _ROLL_CALL = timedelta(seconds=1)  # in which those that live say that they have lost one
 Value = TypeVar("Value")
@@ -288,10 +290,16 @@ class TorchRanks(Ranks):
 
     def all_gather(self, whole: Tensor, *, beside: bool = False) -> Work:
         """See `Ranks`."""
-        own, dist = whole.view(self.count, -1)[self.rank], self._dist
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name
+        parts, dist = whole.view(self.count, -1), self._dist
         group = self._beside(whole) if beside else self._host
-        return self._start(lambda: gather(whole, own, group, async_op=True))
+        if (self._gloo or group is self._host) and parts[0].nbytes >= _IN_PLACE_BYTES:
+            # Gloo's own fills memory that is taken anew each time, and copies that to `whole`.
+            send = dist.broadcast
+            return self._start(
+                *(partial(send, part, r, group, async_op=True) for r, part in enumerate(parts))
+            )
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name
+        return self._start(partial(gather, whole, parts[self.rank], group, async_op=True))
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
         """See `Ranks`."""
@@ -307,9 +315,9 @@ class TorchRanks(Ranks):
         """The default group, if it is of what reaches the tensor."""
         return None if self._gloo or tensor.device.type != "cpu" else self._host
 
-    def _start(self, collective: Callable[[], Any]) -> Work:
+    def _start(self, *collectives: Callable[[], Any]) -> Work:
         with self.connected():
-            return _TorchWork(self, collective())
+            return _TorchWork(self, [collective() for collective in collectives])
 
     @contextmanager
     def connected(self) -> Iterator[None]:
@@ -370,18 +378,19 @@ def _patience(group: Any) -> timedelta:
 class _TorchWork:
     """Work of torch's, whose errors say who is lost."""
 
-    def __init__(self, ranks: TorchRanks, work: Any) -> None:
+    def __init__(self, ranks: TorchRanks, works: Sequence[Any]) -> None:
         self._ranks = ranks
-        self._work = work
+        self._works = works
 
     def done(self) -> bool:
         """See `Work`."""
-        return bool(self._work.is_completed())
+        return all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
         """See `Work`."""
         with self._ranks.connected():
-            self._work.wait()
+            for work in self._works:
+                work.wait()
 
 
 def find_ranks() -> Ranks:

@@ -171,6 +171,7 @@ class Hooks:
         self._refuse_strangers()
         if self.owner.busy or inside_backward():
             return
+        self.prefetcher.transfers.device.join_compute()  # or it raises, while nothing has begun
         self._call = self.owner.enter(sys._getframe(2))
         try:
             self.prefetcher.verify()
@@ -382,6 +383,7 @@ class Hooks:
 
     def mark(self) -> HookMark:
         """Where all stacks are now, for `restore`; a forward or a backward begins."""
+        self.prefetcher.transfers.device.join_compute()
         if self.timeline is not None:
             self.timeline.call()
         return HookMark(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from support.small import VOCABULARY, small_model
 from torch import Tensor
 
 import infinity
+from infinity.errors import ResidencyError
 from infinity.plan.plan import UpdatePlace, update_place
 from infinity.storage.cuda import CudaEvent
 from infinity.trace.reader import Shares, read_timeline
@@ -52,18 +54,30 @@ def batches() -> list[Tensor]:
 
 
 def train(
-    path: Path, placement: dict[str, str], autocast: bool = False, **more: Any
+    path: Path,
+    placement: dict[str, str],
+    autocast: bool = False,
+    streams: Sequence[torch.cuda.Stream | None] = (None, None),
+    **more: Any,
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses, and masters at the end."""
+    """Losses, and masters at the end; forward and backward on two `streams`."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     losses = []
     with make(path, placement, **more) as engine:
-        for tokens in batches()[: STEPS * engine.plan.micro_batches]:
-            with torch.autocast("cuda", torch.bfloat16) if autocast else nullcontext():
+        given = batches()[: STEPS * engine.plan.micro_batches]
+        torch.cuda.synchronize()
+        for tokens in given:
+            cast = torch.autocast("cuda", torch.bfloat16) if autocast else nullcontext()
+            with torch.cuda.stream(streams[0]), cast:
                 loss = engine(tokens)
-            engine.backward(loss)
+            with torch.cuda.stream(streams[1]):
+                if streams[0] is not None:  # what is handed from one to the other is the user's
+                    torch.cuda.current_stream().wait_stream(streams[0])
+                engine.backward(loss)
             engine.step()
-            losses.append(loss.item())
+            losses.append(loss.item() if streams[0] is None else loss.detach())
+        torch.cuda.synchronize()
+        losses = [float(loss) for loss in losses]
         return losses, {n: v.clone() for n, v in engine.state_dict(master=True).items()}
 
 
@@ -99,6 +113,27 @@ def test_recomputed_units_and_their_inputs(tmp_path: Path, offload: str) -> None
 )
 def test_where_state_rests_changes_nothing(tmp_path: Path, more: dict[str, Any]) -> None:
     assert_same(train(tmp_path, IN_RAM, **more), train(tmp_path, ON_DEVICE, **more))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("update", ["cpu", "device"])
+def test_side_streams_change_nothing(tmp_path: Path, place: str, update: str) -> None:
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    found = train(tmp_path, PLACES[place], streams=streams, update=update)
+    assert_same(found, train(tmp_path, ON_DEVICE))
+
+
+def test_a_capture_is_refused_and_training_goes_on(tmp_path: Path) -> None:
+    tokens = batches()[0]
+    with make(tmp_path, IN_RAM) as engine:
+        for _ in range(2):
+            engine.backward(engine(tokens))
+            engine.step()
+            engine.settle()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph), pytest.raises(ResidencyError, match="being captured"):
+                engine(tokens)
 
 
 def test_the_host_waits_once_a_step_and_nothing_is_allocated(

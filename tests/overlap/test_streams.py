@@ -5,7 +5,8 @@ compute is one chain. See [Note: one chain of compute] in `storage/cuda.py`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -126,19 +127,46 @@ def test_another_stream_than_before_waits_for_that(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_capture_is_refused_and_the_engine_lives(tmp_path: Path) -> None:
-    capturing: list[bool] = []
+    """Around a call or inside one; where one is under way, CUDA lets nobody wait for the device."""
 
     class Capturing(FakeAccelerator):
+        now = False
+
+        @contextmanager
+        def graph(self) -> Iterator[None]:
+            self.now = True
+            try:
+                yield
+            finally:
+                self.now = False
+
         def join_compute(self) -> None:
-            if capturing:
+            if self.now:
                 raise ResidencyError("a graph is captured")
 
-    with small_engine(tmp_path, IN_RAM, arguments={"device": Capturing(1)}) as engine:
-        capturing.append(True)
+        def synchronize(self) -> None:
+            assert not self.now
+            super().synchronize()
+
+    device = Capturing(1)
+    with small_engine(tmp_path, IN_RAM, arguments={"device": device}) as engine:
+        expected = train(engine, 1)
+        loss = engine(batch(0))
+        for called in (engine, engine.module, lambda _: engine.backward(loss), engine.module.norm):
+            with device.graph(), pytest.raises(ResidencyError, match="captured"):
+                called(batch(0))
+        block = engine.module.blocks[1]
+        plain = block.up.forward
+
+        def captured(x: Tensor) -> Any:
+            with device.graph():
+                return block.down.weight.sum() + plain(x)
+
+        block.up.forward = captured
         with pytest.raises(ResidencyError, match="captured"):
             engine(batch(0))
-        capturing.clear()
-        assert train(engine, 1)[0] > 0
+        del block.up.forward
+        assert train(engine, 1, first=1)[0] < 2 * expected[0]
 
 
 # --- backward on a thread of its own --------------------------------------------------------------

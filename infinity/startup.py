@@ -21,6 +21,7 @@ from infinity.config.schema import Config
 from infinity.crc32c import crc32c
 from infinity.cutting import Cut, cut_model
 from infinity.deepspeed.engine import DeepSpeedEngine
+from infinity.deepspeed.processes import init_distributed
 from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityWarning
 from infinity.journal import Journal
@@ -119,7 +120,11 @@ def initialize(
 
 
 def initialize_deepspeed(*args: Any, **kwargs: Any) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
-    """`initialize`, with DeepSpeed's calls on the engine whatever the configuration is."""
+    """`initialize`, with DeepSpeed's calls on the engine whatever the configuration is.
+
+    torch's default group is made first where a launcher started this process.
+    """
+    init_distributed()
     return initialize(*args, **{"engine_class": DeepSpeedEngine, **kwargs})
 
 

@@ -184,6 +184,13 @@ DONE: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     ),
     "csv_monitor.output_path": ("/l", {}, {}),
     "csv_monitor.job_name": ("run", {}, {}),
+    "tensorboard.enabled": (True, {}, {}),
+    "tensorboard.output_path": ("/l", {}, {}),
+    "tensorboard.job_name": ("run", {}, {}),
+    "wandb.enabled": (True, {}, {}),
+    "wandb.group": ("ours", {}, {}),
+    "wandb.team": ("ours", {}, {}),
+    "wandb.project": ("ours", {}, {}),
 }  # fmt: skip
 
 # Of each key that may be refused: a value that is, and one that is not.

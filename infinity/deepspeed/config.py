@@ -397,7 +397,7 @@ def _csv(draft: _Draft, key: str, value: bool) -> str | None:
     given = draft.below("csv_monitor")
     folder = Path(given.get("output_path", "")) / given.get("job_name", "DeepSpeedJobName")
     draft.set("journal", str(folder / "journal.jsonl"), key)
-    return f"a line of JSON for each step in {folder / 'journal.jsonl'}"
+    return f"CSV files, and a line of JSON for each step, in {folder}"
 
 
 # What translates a value where the table names no key of ours; it may return a note for this value,

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from infinity.config.deepspeed_keys import KEYS
+from infinity.deepspeed.monitors import MonitorMaster, get_monitor_config
+from infinity.deepspeed.names import refused, table
+from infinity.deepspeed.source import find_source
+from infinity.deepspeed.zero import mark, unmark
 from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityWarning, TrainingError
 from infinity.files import atomic_write, make_directories
@@ -23,6 +31,7 @@ from infinity.training.parameter_access import (
     places_of,
     refuse_to_move,
 )
+from infinity.training.run_state import ResumableLoader
 from infinity.training.state_dict import StateDict
 
 _PICKLED = (".bin", ".pt", ".pth")
@@ -31,6 +40,32 @@ _PICKLED = (".bin", ".pt", ".pth")
 def _always(value: Any) -> Callable[[Any], Any]:
     """A method that returns the same value always."""
     return lambda self: value
+
+
+def _told(key: str) -> Callable[[Any], Any]:
+    """A method that returns what the configuration says of a key, else DeepSpeed's default."""
+
+    def method(self: DeepSpeedEngine) -> Any:
+        rows = () if self.translation is None else self.translation.rows
+        given = [row.given for row in rows if row.key == key and row.given != "auto"]
+        if given:
+            return given[0]
+        text = KEYS[key].default
+        try:
+            return json.loads(text)
+        except ValueError:
+            return None if text in ("-", "none", "derived") else text
+
+    method.__doc__ = f"What the configuration says of {key}, else DeepSpeed's default."
+    return method
+
+
+class Answer(float):
+    """A number that may be called too: in DeepSpeed's engine it is a method."""
+
+    def __call__(self) -> float:
+        """The number."""
+        return float(self)
 
 
 class DeepSpeedEngine(Engine):
@@ -43,7 +78,41 @@ class DeepSpeedEngine(Engine):
     training_dataloader: Any = None
 
     mp_world_size = 1
-    cur_scale = Engine.loss_scale
+
+    def _own(self, module: nn.Module) -> None:
+        super()._own(module)
+        parameters = self._parts.cut.parameters
+        mark(parameters)
+        self._parts.also(partial(unmark, parameters))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """What DeepSpeed's engine has, and this has not, raises when it is called."""
+            if f"DeepSpeedEngine.{name}" in table()["runtime.engine"]:
+                return refused(f"DeepSpeedEngine.{name}", is_class=False)
+            return super().__getattr__(name)
+
+    # --- numbers that DeepSpeed's engine has as methods ------------------------------------------
+
+    @property
+    def loss_scale(self) -> Answer:
+        """What the next loss is multiplied by in backward; 1.0 unless in fp16. May be called."""
+        return Answer(super().loss_scale)
+
+    @property
+    def cur_scale(self) -> Answer:
+        """`loss_scale`."""
+        return self.loss_scale
+
+    @property
+    def gradient_clipping(self) -> Answer:
+        """The largest norm of gradients, 0: any. May be called, and set."""
+        return Answer(self._gradient_clipping)
+
+    @gradient_clipping.setter
+    def gradient_clipping(self, norm: float) -> None:
+        self._gradient_clipping = norm
 
     # --- batches ---------------------------------------------------------------------------------
 
@@ -142,6 +211,28 @@ class DeepSpeedEngine(Engine):
         """The learning rate of each parameter group."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
+    def set_lr(self, lr: float) -> None:
+        """Another learning rate, of all parameter groups, until a schedule sets one."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def get_type(self) -> list[Any]:
+        """What each parameter group has as its `type`."""
+        return [group.get("type") for group in self.optimizer.param_groups]
+
+    def optimizer_name(self) -> str:
+        """The name of the update rule."""
+        return self.optimizer.rule.name
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale changes with overflows."""
+        return self.fp16_enabled() and not _told("fp16.loss_scale")(self)
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """What is computed in, and what gradients are added in."""
+        names = {"fp16": torch.float16, "bf16": torch.bfloat16}
+        return names.get(self.plan.precision.name, torch.float32), torch.float32
+
     def get_mom(self) -> list[Any]:
         """The momentum of each parameter group, or its betas."""
         groups = self.optimizer.param_groups
@@ -157,7 +248,10 @@ class DeepSpeedEngine(Engine):
         """Whether the run computes in bf16."""
         return self.plan.precision.name == "bf16"
 
-    amp_enabled = _always(False)  # apex is not used
+    amp_enabled = torch_autocast_enabled = _always(False)  # the precision is that of the plan
+    autotuning_enabled = is_deepcompile_enabled = is_deepcompile_active = _always(False)
+    curriculum_learning_enabled = data_efficiency_enabled = _always(False)
+    data_sampling_enabled = random_ltd_enabled = _always(False)
 
     def zero_optimization(self) -> bool:
         """Whether the DeepSpeed configuration named a stage above 0."""
@@ -195,6 +289,62 @@ class DeepSpeedEngine(Engine):
 
     zero_gather_16bit_weights_on_model_save = _always(True)  # they are always saved whole
 
+    optimizer_legacy_fusion = _told("optimizer.legacy_fusion")
+    scheduler_name = _told("scheduler.type")
+    zero_allow_untested_optimizer = _told("zero_allow_untested_optimizer")
+    zero_force_ds_cpu_optimizer = _told("zero_force_ds_cpu_optimizer")
+    zero_reduce_scatter = _told("zero_optimization.reduce_scatter")
+    zero_overlap_comm = _told("zero_optimization.overlap_comm")
+    zero_partial_offload = _told("zero_optimization.offload_optimizer.ratio")
+    super_offload = _told("zero_optimization.offload_optimizer.super_offload")
+    cpuadam_cores_perc = _told("zero_optimization.offload_optimizer.cpuadam_cores_perc")
+    zero_sub_group_size = _told("zero_optimization.sub_group_size")
+    zero_reduce_bucket_size = _told("zero_optimization.reduce_bucket_size")
+    zero_multi_rank_bucket_allreduce = _told("zero_optimization.use_multi_rank_bucket_allreduce")
+    zero_allgather_bucket_size = _told("zero_optimization.allgather_bucket_size")
+    zero_compute_grad_norm = _told("zero_optimization.compute_grad_norm")
+    zero_contiguous_gradients = _told("zero_optimization.contiguous_gradients")
+    zero_load_from_fp32_weights = _told("zero_optimization.load_from_fp32_weights")
+    zero_elastic_checkpoint = _told("zero_optimization.elastic_checkpoint")
+    zero_max_live_parameters = _told("zero_optimization.stage3_max_live_parameters")
+    zero_max_reuse_distance = _told("zero_optimization.stage3_max_reuse_distance")
+    zero_prefetch_bucket_size = _told("zero_optimization.stage3_prefetch_bucket_size")
+    zero_module_granularity_threshold = _told(
+        "zero_optimization.stage3_module_granularity_threshold"
+    )
+    zero_param_persistence_threshold = _told("zero_optimization.stage3_param_persistence_threshold")
+    zero_model_persistence_threshold = _told("zero_optimization.stage3_model_persistence_threshold")
+    zero_legacy_stage1 = _told("zero_optimization.legacy_stage1")
+    zero_ignore_unused_parameters = _told("zero_optimization.ignore_unused_parameters")
+    zero_allgather_partitions = _told("zero_optimization.allgather_partitions")
+    zero_round_robin_gradients = _told("zero_optimization.round_robin_gradients")
+    zero_parameter_alignment = _told("zero_optimization.parameter_alignment")
+    zero_hpz_partition_size = _told("zero_optimization.zero_hpz_partition_size")
+    zero_quantized_weights = _told("zero_optimization.zero_quantized_weights")
+    zero_quantized_nontrainable_weights = _told(
+        "zero_optimization.zero_quantized_nontrainable_weights"
+    )
+    zero_quantized_gradients = _told("zero_optimization.zero_quantized_gradients")
+    zero_log_trace_cache_warnings = _told("zero_optimization.log_trace_cache_warnings")
+    zero_allgather_sequential = _told("zero_optimization.stage3_allgather_sequential")
+    is_sanity_checks_enabled = _told("zero_optimization.enable_sanity_checks")
+    fp16_master_weights_and_gradients = _told("fp16.fp16_master_weights_and_grads")
+    bf16_master_weights_and_gradients = _told("bf16.bf16_master_weights_and_grads")
+    bf16_optimizer_states = _told("bf16.bf16_optimizer_states")
+    fp16_auto_cast = _told("fp16.auto_cast")
+    managed_gradient_accumulation = _told("managed_gradient_accumulation")
+    use_node_local_storage = _told("checkpoint.use_node_local_storage")
+    load_universal_checkpoint = _told("checkpoint.load_universal")
+    gradient_predivide_factor = _told("gradient_predivide_factor")
+    steps_per_print = _told("steps_per_print")
+    wall_clock_breakdown = _told("wall_clock_breakdown")
+    memory_breakdown = _told("memory_breakdown")
+    dump_state = _told("dump_state")
+    log_level = _told("log_level")
+    dataloader_drop_last = _told("dataloader_drop_last")
+    flops_profiler_enabled = _told("flops_profiler.enabled")
+    flops_profiler_profile_step = _told("flops_profiler.profile_step")
+
     # --- who trains together ---------------------------------------------------------------------
 
     @property
@@ -226,9 +376,126 @@ class DeepSpeedEngine(Engine):
         """torch's default group; None where there is one process."""
         return None if self.ranks.count == 1 else torch.distributed.group.WORLD
 
-    get_model_parallel_rank = _always(0)
+    get_model_parallel_rank = get_tensor_parallel_rank = _always(0)
     get_sequence_parallel_world_size = _always(1)
     get_sequence_parallel_group = _always(None)
+
+    # --- data, and what is told of steps ---------------------------------------------------------
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[..., Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
+        """A loader of a Dataset, as that of `initialize(training_data=...)`.
+
+        Micro-batches of `batch_size` samples (default: the configuration's), dealt to ranks in
+        turn. Raises `ConfigError` for a sampler; `route`, `pin_memory` and the workers change
+        nothing.
+        """
+        if data_sampler is not None:
+            raise ConfigError(
+                "deepspeed_io(data_sampler=...) is not supported",
+                remedy="torch.utils.data.DataLoader(dataset, sampler=...), in place of it",
+            )
+        size = self._micro_batch_size if batch_size is None else batch_size
+        drop = self.dataloader_drop_last()
+        return ResumableLoader(
+            dataset, self.ranks, batch_size=size, collate_fn=collate_fn, drop_last=drop
+        )
+
+    @cached_property
+    def monitor(self) -> MonitorMaster:
+        """What the configuration's `tensorboard`, `wandb` and `csv_monitor` ask for."""
+        source = None if self.translation is None else find_source(self.config)
+        return MonitorMaster(get_monitor_config({} if source is None else source.raw))
+
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> Tensor:
+        """See `Engine`; monitors are told the mean of a window's losses."""
+        told = super().backward(loss, retain_graph, scale_wrt_gas)
+        if self.monitor.enabled:
+            self._window_loss = getattr(self, "_window_loss", 0.0) + float(told)
+        return told
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """See `Engine`; of an update monitors are told loss, learning rate and loss scale."""
+        before = self.global_steps
+        super().step(lr_kwargs)
+        if self.global_steps == before or not self.monitor.enabled:
+            return
+        told = {"train_loss": self.__dict__.pop("_window_loss", 0.0), "lr": self.get_lr()[0]}
+        told |= {"loss_scale": float(self.loss_scale)} if self.fp16_enabled() else {}
+        events = [(f"Train/Samples/{n}", v, self.global_samples) for n, v in told.items()]
+        self.monitor.write_events(events)
+
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        keep_last: int | None = None,
+        wait: bool = True,
+    ) -> Path:
+        """As `Engine.save_checkpoint`, and whole when this returns; tags are any that have a text.
+
+        Without `wait` it is copied while training goes on. One that is there by that tag is
+        replaced: until the new one is whole it is called `TAG.replaced`.
+        """
+        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        place = Path(save_dir).expanduser() / name
+        old = place.with_name(f"{name}.replaced")
+        with self.ranks.settle("makes room for a checkpoint"):
+            if not self.ranks.rank:
+                make_directories(place.parent)
+            replaces = self.ranks.rank == 0 and place.is_dir()
+            if replaces:
+                shutil.rmtree(old, ignore_errors=True)
+                place.rename(old)
+        try:
+            saved = super().save_checkpoint(
+                save_dir, name, client_state, save_latest, exclude_frozen_parameters,
+                keep_last=keep_last, wait=wait or replaces,
+            )  # fmt: skip
+        except BaseException:
+            if replaces and not place.exists():
+                old.rename(place)
+            raise
+        if replaces:
+            shutil.rmtree(old)
+        return saved
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: None = None,
+    ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
+        """As `Engine.load_checkpoint`."""
+        return super().load_checkpoint(
+            load_dir,
+            None if tag is None else str(tag),
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            custom_load_fn,
+        )
 
     # --- values ----------------------------------------------------------------------------------
 
@@ -252,14 +519,25 @@ class DeepSpeedEngine(Engine):
     @exclusive
     def load_module_state_dict(
         self,
-        state_dict: Mapping[str, Tensor],
+        checkpoint: Mapping[str, Any],
         strict: bool = True,
         custom_load_fn: Callable[..., Any] | None = None,
         fetch_z3_params: bool = False,
+        z3_params_to_fetch: Any = None,
+        allowed_missing_keys: Any = None,
     ) -> None:
-        """`load_state_dict`; `custom_load_fn(src=, dst=)` gets the module, its values at hand."""
+        """`load_state_dict`; `custom_load_fn(src=, dst=)` gets the module, its values at hand.
+
+        `checkpoint` is names and values, or has them as its "module", as DeepSpeed's have. What may
+        be missing are `allowed_missing_keys`; with `strict` nothing else may.
+        """
+        found = checkpoint.get("module", checkpoint)
+        state_dict = found if isinstance(found, Mapping) else checkpoint
         if custom_load_fn is None:
-            self.load_state_dict(state_dict, strict=strict)
+            kept = {} if not allowed_missing_keys else self.state_dict()
+            absent = [n for n in allowed_missing_keys or () if n in kept and n not in state_dict]
+            whole = {**state_dict, **{name: kept[name] for name in absent}}
+            self.load_state_dict(whole, strict=strict)
             return
         with self.materialized(self.module):
             custom_load_fn(src=state_dict, dst=self.module)

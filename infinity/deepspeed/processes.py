@@ -6,15 +6,21 @@ before `initialize`: `add_config_arguments`, `init_distributed`.
 
 from __future__ import annotations
 
+import inspect
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 from torch.utils import checkpoint as torch_checkpoint
 
 from infinity.errors import ConfigError
 from infinity.optim import standalone
 from infinity.ranks import find_ranks, launched_rank, num_launched
+
+TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"  # where accelerate writes variables
 
 
 def add_config_arguments(parser: Any) -> Any:
@@ -42,14 +48,30 @@ def add_config_arguments(parser: Any) -> Any:
 # --- comm ----------------------------------------------------------------------------------------
 
 
-def init_distributed(*args: Any, **kwargs: Any) -> None:
-    """Make torch's default process group of what a launcher started; one process needs none.
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
+    verbose: bool = True,
+    timeout: Any = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Make torch's default process group of what a launcher started; one that is there stays.
 
-    Of NCCL where there are GPUs, else of gloo, as `initialize` would; arguments are ignored. One
-    that is there stays. Raises `ConfigError` or `MachineError` where that cannot be.
+    Of NCCL where there are GPUs, else of gloo, as `initialize` would; the arguments change nothing.
+    One process needs no group, and has one if a launcher started it: some scripts ask torch's.
+    Raises `ConfigError` or `MachineError` where that cannot be.
     """
     if num_launched() > 1:
         find_ranks()
+    elif "RANK" in os.environ and dist.is_available() and not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        store = vars(dist)["HashStore"]()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
 def _has_group() -> bool:
@@ -57,8 +79,8 @@ def _has_group() -> bool:
 
 
 def is_initialized() -> bool:
-    """Whether processes are in touch, as one process always is with itself."""
-    return _has_group() or num_launched() == 1
+    """Whether processes are in touch, as one that no launcher started is with itself."""
+    return _has_group() or (num_launched() == 1 and "RANK" not in os.environ)
 
 
 def get_rank(group: Any = None) -> int:
@@ -82,45 +104,116 @@ def destroy_process_group(group: Any = None) -> None:
         dist.destroy_process_group(group)
 
 
-def _passed_on(name: str, alone: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.distributed's function; `alone` where there is one process, and no group."""
+def get_world_group() -> Any:
+    """torch's default group; None where there is none."""
+    return dist.group.WORLD if _has_group() else None
+
+
+def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
+    """The number of a process, by that in a group."""
+    return group_rank if group is None else dist.get_global_rank(group, group_rank)
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    """The numbers of a group's processes."""
+    return dist.get_process_group_ranks(group) if _has_group() else [0]
+
+
+def no_group() -> None:
+    """Nobody shares a layer or a sequence: there is no such group."""
+
+
+def get_zero() -> int:
+    """The number of a process in a group of its own."""
+    return 0
+
+
+def get_one() -> int:
+    """How many processes are in a group of its own."""
+    return 1
+
+
+_LOGGED = ("prof", "log_name", "debug")  # of DeepSpeed's log of what is sent, which is not kept
+
+
+def _passed_on(
+    name: str, parameters: str, alone: Callable[..., Any] | None = None, *, logged: bool = True
+) -> Callable[..., Any]:
+    """torch.distributed's function, with DeepSpeed's parameters: `theirs=torch's`.
+
+    `alone` answers where there is one process, and no group.
+    """
+    pairs = (word.partition("=") for word in parameters.split())
+    names = {theirs: other or theirs for theirs, _, other in pairs}
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        if _has_group() or num_launched() > 1:
-            return getattr(dist, name)(*args, **kwargs)
-        return alone(*args, **kwargs)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        passed = {names.get(key, key): v for key, v in given.items() if key not in _LOGGED}
+        if alone is None or _has_group() or num_launched() > 1:
+            return getattr(dist, name)(**passed)
+        return alone(**passed)
 
-    function.__doc__ = f"`torch.distributed.{name}`, whose arguments it has."
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    order = (*names, *(_LOGGED if logged else ()))
+    function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(one, kind) for one in order]
+    )
+    function.__doc__ = f"`torch.distributed.{name}`; what would be logged of it is not."
     return function
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def _nothing(**kwargs: Any) -> None:
     """One process has what all have."""
 
 
-def _fill(tensor_list: list[Any], tensor: Any, *args: Any, **kwargs: Any) -> None:
+def _fill(tensor_list: list[Any], tensor: Any, **kwargs: Any) -> None:
     tensor_list[0].copy_(tensor)
 
 
-def _put(object_list: list[Any], obj: Any, *args: Any, **kwargs: Any) -> None:
+def _put(object_list: list[Any], obj: Any, **kwargs: Any) -> None:
     object_list[0] = obj
 
 
-barrier = _passed_on("barrier", _nothing)
-all_reduce = _passed_on("all_reduce", _nothing)
-reduce = _passed_on("reduce", _nothing)
-broadcast = _passed_on("broadcast", _nothing)
-broadcast_object_list = _passed_on("broadcast_object_list", _nothing)
-all_gather = _passed_on("all_gather", _fill)
-all_gather_object = _passed_on("all_gather_object", _put)
+_BOTH = "group async_op"
+barrier = _passed_on("barrier", f"{_BOTH} device_ids", _nothing)
+all_reduce = _passed_on("all_reduce", f"tensor op {_BOTH}", _nothing)
+reduce = _passed_on("reduce", f"tensor dst op {_BOTH}", _nothing)
+broadcast = _passed_on("broadcast", f"tensor src {_BOTH}", _nothing)
+broadcast_object_list = _passed_on(
+    "broadcast_object_list", "object_list src group device", _nothing
+)
+all_gather = _passed_on("all_gather", f"tensor_list tensor {_BOTH}", _fill)
+all_gather_object = _passed_on("all_gather_object", "object_list obj group", _put)
+all_gather_into_tensor = _passed_on(
+    "all_gather_into_tensor", f"output_tensor tensor=input_tensor {_BOTH}"
+)
+allgather_fn = _passed_on("all_gather_into_tensor", f"output_tensor input_tensor {_BOTH}")
+reduce_scatter = _passed_on("reduce_scatter", f"output input_list op {_BOTH}")
+reduce_scatter_tensor = _passed_on(
+    "reduce_scatter_tensor", f"output_tensor=output tensor=input op {_BOTH}"
+)
+all_to_all = _passed_on("all_to_all", f"output_tensor_list input_tensor_list {_BOTH}")
+all_to_all_single = _passed_on(
+    "all_to_all_single", f"output tensor=input output_split_sizes input_split_sizes {_BOTH}"
+)
+gather = _passed_on("gather", f"tensor gather_list dst {_BOTH}")
+scatter = _passed_on("scatter", f"tensor scatter_list src {_BOTH}")
+send = _passed_on("send", "tensor dst group tag")
+recv = _passed_on("recv", "tensor src group tag")
+isend = _passed_on("isend", "tensor dst group tag")
+irecv = _passed_on("irecv", "tensor src group tag")
+batch_isend_irecv = _passed_on("batch_isend_irecv", "p2p_op_list")
+monitored_barrier = _passed_on("monitored_barrier", "group timeout wait_all_ranks", _nothing)
+new_group = _passed_on("new_group", "ranks", logged=False)
+is_available = dist.is_available
 
 
 # --- checkpointing -------------------------------------------------------------------------------
 
 
-def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`function(*args)`, whose activations are made again in backward instead of being kept."""
-    return torch_checkpoint.checkpoint(function, *args, use_reentrant=False)
+    return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
 def configure(
@@ -241,3 +334,23 @@ class FusedAdam(standalone.FusedAdam):
             adamw_mode=adam_w_mode,
             bias_correction=bias_correction,
         )
+
+
+class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
+    """torch's Adagrad; in `initialize(optimizer=...)` it runs tile by tile on offloaded state."""
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        if amsgrad or not fp32_optimizer_states:
+            raise ConfigError(
+                "DeepSpeedCPUAdagrad keeps fp32 sums of squares",
+                remedy="leave amsgrad and fp32_optimizer_states out",
+            )
+        super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)

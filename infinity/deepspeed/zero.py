@@ -1,20 +1,85 @@
-"""DeepSpeed's `zero`: building models without memory, and full values of parameters."""
+"""DeepSpeed's `zero`: building models without memory, and full values of parameters.
+
+[Note: marks]
+Scripts ask a parameter whether its values are away: `hasattr(p, "ds_id")`, `p.ds_status`. So those
+of a `DeepSpeedEngine` have `ds_id`, `ds_numel`, `ds_shape`, and a status that is `NOT_AVAILABLE`
+but in a block of `GatheredParameters`: elsewhere values come where a module uses them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import ExitStack
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from enum import Enum, IntEnum
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import infinity.model.meta_init as materialize
 from infinity.config.schema import load_config
 from infinity.deepspeed.config import find_translation
+from infinity.deepspeed.names import getter
 from infinity.engine import Engine
 from infinity.errors import ConfigError, ResidencyError
 from infinity.model.parameters import engine_of
+
+
+class ZeroParamType(Enum):
+    """Where a parameter's values may rest: here all are `NORMAL`."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class ZeroParamStatus(Enum):
+    """Whether a parameter holds its full value now."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[()]]:
+        return set, ()  # what torch's safe loader knows: a parameter that is pickled has its value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
+class ZeroStageEnum(IntEnum):
+    """What DeepSpeed's stages share between GPUs; here all of it is shared at any."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
+
+
+def mark(parameters: Iterable[nn.Parameter]) -> None:
+    """Answer what scripts ask of parameters: see the note."""
+    for number, parameter in enumerate(parameters):
+        vars(parameter).update(
+            ds_id=number,
+            ds_numel=parameter.numel(),
+            ds_shape=parameter.shape,
+            ds_status=ZeroParamStatus.NOT_AVAILABLE,
+        )
+
+
+def unmark(parameters: Iterable[nn.Parameter]) -> None:
+    """Take the answers back."""
+    for parameter in parameters:
+        for name in ("ds_id", "ds_numel", "ds_shape", "ds_status"):
+            vars(parameter).pop(name, None)
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """Whether an engine has the parameter's values."""
+    return hasattr(parameter, "ds_id")
 
 
 class Init:
@@ -23,7 +88,9 @@ class Init:
     Where parameters go is said to `initialize`, so `remote_device`, `pin_memory` and process groups
     change nothing. Values are made in the dtype they are written in and rounded once, so `dtype`
     changes nothing either. `module`: a model that is built already stays as it is, `initialize`
-    takes it over. With `enabled=False`, and inside another such block, nothing happens.
+    takes it over. With `enabled=False`, and inside another such block, nothing happens; nor where
+    transformers asks, which fills the model in RAM right after. A model of its that RAM cannot
+    hold: `infinity.from_pretrained`. `tensor_overrides` are for what DeepSpeed patches in torch.
     """
 
     def __init__(
@@ -43,6 +110,7 @@ class Init:
         zero_quantized_nontrainable_weights: bool = False,
         sequence_data_parallel_group: Any = None,
         param_swapper: Any = None,
+        tensor_overrides: Any = None,
     ) -> None:
         refused = {
             "mpu": mpu is not None,
@@ -57,7 +125,7 @@ class Init:
             )
         source = config_dict_or_path if config_dict_or_path is not None else config
         self._seed = None if source is None else _seed_in(source)
-        self._enabled = enabled
+        self._enabled = enabled and not _is_transformers(source)
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
@@ -77,7 +145,8 @@ class GatheredParameters:
     `params` is a parameter, several of them, or a module's `parameters()`. Tensors that no engine
     owns, and parameters of an outer block, are left as they are. Leaving the block writes edits
     where they rest. Values are in the dtype that is computed in; for fp32 masters use
-    `engine.materialized(params, master=True)`.
+    `engine.materialized(params, master=True)`. A parameter that no engine owns yet gets, on all
+    ranks, the values that it has on `modifier_rank` when the block ends.
 
     Raises `ResidencyError` for parameters that have no values yet.
     """
@@ -91,6 +160,7 @@ class GatheredParameters:
     ) -> None:
         given = [params] if isinstance(params, Tensor) else list(params)
         self._params = given if enabled else []
+        self._modifier_rank = modifier_rank
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
@@ -110,11 +180,46 @@ class GatheredParameters:
         with ExitStack() as undo:
             for engine, parameters in owned.values():
                 undo.enter_context(engine.materialized(parameters))
+                undo.enter_context(_available(parameters))
             self._undo = undo.pop_all()
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
         self._undo.__exit__(*exc_info)
+        many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if many and self._modifier_rank is not None and exc_info[0] is None:
+            gpu = dist.get_backend() == "nccl"
+            for parameter in self._params:
+                if engine_of(parameter) is None:
+                    value = parameter.detach()
+                    sent = value.cuda() if gpu else value
+                    dist.broadcast(sent, self._modifier_rank)
+                    value.copy_(sent)
+
+
+@contextmanager
+def _available(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Marked parameters say in the block that they hold values."""
+    marked = [parameter for parameter in parameters if is_zero_param(parameter)]
+    for parameter in marked:
+        vars(parameter)["ds_status"] = ZeroParamStatus.AVAILABLE
+    try:
+        yield
+    finally:
+        for parameter in marked:
+            vars(parameter)["ds_status"] = ZeroParamStatus.NOT_AVAILABLE
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """The engine's module, as it is: it generates between steps, and weights are brought to it."""
+    yield getattr(model, "module", model)
+
+
+def _is_transformers(source: Any) -> bool:
+    """Whether this is the configuration that transformers builds its models with."""
+    found = sys.modules.get("transformers.integrations.deepspeed")
+    return found is not None and source is not None and found.deepspeed_config() is source
 
 
 def _seed_in(source: Any) -> int | None:
@@ -133,3 +238,6 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 unregister_external_parameter = register_external_parameter
+
+
+__getattr__ = getter("zero")

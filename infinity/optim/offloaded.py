@@ -65,6 +65,21 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._engine_step = weakref.WeakMethod(engine_step)
         self._drop = weakref.WeakMethod(drop)
 
+    @property
+    def loss_scale(self) -> float:
+        """The engine's: what the next loss is multiplied by in backward."""
+        return float(getattr(self._engine(), "loss_scale", 1.0))
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped, because gradients were not finite."""
+        report = getattr(self._engine(), "last_report", None)
+        return report is not None and bool(report.skipped)
+
+    def _engine(self) -> Any:
+        step = None if self._engine_step is None else self._engine_step()
+        return getattr(step, "__self__", None)
+
     def connect_state(self, read_state: Callable[[nn.Parameter], dict[str, Any]]) -> None:
         """Name what `read_state` does."""
         self._read_state = read_state

@@ -1,20 +1,29 @@
-"""DeepSpeed's `utils`: values of one parameter, marks on modules, a log, a device to build on."""
+"""DeepSpeed's `utils`: values of one parameter, marks on modules, a log, a device to build on.
+
+And what scripts take from its `runtime.utils` and `checkpoint.utils`.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
-from typing import Self
+from functools import cache, partial
+from typing import Any, Self
 
+import numpy
 import torch
 from torch import Tensor, nn
 
+from infinity.deepspeed.names import getter
 from infinity.deepspeed.processes import get_rank
 from infinity.engine import Engine
 from infinity.errors import ConfigError, TrainingError
 from infinity.model.parameters import engine_of
+from infinity.model.torch_private import tree_map
+from infinity.plan.machine import read_machine
+from infinity.sizes import format_size
 
 logger = logging.getLogger("infinity")
 Classes = Sequence[type[nn.Module] | str]
@@ -153,9 +162,8 @@ def set_z3_leaf_modules(
 def set_z3_leaf_modules_by_name(
     model: nn.Module,
     module_names: Sequence[str],
-    raise_if_not_found: bool = True,
-    *,
     flag: bool = True,
+    raise_if_not_found: bool = True,
 ) -> list[nn.Module]:
     """Mark modules by their dotted names; as `set_z3_leaf_modules`."""
     return _mark(model, lambda n, _: n in module_names, module_names, raise_if_not_found, flag)
@@ -164,9 +172,8 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module,
     module_name_suffixes: Sequence[str],
-    raise_if_not_found: bool = True,
-    *,
     flag: bool = True,
+    raise_if_not_found: bool = True,
 ) -> list[nn.Module]:
     """Mark modules by how their dotted names end; as `set_z3_leaf_modules`."""
     ends = tuple(module_name_suffixes)
@@ -207,6 +214,68 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
         logger.log(level, message)
 
 
+@cache
+def log_dist_once(
+    message: str, ranks: tuple[int, ...] | None = None, level: int = logging.INFO
+) -> None:
+    """`log_dist`, of each message once."""
+    log_dist(message, ranks, level)
+
+
+@cache
+def warning_once(*args: Any, **kwargs: Any) -> None:
+    """`logger.warning`, of each message once."""
+    logger.warning(*args, **kwargs)
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Log, with `force`, what this process holds: on the GPU, by torch, and in RAM."""
+    if force:
+        found = {"RAM": read_machine().own_rss_bytes}
+        if torch.cuda.is_available():
+            found |= {
+                "GPU": torch.cuda.memory_allocated(),
+                "GPU at most": torch.cuda.max_memory_allocated(),
+            }
+        sizes = ", ".join(f"{name} {format_size(n)}" for name, n in found.items())
+        logger.info("%s: %s", message, sizes)
+
+
+def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
+    """`see_memory_usage` on one rank, or on all."""
+    see_memory_usage(msg, force=print_rank in (-1, get_rank()))
+    if reset_max and torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed the generators of Python, numpy and torch."""
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def move_to_device(item: Any, device: Any, criterion_func: Callable[[Tensor], bool]) -> Any:
+    """The tensors in `item` for which the function is true, on that device; the rest as it is."""
+    return tree_map(
+        lambda t: t.to(device) if isinstance(t, Tensor) and criterion_func(t) else t, item
+    )
+
+
+def clone_tensors_for_torch_save(item: Any, device: Any = None) -> Any:
+    """`item` with copies of its tensors, on the CPU by default; names to values become a dict."""
+    target = torch.device("cpu" if device is None else device)
+    plain = dict(item.items()) if isinstance(item, Mapping) else item
+    return tree_map(
+        lambda t: t.detach().to(target, copy=True) if isinstance(t, Tensor) else t, plain
+    )
+
+
+def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The function: ranges of calls are in traces of `trace:` instead."""
+    return func
+
+
 class OnDevice:
     """`with OnDevice(dtype, device="meta"): model = Build()`.
 
@@ -232,3 +301,6 @@ class OnDevice:
 
     def __exit__(self, *rest: object) -> None:
         self._undo.close()
+
+
+__getattr__ = getter("utils")

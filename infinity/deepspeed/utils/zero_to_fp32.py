@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from infinity.checkpoint.reader import CheckpointReader, find_tag
 from infinity.deepspeed.import_checkpoint import deepspeed_weights, is_zero
+from infinity.deepspeed.names import getter
 from infinity.errors import CheckpointError
 from infinity.files import atomic_write, make_directories
 from infinity.model.weight_files import Outgoing, write_shards
@@ -114,6 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         exclude_frozen_parameters=given.exclude_frozen_parameters,
     )
 
+
+__getattr__ = getter("utils.zero_to_fp32")
 
 if __name__ == "__main__":
     main()

@@ -1,0 +1,203 @@
+"""DeepSpeed's flops profiler, over `torch.utils.flop_counter`: multiplications and additions.
+
+What torch counts are matrix products, attention and convolutions, of forward and backward alike;
+two operations are one multiply-accumulate. Elementwise work is not counted.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from infinity.errors import ConfigError
+
+_UNITS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3), ("", 1.0), ("m", 1e-3), ("u", 1e-6))
+
+
+class FlopsProfiler:
+    """Counts what runs between `start_profile()` and `stop_profile()`.
+
+    Between them run the model, or an engine that has it, forward or also backward.
+    """
+
+    def __init__(
+        self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0
+    ) -> None:
+        self.model, self.ds_engine = model, ds_engine
+        self.recompute_fwd_factor = recompute_fwd_factor
+        self.started = False
+        self._counter: Any = FlopCounterMode(display=False)
+        self._begun_s = self._duration_s = 0.0
+
+    def start_profile(self, ignore_list: Any = None) -> None:
+        """Count from now on; `ignore_list` is not looked at."""
+        self._counter = FlopCounterMode(display=False)
+        self._counter.__enter__()
+        self.started, self._begun_s = True, time.perf_counter()
+
+    def stop_profile(self) -> None:
+        """Count no more; what was counted stays."""
+        if self.started:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self._duration_s = time.perf_counter() - self._begun_s
+            self._counter.__exit__(None, None, None)
+            self.started = False
+
+    def reset_profile(self) -> None:
+        """Forget what was counted."""
+        self._counter, self._duration_s = FlopCounterMode(display=False), 0.0
+
+    def end_profile(self) -> None:
+        """`stop_profile()`, and forget."""
+        self.stop_profile()
+        self.reset_profile()
+
+    def get_total_flops(self, as_string: bool = False) -> Any:
+        """Operations so far; as text with a unit."""
+        flops = self._counter.get_total_flops() * (1 + self.recompute_fwd_factor)
+        return flops_to_string(flops) if as_string else flops
+
+    def get_total_macs(self, as_string: bool = False) -> Any:
+        """Multiply-accumulates so far, half as many."""
+        macs = self.get_total_flops() / 2
+        return macs_to_string(macs) if as_string else macs
+
+    def get_total_duration(self, as_string: bool = False) -> Any:
+        """Seconds between start and stop, what is awaited included."""
+        return duration_to_string(self._duration_s) if as_string else self._duration_s
+
+    def get_total_params(self, as_string: bool = False) -> Any:
+        """Elements of the model's parameters, wherever they rest."""
+        count = sum(parameter.numel() for parameter in self.model.parameters())
+        return params_to_string(count) if as_string else count
+
+    def is_expert_tensor_parallelism_enabled(self) -> bool:
+        """Never: experts are not cut."""
+        return False
+
+    def print_model_profile(
+        self,
+        profile_step: int = 1,
+        module_depth: int = -1,
+        top_modules: int = 1,
+        detailed: bool = True,
+        output_file: str | None = None,
+    ) -> None:
+        """Write a table of modules, the largest first, to stdout or into a file.
+
+        `module_depth` is the deepest that is shown, -1 all; `top_modules` how many of each depth
+        without `detailed`.
+        """
+        lines = [
+            f"step {profile_step}: {self.get_total_params(True)} parameters, "
+            f"{self.get_total_flops(True)}, {self.get_total_duration(True)}"
+        ]
+        shown: dict[int, int] = {}
+        counted = self._counter.get_flop_counts()
+        for name, flops in sorted(counted.items(), key=lambda one: -sum(one[1].values())):
+            depth = name.count(".")
+            shown[depth] = shown.get(depth, 0) + 1
+            if (module_depth < 0 or depth <= module_depth) and (
+                detailed or shown[depth] <= top_modules
+            ):
+                lines.append(f"{'  ' * depth}{name}: {flops_to_string(sum(flops.values()))}")
+        text = "\n".join(lines) + "\n"
+        if output_file is None:
+            sys.stdout.write(text)
+        else:
+            Path(output_file).write_text(text, encoding="utf-8")
+
+    def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
+        """`print_model_profile`, of the largest modules of each depth."""
+        self.print_model_profile(1, module_depth, top_modules, detailed=False)
+
+
+def get_model_profile(
+    model: nn.Module,
+    input_shape: tuple[int, ...] | None = None,
+    args: Any = (),
+    kwargs: Any = None,
+    print_profile: bool = True,
+    detailed: bool = True,
+    module_depth: int = -1,
+    top_modules: int = 1,
+    warm_up: int = 1,
+    as_string: bool = True,
+    output_file: str | None = None,
+    ignore_modules: Any = None,
+    mode: str = "forward",
+) -> tuple[Any, Any, Any]:
+    """Operations, multiply-accumulates and parameters of one call: `(flops, macs, params)`.
+
+    `input_shape` stands for ones of that shape in place of `args` and `kwargs`; `mode` is "forward"
+    or "generate"; `warm_up` calls come first. Raises `ConfigError` where nothing is given to call.
+    """
+    given = () if input_shape is None else (_ones(model, input_shape),)
+    args, kwargs = tuple(args) or given, dict(kwargs or {})
+    if not args and not kwargs:
+        remedy = "input_shape=, args= or kwargs="
+        raise ConfigError("get_model_profile() got no input", remedy=remedy)
+    if mode not in ("forward", "generate"):
+        raise ConfigError(f"mode is {mode!r}", remedy='"forward" or "generate"')
+    call = model if mode == "forward" else model.generate
+    profiler = FlopsProfiler(model)
+    for _ in range(warm_up):
+        call(*args, **kwargs)  # type: ignore[operator]
+    profiler.start_profile(ignore_modules)
+    call(*args, **kwargs)  # type: ignore[operator]
+    profiler.stop_profile()
+    if print_profile:
+        profiler.print_model_profile(1, module_depth, top_modules, detailed, output_file)
+    return (
+        profiler.get_total_flops(as_string),
+        profiler.get_total_macs(as_string),
+        profiler.get_total_params(as_string),
+    )
+
+
+def _ones(model: nn.Module, shape: tuple[int, ...]) -> torch.Tensor:
+    first = next(model.parameters(), torch.empty(()))
+    return torch.ones(shape, dtype=first.dtype, device=first.device)
+
+
+def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
+    """A number with the largest unit that fits, or that one: "1.5 G"."""
+    fitting = next((one for one in _UNITS if abs(num) >= one[1]), ("", 1.0))
+    name, size = fitting if units is None else (units, dict(_UNITS)[units])
+    return f"{round(num / size, precision):g} {name}"
+
+
+def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
+    """Operations, as "1.5 GFLOPS"; `units` is such a name."""
+    return number_to_string(flops, _unit(units, "FLOPS"), precision) + "FLOPS"
+
+
+def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
+    """Multiply-accumulates, as "1.5 GMACs"."""
+    return number_to_string(macs, _unit(units, "MACs"), precision) + "MACs"
+
+
+def bytes_to_string(b: float, units: str | None = None, precision: int = 2) -> str:
+    """Bytes, in powers of ten, as "1.5 GB"."""
+    return number_to_string(b, _unit(units, "B"), precision) + "B"
+
+
+def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
+    """Elements, as "1.5 M"."""
+    return number_to_string(params_num, _unit(units, ""), precision).rstrip()
+
+
+def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
+    """Seconds, as "1.5 ms"."""
+    return number_to_string(duration, _unit(units, "s"), precision) + "s"
+
+
+def _unit(given: str | None, of: str) -> str | None:
+    return None if given is None else given.removesuffix(of)

@@ -1,0 +1,169 @@
+"""DeepSpeed's monitors: steps as TensorBoard events, to Weights & Biases, as CSV files."""
+
+from __future__ import annotations
+
+import csv
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from infinity.deepspeed.processes import get_rank
+from infinity.errors import ConfigError
+from infinity.files import make_directories
+
+Event = tuple[str, float, int]  # a label such as Train/Samples/lr, its value, and samples so far
+
+
+@dataclass
+class _Section:
+    """A section of a configuration that has these keys; others are not looked at."""
+
+    enabled: bool = False
+    output_path: str = ""
+    job_name: str = "DeepSpeedJobName"
+    group: str | None = None
+    team: str | None = None
+    project: str = "deepspeed"
+
+    @property
+    def folder(self) -> Path:
+        """Where files go."""
+        return Path(self.output_path or "").expanduser() / self.job_name
+
+
+@dataclass
+class DeepSpeedMonitorConfig:
+    """The sections of a configuration that ask for monitors."""
+
+    tensorboard: _Section = field(default_factory=_Section)
+    wandb: _Section = field(default_factory=_Section)
+    csv_monitor: _Section = field(default_factory=_Section)
+
+
+def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
+    """Of a whole configuration, as plain data."""
+    made = DeepSpeedMonitorConfig()
+    known = {one.name for one in fields(_Section)}
+    for section in fields(made):
+        given = param_dict.get(section.name) or {}
+        kept = {key: v for key, v in given.items() if key in known and v is not None}
+        setattr(made, section.name, _Section(**kept))
+    return made
+
+
+class Monitor(ABC):
+    """Takes events; it writes on the first rank, where it is `enabled`."""
+
+    def __init__(self, monitor_config: Any) -> None:
+        self.monitor_config = monitor_config
+        self.enabled = bool(monitor_config.enabled) and get_rank() == 0
+
+    @abstractmethod
+    def write_events(self, event_list: Iterable[Event]) -> None:
+        """Write them, each with its own samples so far."""
+
+
+class TensorBoardMonitor(Monitor):
+    """Event files in `output_path/job_name`, by `torch.utils.tensorboard`.
+
+    Raises `ConfigError` where the package tensorboard is missing.
+    """
+
+    def __init__(self, tensorboard_config: Any) -> None:
+        super().__init__(tensorboard_config)
+        if self.enabled:
+            made = _needed("torch.utils.tensorboard", "tensorboard")
+            self.summary_writer = made.SummaryWriter(log_dir=str(tensorboard_config.folder))
+
+    def write_events(self, event_list: Iterable[Event], flush: bool = True) -> None:
+        """See `Monitor`; with `flush` they are in the file when this returns."""
+        if self.enabled:
+            for label, value, samples in event_list:
+                self.summary_writer.add_scalar(label, value, samples)
+            if flush:
+                self.flush()
+
+    def flush(self) -> None:
+        """Write what waits in RAM."""
+        if self.enabled:
+            self.summary_writer.flush()
+
+
+class WandbMonitor(Monitor):
+    """Values of a run of Weights & Biases, which it begins.
+
+    Raises `ConfigError` where the package wandb is missing.
+    """
+
+    def __init__(self, wandb_config: Any) -> None:
+        super().__init__(wandb_config)
+        if self.enabled:
+            self._wandb = _needed("wandb", "wandb")
+            self._wandb.init(
+                project=wandb_config.project, group=wandb_config.group, entity=wandb_config.team
+            )
+
+    def log(self, data: Mapping[str, Any], step: int | None = None, commit: Any = None) -> None:
+        """As `wandb.log`."""
+        if self.enabled:
+            self._wandb.log(data, step=step, commit=commit)
+
+    def write_events(self, event_list: Iterable[Event]) -> None:
+        """See `Monitor`."""
+        for label, value, samples in event_list:
+            self.log({label: value}, step=samples)
+
+
+class csvMonitor(Monitor):  # noqa: N801
+    """A file for each label in `output_path/job_name`, with a line `samples,value` for each event.
+
+    Train/Samples/lr is in Train_Samples_lr.csv; a file that is there is gone on with.
+    """
+
+    def __init__(self, csv_config: Any) -> None:
+        super().__init__(csv_config)
+        if self.enabled:
+            make_directories(csv_config.folder)
+
+    def write_events(self, event_list: Iterable[Event]) -> None:
+        """See `Monitor`."""
+        for label, value, samples in event_list if self.enabled else ():
+            name = label.replace("/", "_").replace(" ", "_")
+            path = self.monitor_config.folder / f"{name}.csv"
+            begun = path.exists()
+            with path.open("a", newline="", encoding="utf-8") as file:
+                writer = csv.writer(file)
+                if not begun:
+                    writer.writerow(["step", label.rpartition("/")[2]])
+                writer.writerow([samples, value])
+
+
+class MonitorMaster(Monitor):
+    """All that a configuration asks for, as `DeepSpeedEngine.monitor`."""
+
+    def __init__(self, monitor_config: DeepSpeedMonitorConfig) -> None:
+        self.monitor_config = monitor_config
+        self.tb_monitor = TensorBoardMonitor(monitor_config.tensorboard)
+        self.wandb_monitor = WandbMonitor(monitor_config.wandb)
+        self.csv_monitor = csvMonitor(monitor_config.csv_monitor)
+        self._all = (self.tb_monitor, self.wandb_monitor, self.csv_monitor)
+        self.enabled = any(one.enabled for one in self._all)
+
+    def write_events(self, event_list: Iterable[Event]) -> None:
+        """See `Monitor`."""
+        events = list(event_list)
+        for one in self._all:
+            one.write_events(events)
+
+
+def _needed(module: str, package: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"the configuration asks for {package}, which is not installed: {error}",
+            remedy=f'pip install {package}, or "enabled": false',
+        ) from error

@@ -36,6 +36,7 @@ _WHERE = {
     "InfinityTrainer": "infinity.huggingface.trainer",
     "TrainingArguments": "infinity.huggingface.settings",
     "add_config_arguments": "infinity.deepspeed",
+    "as_deepspeed": "infinity.deepspeed.door",
     "init_distributed": "infinity.deepspeed",
     "translate_deepspeed": "infinity.deepspeed",
 }
@@ -72,6 +73,7 @@ __all__ = [
     "StepReport",
     "__version__",
     "add_config_arguments",
+    "as_deepspeed",
     "from_config",
     "from_pretrained",
     "init_distributed",

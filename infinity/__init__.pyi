@@ -3,6 +3,7 @@ from infinity._version import __version__ as __version__
 from infinity.config.schema import Config as Config
 from infinity.config.schema import load_config as load_config
 from infinity.deepspeed.config import translate_deepspeed as translate_deepspeed
+from infinity.deepspeed.door import as_deepspeed as as_deepspeed
 from infinity.deepspeed.engine import DeepSpeedEngine as DeepSpeedEngine
 from infinity.deepspeed.processes import add_config_arguments as add_config_arguments
 from infinity.deepspeed.processes import init_distributed as init_distributed
@@ -33,6 +34,7 @@ __all__ = [
     "StepReport",
     "__version__",
     "add_config_arguments",
+    "as_deepspeed",
     "from_config",
     "from_pretrained",
     "init_distributed",

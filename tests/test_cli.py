@@ -34,7 +34,7 @@ def run_process(*command: str, **options: Any) -> subprocess.CompletedProcess[st
     )
 
 
-COMMANDS = ["doctor", "plan", "init", "train", "trace", "bench", "checkpoint"]
+COMMANDS = ["doctor", "plan", "init", "train", "run", "trace", "bench", "checkpoint"]
 
 
 def test_version_and_help() -> None:
@@ -97,6 +97,7 @@ def test_mistakes_are_explained(tmp_path: Path, arguments: list[str], code: int,
 
 ODD = ("x" * 4096, "a\0b.yaml", "\udcff.yaml", "~no-such-user/a.json", "/dev/full", "file/below")
 VERBS = (
+    ["run", "ODD"],
     ["train", "ODD"],
     ["train", "run.json", "--resume", "ODD"],
     ["plan", "ODD"],

@@ -22,7 +22,7 @@ _PATIENCE_S = 600  # for a step that ends, and a save, after Ctrl-C; then proces
 
 
 def launch(count: int, arguments: Sequence[str]) -> None:
-    """Run `infinity` with these arguments in `count` processes, as `torchrun --standalone` does.
+    """Run Python with these arguments in `count` processes, as `torchrun --standalone` does.
 
     They meet on the loopback interface, so the machine need not know its own name; Ctrl-C and
     SIGTERM are passed on. Returns when all end well. Raises `ConfigError` for more processes than
@@ -52,7 +52,7 @@ def launch(count: int, arguments: Sequence[str]) -> None:
     )
     logging.disable(logging.ERROR)  # what it would say of processes that say it themselves
     try:
-        elastic_launch(config, sys.executable)("-m", "infinity.cli", *arguments)
+        elastic_launch(config, sys.executable)(*arguments)
     except ChildFailedError as error:
         number, failure = error.get_first_failure()
         if failure.exitcode < 0:

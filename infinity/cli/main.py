@@ -1,7 +1,8 @@
 """The `infinity` command: `doctor` looks at a machine, `plan` at a run, `bench` measures.
 
-`init` writes a configuration, `train` trains with one, `trace` says what a run waited for,
-`checkpoint` looks after saved state. A verb's module is imported when the verb is used.
+`init` writes a configuration, `train` trains with one, `run` runs a script that was written for
+DeepSpeed, `trace` says what a run waited for, `checkpoint` looks after saved state. A verb's module
+is imported when the verb is used.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ VERBS = {  # infinity.cli.VERB has what is called, or a Typer of several calls, 
     "plan": "Say what a run would take and how fast it would be.",
     "init": "Write a configuration for `infinity train`, with comments.",
     "train": "Train a causal language model of transformers, new or pretrained.",
+    "run": "Run a script that was written for DeepSpeed, as it is, on one or more GPUs.",
     "trace": "Say who was busy when in a training run, and what it waited for.",
     "bench": "Measure this machine.",
     "checkpoint": "Look at checkpoints, verify, export and prune them.",
@@ -38,11 +40,12 @@ class Verbs(TyperGroup):
         """The verb, or None."""
         if cmd_name not in VERBS:
             return None
-        found = getattr(import_module(f"infinity.cli.{cmd_name}"), cmd_name)
+        module = import_module(f"infinity.cli.{cmd_name}")
+        found = getattr(module, cmd_name)
         if isinstance(found, typer.Typer):
             return typer.main.get_group(found)
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-        alone.command(cmd_name)(found)
+        alone.command(cmd_name, context_settings=getattr(module, "SETTINGS", None))(found)
         return typer.main.get_command(alone)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

@@ -88,7 +88,7 @@ def train(
             from infinity.cli.launch import launch
 
             more = ["--resume", resume, *(["--json"] if as_json else [])]
-            launch(gpus, ["train", str(config), *(overrides or []), *more])
+            launch(gpus, ["-m", "infinity.cli", "train", str(config), *(overrides or []), *more])
         elif as_json:
             with stdout_is_ours(), redirect_stdout(sys.stderr):
                 result = _train(config, overrides or [], resume)

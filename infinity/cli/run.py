@@ -1,0 +1,76 @@
+"""`infinity run`: a script for which `import deepspeed` finds us."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from infinity.cli.terminal import command, say
+from infinity.errors import ConfigError
+
+# What stands behind the script is the script's.
+SETTINGS = {"allow_interspersed_args": False}
+
+
+def run(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="SCRIPT", help="A Python file, or a command such as accelerate."),
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARG]...", help="The script's own.")
+    ] = None,
+    gpus: Annotated[int, typer.Option("--gpus", help="How many processes, one a GPU.", min=1)] = 1,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name.")] = False,
+) -> None:
+    """Run a script that was written for DeepSpeed, or Trainer or accelerate over it, as it is.
+
+    In its processes `import deepspeed` finds infinity. For example: infinity run --gpus 2 train.py
+    --deepspeed ds_config.json; infinity run accelerate launch --use_deepspeed train.py
+    """
+    with command():
+        from infinity.deepspeed.door import WORDS, environment_of_children
+
+        found = _python_arguments(target, module)
+        if gpus > 1 and found is None:
+            raise ConfigError(
+                f"--gpus {gpus} with {target}, which starts processes itself",
+                remedy=f"infinity run {target} ..., with its own options",
+            )
+        environment = environment_of_children(alone=gpus == 1 and found is not None)
+        say(f"infinity run: {WORDS}")
+        if gpus > 1:
+            from infinity.cli.launch import launch
+
+            os.environ.update(environment)
+            launch(gpus, [*(found or ()), *(arguments or ())])
+            return
+        start = [_command(target)] if found is None else [sys.executable, *found]
+        sys.stdout.flush()
+        os.execvpe(start[0], [*start, *(arguments or ())], environment)
+
+
+def _python_arguments(target: str, module: bool) -> list[str] | None:
+    """What Python is to run; None for a command of its own."""
+    if module:
+        return ["-m", target]
+    if target.endswith(".py") or Path(target).is_file():
+        if not Path(target).is_file():
+            raise ConfigError(f"there is no file {target}")
+        return [target]
+    _command(target)
+    return None
+
+
+def _command(name: str) -> str:
+    """The path of a command, of this Python's if it has it."""
+    here = Path(sys.executable).parent
+    found = shutil.which(name, path=here) or shutil.which(name)
+    if found is None:
+        raise ConfigError(f"{name} is no file, and no command", remedy="the path of a script")
+    return found

@@ -1,0 +1,24 @@
+"""`deepspeed`, where it is `infinity.deepspeed`: see infinity/deepspeed/door.py."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import infinity.deepspeed
+from infinity.deepspeed.names import all_modules, why_refused
+
+
+class _Absent:
+    """Says what to write instead of a module that is not there."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        """Raise for what is below `deepspeed`: whoever has it was asked before."""
+        package, _, below = name.partition(".")
+        if package == "deepspeed" and below:
+            raise ModuleNotFoundError(str(why_refused(below)), name=name)
+
+
+sys.modules["deepspeed"] = infinity.deepspeed
+sys.modules.update({f"deepspeed.{path}": module for path, module in all_modules().items()})
+sys.meta_path.append(_Absent())

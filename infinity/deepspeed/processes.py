@@ -166,8 +166,17 @@ def _nothing(**kwargs: Any) -> None:
     """One process has what all have."""
 
 
-def _fill(tensor_list: list[Any], tensor: Any, **kwargs: Any) -> None:
-    tensor_list[0].copy_(tensor)
+def _copies(target: str, source: str) -> Callable[..., None]:
+    """Of tensors, or lists of one, each: what one process sends it gets itself."""
+
+    def listed(value: Any) -> list[Any]:
+        return [value] if isinstance(value, torch.Tensor) else list(value or ())
+
+    def copy(**given: Any) -> None:
+        for got, sent in zip(listed(given.get(target)), listed(given.get(source)), strict=False):
+            got.copy_(sent)
+
+    return copy
 
 
 def _put(object_list: list[Any], obj: Any, **kwargs: Any) -> None:
@@ -182,22 +191,42 @@ broadcast = _passed_on("broadcast", f"tensor src {_BOTH}", _nothing)
 broadcast_object_list = _passed_on(
     "broadcast_object_list", "object_list src group device", _nothing
 )
-all_gather = _passed_on("all_gather", f"tensor_list tensor {_BOTH}", _fill)
+all_gather = _passed_on(
+    "all_gather", f"tensor_list tensor {_BOTH}", _copies("tensor_list", "tensor")
+)
 all_gather_object = _passed_on("all_gather_object", "object_list obj group", _put)
 all_gather_into_tensor = _passed_on(
-    "all_gather_into_tensor", f"output_tensor tensor=input_tensor {_BOTH}"
+    "all_gather_into_tensor",
+    f"output_tensor tensor=input_tensor {_BOTH}",
+    _copies("output_tensor", "input_tensor"),
 )
-allgather_fn = _passed_on("all_gather_into_tensor", f"output_tensor input_tensor {_BOTH}")
-reduce_scatter = _passed_on("reduce_scatter", f"output input_list op {_BOTH}")
+allgather_fn = _passed_on(
+    "all_gather_into_tensor",
+    f"output_tensor input_tensor {_BOTH}",
+    _copies("output_tensor", "input_tensor"),
+)
+reduce_scatter = _passed_on(
+    "reduce_scatter", f"output input_list op {_BOTH}", _copies("output", "input_list")
+)
 reduce_scatter_tensor = _passed_on(
-    "reduce_scatter_tensor", f"output_tensor=output tensor=input op {_BOTH}"
+    "reduce_scatter_tensor",
+    f"output_tensor=output tensor=input op {_BOTH}",
+    _copies("output", "input"),
 )
-all_to_all = _passed_on("all_to_all", f"output_tensor_list input_tensor_list {_BOTH}")
+all_to_all = _passed_on(
+    "all_to_all",
+    f"output_tensor_list input_tensor_list {_BOTH}",
+    _copies("output_tensor_list", "input_tensor_list"),
+)
 all_to_all_single = _passed_on(
-    "all_to_all_single", f"output tensor=input output_split_sizes input_split_sizes {_BOTH}"
+    "all_to_all_single",
+    f"output tensor=input output_split_sizes input_split_sizes {_BOTH}",
+    _copies("output", "input"),
 )
-gather = _passed_on("gather", f"tensor gather_list dst {_BOTH}")
-scatter = _passed_on("scatter", f"tensor scatter_list src {_BOTH}")
+gather = _passed_on("gather", f"tensor gather_list dst {_BOTH}", _copies("gather_list", "tensor"))
+scatter = _passed_on(
+    "scatter", f"tensor scatter_list src {_BOTH}", _copies("tensor", "scatter_list")
+)
 send = _passed_on("send", "tensor dst group tag")
 recv = _passed_on("recv", "tensor src group tag")
 isend = _passed_on("isend", "tensor dst group tag")

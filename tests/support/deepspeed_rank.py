@@ -27,6 +27,17 @@ def main(job: dict[str, Any]) -> None:
     data = torch.utils.data.TensorDataset(tokens)
     args = argparse.Namespace(deepspeed=True, deepspeed_config=job["config"], local_rank=-1)
     model = case.build()
+    rank, count = comm.get_rank(), comm.get_world_size()
+    # Values that only the first rank has, as where transformers loads a model: all get them.
+    with deepspeed.zero.GatheredParameters(model.parameters(), modifier_rank=0), torch.no_grad():
+        for parameter in model.parameters() if rank else ():
+            parameter.zero_()
+    whole, own = torch.empty(count), torch.tensor([float(rank)])
+    comm.all_gather_into_tensor(output_tensor=whole, tensor=own, log_name="ranks")
+    assert whole.tolist() == list(range(count)) == comm.get_all_ranks_from_group()
+    comm.reduce_scatter_tensor(output_tensor=own, tensor=whole, op=comm.ReduceOp.SUM)
+    assert own.item() == rank * count
+    comm.broadcast(whole, 0, group=comm.get_world_group(), prof=True)
     engine, _, loader, _ = deepspeed.initialize(
         args=args, model=model, model_parameters=model.parameters(), training_data=data
     )

@@ -44,6 +44,17 @@ engine.close()
 assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1], losses
 print("losses", *(f"{loss:.4f}" for loss in losses))
 """
+DOOR = """
+import infinity
+
+infinity.as_deepspeed()
+from importlib.metadata import version
+
+import deepspeed
+
+assert version("deepspeed").endswith("+infinity"), version("deepspeed")
+assert deepspeed.initialize.__module__.startswith("infinity."), deepspeed.initialize
+"""
 
 
 def run(command: Sequence[str | Path], folder: Path = REPOSITORY) -> None:
@@ -91,7 +102,8 @@ def main() -> None:
     plan = ["--device", "24GiB", "--host", "64GiB", "--disk", "2TiB", "--tokens", "8192"]
     run([infinity, "plan", "8b", *plan], elsewhere)
     run([infinity, "init"], elsewhere)
-    run([python, "-c", STEP], elsewhere)
+    for script in (STEP, DOOR):
+        run([python, "-c", script], elsewhere)
     print(f"{wheel.name}: built, installed and used outside the checkout")
     if not arguments.keep:
         shutil.rmtree(work)

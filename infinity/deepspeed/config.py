@@ -127,8 +127,10 @@ def find_translation(source: Any, overrides: Iterable[str] = (), **how: Any) -> 
     if not isinstance(ours, Mapping):
         draft.problem(OURS, f"should be a section with keys of ours, got {ours!r}")
         ours = {}
+    # Without an optimizer nothing is scheduled: transformers leaves a section of 0 steps for that.
+    unread = (OURS, "scheduler") if draft.may_infer and "optimizer" not in found.raw else (OURS,)
     for name, value in found.raw.items():
-        if name != OURS:
+        if name not in unread:
             draft.read("", "", name, value)
     for name, value in list(draft.given.items()):
         if name in KEYS:  # else an argument of an optimizer or a schedule that only torch knows

@@ -22,6 +22,17 @@ SHAPE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
 }  # fmt: skip
+# What a configuration may say of training itself; transformers fills it in.
+SECTIONS = {
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto"}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto",
+            "total_num_steps": "auto",
+        },
+    },
+}  # fmt: skip
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
@@ -79,7 +90,17 @@ def main(config: str, folder: Path) -> dict[str, Any]:
     assert digest(folder / "saved") == digest(folder / "resumed")
     told = numbers(whole)
     assert [row for row in numbers(resumed) if row in told], told
-    only = trainer_of(config, folder / "only", save_only_model=True)
+    given = json.loads(Path(config).read_text()) | SECTIONS
+    sections = folder / "sections.json"
+    sections.write_text(json.dumps(given))
+    if given["zero_optimization"]["stage"] == 3:  # as transformers wants it for inference
+        alone = trainer_of(str(sections), folder / "alone")
+        found = alone.evaluate()["eval_loss"]
+        rows = Tokens(8, 2).rows
+        plain = AutoModelForCausalLM.from_pretrained(pretrained(folder))
+        assert abs(found - float(plain(input_ids=rows, labels=rows).loss)) < 1e-5
+        alone.accelerator.deepspeed_engine_wrapped.engine.destroy()
+    only = trainer_of(str(sections), folder / "only", save_only_model=True)
     only.train()
     only.model_wrapped.destroy()
     names = {path.name for path in (folder / "only" / "checkpoint-6").iterdir()}
@@ -87,6 +108,7 @@ def main(config: str, folder: Path) -> dict[str, Any]:
     assert not any(name.startswith("global_step") for name in names), names
     loaded = AutoModelForCausalLM.from_pretrained(folder / "only" / "checkpoint-6")
     assert loaded.config.hidden_size == SHAPE["hidden_size"]
+    told += numbers(only)
     return {"numbers": told, "weights": digest(folder / "saved")}
 
 

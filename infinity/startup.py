@@ -202,6 +202,7 @@ def _make(
     if isinstance(engine, DeepSpeedEngine):
         engine.translation, engine.config = told.translation, told.given
         engine.training_dataloader = loader
+        engine.watch()
     if isinstance(loader, ResumableLoader):
         engine.register_state("training_data", loader)
     if ranks.rank == 0:

@@ -415,25 +415,11 @@ class DeepSpeedEngine(Engine):
         source = None if self.translation is None else find_source(self.config)
         return MonitorMaster(get_monitor_config({} if source is None else source.raw))
 
-    def backward(
-        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
-    ) -> Tensor:
-        """See `Engine`; monitors are told the mean of a window's losses."""
-        told = super().backward(loss, retain_graph, scale_wrt_gas)
-        if self.monitor.enabled:
-            self._window_loss = getattr(self, "_window_loss", 0.0) + float(told)
-        return told
-
-    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """See `Engine`; of an update monitors are told loss, learning rate and loss scale."""
-        before = self.global_steps
-        super().step(lr_kwargs)
-        if self.global_steps == before or not self.monitor.enabled:
-            return
-        told = {"train_loss": self.__dict__.pop("_window_loss", 0.0), "lr": self.get_lr()[0]}
-        told |= {"loss_scale": float(self.loss_scale)} if self.fp16_enabled() else {}
-        events = [(f"Train/Samples/{n}", v, self.global_samples) for n, v in told.items()]
-        self.monitor.write_events(events)
+    def watch(self) -> None:
+        """From now on monitors are told of every step, if there are any; `initialize` calls."""
+        if self.monitor.enabled and type(self) is DeepSpeedEngine:
+            self.__class__ = _MonitoredEngine  # others need no frame between a step and its caller
+            self.optimizer.connect(self.step, self._drop_arrivals)
 
     # --- checkpoints -----------------------------------------------------------------------------
 
@@ -655,3 +641,26 @@ class DeepSpeedEngine(Engine):
     def destroy(self) -> None:
         """`close()`."""
         self.close()
+
+
+class _MonitoredEngine(DeepSpeedEngine):
+    """A `DeepSpeedEngine` of whose steps monitors are told."""
+
+    _window_loss = 0.0
+
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> Tensor:
+        told = super().backward(loss, retain_graph, scale_wrt_gas)
+        self._window_loss += float(told)
+        return told
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        before = self.global_steps
+        super().step(lr_kwargs)
+        if self.global_steps > before:  # the mean of the window's losses
+            told = {"train_loss": self._window_loss, "lr": self.get_lr()[0]}
+            told |= {"loss_scale": float(self.loss_scale)} if self.fp16_enabled() else {}
+            events = [(f"Train/Samples/{n}", v, self.global_samples) for n, v in told.items()]
+            self.monitor.write_events(events)
+            self._window_loss = 0.0

@@ -32,18 +32,13 @@ from infinity.optim.standalone import built_in_of
 from infinity.optim.update import BuiltInRule, Rule
 from infinity.plan.activations import ActivationModel
 from infinity.plan.budget import Limits
+from infinity.plan.case import Case, activations_on_device, leaving_activations
 from infinity.plan.cost import Rates
 from infinity.plan.forecast import forecast_bytes
 from infinity.plan.layout import Tier, UnitLayout, largest_trained_of
 from infinity.plan.machine import PlanMachine, default_host_budget_bytes, read_machine
 from infinity.plan.plan import Plan, RuleFacts
-from infinity.plan.planner import (
-    Case,
-    activations_on_device,
-    gradient_itemsize,
-    leaving_activations,
-    make_plan,
-)
+from infinity.plan.planner import gradient_itemsize, make_plan
 from infinity.ranks import ALONE, Ranks
 from infinity.rules import SGD
 from infinity.storage.device import PROCESS, Device

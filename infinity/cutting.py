@@ -13,11 +13,11 @@ from infinity.config.schema import Config
 from infinity.formats import MomentFormat
 from infinity.model.cut import Cutter, UnitCut, UnitSpec
 from infinity.model.shapes import Outline, Target
+from infinity.plan.case import Case
 from infinity.plan.cost import Work
 from infinity.plan.layout import PRECISIONS, ParameterFacts, UnitLayout, lay_out
 from infinity.plan.machine import PlanMachine
 from infinity.plan.plan import RuleFacts
-from infinity.plan.planner import Case
 from infinity.rules import RULES, lossy_notes, reserved_moments
 
 if TYPE_CHECKING:

@@ -12,11 +12,12 @@ from infinity.config.schema import load_config
 from infinity.errors import DoesNotFitError
 from infinity.plan.activations import away_bytes, block_widths
 from infinity.plan.budget import Limits
+from infinity.plan.case import Case, price
 from infinity.plan.cost import Work, nominal
 from infinity.plan.layout import Tier
 from infinity.plan.machine import PlanMachine
 from infinity.plan.plan import RuleFacts
-from infinity.plan.planner import Case, make_plan, price
+from infinity.plan.planner import make_plan
 
 H, TOKENS, BLOCKS = 64, 1000, 6
 SHAPES = [(3 * H, H), (H, H), (4 * H, H), (H, 4 * H), (H,)]

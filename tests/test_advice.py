@@ -22,11 +22,11 @@ from infinity.plan.advice import (
     size_text,
     ways_to_fit,
 )
+from infinity.plan.case import Case, Priced, price
 from infinity.plan.cost import Work, nominal
 from infinity.plan.layout import PRECISIONS, ParameterFacts, UnitLayout, lay_out
 from infinity.plan.machine import PlanMachine
 from infinity.plan.plan import RuleFacts
-from infinity.plan.planner import Case, Priced, price
 
 MIB, GIB = 1 << 20, 1 << 30
 SIDE = 512

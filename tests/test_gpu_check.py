@@ -21,8 +21,8 @@ import torch
 from support.fake_accelerator import FakeAccelerator
 
 from infinity.plan.budget import budgeted_bytes
+from infinity.plan.case import Case
 from infinity.plan.cost import NOMINAL, Rates, step_cost
-from infinity.plan.planner import Case
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))

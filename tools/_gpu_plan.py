@@ -19,9 +19,9 @@ from infinity.config.schema import load_config
 from infinity.cutting import case_for, cut_model, groups_of
 from infinity.model.shapes import target_of
 from infinity.plan.budget import budgeted_bytes
+from infinity.plan.case import Case
 from infinity.plan.cost import Rates, step_cost
 from infinity.plan.machine import PlanMachine
-from infinity.plan.planner import Case
 from infinity.sizes import format_size
 
 GIB = 1 << 30

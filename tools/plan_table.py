@@ -21,9 +21,9 @@ from infinity.cutting import Cut, case_for, cut_model, groups_of
 from infinity.model.shapes import NAMED, Target, find_model
 from infinity.plan.activations import num_blocks
 from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
+from infinity.plan.case import Case, Priced
 from infinity.plan.cost import NOMINAL
 from infinity.plan.machine import PlanMachine
-from infinity.plan.planner import Case, Priced
 
 GIB = 1 << 30
 MODELS = {

@@ -43,10 +43,10 @@ from infinity.plan.activations import num_blocks
 from infinity.plan.advice import Way, faster, ways_to_fit
 from infinity.plan.batch_schedule import BatchSchedule, Chosen
 from infinity.plan.budget import budgeted_bytes
+from infinity.plan.case import Case, Priced, price
 from infinity.plan.cost import BETWEEN_NODES, PhaseCost, disk_days
 from infinity.plan.layout import Kind, Tier, UnitLayout
 from infinity.plan.plan import DIRECTIONS, LINKS, Plan
-from infinity.plan.planner import Case, Priced, price
 from infinity.sizes import format_count, format_duration, format_rate, format_size
 
 # The answer of `infinity plan` as people read it.

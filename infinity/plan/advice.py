@@ -23,10 +23,10 @@ from infinity.plan.batch_schedule import (
     choose_schedule,
 )
 from infinity.plan.budget import AUTO_SHARE
+from infinity.plan.case import Case, Priced, price
 from infinity.plan.layout import Tier, UnitLayout
 from infinity.plan.machine import HOST_BUDGET_SHARE
 from infinity.plan.plan import Plan
-from infinity.plan.planner import Case, Priced, price
 from infinity.sizes import format_size
 
 # One way to change a case: what differs, in words and as what to type, and what comes of it.

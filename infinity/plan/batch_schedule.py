@@ -25,7 +25,7 @@ from infinity.config.schema import ActivationsConfig, Config, Offload, Recompute
 from infinity.errors import DoesNotFitError
 from infinity.plan.activations import num_blocks
 from infinity.plan.budget import budgeted_bytes
-from infinity.plan.planner import MARGIN, Case, Priced, price
+from infinity.plan.case import MARGIN, Case, Priced, price
 
 LEAST_TOKENS = {True: 64, False: 512}  # of a slice, on a CPU and on a GPU; fewer leave it idle
 PER_DOUBLING = 0.005  # of a step's time: what more slices cost in calls, where all else is equal

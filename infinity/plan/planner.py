@@ -3,40 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from infinity.config.schema import (
-    ActivationsConfig,
     Config,
     HintsConfig,
-    Offload,
-    PlacementConfig,
-    Recompute,
-    checkpoint_of,
 )
 from infinity.errors import ConfigError, DoesNotFitError
-from infinity.formats import MomentFormat
 from infinity.plan.activations import (
-    CHUNK_TOKENS,
-    ActivationModel,
-    Activations,
-    away_bytes,
     plan_saved,
 )
 from infinity.plan.budget import (
     AUTO_SHARE,
     NUM_STREAM_BUFFERS,
     Limits,
-    budgeted_bytes,
     excess,
     fits_as,
     largest_slot,
     stream_bytes,
     with_memory,
 )
-from infinity.plan.cost import Rates, StepCost, Work, nominal, step_cost
+from infinity.plan.cost import Rates, nominal, step_cost
 from infinity.plan.forecast import forecast_bytes
 from infinity.plan.layout import (
     ELEMENT_ALIGN,
@@ -44,10 +32,8 @@ from infinity.plan.layout import (
     Tier,
     UnitLayout,
     dealt_notes,
-    lay_out_again,
     round_up,
 )
-from infinity.plan.machine import PlanMachine
 from infinity.plan.placement import FIELDS, placed, score
 from infinity.plan.plan import (
     Plan,
@@ -482,286 +468,3 @@ def _remedy(tier: Tier, config: Config, rule: RuleFacts) -> str:
             f"use an optimizer that does not need whole parameters as {rule.name} does"
         )
     return f"raise budget.{tier}, lower chunk_size, or cut the model into smaller units"
-
-
-# Of what activations are estimated at, what placement by the plan leaves free: estimates are within
-# a tenth (tests/test_activation_peak.py), and allocators do not fill their memory to the last byte.
-MARGIN = 1.15
-
-
-def leaving_activations(limits: Limits, found: Activations, tier: Tier, memory: int) -> Limits:
-    """With what placement is to leave to activations of the tier that computes.
-
-    `memory` are all its bytes that a run may take, with what is beside the budget. The budget
-    leaves no less than where nothing is known, if that much is needed: that may be another's.
-    """
-    budget = limits.budgets[tier] or memory
-    needed, beside = int(MARGIN * found.total), max(memory - budget, 0)
-    least = min(needed, int((1 - AUTO_SHARE) * budget))
-    return replace(limits, activations=max(needed - beside, least))
-
-
-def activations_on_device(
-    model: ActivationModel,
-    settings: ActivationsConfig,
-    tokens: int,
-    recompute: Recompute,
-    unified: bool,
-) -> Activations:
-    """Of one micro-batch of `tokens`; inputs of blocks that wait elsewhere are not counted."""
-    found = model.of(
-        tokens,
-        recompute=recompute,
-        slices=settings.slices,
-        logits_at_once=logits_at_once(settings),
-    )
-    saved, _ = plan_saved(settings, model.units, unified=unified)
-    away = away_bytes(saved)
-    return replace(found, boundaries=max(found.boundaries - away, 0)) if away else found
-
-
-def logits_at_once(settings: ActivationsConfig) -> int | None:
-    """Tokens whose logits exist at a time; None: those of all."""
-    return CHUNK_TOKENS if settings.logits == "sliced" else None
-
-
-# A case: what a plan, its times and its activations are computed from, and what comes of it.
-
-
-@dataclass(frozen=True)
-class Case:
-    """Everything that a plan, its times and its activations are computed from.
-
-    Units are laid out for the machine's ranks; plan, times and activations are those of one, and
-    budgets of RAM and disk a node's. `heads` are parameters that make logits. `base` is RAM in
-    bytes that the process needs itself, `made` the largest value made at the initial write (see
-    `Limits`), `device_share` the part of the device's memory that a run takes. `model`
-    follows from units, work and heads, and is kept
-    for the cases that are made of this one.
-    """
-
-    units: tuple[UnitLayout, ...]
-    config: Config
-    machine: PlanMachine
-    work: Work
-    rule: RuleFacts
-    heads: frozenset[int] = frozenset()
-    base: int = 0
-    made: int = 0
-    device_share: float = 1.0
-    model: ActivationModel | None = field(default=None, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        settings = self.config.activations
-        work = replace(
-            self.work, slices=settings.slices, recompute=settings.recompute or self.work.recompute
-        )
-        object.__setattr__(self, "work", work)
-        if self.model is None or self.model.units is not self.units:
-            model = ActivationModel(
-                self.units, lookups=work.lookups, heads=self.heads, shares=work.shares
-            )
-            object.__setattr__(self, "model", model)
-
-    @property
-    def limits(self) -> Limits:
-        """Budgets as a run would derive them on this machine."""
-        budget, machine = self.config.budget, self.machine
-        device = None
-        if machine.device_bytes is not None:
-            device = budget.device or int(self.device_share * machine.device_bytes)
-        disk = machine.disk_bytes if budget.disk is None else min(budget.disk, machine.disk_bytes)
-        disk //= machine.gpus
-        limits = Limits(
-            device=device, host=self.host_bytes, disk=disk, base=self.base, made=self.made
-        )
-        if self.config.activations.tokens is None:
-            return limits
-        found = self.activations()
-        return leaving_activations(limits, found, self.compute_tier, self.compute_bytes)
-
-    @property
-    def host_bytes(self) -> int:
-        """RAM of one rank."""
-        return (self.config.budget.host or self.machine.host_budget_bytes) // self.machine.gpus
-
-    @property
-    def compute_tier(self) -> Tier:
-        """The tier whose memory holds activations."""
-        return Tier.HOST if self.machine.unified else Tier.DEVICE
-
-    @property
-    def compute_bytes(self) -> int:
-        """What a run could take of that tier: a named budget of RAM bounds the whole process."""
-        if self.machine.device_bytes is None:
-            return self.host_bytes
-        return int(self.device_share * self.machine.device_bytes)
-
-    @property
-    def micro_batches(self) -> int:
-        """Of a step, on each rank."""
-        return self.config.gradient_accumulation_steps
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Of all ranks together."""
-        return self.work.tokens * self.micro_batches * self.machine.ranks
-
-    def activations(self) -> Activations:
-        """Of one micro-batch; inputs of blocks that wait elsewhere are not counted."""
-        assert self.model is not None
-        settings = self._with_tokens(self.config).activations
-        return activations_on_device(
-            self.model, settings, self.work.tokens, self.work.recompute, self.machine.unified
-        )
-
-    def _with_tokens(self, config: Config) -> Config:
-        """With the tokens of a micro-batch told where only the case knows them."""
-        told = config.activations
-        if told.offload == "none" or told.tokens is not None:
-            return config
-        told = told.model_copy(update={"tokens": self.work.tokens})
-        return config.model_copy(update={"activations": told})
-
-    def plan(self, config: Config | None = None) -> Plan:
-        """The plan of this case; raises `DoesNotFitError` or `ConfigError`."""
-        return make_plan(
-            self.units,
-            self._with_tokens(config or self.config),
-            self.limits,
-            unified=self.machine.unified,
-            rule=self.rule,
-            device_kernels=not self.machine.unified and bool(self.machine.rates.device_update),
-            rates=self.machine.rank_rates,
-            may_share=self.machine.gpus > 1 and self.machine.nodes == 1,
-        )
-
-    def lowest_plans(self) -> Iterator[Plan]:
-        """Plans that fit with what is left to the plan as low as may be, kind by kind off the disk.
-
-        A search for placement does that too, where the disk is what is short.
-        """
-        wishes = self.config.placement.model_dump()
-        lowest = "disk" if self.config.nvme_path else "host"
-        for raised in ((), ("gradients",), ("gradients", "weights"), tuple(wishes)):
-            settled = {
-                name: ("host" if name in raised else lowest) if wish == "auto" else wish
-                for name, wish in wishes.items()
-            }
-            placement = PlacementConfig.model_validate(settled)
-            try:
-                yield self.plan(self.config.model_copy(update={"placement": placement}))
-            except DoesNotFitError:
-                continue
-
-    def with_config(self, **changes: Any) -> Case:
-        """With other values in the configuration."""
-        return replace(self, config=self.config.model_copy(update=changes))
-
-    def with_budget(self, tier: str, nbytes: int | None) -> Case:
-        """With another budget in the configuration; None leaves it to the machine."""
-        return self.with_config(budget=self.config.budget.model_copy(update={tier: nbytes}))
-
-    def with_machine(self, **changes: Any) -> Case:
-        """With other facts of the machine."""
-        return replace(self, machine=replace(self.machine, **changes))
-
-    def with_moments(self, name: str) -> Case:
-        """With moments in another format."""
-        form = MomentFormat(name)
-        settings = self.config.optimizer.model_copy(update={"moments": name})
-        notes = tuple(n for n in self.rule.notes if "lossy" not in n)
-        rule = replace(self.rule, moments=(form,) * len(self.rule.moments), notes=notes)
-        return replace(self.with_config(optimizer=settings), rule=rule)
-
-    def with_precision(self, name: str) -> Case:
-        """With all parameters, which must be trained ones, in another precision."""
-        precision, whole = PRECISIONS[name], self.rule.whole
-        units = lay_out_again(self.units, precision, self.machine.ranks, whole=whole, cast=True)
-        return replace(self.with_config(precision=name), units=units)
-
-    def with_gpus(self, gpus: int) -> Case:
-        """With so many on each node; a step has the same tokens, but for rounding."""
-        machine = self.machine.with_ranks(gpus, self.machine.nodes)
-        precision, whole = PRECISIONS[self.config.precision], self.rule.whole
-        units = lay_out_again(self.units, precision, machine.ranks, whole=whole)
-        case = replace(self, machine=machine, units=units)
-        tokens = -(-self.work.tokens * self.machine.ranks // machine.ranks)
-        return case.with_step(tokens, self.micro_batches)
-
-    def with_step(self, tokens: int, micro_batches: int) -> Case:
-        """With other micro-batches, of `tokens` each."""
-        case = replace(self, work=replace(self.work, tokens=tokens))
-        return case.with_config(gradient_accumulation_steps=micro_batches)
-
-    def with_schedule(
-        self,
-        micro_batches: int,
-        tokens: int,
-        slices: int,
-        recompute: Recompute,
-        offload: Offload,
-    ) -> Case:
-        """With another way of the tokens through the model; see `plan.batch_schedule`."""
-        update: dict[str, Any] = {
-            "tokens": tokens, "slices": slices, "checkpoint": checkpoint_of(recompute),
-            "offload": offload,
-        }  # fmt: skip
-        if offload != self.config.activations.offload:  # sizes are for the place that was named
-            update |= {"host": None, "disk": None}
-        settings = self.config.activations.model_copy(update=update)
-        case = replace(self, work=replace(self.work, tokens=tokens, recompute=0))
-        changes = {"gradient_accumulation_steps": micro_batches, "activations": settings}
-        return replace(case, config=case.config.model_copy(update=changes))
-
-
-@dataclass(frozen=True)
-class Priced:
-    """A case with its plan, and what follows from it."""
-
-    case: Case
-    plan: Plan
-    cost: StepCost
-    activations: Activations
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Of a steady step, all ranks together; 0 where nothing costs time."""
-        tokens = self.case.tokens_per_step
-        return tokens / self.cost.seconds if self.cost.seconds else 0.0
-
-    @property
-    def room(self) -> int:
-        """Bytes that the plan leaves to activations."""
-        return self.case.compute_bytes - budgeted_bytes(self.plan)[self.case.compute_tier]
-
-    @property
-    def missing(self) -> int:
-        """Bytes of activations that find no room; 0 where all do."""
-        return max(self.activations.total - self.room, 0)
-
-    def require_room(self) -> None:
-        """Raise `DoesNotFitError` if activations find no room."""
-        if not self.missing:
-            return
-        tier, parts = self.case.compute_tier, self.activations
-        raise DoesNotFitError(
-            f"the plan leaves {format_size(max(self.room, 0))} of the {tier}'s "
-            f"{format_size(self.case.compute_bytes)} to activations, and "
-            f"{self.case.work.tokens:,} tokens at once need about {format_size(parts.total)}: "
-            f"{format_size(self.missing)} too much",
-            because=f"saved {format_size(parts.saved)}, boundaries {format_size(parts.boundaries)}"
-            f", logits {format_size(parts.logits)}, gradients {format_size(parts.gradients)}",
-            remedy="more and smaller micro-batches, recompute blocks in backward, or more memory",
-        )
-
-
-def price(case: Case) -> Priced:
-    """The plan of a case with times and activations; raises where no plan fits.
-
-    Activations that find no room are not an error here: see `Priced.missing`.
-    """
-    plan = case.plan()
-    return Priced(
-        case, plan, step_cost(plan, case.machine.rank_rates, case.work), case.activations()
-    )

@@ -30,7 +30,7 @@ from infinity.huggingface.models import (
 from infinity.model.config_shapes import explained
 from infinity.model.shapes import Target, target_of
 from infinity.plan.batch_schedule import BatchSchedule, Chosen, choose_schedule
-from infinity.plan.planner import Case
+from infinity.plan.case import Case
 from infinity.ranks import ALONE, Ranks
 from infinity.runs.data import Corpus, Progress, Recipe, Windows, prepare, split
 from infinity.runs.directory import RunDirectory

@@ -32,10 +32,10 @@ from infinity.offload.transfers import Transfers
 from infinity.offload.window import AccumulationWindow
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.offloaded import OffloadedOptimizer
+from infinity.plan.case import logits_at_once
 from infinity.plan.layout import Tier, largest_trained_of
 from infinity.plan.machine import read_machine, threads_for
 from infinity.plan.plan import Plan
-from infinity.plan.planner import logits_at_once
 from infinity.ranks import ALONE, Ranks
 from infinity.storage.device import PROCESS, CpuDevice, Device
 from infinity.storage.disk import Disk

@@ -1,8 +1,9 @@
 """`import deepspeed` finds us: in this process, or in one that is about to start.
 
 A folder that stands first on the path of imports does it: in `stand_in/` lie a package and the
-metadata of a distribution by that name. Nothing on disk changes, and a DeepSpeed that is installed
-is found again by the next process.
+metadata of a distribution by that name (as an egg's: wheels are built without any .dist-info but
+their own). Nothing on disk changes, and a DeepSpeed that is installed is found again by the next
+process.
 """
 
 from __future__ import annotations

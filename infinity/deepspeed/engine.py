@@ -449,10 +449,11 @@ class DeepSpeedEngine(Engine):
             if replaces:
                 shutil.rmtree(old, ignore_errors=True)
                 place.rename(old)
+        waits = self.ranks.meet("makes room for a checkpoint", int(wait or replaces))
         try:
             saved = super().save_checkpoint(
                 save_dir, name, client_state, save_latest, exclude_frozen_parameters,
-                keep_last=keep_last, wait=wait or replaces,
+                keep_last=keep_last, wait=any(one for one, *_ in waits),
             )  # fmt: skip
         except BaseException:
             if replaces and not place.exists():

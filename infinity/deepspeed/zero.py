@@ -140,13 +140,13 @@ class Init:
 
 
 class GatheredParameters:
-    """In the block these parameters hold full values; edits are kept, whatever `modifier_rank`.
+    """In the block these parameters hold full values; edits are kept, on all ranks.
 
-    `params` is a parameter, several of them, or a module's `parameters()`. Tensors that no engine
-    owns, and parameters of an outer block, are left as they are. Leaving the block writes edits
-    where they rest. Values are in the dtype that is computed in; for fp32 masters use
-    `engine.materialized(params, master=True)`. A parameter that no engine owns yet gets, on all
-    ranks, the values that it has on `modifier_rank` when the block ends.
+    `params` is a parameter, several of them, or a module's `parameters()`. Other tensors, and
+    parameters of an outer block, are left as they are. Leaving the block writes edits where they
+    rest: those of `modifier_rank`, on all ranks, also of parameters that no engine owns yet; where
+    that is None, all ranks make the same. Values are in the dtype that is computed in; for fp32
+    masters use `engine.materialized(params, master=True)`.
 
     Raises `ResidencyError` for parameters that have no values yet.
     """
@@ -161,6 +161,7 @@ class GatheredParameters:
         given = [params] if isinstance(params, Tensor) else list(params)
         self._params = given if enabled else []
         self._modifier_rank = modifier_rank
+        self._owned: list[tuple[Engine, list[nn.Parameter]]] = []
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
@@ -181,10 +182,13 @@ class GatheredParameters:
             for engine, parameters in owned.values():
                 undo.enter_context(engine.materialized(parameters))
                 undo.enter_context(_available(parameters))
-            self._undo = undo.pop_all()
+            self._owned, self._undo = list(owned.values()), undo.pop_all()
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
+        if self._modifier_rank is not None and exc_info[0] is None:
+            for engine, parameters in self._owned:
+                _share_values(engine, parameters, self._modifier_rank)
         self._undo.__exit__(*exc_info)
         many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if many and self._modifier_rank is not None and exc_info[0] is None:
@@ -195,6 +199,16 @@ class GatheredParameters:
                     sent = value.cuda() if gpu else value
                     dist.broadcast(sent, self._modifier_rank)
                     value.copy_(sent)
+
+
+def _share_values(engine: Engine, parameters: list[nn.Parameter], source: int) -> None:
+    """Make values that are at hand, on all ranks, those of one: each writes a shard of its own."""
+    if engine.ranks.count > 1:
+        engine.ranks.meet("leaves gathered parameters")
+        for parameter in parameters:
+            value = parameter.detach().cpu().contiguous()
+            engine.ranks.broadcast(value.view(-1).view(torch.uint8), source)
+            parameter.detach().copy_(value)
 
 
 @contextmanager

@@ -12,10 +12,12 @@ import pytest
 import torch
 from ranks.test_processes import pytestmark, run_ranks  # noqa: F401
 from support.models import CASES
-from support.ranks import on_ranks
-from support.trainer import masters_of
+from support.ranks import make_engine, on_ranks
+from support.trainer import make_config, masters_of
 
 import infinity
+from infinity import deepspeed
+from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.errors import ConfigError
 from infinity.ranks import Ranks
 
@@ -135,3 +137,30 @@ def test_a_script_of_deepspeeds_under_torchrun(tmp_path: Path) -> None:
     ours, theirs = (torch.load(tmp_path / n / "out" / "model.bin") for n in ("two", "alone"))
     assert same(ours, theirs)
     assert list(nvme.iterdir()) == []
+
+
+def test_gathered_values_are_those_of_one_rank_and_a_tag_is_replaced_behind_training(
+    tmp_path: Path,
+) -> None:
+    models = [GPT.build() for _ in range(2)]
+
+    def work(ranks: Ranks) -> Any:
+        model, told = models[ranks.rank], make_config(("host", "host", "host"))
+        with make_engine(ranks, model, told, tmp_path, engine_class=DeepSpeedEngine) as engine:
+            given = list(engine.module.parameters())
+            with deepspeed.zero.GatheredParameters(given, modifier_rank=1), torch.no_grad():
+                for parameter in given if ranks.rank == 1 else ():
+                    parameter.fill_(0.25)
+            same = {n: bool((v == 0.25).all()) for n, v in engine.state_dict().items()}
+            for wait in (True, False):
+                batch = GPT.batches(2)[ranks.rank]
+                engine.backward(batch.call(engine))
+                engine.step()
+                engine.save_checkpoint(tmp_path / "saves", "same", wait=wait)
+            engine.backward(GPT.batches(2)[ranks.rank].call(engine))
+            engine.step()
+            engine.finish_saving()
+            return same
+
+    for found in on_ranks(2, work):
+        assert all(found.values()), found

@@ -22,6 +22,7 @@ from typing import Any, TextIO
 
 import pytest
 import torch
+from support.forked import HANG_S, Program
 from support.patience import wait_until
 from support.small import assert_nothing_left
 from test_planner import plan_of
@@ -373,23 +374,9 @@ def told_here(folder: Path, *arguments: str) -> list[str]:
     return told(folder, *arguments, held_mib=pages * os.sysconf("SC_PAGESIZE") >> 20)
 
 
-def in_a_process(script: Path, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, str(script), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    try:
-        output, errors = process.communicate(timeout=600)
-    finally:
-        process.kill()
-        process.wait()
-    return process.returncode, output, errors
+def in_a_process(script: Path, *arguments: str) -> tuple[int | None, str, str]:
+    with Program(script, *arguments) as program:
+        return program.end()
 
 
 Call = Callable[..., tuple[int, str, str]]
@@ -418,7 +405,7 @@ def test_the_demo_tells_everything_it_promises_and_learns_as_plain_torch_does(
 ) -> None:
     """In a process: its peak memory is its own, and plain torch's is a child's."""
     steps = ["--steps", "4", "--compare-steps", "3", "--compare", "--json"]
-    code, output, errors = finish(in_a_process(DEMO, *told(tmp_path, *steps)))
+    code, output, errors = in_a_process(DEMO, *told(tmp_path, *steps))
     assert code == 0, errors
     result = json.loads(output)
     assert result["steps"] == 4
@@ -445,24 +432,30 @@ def test_the_demo_may_compare_with_nothing(tmp_path: Path, here: Call) -> None:
     assert json.loads(output)["plain_torch"] is None
 
 
-@pytest.mark.parametrize(
-    ("signum", "moment"), [(signal.SIGTERM, "at once"), (signal.SIGINT, "in a step")]
-)
-def test_signals_end_the_demo_cleanly(tmp_path: Path, signum: int, moment: str) -> None:
-    process = in_a_process(DEMO, *told(tmp_path, "--steps", "10000"))
-    assert process.stdout is not None
-    if moment == "at once":
-        maps = Path(f"/proc/{process.pid}/maps")
-        assert wait_until(lambda: "libtorch" in maps.read_text())  # torch is being imported
-    else:
-        assert any(line.strip().startswith("step") for line in process.stdout)
-    process.send_signal(signum)
-    code, _, errors = finish(process)
-    assert_stopped(code, errors, signum)
+def test_a_signal_while_torch_is_imported_ends_the_demo_cleanly(tmp_path: Path) -> None:
+    command = [sys.executable, str(DEMO), *told(tmp_path, "--steps", "10000")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            maps = Path(f"/proc/{process.pid}/maps")
+            assert wait_until(lambda: "libtorch" in maps.read_text())
+            process.send_signal(signal.SIGTERM)
+            _, errors = process.communicate(timeout=HANG_S)
+        finally:
+            process.kill()
+    assert_stopped(process.returncode, errors, signal.SIGTERM)
     assert list(tmp_path.iterdir()) == []
 
 
-def assert_stopped(code: int, errors: str, signum: int) -> None:
+def test_a_signal_in_a_step_ends_the_demo_cleanly(tmp_path: Path) -> None:
+    with Program(DEMO, *told(tmp_path, "--steps", "10000")) as demo:
+        assert wait_until(lambda: demo.said(r" *step"), HANG_S)
+        demo.signal(signal.SIGINT)
+        code, _, errors = demo.end()
+    assert_stopped(code, errors, signal.SIGINT)
+    assert list(tmp_path.iterdir()) == []
+
+
+def assert_stopped(code: int | None, errors: str, signum: int) -> None:
     assert code == 128 + signum, errors
     assert "Traceback" not in errors
     assert errors.strip().splitlines()[-1].startswith("stopped by")
@@ -623,7 +616,7 @@ def test_bench_step_runs_blocks_in_every_way(tmp_path: Path) -> None:
         "disk", "--only", "torch_ram,infinity_ram", "--alone", "--path", str(tmp_path), "--json",
         "--device", "cpu", "--device-budget", "1GiB",
     ]  # fmt: skip
-    code, output, errors = finish(in_a_process(BENCH, *arguments))
+    code, output, errors = in_a_process(BENCH, *arguments)
     assert code == 0, errors
     report = json.loads(output)
     assert (report["slices"], report["offload"]) == (2, "disk")
@@ -646,7 +639,7 @@ def assert_learns(name: str, output: str) -> None:
 
 def test_the_quickstart_runs_is_short_and_learns() -> None:
     """In a process: it is what everybody runs first."""
-    code, output, errors = finish(in_a_process(EXAMPLES / "quickstart.py"))
+    code, output, errors = in_a_process(EXAMPLES / "quickstart.py")
     assert code == 0, errors
     assert_learns("quickstart.py", output)
     assert len((EXAMPLES / "quickstart.py").read_text().splitlines()) <= 40

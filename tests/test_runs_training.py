@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -14,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support.forked import HANG_S, Program
 from support.patience import wait_until
 from support.runs import LENGTH, TINY, losses_of, metrics_of, settings, train, write_text
 from typer.testing import CliRunner
 
-from infinity.cli.main import app
+from infinity.cli.main import app, main
 from infinity.cli.train import TrainPage
 from infinity.errors import CheckpointError, ConfigError, TrainingError
 from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
@@ -381,22 +381,16 @@ def configuration(folder: Path, raw: dict[str, Any]) -> str:
 
 def kill_after(folder: Path, raw: dict[str, Any], count: int) -> None:
     """Train in a process of its own, and kill it after some steps and a first checkpoint."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "infinity.cli", "train", configuration(folder, raw)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
     metrics, latest = folder / "run" / "metrics.jsonl", folder / "run" / "checkpoints" / "latest"
 
     def enough() -> bool:
         return latest.exists() and metrics.read_text().count('"event": "step"') >= count
 
-    wait_until(lambda: enough() or process.poll() is not None, 600)
-    process.kill()
-    output, _ = process.communicate(timeout=600)
-    assert process.returncode == -signal.SIGKILL, output
+    with Program(main, ["train", configuration(folder, raw)]) as program:
+        wait_until(lambda: enough() or not program.process.is_alive(), HANG_S)
+        program.signal(signal.SIGKILL)
+        code, _, words = program.end()
+    assert code == -signal.SIGKILL, words
 
 
 def test_killed_and_interrupted_runs_go_on_exactly(

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 import torch
 from support import rough
 from support.fake_accelerator import FakeAccelerator
+from support.forked import Program
 from support.models import CASES, CHECKPOINTINGS, Checkpointing
 from support.patience import wait_until
 from support.small import MIXED, ON_DEVICE, ON_DISK, batch, settings, small_engine, small_model
@@ -330,35 +330,24 @@ def test_saving_and_commits_are_seen(tmp_path: Path) -> None:
     assert all(0 <= s.begin <= s.end for s in timeline.of("saving"))
 
 
-KILLED = """
-import sys
-sys.path.insert(0, {tests!r})
-from pathlib import Path
-import infinity
-from support.small import ON_DISK, batch, settings, small_model
-config = settings(Path({nvme!r}), ON_DISK, trace={trace!r})
-engine = infinity.initialize(small_model(), config)[0]
-for index in range(100_000):
-    engine.backward(engine(batch(index)))
-    engine.step()
-"""
+def train_for_ever(nvme: Path, trace: Path) -> None:
+    config = settings(nvme, ON_DISK, trace=str(trace))
+    engine = infinity.initialize(small_model(), config)[0]
+    for index in count():
+        engine.backward(engine(batch(index)))
+        engine.step()
 
 
 def test_a_killed_run_leaves_a_whole_file(tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
     trace = tmp_path / "t.json"
-    script = KILLED.format(
-        tests=str(Path(__file__).parent), nvme=str(tmp_path / "nvme"), trace=str(trace)
-    )
-    child = subprocess.Popen([sys.executable, "-c", script])
-    try:
+    with Program(train_for_ever, tmp_path / "nvme", trace) as child:
+        state = Path(f"/proc/{child.process.pid}/stat")
         assert wait_until(lambda: trace.is_file() and trace.read_text().count('"cat":"step"') > 1)
-        child.send_signal(signal.SIGSTOP)  # lets a write that is under way end, as SIGKILL may not
-        os.waitpid(child.pid, os.WUNTRACED)
+        child.signal(signal.SIGSTOP)  # lets a write that is under way end, as SIGKILL may not
+        assert wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")
         assert json.loads(trace.read_text())
-    finally:
-        child.kill()
-        child.wait()
+        child.signal(signal.SIGKILL)
     timeline = read_timeline(trace)
     assert not timeline.complete
     assert timeline.num_dropped == 0

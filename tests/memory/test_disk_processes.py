@@ -6,17 +6,15 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.forked import Program
 from support.loops import loop_mount, loop_name, throttled
+from support.patience import wait_until
 from support.small import (
     assert_nothing_left,
     batch,
@@ -27,34 +25,22 @@ from support.small import (
     small_model,
     train,
 )
-from support.train_alone import digest
+from support.train_alone import digest, train_alone
 
 import infinity
 from infinity.errors import EngineFailedError, InfinityError, MachineError, TransferError
 
-TESTS = Path(__file__).parent.parent
 SLOW = {"io": {"slow_bytes_per_s": 20_000_000}}
 
 
-@contextmanager
-def trainer(path: Path, steps: int, group: Path | None = None, **more: Any) -> Iterator[Any]:
+def trainer(path: Path, steps: int, group: Path | None = None, **more: Any) -> Program:
     """A process that trains; in a control group of its own if one is given."""
-    command = [sys.executable, "-m", "support.train_alone", str(path), str(steps), json.dumps(more)]
-    if group is not None:
-        command = ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh", *command]
-    process = subprocess.Popen(
-        command, cwd=TESTS, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+    return Program(train_alone, path, steps, more, group)
 
 
-def finished(process: Any) -> list[str]:
-    out, err = process.communicate(timeout=600)
-    assert process.returncode == 0, err
+def finished(program: Program) -> list[str]:
+    code, out, err = program.end()
+    assert code == 0, err
     return out.splitlines()
 
 
@@ -69,14 +55,13 @@ def test_two_processes_on_one_path(tmp_path: Path) -> None:
 
 
 def test_a_killed_run_is_cleaned_up_by_the_next(tmp_path: Path) -> None:
-    with trainer(tmp_path, 0) as process:
-        lines = [process.stdout.readline() for _ in range(3)]
-        assert json.loads(lines[2])["step"] == 1
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+    with trainer(tmp_path, 0) as program:
+        assert wait_until(lambda: program.said('{"step": 1'))
+        program.signal(signal.SIGKILL)
+        assert program.end()[0] == -signal.SIGKILL
     (dead,) = tmp_path.iterdir()
     with trainer(tmp_path, 0) as alive:
-        assert alive.stdout.readline().startswith("ready")
+        assert wait_until(lambda: alive.said("ready"))
         (own,) = tmp_path.iterdir()
         assert own != dead
         engine, *_ = infinity.initialize(small_model(), settings(tmp_path))

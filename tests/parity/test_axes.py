@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -36,7 +37,6 @@ from support.trainer import (
 from infinity import _adam, _aio
 from infinity.storage.device import Device
 
-STEPS = 4
 TIGHT = 0.5  # below the gradient norm of most steps: it acts
 SCALE = ScaleWords(initial=2.0**16, window=2, hysteresis=2)  # the first steps overflow
 Choice = dict[str, Any]
@@ -97,6 +97,7 @@ AXES: dict[str, list[Any]] = {
 COMPUTATION = ("model", "precision", "micro_batches", "clipping", "recompute", "slices",
                "optimizer", "format", "ranks")  # fmt: skip
 PLACEMENT = ("device", "weights", "moments", "gradients")
+COSTLY = ("ranks", "micro_batches")
 BASE: Choice = {name: values[0] for name, values in AXES.items()} | {
     "weights": "disk",
     "moments": "disk",
@@ -132,6 +133,13 @@ IMPOSSIBLE += [
 
 def possible(row: Choice) -> bool:
     return not any(part.items() <= row.items() for part in IMPOSSIBLE)
+
+
+def batches_of(choice: Choice) -> list[Batch]:
+    """Of three steps; in fp16 the first steps overflow."""
+    steps = 4 if choice["precision"] == "fp16" else 3
+    together = choice["micro_batches"] * choice["ranks"]
+    return CASES[choice["model"]].batches(steps * together)
 
 
 def config_of(choice: Choice) -> dict[str, Any]:
@@ -174,8 +182,7 @@ def _plain(computation: tuple[Any, ...]) -> Result:
         told or own == NONE or own.place == "inside"
     ):  # else the block is the model's, and left alone
         own = replace(RECOMPUTED if told else own, slices=choice["slices"])
-    together = choice["micro_batches"] * choice["ranks"]
-    batches = case.batches(STEPS * together)
+    batches, together = batches_of(choice), choice["micro_batches"] * choice["ranks"]
     config = config_of(choice | {"micro_batches": together})
     config["activations"] = {"slices": choice["slices"]}  # whose gradients are summed in fp32
     given = {"groups": case.groups, "make_optimizer": ADAPTED.get(choice["optimizer"])}
@@ -200,12 +207,11 @@ class Trained:
         self.norms: list[float] = []
 
     def run(self) -> Result:
-        ranks = self.choice["ranks"]
-        batches = self.case.batches(STEPS * self.choice["micro_batches"] * ranks)
+        batches, ranks = batches_of(self.choice), self.choice["ranks"]
         if not self.choice["resume"]:
             return self._part(self.choice, batches)
         # Within a window.
-        cut = len(batches) // 2 + ranks * (self.choice["micro_batches"] > 1)
+        cut = ranks * (len(batches) // ranks // 2 + (self.choice["micro_batches"] > 1))
         after = dict(zip(TIERS, (*TIERS[1:], TIERS[0]), strict=True))
         other = {kind: after[self.choice[kind]] for kind in ("weights", "moments", "gradients")}
         with tempfile.TemporaryDirectory() as folder:
@@ -279,7 +285,11 @@ def test_the_base() -> None:
 
 @cache
 def pairwise(seed: int = 0) -> list[Choice]:
-    """Choices in which every pair of values of two axes occurs: greedy, the best of a few."""
+    """Choices in which every pair of values of two axes occurs.
+
+    Greedy: the best of a few rows, each begun with a pair that is still missing, and then filled
+    axis by axis with the value that is in most of them.
+    """
     chance = random.Random(seed)
     missing = {
         frozenset([(one, repr(a)), (other, repr(b))])
@@ -290,23 +300,29 @@ def pairwise(seed: int = 0) -> list[Choice]:
     }
     rows: list[Choice] = []
     while missing:
-        needed = dict(min(sorted(sorted(pair) for pair in missing)))
-        best: Choice = {}
-        best_covered: set[frozenset[tuple[str, str]]] = set()
-        while not best_covered:
-            for _ in range(30):
-                row = {
-                    axis: next(v for v in values if repr(v) == needed[axis])
-                    if axis in needed
-                    else chance.choice(values)
-                    for axis, values in AXES.items()
-                }
-                covered = pairs_of(row) & missing if possible(row) else set()
-                if len(covered) > len(best_covered):
-                    best, best_covered = row, covered
-        rows.append(best)
-        missing -= best_covered
+        wanted = Counter(value for pair in missing for value in pair)
+        begun = sorted((sum(wanted[v] for v in pair), sorted(pair)) for pair in missing)[-20:]
+        found = [filled(chance.choice(begun)[1], missing, chance) for _ in range(5)]
+        rows.append(max((r for r in found if r), key=lambda row: len(pairs_of(row) & missing)))
+        missing -= pairs_of(rows[-1])
     return rows
+
+
+def filled(pair: list[tuple[str, str]], missing: set[Any], chance: random.Random) -> Choice:
+    """A row with this pair, {} if that led to none; of equally good values one of few runs."""
+    row = {axis: next(v for v in AXES[axis] if repr(v) == told) for axis, told in pair}
+
+    def merit(axis: str, value: Any) -> tuple[int, int, float]:
+        one = axis, repr(value)
+        new = sum(frozenset([one, (a, repr(v))]) in missing for a, v in row.items())
+        return new, -value if axis in COSTLY else 0, chance.random()
+
+    for axis in chance.sample(sorted(AXES.keys() - row.keys()), len(AXES) - len(row)):
+        fitting = [value for value in AXES[axis] if possible(row | {axis: value})]
+        if not fitting:
+            return {}
+        row[axis] = max(fitting, key=partial(merit, axis))
+    return {axis: row[axis] for axis in AXES}
 
 
 def pairs_of(row: Choice) -> set[frozenset[tuple[str, str]]]:

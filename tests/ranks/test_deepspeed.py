@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks.test_processes import pytestmark, run_ranks  # noqa: F401
+from ranks.test_processes import found_by, pytestmark  # noqa: F401
+from support import deepspeed_rank
 from support.models import CASES
 from support.ranks import make_engine, on_ranks
 from support.trainer import make_config, masters_of
@@ -109,24 +110,12 @@ def test_batch_sizes_are_those_of_all_ranks(tmp_path: Path) -> None:
     on_ranks(3, changed)
 
 
-def launched(count: int, folder: Path, config: dict[str, Any], **job: Any) -> list[dict[str, Any]]:
-    """The script under torchrun."""
-    folder.mkdir()
-    files = folder / "ds.json", folder / "job.json"
-    files[0].write_text(json.dumps(config))
-    files[1].write_text(
-        json.dumps({"config": str(files[0]), "out": str(folder / "out"), "samples": 24, **job})
-    )
-    run_ranks(count, "support.deepspeed_rank", files[1])
-    return [torch.load(folder / f"out-{rank}") for rank in range(count)]
-
-
-def test_a_script_of_deepspeeds_under_torchrun(tmp_path: Path) -> None:
-    nvme = tmp_path / "nvme"
-    nvme.mkdir()
-    config = configuration(3, nvme)
-    (alone,) = launched(1, tmp_path / "alone", config)
-    found = launched(2, tmp_path / "two", config)
+def test_a_script_of_deepspeeds_alone_and_on_ranks(tmp_path: Path) -> None:
+    (nvme := tmp_path / "nvme").mkdir()
+    (file := tmp_path / "ds.json").write_text(json.dumps(configuration(3, nvme)))
+    job = {"config": str(file), "samples": 24}
+    (alone,) = found_by(1, tmp_path / "alone", deepspeed_rank.main, **job)
+    found = found_by(2, tmp_path / "two", deepspeed_rank.main, **job)
     in_turn = list(itertools.chain(*zip(*(one["losses"] for one in found), strict=True)))
     assert in_turn == alone["losses"]
     for one in found:

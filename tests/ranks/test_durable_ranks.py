@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
-import socket
-import subprocess
-import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable
@@ -17,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.forked import TESTS
+from support import forked
 from support.models import CASES
 from support.optimizers import ELEMENTWISE, WHOLE, Maker
-from support.rank_crash import HANG_S, POINTS, Death, journey
+from support.rank_crash import HANG_S, POINTS, Death, journey, launched
 from support.ranks import ThreadRanks, make_engine, on_ranks
 from support.small import MIXED, ON_DEVICE, ON_DISK
 from support.trainer import make_config
@@ -68,25 +64,14 @@ def test_killed_at_the_phases_of_a_commit(tmp_path: Path, expected: Callable[[in
         assert len(left) == 1
 
 
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
-
-
-def test_torchrun_starts_ranks_again_that_were_killed(
+def test_a_launcher_starts_ranks_again_that_were_killed(
     tmp_path: Path, expected: Callable[[int], str]
 ) -> None:
     (tmp_path / "nvme").mkdir()
-    paths = os.pathsep.join([TESTS, str(Path(TESTS).parent)])
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-         "--max-restarts", "1", "--monitor-interval", "0.1", "--master-addr", "127.0.0.1",
-         "--master-port", str(free_port()), "-m", "support.rank_crash", str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
-        capture_output=True, timeout=HANG_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr.decode()
+    log = tmp_path / "log"
+    launcher = forked.start(launched, str(tmp_path), out=log)
+    launcher.join(HANG_S)
+    assert launcher.exitcode == 0, log.read_text()
     assert {(tmp_path / f"done-{rank}").read_text() for rank in range(2)} == {expected(2)}
     begins = [(tmp_path / f"from-{n}-{rank}").read_text() for n in range(2) for rank in range(2)]
     assert begins == ["0", "0", "2", "2"]

@@ -1,4 +1,4 @@
-"""What torchrun starts: two agents that are two nodes, `infinity doctor`, a contender's ranks."""
+"""What a launcher starts: two agents that are two nodes, `infinity doctor`, a contender's ranks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_processes import HANG_S, TESTS, reaches_itself
+from ranks.test_processes import HANG_S, TESTS, Processes, reaches_itself
 
 from infinity.calibration import kept_links
+from infinity.cli.main import main
 from infinity.plan.plan import LINKS
 from infinity.storage.device import CpuDevice
 
@@ -68,15 +69,17 @@ def test_two_agents_are_two_nodes_and_give_the_bits_of_one() -> None:
     assert budgets[1] > 0.7 * budgets[0], "the machine's, less what others hold meanwhile"
 
 
-def test_doctor_measures_links_under_torchrun(
+def test_doctor_measures_links_between_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "machine.json"
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--no-python", sys.executable, "-c", "from infinity.cli.main import main; main()"]
-    command += ["doctor", "--json", "--machine-file", str(file)]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    facts = json.loads(together(command)[0])  # of the first rank alone
+    arguments = ["doctor", "--json", "--machine-file", str(file)]
+    with Processes(2, tmp_path, main, arguments) as processes:
+        processes.end_well()
+    said = [re.findall(r"^{.*$", log.read_text(), re.MULTILINE) for log in processes.logs]
+    assert list(map(len, said)) == [1, 0]
+    facts = json.loads(said[0][0])
     links = facts["links"]
     assert (links["gpus"], links["nodes"]) == (2, 1)
     assert set(links["rates"]) == set(LINKS)

@@ -1,29 +1,29 @@
-"""Ranks as processes, with torch's gloo between them: few, for each starts a torch of its own.
+"""Ranks as processes, with torch's gloo between them, as a launcher starts them.
 
 The bits of every feature are held on ranks that are threads (`test_ranks.py`, the axes).
 """
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import socket
-import subprocess
-import sys
+from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support import forked, rank_alone
+from support.forked import HANG_S
 from support.models import CASES
 from support.trainer import make_config, train_exactly
+from torch.distributed import TCPStore
 
 from infinity.ranks import TorchRanks
 
-HANG_S = 600  # only a hang takes so long
-TESTS = Path(__file__).parent.parent
+TESTS = Path(forked.TESTS)
 
 
 def reaches_itself() -> bool:
@@ -45,32 +45,27 @@ pytestmark = [
 
 
 class Processes:
-    """Ranks of one job, or of a script, which end with the block that they are in."""
+    """Ranks that run `target(*args)`, and end with the block that they are in.
 
-    def __init__(self, count: int, folder: Path, script: Path | None = None, **job: Any) -> None:
-        self.out = folder / "result"
-        (folder / "nvme").mkdir()
-        path = folder / "job.json"
-        job |= {"folder": str(folder / "nvme"), "out": str(self.out)}
-        path.write_text(json.dumps(job))
+    Several have what torchrun puts into the environment. They fork from a server that has imported
+    torch, which takes seconds.
+    """
+
+    def __init__(
+        self, count: int, folder: Path, target: Callable[..., Any], *args: Any, agent: bool = True
+    ) -> None:
         self.logs = [folder / f"log-{rank}" for rank in range(count)]
-        self._running = []
+        self._running: list[ForkServerProcess] = []
+        self._store: TCPStore | None = None
+        environment = {"GLOO_SOCKET_IFNAME": "lo"}
+        if agent:  # a store on a port that is free
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port)}
+            environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         for rank, log in enumerate(self.logs):
-            environment = {
-                **{k: v for k, v in os.environ.items() if k not in ("MASTER_ADDR", "MASTER_PORT")},
-                **{"RANK": str(rank), "WORLD_SIZE": str(count)},
-                **{"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)},
-                **{"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-                "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
-                **(job.get("environment") or {}),
-            }
-            with log.open("wb") as file:
-                command = [sys.executable, "-m", "support.rank_alone", str(path)]
-                if script is not None:
-                    command = [sys.executable, str(script)]
-                self._running.append(
-                    subprocess.Popen(command, env=environment, stdout=file, stderr=file)
-                )
+            own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+            told = environment | {name: str(value) for name, value in own.items() if count > 1}
+            self._running.append(forked.start(target, *args, environment=told, out=log))
 
     def __enter__(self) -> Processes:
         return self
@@ -78,10 +73,13 @@ class Processes:
     def __exit__(self, *exc_info: object) -> None:
         for process in self._running:
             process.kill()
-            process.wait()
+            process.join()
+        self._store = None
 
-    def codes(self) -> list[int]:
-        return [process.wait(HANG_S) for process in self._running]
+    def codes(self) -> list[int | None]:
+        for process in self._running:
+            process.join(HANG_S)
+        return [process.exitcode for process in self._running]
 
     def words(self) -> str:
         return "\n".join(f"{log.name}: {log.read_text()}" for log in self.logs)
@@ -90,31 +88,13 @@ class Processes:
         codes = self.codes()
         assert codes == [0] * len(codes), self.words()
 
-    def results(self) -> list[dict[str, Any]]:
-        self.end_well()
-        return [torch.load(f"{self.out}-{rank}") for rank in range(len(self.logs))]
 
-
-def run_ranks(count: int, module: str, job: Path) -> None:
-    """`python -m module job`, under torchrun where there are several."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-    start = [sys.executable, "-m"]
-    if count > 1:
-        start += ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        start += ["--nproc-per-node", str(count), "-m"]
-    done = subprocess.run(
-        [*start, module, str(job)], env=environment, capture_output=True, text=True, timeout=HANG_S
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def agent() -> tuple[Any, dict[str, str]]:
-    """What torchrun does for its processes: a store on a port that is free, and where it is."""
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    found = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    return store, found | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+def found_by(count: int, folder: Path, main: Callable[..., Any], **job: Any) -> list[Any]:
+    """What the ranks of `main(job)` leave in `job["out"]`-RANK."""
+    folder.mkdir(exist_ok=True)
+    with Processes(count, folder, main, {"out": str(folder / "out"), **job}) as processes:
+        processes.end_well()
+    return [torch.load(folder / f"out-{rank}") for rank in range(count)]
 
 
 def test_processes_that_a_launcher_started_give_the_bits_of_one(tmp_path: Path) -> None:
@@ -123,24 +103,23 @@ def test_processes_that_a_launcher_started_give_the_bits_of_one(tmp_path: Path) 
     case, count = CASES["gpt"], 2
     together = {**config, "gradient_accumulation_steps": 2 * count}
     expected = train_exactly(case.build(), case.batches(12), together, groups=case.groups)
-    store, environment = agent()
-    job = {"case": "gpt", "config": config, "batches": 12, "environment": environment}
-    with Processes(count, tmp_path, **job) as processes:
-        found = processes.results()
+    (nvme := tmp_path / "nvme").mkdir()
+    job = {"case": "gpt", "config": {**config, "nvme_path": str(nvme)}, "batches": 12}
+    found = found_by(count, tmp_path, rank_alone.main, **job)
     losses = [loss for pair in zip(*(r["losses"] for r in found), strict=True) for loss in pair]
     assert losses == expected.losses
     for rank in found:
         assert rank["norms"][1::2] == expected.norms
         assert rank["masters"].keys() == expected.masters.keys()
         assert all(torch.equal(rank["masters"][n], v) for n, v in expected.masters.items())
-    assert list((tmp_path / "nvme").iterdir()) == []
-    del store
+    assert list(nvme.iterdir()) == []
 
 
 def test_a_rank_that_is_killed_ends_the_others_with_words(tmp_path: Path) -> None:
-    job = {"case": "gpt", "config": make_config(("disk", "disk", "host")), "batches": 30}
-    job |= {"store": str(tmp_path / "store"), "killed": [1, 2]}
-    with Processes(3, tmp_path, **job) as processes:
+    config = {**make_config(("disk", "disk", "host")), "nvme_path": str(tmp_path)}
+    job = {"case": "gpt", "config": config, "batches": 30, "killed": [1, 2]}
+    job["store"] = str(tmp_path / "store")
+    with Processes(3, tmp_path, rank_alone.main, job, agent=False) as processes:
         codes = processes.codes()
     assert codes == [1, -signal.SIGKILL, 1], processes.words()
     for rank in (0, 2):
@@ -151,17 +130,14 @@ def test_a_rank_that_is_killed_ends_the_others_with_words(tmp_path: Path) -> Non
 
 def test_the_example_prints_the_same_alone_and_on_two(tmp_path: Path) -> None:
     printed = []
+    script = TESTS.parent / "examples" / "two_gpus.py"
     for count in (1, 2):
-        folder = tmp_path / str(count)
-        folder.mkdir()
-        store, environment = agent()
-        script = TESTS.parent / "examples" / "two_gpus.py"
-        with Processes(count, folder, script, environment=environment) as processes:
+        (folder := tmp_path / str(count)).mkdir()
+        with Processes(count, folder, forked.run_script, script, ()) as processes:
             processes.end_well()
         lines = processes.logs[0].read_text().splitlines()
         printed.append([line for line in lines if line.startswith("step ")])
         assert all("step " not in log.read_text() for log in processes.logs[1:])
-        del store
     assert len(printed[0]) == 10
     assert printed[0] == printed[1]
 

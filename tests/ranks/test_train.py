@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from ranks.test_processes import HANG_S, TESTS, pytestmark  # noqa: F401
+from support.forked import Program
 from support.patience import wait_until
 from support.runs import losses_of, metrics_of, settings, train
 
+from infinity.cli.main import main
 from infinity.errors import ConfigError, MachineError
 from infinity.runs.settings import load_run_config
 
@@ -23,25 +22,10 @@ NO_DROPOUT = {f"model__config__{name}_pdrop": 0.0 for name in ("embd", "attn", "
 LONG = {"training__steps": 30, "training__evaluate_every": 10, "training__checkpoint_every": 10}
 
 
-class Command:
+def command(folder: Path, raw: dict[str, Any], *arguments: str) -> Program:
     """`infinity train` with these arguments, in a process of its own."""
-
-    def __init__(self, folder: Path, raw: dict[str, Any], *arguments: str) -> None:
-        path = folder / "train.json"
-        path.write_text(json.dumps(raw))
-        self.out, self.err = folder / "out", folder / "err"
-        environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS.parent)}
-        command = [sys.executable, "-m", "infinity.cli", "train", str(path), *arguments]
-        with self.out.open("w") as out, self.err.open("w") as err:
-            self.process = subprocess.Popen(command, env=environment, stdout=out, stderr=err)
-
-    def end(self) -> tuple[int, str, str]:
-        try:
-            code = self.process.wait(HANG_S)
-        finally:
-            self.process.terminate()
-        return code, self.out.read_text(), self.err.read_text()
+    (path := folder / "train.json").write_text(json.dumps(raw))
+    return Program(main, ["train", str(path), *arguments], PYTHONPATH=str(TESTS.parent))
 
 
 @pytest.fixture(scope="module")
@@ -82,10 +66,10 @@ def test_what_two_ranks_began_and_one_ends_is_the_run_of_one(
     alone: Path, tmp_path: Path, durable: bool
 ) -> None:
     raw = run_of(tmp_path, durable=durable)
-    command = Command(tmp_path, raw, "--gpus", "2")
-    until_step(tmp_path, 2)
-    command.process.send_signal(signal.SIGINT)
-    code, out, error = command.end()
+    with command(tmp_path, raw, "--gpus", "2") as program:
+        until_step(tmp_path, 2)
+        program.signal(signal.SIGINT)
+        code, out, error = program.end()
     assert code == 128 + signal.SIGINT, error
     assert error.count("finishing this step, then saving") == 1
     assert error.count("stopped after step ") == 1
@@ -115,13 +99,14 @@ def test_two_ranks_go_on_where_one_was_stopped(alone: Path, tmp_path: Path, dura
     train(raw, stop_after=10)
     arguments = ("--gpus", "2", "--json", "--resume", "auto")
     if durable:  # a rank is killed, and as many go on
-        command = Command(tmp_path, raw, *arguments)
-        until_step(tmp_path, 15)
-        psutil.Process(command.process.pid).children()[-1].kill()
-        code, _, error = command.end()
+        with command(tmp_path, raw, *arguments) as program:
+            until_step(tmp_path, 15)
+            psutil.Process(program.process.pid).children()[-1].kill()
+            code, _, error = program.end()
         assert code == MachineError.exit_code
         assert "was ended by SIGKILL" in error
-    code, out, error = Command(tmp_path, raw, *arguments).end()
+    with command(tmp_path, raw, *arguments) as program:
+        code, out, error = program.end()
     assert code == 0, error
     if durable:
         assert states_of(tmp_path) == ["rank-0", "rank-1"]
@@ -138,7 +123,8 @@ def test_two_ranks_go_on_where_one_was_stopped(alone: Path, tmp_path: Path, dura
 
 def test_a_mistake_is_told_once(tmp_path: Path) -> None:
     raw = settings(tmp_path, engine__gradient_accumulation_steps=3, training__seed="x")
-    code, out, error = Command(tmp_path, raw, "--gpus", "2").end()
+    with command(tmp_path, raw, "--gpus", "2") as program:
+        code, out, error = program.end()
     assert code == 2, error
     assert error.count("error: ") == error.count("training.seed") == 1
     assert "Traceback" not in error

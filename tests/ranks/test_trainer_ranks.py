@@ -1,14 +1,14 @@
-"""`InfinityTrainer` under torchrun: N ranks train, evaluate, save and go on as one does."""
+"""`InfinityTrainer` as torchrun starts it: N ranks train, evaluate, save and go on as one does."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ranks.test_processes import pytestmark, run_ranks  # noqa: F401
+from ranks.test_processes import Processes, pytestmark  # noqa: F401
+from support import trainer_rank
 
 ARGUMENTS = {
     "max_steps": 5,
@@ -19,14 +19,10 @@ ARGUMENTS = {
 }
 
 
-def trained(count: int, folder: Path, **job: Any) -> list[dict[str, Any]]:
-    folder.mkdir()
+def job(count: int, out: Path, **more: Any) -> dict[str, Any]:
     arguments = {**ARGUMENTS, "gradient_accumulation_steps": 4 // count}
     arguments["per_device_eval_batch_size"] = 4 // count  # whose labels Trainer counts together
-    path = folder / "job.json"
-    path.write_text(json.dumps({"out": str(folder / "out"), "arguments": arguments, **job}))
-    run_ranks(count, "support.trainer_rank", path)
-    return [torch.load(folder / f"out-{rank}") for rank in range(count)]
+    return {"out": str(out), "arguments": arguments, **more}
 
 
 def assert_same(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
@@ -47,17 +43,17 @@ def assert_same(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
 
 
 def test_two_ranks_are_as_one_from_the_start_and_from_its_checkpoint(tmp_path: Path) -> None:
-    (alone,) = trained(1, tmp_path / "alone")
-    found = trained(2, tmp_path / "two")
-    assert_same(found, alone)
-    evaluated = [entry for entry in alone["history"] if "eval_hits" in entry]
+    alone, two, on = (tmp_path / name for name in ("alone", "two", "on"))
+    trainer_rank.main([job(1, alone)])
+    jobs = [job(2, two), job(2, on, resume=str(alone / "checkpoint-2"))]
+    with Processes(2, tmp_path, trainer_rank.main, jobs) as processes:
+        processes.end_well()
+    expected = torch.load(f"{alone}-0")
+    for out in (two, on):
+        assert_same([torch.load(f"{out}-{rank}") for rank in range(2)], expected)
+    evaluated = [entry for entry in expected["history"] if "eval_hits" in entry]
     assert {entry["eval_samples"] for entry in evaluated} == {8.0}
-    files = [
-        sorted(str(p.relative_to(tmp_path / n / "out")) for p in (tmp_path / n / "out").rglob("*"))
-        for n in ("alone", "two")
-    ]
+    files = [sorted(str(path.relative_to(out)) for path in out.rglob("*")) for out in (alone, two)]
     assert files[0] == files[1]
-    model = [(tmp_path / n / "out" / "model" / "model.safetensors") for n in ("alone", "two")]
-    assert model[0].read_bytes() == model[1].read_bytes()
-    checkpoint = str(tmp_path / "alone" / "out" / "checkpoint-2")
-    assert_same(trained(2, tmp_path / "on", resume=checkpoint), alone)
+    model = [(out / "model" / "model.safetensors").read_bytes() for out in (alone, two)]
+    assert model[0] == model[1]

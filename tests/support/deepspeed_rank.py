@@ -1,15 +1,11 @@
-"""A script as it is written for DeepSpeed, one rank of it: `python -m support.deepspeed_rank JOB`.
+"""A script as it is written for DeepSpeed, one rank of it.
 
-JOB is a file of JSON: the configuration, where to save and from where to go on, and where the
-result goes.
+`job` has the configuration's file, the number of samples, and where all that is saved goes.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +15,6 @@ from infinity import deepspeed
 
 
 def main(job: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
     comm = deepspeed.comm
     deepspeed.init_distributed()
     case = CASES["gpt"]
@@ -43,8 +38,6 @@ def main(job: dict[str, Any]) -> None:
     )
     assert (engine.global_rank, engine.world_size) == (comm.get_rank(), comm.get_world_size())
     assert engine.local_rank == comm.get_local_rank()
-    if job.get("load"):
-        engine.load_checkpoint(job["load"])
     losses = []
     for batch in loader:
         loss = engine(*batch)
@@ -63,7 +56,3 @@ def main(job: dict[str, Any]) -> None:
     assert comm.is_initialized()  # by the script, and so it stays
     torch.save(found, f"{job['out']}-{comm.get_rank()}")
     comm.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()))

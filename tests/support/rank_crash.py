@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -181,13 +180,20 @@ def train_until_one_hangs(folder: str, rank: int, count: int, patience_s: float 
         assert [set(row.tolist()) for row in told] == [{other} for other in range(count)]
 
 
-def main(folder: str) -> None:
-    """One rank that torchrun started; which is killed at the first start."""
+def launched(folder: str) -> None:
+    """What torchrun does, whose ranks are functions here: one is killed at the first start."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    here = "127.0.0.1"
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="restart", rdzv_backend="c10d",
+        rdzv_endpoint=f"{here}:0", local_addr=here, max_restarts=1, monitor_interval=0.1,
+        start_method="fork",
+    )  # fmt: skip
+    elastic_launch(config, started)(folder)
+
+
+def started(folder: str) -> None:
     attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
     deaths: list[Death | None] = [(1, "committed", 3), None]
-    torch.set_num_threads(1)
     train(folder, attempt, rank, int(os.environ["WORLD_SIZE"]), ON_DISK, 1, deaths[attempt])
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

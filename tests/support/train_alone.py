@@ -1,17 +1,13 @@
-"""Trains the small model in a process of its own.
-
-`python -m support.train_alone PATH STEPS [JSON]` prints "ready" and the drives when the state is
-written, then one line of JSON per step, then the digest of the masters. JSON holds more settings.
-With STEPS = 0 it trains until it is killed.
-"""
+"""Trains the small model in a process of its own."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import sys
+import os
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 from support import rough
@@ -28,10 +24,14 @@ def digest(state: dict[str, Tensor]) -> str:
     return whole.hexdigest()
 
 
-def main() -> None:
-    path, steps = Path(sys.argv[1]), int(sys.argv[2])
-    more = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
-    torch.set_num_threads(1)
+def train_alone(path: Path, steps: int, more: dict[str, Any], group: Path | None) -> None:
+    """In that control group, if one is given; with `steps` = 0 until it is killed.
+
+    Prints "ready" and the drives when the state is written, then one line of JSON per step, then
+    the digest of the masters.
+    """
+    if group is not None:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
     engine, *_ = rough.initialize(small_model(), settings(path, **more), poison=None)
     with engine:
         print("ready", json.dumps(engine.drives()), flush=True)
@@ -39,7 +39,3 @@ def main() -> None:
             (loss,) = train(engine, 1, first=index)
             print(json.dumps({"step": index, "loss": loss}), flush=True)
         print(digest(masters(engine)), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,7 @@
-"""One rank of a training by `InfinityTrainer`: `python -m support.trainer_rank JOB`.
-
-JOB is a file of JSON: TrainingArguments, from where to go on, and where the result goes.
-"""
+"""One rank of trainings by `InfinityTrainer`, alone or as torchrun starts it."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +16,21 @@ def exact(prediction: Any) -> dict[str, float]:
     return {"hits": float(hits), "samples": float(len(prediction.predictions))}
 
 
-def main(job: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
-    options: dict[str, Any] = {"train_dataset": Texts(24), "eval_dataset": Texts(8, seed=2)}
-    options["compute_metrics"] = exact
-    with trainer_for(
-        InfinityTrainer, Path(job["out"]), llama(dropout=0.0), options, **job["arguments"]
-    ) as trainer:
-        trainer.train(job.get("resume"))
-        predicted = trainer.predict(Texts(7, seed=5))
-        trainer.save_model(f"{job['out']}/model")
-        found = {
-            "history": history(trainer),
-            "masters": {name: value.clone() for name, value in masters(trainer).items()},
-            "predicted": torch.from_numpy(predicted.predictions),
-            "ranks": trainer.engine.ranks.count if trainer.engine is not None else 0,
-        }
-        torch.save(found, f"{job['out']}-{trainer.args.process_index}")
-
-
-if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()))
+def main(jobs: list[dict[str, Any]]) -> None:
+    """A job: TrainingArguments, from where to go on, where everything goes and what was found."""
+    for job in jobs:
+        options: dict[str, Any] = {"train_dataset": Texts(24), "eval_dataset": Texts(8, seed=2)}
+        options["compute_metrics"] = exact
+        with trainer_for(
+            InfinityTrainer, Path(job["out"]), llama(dropout=0.0), options, **job["arguments"]
+        ) as trainer:
+            trainer.train(job.get("resume"))
+            predicted = trainer.predict(Texts(7, seed=5))
+            trainer.save_model(f"{job['out']}/model")
+            found = {
+                "history": history(trainer),
+                "masters": {name: value.clone() for name, value in masters(trainer).items()},
+                "predicted": torch.from_numpy(predicted.predictions),
+                "ranks": trainer.engine.ranks.count if trainer.engine is not None else 0,
+            }
+            torch.save(found, f"{job['out']}-{trainer.args.process_index}")

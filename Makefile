@@ -39,7 +39,7 @@ demo: $(RUN_STAMP)  ## train a GPT whose weights and optimizer state live on dis
 	$(BIN)/python examples/pretrain_gpt.py --config examples/configs/demo.yaml $(ARGS)
 
 test: setup  ## run the tests, but not the long or large ones
-	$(BIN)/python -m pytest -q -n 2 -m "not big and not clock" $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not big and not clock" $(ARGS)
 
 test-clock: setup  ## run the tests that judge by a clock, one at a time, on a quiet machine
 	$(BIN)/python -m pytest -q -m clock $(ARGS)
@@ -63,7 +63,7 @@ define native-tests
 endef
 
 test-big: setup  ## run all tests that are not judged by a clock
-	$(BIN)/python -m pytest -q -n 2 -m "not clock" --hypothesis-profile=search $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not clock" --hypothesis-profile=search $(ARGS)
 
 test-crash: setup  ## end training badly ten thousand times, and look what is left (long)
 	$(BIN)/python -m pytest -q tests/faults -m big -k "killed or at_length" $(ARGS)

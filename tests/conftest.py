@@ -8,7 +8,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,6 +45,16 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         del os.environ["XDG_CACHE_HOME"]
     else:
         os.environ["XDG_CACHE_HOME"] = before
+
+
+@pytest.fixture(scope="module")
+def in_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where a file takes no time, if there is such a place."""
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(
+        dir=shared if os.access(shared, os.W_OK) else tmp_path_factory.mktemp("slow")
+    ) as path:
+        yield Path(path)
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,6 @@ import resource
 import shutil
 import stat
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -37,16 +36,6 @@ from infinity.errors import (
     InfinityError,
     MachineError,
 )
-
-
-@pytest.fixture(scope="module")
-def in_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where a file takes no time, if there is such a place."""
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(
-        dir=shared if os.access(shared, os.W_OK) else tmp_path_factory.mktemp("slow")
-    ) as path:
-        yield Path(path)
 
 
 def test_what_latest_names_is_whole_after_a_kill_at_any_line(in_memory: Path) -> None:

@@ -21,6 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoint_files import Sample, checksum, content, rewrite, sample, save, sealed
+from support.leaks import descriptors
 
 from infinity.checkpoint.reader import CheckpointReader, find_tag
 from infinity.errors import CheckpointError, ConfigError, InfinityError
@@ -522,9 +523,9 @@ class measured:  # noqa: N801
 
 @pytest.fixture(autouse=True)
 def nothing_stays_open() -> Iterator[None]:
-    before = set(os.listdir("/proc/self/fd"))
+    before = descriptors()
     yield
-    assert set(os.listdir("/proc/self/fd")) <= before
+    assert descriptors() <= before
 
 
 def test_what_was_attacked_is_still_read_after_repair(root: Path) -> None:

@@ -92,8 +92,8 @@ def weights_in(directory: Path) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
-    calm, root = tmp_path_factory.mktemp("calm"), tmp_path_factory.mktemp("recorded")
+def expected(in_memory: Path) -> Expected:
+    (calm := in_memory / "calm").mkdir()
     states, checkpoints, weights = [], {}, []
     with durable_engine(calm, gated(), placement=PLACEMENTS["moments in RAM"]) as engine:
         for number in range(STEPS + 1):
@@ -104,7 +104,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
                 engine.save_checkpoint(calm / "saved", f"step{number}", wait=True)
                 checkpoints[f"step{number}"] = content(calm / "saved", f"step{number}")
             step(engine)
-    tree, calls = RecordedTree(empty_world(root / "world")), 0
+    tree, calls = RecordedTree(empty_world(in_memory / "world")), 0
 
     def count(name: str) -> None:
         nonlocal calls
@@ -272,9 +272,9 @@ def many(seeds: range, root: Path, expected: Expected) -> Counter[str]:
 
 
 @pytest.mark.parametrize("first", range(0, QUICK, BATCH))
-def test_bad_ends(tmp_path: Path, expected: Expected, first: int) -> None:
+def test_bad_ends(in_memory: Path, expected: Expected, first: int) -> None:
     torch.set_num_threads(1)
-    seen = many(range(first, first + BATCH), tmp_path, expected)
+    seen = many(range(first, first + BATCH), in_memory, expected)
     assert sum(seen.values()) == BATCH
     assert {"kill: exact", "power: exact", "call: exact"} <= seen.keys(), seen
 
@@ -283,13 +283,13 @@ def test_bad_ends(tmp_path: Path, expected: Expected, first: int) -> None:
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("first", range(QUICK, 10_000 + QUICK, 1000))
 def test_bad_ends_at_length(
-    tmp_path: Path, expected: Expected, first: int, capsys: pytest.CaptureFixture[str]
+    in_memory: Path, expected: Expected, first: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen = many(range(first, first + 1000), tmp_path, expected)
+    seen = many(range(first, first + 1000), in_memory, expected)
     with capsys.disabled():
         print(f"\n{first}: {dict(sorted(seen.items()))}")
 
 
 @pytest.mark.skipif("INFINITY_SEED" not in os.environ, reason="INFINITY_SEED names one")
-def test_replay(tmp_path: Path, expected: Expected) -> None:
-    bad_end(int(os.environ["INFINITY_SEED"]), tmp_path / "one", expected)
+def test_replay(in_memory: Path, expected: Expected) -> None:
+    bad_end(int(os.environ["INFINITY_SEED"]), in_memory / "one", expected)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
 from support.leaks import descriptors, native_threads, threads
+from support.patience import wait_until
 from support.small import (
     MIXED,
     ON_DEVICE,
@@ -251,7 +252,7 @@ def test_two_threads_without_a_lock_get_errors_and_right_numbers(
 def test_a_dropped_engine_gives_everything_back_while_its_module_lives(
     tmp_path: Path, place: str, when: str
 ) -> None:
-    before = threads(), native_threads(), descriptors(), PROCESS.total("host")
+    before, reserved = (threads(), native_threads(), descriptors()), PROCESS.total("host")
     nvme = tmp_path / "nvme"
     nvme.mkdir()
     model = small_model()
@@ -272,7 +273,10 @@ def test_a_dropped_engine_gives_everything_back_while_its_module_lives(
     if when == "reached":
         kept.append(model.norm.weight)
     del engine
-    assert (threads(), native_threads(), descriptors(), PROCESS.total("host")) == before
+    assert PROCESS.total("host") == reserved
+    # Threads that were joined are in the system's list a little longer, an earlier test's too.
+    for left, were in zip((threads, native_threads, descriptors), before, strict=True):
+        assert wait_until(lambda left=left, were=were: left() <= were), left() - were
     assert not os.listdir(nvme)
     for ask in (
         lambda: model.norm.weight,

@@ -119,7 +119,9 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing(name: str, tmp_pa
     assert on_disk.losses == pytest.approx(train_plain(name).losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [n if n in CHECKPOINTED else pytest.param(n, marks=pytest.mark.big) for n in FAMILIES]
+)
 def test_in_bf16_too(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
     plain, one, other = (family.build(torch.bfloat16) for _ in range(3))

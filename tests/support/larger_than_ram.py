@@ -110,7 +110,8 @@ def live(job: dict[str, Any]) -> dict[str, Any]:
         norm = engine.grad_norm
         evaluated = evaluate(engine, job)
         engine.save_weights(saved, max_shard="256MiB")
-        engine.save_checkpoint(saved / "checkpoint")
+        if job["reload"]:
+            engine.save_checkpoint(saved / "checkpoint")
         onward = train(engine, job, job["steps"])
     del engine
     found = {

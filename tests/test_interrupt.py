@@ -252,7 +252,7 @@ def test_a_wait_is_ended_by_the_second(tmp_path: Path, wait: str) -> None:
             parts.gradients._worker.put(lambda: gate.wait() and None)
             call = lambda: engine.gradient(engine.module.norm.weight)  # noqa: E731
         elif wait == "for a save":
-            parts.saver._copy = lambda writer: gate.wait() and None
+            parts.saver._copy = lambda put, *, frozen: gate.wait() and None
             engine.save_checkpoint(tmp_path / "saved", "one")
             call = engine.finish_saving
         else:

@@ -117,6 +117,8 @@ def _train(config: Path, overrides: list[str], resume: str) -> Result:
             time.sleep(_LETS_SPEAK_S)
             raise typer.Exit(error.exit_code) from None
         raise
+    finally:
+        ranks.close()  # threads of a group that outlives Python end the process by SIGABRT
 
 
 def _train_on(

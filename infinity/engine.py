@@ -33,7 +33,7 @@ from infinity.training.parameter_access import MergeGuard, targets, write_state
 from infinity.training.parts import Parts
 from infinity.training.run_state import RunState, Stateful
 from infinity.training.state_dict import ModuleStateHooks, StateDict, state_dict_of
-from infinity.training.step import Given, ScaleRules, Stepper, check_frozen, check_inputs
+from infinity.training.step import Given, Inputs, ScaleRules, Stepper
 
 _IN_PLACE = "has been modified by an inplace operation: [torch."  # torch's own words
 
@@ -72,6 +72,7 @@ class Engine:
         self._window = parts.window
         self._cycles = parts.cycles
         self._values = parts.values
+        self._inputs = Inputs(parts, casts=bool((config or {}).get("cast_inputs")))
         self._stepper = Stepper(
             parts, optimizer, self._index_of, lr_scheduler, journal, scale_rules
         )
@@ -123,9 +124,7 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward; same arguments, same result."""
         self._check_usable()
-        check_inputs((args, kwargs), self.device)
-        cut = self._parts.cut
-        check_frozen(cut.names, cut.parameters, cut.trained)
+        args, kwargs = self._inputs.admit((args, kwargs))
         self._checkpoints.run_state.first_forward()
         self._values.take_back_all()
         self._end_users_backward()
@@ -143,6 +142,7 @@ class Engine:
         except Exception as error:
             self._stepper.end_forward(error)
             self.ranks.tell("a forward", error)
+            self._inputs.explain(error, (args, kwargs))
             raise
         finally:
             hooks.restore(mark)

@@ -7,6 +7,7 @@ import os
 import threading
 import traceback
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,38 @@ def test_a_batch_on_the_wrong_device(tmp_path: Path) -> None:
         with pytest.raises(TrainingError, match="is on meta"):
             engine(tokens=wrong)
         assert len(train(engine, 1)) == 1
+
+
+class Regression(nn.Module):
+    """Of floats, by a layer of any kind."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, more: Any = None) -> Tensor:
+        found: Tensor = self.layer(x).float().square().mean()
+        return found
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("layer", [nn.Linear(4, 4), nn.LayerNorm(4), nn.Conv1d(4, 4, 1)], ids=str)
+def test_floats_in_another_dtype(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, layer: nn.Module, precision: str
+) -> None:
+    x, dtype = torch.randn(2, 4, 4), {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    told = settings(tmp_path, precision=precision)
+    with infinity.initialize(Regression(deepcopy(layer)), told, device="cpu")[0] as engine:
+        with pytest.raises(TrainingError, match=r"float32, the engine[\s\S]*cast_inputs: true"):
+            engine(x)
+        expected = engine(x.to(dtype))
+    caplog.set_level("INFO", "infinity")
+    told["cast_inputs"] = True
+    with infinity.initialize(Regression(deepcopy(layer)), told, device="cpu")[0] as engine:
+        caplog.clear()
+        assert torch.equal(engine(x, more={"ids": [torch.arange(3)]}), expected)
+        engine.backward(engine(x=x))
+        assert [record.message.split(":")[0] for record in caplog.records] == ["cast_inputs"]
 
 
 def test_an_error_of_the_model_itself_comes_through(tmp_path: Path) -> None:

@@ -106,7 +106,9 @@ DONE: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "dataloader_drop_last": (True, {}, {}),
     "bf16.enabled": (True, {"precision": "bf16"}, {}),
     "bf16.bf16_optimizer_states": (True, {"optimizer.moments": "bf16"}, {"bf16.enabled": True}),
+    "bf16.auto_cast": (True, {"cast_inputs": True}, {"bf16.enabled": True}),
     "fp16.enabled": (True, {"precision": "fp16", "loss_scale.value": 0.0}, {}),
+    "fp16.auto_cast": (True, {"cast_inputs": True}, HALF),
     "fp16.loss_scale": (128, {"loss_scale.value": 128.0}, HALF),
     "fp16.initial_scale_power": (12, {"loss_scale.initial_power": 12}, HALF),
     "fp16.loss_scale_window": (1e2, {"loss_scale.window": 100}, HALF),
@@ -196,8 +198,6 @@ DONE: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 # Of each key that may be refused: a value that is, and one that is not.
 REFUSED: dict[str, tuple[Any, Any]] = {
     "managed_gradient_accumulation": (False, True),
-    "fp16.auto_cast": (True, False),
-    "bf16.auto_cast": (True, False),
     "torch_autocast.enabled": (True, False),
     "amp": ({"enabled": True, "opt_level": "O1"}, {"enabled": False, "opt_level": "O1"}),
     "data_types.buffer_dtype": ("fp32", None),

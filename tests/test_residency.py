@@ -16,6 +16,7 @@ from support.small import (
     MIXED,
     ON_DEVICE,
     ON_DISK,
+    Block,
     SmallModel,
     batch,
     masters,
@@ -293,12 +294,10 @@ def test_copy_deepcopy_and_pickle_are_refused(tmp_path: Path) -> None:
     "move",
     [
         lambda m: m.to(torch.float64),
-        lambda m: m.to("cpu"),
+        lambda m: m.to("meta"),
         lambda m: m.half(),
         lambda m: m.bfloat16(),
         lambda m: m.double(),
-        lambda m: m.float(),
-        lambda m: m.cuda(),
         lambda m: m.to_empty(device="cpu"),
         lambda m: m.share_memory(),
     ],
@@ -309,6 +308,44 @@ def test_moving_and_casting_is_refused(tmp_path: Path, move: object) -> None:
             with pytest.raises(ResidencyError, match=r"cannot be moved or cast[\s\S]*precision"):
                 move(module)  # type: ignore[operator]
         assert len(train(engine, 1)) == 1
+
+
+def test_moving_to_where_it_is_changes_nothing(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as other:
+        expected = train(other, 2)
+    with small_engine(tmp_path) as engine:
+        losses = train(engine, 1)
+        for module in (engine.module, engine.module.blocks[0], engine.module.blocks[0].norm):
+            assert module.to("cpu") is module.cpu() is module.float() is module
+            assert module.to(torch.device("cpu"), torch.float32, non_blocking=True) is module
+        assert losses + train(engine, 1, first=1) == expected
+
+
+# --- modules that come later ---------------------------------------------------------------------
+
+
+def test_modules_with_parameters_of_their_own_do_not_come_in(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        model = engine.module
+        with pytest.raises(ResidencyError, match=r"'blocks\.1\.up' becomes a Linear[\s\S]*before"):
+            model.blocks[1].up = nn.Linear(16, 32)
+        with pytest.raises(ResidencyError, match=r"'blocks\.3' .* 6 parameters .*norm\.weight"):
+            model.blocks.append(Block(16))
+        model.blocks[0].add_module("more", nn.Sequential(nn.GELU()))
+        with pytest.raises(ResidencyError, match=r"'blocks\.0\.more\.1' becomes"):
+            model.blocks[0].more.append(nn.Linear(2, 2))
+        head, model.head = model.head, nn.Identity()
+        model.head = head
+        assert len(train(engine, 1)) == 1
+    model.head = nn.Linear(16, 3)  # afterwards it is a module like any other
+    assert all(type(m._modules) is dict for m in model.modules())
+
+
+def test_a_parameter_that_is_resized_is_named_with_both_shapes(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        engine.module.embedding.weight.data = torch.zeros(60, 16)
+        with pytest.raises(ResidencyError, match=r"from \(50, 16\) to \(60, 16\)[\s\S]*restore"):
+            train(engine, 1)
 
 
 # --- close ---------------------------------------------------------------------------------------

@@ -480,6 +480,8 @@ class Config(Section):
     nvme_path: Paths = ()
     """Directories on the drives that state may rest on; several are striped."""
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    cast_inputs: bool = False
+    """In bf16 and fp16: floating inputs are cast to these, as by DeepSpeed's auto_cast."""
     loss_scale: LossScaleConfig = LossScaleConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig | None = None

@@ -479,6 +479,8 @@ def _precision(draft: _Draft) -> None:
     if chosen == "fp32":
         draft.note("bf16.enabled", "neither bf16 nor fp16 is enabled: fp32, as there", Verdict.DONE)
     draft.set("precision", chosen, "fp16.enabled" if chosen == "fp16" else "bf16.enabled")
+    if draft.given.get(f"{chosen}.auto_cast"):
+        draft.set("cast_inputs", True, f"{chosen}.auto_cast")
     static = draft.given.get("fp16.loss_scale", 0)  # where it is above 0; else dynamic
     for key in KEYS.values():
         if key.name not in draft.given or not key.ours.startswith(_SCALE):

@@ -27,15 +27,16 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
-from infinity.errors import ConfigError, EngineClosedError, ResidencyError
+from infinity.errors import ConfigError, EngineClosedError, ResidencyError, listed
 from infinity.plan.layout import Segment, UnitLayout
 
 # Which engine a parameter belongs to, known by the parameter itself: nothing is global.
@@ -107,6 +108,10 @@ def _tied_down(name: str, state: str, because: str) -> ConfigError:
 
 _ON_META = "is on the meta device"
 EDIT = "edit inside `with engine.materialized(module_or_params):`"
+CHANGE_BEFORE = (
+    "change the module before initialize(); or engine.close(restore=True), change it, and "
+    "initialize() anew"
+)
 # Negative signaling NaNs: whatever computes with one makes another of it.
 _NAN_BITS = {
     torch.float64: (torch.int64, -(1 << 63) | 0x7FF4 << 48),
@@ -137,14 +142,18 @@ class Edit:
 
     name: str
     in_place: bool
+    shapes: tuple[Sequence[int], Sequence[int]] = ((), ())  # before and after it
 
     def error(self, result: str = "the edit is lost") -> ResidencyError:
         """What is raised; `result` says what has become of the edit."""
         how = "edited in place" if self.in_place else "given other memory (`.data = ...`)"
+        before, after = map(tuple, self.shapes)
+        resized = before != after
         return ResidencyError(
-            f"parameter {self.name!r} was {how} while the engine owned it; {result}",
+            f"parameter {self.name!r} was {f'resized from {before} to {after}' if resized else how}"
+            f" while the engine owned it; {result}",
             because="offloaded parameters are views into reused slots, or placeholders",
-            remedy=EDIT,
+            remedy=CHANGE_BEFORE if resized else EDIT,
         )
 
 
@@ -291,7 +300,8 @@ class ParameterBinding:
             parameter = parameters[index]
             version, value = left[index]
             if not parameter.is_set_to(value):
-                return Edit(self._names[index], in_place=False)
+                shapes = (value.shape, parameter.shape)
+                return Edit(self._names[index], in_place=False, shapes=shapes)
             if parameter._version != version:
                 return Edit(self._names[index], in_place=True)
         return None
@@ -352,7 +362,7 @@ def move_buffers(
                 module._buffers[name] = moved[id(buffer)][1]
 
 
-# What an owned module has in the place of its dicts of parameters, and of `_apply`.
+# What an owned module has in the place of its dicts of parameters and modules, and of `_apply`.
 #
 # [Note: fetch on access]
 # `module._parameters` is replaced by a mapping whose `__getitem__` calls back before it returns a
@@ -385,20 +395,20 @@ class ParameterMap(dict[str, nn.Parameter | None]):
         raise ResidencyError(
             f"parameter {name!r} cannot be replaced or added while an engine owns the module "
             "(torch.func transforms and functional_call do that too)",
-            remedy=f"{EDIT}, or change the module before initialize() or after close()",
+            remedy=f"{EDIT}; or {CHANGE_BEFORE}",
         )
 
     def __delitem__(self, name: str) -> None:
         raise ResidencyError(
             f"parameter {name!r} cannot be removed while an engine owns the module",
-            remedy="change the module before initialize() or after close()",
+            remedy=CHANGE_BEFORE,
         )
 
     def _refuse_change(self, *args: Any, **kwargs: Any) -> NoReturn:
         """For the changes that a dict makes without `__setitem__` or `__delitem__`."""
         raise ResidencyError(
             "parameters cannot be replaced, added or removed while an engine owns the module",
-            remedy="change the module before initialize() or after close()",
+            remedy=CHANGE_BEFORE,
         )
 
     clear = pop = popitem = setdefault = update = __ior__ = _refuse_change
@@ -441,17 +451,48 @@ def refuse_copy() -> NoReturn:
     )
 
 
-class RefusedApply:
-    """Stands in for `module._apply` (`.to()`, `.half()`, `.float()`, ...) on owned modules."""
+class ModuleMap(dict[str, nn.Module | None]):
+    """`module._modules` while an engine owns the module: `admit` looks at what is put in."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused."""
-        raise ResidencyError(
-            "an offloaded module cannot be moved or cast: the engine owns its memory",
-            because=".to(), .cuda(), .half(), .bfloat16() and .float() rewrite every parameter",
-            remedy="set `precision` in the config and `device=` in initialize(); "
-            "engine.close(restore=True) gives a plain module back",
-        )
+    def __init__(
+        self, plain: Mapping[str, nn.Module | None], admit: Callable[[str, nn.Module], None]
+    ) -> None:
+        super().__init__(plain)
+        self._admit = admit
+
+    def __setitem__(self, name: str, module: nn.Module | None) -> None:
+        if module is not None:
+            self._admit(name, module)
+        super().__setitem__(name, module)
+
+
+class RefusedApply:
+    """Stands in for `module._apply` (`.to()`, `.half()`, `.cpu()`, ...) on an owned module.
+
+    What changes nothing is no error: a loop that moves the module to where it is goes on.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """The module, if the change leaves all its tensors as they are."""
+        module = self._module()
+        assert module is not None
+        tensors = (*module.parameters(recurse), *module.buffers(recurse))
+        for dtype, device, dims in {(t.dtype, t.device, t.dim()) for t in tensors}:
+            sample = torch.zeros((2,) * dims, dtype=dtype, device=device)
+            address = sample.data_ptr()
+            if change(sample) is not sample or sample.data_ptr() != address:
+                raise ResidencyError(
+                    f"an offloaded module cannot be moved or cast: this would change its {dtype} "
+                    f"tensors on {device}, and the engine owns their memory",
+                    because=".to(), .cuda(), .half(), .bfloat16() and .float() rewrite every "
+                    "parameter",
+                    remedy="set `precision` in the config and `device=` in initialize(); "
+                    "engine.close(restore=True) gives a plain module back",
+                )
+        return module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         refuse_copy()
@@ -461,14 +502,38 @@ class RefusedApply:
 
 
 class Installation:
-    """Replaces and restores `_parameters` and `_apply` on a module tree."""
+    """Replaces and restores `_parameters`, `_modules` and `_apply` on a module tree."""
 
     def __init__(self, root: nn.Module, touch: Touch) -> None:
         self.gone = False  # whether the values will be, and nobody has said that they may
-        self._modules = list(root.modules())
-        for module in self._modules:
-            module.__dict__["_parameters"] = ParameterMap(module._parameters, touch)
-            module.__dict__["_apply"] = RefusedApply()
+        self._touch = touch
+        self._held = {id(parameter) for parameter in root.parameters()}
+        self._modules: list[nn.Module] = []
+        self._take("", root)
+
+    def _take(self, path: str, root: nn.Module) -> None:
+        """Own a tree whose parameters are all held."""
+        for name, module in root.named_modules(prefix=path):
+            if not isinstance(module._parameters, ParameterMap):
+                admit = partial(self._admit, name)
+                module.__dict__["_parameters"] = ParameterMap(module._parameters, self._touch)
+                module.__dict__["_modules"] = ModuleMap(module._modules, admit)
+                module.__dict__["_apply"] = RefusedApply(module)
+                self._modules.append(module)
+
+    def _admit(self, path: str, name: str, module: nn.Module) -> None:
+        """A module is put into the tree: whoever brings parameters would train nothing."""
+        path = f"{path}.{name}" if path else name
+        strangers = [n for n, p in module.named_parameters() if id(p) not in self._held]
+        if strangers:
+            raise ResidencyError(
+                f"{path!r} becomes a {type(module).__name__} with {len(strangers)} parameters that "
+                f"the engine does not hold: {listed(strangers, 3)}",
+                because="adapters, new or larger embeddings and other layers that come after "
+                "initialize() have no optimizer state: they would never be trained",
+                remedy=CHANGE_BEFORE,
+            )
+        self._take(path, module)
 
     def remove(self) -> None:
         """Plain dicts and methods again; see `gone`."""
@@ -476,5 +541,6 @@ class Installation:
         for module in self._modules:
             if isinstance(module._parameters, ParameterMap):
                 module.__dict__["_parameters"] = kind(module._parameters)
+                module.__dict__["_modules"] = dict(module._modules)
             module.__dict__.pop("_apply", None)
         self._modules = []

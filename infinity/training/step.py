@@ -8,7 +8,9 @@ that the step has happened, whatever failed after it.
 
 from __future__ import annotations
 
+import logging
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,10 +20,18 @@ import torch
 from torch import Tensor, nn
 
 from infinity.config.schema import LossScaleConfig
-from infinity.errors import ConfigError, InfinityWarning, ResidencyError, TrainingError
+from infinity.errors import (
+    ConfigError,
+    InfinityWarning,
+    ResidencyError,
+    TrainingError,
+    first_lines,
+    listed,
+)
 from infinity.journal import Journal
-from infinity.model.torch_private import end_checkpoints
+from infinity.model.torch_private import end_checkpoints, tree_map
 from infinity.offload.report import Meter, StepReport
+from infinity.optim.moments import COMPUTE_DTYPES
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.storage.device import Event
 from infinity.training.optimizer_pass import PassJob
@@ -162,29 +172,69 @@ def scale_exhausted(state: ScaleState, culprits: Sequence[str]) -> TrainingError
 
 # What a call of the engine may be given.
 
+_OTHER_DTYPE = re.compile(r"\b(dtype|scalar type|Input type)\b")  # torch's words where two meet
 
-def check_inputs(arguments: Any, device: torch.device) -> None:
-    """Raise `TrainingError` for a tensor, however deep, that is not on the device."""
-    for tensor in _tensors(arguments):
-        if tensor.device != device:
+
+class Inputs:
+    """Looks at what a model is called with; with `casts` floats become bf16 or fp16."""
+
+    def __init__(self, parts: Parts, *, casts: bool) -> None:
+        self._cut, self._device = parts.cut, parts.device.torch_device
+        self._dtype = COMPUTE_DTYPES[parts.plan.precision.name]
+        self._casts = casts and self._dtype is not torch.float32
+        self._told = False
+
+    def admit(self, arguments: Any) -> Any:
+        """What the model is to get.
+
+        Raises `TrainingError` for a tensor, however deep, that is not on the device, and for a
+        parameter that requires a gradient and has no state for it.
+        """
+        for tensor in _tensors(arguments):
+            if tensor.device != self._device:
+                device = str(self._device)
+                raise TrainingError(
+                    f"an input tensor is on {tensor.device}, the engine computes on {device}",
+                    remedy=f"move the batch: tensor.to({device!r}) (engine.device)",
+                )
+        for name, parameter, trained in zip(
+            self._cut.names, self._cut.parameters, self._cut.trained, strict=True
+        ):
+            if parameter.requires_grad and not trained:
+                raise TrainingError(
+                    f"parameter {name!r} requires a gradient, but was frozen when the engine was "
+                    "made and has no optimizer state",
+                    remedy="pass it to initialize(model_parameters=...), which gives state to "
+                    "parameters that are frozen for now, or keep it frozen",
+                )
+        others = self._of_other_dtype(arguments) if self._casts else []
+        if not others:
+            return arguments
+        if not self._told:
+            self._told = True
+            logging.getLogger("infinity").info(
+                "cast_inputs: %s of an input become %s, here and in later calls",
+                listed(sorted({str(t.dtype) for t in others})), self._dtype,
+            )  # fmt: skip
+        found = {id(t) for t in others}
+        return tree_map(lambda x: x.to(self._dtype) if id(x) in found else x, arguments)
+
+    def explain(self, error: Exception, arguments: Any) -> None:
+        """Raise `TrainingError` where an input of another dtype may be what torch refused."""
+        if not isinstance(error, RuntimeError) or not _OTHER_DTYPE.search(str(error)):
+            return
+        for tensor in self._of_other_dtype(arguments):
             raise TrainingError(
-                f"an input tensor is on {tensor.device}, the engine computes on {device}",
-                remedy=f"move the batch: tensor.to({str(device)!r}) (engine.device)",
-            )
+                f"an input of shape {tuple(tensor.shape)} is {tensor.dtype}, the engine computes "
+                f"in {self._dtype}",
+                because=first_lines(error),
+                remedy=f"cast it: tensor.to({self._dtype}); or write cast_inputs: true, which does "
+                "so with all floating inputs in bf16 and fp16",
+            ) from error
 
-
-def check_frozen(
-    names: Sequence[str], parameters: Sequence[nn.Parameter], trained: Sequence[bool]
-) -> None:
-    """Raise `TrainingError` for a parameter that requires a gradient and has no state for it."""
-    for index, parameter in enumerate(parameters):
-        if parameter.requires_grad and not trained[index]:
-            raise TrainingError(
-                f"parameter {names[index]!r} requires a gradient, but was frozen when the engine "
-                "was made and has no optimizer state",
-                remedy="pass it to initialize(model_parameters=...), which gives state to "
-                "parameters that are frozen for now, or keep it frozen",
-            )
+    def _of_other_dtype(self, arguments: Any) -> list[Tensor]:
+        found = _tensors(arguments)
+        return [t for t in found if t.is_floating_point() and t.dtype is not self._dtype]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -278,3 +278,15 @@ def test_a_promised_model_may_be_edited_before_the_engine_has_it(
     with engine:
         found, expected = engine.module.state_dict(), models[1].state_dict()
         assert [n for n in expected if not torch.equal(found[n], expected[n])] == []
+
+
+def test_adapters_that_come_too_late_are_named(tmp_path: Path, base: Path) -> None:
+    engine = infinity.from_pretrained(base, config(tmp_path), device="cpu")[0]
+    late = pytest.raises(ResidencyError, match=r"q_proj' becomes .*lora_A[\s\S]*before initialize")
+    with late:
+        adapted(engine.module)
+    engine.close()
+    engine = infinity.from_pretrained(base, config(tmp_path), prepare=adapted, device="cpu")[0]
+    with pytest.raises(ResidencyError, match=r"lora_A\.second' becomes"):
+        engine.module.add_adapter("second", engine.module.peft_config["default"])
+    engine.close()

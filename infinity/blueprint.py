@@ -25,6 +25,7 @@ from infinity.formats import MomentFormat
 from infinity.heap import return_freed_memory
 from infinity.model.parameters import ParameterMap
 from infinity.model.shapes import Target, target_of
+from infinity.model.torch_private import storage_address
 from infinity.optim.adapter import AdapterRule
 from infinity.optim.adapter_probe import OptimizerMaker, open_adapter
 from infinity.optim.offloaded import OffloadedOptimizer
@@ -148,12 +149,14 @@ def limits_for(config: Config, device: Device, model: nn.Module, ranks: Ranks = 
     return_freed_memory()
     machine = read_machine(config.nvme_path)
     held = PROCESS.total(Tier.HOST) + (PROCESS.total(Tier.DEVICE) if device.unified else 0)
-    storages = [p.untyped_storage() for p in model.parameters() if not p.is_meta]
-    ours = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    at = {storage_address(p): p for p in model.parameters()}
+    ours = {address: p.untyped_storage().nbytes() for address, p in at.items() if address}
     coming = sum(b.nbytes for b in model.buffers() if b.is_meta) if device.unified else 0
     base = machine.own_rss_bytes - sum(ours.values()) - held + coming
     host = (config.budget.host or default_host_budget_bytes(machine)) // ranks.local_count
-    disk = None if config.budget.disk is None else config.budget.disk // ranks.local_count
+    disk = config.budget.disk
+    if disk is not None:
+        disk = max(disk // ranks.local_count - PROCESS.total(Tier.DISK), 0)
     if config.budget.host and config.budget.host > machine.host_ram_bytes:
         raise ConfigError(
             f"budget.host is {config.budget.host} bytes, but this process may use at most "

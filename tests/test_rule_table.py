@@ -13,9 +13,9 @@ import infinity._adam as _adam
 from infinity.config.schema import load_config
 from infinity.deepspeed.config import translate_deepspeed
 from infinity.formats import MomentFormat
-from infinity.huggingface.settings import choose_class
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.moments import Moment
+from infinity.optim.of_torch import choose_class
 from infinity.optim.update import BuiltInRule
 from infinity.rules import RULES, twin_of
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import shutil
@@ -19,6 +18,7 @@ from infinity.checkpoint.manifest import MANIFEST_NAME
 from infinity.config.schema import Config
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, ConfigError, EngineClosedError, InfinityWarning
+from infinity.huggingface.accelerator import OffloadAccelerator, OffloadedModel, offload_beside
 from infinity.huggingface.batches import (
     Decided,
     StepBatches,
@@ -29,177 +29,21 @@ from infinity.huggingface.batches import (
 )
 from infinity.huggingface.models import save_pretrained, told_for, transformers
 from infinity.huggingface.settings import (
-    Choice,
     GroupsOnly,
     TrainerSettings,
-    adopt_scheduler,
     all_in_one,
     check_name,
-    choose_class,
-    choose_instance,
     find_settings,
     refuse_arguments,
 )
 from infinity.model.lazy_tensor import Promised
-from infinity.optim.moments import COMPUTE_DTYPES
+from infinity.optim.of_torch import Choice, adopt_scheduler, choose_class, choose_instance
 from infinity.ranks import Ranks, find_ranks
 from infinity.read_settings import Settings
 from infinity.schedules import make_schedule
 from infinity.startup import initialize
 from infinity.training.run_state import capture_rng, restore_rng
 from infinity.weights import load_weights
-
-# What a Trainer is shown of an engine: a module to call, and an accelerator that leaves it alone.
-#
-# [Note: micro-batches]
-# A Trainer says by `accelerator.sync_gradients` whether the micro-batch that begins is the last of
-# its window, which may be shorter at the end of an epoch. The engine is told at the forward; a
-# micro-batch that is not the last ends when the next forward comes.
-
-
-_Accelerator: Any = importlib.import_module("accelerate").Accelerator
-
-
-class OffloadAccelerator(_Accelerator):  # type: ignore[misc]
-    """`accelerate.Accelerator` for a model whose memory is an engine's.
-
-    A Trainer's accelerator becomes one by its class. What it does for other modules, loaders
-    and trackers is as before.
-    """
-
-    engine: Engine | None = None
-    grad_norm: Tensor | None = None  # of the step that comes, NaN until it has happened
-    _open = False  # a window with gradients
-    _due = False  # the end of a micro-batch that has them, and is not the last
-    _ends_window = True  # the current micro-batch
-    more_follow = False  # micro-batches, whatever the Trainer says: it has handed over all
-
-    def attach(self, engine: Engine) -> None:
-        """From now on `backward` is the engine's."""
-        self.engine = engine
-        self._start_over()
-        self.grad_norm = None
-        engine.optimizer.register_step_post_hook(self._stepped)
-
-    def begin_micro_batch(self) -> None:
-        """A forward that gradients will be asked of; see the note."""
-        engine = self._engine()
-        if self._due:
-            engine.step()
-            self._due = False
-        self._ends_window = self.sync_gradients and not self.more_follow
-        engine.set_gradient_accumulation_boundary(self._ends_window)
-
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """The engine's backward; the Trainer has divided the loss."""
-        try:
-            self._engine().backward(loss, scale_wrt_gas=False)
-        except BaseException:
-            self._start_over()  # as the engine has
-            raise
-        self._open, self._due = True, not self._ends_window
-
-    def forget_window(self) -> None:
-        """Drop the gradients of a window that has begun."""
-        if self._open:
-            self._engine().zero_grad()
-        self._start_over()
-
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """The norm of the step that comes: NaN, and the number once `optimizer.step()` is done.
-
-        The engine clips as it steps, by `max_grad_norm` of the TrainingArguments.
-        """
-        if norm_type != 2:
-            raise ConfigError(f"the engine clips by the 2-norm, not by norm {norm_type}")
-        if self.grad_norm is None:
-            self.grad_norm = torch.full((), float("nan"))
-        return self.grad_norm
-
-    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The user's module."""
-        model = model.module if isinstance(model, OffloadedModel) else model
-        return super().unwrap_model(model, *args, **kwargs)
-
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step found gradients that were not finite."""
-        if self.engine is None:
-            return bool(super().optimizer_step_was_skipped)
-        report = self.engine.last_report
-        return report is not None and report.skipped
-
-    def _engine(self) -> Engine:
-        if self.engine is None:
-            raise ConfigError(
-                "the Trainer has no engine yet", remedy="call trainer.train() or evaluate() first"
-            )
-        return self.engine
-
-    def _start_over(self) -> None:
-        self._open, self._due, self._ends_window, self.more_follow = False, False, True, False
-
-    def _stepped(self, *_: Any) -> None:
-        self._start_over()
-        norm = self._engine().grad_norm
-        if self.grad_norm is not None and norm is not None:
-            self.grad_norm.fill_(norm)  # the Trainer holds it, and logs it from now on
-        self.grad_norm = None
-
-
-class OffloadedModel(nn.Module):
-    """Calls the engine; `module` is the user's module. What a Trainer calls `model_wrapped`."""
-
-    def __init__(self, engine: Engine, accelerator: OffloadAccelerator) -> None:
-        super().__init__()
-        self.module = engine.module
-        # Past nn.Module: neither is a part of this module.
-        object.__setattr__(self, "engine", engine)
-        object.__setattr__(self, "_accelerator", accelerator)
-        object.__setattr__(self, "_dtype", COMPUTE_DTYPES[engine.plan.precision.name])
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The engine's forward; floats are brought to what it computes in, where that is 16 bits.
-
-        As transformers does for DeepSpeed: images and sound come in fp32.
-        """
-        if torch.is_grad_enabled():
-            self._accelerator.begin_micro_batch()
-        if self._dtype is not torch.float32:
-            args, kwargs = _cast(args, self._dtype), _cast(kwargs, self._dtype)
-        return self.engine(*args, **kwargs)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of a window that has begun; after a step there are none."""
-        self._accelerator.forget_window()
-
-    def to(self, *args: Any, **kwargs: Any) -> OffloadedModel:
-        """Stay; raises `ConfigError` for another dtype than the engine computes in."""
-        asked = [*args, *kwargs.values()]
-        other = [a for a in asked if isinstance(a, torch.dtype) and a is not self._dtype]
-        if other:
-            raise ConfigError(
-                f"the model was to become {other[0]}, the engine computes in {self._dtype}",
-                remedy="choose bf16 or fp16 in TrainingArguments",
-            )
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """The same with all its floats in a dtype, whatever holds them."""
-    apply = importlib.import_module("accelerate.utils").recursively_apply
-    return apply(lambda tensor: tensor.to(dtype), value, test_type=_is_float)
-
 
 # Random draws of collators and datasets, the same after a resume.
 #
@@ -440,11 +284,8 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
     lr_scheduler: Any
     optimizer_cls_and_kwargs: Any
 
-    def __init__(
-        self, model: Any = None, args: Any = None, *others: Any, infinity_config: Any = None,
-        **named: Any,
-    ) -> None:  # fmt: skip
-        if isinstance(model, Engine):
+    def __init__(self, *given: Any, infinity_config: Any = None, **named: Any) -> None:
+        if any(isinstance(one, Engine) for one in (*given, *named.values())):
             raise ConfigError(
                 "InfinityTrainer(model=...) got an engine; it makes its own",
                 remedy="give the module: from_pretrained of transformers, one built under "
@@ -458,12 +299,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         self._batches: StepBatches | None = None
         self._goes_on_from: str | None = None
         self._closed = False
-        if args is not None:
-            refuse_arguments(args)
-            check_name(args.optim)
-            if args.n_gpu > 1:
-                args._n_gpu = 1
-        super().__init__(model, args, *others, **named)
+        super().__init__(*given, **named)
         if self.model_init is None:
             self._settings = find_settings(self.args, infinity_config, self.model)
 
@@ -485,6 +321,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         choice, settings = self._choose(given), self._settings_now()
         ranks = find_ranks()
         config = self._with_schedule(told_for(self.model, choice.config), ranks)
+        config = config.model_copy(update={"cast_inputs": True})  # images and sound come in fp32
         told = Settings(
             config,
             settings.translation,
@@ -511,6 +348,10 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         self.optimizer = optimizer
         self.model_wrapped = OffloadedModel(engine, self.accelerator)
         return engine
+
+    def _offload_beside(self, model: nn.Module) -> Engine:
+        trained = None if self.engine is not None else self.model
+        return offload_beside(model, trained, self._settings_now().config, self.args.device)
 
     @property
     def _samples(self) -> int:
@@ -577,6 +418,8 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         back, in RAM.
         """
         self._closed = True
+        for engine in self.accelerator.beside:
+            engine.close()
         if self.engine is not None:
             self.engine.close(restore=restore)
 
@@ -590,8 +433,13 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self) -> None:
         """As Trainer's; the accelerator then leaves model and optimizer to the engine."""
+        refuse_arguments(self.args)
+        check_name(self.args.optim)
+        if self.args.n_gpu > 1:
+            self.args._n_gpu = 1
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = OffloadAccelerator
+        self.accelerator.offload = self._offload_beside
 
     # No mixed precision, no DeepSpeed and no compilation by accelerate.
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
@@ -652,6 +500,12 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             self.accelerator.more_follow = not is_last
             total += super().training_step(model, batch, num_items_in_batch)
         return total
+
+    def compute_ref_log_probs(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """As TRL's; before training the model may be its own reference, and needs an engine."""
+        if model is self.model:
+            self._open()
+        return super().compute_ref_log_probs(model, *args, **kwargs)
 
     # Engine, optimizer, schedule and checkpoint, without accelerator.prepare.
     def _prepare_for_training(

@@ -17,6 +17,7 @@ import transformers as hf
 from support.hf_runs import (
     FP32,
     Texts,
+    arguments,
     assert_close_history,
     assert_same_bits,
     gpt2,
@@ -25,10 +26,16 @@ from support.hf_runs import (
     masters,
     trainer_for,
 )
+from support.small import ON_DISK
+from torch import nn
 
 import infinity
+from infinity.config.schema import load_config
 from infinity.errors import ConfigError, EngineClosedError
+from infinity.huggingface.accelerator import offload_beside
 from infinity.huggingface.trainer import InfinityTrainer
+from infinity.plan.layout import Tier
+from infinity.storage.device import PROCESS
 
 TOLERANCE = 2e-6
 
@@ -411,3 +418,50 @@ def test_a_skipped_step_leaves_the_schedule_where_it_is(tmp_path: Path) -> None:
         assert trainer.engine.skipped_steps == 1
         rates = [entry["learning_rate"] for entry in history(trainer)[:3]]
         assert rates[1] == rates[2] < rates[0]
+
+
+# --- models beside the one that is trained -------------------------------------------------------
+
+
+class Distilling(hf.Trainer):  # type: ignore[misc]
+    """A trainer with a reference, and the reference before the arguments, as TRL's have it."""
+
+    def __init__(self, model: Any = None, reference: Any = None, args: Any = None, **more: Any):
+        super().__init__(model=model, args=args, **more)
+        self.reference = self.accelerator.prepare_model(reference, evaluation_mode=True)
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        with torch.no_grad():
+            wanted = self.reference(input_ids=inputs["input_ids"]).logits.softmax(-1)
+        return -(wanted * model(input_ids=inputs["input_ids"]).logits.log_softmax(-1)).mean()
+
+
+def test_a_reference_model_rests_with_an_engine_of_its_own(tmp_path: Path) -> None:
+    class Ours(InfinityTrainer, Distilling):  # type: ignore[misc]
+        pass
+
+    more = {"train_dataset": Texts(26)}
+    theirs = Distilling(llama(), llama(tied=True).eval(), arguments(tmp_path), **more)
+    theirs.train()
+    disk = {"nvme_path": str(tmp_path), "placement": ON_DISK, **FP32}
+    ours = Ours(llama(), llama(tied=True).eval(), arguments(tmp_path), infinity_config=disk, **more)
+    ours.train()
+    assert_close_history(ours, theirs, TOLERANCE)
+    (beside,) = ours.accelerator.beside
+    assert beside.module is ours.reference
+    assert beside.counters()["disk_read"] > 0
+    assert not any(parameter.requires_grad for parameter in ours.reference.parameters())
+    ours.close()
+    with pytest.raises(EngineClosedError):
+        beside.settle()
+
+
+@pytest.mark.parametrize(("rest", "tier"), [(0, Tier.DEVICE), (10**6, Tier.DISK)])
+def test_a_reference_gets_its_share_of_the_budgets_or_the_least(
+    tmp_path: Path, rest: int, tier: Tier
+) -> None:
+    trained = nn.Linear(rest, rest, device="meta")
+    config = load_config({"nvme_path": str(tmp_path), **FP32})
+    with offload_beside(llama(), trained, config, torch.device("cpu")) as engine:
+        assert {placement.weight for placement in engine.plan.placements} == {tier}
+    assert not any(PROCESS.total(each) for each in Tier)

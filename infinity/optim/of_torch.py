@@ -1,0 +1,143 @@
+"""Which update rule an optimizer of torch's is here: a built-in one, an adapted one, or a refusal.
+
+For front doors that are handed one by somebody else's trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from infinity.config.schema import Config, load_config
+from infinity.errors import ConfigError
+from infinity.rules import RULES, twin_of
+
+Groups = list[dict[str, Any]]
+
+_RULES: dict[type, str] = {
+    getattr(torch.optim, name): name for name, rule in RULES.items() if rule.in_torch
+}
+# How torch carries a rule out: nothing here depends on it.
+_HINTS = ("fused", "foreach", "capturable", "differentiable")
+# What a rule of torch may be told, and is, unless another value than this is given.
+_OFF = {"amsgrad": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What `initialize` gets: `optimizer` is None where `config` names a built-in rule.
+
+    `groups` is None where that is an instance, which has its own.
+    """
+
+    config: Config
+    groups: Groups | None
+    optimizer: Any = None
+
+
+def choose_class(config: Config, kind: Any, options: Mapping[str, Any], groups: Groups) -> Choice:
+    """A class and its arguments, as `Trainer.get_optimizer_cls_and_kwargs` gives them.
+
+    `groups` may hold a weight decay each. Raises `ConfigError` for what is no optimizer of
+    parameter groups (layer by layer, by the shapes of a model, ...).
+    """
+    is_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    apart = [name for name in ("params", "model", "optimizer_dict") if name in options]
+    if not is_class or apart:
+        raise ConfigError(
+            f"the optimizer {getattr(kind, '__name__', kind)} chooses its parameters by the model",
+            because="the engine steps one tile of any parameter at a time",
+            remedy='optim="adamw_torch"',
+        )
+    rule = _rule_of(kind, options)
+    if rule is None:
+        return Choice(_without_optimizer(config), groups, lambda gs: kind(gs, **options))
+    name, parameters = rule
+    defaults = {"weight_decay": 0.0, **parameters}
+    return Choice(_with_rule(config, name, defaults), groups)
+
+
+def choose_instance(config: Config, given: torch.optim.Optimizer, *, named: bool) -> Choice:
+    """An optimizer object over the model's parameters; `named`: the configuration has one too."""
+    if named:
+        raise ConfigError(
+            f"two optimizers: {type(given).__name__} was given, and the configuration names "
+            f"{config.optimizer.type}",
+            remedy="leave optimizer.type out of the configuration, or give no object",
+        )
+    if given.state:
+        raise ConfigError(
+            f"{type(given).__name__} was given with state of {len(given.state)} parameters",
+            because="it has stepped; its state cannot be taken over",
+            remedy="give a new one",
+        )
+    rules = [_rule_of(type(given), _values(group)) for group in given.param_groups]
+    first = rules[0] if rules else None
+    if first is None or any(rule is None or rule[0] != first[0] for rule in rules):
+        return Choice(_without_optimizer(config), None, given)
+    groups = [
+        {"params": group["params"], **rule[1]}
+        for group, rule in zip(given.param_groups, rules, strict=True)
+        if rule is not None
+    ]
+    return Choice(_with_rule(config, *first), groups)
+
+
+def adopt_scheduler(
+    scheduler: Any, given: torch.optim.Optimizer, optimizer: torch.optim.Optimizer
+) -> None:
+    """Put a schedule that was made over `given` over the engine's `optimizer`.
+
+    Rates it has set already move along. Raises `ConfigError` if it was made over another one.
+    """
+    if getattr(scheduler, "optimizer", None) is not given:
+        raise ConfigError(
+            "optimizers=(optimizer, scheduler): the scheduler was made over another optimizer",
+            remedy="make it over the optimizer that is given with it",
+        )
+    # Torch's schedules count the steps of an optimizer that one was made over.
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    for ours, theirs in zip(optimizer.param_groups, given.param_groups, strict=True):
+        ours.update({key: theirs[key] for key in ("lr", "initial_lr") if key in theirs})
+    scheduler.optimizer = optimizer
+
+
+def _values(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if k not in ("params", "param_names", "initial_lr")}
+
+
+def _rule_of(kind: type, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """Our rule and what it is told, or None where it is not one of ours."""
+    name = _RULES.get(kind)
+    if name is None:
+        return None
+    if options.get("decoupled_weight_decay"):
+        name = twin_of(name, decoupled=True)
+    takes = RULES[name].defaults()
+    told = {}
+    for key, value in options.items():
+        if key in takes:
+            told[key] = value
+        elif key in _OFF and value == _OFF[key]:
+            continue
+        elif key not in (*_HINTS, "decoupled_weight_decay"):
+            return None
+    if any(isinstance(value, torch.Tensor) for value in told.values()):
+        return None
+    return name, told
+
+
+def _with_rule(config: Config, name: str, parameters: Mapping[str, Any]) -> Config:
+    raw = _without_optimizer(config).model_dump(exclude_unset=True)
+    rule = {**raw.get("optimizer", {}), "type": name, **parameters}
+    return load_config({**raw, "optimizer": rule})
+
+
+def _without_optimizer(config: Config) -> Config:
+    """Without our section; `moments` stays, so that `initialize` says it has no meaning."""
+    raw = config.model_dump(exclude_unset=True)
+    kept = {k: v for k, v in raw.pop("optimizer", {}).items() if k == "moments"}
+    return load_config({**raw, "optimizer": kept} if kept else raw)

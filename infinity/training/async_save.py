@@ -189,19 +189,19 @@ class Saver:
         """Wait for the save that is under way; raises what made it fail, once."""
         if self._thread is not None:
             self._thread.join()
-        self.poll()
+        self.poll("waits for a checkpoint")
         self._thread = None
         error, self._error = self._error, None
         if error is not None:
             raise error
 
-    def poll(self) -> None:
+    def poll(self, doing: str = "looks after a checkpoint") -> None:
         """End a save of several ranks, which all call this, if each has ended its part of it."""
         together, ranks = self._together, self._store.ranks
         if together is None or self._thread is None:
             return
         over = 0 if self._thread.is_alive() else 1 if self._error is None else 2
-        told = [state for state, *_ in ranks.meet("saves a checkpoint", over)]
+        told = [state for state, *_ in ranks.meet(doing, over)]
         if 2 not in told and 0 in told:
             return
         self._together = None

@@ -97,6 +97,27 @@ def assert_soon(event: threading.Event) -> None:
     assert event.wait(HANG_S)
 
 
+def test_a_save_that_one_rank_waits_for_alone_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else that one would believe that the checkpoint is there, while another still writes it."""
+    may_end = threading.Event()
+    at_the_end_of(monkeypatch, lambda: assert_soon(may_end))
+    models = [GPT.build() for _ in range(2)]
+
+    def work(ranks: Ranks) -> str:
+        with make_engine(ranks, models[ranks.rank], make_config(), tmp_path) as engine:
+            step(engine, 0)
+            engine.save_checkpoint(tmp_path / "saved", "one")
+            with pytest.raises(InfinityError) as caught:
+                engine.finish_saving() if ranks.rank == 0 else engine.step()
+            may_end.set()
+            return str(caught.value)
+
+    for words in on_ranks(2, work):
+        assert "waits for a checkpoint on rank 0; looks after a checkpoint on rank 1" in words
+
+
 def test_a_drive_that_is_full_for_one_rank_ends_the_save_of_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

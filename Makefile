@@ -24,8 +24,8 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-native test-big test-clock test-crash test-matrix lint bench bench-swap
-.PHONY: wheel-check clean
+.PHONY: help setup demo test test-native test-big test-clock test-crash test-matrix test-doors lint
+.PHONY: bench bench-swap wheel-check clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -79,6 +79,17 @@ wheel-check: $(RUN_STAMP)  ## build sdist and wheel, and use the wheel in a venv
 
 test-matrix:  ## run the tests with other Pythons and torches (long): ARGS='python3.12:2.11.0 ...'
 	$(PYTHON) tools/test_matrix.py $(ARGS)
+
+# A venv of its own over this one, whose packages it sees where it has none of them itself.
+DOORS := build/doors
+PURELIB = python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+test-doors: setup  ## run the tests of TRL, Lightning and transformers with the newest of each
+	$(BIN)/python -m venv $(DOORS)
+	echo "import site; site.addsitedir('$$($(BIN)/$(PURELIB))')" >$$($(DOORS)/bin/$(PURELIB))/beneath.pth
+	$(DOORS)/bin/python -m pip install -q --upgrade trl lightning transformers accelerate peft
+	$(DOORS)/bin/python -m pip list | grep -iE '^(trl|lightning|transformers|accelerate|peft) '
+	$(DOORS)/bin/python -m pytest -q -m "not big and not clock" tests/huggingface \
+	  tests/test_lightning.py $(ARGS)
 
 bench: setup  ## time a step against plain torch and against the bounds
 	$(BIN)/python tools/bench_step.py --json $(ARGS)

@@ -35,7 +35,7 @@ LAYERS: tuple[set[str], ...] = (
     {"deepspeed", "weights"},
     {"read_settings"},
     {"startup"},
-    {"huggingface"},
+    {"huggingface", "lightning"},
     {"runs"},
     {"cli"},
     {"__init__"},

@@ -1,0 +1,329 @@
+"""`Trainer(strategy=InfinityStrategy({...}))`: Lightning's Trainer over an engine, on one device.
+
+lightning is imported here and nowhere else; `import infinity` does not need it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinity.config.schema import Config
+from infinity.engine import Engine
+from infinity.errors import CheckpointError, ConfigError, TrainingError
+from infinity.model.parameters import freeze
+from infinity.optim.of_torch import adopt_scheduler, choose_instance
+from infinity.ranks import find_ranks
+from infinity.read_settings import read_settings
+from infinity.startup import initialize
+from infinity.weights import load_weights
+
+TAG = "engine"  # of the engine's checkpoint, in a checkpoint of Lightning's
+LOOP = "lightning.ckpt"  # what Lightning keeps of a run, written last
+_PRECISION = {"bf16": "bf16", "16": "fp16", "32": "fp32"}  # of Lightning's "bf16-true", ...
+
+
+def _lightning() -> Any:
+    """The package, under whichever of its two names the program uses it."""
+    names = ["lightning.pytorch", "pytorch_lightning"]
+    for name in sorted(names, key=lambda name: name not in sys.modules):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+    raise ConfigError("infinity.lightning needs Lightning", remedy="pip install lightning")
+
+
+_pl: Any = _lightning()
+_Strategy: Any = importlib.import_module(f"{_pl.__name__}.strategies").SingleDeviceStrategy
+_Precision: Any = importlib.import_module(f"{_pl.__name__}.plugins.precision").Precision
+_optimizers_of: Any = importlib.import_module(
+    f"{_pl.__name__}.core.optimizer"
+)._init_optimizers_and_lr_schedulers
+
+
+class EnginePrecision(_Precision):  # type: ignore[misc]
+    """Backward, clipping and step by the engine, which computes in a precision of its own."""
+
+    def __init__(self, precision: str = "32-true") -> None:
+        super().__init__()
+        self.precision = precision
+        self.engine: Engine | None = None
+
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *_: Any, **how: Any) -> None:
+        """Lightning has divided the loss by the micro-batches of a step."""
+        self.require().backward(tensor, scale_wrt_gas=False, **how)
+
+    def optimizer_step(
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], **how: Any
+    ) -> Any:
+        """Forward and backward, and then the engine's step."""
+        result = closure()
+        if result is None and model.automatic_optimization:
+            raise TrainingError(
+                "training_step() returned None",
+                because="a step without a loss would be one without gradients",
+                remedy="leave such batches out where they are made",
+            )
+        self._after_closure(model, optimizer)
+        self.require().step(**how)
+        return result
+
+    def clip_gradients(
+        self, optimizer: Any, clip_val: float | None = 0.0, gradient_clip_algorithm: Any = "norm"
+    ) -> None:
+        """The step that comes clips by this global norm; 0: by that of the configuration."""
+        if not clip_val:
+            return
+        if gradient_clip_algorithm != "norm":
+            raise ConfigError(
+                f"gradient_clip_algorithm={str(getattr(gradient_clip_algorithm, 'value', ''))!r}",
+                because="gradients have left when the step begins; the engine clips by their norm",
+                remedy='gradient_clip_algorithm="norm"',
+            )
+        self.require().gradient_clipping = float(clip_val)
+
+    def forward_context(self) -> Any:
+        """Nothing: weights are in the engine's precision, and it casts floating inputs."""
+        return nullcontext()
+
+    def require(self) -> Engine:
+        """The engine; raises `ConfigError` where there is none."""
+        if self.engine is None:
+            raise ConfigError("there is no engine yet", remedy="call trainer.fit() first")
+        return self.engine
+
+
+class InfinityStrategy(_Strategy):  # type: ignore[misc]
+    """Weights, gradients and optimizer state of a LightningModule rest with an engine.
+
+    `config` is a configuration, ours or DeepSpeed's: a dict, a path, a `Config`. What it leaves out
+    comes from the Trainer: `precision`, `accumulate_grad_batches`, `gradient_clip_val`; what both
+    say must be the same. `configure_optimizers` gives one optimizer and its schedules.
+
+    `device` is where to compute, by default the first GPU where the Trainer uses one. The engine is
+    `strategy.engine`: made by `fit`, or for inference by `validate`, `test` and `predict`. It goes
+    on afterwards, so that the module can be called and saved; `close()` gives everything back.
+
+    A checkpoint is a directory: the engine's own, and `lightning.ckpt`. A run that resumes computes
+    the same bits as one that was not interrupted. With `save_weights_only` it is safetensors.
+    """
+
+    strategy_name = "infinity"
+    _precision_plugin = None  # the Trainer asks whether one was given
+
+    def __init__(self, config: Any = None, device: torch.device | str | None = None) -> None:
+        super().__init__("cpu")
+        self._given = {} if config is None else config
+        self._device = None if device is None else torch.device(device)
+        self._thaw: Callable[[], None] | None = None
+        self.engine: Engine | None = None
+        self._precision = EnginePrecision()
+
+    def close(self, *, restore: bool = False) -> None:
+        """Give everything back: threads, files, memory. Idempotent.
+
+        The module's parameters are offloaded afterwards; with `restore` they get their full values
+        back, in RAM.
+        """
+        if self.engine is not None:
+            self.engine.close(restore=restore)
+        if self._thaw is not None:
+            self._thaw()
+        self.engine = self._precision.engine = self._thaw = None
+
+    # --- the engine ------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        """Where batches go."""
+        if self._device is not None:
+            return self._device
+        on_gpu = type(self.accelerator).__name__ == "CUDAAccelerator"
+        return torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+
+    @property
+    def precision_plugin(self) -> Any:
+        """That of the engine."""
+        return self._precision
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        if plugin is not None:
+            self._precision.precision = str(getattr(plugin, "precision", "32-true"))
+
+    def setup_environment(self) -> None:
+        """As any strategy; raises `ConfigError` for one of several processes."""
+        ranks = find_ranks()
+        ranks.close()
+        if ranks.count > 1:
+            raise ConfigError(
+                f"InfinityStrategy is for one process, and this is one of {ranks.count}",
+                remedy="devices=1; for several GPUs a loop of your own under torchrun, or "
+                "InfinityTrainer",
+            )
+        super().setup_environment()
+
+    def setup(self, trainer: Any) -> None:
+        """Make the engine of the module, or go on with it where nothing is to be trained."""
+        self.accelerator.setup(trainer)
+        fits = trainer.state.fn == "fit"
+        if self.engine is not None and (fits or self.engine.module is not self.lightning_module):
+            self.close(restore=True)
+        if self.engine is None:
+            self._open(trainer, fits)
+        self.model = self.engine
+
+    def _open(self, trainer: Any, fits: bool) -> None:
+        module = self.lightning_module
+        for part in module.modules():  # of metrics: states that only `to` moves
+            if part is not module and not any(True for _ in part.parameters()):
+                part.to(self.root_device)
+        self.optimizers, self.lr_scheduler_configs = _optimizers_of(module) if fits else ([], [])
+        if len(self.optimizers) > 1:
+            raise ConfigError(
+                f"configure_optimizers() gave {len(self.optimizers)} optimizers",
+                remedy="one; parameters that learn otherwise can be groups of it",
+            )
+        given: Any = self.optimizers[0] if fits else None
+        told = read_settings(self._given, batch_size=1, optimizer=given)
+        config, groups, optimizer = self._agreed(told.config, trainer), None, None
+        if given is None:
+            self._thaw = freeze(module.parameters())
+        else:
+            named = "type" in config.optimizer.model_fields_set
+            choice = choose_instance(config, given, named=named)
+            config, groups, optimizer = choice.config, choice.groups, choice.optimizer
+        self.engine, ours, *_ = initialize(
+            module,
+            replace(told, config=config),
+            model_parameters=groups,
+            optimizer=optimizer,
+            device=self.root_device,
+        )
+        self._precision.engine = self.engine
+        for schedule in self.lr_scheduler_configs:
+            adopt_scheduler(schedule.scheduler, given, ours)
+        self.optimizers = [ours] if fits else []
+        module.to(self.root_device)  # where it is: so that `self.device` says so
+
+    def _agreed(self, config: Config, trainer: Any) -> Config:
+        """The configuration with what the Trainer says; raises `ConfigError` where they differ."""
+        kind = self._precision.precision.partition("-")[0]
+        told = {
+            "precision": (f"precision={kind!r}", _PRECISION.get(kind), "fp32"),
+            "gradient_accumulation_steps": (
+                "accumulate_grad_batches", trainer.accumulate_grad_batches, 1,
+            ),
+            "gradient_clipping": ("gradient_clip_val", float(trainer.gradient_clip_val or 0), 0.0),
+        }  # fmt: skip
+        update: dict[str, Any] = {"cast_inputs": True}
+        for key, (argument, value, default) in told.items():
+            if value is None:
+                raise ConfigError(f"Trainer({argument})", remedy='"bf16-true", "16-true" or 32')
+            ours = getattr(config, key)
+            if key not in config.model_fields_set:
+                update[key] = value
+            elif value not in (default, ours):
+                raise ConfigError(
+                    f"{key} is {ours} in the configuration, {value} by the Trainer ({argument})",
+                    remedy="say it in one place",
+                )
+        return config.model_copy(update=update)
+
+    # --- a step ----------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, as a call of the engine, which is told where the window ends."""
+        loop, module = self.lightning_module.trainer.fit_loop, self.lightning_module
+        assert self.engine is not None
+        last = not module.automatic_optimization or not loop._should_accumulate()
+        self.engine.set_gradient_accumulation_boundary(last)
+        return super().training_step(*args, **kwargs)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """End a micro-batch that is not the last of its window; that one ends with the step."""
+        assert self.engine is not None
+        if not self.engine.is_gradient_accumulation_boundary():
+            self.engine.step()
+
+    def on_validation_start(self) -> None:
+        """Lightning drops gradients before it validates, which a module by hand may have left."""
+        module = self.lightning_module
+        if module.trainer.state.fn == "fit" and not module.automatic_optimization:
+            self._precision.require().zero_grad()
+
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """The engine has to be there."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """The engine does."""
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing: weights go from where they rest into the engine's checkpoint."""
+        return {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Nothing; see above."""
+        return {}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Write the directory `filepath`; returns when it is on stable storage."""
+        assert self.engine is not None
+        folder = Path(filepath)
+        if folder.is_dir() and not folder.is_symlink():
+            shutil.rmtree(folder)  # of a run that went on from before this step
+        else:
+            folder.unlink(missing_ok=True)
+        folder.mkdir(parents=True)
+        if "optimizer_states" in checkpoint:
+            self.engine.save_checkpoint(folder, TAG, save_latest=False, wait=True)
+        else:
+            self.engine.save_weights(folder)
+        self.checkpoint_io.save_checkpoint(checkpoint, folder / LOOP, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        """What Lightning keeps; the engine's part goes to where the state rests, at once."""
+        assert self.engine is not None
+        folder = Path(checkpoint_path)
+        if not folder.is_dir():
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        if not (folder / LOOP).is_file():
+            raise CheckpointError(
+                f"{folder} has no {LOOP}", because="it is written last: its saving was cut short"
+            )
+        if (folder / TAG).is_dir():
+            trains = self.lightning_module.trainer.state.fn == "fit"
+            self.engine.load_checkpoint(folder, TAG, load_module_only=not trains)
+        else:
+            load_weights(self.engine, folder)
+        return self.checkpoint_io.load_checkpoint(folder / LOOP, weights_only=weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Of a file that another strategy wrote; ours is loaded already."""
+        assert self.engine is not None
+        if checkpoint["state_dict"]:
+            self.engine.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    def teardown(self) -> None:
+        """The engine stays; see `close`."""
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()

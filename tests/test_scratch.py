@@ -24,7 +24,7 @@ from infinity.storage.run_dir import Scratch, remove_dead_runs
 # Bare packages: what `infinity/__init__.py` imports, torch above all, would take seconds a run.
 BARE = """
 import sys, types
-for name in ("infinity", "infinity.memory"):
+for name in ("infinity", "infinity.storage"):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [f"{root}/{name.replace('.', '/')}"]
 """

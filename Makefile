@@ -88,7 +88,7 @@ test-doors: setup  ## run the tests of TRL, Lightning and transformers with the 
 	echo "import site; site.addsitedir('$$($(BIN)/$(PURELIB))')" >$$($(DOORS)/bin/$(PURELIB))/beneath.pth
 	$(DOORS)/bin/python -m pip install -q --upgrade trl lightning transformers accelerate peft
 	$(DOORS)/bin/python -m pip list | grep -iE '^(trl|lightning|transformers|accelerate|peft) '
-	$(DOORS)/bin/python -m pytest -q -m "not big and not clock" tests/huggingface \
+	$(DOORS)/bin/python -m pytest -q -m "not big and not clock" tests/huggingface tests/test_doors.py \
 	  tests/test_lightning.py $(ARGS)
 
 bench: setup  ## time a step against plain torch and against the bounds

@@ -513,3 +513,27 @@ def test_views_that_live_a_moment_longer_than_their_eviction(
         assert train(engine, 3) == expected
         assert late
         late.clear()
+
+
+class Nothing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(0, 0), nn.Linear(0, 0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_a_unit_without_elements_is_no_end_of_memory(tmp_path: Path) -> None:
+    """Saved weights are known by their address, and such a unit has none."""
+    losses = []
+    for blocks in ([], [Nothing()]):
+        model = small_model()
+        for block in blocks:
+            model.blocks.insert(1, block)
+        in_ram = {"weights": "device", "moments": "host", "gradients": "host"}
+        device = {"device": FakeAccelerator(1)}
+        with small_engine(tmp_path, in_ram, model, arguments=device) as engine:
+            train(engine, 2)
+            losses.append(engine(batch(2)).item())
+    assert losses[0] == losses[1]

@@ -403,7 +403,6 @@ class _Block:
         self._name = cut.name
         self._read = hooks.read
         self._module = module
-        self._parts = [*module.modules()]
         self._before, self._after = hooks.around(unit)
         self._own: Callable[..., Any] = module.forward
         self._slicer = None
@@ -446,7 +445,8 @@ class _Block:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self._recomputes:
-            run = functools.partial(self._recomputable, Rerun(self._parts))
+            parts = [*self._module.modules()]  # now: parts without parameters may have come
+            run = functools.partial(self._recomputable, Rerun(parts))
             return checkpointed(run, args, kwargs)
         return self._plain(*args, **kwargs)
 

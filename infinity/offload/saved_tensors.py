@@ -84,6 +84,8 @@ class SavedTensors:
                 assert slot.arena is not None
                 probe = slot.arena.view(slot.offset, slot.nbytes)
             address = probe.data_ptr()
+            if not address:  # of parameters without elements: no memory, and no end of a range
+                continue
             self._addresses[address] = slot
             self._first = min(self._first or address, address)
             self._end = max(self._end, address + probe.numel())

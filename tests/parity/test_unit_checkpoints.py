@@ -6,6 +6,7 @@ Recomputation belongs to the computation, so the reference is plain torch with
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from support.models import (
     Gpt,
     block_calls,
 )
+from support.small import WIDTH as SMALL_WIDTH
+from support.small import batch, small_engine
 from support.trainer import (
     LiveBytes,
     Result,
@@ -282,6 +285,15 @@ class Counts(nn.Module):
         for block in (*self.blocks, self.blocks[1]):
             x = block(x)
         return x.square().mean()
+
+
+def test_a_part_that_comes_after_the_engine_is_counted_once(tmp_path: Path) -> None:
+    with small_engine(tmp_path, activations=UNITS) as engine:
+        block = engine.module.blocks[0]
+        block.norm.late = nn.BatchNorm1d(SMALL_WIDTH, affine=False)
+        block.norm.register_forward_hook(lambda norm, _, x: norm.late(x.flatten(0, 1)).view_as(x))
+        engine.backward(engine(batch(0)))
+        assert block.norm.late.num_batches_tracked == 1
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

@@ -77,7 +77,7 @@ def test_every_test_of_a_gpu_is_in_one_of_two_checks() -> None:
     assert sorted(KERNEL_TESTS + TRAINING_TESTS) == sorted(there)
 
 
-WHEELS_S = 15.0
+WHEELS_S = 30.0
 BESIDE_BYTES = 8 * GIB  # RAM for the kernel, the parents, and what CUDA loads later
 LOGITS_BYTES = 3 * GIB // 2  # llama.py makes them a slice at a time, four times as large at most
 
@@ -167,13 +167,14 @@ def test_a_gpu_is_judged_by_a_gpus_targets() -> None:
         return {one["name"]: (one["target"], one["met"]) for one in judged(report_of(**more))}
 
     plain, peer = "tokens/s beside plain torch", "tokens/s beside DeepSpeed"
-    assert said(ratio={"torch_ram": 1.12})[plain] == ("at least 0.9", False)
-    assert said(ratio={"torch_ram": 1.10})[plain] == ("at least 0.9", True)
-    small = {"tokens": 8192, "ratio": {"torch_ram": 1.3, "deepspeed_cpu_to_ram": 1.9}}
-    assert said(**small)[plain] == ("at least 0.75", True)
+    assert said(ratio={"torch_ram": 1.09})[plain] == ("at least 0.93", False)
+    assert said(ratio={"torch_ram": 1.07})[plain] == ("at least 0.93", True)
+    assert said(tokens=16384, ratio={"torch_ram": 1.2})[plain] == ("at least 0.8", True)
+    small = {"tokens": 8192, "ratio": {"torch_ram": 1.8, "deepspeed_cpu_to_ram": 1.9}}
+    assert said(**small)[plain] == ("at least 0.55", True)
     assert said(**small)[peer] == ("at least 2", False)
     assert plain not in said(tokens=512, ratio={"torch_ram": 9.0})
-    assert said(model="llama-14b")["tokens/s"] == ("at least 6000", True)
+    assert said(model="llama-14b")["tokens/s"] == ("at least 5500", True)
     disk = said(ratio={"schedule": 1.11})
     assert disk["all on disk: step beside the schedule bound"] == ("at most 1.10", False)
     assert said()["infinity_ram: device memory, GiB"] == ("at most 24 GiB", True)
@@ -190,15 +191,15 @@ def test_the_table_says_what_was_found_and_what_was_not_run() -> None:
                 "step-8b-32k": report_of(),
                 "step-1.5b-8k-trace": {"steps": []},  # what is no benchmark is passed over
                 "step-1.5b-8k": report_of(
-                    ratio={"torch_ram": 1.5}, skipped={"deepspeed_cpu": "not importable"}
+                    ratio={"torch_ram": 2.0}, skipped={"deepspeed_cpu": "not importable"}
                 ),
             }
         )
     )
-    assert "8k) | >= 0.9 | 0.88 | MISSED |" in text  # (4 * 1.0 + 0.4) / 5
-    assert "| 1.5B, 8k: tokens/s beside plain torch | >= 0.75 | 0.6667 | MISSED |" in text
+    assert "8k) | >= 0.93 | 0.88 | MISSED |" in text  # (4 * 1.0 + 0.4) / 5
+    assert "| 1.5B, 8k: tokens/s beside plain torch | >= 0.55 | 0.5 | MISSED |" in text
     assert "ZeRO-3 offload | >= 2 | - | not run: not importable |" in text
-    assert "| 14B, 32k, whole card: tokens/s | >= 6000 | - | not run |" in text
+    assert "| 14B, 32k, whole card: tokens/s | >= 5500 | - | not run |" in text
     assert "reserved | <= 24 | 23 | met |" in text
     assert len(text.splitlines()) == 2 + len(TARGETS)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-LARGE_STEP, SMALL_STEP = 32768, 8192  # tokens
+LARGE_STEP, MIDDLE_STEP, SMALL_STEP = 32768, 16384, 8192  # tokens
 BOUND = 1.10  # x the schedule bound, at most
 CPU_SHARE = 1 / 1.05  # of plain torch's tokens a second, in RAM
-GPU_SHARES = {LARGE_STEP: 0.90, SMALL_STEP: 0.75}
+GPU_SHARES = {LARGE_STEP: 0.93, MIDDLE_STEP: 0.80, SMALL_STEP: 0.55}
 PEER = 2.0  # x the peer's tokens a second
-SPEED = {"llama-14b": 6000.0}  # tokens a second, at large steps
+SPEED = {"llama-14b": 5500.0}  # tokens a second, at large steps
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ def install(site: Path, *what: str) -> list[str]:
 def wheels(site: Path) -> list[Check]:
     """Install what is carried."""
     found = sorted(str(path) for path in carried.WHEELS.glob("*.whl"))
-    return [Check("wheels", 15, install(site, *found))] if found else []
+    return [Check("wheels", 30, install(site, *found))] if found else []
 
 
 def build(site: Path) -> Check:

@@ -9,8 +9,8 @@ all of it. tests/test_gpu_check.py plans every check for such a machine.
 15 GiB of bf16 weights, 30 of fp32 masters, 60 of moments and 15 of gradients leave room for the
 activations of 8k tokens in one micro-batch: 127 GiB in all. At 32k tokens it does not fit: four
 micro-batches sum gradients in fp32 (15 GiB more), one micro-batch brings four times the
-activations. Without offload nothing overlaps, so its step at 32k is derived from its parts at
-8k: four forwards and backwards, one update.
+activations. Without offload nothing overlaps, so its steps at 16k and 32k are derived from its
+parts at 8k: two or four forwards and backwards, one update.
 
 [Note: DeepSpeed at 8B]
 ZeRO-3 offload to RAM takes 16 bytes a parameter and more, 120 GiB and more: it is compared at 1.5B.
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-STAGES = ("smoke", "quick", "1.5b", "disk", "8b", "8b-32k", "8b-32k-m4", "14b")
+STAGES = ("smoke", "quick", "1.5b", "disk", "8b", "8b-16k", "8b-32k", "8b-32k-m4", "14b")
 # Two checks: one that is stopped does not hide the other.
 KERNEL_TESTS = ("tests/gpu/test_fused_adam.py", "tests/gpu/test_standalone_cuda.py")
 TRAINING_TESTS = ("tests/gpu/test_cuda.py", "tests/gpu/test_overlap.py")
@@ -74,6 +74,7 @@ def checks_of(stages: Sequence[str], out: Path, work: Path) -> list[Check]:
 
     small = llama("1.5b", 8192, 1, 3, *CAPPED)
     disk = ("--only", "infinity_disk", "--steps", "2")
+    plain = step("step-8b-8k-plain", 80, *llama("8b", 8192, 1, 2, "--only", "torch_ram"))
     looks = [sys.executable, "tools/_gpu_smoke.py"]
     stage = {
         "smoke": [
@@ -97,8 +98,18 @@ def checks_of(stages: Sequence[str], out: Path, work: Path) -> list[Check]:
             "infinity_disk",
         ),
         "8b": traced(step("step-8b-8k", 335, *llama("8b", 8192, 1, 2, *CAPPED, *MOST_RAM, *BOTH))),
+        "8b-16k": [
+            plain,
+            *traced(
+                step(
+                    "step-8b-16k",
+                    255,
+                    *llama("8b", 16384, 1, 2, *CAPPED, *MOST_RAM, *OURS, *SLICED),
+                )
+            ),
+        ],
         "8b-32k": [
-            step("step-8b-8k-plain", 80, *llama("8b", 8192, 1, 2, "--only", "torch_ram")),
+            plain,
             *traced(
                 step(
                     "step-8b-32k",

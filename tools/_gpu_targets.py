@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from _bench_targets import BOUND, GPU_SHARES, LARGE_STEP, PEER, SMALL_STEP, SPEED
+from _bench_targets import BOUND, GPU_SHARES, LARGE_STEP, MIDDLE_STEP, PEER, SMALL_STEP, SPEED
 
 Results = Mapping[str, dict[str, Any]]
 CAP_BYTES = 24 << 30
@@ -59,8 +59,8 @@ def _beside_plain(check: str) -> Callable[[Results], float | None]:
     return _ratio(check, "torch_ram", inverse=True)
 
 
-def _beside_derived(check: str) -> Callable[[Results], float | None]:
-    """Ours at 32k tokens; plain torch's step from its parts at 8k, see `_gpu_stages`."""
+def _beside_derived(check: str, tokens: int) -> Callable[[Results], float | None]:
+    """Ours at so many tokens; plain torch's step from its parts at 8k, see `_gpu_stages`."""
 
     def found(results: Results) -> float | None:
         parts = [results.get(name, {}).get("phases") for name in ("step-8b-8k-plain", "step-8b-8k")]
@@ -68,7 +68,7 @@ def _beside_derived(check: str) -> Callable[[Results], float | None]:
         step_s = _fact(results, check, "median_step_s")
         if known is None or step_s is None:
             return None
-        times = LARGE_STEP // SMALL_STEP
+        times = tokens // SMALL_STEP
         return (times * (known["forward_s"] + known["backward_s"]) + known["update_s"]) / step_s
 
     return found
@@ -116,12 +116,17 @@ TARGETS = (
     Target(
         "8B, 32k: tokens/s beside plain torch (derived from its parts at 8k)",
         GPU_SHARES[LARGE_STEP],
-        _beside_derived("step-8b-32k"),
+        _beside_derived("step-8b-32k", LARGE_STEP),
     ),
     Target(
         "8B, 32k in 4 micro-batches: the same",
         GPU_SHARES[LARGE_STEP],
-        _beside_derived("step-8b-32k-m4"),
+        _beside_derived("step-8b-32k-m4", LARGE_STEP),
+    ),
+    Target(
+        "8B, 16k: tokens/s beside plain torch (derived from its parts at 8k)",
+        GPU_SHARES[MIDDLE_STEP],
+        _beside_derived("step-8b-16k", MIDDLE_STEP),
     ),
     Target(
         "8B, 8k: tokens/s beside plain torch",
@@ -149,6 +154,22 @@ TARGETS = (
         BOUND,
         _ratio("step-1.5b-disk", "schedule", inverse=False),
         at_most=True,
+    ),
+    *(
+        Target(
+            f"{what}: step beside the schedule bound",
+            BOUND,
+            _ratio(check, "ram_to_schedule", inverse=False),
+            at_most=True,
+        )
+        for what, check in (
+            ("1.5B, 8k", "step-1.5b-8k"),
+            ("1.5B, 32k", "step-1.5b-32k"),
+            ("8B, 8k", "step-8b-8k"),
+            ("8B, 16k", "step-8b-16k"),
+            ("8B, 32k", "step-8b-32k"),
+            ("14B, 32k", "step-14b-32k"),
+        )
     ),
     Target(
         "the cap: GiB of device memory that torch reserved",

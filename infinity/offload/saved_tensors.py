@@ -158,13 +158,7 @@ class SavedTensors:
 
     def _pack(self, tensor: Tensor) -> Any:
         """With no other pair below."""
-        try:
-            in_slot = self._first <= tensor.data_ptr() < self._end
-        except RuntimeError:  # some subclasses have no memory
-            in_slot = False
-        if not in_slot and self.activations is None:  # most of all
-            return tensor.detach(), tensor._version
-        packed = self._in_slot(tensor) if in_slot else None
+        packed = self._in_slot(tensor)
         if packed is not None:
             return packed
         if self.activations is not None and saved_by_checkpoint():
@@ -175,11 +169,7 @@ class SavedTensors:
 
     def _pack_over(self, outer: SavedTensorHooks, tensor: Tensor) -> Any:
         """With another pair below."""
-        try:
-            in_slot = self._first <= tensor.data_ptr() < self._end
-        except RuntimeError:
-            in_slot = False
-        packed = self._in_slot(tensor) if in_slot else None
+        packed = self._in_slot(tensor)
         if packed is not None:
             return packed
         prefetcher = self._prefetcher
@@ -188,6 +178,11 @@ class SavedTensors:
 
     def _in_slot(self, tensor: Tensor) -> _InSlot | None:
         """What describes a tensor that is part of a unit's weights; None for any other."""
+        try:
+            if not self._first <= tensor.data_ptr() < self._end:  # most of all
+                return None
+        except RuntimeError:  # some subclasses have no memory
+            return None
         slot = self._addresses.get(storage_address(tensor))
         if slot is None or slot.owner is None or not tensor.numel():
             return None

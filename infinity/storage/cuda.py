@@ -171,7 +171,7 @@ def node_of_pci(domain: int, bus: int, device: int, root: Path = Path("/")) -> i
 
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
-_PREFAULT_SLICE = 256 << 20
+_PREFAULT_SLICE = 128 << 20
 _PREFAULT_THREADS = 8
 
 
@@ -461,9 +461,9 @@ class CudaDevice(Device):
         base = arena.view(0, arena.nbytes).data_ptr()
         if self._node is not None:
             prefer_node(base, arena.nbytes, self._node)
-        prefault(base, arena.nbytes)
         for start in range(0, arena.nbytes, self._PIN_SLICE):
             size = min(self._PIN_SLICE, arena.nbytes - start)
+            prefault(base + start, size)  # a slice that may not be registered takes no RAM
             code = int(cudart.cudaHostRegister(base + start, size, 0))
             if code:
                 self._clear_error()

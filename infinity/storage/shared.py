@@ -26,20 +26,32 @@ class SharedArena(HostArena):
         self.nbytes = round_up(max(nbytes, PAGE), PAGE)
         self._carved = 0
         descriptor = -1
+        identity: tuple[int, ...] = ()
         try:
             with ranks.settle("shares RAM"), _explained(self.nbytes):
                 if not ranks.rank:
                     descriptor = os.memfd_create("infinity-shared")
                     os.ftruncate(descriptor, self.nbytes)
-            process, number = ranks.gather_words([os.getpid(), descriptor])[0]
+                    identity = _identity(descriptor)
+            words = ranks.gather_words([os.getpid(), descriptor, *identity])
+            process, number, *told = words[0]
             with ranks.settle("shares RAM"), _explained(self.nbytes):
                 if ranks.rank:
                     descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+                    if list(_identity(descriptor)) != told:
+                        # In a container of its own that number may be any process's.
+                        raise OSError(f"process {process} is not rank 0 here")
                 self._map = mmap.mmap(descriptor, self.nbytes)
                 self._map.madvise(mmap.MADV_DONTFORK)
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
+
+
+def _identity(descriptor: int) -> tuple[int, int, int]:
+    """What tells one file of this machine from all others."""
+    facts = os.fstat(descriptor)
+    return facts.st_dev, facts.st_ino, facts.st_size
 
 
 @contextmanager

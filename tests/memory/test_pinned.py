@@ -118,7 +118,7 @@ def test_an_arena_is_pinned_in_slices_of_at_most_one_gib(
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     assert calls == [(base + start, size, 0) for start, size in zip(starts, sizes, strict=True)]
     assert device.warnings == []
-    assert made == [(base, nbytes)]
+    assert made == [(address, size) for address, size, _ in calls]
     assert psutil.Process().memory_info().rss - before < 64 * MIB  # pinning touches nothing itself
     # A copy over a whole arena is cut where slices meet, and nowhere else.
     ends = [start + size for start, size in zip(starts, sizes, strict=True)]

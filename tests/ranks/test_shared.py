@@ -15,13 +15,15 @@ from support.trainer import make_config, make_device, train_exactly
 
 from infinity.config.schema import load_config
 from infinity.engine import Engine
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, InfinityError
 from infinity.plan.budget import Limits
 from infinity.plan.cost import NOMINAL, with_links
-from infinity.plan.layout import FP32, ParameterFacts, lay_out
+from infinity.plan.layout import FP32, PAGE, ParameterFacts, lay_out
 from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.ranks import Ranks
+from infinity.storage import shared
+from infinity.storage.shared import can_share
 
 GPT, FROZEN = CASES["gpt"], CASES["frozen"]
 
@@ -101,6 +103,20 @@ def test_edits_are_seen_by_every_rank_and_nothing_is_left(tmp_path: Path) -> Non
     gc.collect()
     mapped = Path("/proc/self/maps").read_text()
     assert "infinity-shared" not in mapped, "the last tensors are gone, and the memory with them"
+
+
+def test_memory_that_is_not_rank_0_s_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where its process has that number in a container of its own only."""
+    other = os.memfd_create("other")
+    os.ftruncate(other, PAGE)
+    assert on_ranks(2, can_share) == [True, True]
+    monkeypatch.setattr(shared.os, "open", lambda *_: os.dup(other))
+    try:
+        assert on_ranks(2, can_share) == [False, False]
+        with pytest.raises(InfinityError, match="is not rank 0 here"):
+            on_ranks(2, partial(shared.SharedArena, PAGE))
+    finally:
+        os.close(other)
 
 
 # --- the plan ------------------------------------------------------------------------------------

@@ -379,9 +379,9 @@ def test_the_schema_describes_what_is_taken() -> None:
     assert not schema["additionalProperties"]
 
 
-def test_the_table_of_the_readme_names_keys_and_defaults_that_are_so() -> None:
-    readme = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
-    table = readme.partition("| key | default | |\n| --- | --- | --- |\n")[2].partition("\n\n")[0]
+def test_the_table_of_the_page_names_keys_and_defaults_that_are_so() -> None:
+    page = (Path(__file__).resolve().parents[1] / "docs/config.md").read_text(encoding="utf-8")
+    table = page.partition("| key | default | |\n| --- | --- | --- |\n")[2].partition("\n\n")[0]
     here = {name: entry["value"] for name, entry in load_config({}).resolved().items()}
     seen = 0
     for line in table.splitlines():

@@ -83,7 +83,6 @@ class Ranks(ABC):
     count: int
     local_rank: int
     local_count: int
-    num_meetings = 0
     _given_up = False  # this rank cannot go on
     _last_words: Sequence[Sequence[str]] = ()  # of all ranks, when one of them could not go on
 
@@ -152,7 +151,6 @@ class Ranks(ABC):
         own = [zlib.crc32(doing.encode()), 0 if error is None else 1 + for_good, *notes]
         assert len(notes) <= NOTES
         own += [0] * (2 + NOTES - len(own))
-        self.num_meetings += 1
         table = self.gather(torch.tensor(own)).tolist()
         if any(failed or key != own[0] for key, failed, *_ in table):
             words = "" if error is None else f"{type(error).__name__}: {error}"

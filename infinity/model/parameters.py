@@ -194,7 +194,6 @@ class ParameterBinding:
         dtypes: Sequence[torch.dtype],
         device: torch.device,
     ) -> None:
-        self._layouts = layouts
         self.parameters = parameters
         self.dtypes = dtypes
         self._names = {s.parameter: s.name for layout in layouts for s in layout.segments}

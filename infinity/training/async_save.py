@@ -48,7 +48,7 @@ Put = Callable[[Piece, Tensor], None]  # takes what a piece says
 class _Last:
     """The last checkpoint: its files, and what frozen bytes were then."""
 
-    written: Written
+    written: Written | None  # of several ranks the first has it
     edition: int
     sums: Sums
 
@@ -64,10 +64,15 @@ class FrozenBytes:
         self._sums: Sums = {}
 
     def begin(self) -> Written | None:
-        """A snapshot is taken now; the checkpoint whose frozen files it may share, if any."""
+        """A snapshot is taken now; the checkpoint whose frozen files it may share, if any.
+
+        Of several ranks, which all ask, the first is told.
+        """
         self._edition, self._sums = self._store.frozen_edition, {}
         last = self._last
-        return last.written if last is not None and last.edition == self._edition else None
+        same = last is not None and last.edition == self._edition
+        told = self._store.ranks.meet("saves a checkpoint", same)
+        return last.written if last is not None and all(one for one, *_ in told) else None
 
     def check(self, writer: CheckpointWriter) -> None:
         """Before anything is copied: if frozen bytes changed unseen, they are written after all."""
@@ -95,7 +100,7 @@ class FrozenBytes:
 
     def published(self, written: Written | None) -> None:
         """The checkpoint is there."""
-        self._last = _Last(written, self._edition, self._sums) if written is not None else None
+        self._last = _Last(written, self._edition, self._sums)
 
     def _is_bare(self, layout: UnitLayout) -> bool:
         """Whether modules compute with the bytes at rest themselves: not of several ranks."""
@@ -216,6 +221,8 @@ class Saver:
                 if together.writer is not None:
                     together.writer.adopt(records_of(ranges, together.ranges.streams))
                     together.publish()
+            writer = together.writer
+            self.frozen.published(None if writer is None else writer.written)
         except Exception as error:
             self._error = error.with_traceback(None)
         finally:
@@ -247,7 +254,8 @@ class Saver:
             self._store.transfers.device.follow_compute()
             if headers:
                 ranges.write_headers()
-            self._copy(lambda p, data: ranges.write(p.stream, p.name, p.first, data))
+            frozen = FROZEN in ranges.streams
+            self._copy(lambda p, data: ranges.write(p.stream, p.name, p.first, data), frozen=frozen)
             ranges.finish()
         except BaseException as error:
             ranges.abort()

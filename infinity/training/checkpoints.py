@@ -187,17 +187,20 @@ class Checkpoints:
         writer, ranges, ranks = None, None, rooms.ranks
         files = {n: f for n, f in files_of(streams).items() if n not in (BUFFERS, GRADIENT)}
         try:
+            before = rooms.saver.frozen.begin()
             with ranks.settle("saves a checkpoint"):
                 if ranks.rank == 0:
-                    before = rooms.saver.frozen.begin()
                     writer = CheckpointWriter(root, tag, streams, before=before, same=(FROZEN,))
                     if ranks.count > 1:
-                        writer.make_files(files)
+                        writer.make_files(name for name in files if not writer.shares(name))
                 for buffer in buffers:
                     _write(writer, BUFFERS, buffer.value)
                 for index in gradients:
                     _write(writer, GRADIENT, rooms.gradients.read(index))
             if ranks.count > 1:
+                shared = writer is not None and writer.shares(FROZEN)
+                if ranks.meet("shares frozen files", shared)[0][0]:
+                    del files[FROZEN]
                 with ranks.settle("opens a checkpoint's files"):
                     ranges = RangeWriter(temporary_of(root, tag), files)
             publish = partial(

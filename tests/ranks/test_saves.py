@@ -10,11 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from support.models import CASES
 from support.ranks import HANG_S, make_engine, on_ranks, train_ranks
 from support.trainer import make_config
+from torch import Tensor
 
 from infinity.checkpoint.ranges import RangeWriter
+from infinity.checkpoint.reader import CheckpointReader
 from infinity.engine import Engine
 from infinity.errors import InfinityError
 from infinity.ranks import Ranks
@@ -91,6 +94,45 @@ def test_a_save_goes_on_behind_training(tmp_path: Path, monkeypatch: pytest.Monk
             return [*seen, engine.saving, (saved / "one" / "manifest.json").exists()]
 
     assert on_ranks(2, work) == [[True, True, False, False, True]] * 2
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_frozen_files_are_written_once(shared: bool, tmp_path: Path) -> None:
+    """As by one rank; edited ones are written anew, by all ranks, and hold what was edited."""
+    case = CASES["frozen"]
+    models = [case.build() for _ in range(2)]
+    config = make_config(("host", "host", "host"))
+    config["placement"]["shared"] = shared
+
+    def work(ranks: Ranks) -> Tensor:
+        with make_engine(ranks, models[ranks.rank], config, tmp_path, groups=case.groups) as engine:
+            frozen = next(p for p in engine.module.parameters() if not p.requires_grad)
+            for number, tag in enumerate("abc"):
+                engine.backward(case.batches(6)[2 * number + ranks.rank].call(engine))
+                engine.step()
+                engine.save_checkpoint(tmp_path, tag)
+            with engine.materialized(frozen):
+                frozen.data.mul_(2)
+            engine.save_checkpoint(tmp_path, "d")
+            with engine.materialized(frozen):
+                edited = frozen.detach().clone()
+                frozen.data.zero_()
+            engine.load_checkpoint(tmp_path, "d")
+            with engine.materialized(frozen):
+                assert torch.equal(frozen, edited)
+            return edited
+
+    on_ranks(2, work)
+    places = [tmp_path / tag for tag in "abcd"]
+    a, b, c, d = (sorted(place.glob("frozen*")) for place in places)
+    assert a
+    for one, two, three, four in zip(a, b, c, d, strict=True):
+        assert one.stat().st_ino == two.stat().st_ino == three.stat().st_ino
+        assert four.stat().st_nlink == 1
+    assert [one.read_bytes() for one in a] != [one.read_bytes() for one in d]
+    for place in places:
+        with CheckpointReader(tmp_path, place.name) as reader:
+            assert list(reader.verify()) == []
 
 
 def assert_soon(event: threading.Event) -> None:

@@ -6,7 +6,8 @@ The command line prints `str(error)` and exits with `error.exit_code`; the libra
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 
 def listed(items: Sequence[str], limit: int = 8, separator: str = ", ") -> str:
@@ -133,3 +134,24 @@ class EngineClosedError(InfinityError):
 
 class EngineFailedError(InfinityError):
     """An earlier failure left the state incomplete; carries the first error as `__cause__`."""
+
+
+_MOST_TEXT = 400  # of somebody else's error: it may name all there is
+
+
+@contextmanager
+def explained(what: str, remedy: str | None = None) -> Iterator[None]:
+    """Errors of a library about a user's config or files as ours, with their first lines.
+
+    It divides by numbers and calls methods of values that it never looked at, so that any kind of
+    error may come. A lack of memory, and errors of ours, pass through.
+    """
+    try:
+        yield
+    except (InfinityError, MemoryError):
+        raise
+    except Exception as error:
+        because = first_lines(error, 12)[:_MOST_TEXT]
+        if isinstance(error, ArithmeticError | LookupError):  # "division by zero", "'rope_type'"
+            because = f"{type(error).__name__}: {because}"
+        raise ConfigError(what, because=because, remedy=remedy) from error

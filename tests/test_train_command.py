@@ -238,7 +238,11 @@ def test_files_that_are_no_configuration(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_is_valid_and_can_be_planned(tmp_path: Path, name: str) -> None:
+def test_every_preset_is_valid_and_can_be_planned(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     path = tmp_path / "train.yaml"
     code, _, error = run("init", "--preset", name, "--out", str(path))
     assert code == 0, error
@@ -248,7 +252,9 @@ def test_every_preset_is_valid_and_can_be_planned(tmp_path: Path, name: str) -> 
     assert f"of RAM and {said} of\n" in path.read_text() or not said
     arguments = ["plan", str(path), "--json"]
     if config.model.path is not None:
-        assert run(*arguments)[0] == 2  # the model is not here
+        code, _, error = run(*arguments)
+        assert code == 4, "the model is not here"
+        assert "--model 7b, 13b or 70b" in error
     for line in path.read_text().splitlines():
         if "infinity plan" in line:
             arguments = [*line.split()[2:], "--json"]

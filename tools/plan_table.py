@@ -18,7 +18,8 @@ from pathlib import Path
 
 from infinity.config.schema import load_config
 from infinity.cutting import Cut, case_for, cut_model, groups_of
-from infinity.model.shapes import NAMED, Target, find_model
+from infinity.huggingface.meta import find_target
+from infinity.model.shapes import NAMED, Target
 from infinity.plan.activations import num_blocks
 from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
 from infinity.plan.case import Case, Priced
@@ -80,7 +81,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "config.json"
             path.write_text(json.dumps(facts), encoding="utf-8")
-            target = find_model(str(path))
+            target = find_target(str(path))
         config = load_config({})
         cut = cut_model(target.module, config, groups_of(target.module, config), None)
         for ram in RAM:

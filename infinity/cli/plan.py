@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from infinity.cli.terminal import AsJson, Drives, command, stdout_is_ours
-from infinity.errors import ConfigError, DoesNotFitError
+from infinity.errors import ConfigError, DoesNotFitError, MachineError
 from infinity.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TOKENS = 2048
 _COMMON = "a common machine"
+_BARE = 1 << 20  # bytes; less than this is no size of a machine
 DEFAULT_ENDURANCE = "600TB"  # what data sheets promise for common 1 TB drives
 
 
@@ -35,6 +36,7 @@ class Wishes:
 
     target: str
     model: str | None = None
+    model_class: str | None = None  # of transformers; None: what the model's config names
     machine_file: Path | None = None
     device: int | None = None
     host: int | None = None
@@ -59,9 +61,23 @@ class Wishes:
 _Target = Annotated[
     str,
     typer.Argument(
-        help="1.3b, 7b, 8b, 13b, 70b; a Hugging Face config.json or a directory with one; or "
-        "a configuration, ours or DeepSpeed's, together with --model; or that of a run, see init.",
+        help="1.3b, 7b, 8b, 13b, 70b; a Hugging Face config.json, a directory with one, or an id "
+        "on the Hub; or a configuration, ours or DeepSpeed's, together with --model; or that of a "
+        "run, see init.",
         show_default=False,
+    ),
+]
+_Model = Annotated[
+    str | None,
+    typer.Option("--model", metavar="TARGET", help="The model, where TARGET is a config."),
+]
+_Class = Annotated[
+    str | None,
+    typer.Option(
+        "--class",
+        metavar="NAME",
+        help="A class of transformers, as AutoModelForSequenceClassification. Default: what the "
+        "model's config names.",
     ),
 ]
 _Device = Annotated[
@@ -152,10 +168,8 @@ _Activations = Annotated[
 
 def plan(
     target: _Target,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="TARGET", help="The model, where TARGET is a config."),
-    ] = None,
+    model: _Model = None,
+    model_class: _Class = None,
     device: _Device = None,
     host: _Host = None,
     disk: _Disk = None,
@@ -197,10 +211,11 @@ def plan(
         wishes = Wishes(
             target=target,
             model=model,
+            model_class=model_class,
             machine_file=machine,
             device=_size("--device", device),
             host=_size("--host", host),
-            disk=None if disk is None else parse_size(disk),
+            disk=_size("--disk", disk, least=0),
             paths=tuple(part.expanduser() for part in path or ()),
             gpus=gpus,
             nodes=nodes,
@@ -269,14 +284,22 @@ def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
     length = wishes.sequence if wishes.run is None else wishes.run.data.sequence_length
     samples = max(tokens // length, 1) if isinstance(length, int) else None
     chosen = choose_schedule(case, _wish(wishes, config), samples)
-    told = {} if translation is None else {"deepspeed": translation.table()}
-    return report(chosen.case, target, cut, rated_bytes, chosen) | told
+    found = report(chosen.case, target, cut, rated_bytes, chosen)
+    found["machine"]["assumed_disk"] = next(map(str, _assumed_disk(wishes)), None)
+    return found if translation is None else found | {"deepspeed": translation.table()}
 
 
 def _as_trained(config: Config, wishes: Wishes, target: Target) -> Config:
     """With logits in slices where `infinity train` and the trainers would have them so."""
-    ours = wishes.run is not None or wishes.model is None
-    return config.with_sliced_logits() if ours and target.heads else config
+    from infinity.model.shapes import Outline
+
+    if wishes.run is None and wishes.model is not None:
+        return config
+    if isinstance(target.module, Outline):
+        return config.with_sliced_logits()
+    from infinity.huggingface.models import told_for
+
+    return told_for(target.module, config)
 
 
 def _wish(wishes: Wishes, config: Config) -> BatchSchedule:
@@ -327,7 +350,7 @@ def _find(wishes: Wishes) -> tuple[Config, Target, Translation | None]:
     from infinity.config.schema import load_config
     from infinity.deepspeed.config import find_translation
     from infinity.deepspeed.source import find_source
-    from infinity.model.shapes import find_model, names_a_model
+    from infinity.model.shapes import names_a_model
 
     run = wishes.run
     theirs = run is None and find_source(wishes.target) is not None
@@ -349,32 +372,45 @@ def _find(wishes: Wishes) -> tuple[Config, Target, Translation | None]:
     }
     given = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]
     if run is not None:
-        target = find_model(wishes.model) if wishes.model is not None else _model_of(run)
+        target = _model(wishes.model, wishes) if wishes.model is not None else _model_of(run)
         return load_config(run.engine_for(run.data.sequence_length), given), target, None
     translation = find_translation(wishes.target, given, lenient=True) if theirs else None
     if translation is not None:
         config = translation.config
     else:
         config = load_config({} if is_model else wishes.target, given)
-    return config, find_model(wishes.target if is_model else str(wishes.model)), translation
+    return config, _model(wishes.target if is_model else str(wishes.model), wishes), translation
+
+
+def _model(text: str, wishes: Wishes) -> Target:
+    """The model that `text` names, without values."""
+    from infinity.model.shapes import NAMED, named_target, names_a_model
+
+    if text.lower() in NAMED:
+        return named_target(text)
+    if not names_a_model(text):
+        raise ConfigError(
+            f"{text} is no model's config.json", remedy=f"--model {', '.join(NAMED)}, or a model's"
+        )
+    from infinity.huggingface.meta import find_target  # it imports torch
+
+    return find_target(text, wishes.model_class)
 
 
 def _model_of(run: RunConfig) -> Target:
-    """The model that a run's configuration names, on meta; it has to be on this machine."""
-    path = run.model.path
-    if path is not None and not Path(path).expanduser().is_dir():
-        raise ConfigError(
-            f"model.path is {path}, which is no directory here",
-            remedy="--model 7b, 13b or 70b plans for one like it; or --model with a config.json",
-        )
+    """The model that a run's configuration names, on meta."""
     from infinity.runs.preparation import target_on_meta
 
-    return target_on_meta(run)
+    try:
+        return target_on_meta(run)
+    except MachineError as error:
+        remedy = f"{error.remedy}; --model 7b, 13b or 70b plans for one like it"
+        raise MachineError(error.what, because=error.because, remedy=remedy) from None
 
 
 def _machine(wishes: Wishes, config: Config) -> PlanMachine:
     """The machine to plan for, with the sizes that were given."""
-    from infinity.plan.cost import Rates
+    from infinity.plan.cost import DISK, Rates
     from infinity.plan.machine import HostOnly, PlanMachine, may_have_gpu, read_machine_file
 
     if wishes.machine_file is not None:
@@ -387,25 +423,40 @@ def _machine(wishes: Wishes, config: Config) -> PlanMachine:
     paths = wishes.paths or config.nvme_path
     if wishes.disk is not None and not wishes.paths:
         paths = tuple(path for path in paths if path.exists())
+    assumed = _assumed_disk(wishes)
     unmeasured = wishes.device is not None and not paths
     if unmeasured and not may_have_gpu():
-        return _sized(PlanMachine.here((), HostOnly(), name=_COMMON), wishes)
+        return _sized(PlanMachine.here(assumed, HostOnly(), name=_COMMON), wishes)
     from infinity.storage.cuda import find_device
 
     with closing(find_device(None)) as device:
         if unmeasured and device.unified:
-            machine = PlanMachine.here((), device, name=_COMMON)
+            machine = PlanMachine.here(assumed, device, name=_COMMON)
         else:
-            from infinity.calibration import cached_rates, kept_links
+            from infinity.calibration import cached_rates, kept_links, kept_rates
 
             found = cached_rates(paths, device, io=config.io, refresh=wishes.refresh)
             gpus, nodes = wishes.gpus or 1, wishes.nodes or 1
             links, _ = kept_links(device, gpus, nodes) or ({}, "")
             rates = Rates.of(found.rates.numbers() | links)
-            machine = PlanMachine.here(paths, device, rates, measured=found.measured)
+            machine = PlanMachine.here(paths or assumed, device, rates, measured=found.measured)
+            if assumed:  # nobody asked to write there, so it is not measured
+                kept = kept_rates(assumed, device, io=config.io)
+                rates = replace(machine.rates, **{n: getattr(kept.rates, n) for n in DISK})
+                nominal = (*machine.nominal, *(name for name in kept.nominal if name in DISK))
+                machine = replace(machine, rates=rates, nominal=nominal)
             if links:
                 machine = replace(machine, gpus=gpus, nodes=nodes)
     return _sized(machine, wishes)
+
+
+def _assumed_disk(wishes: Wishes) -> tuple[Path, ...]:
+    """The disk of a model that no drive was named for: where the question was asked.
+
+    A configuration says by itself whether there is one.
+    """
+    is_asked = wishes.model is None and wishes.run is None and wishes.machine_file is None
+    return (Path.cwd(),) if is_asked and wishes.disk is None and not wishes.paths else ()
 
 
 def _sized(machine: PlanMachine, wishes: Wishes) -> PlanMachine:
@@ -497,8 +548,15 @@ def _rate(option: str, text: str | None) -> int | None:
         ) from None
 
 
-def _size(option: str, text: str | None) -> int | None:
+def _size(option: str, text: str | None, least: int = 1) -> int | None:
+    """Bytes. A bare number is bytes: who gives a machine so few means GiB."""
     size = None if text is None else parse_size(text)
-    if size == 0:
+    if size is not None and size < least:
         raise ConfigError(f"{option} is {text}", remedy="leave it out, or give a size above 0")
+    if text is not None and text.strip().isdigit() and 0 < int(text) < _BARE:
+        unit = "TB" if option == "--endurance" else "GiB"
+        raise ConfigError(
+            f"{option} {text} is {text} bytes",
+            remedy=f"did you mean {option} {text.strip()}{unit}?",
+        )
     return size

@@ -2,8 +2,9 @@
 
 `model`       name, family, parameters, units, largest_unit {name, weight_bytes}, experts
 `machine`     name, unified, num_cpus, host_bytes, device_bytes, disk_bytes, rates, nominal (names
-              of rates that nobody measured), rates_origin, gpus (ranks of a node), nodes; a device
-              is one rank's, all else a node's
+              of rates that nobody measured), rates_origin, gpus (ranks of a node), nodes,
+              assumed_disk (a path, where no drive was named); a device is one rank's, all else a
+              node's
 `ranks`       count, zero_stage, whole_units (gathered once a step), shared_units (copied whole from
               RAM that ranks share, not gathered), node_bytes {tier: bytes}, all of a node's ranks
               together; None for one rank. `activations`, `plan`, `moved` and `step` are of one
@@ -108,6 +109,11 @@ def _say_question(page: Page, report: dict[str, Any]) -> None:
     disk = machine["disk_bytes"]
     sizes += f", {format_size(disk)} of disk" if disk else ", no disk (--path DIR or --disk SIZE)"
     page.say(f"machine  {machine['name']}: {sizes}")
+    if machine["assumed_disk"] is not None:
+        page.say(
+            f"         the disk is what is free at {machine['assumed_disk']}; another: --path DIR, "
+            "--disk SIZE"
+        )
     page.say(f"rates    {machine['rates_origin']}")
     page.say(f"step     {work['tokens_per_step']:,} tokens, {work['precision']}")
     each = f"each of {report['ranks']['count']} ranks: " if report["ranks"] else ""
@@ -403,6 +409,7 @@ def _machine(case: Case) -> dict[str, Any]:
         "rates": machine.rates.numbers(),
         "nominal": list(machine.nominal),
         "rates_origin": machine.rates_origin,
+        "assumed_disk": None,
     }
 
 

@@ -165,7 +165,7 @@ def _show_plan(run: Run, page: TrainPage) -> None:
     """Plan for what is there now, keep it and show it; ends the command where it does not fit."""
     from infinity.cli.plan import DEFAULT_ENDURANCE
     from infinity.cli.plan_page import report, show_plan
-    from infinity.runs.preparation import case_of, model_on_meta
+    from infinity.runs.preparation import case_of
     from infinity.sizes import parse_size
     from infinity.startup import device_for
     from infinity.storage.cuda import find_device
@@ -174,9 +174,8 @@ def _show_plan(run: Run, page: TrainPage) -> None:
     ranks, fits = run.ranks, True
     with ranks.settle("plans a run"):
         if not ranks.rank:
-            model = model_on_meta(run.config.model, run.prepared.facts)
             with closing(find_device(device_for(None, ranks))) as device:
-                case, target, cut = case_of(run.prepared, model, device, ranks)
+                case, target, cut = case_of(run.prepared, device, ranks)
                 found = report(case, target, cut, parse_size(DEFAULT_ENDURANCE), run.chosen)
             text = io.StringIO()
             with redirect_stdout(text):

@@ -6,7 +6,7 @@ import copy
 import importlib
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from infinity.config.schema import Config
 from infinity.engine import Engine
-from infinity.errors import ConfigError, MachineError, first_lines
-from infinity.model.config_shapes import explained
+from infinity.errors import ConfigError, MachineError, explained, first_lines
 from infinity.model.lazy_tensor import Promised
 from infinity.model.meta_init import Init
 from infinity.model.weight_directory import saving
@@ -58,8 +57,9 @@ def _package(name: str) -> Any:
 # Where a pretrained model comes from: a directory, or a repository of the Hugging Face Hub.
 
 
+CONFIG_NAME = "config.json"
 _WANTED = [
-    "config.json",
+    CONFIG_NAME,
     "generation_config.json",
     "model.safetensors",
     "model.safetensors.index.json",
@@ -67,8 +67,12 @@ _WANTED = [
 ]
 
 
-def find_directory(source: str | os.PathLike[str], revision: str | None = None) -> Path:
+def find_directory(
+    source: str | os.PathLike[str], revision: str | None = None, wanted: Sequence[str] = _WANTED
+) -> Path:
     """The directory with the model's files; a Hub id is downloaded, or found in the Hub's cache.
+
+    Of a Hub id only the files `wanted`, patterns of names, are there for sure.
 
     Raises `ConfigError` for what is neither, `MachineError` where the Hub cannot be asked.
     """
@@ -87,13 +91,13 @@ def find_directory(source: str | os.PathLike[str], revision: str | None = None) 
         raise ConfigError(f"there is no directory {name}")
     library = hub()
     try:
-        return Path(library.snapshot_download(name, revision=revision, allow_patterns=_WANTED))
+        return Path(library.snapshot_download(name, revision=revision, allow_patterns=list(wanted)))
     except (OSError, ValueError, library.errors.HfHubHTTPError) as error:
         raise MachineError(
             f"{name!r} is no directory here, and the Hugging Face Hub did not give it",
             because=first_lines(error),
-            remedy=f"where there is a network: hf download {name} --local-dir DIR; then "
-            "from_pretrained('DIR')",
+            remedy=f"where there is a network: hf download {name} --local-dir DIR; then give "
+            "that directory",
         ) from error
 
 
@@ -263,7 +267,7 @@ def load_model(
     if settings.seed is not None:
         torch.manual_seed(settings.seed)
     facts = read_config(directory, model_class) if model_config is None else model_config
-    kind, facts = _chosen(_class_for(facts, model_class), facts)
+    kind, facts = _chosen(class_for(facts, model_class), facts)
     files = WeightFiles(directory)
     promised = {name: _promise(files, name) for name in files.facts}
     with explained(f"{source} does not fit {kind.__name__}"):
@@ -308,7 +312,7 @@ def build_model(
         facts = read_config(find_directory(source), model_class)
     else:
         facts = source
-    kind = _class_for(facts, model_class)
+    kind = class_for(facts, model_class)
     settings = read_settings({} if config is None else config).config
     is_auto = hasattr(kind, "from_config")  # an AutoModel...
     make = kind.from_config if is_auto else kind._from_config
@@ -320,7 +324,10 @@ def build_model(
 
 
 def read_config(directory: Path, wanted: Any = None) -> Any:
-    """The config.json, as the config of the class that is asked for, or of its own model_type."""
+    """The config.json, as the config of the class that is asked for, or of its own model_type.
+
+    `directory` may be the file itself.
+    """
     library = transformers()
     kind = getattr(library, wanted, None) if isinstance(wanted, str) else wanted
     config_class = getattr(kind, "config_class", None)
@@ -334,15 +341,22 @@ def read_config(directory: Path, wanted: Any = None) -> Any:
         return library.AutoConfig.from_pretrained(directory, **_NO_CODE)
 
 
-def _class_for(config: Any, wanted: Any) -> Any:
-    """The class to build: the one asked for, by name or as it is, else the one that was saved."""
+def class_for(config: Any, wanted: Any) -> Any:
+    """The class to build: the one asked for, by name or as it is, else the one that was saved.
+
+    Of a config that names none it is the first of what trains such a model whole: with an encoder
+    (not its decoder alone), with what reads pictures, else a causal language model.
+    """
     library = transformers()
     if wanted is not None and not isinstance(wanted, str):
         return wanted
     names = [wanted] if wanted else list(getattr(config, "architectures", None) or ())
     if wanted is None and not names:
-        mapping = library.AutoModelForCausalLM
-        names = [mapping.__name__] if type(config) in mapping._model_mapping else []
+        kinds = ["ImageTextToText", "CausalLM"]
+        if getattr(config, "is_encoder_decoder", False):
+            kinds = ["SpeechSeq2Seq", "Seq2SeqLM"]
+        autos = [getattr(library, f"AutoModelFor{kind}") for kind in kinds]
+        names = [auto.__name__ for auto in autos if type(config) in auto._model_mapping]
     found = getattr(library, names[0], None) if names else None
     if found is None:
         what = f"transformers has no class {names[0]!r}" if names else "which class is meant?"

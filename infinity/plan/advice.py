@@ -216,14 +216,16 @@ def ways_to_fit(
     if len(found) < count:
         formats = (case.with_moments(name) for name in _smaller_formats(case))
         found += _by_speed(case, filter(_fits, formats))
-    small = chosen.smallest
+    small, now = chosen.smallest, size_of(case, Tier.HOST)
     for start in [case] if small == case else [case, small]:
         if len(found) < count:
             larger = [way for tier in TIERS for way in _larger(case, _smallest(start, tier), tier)]
+            if not any(size_of(w.priced.case, Tier.HOST) == now for w in larger):
+                larger += _larger(case, _all_larger(start), Tier.HOST)
             found += sorted(larger, key=lambda way: _cost(case, way.priced.case))
         if found:
             break
-    return found[:count] or _larger(case, _all_larger(small), Tier.HOST)
+    return found[:count]
 
 
 def _tried(case: Case, changed: Iterable[Case]) -> list[Way]:
@@ -312,8 +314,8 @@ def _larger(case: Case, changed: Case | None, tier: Tier) -> list[Way]:
 
 
 def _all_larger(case: Case) -> Case | None:
-    """Where no tier alone will do: all of them, each then as small as the others allow."""
-    tiers = [tier for tier in TIERS if size_of(case, tier) is not None]
+    """All tiers larger: each, the dearest first, then as small as those after it allow."""
+    tiers = [tier for tier in reversed(TIERS) if size_of(case, tier) is not None]
     large = case
     for tier in tiers:
         large = sized(large, tier, _LARGEST[tier])

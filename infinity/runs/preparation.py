@@ -7,10 +7,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from infinity.blueprint import case_here
@@ -19,15 +19,16 @@ from infinity.checkpoint.plain import decode
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.config.schema import Config
 from infinity.cutting import Cut
-from infinity.errors import ConfigError, did_you_mean, mistakes
+from infinity.errors import ConfigError, did_you_mean, explained, mistakes
+from infinity.huggingface.meta import meta_model
 from infinity.huggingface.models import (
+    CONFIG_NAME,
     build_model,
     find_directory,
     load_model,
     read_config,
     transformers,
 )
-from infinity.model.config_shapes import explained
 from infinity.model.shapes import Target, target_of
 from infinity.plan.batch_schedule import BatchSchedule, Chosen, choose_schedule
 from infinity.plan.case import Case
@@ -64,6 +65,11 @@ class ModelFacts:
     vocabulary: int
     context: int | None
     end: int | None
+
+    @cached_property
+    def on_meta(self) -> nn.Module:
+        """The model without values; see `meta_model`."""
+        return meta_model(self.config, CAUSAL)
 
     def identity(self) -> dict[str, Any]:
         """What decides the computation, JSON-able."""
@@ -103,7 +109,8 @@ def read_facts(section: ModelSection, tokenizer_size: int | None, end: int | Non
 
 def _from_directory(source: str) -> Any:
     path = Path(source).expanduser()
-    return read_config(find_directory(path.parent if path.name == "config.json" else source))
+    source = str(path.parent) if path.name == CONFIG_NAME else source
+    return read_config(find_directory(source, wanted=[CONFIG_NAME]))
 
 
 def _from_keys(keys: Mapping[str, Any], tokenizer_size: int | None, end: int | None) -> Any:
@@ -161,26 +168,11 @@ def build(section: ModelSection, facts: ModelFacts, engine: Config) -> nn.Module
     return model
 
 
-def model_on_meta(section: ModelSection, facts: ModelFacts) -> nn.Module:
-    """The model without values: nothing is computed, nothing allocated.
-
-    Raises `ConfigError` for numbers in its config that make no model.
-    """
-    with explained(f"transformers cannot build the model {facts.name}", "correct its config"):
-        try:
-            with torch.device("meta"):
-                made = transformers().AutoModelForCausalLM.from_config(facts.config)
-        except RuntimeError:  # it looks at values while it is built
-            return build(section, facts, Config())
-    assert isinstance(made, nn.Module)
-    return made
-
-
 def target_on_meta(run: RunConfig) -> Target:
     """The model of a configuration as the plan sees it."""
     size, end = (BYTES_SIZE, BYTES_END) if run.tokenizer == BYTES else (None, None)
     facts = read_facts(run.model, size, end)
-    return target_of(facts.name, model_on_meta(run.model, facts), facts.config.to_dict())
+    return target_of(facts.name, facts.on_meta, facts.config.to_dict())
 
 
 def loss_of(model: nn.Module) -> Callable[[Any, Tensor], Tensor]:
@@ -492,7 +484,7 @@ def scheduled(
         None if before is None else before // ranks.count,
         decided.get("engine.activations.slices"),
     )
-    case, _, _ = case_of(prepared, model_on_meta(config.model, prepared.facts), device, ranks)
+    case, _, _ = case_of(prepared, device, ranks)
     own = prepared.windows_per_step // ranks.count
     whole = case.with_step(own * prepared.length, 1)
     chosen = choose_schedule(whole, wish, own)
@@ -500,14 +492,12 @@ def scheduled(
     return replace(prepared, engine=chosen.told(prepared.engine), micro_batch=windows), chosen
 
 
-def case_of(
-    prepared: Prepared, model: nn.Module, device: Device, ranks: Ranks = ALONE
-) -> tuple[Case, Target, Cut]:
+def case_of(prepared: Prepared, device: Device, ranks: Ranks = ALONE) -> tuple[Case, Target, Cut]:
     """What a run would take, as `case_here` says it; `device` must stay open."""
     facts = prepared.facts
     return case_here(
         facts.name,
-        model,
+        facts.on_meta,
         facts.config.to_dict(),
         prepared.engine,
         device,

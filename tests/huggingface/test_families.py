@@ -17,6 +17,9 @@ from support.small import ON_DEVICE, ON_DISK, settings
 from torch import Tensor, nn
 
 import infinity
+from infinity.config.schema import load_config
+from infinity.cutting import cut_model, groups_of
+from infinity.huggingface.meta import find_target
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -90,16 +93,25 @@ def test_from_disk_as_from_ram_and_close_to_torch(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_build_without_memory_has_the_values_of_an_ordinary_one(name: str) -> None:
+def test_a_build_without_memory_has_the_values_of_an_ordinary_one(
+    name: str, tmp_path: Path
+) -> None:
+    """And its units are those that are planned for from the config alone."""
     family = FAMILIES[name]
     with infinity.Init(threshold_bytes=128):
         model: nn.Module = family.build()
     assert sum(p.is_meta for p in model.parameters()) > 5
-    engine, *_ = infinity.initialize(model, {"precision": "fp32", "placement": ON_DEVICE})
+    settings: dict[str, Any] = {"precision": "fp32", "placement": ON_DEVICE}
+    engine, *_ = infinity.initialize(model, settings)
     with engine:
         found, expected = engine.state_dict(), family.build().state_dict()
         assert sorted(found) == sorted(expected)
         assert [n for n in expected if not torch.equal(found[n], expected[n])] == []
+        model.config.architectures = [family.model]  # as `save_pretrained` does
+        model.config.save_pretrained(tmp_path)
+        target, config = find_target(str(tmp_path)), load_config(settings)
+        cut = cut_model(target.module, config, groups_of(target.module, config), None)
+        assert cut.layouts == engine.plan.units
 
 
 @pytest.mark.parametrize("name", CHECKPOINTED)

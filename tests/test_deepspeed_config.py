@@ -193,6 +193,15 @@ DONE: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "wandb.group": ("ours", {}, {}),
     "wandb.team": ("ours", {}, {}),
     "wandb.project": ("ours", {}, {}),
+    "comet.enabled": (True, {}, {}),
+    "comet.samples_log_interval": (10, {}, {}),
+    "comet.online": (False, {}, {}),
+    **{f"comet.{name}": ("ours", {}, {}) for name in ("project", "workspace", "api_key", "mode")},
+    **{f"comet.experiment_{name}": ("ours", {}, {}) for name in ("name", "key")},
+    "flops_profiler.enabled": (True, {}, {}),
+    "flops_profiler.detailed": (False, {}, {}),
+    "flops_profiler.output_file": ("profile.txt", {}, {}),
+    **{f"flops_profiler.{n}": (2, {}, {}) for n in ("profile_step", "module_depth", "top_modules")},
 }  # fmt: skip
 
 # Of each key that may be refused: a value that is, and one that is not.
@@ -273,7 +282,8 @@ def test_a_key_that_is_done(key: Key) -> None:
         assert config == values(translated().config)
     assert found.drop_last == (key.name == "dataloader_drop_last")
     told = row(found, key.name)
-    assert (told["given"], told["verdict"]) == (value, "done")
+    shown = "***" if key.name == "comet.api_key" else value
+    assert (told["given"], told["verdict"]) == (shown, "done")
     assert told["note"]
 
 
@@ -285,7 +295,7 @@ def test_a_key_that_changes_nothing(key: Key) -> None:
     assert values(found.config) == values(translated().config)
     assert row(found, key.name) == {
         "key": key.name,
-        "given": {"comet.api_key": "***", "steps_per_print": "inf"}.get(key.name, value),
+        "given": {"steps_per_print": "inf"}.get(key.name, value),
         "verdict": "accepted",
         "note": key.note,
     }
@@ -854,6 +864,22 @@ def test_rows_are_plain_data() -> None:
     rows = translated({"pipeline": {"stages": None, 3: (torch.float32, float("nan"))}}).table()
     assert json.loads(json.dumps(rows, allow_nan=False)) == rows
     assert {"stages": None, "3": ["torch.float32", "nan"]} in [entry["given"] for entry in rows]
+
+
+def test_gradients_of_several_ranks_are_not_summed() -> None:
+    assert translated({"gradient_allreduce_op": "sum"}).rows
+    assert translated({"gradient_allreduce_op": "mean"}, ranks=2).rows
+    assert "the mean over 2 ranks" in refusal({"gradient_allreduce_op": "sum"}, ranks=2)
+
+
+def test_a_dotted_key_outside_its_section_is_not_looked_at() -> None:
+    found = translate_deepspeed(
+        {**nested(LEAST), "zero_optimization.stage3_prefetch_bucket_size": 0.9}
+    )
+    (told,) = [one for one in found.table() if one["given"] == 0.9]
+    assert "outside its section" in told["note"]
+    with pytest.raises(ConfigError, match="unknown key"):
+        translate_deepspeed({**nested(LEAST), "zero_optimization.no_such": 1})
 
 
 def test_secrets_are_not_told() -> None:

@@ -369,6 +369,18 @@ def test_one_process_needs_no_group() -> None:
     comm.barrier()
     assert comm.is_initialized()
     assert (comm.get_rank(), comm.get_local_rank(), comm.get_world_size()) == (0, 0, 1)
+    sent, got = torch.arange(3.0), torch.zeros(3)
+    for names, given in (
+        ("all_reduce broadcast", (sent, 0)), ("barrier", ()), ("all_gather", ([got], sent)),
+        ("all_gather_into_tensor allgather_fn all_to_all_single", (got, sent)),
+        ("reduce_scatter_tensor reduce_scatter_fn", (got, sent)), ("scatter", (got, [sent])),
+    ):  # fmt: skip
+        for name in names.split():
+            assert getattr(comm, name)(*given) is None
+            assert torch.equal(got, sent if len(given) > 1 and given[0] is not sent else got), name
+            handle = getattr(comm, name)(*given, async_op=True, prof=False)
+            assert (handle.wait(), handle.is_completed()) == (True, True)
+            got.zero_()
     comm.destroy_process_group()
 
 

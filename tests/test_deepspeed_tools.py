@@ -18,7 +18,7 @@ from infinity import deepspeed
 from infinity.deepspeed.monitors import MonitorMaster, get_monitor_config
 from infinity.deepspeed.utils import clone_tensors_for_torch_save, see_memory_usage
 from infinity.deepspeed.zero import ZeroParamStatus
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, TrainingError
 
 
 def test_operations_of_a_forward_and_a_backward_are_counted(tmp_path: Path) -> None:
@@ -48,35 +48,123 @@ def test_operations_of_a_forward_and_a_backward_are_counted(tmp_path: Path) -> N
         assert profiler.get_total_params() == sum(p.numel() for p in engine.module.parameters())
 
 
-def test_monitors_get_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
+def test_the_configuration_profiles_one_forward(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section = {"enabled": True, "profile_step": 1, "module_depth": 1}
+    base = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+    losses = []
+    for profiler in ({}, section, {**section, "output_file": str(tmp_path / "profile.txt")}):
+        config = {**base, "flops_profiler": profiler}
+        engine, *_ = deepspeed.initialize(model=small_model(), config=config)
+        with engine:
+            with torch.no_grad():
+                engine(batch(0))
+            losses.append(train(engine, 3))
+            out = capsys.readouterr().out
+            profiler_of_its_own = FlopsProfiler(engine.module)
+            profiler_of_its_own.start_profile()
+            engine(batch(0))
+            profiler_of_its_own.stop_profile()
+        counted = profiler_of_its_own.get_total_flops(as_string=True)
+        if profiler is section:
+            assert out.startswith("step 1: ")
+            assert out.count(counted) == 2  # in the heading, and of the whole model
+            assert ".head: " in out
+            assert ".blocks." not in out  # deeper
+        else:
+            assert out == ""
+    assert counted in (tmp_path / "profile.txt").read_text()
+    assert losses[0] == losses[1] == losses[2]
+
+
+def monitored(monkeypatch: pytest.MonkeyPatch, told: list[Any], **more: Any) -> Any:
+    """An engine of windows of two micro-batches whose W&B and Comet put into `told`."""
+
+    def log(data: dict[str, float], **step: Any) -> None:
+        told.append((data, step))
+
+    def start(**given: Any) -> Any:
+        told.append(given)
+        return SimpleNamespace(
+            set_name=told.append, end=lambda: told.append("end"),
+            log_metric=lambda name, value, step: told.append((name, value, step)),
+        )  # fmt: skip
+
     wandb = SimpleNamespace(
-        init=lambda **given: told.append(given), log=lambda data, **step: told.append((data, step))
+        init=lambda **given: told.append(given), log=log, finish=lambda: told.append("finish")
     )
     monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "comet_ml", SimpleNamespace(start=start))
     config = {
         "train_batch_size": 4, "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "wandb": {"enabled": True, "project": "p", "team": "t"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}, **more,
     }  # fmt: skip
-    engine, *_ = deepspeed.initialize(model=small_model(), config=config)
-    with engine:
+    return deepspeed.initialize(model=small_model(), config=config)[0]
+
+
+def test_monitors_get_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    sections = {
+        "wandb": {"enabled": True, "project": "p", "team": "t"},
+        "comet": {"enabled": True, "experiment_name": "e", "samples_log_interval": 8},
+    }
+    with monitored(monkeypatch, told, **sections) as engine:
         losses = []
-        for index in range(2):
+        for index in range(6):
             loss = engine(batch(index))
             losses.append(float(loss.detach()))
             engine.backward(loss)
             engine.step()
-    assert told[0] == {"project": "p", "group": None, "entity": "t"}
-    mean = pytest.approx(sum(losses) / 2)
-    assert told[1:] == [
-        ({"Train/Samples/train_loss": mean}, {"step": 4, "commit": None}),
-        ({"Train/Samples/lr": 0.01}, {"step": 4, "commit": None}),
-    ]
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    board = get_monitor_config({"tensorboard": {"enabled": True, "output_path": str(tmp_path)}})
-    with pytest.raises(ConfigError, match="pip install tensorboard"):
-        MonitorMaster(board)
+    names = ("api_key", "workspace", "project", "experiment_key", "online", "mode")
+    begun = [{"project": "p", "group": None, "entity": "t"}, dict.fromkeys(names), "e"]
+    means = [pytest.approx((losses[i] + losses[i + 1]) / 2) for i in (0, 2, 4)]
+    steps: list[Any] = []
+    for window, mean in enumerate(means):
+        samples = 4 * (window + 1)
+        values = {"Train/Samples/train_loss": mean, "Train/Samples/lr": 0.01}
+        steps += [({k: v}, {"step": samples, "commit": None}) for k, v in values.items()]
+        if window != 1:  # 8 samples apart
+            steps += [(k, v, samples) for k, v in values.items()]
+    assert told == [*begun, *steps, "finish", "end"]
+    for name, module, package in (
+        ("tensorboard", "torch.utils.tensorboard", "tensorboard"),
+        ("comet", "comet_ml", "comet_ml"),
+    ):
+        monkeypatch.setitem(sys.modules, module, None)
+        asked = get_monitor_config({name: {"enabled": True, "output_path": str(tmp_path)}})
+        with pytest.raises(ConfigError, match=f"pip install {package}"):
+            MonitorMaster(asked)
+
+
+def test_the_loss_that_is_told_is_of_its_own_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    fp16 = {"enabled": True, "initial_scale_power": 0, "min_loss_scale": 1, "hysteresis": 1}
+    with monitored(monkeypatch, told, wandb={"enabled": True}, fp16=fp16) as engine:
+        expected = pytest.approx(float(engine(batch(0)).detach()), rel=1e-2)
+
+        def window(*kinds: str) -> list[float]:
+            told.clear()
+            for kind in kinds:
+                loss = engine(batch(0))
+                if kind == "plain":
+                    engine.scale(loss).backward()
+                else:
+                    engine.backward(loss * float("inf") if kind == "overflow" else loss)
+                if kind == "dropped":
+                    engine.zero_grad()
+                else:
+                    engine.step()
+            name = "Train/Samples/train_loss"
+            return [data[name] for data, _ in told if name in data]
+
+        engine.set_lr(0.0)
+        assert window("dropped", "whole", "whole") == [expected]
+        with pytest.raises(TrainingError, match="smallest loss scale"):
+            window("overflow", "overflow")
+        assert window("whole", "whole") == [expected]
+        assert window("whole", "plain") == window("plain", "plain") == []
+        assert window("whole", "whole") == [expected]
 
 
 def test_parameters_say_where_their_values_are(tmp_path: Path) -> None:

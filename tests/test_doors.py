@@ -166,6 +166,9 @@ def test_as_deepspeed_must_come_first(tmp_path: Path) -> None:
         "assert 'deepspeed' in m.packages_distributions() and m.version('deepspeed') >= '0.19'",
         "try: import deepspeed.inference.v2",
         "except ModuleNotFoundError as error: print(error)",
+        "from importlib.util import find_spec",
+        "assert find_spec('deepspeed.some_name') is find_spec('deepspeed.comm.some') is None",
+        "assert find_spec('deepspeed.comm.comm') and find_spec('deepspeed')",
         "assert not isinstance(3, theirs) and not hasattr(deepspeed, 'nothing')",
     ]
     told = run(tmp_path, "-c", "\n".join(lines))

@@ -251,6 +251,10 @@ class _Draft:
             return
         full = f"{section}.{name}" if section else name
         full = OLD_NAMES.get(full, full)
+        if not section and "." in name and full in KEYS:  # as TRL writes some of a reference model
+            note = "not looked at, as there: it stands outside its section"
+            self.rows[f'"{name}"'] = Row(f'"{name}"', value, Verdict.ACCEPTED, note)
+            return
         key = KEYS.get(full)
         if key is None and section in OPEN:
             key = Key(full, "anything", "its own default", Verdict.DONE, "passed on", "", "", "")
@@ -389,6 +393,11 @@ def _block_size(draft: _Draft, key: str, value: int) -> None:
     draft.set("io.block_size", value, key)
 
 
+def _operation(draft: _Draft, key: str, value: str) -> None:
+    if value == "sum" and draft.ranks > 1:
+        raise ValueError(f'is the mean over {draft.ranks} ranks; write "mean", and a larger loss')
+
+
 def _threads(draft: _Draft, key: str, value: int) -> None:
     draft.set("io.num_threads", max(value, IoConfig().num_threads), key)
 
@@ -414,6 +423,7 @@ _TAKES: dict[str, Callable[[_Draft, str, Any], str | None]] = {
     f"{_ZERO}.stage3_max_live_parameters": _max_live,
     f"{_ZERO}.offload_param.pin_memory": _pinned,
     f"{_ZERO}.offload_optimizer.pin_memory": _pinned,
+    "gradient_allreduce_op": _operation,
     "aio.block_size": _block_size,
     "aio.intra_op_parallelism": _threads,
     "csv_monitor.enabled": _csv,

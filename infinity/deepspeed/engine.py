@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from infinity.config.deepspeed_keys import KEYS
+from infinity.deepspeed.flops import FlopsProfiler
 from infinity.deepspeed.monitors import MonitorMaster, get_monitor_config
 from infinity.deepspeed.names import refused, table
 from infinity.deepspeed.source import find_source
@@ -42,19 +43,39 @@ def _always(value: Any) -> Callable[[Any], Any]:
     return lambda self: value
 
 
-def _told(key: str) -> Callable[[Any], Any]:
+# Methods that say what a configuration says of a key: (what the method begins with, what the key
+# begins with, how both go on); `method=key` where they go on otherwise.
+_TOLD = (
+    ("", "", "dataloader_drop_last dump_state gradient_predivide_factor log_level "
+     "managed_gradient_accumulation memory_breakdown scheduler_name=scheduler.type steps_per_print "
+     "wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"),
+    ("optimizer_", "optimizer.", "legacy_fusion"),
+    ("", "checkpoint.", "load_universal_checkpoint=load_universal use_node_local_storage"),
+    ("flops_profiler_", "flops_profiler.", "enabled profile_step"),
+    ("fp16_", "fp16.", "auto_cast master_weights_and_gradients=fp16_master_weights_and_grads"),
+    ("bf16_", "bf16.bf16_",
+     "master_weights_and_gradients=master_weights_and_grads optimizer_states"),
+    ("zero_", "zero_optimization.",
+     "allgather_bucket_size allgather_partitions compute_grad_norm contiguous_gradients "
+     "elastic_checkpoint ignore_unused_parameters legacy_stage1 load_from_fp32_weights "
+     "log_trace_cache_warnings multi_rank_bucket_allreduce=use_multi_rank_bucket_allreduce "
+     "overlap_comm parameter_alignment partial_offload=offload_optimizer.ratio reduce_bucket_size "
+     "reduce_scatter round_robin_gradients sub_group_size"),
+    ("zero_", "zero_optimization.zero_",
+     "hpz_partition_size quantized_gradients quantized_nontrainable_weights quantized_weights"),
+    ("zero_", "zero_optimization.stage3_",
+     "allgather_sequential max_live_parameters max_reuse_distance model_persistence_threshold "
+     "module_granularity_threshold param_persistence_threshold prefetch_bucket_size"),
+    ("", "zero_optimization.offload_optimizer.", "cpuadam_cores_perc super_offload"),
+    ("", "zero_optimization.", "is_sanity_checks_enabled=enable_sanity_checks"),
+)  # fmt: skip
+
+
+def _told(key: str) -> Callable[[DeepSpeedEngine], Any]:
     """A method that returns what the configuration says of a key, else DeepSpeed's default."""
 
     def method(self: DeepSpeedEngine) -> Any:
-        rows = () if self.translation is None else self.translation.rows
-        given = [row.given for row in rows if row.key == key and row.given != "auto"]
-        if given:
-            return given[0]
-        text = KEYS[key].default
-        try:
-            return json.loads(text)
-        except ValueError:
-            return None if text in ("-", "none", "derived") else text
+        return self._said(key)
 
     method.__doc__ = f"What the configuration says of {key}, else DeepSpeed's default."
     return method
@@ -78,6 +99,18 @@ class DeepSpeedEngine(Engine):
     training_dataloader: Any = None
 
     mp_world_size = 1
+
+    def _said(self, key: str) -> Any:
+        """What the configuration says of a key, else DeepSpeed's default."""
+        rows = () if self.translation is None else self.translation.rows
+        text = KEYS[key].default
+        for row in rows:
+            if row.key == key and row.given != "auto":
+                return row.given
+        try:
+            return json.loads(text)
+        except ValueError:
+            return None if text in ("-", "none", "derived") else text
 
     def _own(self, module: nn.Module) -> None:
         super()._own(module)
@@ -226,7 +259,7 @@ class DeepSpeedEngine(Engine):
 
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale changes with overflows."""
-        return self.fp16_enabled() and not _told("fp16.loss_scale")(self)
+        return self.fp16_enabled() and not self._said("fp16.loss_scale")
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """What is computed in, and what gradients are added in."""
@@ -259,9 +292,7 @@ class DeepSpeedEngine(Engine):
 
     def zero_optimization_stage(self) -> int:
         """The stage that the DeepSpeed configuration named, else 0; ranks share all at any."""
-        rows = () if self.translation is None else self.translation.rows
-        given = [row.given for row in rows if row.key == "zero_optimization.stage"]
-        return int(given[0]) if given and given[0] not in (None, "auto") else 0
+        return int(self._said("zero_optimization.stage") or 0)
 
     def zero_optimization_partition_gradients(self) -> bool:
         """Whether that stage is 2 or 3."""
@@ -288,62 +319,6 @@ class DeepSpeedEngine(Engine):
         return any(self.plan.memory[Tier.DISK].values())
 
     zero_gather_16bit_weights_on_model_save = _always(True)  # they are always saved whole
-
-    optimizer_legacy_fusion = _told("optimizer.legacy_fusion")
-    scheduler_name = _told("scheduler.type")
-    zero_allow_untested_optimizer = _told("zero_allow_untested_optimizer")
-    zero_force_ds_cpu_optimizer = _told("zero_force_ds_cpu_optimizer")
-    zero_reduce_scatter = _told("zero_optimization.reduce_scatter")
-    zero_overlap_comm = _told("zero_optimization.overlap_comm")
-    zero_partial_offload = _told("zero_optimization.offload_optimizer.ratio")
-    super_offload = _told("zero_optimization.offload_optimizer.super_offload")
-    cpuadam_cores_perc = _told("zero_optimization.offload_optimizer.cpuadam_cores_perc")
-    zero_sub_group_size = _told("zero_optimization.sub_group_size")
-    zero_reduce_bucket_size = _told("zero_optimization.reduce_bucket_size")
-    zero_multi_rank_bucket_allreduce = _told("zero_optimization.use_multi_rank_bucket_allreduce")
-    zero_allgather_bucket_size = _told("zero_optimization.allgather_bucket_size")
-    zero_compute_grad_norm = _told("zero_optimization.compute_grad_norm")
-    zero_contiguous_gradients = _told("zero_optimization.contiguous_gradients")
-    zero_load_from_fp32_weights = _told("zero_optimization.load_from_fp32_weights")
-    zero_elastic_checkpoint = _told("zero_optimization.elastic_checkpoint")
-    zero_max_live_parameters = _told("zero_optimization.stage3_max_live_parameters")
-    zero_max_reuse_distance = _told("zero_optimization.stage3_max_reuse_distance")
-    zero_prefetch_bucket_size = _told("zero_optimization.stage3_prefetch_bucket_size")
-    zero_module_granularity_threshold = _told(
-        "zero_optimization.stage3_module_granularity_threshold"
-    )
-    zero_param_persistence_threshold = _told("zero_optimization.stage3_param_persistence_threshold")
-    zero_model_persistence_threshold = _told("zero_optimization.stage3_model_persistence_threshold")
-    zero_legacy_stage1 = _told("zero_optimization.legacy_stage1")
-    zero_ignore_unused_parameters = _told("zero_optimization.ignore_unused_parameters")
-    zero_allgather_partitions = _told("zero_optimization.allgather_partitions")
-    zero_round_robin_gradients = _told("zero_optimization.round_robin_gradients")
-    zero_parameter_alignment = _told("zero_optimization.parameter_alignment")
-    zero_hpz_partition_size = _told("zero_optimization.zero_hpz_partition_size")
-    zero_quantized_weights = _told("zero_optimization.zero_quantized_weights")
-    zero_quantized_nontrainable_weights = _told(
-        "zero_optimization.zero_quantized_nontrainable_weights"
-    )
-    zero_quantized_gradients = _told("zero_optimization.zero_quantized_gradients")
-    zero_log_trace_cache_warnings = _told("zero_optimization.log_trace_cache_warnings")
-    zero_allgather_sequential = _told("zero_optimization.stage3_allgather_sequential")
-    is_sanity_checks_enabled = _told("zero_optimization.enable_sanity_checks")
-    fp16_master_weights_and_gradients = _told("fp16.fp16_master_weights_and_grads")
-    bf16_master_weights_and_gradients = _told("bf16.bf16_master_weights_and_grads")
-    bf16_optimizer_states = _told("bf16.bf16_optimizer_states")
-    fp16_auto_cast = _told("fp16.auto_cast")
-    managed_gradient_accumulation = _told("managed_gradient_accumulation")
-    use_node_local_storage = _told("checkpoint.use_node_local_storage")
-    load_universal_checkpoint = _told("checkpoint.load_universal")
-    gradient_predivide_factor = _told("gradient_predivide_factor")
-    steps_per_print = _told("steps_per_print")
-    wall_clock_breakdown = _told("wall_clock_breakdown")
-    memory_breakdown = _told("memory_breakdown")
-    dump_state = _told("dump_state")
-    log_level = _told("log_level")
-    dataloader_drop_last = _told("dataloader_drop_last")
-    flops_profiler_enabled = _told("flops_profiler.enabled")
-    flops_profiler_profile_step = _told("flops_profiler.profile_step")
 
     # --- who trains together ---------------------------------------------------------------------
 
@@ -404,21 +379,27 @@ class DeepSpeedEngine(Engine):
                 remedy="torch.utils.data.DataLoader(dataset, sampler=...), in place of it",
             )
         size = self._micro_batch_size if batch_size is None else batch_size
-        drop = self.dataloader_drop_last()
+        drop = self._said("dataloader_drop_last")
         return ResumableLoader(
             dataset, self.ranks, batch_size=size, collate_fn=collate_fn, drop_last=drop
         )
 
     @cached_property
     def monitor(self) -> MonitorMaster:
-        """What the configuration's `tensorboard`, `wandb` and `csv_monitor` ask for."""
+        """What the configuration's sections of monitors ask for."""
         source = None if self.translation is None else find_source(self.config)
         return MonitorMaster(get_monitor_config({} if source is None else source.raw))
 
     def watch(self) -> None:
-        """From now on monitors are told of every step, if there are any; `initialize` calls."""
-        if self.monitor.enabled and type(self) is DeepSpeedEngine:
-            self.__class__ = _MonitoredEngine  # others need no frame between a step and its caller
+        """Does from now on what the configuration says of monitors and the profiler, if it does.
+
+        `initialize` calls it.
+        """
+        profiles = self._said("flops_profiler.enabled") and not self.ranks.rank
+        if (self.monitor.enabled or profiles) and type(self) is DeepSpeedEngine:
+            self.__class__ = _WatchedEngine  # others need no frame between a step and its caller
+            self._profile_step = self._said("flops_profiler.profile_step") if profiles else None
+            self._parts.also(self.monitor.close)
             self.optimizer.connect(self.step, self._drop_arrivals)
 
     # --- checkpoints -----------------------------------------------------------------------------
@@ -644,24 +625,57 @@ class DeepSpeedEngine(Engine):
         self.close()
 
 
-class _MonitoredEngine(DeepSpeedEngine):
-    """A `DeepSpeedEngine` of whose steps monitors are told."""
+for _before, _section, _words in _TOLD:
+    for _method, _, _key in (word.partition("=") for word in _words.split()):
+        setattr(DeepSpeedEngine, _before + _method, _told(_section + (_key or _method)))
 
-    _window_loss = 0.0
+
+class _WatchedEngine(DeepSpeedEngine):
+    """A `DeepSpeedEngine` of whose steps monitors are told, and one of whose forwards is profiled.
+
+    `_losses` is the sum of the open window's losses, as `backward` returns them; None where one is
+    not known, because a `loss.backward()` made gradients.
+    """
+
+    _losses: Any = None
+    _profile_step: int | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._profile_step != self.global_steps or not torch.is_grad_enabled():
+            return super().__call__(*args, **kwargs)
+        profiler, step, self._profile_step = FlopsProfiler(self.module), self._profile_step, None
+        profiler.start_profile()
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            profiler.stop_profile()
+            names = ("module_depth", "top_modules", "detailed", "output_file")
+            told = (self._said(f"flops_profiler.{name}") for name in names)
+            profiler.print_model_profile(step, *told)
+
+    def _known(self) -> Any:
+        if self._window.has_news:
+            return None
+        return self._losses if self._window.is_open else 0.0
+
+    def _end_users_backward(self) -> None:
+        self._losses = self._known()
+        super()._end_users_backward()
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
+        known = self._known()
         told = super().backward(loss, retain_graph, scale_wrt_gas)
-        self._window_loss += float(told)
+        self._losses = None if known is None else known + told
         return told
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         before = self.global_steps
         super().step(lr_kwargs)
-        if self.global_steps > before:  # the mean of the window's losses
-            told = {"train_loss": self._window_loss, "lr": self.get_lr()[0]}
+        if self.global_steps > before:
+            known = {} if self._losses is None else {"train_loss": float(self._losses)}
+            told = {**known, "lr": self.get_lr()[0]}
             told |= {"loss_scale": float(self.loss_scale)} if self.fp16_enabled() else {}
             events = [(f"Train/Samples/{n}", v, self.global_samples) for n, v in told.items()]
             self.monitor.write_events(events)
-            self._window_loss = 0.0

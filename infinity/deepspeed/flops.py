@@ -23,14 +23,14 @@ _UNITS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3), ("", 1.0), ("m", 1e-3
 class FlopsProfiler:
     """Counts what runs between `start_profile()` and `stop_profile()`.
 
-    Between them run the model, or an engine that has it, forward or also backward.
+    Between them run the model, or an engine that has it, forward or also backward. What is
+    recomputed is counted as it runs; `recompute_fwd_factor` is not looked at.
     """
 
     def __init__(
         self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0
     ) -> None:
         self.model, self.ds_engine = model, ds_engine
-        self.recompute_fwd_factor = recompute_fwd_factor
         self.started = False
         self._counter: Any = FlopCounterMode(display=False)
         self._begun_s = self._duration_s = 0.0
@@ -61,7 +61,7 @@ class FlopsProfiler:
 
     def get_total_flops(self, as_string: bool = False) -> Any:
         """Operations so far; as text with a unit."""
-        flops = self._counter.get_total_flops() * (1 + self.recompute_fwd_factor)
+        flops = self._counter.get_total_flops()
         return flops_to_string(flops) if as_string else flops
 
     def get_total_macs(self, as_string: bool = False) -> Any:
@@ -100,7 +100,7 @@ class FlopsProfiler:
             f"{self.get_total_flops(True)}, {self.get_total_duration(True)}"
         ]
         shown: dict[int, int] = {}
-        counted = self._counter.get_flop_counts()
+        counted = {n: c for n, c in self._counter.get_flop_counts().items() if n != "Global"}
         for name, flops in sorted(counted.items(), key=lambda one: -sum(one[1].values())):
             depth = name.count(".")
             shown[depth] = shown.get(depth, 0) + 1
@@ -182,11 +182,6 @@ def flops_to_string(flops: float, units: str | None = None, precision: int = 2) 
 def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
     """Multiply-accumulates, as "1.5 GMACs"."""
     return number_to_string(macs, _unit(units, "MACs"), precision) + "MACs"
-
-
-def bytes_to_string(b: float, units: str | None = None, precision: int = 2) -> str:
-    """Bytes, in powers of ten, as "1.5 GB"."""
-    return number_to_string(b, _unit(units, "B"), precision) + "B"
 
 
 def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:

@@ -1,11 +1,12 @@
-"""DeepSpeed's monitors: steps as TensorBoard events, to Weights & Biases, as CSV files."""
+"""DeepSpeed's monitors: steps as TensorBoard events, CSV files, to Weights & Biases, to Comet."""
 
 from __future__ import annotations
 
 import csv
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,14 @@ class _Section:
     job_name: str = "DeepSpeedJobName"
     group: str | None = None
     team: str | None = None
-    project: str = "deepspeed"
+    project: str | None = "deepspeed"
+    samples_log_interval: int = 100
+    workspace: str | None = None
+    api_key: str | None = None
+    experiment_name: str | None = None
+    experiment_key: str | None = None
+    online: bool | None = None
+    mode: str | None = None
 
     @property
     def folder(self) -> Path:
@@ -41,6 +49,7 @@ class DeepSpeedMonitorConfig:
     tensorboard: _Section = field(default_factory=_Section)
     wandb: _Section = field(default_factory=_Section)
     csv_monitor: _Section = field(default_factory=_Section)
+    comet: _Section = field(default_factory=partial(_Section, project=None))
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
@@ -50,7 +59,7 @@ def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
     for section in fields(made):
         given = param_dict.get(section.name) or {}
         kept = {key: v for key, v in given.items() if key in known and v is not None}
-        setattr(made, section.name, _Section(**kept))
+        setattr(made, section.name, replace(getattr(made, section.name), **kept))
     return made
 
 
@@ -64,6 +73,10 @@ class Monitor(ABC):
     @abstractmethod
     def write_events(self, event_list: Iterable[Event]) -> None:
         """Write them, each with its own samples so far."""
+
+    def close(self) -> None:
+        """Write what waits, and give back what is open; nothing is written from now on."""
+        self.enabled = False
 
 
 class TensorBoardMonitor(Monitor):
@@ -91,6 +104,12 @@ class TensorBoardMonitor(Monitor):
         if self.enabled:
             self.summary_writer.flush()
 
+    def close(self) -> None:
+        """See `Monitor`."""
+        if self.enabled:
+            self.summary_writer.close()
+        super().close()
+
 
 class WandbMonitor(Monitor):
     """Values of a run of Weights & Biases, which it begins.
@@ -115,6 +134,43 @@ class WandbMonitor(Monitor):
         """See `Monitor`."""
         for label, value, samples in event_list:
             self.log({label: value}, step=samples)
+
+    def close(self) -> None:
+        """See `Monitor`; the run is finished."""
+        if self.enabled:
+            self._wandb.finish()
+        super().close()
+
+
+class CometMonitor(Monitor):
+    """Metrics of an experiment of Comet, which it starts: every `samples_log_interval` samples.
+
+    Raises `ConfigError` where the package comet_ml is missing.
+    """
+
+    def __init__(self, comet_config: Any) -> None:
+        super().__init__(comet_config)
+        self._last: dict[str, int] = {}  # samples at a label's last metric
+        if self.enabled:
+            names = ("api_key", "workspace", "project", "experiment_key", "online", "mode")
+            given = {name: getattr(comet_config, name) for name in names}
+            self.experiment = _needed("comet_ml", "comet_ml").start(**given)
+            if comet_config.experiment_name is not None:
+                self.experiment.set_name(comet_config.experiment_name)
+
+    def write_events(self, event_list: Iterable[Event]) -> None:
+        """See `Monitor`."""
+        interval = self.monitor_config.samples_log_interval
+        for label, value, samples in event_list if self.enabled else ():
+            if label not in self._last or samples - self._last[label] >= interval:
+                self._last[label] = samples
+                self.experiment.log_metric(label, value, step=samples)
+
+    def close(self) -> None:
+        """See `Monitor`; the experiment is ended."""
+        if self.enabled:
+            self.experiment.end()
+        super().close()
 
 
 class csvMonitor(Monitor):  # noqa: N801
@@ -149,7 +205,8 @@ class MonitorMaster(Monitor):
         self.tb_monitor = TensorBoardMonitor(monitor_config.tensorboard)
         self.wandb_monitor = WandbMonitor(monitor_config.wandb)
         self.csv_monitor = csvMonitor(monitor_config.csv_monitor)
-        self._all = (self.tb_monitor, self.wandb_monitor, self.csv_monitor)
+        self.comet_monitor = CometMonitor(monitor_config.comet)
+        self._all = (self.tb_monitor, self.wandb_monitor, self.csv_monitor, self.comet_monitor)
         self.enabled = any(one.enabled for one in self._all)
 
     def write_events(self, event_list: Iterable[Event]) -> None:
@@ -157,6 +214,12 @@ class MonitorMaster(Monitor):
         events = list(event_list)
         for one in self._all:
             one.write_events(events)
+
+    def close(self) -> None:
+        """See `Monitor`."""
+        for one in self._all:
+            one.close()
+        super().close()
 
 
 def _needed(module: str, package: str) -> Any:

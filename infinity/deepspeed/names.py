@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -56,10 +57,10 @@ OURS: tuple[tuple[str, str, str], ...] = (
     ("*", "infinity.training.parameter_access", "OffloadDeviceEnum OffloadStateTypeEnum"),
     ("*", f"{HERE}.torch_device", "DeepSpeedAccelerator get_accelerator"),
     ("*", f"{HERE}.monitors",
-     "Monitor MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor "
+     "CometMonitor Monitor MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor "
      "DeepSpeedMonitorConfig get_monitor_config"),
     ("*", f"{HERE}.flops",
-     "FlopsProfiler bytes_to_string duration_to_string flops_to_string get_model_profile "
+     "FlopsProfiler duration_to_string flops_to_string get_model_profile "
      "macs_to_string number_to_string params_to_string"),
     ("*", f"{HERE}.processes",
      "DeepSpeedCPUAdagrad DeepSpeedCPUAdam FusedAdam RepeatingLoader add_config_arguments "
@@ -149,7 +150,7 @@ _INSTEAD: tuple[tuple[str, str, str], ...] = (
      "engine.save_checkpoint, engine.load_checkpoint, or `infinity checkpoint`"),
     ("comm", "", "torch.distributed"),
     ("accelerator set_accelerator", "torch chooses the device", "initialize(device=...)"),
-    ("monitor", "", "tensorboard, wandb or csv_monitor in the configuration"),
+    ("monitor", "", "tensorboard, wandb, comet or csv_monitor in the configuration"),
     ("profiling", "", "FlopsProfiler or get_model_profile; `infinity trace` says what a run waited "
      "for"),
     ("utils.timer", "", "engine.last_report, or `infinity trace`"),
@@ -255,7 +256,8 @@ def make_modules() -> None:
         if path and path not in _FILES:
             made = ModuleType(f"{HERE}.{path}", f"DeepSpeed's `{path}`: see {HERE}.")
             public = [name for name in names if "." not in name]
-            vars(made).update(__path__=[], __all__=public, __getattr__=getter(path))
+            spec = ModuleSpec(made.__name__, None, is_package=True)
+            vars(made).update(__path__=[], __spec__=spec, __all__=public, __getattr__=getter(path))
             sys.modules[made.__name__] = made
     for alias, path in _ALIASES.items():
         sys.modules[f"{HERE}.{alias}"] = sys.modules[f"{HERE}.{path}"]

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import checkpoint as torch_checkpoint
 
+from infinity.deepspeed.names import table
 from infinity.errors import ConfigError
 from infinity.optim import standalone
 from infinity.ranks import find_ranks, launched_rank, num_launched
@@ -134,29 +135,47 @@ def get_one() -> int:
 
 
 _LOGGED = ("prof", "log_name", "debug")  # of DeepSpeed's log of what is sent, which is not kept
+# What torch calls otherwise: a function, and by its name there the parameters of it.
+_NAMES_OF_TORCH: dict[str, dict[str, str]] = {
+    "all_gather_into_tensor": {"tensor": "input_tensor"},
+    "reduce_scatter_tensor": {"output_tensor": "output", "tensor": "input"},
+    "all_to_all_single": {"tensor": "input"},
+}
+_FUNCTIONS_OF_TORCH = {"allgather_fn": "all_gather_into_tensor"}
 
 
-def _passed_on(
-    name: str, parameters: str, alone: Callable[..., Any] | None = None, *, logged: bool = True
-) -> Callable[..., Any]:
-    """torch.distributed's function, with DeepSpeed's parameters: `theirs=torch's`.
+class Finished:
+    """The handle of an operation that one process has to do with nobody: it is over."""
 
-    `alone` answers where there is one process, and no group.
+    def wait(self, timeout: Any = None) -> bool:
+        """True, at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """True."""
+        return True
+
+
+def _passed_on(name: str, alone: Callable[..., Any] | None) -> Callable[..., Any]:
+    """torch.distributed's function, with the parameters that DeepSpeed's has.
+
+    `alone` does what is to be done where there is one process, and no group.
     """
-    pairs = (word.partition("=") for word in parameters.split())
-    names = {theirs: other or theirs for theirs, _, other in pairs}
+    words = table()["comm.comm"][name].partition("(")[2].removesuffix(")").split()
+    name = _FUNCTIONS_OF_TORCH.get(name, name)
+    renamed = _NAMES_OF_TORCH.get(name, {})
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        passed = {names.get(key, key): v for key, v in given.items() if key not in _LOGGED}
+        given = {**dict(zip(words, args, strict=False)), **kwargs}
+        passed = {renamed.get(key, key): v for key, v in given.items() if key not in _LOGGED}
         if alone is None or _has_group() or num_launched() > 1:
             return getattr(dist, name)(**passed)
-        return alone(**passed)
+        alone(**passed)
+        return Finished() if passed.get("async_op") else None
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    order = (*names, *(_LOGGED if logged else ()))
     function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [inspect.Parameter(one, kind) for one in order]
+        [inspect.Parameter(one, kind) for one in words]
     )
     function.__doc__ = f"`torch.distributed.{name}`; what would be logged of it is not."
     return function
@@ -183,57 +202,22 @@ def _put(object_list: list[Any], obj: Any, **kwargs: Any) -> None:
     object_list[0] = obj
 
 
-_BOTH = "group async_op"
-barrier = _passed_on("barrier", f"{_BOTH} device_ids", _nothing)
-all_reduce = _passed_on("all_reduce", f"tensor op {_BOTH}", _nothing)
-reduce = _passed_on("reduce", f"tensor dst op {_BOTH}", _nothing)
-broadcast = _passed_on("broadcast", f"tensor src {_BOTH}", _nothing)
-broadcast_object_list = _passed_on(
-    "broadcast_object_list", "object_list src group device", _nothing
-)
-all_gather = _passed_on(
-    "all_gather", f"tensor_list tensor {_BOTH}", _copies("tensor_list", "tensor")
-)
-all_gather_object = _passed_on("all_gather_object", "object_list obj group", _put)
-all_gather_into_tensor = _passed_on(
-    "all_gather_into_tensor",
-    f"output_tensor tensor=input_tensor {_BOTH}",
-    _copies("output_tensor", "input_tensor"),
-)
-allgather_fn = _passed_on(
-    "all_gather_into_tensor",
-    f"output_tensor input_tensor {_BOTH}",
-    _copies("output_tensor", "input_tensor"),
-)
-reduce_scatter = _passed_on(
-    "reduce_scatter", f"output input_list op {_BOTH}", _copies("output", "input_list")
-)
-reduce_scatter_tensor = _passed_on(
-    "reduce_scatter_tensor",
-    f"output_tensor=output tensor=input op {_BOTH}",
-    _copies("output", "input"),
-)
-all_to_all = _passed_on(
-    "all_to_all",
-    f"output_tensor_list input_tensor_list {_BOTH}",
-    _copies("output_tensor_list", "input_tensor_list"),
-)
-all_to_all_single = _passed_on(
-    "all_to_all_single",
-    f"output tensor=input output_split_sizes input_split_sizes {_BOTH}",
-    _copies("output", "input"),
-)
-gather = _passed_on("gather", f"tensor gather_list dst {_BOTH}", _copies("gather_list", "tensor"))
-scatter = _passed_on(
-    "scatter", f"tensor scatter_list src {_BOTH}", _copies("tensor", "scatter_list")
-)
-send = _passed_on("send", "tensor dst group tag")
-recv = _passed_on("recv", "tensor src group tag")
-isend = _passed_on("isend", "tensor dst group tag")
-irecv = _passed_on("irecv", "tensor src group tag")
-batch_isend_irecv = _passed_on("batch_isend_irecv", "p2p_op_list")
-monitored_barrier = _passed_on("monitored_barrier", "group timeout wait_all_ranks", _nothing)
-new_group = _passed_on("new_group", "ranks", logged=False)
+_CALLS: dict[str, Callable[..., Any] | None] = {
+    **dict.fromkeys(("all_reduce", "barrier", "broadcast", "broadcast_object_list"), _nothing),
+    **dict.fromkeys(("monitored_barrier", "reduce"), _nothing),
+    **dict.fromkeys(("batch_isend_irecv", "irecv", "isend", "new_group", "recv", "send")),
+    "all_gather": _copies("tensor_list", "tensor"),
+    "all_gather_into_tensor": _copies("output_tensor", "input_tensor"),
+    "all_gather_object": _put,
+    "all_to_all": _copies("output_tensor_list", "input_tensor_list"),
+    "all_to_all_single": _copies("output", "input"),
+    "allgather_fn": _copies("output_tensor", "input_tensor"),
+    "gather": _copies("gather_list", "tensor"),
+    "reduce_scatter": _copies("output", "input_list"),
+    "reduce_scatter_tensor": _copies("output", "input"),
+    "scatter": _copies("tensor", "scatter_list"),
+}
+globals().update({name: _passed_on(name, alone) for name, alone in _CALLS.items()})
 is_available = dist.is_available
 
 

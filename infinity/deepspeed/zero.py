@@ -148,7 +148,8 @@ class GatheredParameters:
     that is None, all ranks make the same. Values are in the dtype that is computed in; for fp32
     masters use `engine.materialized(params, master=True)`.
 
-    Raises `ResidencyError` for parameters that have no values yet.
+    Raises `ResidencyError` for parameters that have no values yet, and `ConfigError` in a forward
+    that has a backward: the block would lend values until its end, and backward comes later.
     """
 
     def __init__(
@@ -169,6 +170,8 @@ class GatheredParameters:
         for parameter in {id(p): p for p in self._params}.values():
             engine = engine_of(parameter)
             if isinstance(engine, Engine) and isinstance(parameter, nn.Parameter):
+                if torch.is_grad_enabled() and engine._parts.hooks.saved.depth:
+                    raise _in_a_forward(parameter)
                 if not engine.is_materialized(parameter):
                     owned.setdefault(id(engine), (engine, []))[1].append(parameter)
             elif parameter.is_meta:
@@ -199,6 +202,17 @@ class GatheredParameters:
                     sent = value.cuda() if gpu else value
                     dist.broadcast(sent, self._modifier_rank)
                     value.copy_(sent)
+
+
+def _in_a_forward(parameter: nn.Parameter) -> ConfigError:
+    return ConfigError(
+        f"zero.GatheredParameters of a parameter of shape {tuple(parameter.shape)} in a forward "
+        "that has a backward",
+        because="the block lends values until its end, and backward comes later; without it they "
+        "are fetched where they are used, then too",
+        remedy="leave the block out; where a library opens it at stage 3, as TRL does around a "
+        'loss, write "stage": 2 in zero_optimization: offload_param works there too',
+    )
 
 
 def _share_values(engine: Engine, parameters: list[nn.Parameter], source: int) -> None:

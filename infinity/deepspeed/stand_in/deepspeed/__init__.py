@@ -13,9 +13,13 @@ class _Absent:
     """Says what to write instead of a module that is not there."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        """Raise for what is below `deepspeed`: whoever has it was asked before."""
+        """Raise for what is imported below `deepspeed`: whoever has it was asked before.
+
+        `importlib.util.find_spec`, which only asks, gets its None.
+        """
         package, _, below = name.partition(".")
-        if package == "deepspeed" and below:
+        imported = sys._getframe(2).f_globals["__name__"] != "importlib.util"
+        if package == "deepspeed" and below and imported:
             raise ModuleNotFoundError(str(why_refused(below)), name=name)
 
 

@@ -6,13 +6,14 @@ A model is a module, or an outline of one: `infinity plan` cuts what was never b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from infinity.config.schema import Config
+from infinity.errors import ConfigError
 from infinity.formats import MomentFormat
 from infinity.model.cut import Cutter, UnitCut, UnitSpec
-from infinity.model.shapes import Outline, Target
+from infinity.model.shapes import Outline, Target, is_linear
 from infinity.plan.case import Case
 from infinity.plan.cost import Work
 from infinity.plan.layout import PRECISIONS, ParameterFacts, UnitLayout, lay_out
@@ -90,6 +91,8 @@ def cut_model(
             ParameterFacts(cutter.names[index], index, tuple(p.shape), dtype, p.numel(), itemsize,
                            group >= 0, group)
         )  # fmt: skip
+    if config.frozen.rest != "as_is":
+        facts = _quantised(cutter, facts, config)
     cuts = cutter.cut(units)
     layouts = tuple(
         lay_out(
@@ -105,6 +108,29 @@ def cut_model(
     )
     trained, names = [fact.trained for fact in facts], [fact.dtype for fact in facts]
     return Cut(cutter.names, cutter.parameters, trained, names, cuts, layouts)
+
+
+def _quantised(cutter: Cutter, facts: list[ParameterFacts], config: Config) -> list[ParameterFacts]:
+    """The same, with frozen matrices of linear layers in the format they shall rest in."""
+    keep, where = set(config.frozen.keep), dict[int, bool]()  # by id: used by linear layers alone
+    for name, module in cutter.root.named_modules():
+        for own in dict(module.named_parameters(recurse=False)).values():
+            linear = is_linear(module) and own.dim() == 2 and keep.isdisjoint(name.split("."))
+            where[id(own)] = where.get(id(own), True) and linear
+    matrices = {i for i, p in enumerate(cutter.parameters) if where[id(p)] and p.numel()}
+    chosen = {i for i in matrices if not facts[i].trained and facts[i].dtype in _CASTABLE}
+    if not chosen:
+        raise ConfigError(
+            f"frozen.rest is {config.frozen.rest}, but nothing is frozen that could be quantised: "
+            f"all {len(matrices)} matrices of nn.Linear layers are trained"
+            if matrices
+            else f"frozen.rest is {config.frozen.rest}, but no nn.Linear layer is left to quantise",
+            because="trained weights are never quantised: updates would be lost in the rounding",
+            remedy="freeze the base, e.g. with peft.get_peft_model, before initialize(), or leave "
+            "frozen.rest out",
+        )
+    form = config.frozen.rest
+    return [replace(f, form=form) if i in chosen else f for i, f in enumerate(facts)]
 
 
 def case_for(

@@ -150,15 +150,19 @@ def shallow(record: Any) -> dict[str, Any]:
 def made(kind: Any, value: Any, place: str = "") -> Any:
     """A `kind` out of parsed JSON: a dataclass of texts, flags, numbers and tuples of such.
 
-    Members that the dataclass does not have are left out. Numbers are whole, from 0 to 2**63 - 1.
+    Members that the dataclass does not have are left out; a text that is "" by default may be
+    missing, for it came later. Numbers are whole, from 0 to 2**63 - 1.
     Raises `ValueError` that names what is at fault by its place.
     """
     if isinstance(kind, type) and is_dataclass(kind):
         if type(value) is not dict:
             raise ValueError(f"{place or 'it'} is no object")
         members, hints = {}, _hints(kind)
-        for name in (field.name for field in fields(kind)):
+        for field in fields(kind):
+            name = field.name
             inner = f"{place}.{name}" if place else name
+            if name not in value and field.default == "":
+                continue
             if name not in value:
                 raise ValueError(f"{inner} is missing")
             members[name] = made(hints[name], value[name], inner)

@@ -289,7 +289,7 @@ def _manifest(
         rule=facts["rule"],
         moments=tuple(form.value for form in plan.precision.moments),
         parameters=tuple(
-            ParameterRecord(s.name, (), s.shape, s.dtype, s.trained, steps.get(s.name, 0))
+            ParameterRecord(s.name, (), s.shape, s.dtype, s.trained, steps.get(s.name, 0), s.form)
             for s in segments
         ),
         buffers=tuple(

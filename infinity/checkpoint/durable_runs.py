@@ -107,7 +107,8 @@ def model_facts(
 
 def _segment_facts(segment: Segment) -> dict[str, Any]:
     names = ("name", "dtype", "numel", "nbytes", "offset", "trained")
-    return {"shape": list(segment.shape), **{name: getattr(segment, name) for name in names}}
+    form = {"form": segment.form} if segment.form else {}
+    return {"shape": list(segment.shape), **{n: getattr(segment, n) for n in names}, **form}
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
@@ -129,8 +130,8 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
         where = "there, but not in the model" if name in names[0] else "in the model, but not there"
         found.append(f"{name!r} is {where}")
     for name in (n for n in names[0] if n in names[1]):
-        for key in ("shape", "dtype", "trained"):
-            old, new = names[0][name][key], names[1][name][key]
+        for key in ("shape", "dtype", "trained", "form"):
+            old, new = (one[name].get(key, "") for one in names)
             if old != new:
                 found.append(f"{key} of {name!r} is {old} there, {new} here")
     if not found and there["units"] != here["units"]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from infinity.checkpoint.plain import DTYPES, dtype_name
 from infinity.errors import CheckpointError, ConfigError
-from infinity.formats import MomentFormat
+from infinity.formats import FrozenFormat, MomentFormat
 from infinity.model.weight_directory import INDEX_NAME
 from infinity.model.weight_files import DTYPE_NAMES, encode_header
 from infinity.optim.moments import VALUE_DTYPES
@@ -60,6 +60,10 @@ class TensorSpec(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of its elements."""
         return self.numel * self.dtype.itemsize
+
+    def quantised(self, form: str) -> TensorSpec:
+        """The bytes that hold its values in a `FrozenFormat`."""
+        return TensorSpec(self.name, (FrozenFormat(form).nbytes(self.shape),), torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +162,15 @@ MIN_BLOCK_BYTES = 4096
 MAX_MOMENTS = 6
 _RECORDS = ("parameters", "buffers", "files")  # of a manifest: tuples of objects
 _MOMENT_FORMATS = frozenset(member.value for member in MomentFormat)
+_FROZEN_FORMATS = frozenset(FrozenFormat)
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterRecord:
     """A parameter: `name` is its key in the files, `aliases` are the other names of a tied one.
 
-    `dtype` is torch's name of what it computes in ("bfloat16"); `step` counts its updates.
+    `dtype` is torch's name of what it computes in ("bfloat16"); `step` counts its updates; `form`
+    is the `FrozenFormat` of its bytes, "" where they are of `dtype`.
     """
 
     name: str
@@ -173,6 +179,13 @@ class ParameterRecord:
     dtype: str
     trained: bool
     step: int
+    form: str = ""
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The tensor in its stream."""
+        spec = TensorSpec(self.name, self.shape, DTYPES[self.dtype])
+        return spec.quantised(self.form) if self.form else spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +303,9 @@ class Manifest:
                 yield f"{record.name!r:.200} has the dtype {record.dtype!r:.60}"
             if not record.name or prod(n for n in record.shape if n) > LARGEST // 16:
                 yield f"{record.name!r:.200} has the shape {record.shape!r:.60}"
+        for one in self.parameters:
+            if one.form and (one.form not in _FROZEN_FORMATS or one.trained or len(one.shape) != 2):
+                yield f"{one.name!r:.200} has the format {one.form!r:.60}"
         yield from _file_problems(self.files)
 
 
@@ -371,7 +387,7 @@ def _expected(manifest: Manifest) -> dict[str, _Expected]:
     frozen = {p.name: p for p in manifest.parameters if not p.trained}
     buffers = {b.name: b for b in manifest.buffers}
     found: dict[str, _Expected] = {
-        stream: {name: (one.shape, DTYPES[one.dtype]) for name, one in records.items()}
+        stream: {name: one.spec[1:] for name, one in records.items()}
         for stream, records in ((MODEL, trained), (FROZEN, frozen), (BUFFERS, buffers))
     }
     beside: dict[str, torch.dtype | None] = {

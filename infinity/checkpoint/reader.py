@@ -6,9 +6,10 @@ Nothing of it is believed before it was checked.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
+from math import prod
 from pathlib import Path
 from typing import Self
 
@@ -36,6 +37,7 @@ from infinity.checkpoint.manifest import (
     RESIDUAL,
     FileRecord,
     Manifest,
+    ParameterRecord,
     TensorSpec,
     check_tag,
 )
@@ -43,6 +45,8 @@ from infinity.checkpoint.manifest import problems as disagreements
 from infinity.checkpoint.plain import DTYPES
 from infinity.crc32c import crc32c
 from infinity.errors import CheckpointError, ConfigError, DoesNotFitError, MachineError, listed
+from infinity.formats import FrozenFormat
+from infinity.model.quantised import dequantise
 from infinity.model.weight_files import Outgoing, SafetensorsFile, TensorFacts
 from infinity.sizes import format_size
 
@@ -140,9 +144,20 @@ class StateReader:
 
     # --- the model ---------------------------------------------------------------------------
 
+    @cached_property
+    def quantised(self) -> Mapping[str, ParameterRecord]:
+        """Parameters that rest quantised, by name."""
+        return {record.name: record for record in self.manifest.parameters if record.form}
+
     def weight(self, name: str) -> Tensor:
         """What a parameter computes with."""
-        return self.read(FROZEN if name in self._specs.get(FROZEN, ()) else MODEL, name)
+        found = self.read(FROZEN if name in self._specs.get(FROZEN, ()) else MODEL, name)
+        record = self.quantised.get(name)
+        if record is None:
+            return found
+        value = _empty(name, prod(record.shape), DTYPES[record.dtype]).view(record.shape)
+        dequantise(found, FrozenFormat(record.form), value)
+        return value
 
     def master(self, name: str) -> Tensor:
         """A trained parameter's fp32 master, or a frozen one's value, in its shape.

@@ -40,8 +40,10 @@ def state_streams(plan: Plan) -> dict[str, list[TensorSpec]]:
     for layout in plan.units:
         for segment in layout.segments:
             name, shape = segment.name, segment.shape
-            dtype = getattr(torch, segment.dtype)
-            streams[MODEL if segment.trained else FROZEN].append(TensorSpec(name, shape, dtype))
+            spec = TensorSpec(name, shape, getattr(torch, segment.dtype))
+            if segment.form:
+                spec = spec.quantised(segment.form)
+            streams[MODEL if segment.trained else FROZEN].append(spec)
             for kind in plan.precision.kinds[1:] if segment.trained else ():
                 kept = _dtype_of(plan, kind)
                 streams.setdefault(kind.value, []).append(TensorSpec(name, shape, kept))

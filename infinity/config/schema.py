@@ -26,7 +26,7 @@ from pydantic import (
 from infinity.config.deepspeed_keys import names_in
 from infinity.config.source import apply_overrides, explain, read_source
 from infinity.errors import ConfigError, did_you_mean
-from infinity.formats import MomentFormat
+from infinity.formats import FrozenFormat, MomentFormat
 from infinity.rules import RULES
 from infinity.sizes import parse_size
 
@@ -116,9 +116,11 @@ _ENTRIES = {name: default for rule in RULES.values() for name, default in rule.d
 if TYPE_CHECKING:
     RuleName: TypeAlias = str
     MomentName: TypeAlias = str
+    FrozenName: TypeAlias = str
 else:
     RuleName = Literal[tuple(RULES)]
     MomentName = Literal[tuple(form.value for form in MomentFormat)]
+    FrozenName = Literal[("as_is", *(form.value for form in FrozenFormat))]
 
 
 class _AnyOptimizer(Section):
@@ -427,6 +429,19 @@ class PlacementConfig(Section):
     units from, and nothing is gathered; `None`: where the plan finds that faster."""
 
 
+class FrozenConfig(Section):
+    """How weights that are not trained rest: a base under adapters (LoRA) may be quantised."""
+
+    rest: FrozenName = "as_is"
+    """The format in which matrices of frozen `nn.Linear` layers rest and travel, as bitsandbytes
+    has it; where they compute they are dequantised. All but as_is are lossy.
+    """
+    keep: Annotated[tuple[str, ...], BeforeValidator(as_pair)] = (
+        "lm_head", "embed_out", "head", "score", "classifier", "lora_A", "lora_B",
+    )  # fmt: skip
+    """Parts of dotted names of modules whose weights stay as they are."""
+
+
 class BudgetConfig(Section):
     """Hard limits per tier in bytes; `None` is derived from the machine."""
 
@@ -489,6 +504,7 @@ class Config(Section):
     """Largest global norm; 0 = off."""
     gradient_accumulation_steps: int = Field(default=1, ge=1)
     placement: PlacementConfig = PlacementConfig()
+    frozen: FrozenConfig = FrozenConfig()
     update: Literal["auto", "cpu", "device"] = "auto"
     """Who updates state that does not rest on the device: the CPU, or the device, through which it
     is streamed; "auto" is whatever makes the shorter step. The bits are the same.

@@ -258,7 +258,9 @@ class ParameterBinding:
 
     def _shape_of(self, layout: UnitLayout, segment: Segment) -> _Shape:
         start = segment.offset * layout.weight_itemsize
-        if not segment.trained:
+        if segment.form:
+            start = layout.dequantised[segment.parameter]
+        elif not segment.trained:
             start = layout.trained_bytes + segment.offset
         dtype, shape = self.dtypes[segment.parameter], segment.shape
         strides = tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))

@@ -123,6 +123,16 @@ def is_lookup(module: nn.Module | Outline) -> bool:
     return isinstance(module, nn.Embedding)
 
 
+def is_linear(module: nn.Module | Outline) -> bool:
+    """Whether a module is a matrix that inputs are multiplied with, and perhaps a bias."""
+    if isinstance(module, Outline):
+        weight = module.own.get("weight")
+        return weight is not None and weight.dim() == 2 and not module.is_table
+    from torch import nn
+
+    return isinstance(module, nn.Linear)
+
+
 def is_list(module: nn.Module | Outline) -> bool:
     """Whether a module is a list or a dict of others."""
     if isinstance(module, Outline):

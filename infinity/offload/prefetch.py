@@ -44,7 +44,7 @@ from infinity.offload.transfers import Transfers
 from infinity.plan import access_order
 from infinity.plan.access_order import NEVER, AccessOrder
 from infinity.plan.budget import fetch_bytes, num_fetch_buffers
-from infinity.plan.layout import Kind, Tier
+from infinity.plan.layout import Kind
 from infinity.plan.plan import Plan, UpdatePlace, publishes, update_place
 from infinity.ranks import NOTES
 from infinity.storage.device import HAPPENED, Event, after_all
@@ -82,10 +82,10 @@ class Prefetcher:
         self.retries = False  # a slot could not be had yet: prefetch is asked for again
         # In which reads land on their way to a device with memory of its own.
         self._staging = BufferPool(num_fetch_buffers(plan), fetch_bytes(plan), transfers.device)
-        for unit, placement in enumerate(plan.placements):
+        for unit in units:
             if not plan.units[unit].slot_bytes:  # only parameters without elements
                 self.ledger.add_permanent(unit, torch.empty(0, dtype=torch.uint8))
-            elif placement.weight is Tier.DEVICE and plan.ranks == 1:
+            elif plan.computes_at_rest(unit):
                 at_rest = store.units[unit].memory[Kind.WEIGHT].reached(by_device=True)
                 assert at_rest is not None
                 self.ledger.add_permanent(unit, at_rest)
@@ -142,6 +142,8 @@ class Prefetcher:
         if not entry.bound and not entry.ready.done():
             with self.transfers.stall("copy", unit):
                 self.transfers.device.compute_wait(entry.ready)
+        if entry.gathered:
+            self.ledger.dequantise(unit)
         if bind and not entry.bound:
             self.bind(unit)
 
@@ -168,6 +170,7 @@ class Prefetcher:
         if entry.gathering is not None:
             self.transfers.device.compute_wait(entry.gathering)
         entry.gathered, entry.gathering = True, None
+        self.ledger.dequantise(unit)
 
     def _is_whole(self, unit: int) -> bool:
         """Whether the unit's slot holds all ranks' shards, or will soon."""
@@ -409,7 +412,7 @@ class Prefetcher:
         if not self.plan.unified:
             stall = partial(self.transfers.stall, "copy")
             entry.staging = self._staging.take(self._land_oldest, stall)
-            parts = (entry.staging[: state.layout.slot_bytes],)
+            parts = (entry.staging[: state.layout.rest_bytes],)
         places = self.store.places(unit, Kind.WEIGHT, *parts)
         entry.ticket = self.transfers.read(places, priority, label)
 
@@ -615,6 +618,7 @@ class Prefetcher:
         self.transfers.device.join_compute()
         if not entry.bound:
             self.transfers.device.compute_wait(entry.ready)
+            self.ledger.dequantise(unit)
             self.bind(unit)
 
     # --- what is bound, and edits of it --------------------------------------------------------

@@ -3,7 +3,8 @@
 [Note: states of a unit's weights]
 OFFLOADED    only at rest; no slot.
 FETCHING  a slot is assigned and bytes are on their way; only the training thread is involved.
-RESIDENT   the slot holds the current weights; parameters may or may not be bound to it.
+RESIDENT   the slot holds the current weights; parameters may or may not be bound to it. Those that
+          travel quantised are dequantised when the unit is first used there.
 PENDING   an optimizer pass owes the unit an update; whatever was in a slot is stale and was given
 up. Only
           the optimizer thread may end this state: RESIDENT when it published, OFFLOADED when it did
@@ -23,6 +24,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from infinity.formats import FrozenFormat
+from infinity.model.quantised import dequantise
 from infinity.model.torch_private import storage_use_count
 from infinity.plan.plan import Plan
 from infinity.storage.device import HAPPENED, Device, DeviceArena, Event, after_all
@@ -117,6 +120,7 @@ class Entry:
     checksums: list[int] | None = None  # of what is bound, where its edits are looked for
     gathered: bool = False  # of several ranks: the slot holds more than this one's shard,
     gathering: Event | None = None  # or will, at this event
+    dequantised: bool = False  # what rests quantised stands in the slot as it computes
     updates: int = 0  # how often an optimizer pass, or an edit, replaced the weights
     entered: int = 0  # forward calls of the unit's modules that have not returned
     ready: Event = HAPPENED  # the copy that filled the slot
@@ -170,6 +174,21 @@ class SlotLedger:
         self.slots.append(slot)
         entry = self.entries[unit]
         entry.slot, entry.where, entry.gathered = slot, Where.RESIDENT, True
+        entry.dequantised = True
+
+    def dequantise(self, unit: int) -> None:
+        """Fill the slot's last range, from its first two that hold the whole unit for compute."""
+        entry, layout = self.entries[unit], self.plan.units[unit]
+        if entry.dequantised:
+            return
+        assert entry.slot is not None
+        flat, dtype = entry.slot.alias(), getattr(torch, self.plan.precision.dtype)
+        for segment in (s for s in layout.segments if s.form):
+            first = layout.trained_bytes + segment.offset
+            to = layout.dequantised[segment.parameter]
+            value = flat[to : to + segment.numel * dtype.itemsize].view(dtype).view(segment.shape)
+            dequantise(flat[first : first + segment.nbytes], FrozenFormat(segment.form), value)
+        entry.dequantised = True
 
     def move(self, unit: int, where: Where) -> Entry:
         """Make a transition; the caller holds `changed`."""
@@ -193,6 +212,7 @@ class SlotLedger:
         slot.owner = unit
         slot.residency = slot.arena.view(slot.offset, nbytes)
         entry.slot, entry.gathered, entry.gathering = slot, self.plan.ranks == 1, None
+        entry.dequantised = not self.plan.units[unit].dequantised_bytes
         return slot.residency
 
     def give_up(self, unit: int) -> None:

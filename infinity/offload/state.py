@@ -211,14 +211,15 @@ class StateStore:
         return state.copies[copy][chunk].part(start, nbytes)
 
     def shard_in(self, unit: int, whole: Tensor, rank: int | None = None) -> tuple[Tensor, ...]:
-        """What this or another rank keeps, of a unit's whole weights (uint8): all, or of the
-        trained range and of the frozen bytes each a part, which may be empty.
+        """What this or another rank keeps, of a unit's whole weights as they rest (uint8; more may
+        be behind them): all, or of the trained range and of the frozen bytes each a part, which may
+        be empty.
         """
         if self.ranks.count == 1:
-            return (whole,)
-        trained = self.plan.units[unit].trained_bytes
+            return (whole[: self.plan.units[unit].rest_bytes],)
+        layout = self.plan.units[unit]
         rank = self.ranks.rank if rank is None else rank
-        parts = whole[:trained], whole[trained:]
+        parts = whole[: layout.trained_bytes], whole[layout.trained_bytes : layout.rest_bytes]
         return tuple(part.view(self.ranks.count, -1)[rank] for part in parts)
 
     def cut(self, unit: int, own: Tensor) -> tuple[Tensor, ...]:
@@ -233,6 +234,7 @@ class StateStore:
         if unit in self._shared:
             return self._copy_shared(unit, whole, after)
         trained, count = self.plan.units[unit].trained_bytes, self.ranks.count
+        whole = whole[: self.plan.units[unit].rest_bytes]
         parts = [part for part in (whole[:trained], whole[trained:]) if part.numel()]
         starts = [(partial(self.ranks.all_gather, part, beside=True), part) for part in parts]
         beside = self.transfers.beside
@@ -275,7 +277,7 @@ class StateStore:
             copies = state.frozen_copy
             extent = state.frozen_copies[copies.next if written else copies.active]
             if frozen is None:
-                frozen = buffer[layout.trained_bytes : layout.slot_bytes]
+                frozen = buffer[layout.trained_bytes : layout.rest_bytes]
             found.append((extent, frozen))
         return found
 

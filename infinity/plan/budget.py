@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from infinity.formats import FrozenFormat
 from infinity.plan.layout import PAGE, Kind, Tier, UnitLayout
 from infinity.plan.plan import Alike, Plan, SlotClass, UpdatePlace, update_place
 
@@ -56,6 +57,8 @@ def with_memory(plan: Plan, limits: Limits) -> Plan:
         **device,
         "streaming": NUM_STREAM_BUFFERS * stream_bytes(plan),
     }
+    if quantised := max((u.largest_quantised for u in plan.units), default=0):
+        device["dequantising"] = FrozenFormat.work_bytes(quantised)
     if plan.ranks > 1:
         device["exchange"] = 2 * NUM_EXCHANGES * exchange_bytes(plan)
     host = {
@@ -127,14 +130,11 @@ def fits_as(changed: Plan, before: Plan, limits: Limits, *, auto: bool) -> bool:
 def _slot_classes(plan: Plan) -> tuple[SlotClass, ...]:
     """Group units whose sizes lie within a factor of two; a class has slots of its largest.
 
-    A unit whose weights rest on the device has none, unless it is a shard that rests there. Those
-    that stay `whole` have a slot each, of their own size.
+    A unit that computes with its weights where they rest has none. Those that stay `whole` have a
+    slot each, of their own size.
     """
     moving = [
-        u
-        for u in plan.units
-        if (plan.ranks > 1 or plan.placements[u.index].weight is not Tier.DEVICE)
-        and u.index not in plan.whole
+        u for u in plan.units if not plan.computes_at_rest(u.index) and u.index not in plan.whole
     ]
     groups: list[list[UnitLayout]] = []
     for unit in sorted(moving, key=lambda u: (-u.slot_bytes, u.index)):
@@ -213,7 +213,7 @@ def _frozen_copy_bytes(plan: Plan) -> int:
     """Bytes that a save brings to RAM at once of a unit with frozen bytes: all its weights."""
     outside = _out_of_reach(plan)
     frozen = (a for a in plan.alike if a.layout.frozen_bytes and a.placement.weight in outside)
-    return max((alike.layout.slot_bytes for alike in frozen), default=0)
+    return max((alike.layout.rest_bytes for alike in frozen), default=0)
 
 
 def _out_of_reach(plan: Plan) -> set[Tier]:
@@ -289,7 +289,8 @@ def largest_slot(plan: Plan) -> int:
 
 def fetch_bytes(plan: Plan) -> int:
     """Bytes of the largest fetch: what a rank keeps of the weights of a unit."""
-    return largest_slot(plan) // plan.ranks
+    moving = (unit for c in plan.slot_classes for unit in c.members)
+    return max((plan.units[unit].shard_bytes for unit in moving), default=0)
 
 
 def exchange_bytes(plan: Plan) -> int:

@@ -2,7 +2,9 @@
 
 A unit has two ranges. The *trained* range holds every parameter that has optimizer state, in the
 compute dtype, and is what gradients, masters and moments are laid out along, element by
-element. The *frozen* range behind it is opaque bytes of any dtype, without state.
+element. The *frozen* range behind it is opaque bytes of any dtype, without state. Matrices in it
+may be quantised (`FrozenFormat`): that is how they rest and travel. In a slot there is a third
+range, in which they stand dequantised while their unit is resident.
 
 The trained range is cut into chunks of a fixed number of elements. On disk a chunk is one
 contiguous record of those kinds that rest on disk, in the order of `RECORD_ORDER`; in RAM each
@@ -25,7 +27,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 from functools import cached_property
 
-from infinity.formats import MOMENT_BLOCK, MomentFormat
+from infinity.formats import MOMENT_BLOCK, FrozenFormat, MomentFormat
 
 PAGE = 4096
 ELEMENT_ALIGN = 2048  # elements: 4096 bytes of the narrowest kind (2 bytes)
@@ -147,7 +149,8 @@ class Segment:
     """One parameter's place in its unit.
 
     `offset` counts elements of the trained range when `trained`, else bytes of the frozen range.
-    `dtype` is the torch dtype's name, for instance "bfloat16"; `group` the optimizer group.
+    `dtype` is the torch dtype's name, for instance "bfloat16"; `group` the optimizer group. `form`
+    is the `FrozenFormat` in which it rests, of which `nbytes` are then, or "" for `dtype`.
     """
 
     name: str
@@ -159,6 +162,7 @@ class Segment:
     offset: int
     trained: bool
     group: int
+    form: str = ""
 
     def within(self, start: int, count: int) -> tuple[int, int]:
         """(first, end) of the elements that lie in a chunk, counted from the chunk's start.
@@ -188,9 +192,34 @@ class UnitLayout:
         return self.numel * self.weight_itemsize
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes a slot needs to hold this unit's weights, frozen ones included."""
+    def rest_bytes(self) -> int:
+        """Bytes of this unit's weights at rest, frozen ones included."""
         return self.trained_bytes + self.frozen_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes a slot needs to hold this unit's weights: as they rest, and dequantised."""
+        return self.rest_bytes + self.dequantised_bytes
+
+    @cached_property
+    def dequantised(self) -> dict[int, int]:
+        """Parameters that rest quantised -> where their values stand in a slot, in bytes."""
+        found, offset = dict[int, int](), self.rest_bytes
+        for segment in (s for s in self.segments if s.form):
+            found[segment.parameter] = offset
+            offset += round_up(segment.numel * self.weight_itemsize, SEGMENT_ALIGN_BYTES)
+        return found
+
+    @cached_property
+    def largest_quantised(self) -> int:
+        """Elements of the largest of them."""
+        return max((s.numel for s in self.segments if s.form), default=0)
+
+    @cached_property
+    def dequantised_bytes(self) -> int:
+        """Bytes of those in a slot."""
+        sizes = (s.numel * self.weight_itemsize for s in self.segments if s.form)
+        return round_up(sum(round_up(size, SEGMENT_ALIGN_BYTES) for size in sizes), PAGE)
 
     @property
     def shard_numel(self) -> int:
@@ -200,7 +229,7 @@ class UnitLayout:
     @property
     def shard_bytes(self) -> int:
         """Bytes of weights that one rank keeps, frozen ones included."""
-        return self.slot_bytes // self.shards
+        return self.rest_bytes // self.shards
 
     def of_shard(self, rank: int) -> UnitLayout:
         """What a rank keeps: the parts of trained segments that lie in its shard."""
@@ -285,6 +314,7 @@ class ParameterFacts:
     itemsize: int
     trained: bool
     group: int
+    form: str = ""  # of a frozen one that rests quantised: a `FrozenFormat`
 
 
 def lay_out(
@@ -322,9 +352,11 @@ def lay_out(
     offset = 0
     for fact in (p for p in parameters if not p.trained):
         nbytes = fact.numel * fact.itemsize
+        if fact.form:
+            nbytes = FrozenFormat(fact.form).nbytes(fact.shape)
         segments.append(
             Segment(fact.name, fact.parameter, fact.shape, fact.dtype, fact.numel, nbytes,
-                    offset, False, fact.group)
+                    offset, False, fact.group, fact.form)
         )  # fmt: skip
         offset = round_up(offset + nbytes, SEGMENT_ALIGN_BYTES)
     return UnitLayout(
@@ -352,7 +384,7 @@ def lay_out_again(
     for unit in units:
         facts = [
             ParameterFacts(s.name, s.parameter, s.shape, s.dtype, s.numel,
-                           s.nbytes // max(s.numel, 1), s.trained, s.group)
+                           s.nbytes // max(s.numel, 1), s.trained, s.group, s.form)
             for s in unit.segments
         ]  # fmt: skip
         if cast:

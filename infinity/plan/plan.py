@@ -136,6 +136,15 @@ class Plan:
         tier = self.placements[unit].weight
         return self.shared and (tier is Tier.HOST or (self.unified and tier is Tier.DEVICE))
 
+    def computes_at_rest(self, unit: int) -> bool:
+        """Whether modules compute with the unit's weights where they rest.
+
+        On the device; not of several ranks, of which each has a shard there, nor with quantised
+        ones: those come to a slot from there.
+        """
+        at_rest = self.placements[unit].weight is Tier.DEVICE and self.ranks == 1
+        return at_rest and not self.units[unit].dequantised_bytes
+
     @property
     def zero_stage(self) -> int:
         """What is shared out, by DeepSpeed's number; 0 where a rank is alone.
@@ -164,12 +173,13 @@ class Plan:
     @cached_property
     def alike(self) -> tuple[Alike, ...]:
         """The units, those that are alike together, in the order of their first."""
-        found: dict[tuple[int, int, UnitPlacement], list[int]] = {}
+        found: dict[tuple[int, int, int, UnitPlacement], list[int]] = {}
         for unit, placement in zip(self.units, self.placements, strict=True):
-            found.setdefault((unit.numel, unit.frozen_bytes, placement), []).append(unit.index)
+            key = unit.numel, unit.frozen_bytes, unit.dequantised_bytes, placement
+            found.setdefault(key, []).append(unit.index)
         return tuple(
             Alike(self.units[units[0]], placement, tuple(units))
-            for (_, _, placement), units in found.items()
+            for (*_, placement), units in found.items()
         )
 
     def record(self, unit: UnitLayout) -> Record:
@@ -263,6 +273,7 @@ class Plan:
             ("gradients", Kind.GRADIENT),
         ):
             lines.append(f"  {label:<21} {self._placement_line(kind)}")
+        lines.extend(self._quantised_lines())
         if not self.unified:
             lines.append(f"  {'updates':<21} {self.updates_line}")
         for tier, parts in self._memory_lines().items():
@@ -311,6 +322,17 @@ class Plan:
             of = f" of {shared} units" if shared < len(self.units) else ""
             lines.append(f"  weights{of} rest in shared RAM, and are copied from there, whole")
         return lines
+
+    def _quantised_lines(self) -> list[str]:
+        """Frozen weights that rest in fewer bits than they compute with."""
+        found = Counter[str]()
+        for segment in (s for unit in self.units for s in unit.segments if s.form):
+            found[segment.form] += segment.numel
+        return [
+            f"  {'frozen weights':<21} {format_count(count)} rest and travel as {form} (lossy), "
+            "and are dequantised on the device"
+            for form, count in found.items()
+        ]
 
     def _whole_batch_lines(self) -> list[str]:
         """What a step would move if its micro-batches passed each block together."""
@@ -422,10 +444,9 @@ def publishes(plan: Plan, unit: int) -> bool:
     """Whether an optimizer pass brings the unit's new weights to the device.
 
     Units with frozen bytes that rest elsewhere do not: the optimizer pass has only the trained
-    part, so they are written back and fetched whole. Nor do those of several ranks that rest on
-    the device: there a shard is copied into a slot where the unit is used.
+    part, so they are written back and fetched whole. Nor do those that rest on the device and come
+    to a slot from there.
     """
-    layout = plan.units[unit]
-    if plan.ranks > 1:
-        return not layout.frozen_bytes and plan.placements[unit].weight is not Tier.DEVICE
-    return not layout.frozen_bytes or plan.placements[unit].weight is Tier.DEVICE
+    if plan.placements[unit].weight is Tier.DEVICE:
+        return plan.computes_at_rest(unit)
+    return not plan.units[unit].frozen_bytes

@@ -28,7 +28,7 @@ from infinity.checkpoint.writer import CheckpointWriter, Written, checksums
 from infinity.errors import InfinityWarning
 from infinity.offload.state import Staged, StateStore
 from infinity.plan.budget import NUM_COPY_BUFFERS, copy_buffer_bytes
-from infinity.plan.layout import Kind, Tier, UnitLayout
+from infinity.plan.layout import Kind, UnitLayout
 from infinity.plan.plan import Plan
 from infinity.ranks import Ranks
 from infinity.storage.staging import BufferPool
@@ -103,9 +103,8 @@ class FrozenBytes:
         self._last = _Last(written, self._edition, self._sums)
 
     def _is_bare(self, layout: UnitLayout) -> bool:
-        """Whether modules compute with the bytes at rest themselves: not of several ranks."""
-        at = self._plan.placements[layout.index].weight
-        return bool(layout.frozen_bytes) and at is Tier.DEVICE and self._plan.ranks == 1
+        """Whether modules compute with the bytes at rest themselves."""
+        return bool(layout.frozen_bytes) and self._plan.computes_at_rest(layout.index)
 
 
 @dataclass

@@ -227,6 +227,7 @@ class Checkpoints:
                 s.dtype,
                 s.trained,
                 steps[s.parameter],
+                s.form,
             )
             for unit in plan.units
             for s in unit.segments

@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from infinity.formats import FrozenFormat
 from infinity.model.parameters import ParameterBinding
+from infinity.model.quantised import quantise
 from infinity.offload.state import StateStore
 from infinity.offload.transfers import Transfers
 from infinity.optim.cpu import CpuKernels
@@ -139,7 +141,12 @@ class InitialWrite:
         for segment in (s for s in layout.segments if not s.trained):
             dtype = getattr(torch, segment.dtype)
             part = frozen[segment.offset : segment.offset + segment.nbytes]
-            part.view(dtype).copy_(self._values.flat(parameters[segment.parameter]))
+            flat = self._values.flat(parameters[segment.parameter])
+            if segment.form:  # of what it would have computed with
+                value = flat.to("cpu", dtype).view(segment.shape)
+                quantise(value, FrozenFormat(segment.form), part)
+            else:
+                part.view(dtype).copy_(flat)
         state = self.store.units[layout.index]
         own = frozen.view(layout.shards, -1)[self.plan.rank]
         pieces: list[tuple[Range, Tensor]] = [(extent, own) for extent in state.frozen_copies[:1]]

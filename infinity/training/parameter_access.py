@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from infinity.checkpoint.plain import decode, encode
 from infinity.errors import ConfigError, ResidencyError, TransferError
+from infinity.formats import FrozenFormat
+from infinity.model.quantised import dequantise, quantise
 from infinity.offload.owner import Owner, exclusive
 from infinity.offload.prefetch import Prefetcher
 from infinity.offload.state import StateStore
@@ -265,6 +267,8 @@ class Values:
         """A fresh CPU tensor: the compute-dtype value, or the fp32 master of a trained one."""
         layout, segment = self._places[parameter]
         weight, rest = self._parts(self._load(layout), segment, with_rest=master)
+        if segment.form:
+            return self._dequantised(segment, weight)
         if rest is None:
             return weight.view(segment.shape).clone()
         joined = torch.empty(segment.numel, dtype=torch.float32)
@@ -274,7 +278,8 @@ class Values:
     @exclusive
     def write(self, parameter: int, value: Tensor) -> None:
         """Replace a value. fp32 values of trained parameters become the master as they are;
-        values in the compute dtype keep the master where their bits did not change.
+        values in the compute dtype keep the master where their bits did not change. What rests
+        quantised is quantised anew, unless the value is what it stands for.
         """
         layout, segment = self._places[parameter]
         if tuple(value.shape) != segment.shape:
@@ -284,6 +289,13 @@ class Values:
         cached = self._load(layout)
         flat = value.detach().cpu().contiguous().view(-1)
         weight, rest = self._parts(cached, segment, with_rest=True)
+        if segment.form:
+            flat = flat.to(self.dtype(parameter)).view(segment.shape)
+            if not torch.equal(flat, self._dequantised(segment, weight)):
+                packed = torch.zeros_like(weight)
+                quantise(flat, FrozenFormat(segment.form), packed)
+                cached.replace(weight, packed)
+            return
         for start in range(0, segment.numel, _BLOCK):
             block = slice(start, start + _BLOCK)
             if rest is None:
@@ -302,6 +314,11 @@ class Values:
             new_rest = torch.where(keep, rest, new_rest)
         cached.replace(weight, new_weight)
         cached.replace(rest, new_rest)
+
+    def _dequantised(self, segment: Segment, packed: Tensor) -> Tensor:
+        value = torch.empty(segment.shape, dtype=self.dtype(segment.parameter))
+        dequantise(packed, FrozenFormat(segment.form), value)
+        return value
 
     def shape(self, parameter: int) -> tuple[int, ...]:
         """The parameter's real shape."""
@@ -357,20 +374,24 @@ class Values:
     def _parts(
         self, cached: _CachedUnit, segment: Segment, *, with_rest: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Flat views of the parameter's weight and, if wanted, of what stands beside it, if any."""
+        """Flat views of the parameter's weight and, if wanted, of what stands beside it, if any.
+
+        Of one that rests quantised: of its bytes.
+        """
         layout, dtype = cached.layout, self.dtype(segment.parameter)
         if not segment.trained:
             start = layout.trained_bytes + segment.offset
-            return cached.weight[start : start + segment.nbytes].view(dtype), None
-        part = slice(segment.offset, segment.offset + segment.numel)
-        weight = cached.weight[: layout.trained_bytes].view(dtype)[part]
+            part = cached.weight[start : start + segment.nbytes]
+            return part if segment.form else part.view(dtype), None
+        elements = slice(segment.offset, segment.offset + segment.numel)
+        weight = cached.weight[: layout.trained_bytes].view(dtype)[elements]
         kind = self.store.plan.precision.rest_kind
         if not with_rest or kind is None:
             return weight, None
         if cached.rest is None:
             self.settle()  # of the same update as the weight: a step forgets what is cached
             cached.rest = self.store.read(layout.index, kind)
-        return weight, cached.rest.view(KIND_DTYPES[kind])[part]
+        return weight, cached.rest.view(KIND_DTYPES[kind])[elements]
 
     # --- lending -----------------------------------------------------------------------------
 

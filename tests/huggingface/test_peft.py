@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as hf
 from support.families import DECODER, FAMILIES
+from support.quantised import round_frozen
 from support.small import ON_DEVICE, ON_DISK, settings
 from torch import Tensor, nn
 
@@ -59,10 +60,19 @@ def logits(model: Any) -> Tensor:
     return found
 
 
+@pytest.mark.parametrize("rest", ["as_is", "nf4"])
 def test_adapters_are_trained_over_a_streamed_base_and_saved_unchanged(
-    base: Path, tmp_path: Path
+    rest: str, base: Path, tmp_path: Path
 ) -> None:
-    plain = adapted(hf.LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)).train()
+    """The same as over a plain base; over one that rests quantised, if that has its values."""
+
+    def plain_base() -> Any:
+        found = hf.LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
+        if rest != "as_is":
+            round_frozen(found.requires_grad_(False), rest, torch.float32)
+        return found
+
+    plain = adapted(plain_base()).train()
     trained = [p for p in plain.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, weight_decay=0.01, **OPTIMIZER)
     expected = []
@@ -76,7 +86,8 @@ def test_adapters_are_trained_over_a_streamed_base_and_saved_unchanged(
 
     found = {}
     for name, placement in {"disk": ON_DISK, "device": ON_DEVICE}.items():
-        engine, *_ = infinity.from_pretrained(base, config(tmp_path, placement), prepare=adapted)
+        told = config(tmp_path, placement, frozen={"rest": rest})
+        engine, *_ = infinity.from_pretrained(base, told, prepare=adapted)
         with engine:
             num_trained = sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
             assert num_trained == sum(p.numel() for p in trained)
@@ -93,8 +104,7 @@ def test_adapters_are_trained_over_a_streamed_base_and_saved_unchanged(
 
     assert "Mine." in (tmp_path / "disk-ours" / "README.md").read_text()
     for saved in ("disk", "disk-ours"):
-        again = hf.LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
-        again = peft.PeftModel.from_pretrained(again, tmp_path / saved).eval()
+        again = peft.PeftModel.from_pretrained(plain_base(), tmp_path / saved).eval()
         assert torch.equal(logits(again), found["disk"][2])
 
 

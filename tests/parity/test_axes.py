@@ -23,6 +23,7 @@ from support.fake_accelerator import FakeAccelerator
 from support.half import HalfResult, ScaleWords, train_half
 from support.models import CASES, CHECKPOINTINGS, LENGTH, Batch, Checkpointing
 from support.optimizers import ELEMENTWISE, WHOLE
+from support.quantised import round_frozen
 from support.ranks import train_ranks
 from support.trainer import (
     TIERS,
@@ -35,6 +36,7 @@ from support.trainer import (
 )
 
 from infinity import _adam, _aio
+from infinity.optim.moments import COMPUTE_DTYPES
 from infinity.storage.device import Device
 
 TIGHT = 0.5  # below the gradient norm of most steps: it acts
@@ -77,6 +79,7 @@ AXES: dict[str, list[Any]] = {
     "slices": [1, 2],
     "optimizer": [*OPTIMIZERS, *ADAPTED],
     "format": ["fp32", "8bit", "bf16", "bf16_stochastic"],
+    "frozen": ["as_is", "nf4"],
     "device": ["fake", "kernels", "cpu"],
     "update": ["cpu", "device"],
     "weights": TIERS,
@@ -95,7 +98,7 @@ AXES: dict[str, list[Any]] = {
 }
 # What the numbers depend on; all else is placement.
 COMPUTATION = ("model", "precision", "micro_batches", "clipping", "recompute", "slices",
-               "optimizer", "format", "ranks")  # fmt: skip
+               "optimizer", "format", "frozen", "ranks")  # fmt: skip
 PLACEMENT = ("device", "weights", "moments", "gradients")
 COSTLY = ("ranks", "micro_batches")
 BASE: Choice = {name: values[0] for name, values in AXES.items()} | {
@@ -111,6 +114,8 @@ IMPOSSIBLE = [
     {"recompute": "reentrant-inside", "slices": 2},
     {"model": "reused", "slices": 2, "micro_batches": 3},
 ]
+# Nothing is frozen in the others.
+IMPOSSIBLE += [{"model": name, "frozen": "nf4"} for name in CASES if name != "frozen"]
 # Ranks use the same units, which routing hangs on data; buffers see each rank's own; and a gradient
 # that comes twice in a backward is added in another order.
 IMPOSSIBLE += [
@@ -157,6 +162,7 @@ def config_of(choice: Choice) -> dict[str, Any]:
         cpu={"isa": choice["isa"], "num_threads": choice["adam_threads"]},
         seed=5,
     )
+    config["frozen"] = {"rest": choice["frozen"]}
     config["placement"] |= {"whole": choice["whole"], "shared": choice["shared"]}
     if choice["optimizer"] in ADAPTED:
         del config["optimizer"]
@@ -185,10 +191,13 @@ def _plain(computation: tuple[Any, ...]) -> Result:
     batches, together = batches_of(choice), choice["micro_batches"] * choice["ranks"]
     config = config_of(choice | {"micro_batches": together})
     config["activations"] = {"slices": choice["slices"]}  # whose gradients are summed in fp32
+    model = case.build(own)
+    if choice["frozen"] != "as_is":
+        round_frozen(model, choice["frozen"], COMPUTE_DTYPES[choice["precision"]])
     given = {"groups": case.groups, "make_optimizer": ADAPTED.get(choice["optimizer"])}
     if choice["precision"] == "fp16":
-        return train_half(case.build(own), batches, config, SCALE, **given)
-    return train_exactly(case.build(own), batches, config, **given)
+        return train_half(model, batches, config, SCALE, **given)
+    return train_exactly(model, batches, config, **given)
 
 
 def device_of(choice: Choice, seed: int) -> Device | str:
@@ -354,7 +363,7 @@ def test_full_product(model: str, recompute: str, precision: str, micro_batches:
     chance = random.Random(repr(fixed))
     fixed |= {a: chance.choice(AXES[a]) for a in COMPUTATION if a not in fixed}
     if not possible(fixed):
-        fixed["slices"] = 1
+        fixed |= {"slices": 1, "frozen": "as_is"}
     problems = {}
     for number, placement in enumerate(itertools.product(*(AXES[axis] for axis in PLACEMENT))):
         row = {axis: chance.choice(options) for axis, options in AXES.items()} | fixed

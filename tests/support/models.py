@@ -191,10 +191,11 @@ class FrozenLinear(nn.Module):
 
 
 class FrozenBlock(Block):
-    """A block with an 8-bit frozen part."""
+    """A block with an 8-bit frozen part, and frozen matrices."""
 
     def __init__(self, checkpointing: Checkpointing) -> None:
         super().__init__(checkpointing)
+        self.proj.requires_grad_(False)
         self.quantized = FrozenLinear()
 
     def feed_forward(self, x: Tensor) -> Tensor:

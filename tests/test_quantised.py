@@ -1,0 +1,265 @@
+"""Frozen weights that rest quantised: the values are bitsandbytes', and only they differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import CASES
+from support.quantised import dynamic, rounded
+from support.small import ON_DEVICE, ON_DISK, settings
+from torch import Tensor, nn
+
+import infinity
+from infinity.checkpoint.reader import CheckpointReader
+from infinity.errors import CheckpointError, ConfigError
+from infinity.formats import FrozenFormat
+from infinity.model.quantised import NF4_LEVELS, dequantise, dynamic_levels, quantise
+
+WIDE = 256
+FORMS = list(FrozenFormat)
+SHAPES = [(64, 64), (3, 5), (33, 65), (130, 100), (1, 192)]
+
+
+def matrix(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """With rows of zeros, and one large value."""
+    found = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))) * 0.02
+    found[0] = 0
+    found[-1, -1] = 3
+    return found.to(dtype)
+
+
+def packed(value: Tensor, form: FrozenFormat) -> Tensor:
+    found = torch.zeros(form.nbytes(value.shape), dtype=torch.uint8)
+    quantise(value, form, found)
+    return found
+
+
+def round_trip(value: Tensor, form: FrozenFormat) -> Tensor:
+    found = torch.empty_like(value)
+    dequantise(packed(value, form), form, found)
+    return found
+
+
+# --- values ----------------------------------------------------------------------------------
+
+
+def test_levels_are_those_of_the_papers() -> None:
+    """NF4: quantiles of a normal distribution, as many on either side of 0, scaled to 1."""
+    most = (1 - 1 / 32 + 1 - 1 / 30) / 2
+    normal = torch.distributions.Normal(0.0, 1.0)
+    above = normal.icdf(torch.linspace(0.5, most, 9, dtype=torch.float64))
+    below = -normal.icdf(torch.linspace(0.5, most, 8, dtype=torch.float64))
+    expected = torch.cat([below.flip(0)[:-1], above]) / above[-1]
+    torch.testing.assert_close(torch.tensor(NF4_LEVELS).double(), expected, rtol=0, atol=2e-6)
+    torch.testing.assert_close(dynamic_levels(), dynamic(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_values_are_those_of_the_formula_written_slowly(form: FrozenFormat) -> None:
+    for shape in SHAPES:
+        for dtype in (torch.bfloat16, torch.float32):
+            value = matrix(shape, dtype)
+            expected = rounded(value, form)
+            torch.testing.assert_close(round_trip(value, form), expected, rtol=1e-5, atol=1e-9)
+            if dtype is torch.bfloat16 and form is not FrozenFormat.NF4_DOUBLE:
+                assert torch.equal(round_trip(value, form), expected), shape
+
+
+def test_pieces_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    value = matrix((130, 256))
+    whole = {form: packed(value, form) for form in FORMS}
+    monkeypatch.setattr("infinity.model.quantised.QUANTISED_PIECE", 64 * 256)
+    for form in FORMS:
+        assert torch.equal(packed(value, form), whole[form])
+        assert torch.equal(round_trip(value, form), _value(whole[form], form, value))
+
+
+def _value(held: Tensor, form: FrozenFormat, like: Tensor) -> Tensor:
+    found = torch.empty_like(like)
+    dequantise(held, form, found)
+    return found
+
+
+def test_bytes_and_values_are_those_of_bitsandbytes() -> None:
+    bnb: Any = pytest.importorskip("bitsandbytes.functional")
+    for shape in ((64, 64), (33, 65), (256, 192)):
+        value = matrix(shape)
+        codes, state = bnb.quantize_4bit(value, blocksize=64, quant_type="nf4")
+        held = packed(value, FrozenFormat.NF4)
+        count, scales = FrozenFormat.NF4.parts(shape)
+        assert torch.equal(held[:count], codes.view(-1))
+        assert torch.equal(held[-scales:].view(torch.float32), state.absmax)
+        if shape[1] % 64 == 0:  # its CPU kernel reads others wrongly, its torch code does not
+            assert torch.equal(
+                round_trip(value, FrozenFormat.NF4), bnb.dequantize_4bit(codes, state)
+            )
+        rows, largest, _ = bnb.int8_vectorwise_quant(value[1:].clone())
+        held = packed(value[1:], FrozenFormat.INT8)
+        assert torch.equal(held[: rows.numel()], rows.view(-1).view(torch.uint8))
+        back = torch.ops.bitsandbytes.int8_vectorwise_dequant(rows, largest).to(value.dtype)
+        assert torch.equal(round_trip(value[1:], FrozenFormat.INT8), back)
+    assert torch.equal(dynamic_levels(), bnb.create_dynamic_map())
+
+
+# --- engines: placements, ranks and schedules are an axis of parity/test_axes.py -----------------
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a trained correction of low rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDE, WIDE, bias=False).requires_grad_(False)
+        self.down = nn.Linear(WIDE, 2, bias=False)
+        self.up = nn.Linear(2, WIDE, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.base(x)) + self.up(self.down(x))
+
+
+def adapted() -> nn.Module:
+    torch.manual_seed(4)
+    return nn.Sequential(*(Adapted() for _ in range(6)))
+
+
+def run(path: Path, placement: dict[str, str] = ON_DISK, **more: Any) -> infinity.Engine:
+    config = settings(path, placement, precision="bf16", **{"frozen": {"rest": "nf4"}, **more})
+    engine, *_ = infinity.initialize(adapted(), config)
+    return engine
+
+
+def step(engine: infinity.Engine, number: int = 0) -> float:
+    x = torch.randn(4, WIDE, generator=torch.Generator().manual_seed(number)).bfloat16()
+    loss = engine(x).float().square().mean()
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def state(engine: infinity.Engine) -> dict[str, Tensor]:
+    return dict(engine.state_dict(master=True))
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+
+
+def test_bytes_are_those_at_rest(tmp_path: Path) -> None:
+    """A step reads frozen bytes as they rest: of six blocks in forward, of four in backward."""
+    sizes, reads = {}, {}
+    for form in ("as_is", "nf4", "int8"):
+        with run(tmp_path, frozen={"rest": form}, prefetch_units=0) as engine:
+            for number in range(4):
+                step(engine, number)
+            engine.settle()
+            plan, report = engine.plan, engine.last_report
+            assert report is not None
+            assert report.moved == plan.predicted_bytes
+            sizes[form] = sum(unit.frozen_bytes for unit in plan.units)
+            reads[form] = report.moved["disk_read"]
+            assert ("rest and travel as" in plan.describe()) == (form != "as_is")
+    count = 6 * WIDE * WIDE
+    assert sizes["as_is"] == 2 * count
+    assert sizes["nf4"] == 0.5625 * count
+    assert count < sizes["int8"] <= 1.07 * count  # whole pages
+    for form in ("nf4", "int8"):
+        fetches = 6 * (reads["as_is"] - reads[form]) / (sizes["as_is"] - sizes[form])
+        assert fetches == 6 + 4
+
+
+def test_values_are_given_dequantised_and_quantised_anew_only_if_they_change(
+    tmp_path: Path,
+) -> None:
+    first = adapted().get_parameter("0.base.weight").detach().bfloat16()
+    with run(tmp_path) as engine:
+        before, edition = state(engine), engine._parts.store.frozen_edition
+        assert torch.equal(before["0.base.weight"], rounded(first, "nf4"))
+        with engine.materialized(engine.module):
+            pass
+        engine.load_state_dict(before)
+        assert engine._parts.store.frozen_edition == edition
+        assert same(state(engine), before)
+        other = matrix((WIDE, WIDE))
+        with engine.materialized(engine.module), torch.no_grad():
+            engine.module.get_parameter("2.base.weight").copy_(other)
+        assert torch.equal(engine.state_dict()["2.base.weight"], rounded(other, "nf4"))
+        loss = step(engine)
+        engine.close(restore=True)
+        assert loss == loss
+        assert torch.equal(engine.module[2].base.weight, rounded(other, "nf4"))
+
+
+def test_checkpoints_hold_what_rests(tmp_path: Path) -> None:
+    """Shared, read without an engine, loaded on other tiers; not into another format."""
+    nvme = tmp_path / "nvme"
+    nvme.mkdir()
+    with run(nvme) as engine:
+        step(engine)
+        for tag in ("a", "b"):
+            engine.save_checkpoint(tmp_path / "checkpoints", tag=tag)
+        expected = state(engine)
+        after = step(engine, 1)
+    files = [tmp_path / "checkpoints" / tag / "frozen.safetensors" for tag in ("a", "b")]
+    assert files[0].stat().st_ino == files[1].stat().st_ino
+    assert files[0].stat().st_size < 0.6 * 6 * WIDE * WIDE
+    with CheckpointReader(tmp_path / "checkpoints", "b") as reader:
+        assert list(reader.verify()) == []
+        found = {tensor.name: tensor.read() for tensor in reader.outgoing(torch.float32)}
+    assert same(found, {name: value.float() for name, value in expected.items()})
+    for placement in (ON_DEVICE, ON_DISK):
+        with run(nvme, placement) as engine:
+            engine.load_checkpoint(tmp_path / "checkpoints", "b")
+            assert same(state(engine), expected)
+            assert step(engine, 1) == after
+    for other in ("int8", "as_is"):
+        with run(nvme, frozen={"rest": other}) as engine:
+            with pytest.raises(CheckpointError, match=r"base\.weight"):
+                engine.load_checkpoint(tmp_path / "checkpoints", "b")
+            engine.load_checkpoint(tmp_path / "checkpoints", "b", load_optimizer_states=False)
+            value = engine.state_dict()["0.base.weight"]
+            kept = expected["0.base.weight"]
+            assert torch.equal(value, kept if other == "as_is" else rounded(kept, "int8"))
+
+
+def test_a_durable_run_goes_on_and_tells_another_format(tmp_path: Path) -> None:
+    durable: dict[str, Any] = {"durable": True, "resume": "auto"}
+    with run(tmp_path, **durable) as engine:
+        step(engine)
+        expected = state(engine)
+    with run(tmp_path, **durable) as engine:
+        assert engine.global_steps == 1
+        assert same(state(engine), expected)
+        step(engine, 1)
+    with pytest.raises(ConfigError, match=r"form of '0\.base\.weight' is nf4 there"):
+        run(tmp_path, durable=True, resume="auto", frozen={"rest": "int8"})
+
+
+def test_what_cannot_be_quantised_is_told(tmp_path: Path) -> None:
+    config = settings(tmp_path, frozen={"rest": "nf4"})
+    with pytest.raises(ConfigError, match=r"(?s)matrices of nn\.Linear layers are trained.*freeze"):
+        infinity.initialize(CASES["gpt"].build(), config)
+    with pytest.raises(ConfigError, match=r"no nn\.Linear layer is left"):
+        infinity.initialize(adapted(), {**config, "frozen": {"rest": "nf4", "keep": ["base", "up",
+                            "down"]}})  # fmt: skip
+    with pytest.raises(ConfigError, match=r"frozen\.rest"):
+        infinity.initialize(adapted(), {**config, "frozen": {"rest": "fp4"}})
+
+
+@pytest.mark.parametrize("form", ["nf4_double", "int8"])
+def test_every_format_trains_as_plain_torch_with_its_values(form: str, tmp_path: Path) -> None:
+    """The same bits as an engine whose base holds the rounded values as they are."""
+    losses = []
+    for rest in (form, "as_is"):
+        model = adapted()
+        if rest == "as_is":
+            for layer in model.children():
+                weight: Any = layer.get_parameter("base.weight")
+                weight.data = round_trip(weight.data.bfloat16(), FrozenFormat(form))
+        config = settings(tmp_path, precision="bf16", frozen={"rest": rest})
+        engine, *_ = infinity.initialize(model, config)
+        with engine:
+            losses.append([step(engine, number) for number in range(3)])
+    assert losses[0] == losses[1]

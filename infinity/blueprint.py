@@ -17,6 +17,7 @@ from infinity.cutting import (
     PROCESS_BASE_BYTES,
     Cut,
     case_for,
+    complete_groups,
     cut_model,
     groups_of,
 )
@@ -105,7 +106,11 @@ def make_optimizer(
             )
     if given is None:
         built_in = BuiltInRule(settings.type, MomentFormat(settings.moments))
-        return OffloadedOptimizer(groups, settings.parameters(), rule=built_in)
+        if not isinstance(groups[0], dict):
+            groups = [{"params": groups}]
+        groups = complete_groups(model, config, groups)
+        alike = {} if "use_muon" in groups[0] else settings.parameters()
+        return OffloadedOptimizer(groups, alike, rule=built_in)
     if settings.model_fields_set:
         raise ConfigError(
             "the config has an optimizer section, but initialize() got an optimizer as well",
@@ -202,6 +207,7 @@ def facts_of(rule: Rule, layouts: Iterable[UnitLayout]) -> RuleFacts:
         moments=rule.moments,
         whole=rule.whole,
         tile_elements=rule.tile_elements(largest_trained_of(layouts)),
+        matrix_steps=rule.matrix_steps,
         notes=rule.notes,
     )
 

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from infinity.config.schema import Config
 from infinity.errors import ConfigError
 from infinity.formats import MomentFormat
 from infinity.model.cut import Cutter, UnitCut, UnitSpec
-from infinity.model.shapes import Outline, Target, is_linear
+from infinity.model.shapes import Outline, Target, is_linear, target_of
 from infinity.plan.case import Case
 from infinity.plan.cost import Work
 from infinity.plan.layout import PRECISIONS, ParameterFacts, UnitLayout, lay_out
 from infinity.plan.machine import PlanMachine
 from infinity.plan.plan import RuleFacts
-from infinity.rules import RULES, lossy_notes, reserved_moments
+from infinity.rules import RULES, lossy_notes, matrix_steps, reserved_moments
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +61,27 @@ def groups_of(model: nn.Module | Outline, config: Config) -> Groups:
     A real optimizer would make torch import its compiler.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
-    return [{"params": trained, **config.optimizer.parameters()}]
+    return complete_groups(model, config, [{"params": trained}])
+
+
+def complete_groups(model: nn.Module | Outline, config: Config, groups: Groups) -> Groups:
+    """Groups with all entries that the rule of the configuration takes, split where it must be.
+
+    Embeddings and the matrix that makes logits are not hidden, whatever their shape; who marks a
+    parameter, as DeepSpeed does (`p.use_muon`), is believed.
+    """
+    settings = config.optimizer
+
+    @cache
+    def hidden() -> set[int]:
+        target = target_of("", model, {})
+        apart, parameters = target.lookups | target.heads, list[Any](model.parameters())
+        return {id(p) for i, p in enumerate(parameters) if i not in apart and p.dim() == 2}
+
+    rule = RULES[settings.type]
+    return rule.groups(
+        groups, settings.parameters(), lambda p: getattr(p, "use_muon", id(p) in hidden())
+    )
 
 
 def cut_model(
@@ -70,14 +91,12 @@ def cut_model(
     units: Sequence[UnitSpec] | None,
     ranks: int = 1,
     *,
-    whole: bool | None = None,
+    whole: bool = False,
 ) -> Cut:
     """Cut into units and lay them out for `ranks`; trained is what the optimizer's groups hold.
 
-    `whole` says that its rule needs whole parameters; None: what that of the configuration needs.
+    `whole` says that its rule needs whole parameters, all of them.
     """
-    if whole is None:
-        whole = RULES[config.optimizer.type].whole
     cutter = Cutter(model)
     precision = PRECISIONS[config.precision]
     group_of = {id(p): g for g, group in enumerate(groups) for p in group["params"]}
@@ -89,7 +108,8 @@ def cut_model(
         group = group_of.get(id(p), -1)
         facts.append(
             ParameterFacts(cutter.names[index], index, tuple(p.shape), dtype, p.numel(), itemsize,
-                           group >= 0, group)
+                           group >= 0, group,
+                           whole=group >= 0 and groups[group].get("use_muon", False))
         )  # fmt: skip
     if config.frozen.rest != "as_is":
         facts = _quantised(cutter, facts, config)
@@ -153,7 +173,7 @@ def case_for(
     rule = RuleFacts(
         name=name,
         moments=reserved_moments(name, groups, form),
-        whole=RULES[name].whole,
+        matrix_steps=matrix_steps(name, groups),
         notes=lossy_notes(form),
     )
     return Case(

@@ -11,17 +11,17 @@ DeepSpeed and of transformers, entries of a state, the kernels of CPU and GPU, t
 
 [Note: other rules]
 A rule that is not elementwise (Muon: momentum, then a matrix made orthogonal) has a line here too,
-with `whole`: then its tiles are whole parameters, as they are for an optimizer of torch's that
-needs them. What runs them is the `Updater` that `BuiltInRule.updater` returns; `KernelUpdater` is
-for those with a `kernel`. How moments are stored (8 bits and others) is no business of a rule: it
-says how many there are, and which are `unsigned`; see `infinity/formats.py`.
+but no `kernel`: `infinity/optim/muon.py` runs it in torch's operations on any device. It steps only
+some parameters, whole ones: `Hyper.groups` marks the groups that it takes (`whole_in`), and gives
+the others to a rule with a kernel. How moments are stored (8 bits and others) is no business of a
+rule: it says how many there are, and which are `unsigned`; see `infinity/formats.py`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
 
@@ -36,13 +36,12 @@ class Hyper:
     """What a group says of its rule; the base of all rules.
 
     Fields are the entries of its groups, by torch's names and with torch's defaults: numbers that
-    are not negative (`signed`: any), pairs of numbers below 1, and switches.
+    are not negative (`signed`: any), pairs of numbers below 1, switches, and words (`choices`).
     """
 
-    kernel: ClassVar[str]  # the struct in csrc/adam/update.inl; a property where it depends
+    kernel: ClassVar[str]  # the struct in csrc/adam/update.inl; a property where it depends; or ""
     state_names: ClassVar[tuple[str, ...]]  # torch's names of its moments
     unsigned: ClassVar[tuple[bool, ...]]  # of each moment, whether it is never negative
-    whole: ClassVar[bool] = False  # whether it needs whole parameters
     counts: ClassVar[bool] = True  # whether torch's state has a `step`
     # The entry that is above 0 where there are moments, if they come and go. torch makes them in
     # the first step that has it.
@@ -52,6 +51,8 @@ class Hyper:
     in_torch: ClassVar[bool] = True  # whether `torch.optim` has it, by its name
     # What DeepSpeed's rule of this name starts from where it differs; None if it has none.
     deepspeed: ClassVar[Mapping[str, Any] | None] = None
+    # Its keys there and the entries they mean, where names differ; of two of one entry the later.
+    deepspeed_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     def __post_init__(self) -> None:
         for entry in _entries(type(self)):
@@ -71,7 +72,29 @@ class Hyper:
         return any(e.name == name and e.metadata.get("signed", False) for e in _entries(cls))
 
     @classmethod
-    def of(cls, group: Mapping[str, Any]) -> Self:
+    def choices(cls, name: str) -> tuple[str, ...]:
+        """What an entry that is a word may be."""
+        return next(e.metadata["choices"] for e in _entries(cls) if e.name == name)
+
+    @classmethod
+    def groups(
+        cls,
+        given: Sequence[dict[str, Any]],
+        options: Mapping[str, Any],
+        is_hidden: Callable[[Any], bool],
+    ) -> list[dict[str, Any]]:
+        """Parameter groups with all entries: `options` where a group says nothing.
+
+        `is_hidden` tells a matrix inside a model from all other parameters. Groups are completed in
+        place, where the rule steps all parameters alike.
+        """
+        for group in given:
+            for name, value in options.items():
+                group.setdefault(name, value)
+        return list(given)
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> Hyper:
         """What a group says now; raises `ConfigError` for what makes no sense."""
         taken = {e.name: _taken(e.default, group[e.name]) for e in _entries(cls)}
         return cls(**taken)
@@ -93,6 +116,10 @@ class Hyper:
 
     def begun_at(self, step: int) -> Self:
         """The same, of a parameter whose moments were made in step `step`."""
+        return self
+
+    def of_shape(self, shape: tuple[int, ...]) -> Self:
+        """The same, of a parameter of this shape."""
         return self
 
     def scalars(self, step: int, grad_scale: float = 1.0) -> tuple[float, ...]:
@@ -263,7 +290,115 @@ class Adagrad(Hyper):
         return self.weight_decay, self.lr / (1 + (step - 1) * self.lr_decay), self.eps
 
 
-RULES: dict[str, type[Hyper]] = {rule.__name__: rule for rule in (AdamW, Adam, Lion, SGD, Adagrad)}
+@dataclass(frozen=True)
+class Muon(Hyper):
+    """Muon (Jordan et al. 2024) for matrices inside a model, AdamW for all else; as torch's.
+
+    The momentum's matrix is made orthogonal, nearly, by `ns_steps` of a quintic Newton-Schulz
+    iteration in bf16. Entries that begin with `adam_` are AdamW's, for embeddings, the head, and
+    what has one dimension. A group says by `use_muon` who steps it; one that does not is split.
+    """
+
+    lr: float = 1e-3
+    weight_decay: float = 0.1
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_coefficients: tuple[float, float, float] = field(
+        default=(3.4445, -4.7750, 2.0315), metadata={"signed": True}
+    )
+    eps: float = 1e-7
+    ns_steps: int = 5
+    adjust_lr_fn: str = field(
+        default="original", metadata={"choices": ("original", "match_rms_adamw")}
+    )
+    adam_lr: float = 1e-3
+    adam_betas: tuple[float, float] = (0.9, 0.999)
+    adam_eps: float = 1e-8
+    adam_weight_decay: float = 0.01
+    shape: tuple[int, ...] = field(default=(), metadata=_OWN)
+
+    kernel = ""
+    state_names = ("momentum_buffer",)
+    unsigned = (False,)
+    counts = False
+    in_torch = False  # its class there steps matrices alone
+    deepspeed = {  # noqa: RUF012
+        "lr": 0.02, "weight_decay": 0.0, "adam_lr": 3e-4, "adam_betas": [0.9, 0.95],
+        "adam_eps": 1e-10, "adam_weight_decay": 0.0,
+    }  # fmt: skip
+    deepspeed_keys = {  # noqa: RUF012
+        "lr": ("lr", "adam_lr"), "momentum": ("momentum",), "betas": ("adam_betas",),
+        "eps": ("adam_eps",), "weight_decay": ("weight_decay", "adam_weight_decay"),
+        "muon_lr": ("lr",), "adam_lr": ("adam_lr",),
+    }  # fmt: skip
+
+    @classmethod
+    def misfit(cls, name: str, value: Any, others: Mapping[str, Any]) -> str:
+        """A count has bounds, and moments of matrices are exact."""
+        if name == "ns_steps" and not 1 <= value < 100:
+            return f"is {value}: at least 1, and below 100"
+        if name == "momentum" and value > 1:
+            return f"is {value:g}: at most 1"
+        return ""
+
+    @classmethod
+    def groups(
+        cls,
+        given: Sequence[dict[str, Any]],
+        options: Mapping[str, Any],
+        is_hidden: Callable[[Any], bool],
+    ) -> list[dict[str, Any]]:
+        """Each group as one for Muon and one for AdamW; as it is where it says `use_muon`.
+
+        Raises `ConfigError` for a parameter that is no matrix in a group with `use_muon`.
+        """
+        found = []
+        for group in given:
+            told = group.get("use_muon")
+            chosen = [is_hidden(p) if told is None else bool(told) for p in group["params"]]
+            for takes in (True, False):
+                mine = [p for p, it in zip(group["params"], chosen, strict=True) if it is takes]
+                entries = cls._entries_of(options, by_muon=takes)
+                if mine:
+                    found.append({**entries, **group, "params": mine, "use_muon": takes})
+        for p in (p for group in found if group["use_muon"] for p in group["params"]):
+            if len(p.shape) != 2:
+                raise ConfigError(
+                    f"a parameter of shape {tuple(p.shape)} is in a group with use_muon",
+                    because="Muon makes matrices orthogonal",
+                    remedy="put it in a group with use_muon=False, which AdamW steps",
+                )
+        return found
+
+    @classmethod
+    def _entries_of(cls, options: Mapping[str, Any], *, by_muon: bool) -> dict[str, Any]:
+        """Those of a group of one kind, by the names that they have there."""
+        mine = {k: v for k, v in options.items() if k.startswith("adam_") is not by_muon}
+        return {k.removeprefix("adam_"): v for k, v in mine.items()}
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> Hyper:
+        """What a group says now: as `AdamW` where AdamW steps it."""
+        if not group.get("use_muon", True):
+            return AdamW.of({**AdamW.defaults(), **group})
+        return super().of({**cls.defaults(), **group})
+
+    def of_shape(self, shape: tuple[int, ...]) -> Self:
+        """The same, of a matrix of this shape."""
+        return self if shape == self.shape else replace(self, shape=shape)
+
+    @property
+    def adjusted_lr(self) -> float:
+        """The rate of an orthogonal matrix of this shape, by `adjust_lr_fn`."""
+        rows, columns = self.shape
+        if self.adjust_lr_fn == "original":
+            return self.lr * math.sqrt(max(1, rows / columns))
+        return self.lr * 0.2 * math.sqrt(max(rows, columns))
+
+
+RULES: dict[str, type[Hyper]] = {
+    rule.__name__: rule for rule in (AdamW, Adam, Lion, SGD, Adagrad, Muon)
+}
 
 
 def twin_of(name: str, *, decoupled: bool) -> str:
@@ -281,6 +416,12 @@ def reserved_moments(
     return (form,) * max((RULES[rule].of(group).num_moments for group in groups), default=0)
 
 
+def matrix_steps(rule: str, groups: Sequence[Mapping[str, Any]]) -> int:
+    """How many times a whole matrix is multiplied to make its update; 0 of a rule with a kernel."""
+    hypers = [RULES[rule].of(group) for group in groups]
+    return max((hyper.ns_steps for hyper in hypers if isinstance(hyper, Muon)), default=0)
+
+
 def lossy_notes(form: MomentFormat) -> tuple[str, ...]:
     """What a plan must say of moments in this format."""
     if form.is_exact:
@@ -296,8 +437,7 @@ def _entries(rule: type[Hyper]) -> tuple[Field[Any], ...]:
 def _taken(default: Any, given: Any) -> Any:
     """An entry of a group, which may be a tensor, as what its default is."""
     if isinstance(default, tuple):
-        first, second = map(float, given)
-        return first, second
+        return tuple(map(float, given))
     return type(default)(given)
 
 
@@ -306,13 +446,16 @@ def _check(entry: Field[Any], value: Any) -> None:
     name = entry.name
     if isinstance(value, bool):
         return
-    if isinstance(value, tuple):
+    if isinstance(value, str):
+        if value not in (choices := entry.metadata["choices"]):
+            raise ConfigError(f"{name} is {value!r}", remedy=" or ".join(map(repr, choices)))
+    elif isinstance(value, tuple) and not entry.metadata.get("signed", False):
         for number, beta in enumerate(value, 1):
             one = f"{name.removesuffix('s')}{number}"
             if not 0.0 <= beta < 1.0:
                 raise ConfigError(f"{one} is {beta}", remedy=f"0 <= {one} < 1")
     elif entry.metadata.get("signed", False):
-        if not math.isfinite(value):
+        if not all(map(math.isfinite, value if isinstance(value, tuple) else [value])):
             raise ConfigError(f"{name} is {value}", remedy=f"a finite {name}")
     elif not 0.0 <= value < math.inf:
         raise ConfigError(f"{name} is {value}", remedy=f"{name} >= 0, and finite")

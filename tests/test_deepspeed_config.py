@@ -518,7 +518,7 @@ def test_what_it_makes_of_ours(more: dict[str, Any], expected: dict[str, Any]) -
         ),
         (rule("Lamb"), "needs the norm of each whole parameter"),
         (rule("OneBitAdam", freeze_step=3), "compressed gradients"),
-        (rule("Muon", muon_lr=1), "splits parameters between Muon and Adam"),
+        (rule("Muon", adam_betas=[0.9, 0.9]), "did you mean 'betas'?"),
         (
             rule("RMSprop", lr=0.1, alpha=0.9),
             "initialize(optimizer=lambda groups: torch.optim.RMSprop(groups, lr=0.1, alpha=0.9))",
@@ -597,8 +597,17 @@ def test_schedules_that_are_auto() -> None:
     assert filled.params["total_num_steps"] == 99
 
 
+def test_muon_has_a_rate_for_each_of_its_two_rules() -> None:
+    """`lr`, `weight_decay` mean both there; `betas` and `eps` are AdamW's."""
+    words = {"lr": 0.1, "muon_lr": 0.02, "weight_decay": 0.5, "betas": [0.8, 0.9], "momentum": 0.9}
+    found = translated(rule("Muon", **words)).config.optimizer
+    told = {"lr": 0.02, "adam_lr": 0.1, "weight_decay": 0.5, "adam_weight_decay": 0.5}
+    told |= {"adam_betas": (0.8, 0.9), "adam_eps": 1e-10, "momentum": 0.9}
+    assert told.items() <= found.parameters().items()
+
+
 def test_what_initialize_got_wins() -> None:
-    more = {"optimizer.type": "Muon", f"{PARAMS}.lr": "auto", **scheduled("Nonesuch")}
+    more = {"optimizer.type": "Lamb", f"{PARAMS}.lr": "auto", **scheduled("Nonesuch")}
     found = translated(more, client_optimizer=True, client_scheduler=True)
     assert not found.config.optimizer.model_fields_set
     assert found.config.scheduler is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support import reference
-from support.adam_values import hypers_of, update_one
+from support.adam_values import BY_KERNEL, hypers_of, update_one
 from support.trainer import same_bits
 from torch import nn
 
@@ -19,7 +19,7 @@ from infinity.optim.of_torch import choose_class
 from infinity.optim.update import BuiltInRule
 from infinity.rules import RULES, twin_of
 
-KERNELS = {hyper.kernel for rule in RULES.values() for hyper in hypers_of(rule)}
+KERNELS = {hyper.kernel for rule in BY_KERNEL.values() for hyper in hypers_of(rule)}
 
 
 def test_kernels_are_those_of_the_native_code_and_of_the_reference() -> None:
@@ -62,12 +62,13 @@ def test_deepspeed_has_them_by_name(name: str) -> None:
     config = {"train_batch_size": 1, "optimizer": section}
     found = translate_deepspeed(config).config.optimizer
     assert found.type == name
-    start = load_config({"optimizer": {"type": name, **RULES[name].deepspeed, "lr": 0.5}})
+    rates = dict.fromkeys(RULES[name].deepspeed_keys.get("lr", ("lr",)), 0.5)
+    start = load_config({"optimizer": {"type": name, **RULES[name].deepspeed, **rates}})
     assert found.parameters() == start.optimizer.parameters()
 
 
 @pytest.mark.parametrize("kind", MomentFormat)
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", BY_KERNEL)
 def test_the_engine_runs_them_on_every_format(name: str, kind: MomentFormat) -> None:
     """Moments are reserved, stepped as the reference says, and read by their names."""
     rule = BuiltInRule(name, kind)

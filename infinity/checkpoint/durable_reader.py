@@ -265,14 +265,15 @@ def committed(
         for chunk, extent in enumerate(unit.copies[copy] if unit.copies else ()):
             _, count = unit.layout.chunk(chunk, plan.chunk_elements)
             held = []
-            for kind in plan.whole_record.kinds:
-                start = plan.whole_record.offset(kind, count)
+            whole = plan.whole_record(unit.layout)
+            for kind in whole.kinds:
+                start = whole.offset(kind, count)
                 for piece in pieces(plan, unit.layout, chunk, kind):
                     held.append(piece._replace(start=start + piece.start))
             yield extent, held
         if unit.frozen_copies:
-            whole = plan.units[unit.layout.index]
-            yield unit.frozen_copies[frozen], list(frozen_pieces(whole, plan.rank))
+            layout = plan.units[unit.layout.index]
+            yield unit.frozen_copies[frozen], list(frozen_pieces(layout, plan.rank))
 
 
 def _manifest(

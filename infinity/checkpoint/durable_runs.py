@@ -98,6 +98,7 @@ def model_facts(
                 "name": unit.name,
                 "numel": unit.numel,
                 "frozen_bytes": unit.frozen_bytes,
+                **({} if unit.paired is None else {"paired": unit.paired}),
                 "segments": [_segment_facts(segment) for segment in unit.segments],
             }
             for unit in units
@@ -107,8 +108,8 @@ def model_facts(
 
 def _segment_facts(segment: Segment) -> dict[str, Any]:
     names = ("name", "dtype", "numel", "nbytes", "offset", "trained")
-    form = {"form": segment.form} if segment.form else {}
-    return {"shape": list(segment.shape), **{n: getattr(segment, n) for n in names}, **form}
+    of_some = {n: value for n in ("form", "whole") if (value := getattr(segment, n))}
+    return {"shape": list(segment.shape), **{n: getattr(segment, n) for n in names}, **of_some}
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
@@ -179,7 +180,7 @@ def plan_of(facts: Mapping[str, Any], placements: Sequence[Any]) -> Plan:
         )
         layout = UnitLayout(
             index, unit["name"], segments, unit["numel"], unit["frozen_bytes"], precision.weight,
-            shards=facts.get("ranks", 1),
+            shards=facts.get("ranks", 1), paired=unit.get("paired"),
         )  # fmt: skip
         units.append(layout)
     return Plan(

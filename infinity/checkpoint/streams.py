@@ -44,7 +44,7 @@ def state_streams(plan: Plan) -> dict[str, list[TensorSpec]]:
             if segment.form:
                 spec = spec.quantised(segment.form)
             streams[MODEL if segment.trained else FROZEN].append(spec)
-            for kind in plan.precision.kinds[1:] if segment.trained else ():
+            for kind in filter(segment.keeps, plan.precision.kinds[1:]):
                 kept = _dtype_of(plan, kind)
                 streams.setdefault(kind.value, []).append(TensorSpec(name, shape, kept))
                 if form := _scaled(plan, kind):
@@ -60,7 +60,7 @@ def pieces(plan: Plan, layout: UnitLayout, chunk: int, kind: Kind) -> Iterator[P
     stream = MODEL if kind is Kind.WEIGHT else kind.value
     for segment in layout.trained_segments:
         first, last = segment.within(start, count)
-        if first >= last:
+        if first >= last or not segment.keeps(kind):
             continue
         element = start + first - segment.offset
         yield Piece(stream, segment.name, element * size, first * size, (last - first) * size)

@@ -473,7 +473,7 @@ def _planned(priced: Priced, rated_bytes: int) -> dict[str, Any]:
 
 def _at_rest(plan: Plan) -> dict[str, float]:
     """Bytes that one parameter takes, by kind, padding not counted."""
-    whole = plan.precision.bytes_per_parameter
+    whole = plan.bytes_per_parameter
     weight = plan.precision.weight
     return {
         "weights": weight,

@@ -143,6 +143,14 @@ class _AnyOptimizer(Section):
             raise ValueError(f"{kind} does not take it; it takes {takes}, moments")
         return value
 
+    @field_validator("moments")
+    @classmethod
+    def _has_kernels_for_it(cls, value: str, info: ValidationInfo) -> str:
+        kind = info.data.get("type")
+        if kind is not None and not RULES[kind].kernel and value != MomentFormat.FP32.value:
+            raise ValueError(f"{kind} keeps moments in fp32; leave it out, got {value}")
+        return value
+
     @field_validator(*_ENTRIES, check_fields=False)
     @classmethod
     def _fits_the_others(cls, value: Any, info: ValidationInfo) -> Any:
@@ -164,13 +172,18 @@ def _field_of(name: str) -> tuple[Any, Any]:
     def default(given: dict[str, Any]) -> Any:
         return RULES[given["type"]].defaults().get(name) if "type" in given else None
 
-    if isinstance(_ENTRIES[name], bool):
-        return bool, Field(default_factory=default)
-    if isinstance(_ENTRIES[name], tuple):
-        pair = Annotated[tuple[Beta, Beta], BeforeValidator(as_pair)]
-        return pair, Field(default_factory=default)
-    least = None if any(rule.is_signed(name) for rule in RULES.values()) else 0
-    return Number, Field(default_factory=default, ge=least)
+    of, field = _ENTRIES[name], Field(default_factory=default)
+    signed = any(rule.is_signed(name) for rule in RULES.values())
+    if isinstance(of, bool):
+        return bool, field
+    if isinstance(of, str):
+        choices = next(rule.choices(name) for rule in RULES.values() if name in rule.defaults())
+        return Literal[choices], field
+    if isinstance(of, tuple):
+        each = (Number if signed else Beta,) * len(of)
+        return Annotated[tuple.__class_getitem__(each), BeforeValidator(as_pair)], field
+    least = None if signed else 0
+    return Whole if isinstance(of, int) else Number, Field(default_factory=default, ge=least)
 
 
 if TYPE_CHECKING:

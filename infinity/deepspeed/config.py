@@ -586,7 +586,6 @@ _NOT_BUILT = {
     **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), _COMPRESSED),
     **dict.fromkeys(("muadam", "muadamw", "musgd"), _SCALED),
     "lamb": "needs the norm of each whole parameter, which no kernel here has yet",
-    "muon": "splits parameters between Muon and Adam, which is not built in",
 }
 # How an optimizer is carried out: nothing here depends on it.
 _HINTS = ("fused", "foreach", "capturable", "differentiable", "set_grad_none")
@@ -619,25 +618,29 @@ def _optimizer(draft: _Draft) -> None:
 def _built_in(draft: _Draft, kind: str) -> None:
     params, named = draft.below(_PARAMS), BUILT_IN[kind.lower()]
     rule, start = named, RULES[named].deepspeed or {}
-    told = f"the built-in {rule}"
+    words = f"the built-in {rule}"
     is_adam = RULES[named].decoupled is not None
     if RULES[named].decoupled is False:  # there "Adam" means AdamW, if nothing is said
         decoupled = bool(params.get("adam_w_mode", True))
         rule = twin_of(named, decoupled=decoupled)
-        told = f"{rule}, as there: adam_w_mode is true" if decoupled else f"{rule} with L2 decay"
+        words = f"{rule}, as there: adam_w_mode is true" if decoupled else f"{rule} with L2 decay"
     takes = RULES[rule].defaults()
     if params.get("torch_adam") and RULES[rule].decoupled:
         start = {"weight_decay": takes["weight_decay"]}  # torch's own default
-    draft.note(_TYPE, told, Verdict.DONE)
+    draft.note(_TYPE, words, Verdict.DONE)
     draft.set("optimizer.type", rule, _TYPE)
-    known = [*takes, *(s for s in _SWITCHES if is_adam or s not in _ADAMS_OWN)]
+    keys = RULES[rule].deepspeed_keys or {name: (name,) for name in takes}
+    known = [*keys, *(s for s in _SWITCHES if is_adam or s not in _ADAMS_OWN)]
     for key in params:
         if key not in known:
             hint = did_you_mean(key, known)
             text = f"{kind} does not take it; {hint}it takes {', '.join(known)}"
             draft.problem(f"{_PARAMS}.{key}", text)
-    for key, value in {**start, **{k: v for k, v in params.items() if k in takes}}.items():
-        draft.set(f"optimizer.{key}", value, f"{_PARAMS}.{key}")
+    told = {name: (value, name) for name, value in start.items()}
+    for key in filter(params.__contains__, keys):
+        told |= dict.fromkeys(keys[key], (params[key], key))
+    for name, (value, key) in told.items():
+        draft.set(f"optimizer.{name}", value, f"{_PARAMS}.{key}")
     if "lr" not in params and f"{_PARAMS}.lr" in draft.autos:
         if draft.lenient:
             draft.note(f"{_PARAMS}.lr", "auto: a plan does not depend on it")

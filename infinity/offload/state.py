@@ -207,7 +207,8 @@ class StateStore:
         """The place of a chunk's part of a kind on a copy, which has room for it."""
         state = self.units[unit]
         _, count = state.layout.chunk(chunk, self.plan.chunk_elements)
-        start, nbytes = state.record.offset(kind, count), self.plan.precision.nbytes(kind, count)
+        start = state.record.offset(kind, count)
+        nbytes = state.record.precision.nbytes(kind, count)
         return state.copies[copy][chunk].part(start, nbytes)
 
     def shard_in(self, unit: int, whole: Tensor, rank: int | None = None) -> tuple[Tensor, ...]:
@@ -405,7 +406,7 @@ class StateStore:
 def promise_extents(plan: Plan, unit: UnitState, disk: Promising) -> None:
     """Promise a unit's extents: of each copy its records, then its frozen bytes."""
     layout = unit.layout
-    unit.record = plan.whole_record if plan.durable else plan.record(layout)
+    unit.record = plan.whole_record(layout) if plan.durable else plan.record(layout)
     on_disk = plan.durable or plan.placements[layout.index].weight is Tier.DISK
     unit.copy, unit.frozen_copy = ExtentCopies(1 + plan.durable), ExtentCopies(1 + plan.durable)
     for _ in range(1 + plan.durable):

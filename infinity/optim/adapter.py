@@ -108,6 +108,7 @@ class AdapterRule:
         self.facts = facts
         self.name = facts.name
         self.whole = facts.whole
+        self.matrix_steps = 0
         self.moments = (MomentFormat.FP32,) * facts.num_moments
         parts = "whole parameters" if facts.whole else f"tiles of {TILE_ELEMENTS} elements"
         self.notes: tuple[str, ...] = (

@@ -17,8 +17,9 @@ import infinity._adam as _adam
 from infinity.errors import ConfigError, EngineClosedError, InfinityError, ResidencyError
 from infinity.formats import MOMENT_BLOCK, MomentFormat
 from infinity.optim.moments import BESIDE, VALUE_DTYPES, Moment
+from infinity.optim.muon import step_matrix
 from infinity.plan.layout import SQUARE_BLOCK
-from infinity.rules import Hyper
+from infinity.rules import Hyper, Muon
 
 FLOATS = tuple(BESIDE)  # of weights and gradients
 _HOST = torch.device("cpu")
@@ -194,9 +195,12 @@ class CpuKernels:
     def update_all(self, pieces: Iterable[Piece]) -> None:
         """One step of every piece, in place, as one job: each in one pass over memory.
 
-        All pieces are checked before any byte is touched. No two may share memory.
+        All pieces are checked before any byte is touched. No two may share memory. Matrices, for
+        which there is no kernel, are stepped by torch, with its threads.
         """
-        self.pool.update(self.prepare(list(pieces)))
+        elementwise, matrices = by_kind(pieces)
+        self.pool.update(self.prepare(elementwise))
+        step_matrices(matrices)
 
     def prepare(self, pieces: list[Piece]) -> list[_adam.Piece]:
         """What `pool` takes of pieces; raises before any byte is touched if anything is wrong.
@@ -352,6 +356,21 @@ class CpuKernels:
     def _require_open(self) -> None:
         if self._closed:
             raise EngineClosedError("this CpuKernels is closed")
+
+
+def by_kind(pieces: Iterable[Piece]) -> tuple[list[Piece], list[Piece]]:
+    """What the kernels update, and the whole matrices that torch's operations do."""
+    found = list(pieces)
+    kernels = [piece for piece in found if piece.hyper.kernel]
+    return kernels, [piece for piece in found if not piece.hyper.kernel]
+
+
+def step_matrices(pieces: Iterable[Piece]) -> None:
+    """One step of whole matrices, on the device they are on, in torch's current stream."""
+    for weight, rest, moments, gradient, hyper, _, grad_scale, _, _ in pieces:
+        assert isinstance(hyper, Muon)
+        with torch.no_grad():
+            step_matrix(weight, rest, moments, gradient, hyper, grad_scale)
 
 
 def check_pieces(pieces: list[Piece], device: torch.device) -> None:

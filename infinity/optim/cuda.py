@@ -14,6 +14,7 @@ import math
 import struct
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,9 +25,11 @@ from infinity.optim import nvrtc
 from infinity.optim.cpu import (
     FLOATS,
     Piece,
+    by_kind,
     check_pair,
     check_pieces,
     check_tensor,
+    step_matrices,
 )
 from infinity.optim.nvrtc import KernelCache
 from infinity.rules import SGD
@@ -399,12 +402,15 @@ class CudaKernels:
         """One step of every piece, in place; groups and steps may differ from one to another.
 
         All pieces are checked first; no two may share memory. One launch per combination of rule,
-        dtypes and formats. `stream` is torch's current one by default.
+        dtypes and formats, and torch's own for a matrix. `stream` is by default torch's current
+        one.
         """
-        chosen = list(pieces)
-        check_pieces(chosen, self.device)
-        for launch in list(update_launches(chosen)):
+        elementwise, matrices = by_kind(pieces)
+        check_pieces(elementwise, self.device)
+        for launch in list(update_launches(elementwise)):
             self._launch(launch, stream)
+        with torch.cuda.stream(stream) if matrices else nullcontext():
+            step_matrices(matrices)
 
     def square_sum(self, tensor: torch.Tensor, stream: torch.cuda.Stream | None = None) -> float:
         """Sum of squares in fp64 over a fixed tree; inf or nan if any element is. Waits for it."""

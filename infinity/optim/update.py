@@ -14,7 +14,7 @@ from infinity.errors import ConfigError
 from infinity.formats import MomentFormat
 from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.moments import Moment
-from infinity.rules import RULES, Hyper, lossy_notes, reserved_moments
+from infinity.rules import RULES, Hyper, lossy_notes, matrix_steps, reserved_moments
 
 # Tiles: parts of parameters with all their state beside them in one memory, and who updates them.
 #
@@ -76,12 +76,13 @@ class Rule(Protocol):
     """An update rule as the engine sees it: what it keeps, and who does it.
 
     `moments` has a format for each moment that `reserve` found necessary. A `whole` rule needs
-    whole parameters as tiles.
+    whole parameters as tiles; `matrix_steps` see `infinity.rules.matrix_steps`.
     """
 
     name: str
     moments: tuple[MomentFormat, ...]
     whole: bool
+    matrix_steps: int
     notes: tuple[str, ...]
 
     def capture(self, group: Mapping[str, Any]) -> Any:
@@ -107,9 +108,10 @@ class BuiltInRule:
 
     def __init__(self, name: str, moments: MomentFormat = MomentFormat.FP32) -> None:
         self.name = name
-        self.whole = RULES[name].whole
+        self.whole = False  # of all parameters: see `infinity.rules.Muon` for some
         self.moments: tuple[MomentFormat, ...] = ()
         self.notes = lossy_notes(moments)
+        self.matrix_steps = 0
         self._format = moments
         self._reserved = False
 
@@ -129,6 +131,7 @@ class BuiltInRule:
     def reserve(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """As many moments as the group that needs the most."""
         self.moments = reserved_moments(self.name, groups, self._format)
+        self.matrix_steps = matrix_steps(self.name, groups)
         self._reserved = True
 
     def tile_elements(self, largest: int) -> int:
@@ -143,22 +146,18 @@ class BuiltInRule:
         self, kernels: CpuKernels, names: Sequence[str], largest: int, seed: int
     ) -> KernelUpdater:
         """The kernels."""
-        return KernelUpdater(kernels, names, RULES[self.name].state_names, seed)
+        return KernelUpdater(kernels, names, seed)
 
 
 class KernelUpdater:
     """Updates tiles by the kernels; see `Updater`.
 
-    `names` are those of the parameters, for the seeds of rounding; `state_names` torch's names of
-    the rule's moments.
+    `names` are those of the parameters, for the seeds of rounding.
     """
 
-    def __init__(
-        self, kernels: CpuKernels, names: Sequence[str], state_names: tuple[str, ...], seed: int
-    ) -> None:
+    def __init__(self, kernels: CpuKernels, names: Sequence[str], seed: int) -> None:
         self.kernels = kernels
         self._names = names
-        self._state_names = state_names
         self.seed = seed
         # By parameter, the step that made moments which come and go (SGD's buffer): torch's state
         # lacks them until then, our memory for them is always there.
@@ -173,7 +172,7 @@ class KernelUpdater:
         return [self._piece(tile, grad_scale) for tile in tiles]
 
     def _piece(self, tile: Tile, grad_scale: float) -> Piece:
-        hyper = self._begun_at(tile.parameter, tile.hyper, tile.step)
+        hyper = self._begun_at(tile.parameter, tile.hyper, tile.step).of_shape(tile.shape)
         moments = tile.moments[: hyper.num_moments]
         exact = all(moment.format.is_exact for moment in moments)
         name = self._names[tile.parameter]
@@ -211,7 +210,7 @@ class KernelUpdater:
     def moment_names(self, parameter: int, hyper: Hyper) -> tuple[str, ...]:
         """torch's names of the moments that `state_of` tells of this parameter."""
         begun = not hyper.switch or parameter in self._begun
-        return self._state_names[: hyper.num_moments] if begun else ()
+        return hyper.state_names[: hyper.num_moments] if begun else ()
 
     def state_of(
         self,
@@ -230,7 +229,7 @@ class KernelUpdater:
             kept = moments if parameter in self._begun else ()
         else:
             kept = moments[: hyper.num_moments]
-        for name, moment, unsigned in zip(self._state_names, kept, hyper.unsigned, strict=False):
+        for name, moment, unsigned in zip(hyper.state_names, kept, hyper.unsigned, strict=False):
             values = torch.empty(moment.values.numel(), dtype=torch.float32)
             self.kernels.decode(moment, values, signed=not unsigned)
             state[name] = values.view(shape)

@@ -17,6 +17,9 @@ NUM_COMMIT_BUFFERS = 2  # chunks on their way from a device's own memory into a 
 NUM_COPY_BUFFERS = 2  # chunks on their way into a checkpoint
 FROZEN_PIECE = 1 << 20  # bytes of frozen parameters on a device that go into a commit at a time
 TILE_BUFFERS = 8  # fp32 arrays of a tile: master, gradient, and what torch's step makes on the way
+# An element of a matrix that is made orthogonal: copies in fp32 and bf16, which are 10, and what
+# products take meanwhile.
+MATRIX_BYTES = 16
 AUTO_SHARE = 0.7  # of the memory compute uses; placement by the plan leaves the rest to activations
 
 
@@ -56,6 +59,7 @@ def with_memory(plan: Plan, limits: Limits) -> Plan:
         "slots": sum(c.slot_bytes * c.count for c in plan.slot_classes),
         **device,
         "streaming": NUM_STREAM_BUFFERS * stream_bytes(plan),
+        "optimizer matrices": matrix_bytes(plan, by_host=False),
     }
     if quantised := max((u.largest_quantised for u in plan.units), default=0):
         device["dequantising"] = FrozenFormat.work_bytes(quantised)
@@ -70,6 +74,7 @@ def with_memory(plan: Plan, limits: Limits) -> Plan:
         "gradient staging": 0 if plan.unified else NUM_GRADIENT_BUFFERS * largest_trained(plan),
         "saving": NUM_COPY_BUFFERS * copy_buffer_bytes(plan) + _frozen_copy_bytes(plan),
         "optimizer tiles": TILE_BUFFERS * 4 * plan.rule.tile_elements,
+        "optimizer matrices": matrix_bytes(plan, by_host=True),
     }
     if plan.durable:
         host["committing"] = NUM_COMMIT_BUFFERS * commit_buffer_bytes(plan)
@@ -200,6 +205,21 @@ def stream_bytes(plan: Plan) -> int:
     )
 
 
+def matrix_bytes(plan: Plan, *, by_host: bool) -> int:
+    """Bytes that torch takes to step the largest matrix of units that the host, or device, updates.
+
+    None where the rule multiplies no matrices.
+    """
+    if not plan.rule.matrix_steps:
+        return 0
+    updated = (
+        a.layout for a in plan.alike
+        if (update_place(plan, a.units[0]) is UpdatePlace.CPU) is by_host
+    )  # fmt: skip
+    sizes = (s.numel for layout in updated for s in layout.trained_segments if s.whole)
+    return MATRIX_BYTES * max(sizes, default=0)
+
+
 def copy_buffer_bytes(plan: Plan) -> int:
     """Bytes of one buffer of a save: a chunk of every kind that some unit has not in RAM.
 
@@ -248,7 +268,8 @@ def commit_buffer_bytes(plan: Plan) -> int:
     for alike in plan.alike:
         count = min(plan.chunk_elements, alike.layout.shard_numel)
         away = [k for k in plan.precision.kinds if alike.placement.of(k) is Tier.DEVICE]
-        nbytes = max([nbytes, *(plan.precision.nbytes(k, count) for k in away)])
+        precision = plan.precision_of(alike.layout)
+        nbytes = max([nbytes, *(precision.nbytes(k, count) for k in away)])
     return nbytes
 
 

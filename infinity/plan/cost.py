@@ -254,6 +254,7 @@ _MULTIPLIED_AS = {"fp16": "bf16"}
 # Of one copy, or one kernel, on a device: Python, CUDA's calls, events asked and waited for. By a
 # device that does nothing 15, with CUDA's own calls some 50 (estimated: not measured on a GPU).
 CALL_S = 50e-6
+HOST_FLOPS = 0.5e12  # bf16 products a second of a host beside a device: a guess, not measured
 SPLIT_UPDATE_BYTES = 26  # a parameter: 12 of state read and written, 2 of gradient read
 
 
@@ -440,10 +441,33 @@ def update_s(plan: Plan, rates: Rates) -> tuple[float, float]:
             device += trained
         else:
             host += trained
+    host_products, device_products = _matrix_s(plan, rates)
     slowest = [_update_rate(rates, name) for name in _formats(plan)]
     host_rate = min(slowest, default=0.0)
     device_s = device / rates.device_update if rates.device_update else 0.0
-    return host / host_rate if host_rate else 0.0, device_s
+    host_s = host / host_rate if host_rate else 0.0
+    return host_s + host_products, device_s + device_products
+
+
+def matrix_flops(layout: UnitLayout, steps: int) -> int:
+    """Floating-point operations that make the matrices of a unit orthogonal.
+
+    Each step of Newton-Schulz multiplies m x n by its transpose, the product, m x m, by itself, and
+    that by the matrix, with m <= n: 4 m^2 n + 2 m^3.
+    """
+    sides = (sorted(s.shape) for s in layout.trained_segments if s.whole)
+    return steps * sum(4 * m * m * n + 2 * m**3 for m, n in sides)
+
+
+def _matrix_s(plan: Plan, rates: Rates) -> tuple[float, float]:
+    """Seconds of a step's matrix products of the update rule, in bf16: host, and device."""
+    on = dict.fromkeys((True, False), 0)
+    for alike in plan.alike if plan.rule.matrix_steps else ():
+        by_host = update_place(plan, alike.units[0]) is UpdatePlace.CPU
+        flops = matrix_flops(plan.units[alike.layout.index], plan.rule.matrix_steps)
+        on[by_host] += flops * len(alike.units) // plan.ranks
+    device = rates.compute.get("bf16") or math.inf
+    return on[True] / (device if plan.unified else HOST_FLOPS), on[False] / device
 
 
 def stream_s(plan: Plan, rates: Rates) -> float:

@@ -17,7 +17,9 @@ Several ranks share a unit: each range is as many equal shards, one behind the o
 keeps its shard of both. What a rank keeps is a layout of its own (`UnitLayout.of_shard`), which is
 what is cut into chunks. Parameters and shards then start where blocks of the norm's tree do. For an
 update rule that needs whole parameters these are dealt to shards whole, which are padded to the
-longest.
+longest. Where a rule needs only some parameters whole, and keeps one moment of these (Muon), they
+come behind the others of their unit or shard, which is one chunk: the second moment is of its
+beginning.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from enum import Enum, StrEnum
 from functools import cached_property
 
 from infinity.formats import MOMENT_BLOCK, FrozenFormat, MomentFormat
+from infinity.sizes import format_count
 
 PAGE = 4096
 ELEMENT_ALIGN = 2048  # elements: 4096 bytes of the narrowest kind (2 bytes)
@@ -99,6 +102,7 @@ class Precision:
     rest: int
     rest_kind: Kind | None = None
     moments: tuple[MomentFormat, ...] = (MomentFormat.FP32, MomentFormat.FP32)
+    paired: int | None = None  # so many elements, the first, have all moments, the rest but one
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -124,7 +128,13 @@ class Precision:
             return num_elements * self.weight
         if kind is self.rest_kind:
             return num_elements * self.rest
-        return round_up(self.format_of(kind).nbytes(num_elements), PAGE)
+        return round_up(self.format_of(kind).nbytes(self.num_kept(kind, num_elements)), PAGE)
+
+    def num_kept(self, kind: Kind, num_elements: int) -> int:
+        """Of how many of a chunk's elements, the first ones, a moment is kept."""
+        if self.paired is None or kind is Kind.MOMENT1:
+            return num_elements
+        return min(self.paired, num_elements)
 
     @property
     def bytes_per_parameter(self) -> float:
@@ -150,7 +160,8 @@ class Segment:
 
     `offset` counts elements of the trained range when `trained`, else bytes of the frozen range.
     `dtype` is the torch dtype's name, for instance "bfloat16"; `group` the optimizer group. `form`
-    is the `FrozenFormat` in which it rests, of which `nbytes` are then, or "" for `dtype`.
+    is the `FrozenFormat` in which it rests, of which `nbytes` are then, or "" for `dtype`. `whole`
+    says that the update rule needs it whole, and keeps one moment of it.
     """
 
     name: str
@@ -163,6 +174,11 @@ class Segment:
     trained: bool
     group: int
     form: str = ""
+    whole: bool = False
+
+    def keeps(self, kind: Kind) -> bool:
+        """Whether there is state of this kind of it."""
+        return self.trained and not (self.whole and kind in MOMENTS[1:])
 
     def within(self, start: int, count: int) -> tuple[int, int]:
         """(first, end) of the elements that lie in a chunk, counted from the chunk's start.
@@ -185,6 +201,7 @@ class UnitLayout:
     weight_itemsize: int
     is_block: bool = False  # its modules compute by themselves: what can be recomputed, or sliced
     shards: int = 1  # ranks that share it; a shard's own layout has 1
+    paired: int | None = None  # of a shard, see `Precision`; None where no parameter is `whole`
 
     @property
     def trained_bytes(self) -> int:
@@ -315,6 +332,7 @@ class ParameterFacts:
     trained: bool
     group: int
     form: str = ""  # of a frozen one that rests quantised: a `FrozenFormat`
+    whole: bool = False  # as in `Segment`
 
 
 def lay_out(
@@ -329,23 +347,26 @@ def lay_out(
 ) -> UnitLayout:
     """Place parameters one after the other, each aligned; trained ones first.
 
-    Of several `ranks`, with `whole` no trained parameter lies in two shards.
+    Of several `ranks`, with `whole` no trained parameter lies in two shards, nor where one is.
     """
     segments: list[Segment] = []
     element = 0
     align = max(SEGMENT_ALIGN_BYTES // precision.weight, MOMENT_BLOCK)  # no scale is shared
     align = align if ranks == 1 else SQUARE_BLOCK  # nor is a block of the norm
-    runs = [[p for p in parameters if p.trained]]
+    runs = [sorted((p for p in parameters if p.trained), key=lambda p: p.whole)]
+    some_whole = any(p.whole for p in runs[0])
+    whole = whole or some_whole
     if whole and ranks > 1:
         runs = _dealt(runs[0], ranks, index)
     longest = max(sum(round_up(p.numel, align) for p in run) for run in runs)
+    paired = max(sum(round_up(p.numel, align) for p in run if not p.whole) for run in runs)
     for number, run in enumerate(runs):
         element = number * longest
         for fact in run:
             nbytes = fact.numel * precision.weight
             segments.append(
                 Segment(fact.name, fact.parameter, fact.shape, fact.dtype, fact.numel, nbytes,
-                        element, True, fact.group)
+                        element, True, fact.group, whole=fact.whole)
             )  # fmt: skip
             element = round_up(element + fact.numel, align)
     element = len(runs) * longest
@@ -368,6 +389,7 @@ def lay_out(
         weight_itemsize=precision.weight,
         is_block=is_block,
         shards=ranks,
+        paired=round_up(max(paired, 1), ELEMENT_ALIGN) if some_whole else None,
     )
 
 
@@ -384,7 +406,7 @@ def lay_out_again(
     for unit in units:
         facts = [
             ParameterFacts(s.name, s.parameter, s.shape, s.dtype, s.numel,
-                           s.nbytes // max(s.numel, 1), s.trained, s.group, s.form)
+                           s.nbytes // max(s.numel, 1), s.trained, s.group, s.form, s.whole)
             for s in unit.segments
         ]  # fmt: skip
         if cast:
@@ -424,6 +446,22 @@ def dealt_notes(units: Iterable[UnitLayout], rule: str) -> tuple[str, ...]:
         f"{rule} needs whole parameters, which are dealt to {unit.shards} ranks: shards are as "
         f"long as the longest, {total:.2f} times what they hold; most in unit {unit.name!r}, "
         f"{most:.2f} times; larger units are padded less",
+    )
+
+
+def split_notes(units: Iterable[UnitLayout], rule: str) -> tuple[str, ...]:
+    """What a plan must say where a rule steps some parameters only: which, and which AdamW does."""
+    trained = [segment for unit in units for segment in unit.trained_segments]
+    matrices = [s for s in trained if s.whole]
+    if not matrices:
+        return ()
+    others = [s for s in trained if not s.whole]
+    large = [s.name for s in others if len(s.shape) > 1]
+    named = f", of them {', '.join(large[:4])}{', ...' if large[4:] else ''}" if large else ""
+    return (
+        f"{rule} steps {len(matrices)} matrices of {format_count(sum(s.numel for s in matrices))} "
+        f"elements, AdamW the {len(others)} other parameters "
+        f"({format_count(sum(s.numel for s in others))}){named}",
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property, lru_cache
 
@@ -35,6 +35,7 @@ class RuleFacts:
     moments: tuple[MomentFormat, ...] = (MomentFormat.FP32, MomentFormat.FP32)
     whole: bool = False
     tile_elements: int = 0
+    matrix_steps: int = 0  # see `infinity.rules.matrix_steps`
     notes: tuple[str, ...] = ()
 
 
@@ -173,9 +174,9 @@ class Plan:
     @cached_property
     def alike(self) -> tuple[Alike, ...]:
         """The units, those that are alike together, in the order of their first."""
-        found: dict[tuple[int, int, int, UnitPlacement], list[int]] = {}
+        found: dict[tuple[int, int, int, int | None, UnitPlacement], list[int]] = {}
         for unit, placement in zip(self.units, self.placements, strict=True):
-            key = unit.numel, unit.frozen_bytes, unit.dequantised_bytes, placement
+            key = (unit.numel, unit.frozen_bytes, unit.dequantised_bytes, unit.paired, placement)
             found.setdefault(key, []).append(unit.index)
         return tuple(
             Alike(self.units[units[0]], placement, tuple(units))
@@ -186,12 +187,26 @@ class Plan:
         """Which kinds of the unit share its on-disk records."""
         placement = self.placements[unit.index]
         kinds = tuple(k for k in self.precision.kinds if placement.of(k) is Tier.DISK)
-        return Record(kinds, self.precision)
+        return Record(kinds, self.precision_of(unit))
+
+    def whole_record(self, unit: UnitLayout) -> Record:
+        """All state kinds in one record: what a durable run has on disk of every chunk."""
+        return Record(self.precision.kinds, self.precision_of(unit))
+
+    def precision_of(self, unit: UnitLayout) -> Precision:
+        """How the chunks of a unit, or of a shard of it, rest."""
+        return _paired(self.precision, unit.paired)
 
     @property
-    def whole_record(self) -> Record:
-        """All state kinds in one record: what a durable run has on disk of every chunk."""
-        return Record(self.precision.kinds, self.precision)
+    def bytes_per_parameter(self) -> float:
+        """Bytes at rest of one trained parameter, padding not counted; the mean where they differ.
+
+        Where the rule keeps one moment of some, these have so much less.
+        """
+        whole = sum(s.numel for u in self.units for s in u.trained_segments if s.whole)
+        all_moments = self.precision.bytes_per_parameter
+        first = replace(self.precision, moments=self.precision.moments[:1]).bytes_per_parameter
+        return all_moments - (all_moments - first) * whole / max(self.num_trained, 1)
 
     @property
     def commit_bytes(self) -> int:
@@ -206,7 +221,7 @@ class Plan:
     def range_bytes(self, layout: UnitLayout, kind: Kind) -> int:
         """Bytes of one state kind of a shard's trained range: the sum of its chunks' parts."""
         whole, rest = divmod(layout.shard_numel, self.chunk_elements)
-        nbytes = self.precision.nbytes
+        nbytes = self.precision_of(layout).nbytes
         return whole * nbytes(kind, self.chunk_elements) + nbytes(kind, rest)
 
     def state_bytes(
@@ -219,7 +234,8 @@ class Plan:
     ) -> int:
         """Bytes of a shard's state kinds that rest on one of these tiers; of its first `chunks`."""
         numel = self._elements_of(layout, chunks)
-        weight, rest = _weight_and_state(self.precision, numel, self.chunk_elements)
+        precision = self.precision_of(layout)
+        weight, rest = _weight_and_state(precision, numel, self.chunk_elements)
         return (weight if placement.weight in tiers else 0) + (
             rest if placement.state in tiers else 0
         )
@@ -239,7 +255,8 @@ class Plan:
         if kind is Kind.GRADIENT:
             each, rest = (n * self.gradient_itemsize for n in (self.chunk_elements, count))
         else:
-            each, rest = (self.precision.nbytes(kind, n) for n in (self.chunk_elements, count))
+            nbytes = self.precision_of(layout).nbytes
+            each, rest = (nbytes(kind, n) for n in (self.chunk_elements, count))
         return slice(chunk * each, last * each + rest)
 
     def passage(self, placement: UnitPlacement) -> int:
@@ -265,7 +282,7 @@ class Plan:
             f"master {name}, {self.micro_batches} micro-batch(es) per step",
             *self._ranks_lines(),
             f"  {self.rule.name}: {self._moments_line()}; "
-            f"{self.precision.bytes_per_parameter:g} bytes a parameter at rest",
+            f"{self.bytes_per_parameter:.4g} bytes a parameter at rest",
         ]
         for label, kind in (
             ("weights", Kind.WEIGHT),
@@ -392,6 +409,11 @@ def _counted(units: Counter[str]) -> str:
     """Words with the numbers of units where they differ."""
     words = [f"{word} ({n} unit{'s' if n > 1 else ''})" for word, n in units.items()]
     return ", ".join(words) if len(units) > 1 else "".join(units)
+
+
+@lru_cache(maxsize=256)
+def _paired(precision: Precision, paired: int | None) -> Precision:
+    return precision if paired is None else replace(precision, paired=paired)
 
 
 @lru_cache(maxsize=256)

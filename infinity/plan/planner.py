@@ -33,6 +33,7 @@ from infinity.plan.layout import (
     UnitLayout,
     dealt_notes,
     round_up,
+    split_notes,
 )
 from infinity.plan.placement import FIELDS, placed, score
 from infinity.plan.plan import (
@@ -274,14 +275,15 @@ def make_plan(
     ranks = units[0].shards if units else 1
     chunk = config.chunk_size if isinstance(config.chunk_size, int) else CHUNK_ELEMENTS
     saved, more = plan_saved(config.activations, units, unified=unified)
-    notes = (*rule.notes, *more)
+    notes = (*rule.notes, *more, *split_notes(units, rule.name))
     if unified and precision.name == "fp16":
         notes += ("fp16 is for GPUs: most CPUs multiply it many times slower than fp32",)
-    if rule.whole:
-        notes += dealt_notes(units, rule.name)
-        if isinstance(config.chunk_size, int):
+    if uncut := [u for u in units if rule.whole or u.paired is not None]:
+        notes += dealt_notes(uncut, rule.name)
+        needed = max(*(u.shard_numel for u in uncut), 1)
+        if isinstance(config.chunk_size, int) and (rule.whole or chunk < needed):
             notes += (f"chunk_size {chunk} is not used: {rule.name} needs whole parameters",)
-        chunk = max(largest, 1)
+        chunk = needed if rule.whole else max(chunk, needed)
     draft = Plan(
         precision=precision,
         units=units,

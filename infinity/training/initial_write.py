@@ -20,7 +20,7 @@ from infinity.offload.state import StateStore
 from infinity.offload.transfers import Transfers
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.moments import master_in, moment_in
-from infinity.plan.layout import Kind, UnitLayout
+from infinity.plan.layout import Kind, Record, UnitLayout
 from infinity.plan.plan import Plan
 from infinity.storage.staging import BufferPool, host_buffer
 from infinity.storage.store import Range
@@ -52,7 +52,8 @@ class InitialWrite:
         self.initial = initial
         self._values = _Current(first_value)
         self._chunk = min(plan.chunk_elements, max((u.numel for u in plan.own), default=0))
-        self._buffers = BufferPool(2, plan.whole_record.nbytes(self._chunk))
+        record = Record(plan.precision.kinds, plan.precision)
+        self._buffers = BufferPool(2, record.nbytes(self._chunk))
         self._master = host_buffer(self._chunk * 4).view(torch.float32)
 
     def write(
@@ -86,7 +87,7 @@ class InitialWrite:
         views: dict[Kind, Tensor] = {}
         on_disk = state.record.kinds  # of a durable run all: the first commit holds them
         for kind in sorted(self.plan.precision.kinds, key=lambda kind: kind not in on_disk):
-            nbytes = self.plan.precision.nbytes(kind, count)
+            nbytes = state.record.precision.nbytes(kind, count)
             views[kind] = buffer[used : used + nbytes]
             used += nbytes
         self._fill_views(views, master)
@@ -122,11 +123,12 @@ class InitialWrite:
         self, layout: UnitLayout, start: int, count: int, views: dict[Kind, Tensor]
     ) -> None:
         """Zeroed bytes, which mean 0 in every format, or what the rule begins with."""
-        precision = self.plan.precision
+        precision = self.plan.precision_of(layout)
         for index, kind in enumerate(precision.moment_kinds):
             views[kind].zero_()
-            moment = moment_in(views[kind], count, precision.format_of(kind))
-            for segment in layout.trained_segments:
+            kept = precision.num_kept(kind, count)
+            moment = moment_in(views[kind], kept, precision.format_of(kind))
+            for segment in (s for s in layout.trained_segments if s.keeps(kind)):
                 initial = self.initial.get(segment.parameter, ())
                 first, last = segment.within(start, count)
                 if first < last and any(initial):

@@ -72,13 +72,14 @@ def tiles_of(
 
     `views` (uint8) hold every state kind of exactly this chunk, and its gradient.
     """
-    precision = plan.precision
+    precision = plan.precision_of(layout)
     start, count = layout.chunk(chunk, plan.chunk_elements)
     weights, rests = master_in(views, precision)
     gradients = views[Kind.GRADIENT].view(gradient_dtype)
-    moments = [
-        moment_in(views[kind], count, precision.format_of(kind)) for kind in precision.moment_kinds
-    ]
+    moments = {
+        kind: moment_in(views[kind], precision.num_kept(kind, count), precision.format_of(kind))
+        for kind in precision.moment_kinds
+    }
     tiles = []
     for segment in layout.trained_segments:
         first, last = segment.within(start, count)
@@ -91,7 +92,7 @@ def tiles_of(
                 first=start + first - segment.offset,
                 weight=weights[first:last],
                 rest=None if rests is None else rests[first:last],
-                moments=tuple(moment.part(first, last) for moment in moments),
+                moments=tuple(m.part(first, last) for k, m in moments.items() if segment.keeps(k)),
                 gradient=gradients[first:last],
                 hyper=job.hypers[segment.parameter],
                 step=job.steps[segment.parameter],

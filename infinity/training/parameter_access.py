@@ -48,7 +48,7 @@ def read_state(
     for layout in store.plan.units:
         for segment in layout.segments:
             if segment.parameter == parameter and segment.trained:
-                kinds = store.plan.precision.moment_kinds
+                kinds = filter(segment.keeps, store.plan.precision.moment_kinds)
                 moments = [_moment(store, layout, segment, kind) for kind in kinds]
                 shape, step = segment.shape, steps[parameter]
                 share_kept(store, updater, {parameter})
@@ -98,7 +98,8 @@ def _parts_of(
                 first, last = found.within(start, count)
                 if first < last:
                     part = own[plan.part(shard, kind, index)]
-                    whole = moment_in(part, count, plan.precision.format_of(kind))
+                    kept = plan.precision_of(shard).num_kept(kind, count)
+                    whole = moment_in(part, kept, plan.precision.format_of(kind))
                     yield whole.part(first, last)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.adam_values import Source, update_one
+from support.adam_values import BY_KERNEL, Source, update_one
 
 from infinity.errors import ConfigError
 from infinity.formats import MomentFormat
@@ -116,7 +116,7 @@ def test_momentum_that_begins_later_begins_with_the_gradient() -> None:
     ours, moment = parameter.detach().clone(), Moment.zeros(300, MomentFormat.FP32)
     state: dict[str, torch.Tensor] = {}
     with CpuKernels(1) as kernels:
-        updater = KernelUpdater(kernels, ["a", "b"], ("momentum_buffer",), seed=0)
+        updater = KernelUpdater(kernels, ["a", "b"], seed=0)
         for step, momentum in enumerate(momenta, 3):
             parameter.grad = torch.sin(torch.arange(300.0) * step)
             theirs.param_groups[0]["momentum"] = momentum
@@ -140,9 +140,7 @@ def test_momentum_that_begins_later_begins_with_the_gradient() -> None:
 def test_where_momentum_began_is_known_from_the_commit_on_and_can_be_saved() -> None:
     hypers = {0: SGD(0.1), 1: SGD(0.1, momentum=0.9), 2: SGD(0.1, momentum=0.9)}
     with CpuKernels(1) as kernels:
-        updater, other = (
-            KernelUpdater(kernels, ["a", "b", "c"], ("momentum_buffer",), 0) for _ in range(2)
-        )
+        updater, other = (KernelUpdater(kernels, ["a", "b", "c"], 0) for _ in range(2))
         updater.begin(hypers, {0: 7, 1: 7})
         updater.begin(hypers, {0: 8, 1: 8, 2: 1})
         other.keep(updater.kept())
@@ -150,7 +148,7 @@ def test_where_momentum_began_is_known_from_the_commit_on_and_can_be_saved() -> 
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", BY_KERNEL)
 def test_hyper_parameters_without_meaning_are_refused(rule, value) -> None:
     defaults = RULES[rule].defaults()
     for name, default in defaults.items():
@@ -168,7 +166,7 @@ def test_more_refusals_of_hyper_parameters() -> None:
     for momentum, dampening in ((0.0, 0.0), (0.9, 0.1)):
         with pytest.raises(ConfigError, match="nesterov"):
             SGD(lr=0.1, momentum=momentum, dampening=dampening, nesterov=True)
-    for rule in RULES.values():
+    for rule in BY_KERNEL.values():
         for step in (0, -3):
             with pytest.raises(ConfigError, match=f"step is {step}"):
                 rule().scalars(step)

@@ -20,12 +20,15 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 LAYOUTS = ("fp32", "split", "fp16")
 
 
+BY_KERNEL = {name: rule for name, rule in RULES.items() if rule.kernel}
+
+
 def hypers_of(rule: type[Hyper]) -> tuple[Hyper, Hyper]:
     """A rule as it is, and with all of its numbers at work, uphill."""
     numbers = {
         name: (0.8, 0.95) if isinstance(default, tuple) else 0.1
         for name, default in rule.defaults().items()
-        if not isinstance(default, bool)
+        if isinstance(default, float) or default == AdamW.betas
     }
     return rule.of({**rule.defaults(), "lr": 0.01}), rule.of(
         {**rule.defaults(), **numbers, "maximize": True}
@@ -45,7 +48,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     for name, rule in RULES.items()
 }
 HYPERS: tuple[Hyper, ...] = (
-    *(hyper for rule in RULES.values() for hyper in hypers_of(rule)),
+    *(hyper for rule in BY_KERNEL.values() for hyper in hypers_of(rule)),
     AdamW(lr=3e-4, betas=(0.4, 0.95), weight_decay=0.0, maximize=True),
     Adam(lr=1.0, betas=(0.0, 0.0), eps=0.0, weight_decay=0.0),
     SGD(lr=0.1, weight_decay=0.01, maximize=True),

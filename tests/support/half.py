@@ -19,10 +19,10 @@ from support.slices import taken
 from support.trainer import (
     Result,
     Stepped,
-    _hyper,
     _settings,
     cast_frozen,
     fresh_moments,
+    hypers_by_parameter,
     square_sum,
     torch_groups,
 )
@@ -211,9 +211,7 @@ def _halves(
     groups: Callable[[nn.Module], list[dict[str, Any]]] | None,
 ) -> list[_Half]:
     """In the model's order."""
-    hypers: dict[int, Hyper] = {}
-    for group in torch_groups(model, groups):
-        hypers |= {id(p): _hyper(settings, group) for p in group["params"]}
+    hypers = hypers_by_parameter(model, settings, groups)
     found = []
     for name, parameter in model.named_parameters():
         if id(parameter) in hypers:

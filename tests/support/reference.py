@@ -22,6 +22,7 @@ Nothing here knows threads, instruction sets or addresses.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -43,7 +44,7 @@ from support.rounding import (
 
 from infinity.formats import MomentFormat
 from infinity.optim.moments import Moment
-from infinity.rules import Hyper
+from infinity.rules import Hyper, Muon
 
 SQUARE_BLOCK = 4096  # elements; with SQUARE_LANES the definition of the square sum, not a knob
 SQUARE_LANES = 16
@@ -63,6 +64,9 @@ def reference_update(
     first: int = 0,
 ) -> None:
     """What `CpuKernels.update` does, with the same arguments."""
+    if isinstance(hyper, Muon):
+        _muon_by_torch(weight, rest, moments, gradient.float() * grad_scale, hyper)
+        return
     if weight.dtype == torch.float16:
         assert rest is not None
         p = floats(rest)
@@ -83,6 +87,25 @@ def reference_update(
             random = bits
         write_moment(moment, canonical(value), signed=signed, random=random)
     _write_weight(weight, rest, canonical(new))
+
+
+def _muon_by_torch(
+    weight: torch.Tensor,
+    rest: torch.Tensor | None,
+    moments: Sequence[Moment],
+    gradient: torch.Tensor,
+    hyper: Muon,
+) -> None:
+    """What `torch.optim.Muon` does to the master, a whole matrix."""
+    split = rest is not None and weight.dtype == torch.bfloat16
+    master = join_master(weight, rest) if split else weight if rest is None else rest
+    matrix = torch.nn.Parameter(master.view(hyper.shape))
+    matrix.grad = gradient.view(hyper.shape)
+    entries = Muon.defaults().keys() & inspect.signature(torch.optim.Muon).parameters.keys()
+    optimizer = torch.optim.Muon([matrix], **{name: getattr(hyper, name) for name in entries})
+    optimizer.state[matrix]["momentum_buffer"] = moments[0].values.view(hyper.shape)
+    optimizer.step()
+    _write_weight(weight, rest, canonical(floats(matrix.detach().reshape(-1))))
 
 
 def read_moment(moment: Moment, *, signed: bool) -> Fp32Array:

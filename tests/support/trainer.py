@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from infinity.config.schema import Config, load_config
+from infinity.cutting import complete_groups
 from infinity.engine import Engine
 from infinity.formats import MomentFormat
 from infinity.offload.report import StepReport
@@ -458,10 +459,7 @@ def _masters(
     split: bool,
 ) -> dict[int, _Master]:
     """By id of the parameter, in the model's order."""
-    hypers: dict[int, Hyper] = {}
-    for group in torch_groups(model, groups):
-        hyper = _hyper(settings, group)
-        hypers.update({id(p): hyper for p in group["params"]})
+    hypers = hypers_by_parameter(model, settings, groups)
     masters: dict[int, _Master] = {}
     for name, parameter in model.named_parameters():
         if id(parameter) not in hypers:
@@ -484,11 +482,18 @@ def fresh_moments(hyper: Hyper, size: int, settings: Config) -> list[Moment]:
     return moments
 
 
-def _hyper(settings: Config, group: Mapping[str, Any]) -> Hyper:
-    """The rule of one group; groups may override lr and weight decay."""
-    entries = settings.optimizer.parameters()
-    entries |= {key: group[key] for key in ("lr", "weight_decay") if key in group}
-    return RULES[settings.optimizer.type].of(entries)
+def hypers_by_parameter(
+    model: nn.Module,
+    settings: Config,
+    groups: Callable[[nn.Module], list[dict[str, Any]]] | None,
+) -> dict[int, Hyper]:
+    """By id of the parameter, its rule; groups may override entries."""
+    rule, given = RULES[settings.optimizer.type], [dict(g) for g in torch_groups(model, groups)]
+    return {
+        id(p): rule.of(group).of_shape(tuple(p.shape))
+        for group in complete_groups(model, settings, given)
+        for p in group["params"]
+    }
 
 
 def _collect(master: _Master, dtype: torch.dtype) -> None:

@@ -1,0 +1,86 @@
+"""Muon's step of one matrix, in torch's operations: on whatever device the matrix is, by whoever
+runs kernels there. What `torch.optim.Muon` computes on an fp32 master, operation for operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from infinity.optim.moments import Moment
+from infinity.rules import Muon
+
+_NAN = 0x7FC00000
+
+
+def step_matrix(
+    weight: Tensor,
+    rest: Tensor | None,
+    moments: Sequence[Moment],
+    gradient: Tensor,
+    hyper: Muon,
+    grad_scale: float,
+) -> None:
+    """One update of a whole matrix of `hyper.shape`, in place.
+
+    All tensors are 1-D: see `infinity.optim.cpu.Piece`; the momentum is fp32. Memory on the way:
+    see `infinity.plan.budget.MATRIX_BYTES`.
+    """
+    shape = hyper.shape
+    scaled = grad_scale != 1.0
+    gradient = gradient.to(torch.float32, copy=scaled).view(shape)
+    if scaled:
+        gradient.mul_(grad_scale)
+    momentum = moments[0].values.view(shape)
+    momentum.lerp_(gradient, 1 - hyper.momentum)
+    ahead = gradient.lerp(momentum, hyper.momentum) if hyper.nesterov else momentum
+    del gradient
+    update = orthogonal(ahead, hyper)
+    del ahead
+    master = _joined(weight, rest)
+    view = master.view(shape)
+    view.mul_(1 - hyper.lr * hyper.weight_decay)
+    view.add_(update, alpha=-hyper.adjusted_lr)
+    if rest is not None:
+        _split(master, weight, rest)
+
+
+def orthogonal(matrix: Tensor, hyper: Muon) -> Tensor:
+    """The matrix with singular values near 1, in bf16: `ns_steps` of X -> aX + (bA + cA²)X.
+
+    A is X Xᵀ, of the shorter side. Jordan et al. 2024,
+    https://kellerjordan.github.io/posts/muon/.
+    """
+    a, b, c = hyper.ns_coefficients
+    found = matrix.bfloat16()
+    if tall := matrix.size(0) > matrix.size(1):
+        found = found.T
+    found.div_(found.norm().clamp(min=hyper.eps))
+    for _ in range(hyper.ns_steps):
+        gram = found @ found.T
+        gram = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        found = torch.addmm(found, gram, found, beta=a)
+    return found.T if tall else found
+
+
+def _joined(weight: Tensor, rest: Tensor | None) -> Tensor:
+    """The fp32 master: the tensor itself where there is one, else a new one."""
+    if rest is None:
+        return weight
+    if rest.dtype is torch.float32:
+        return rest
+    upper = weight.view(torch.int16).int().bitwise_left_shift_(16)
+    return upper.add_(rest).view(torch.float32)
+
+
+def _split(master: Tensor, weight: Tensor, rest: Tensor) -> None:
+    """Store a master as its halves; rounded half up, and a NaN stays one."""
+    if rest.dtype is torch.float32:  # the master itself
+        weight.copy_(master)
+        return
+    bits = master.view(torch.int32).masked_fill_(master.isnan(), _NAN)
+    upper = bits.add(0x8000).bitwise_right_shift_(16)
+    weight.view(torch.int16).copy_(upper)
+    rest.copy_(bits.sub_(upper.bitwise_left_shift_(16)))

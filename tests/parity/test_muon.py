@@ -1,0 +1,153 @@
+"""Muon for matrices, AdamW for the rest: `torch.optim.Muon` bit for bit, one moment of a matrix.
+
+Placements, ranks, formats of weights and resumes are an optimizer among others in `test_axes.py`.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parity.test_resume import Run as ResumeRun
+from parity.test_resume import ending, micro_step, straight
+from support.fake_accelerator import FakeAccelerator
+from support.models import CASES
+from support.trainer import Run, make_config, same_bits
+from torch import nn, optim
+
+from infinity.blueprint import make_optimizer
+from infinity.config.schema import load_config
+from infinity.errors import ConfigError
+from infinity.plan.cost import NOMINAL, matrix_flops, update_s
+from infinity.plan.layout import Kind, Tier
+from infinity.plan.plan import UpdatePlace, update_place
+
+CASE = CASES["gpt"]
+DISK = ("disk", "disk", "disk")
+
+
+def config_of(placement: tuple[str, str, str] = DISK, **optimizer: Any) -> dict[str, Any]:
+    config = make_config(placement, precision="fp32", gradient_clipping=0.0, update="device")
+    return {**config, "optimizer": {"type": "Muon", **optimizer}}
+
+
+def hidden(model: nn.Module) -> list[nn.Parameter]:
+    """The matrices of a model, but for embeddings, one of which makes the logits too."""
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    return [p for p in model.parameters() if p.dim() == 2 and id(p) not in tables]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"lr": 0.02}, {"nesterov": False, "momentum": 0.8, "adjust_lr_fn": "match_rms_adamw"},
+     {"weight_decay": 0.5, "ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 1e-3}],
+)  # fmt: skip
+def test_matrices_equal_torchs_muon(options: dict[str, Any]) -> None:
+    """All else stands still, with a rate of 0: so not even losses round otherwise."""
+    theirs, batches = CASE.build(), CASE.batches(4)
+    matrices = hidden(theirs)
+    plain = optim.Muon(matrices, **options)
+    losses = []
+    for batch in batches:
+        loss = batch.call(theirs)
+        loss.backward()
+        losses.append(loss.item())
+        plain.step()
+        theirs.zero_grad()
+    device, config = (
+        FakeAccelerator(1, max_delay_s=0.001, kernels=True),
+        config_of(**options, adam_lr=0.0),
+    )
+    with Run(CASE.build(), config, device=device) as run:
+        for batch, expected in zip(batches, losses, strict=True):
+            loss = batch.call(run.engine)
+            assert loss.item() == expected
+            run.engine.backward(loss)
+            run.engine.step()
+        assert {update_place(run.engine.plan, u.index) for u in run.engine.plan.units} == {
+            UpdatePlace.STREAMED
+        }
+        masters = run.masters()
+        assert all(same_bits(masters[n], value) for n, value in theirs.state_dict().items())
+        for name, mine in run.model.named_parameters():
+            other = theirs.get_parameter(name)
+            state = run.engine.optimizer.read_state(mine)
+            if any(other is p for p in matrices):
+                assert state.keys() == {"momentum_buffer"}
+                assert same_bits(state["momentum_buffer"], plain.state[other]["momentum_buffer"])
+            else:
+                assert state.keys() == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_a_matrix_rests_in_eight_bytes_and_the_plan_says_what_went_where() -> None:
+    with Run(CASE.build(), config_of(), device="cpu") as run:
+        plan, store = run.engine.plan, run.engine._parts.store
+        matrices = sum(p.numel() for p in hidden(run.model))
+        others = sum(p.numel() for p in run.model.parameters()) - matrices
+        exact = (8 * matrices + 12 * others) / (matrices + others)
+        assert plan.bytes_per_parameter == pytest.approx(exact)
+        for unit, own in zip(plan.units, plan.own, strict=True):
+            second = store.rest_bytes(own, Kind.MOMENT2)
+            paired = sum(s.numel for s in unit.trained_segments if not s.whole)
+            if own.paired is None:  # AdamW's alone
+                assert second == store.rest_bytes(own, Kind.MOMENT1)
+            else:  # a page for each small parameter at most, whatever the matrices hold
+                assert 4 * paired <= second <= 4 * (paired + 128 * len(unit.segments)) + 4 * 2048
+                assert own.num_chunks(plan.chunk_elements) == 1
+        assert plan.memory[Tier.DISK]["state"] == sum(
+            store.rest_bytes(own, kind) for own in plan.own for kind in plan.precision.kinds[1:]
+        )
+        (note,) = [n for n in plan.notes if "AdamW the" in n]
+        assert f"{len(hidden(run.model))} matrices" in note
+        assert "embed.weight" in note
+
+
+def test_who_steps_what_is_the_users_to_say() -> None:
+    """Groups are split, but where they say; each half takes what its group says."""
+    model = CASE.build()
+    one, two, *rest = hidden(model)
+    two.use_muon = False  # as DeepSpeed's users mark them
+    others = [p for p in model.parameters() if all(p is not m for m in hidden(model))]
+    groups = [{"params": [one, others[0]], "lr": 0.5}, {"params": [two]},
+              {"params": rest, "use_muon": False, "betas": (0.5, 0.5)}]  # fmt: skip
+    config = config_of(lr=0.02, adam_lr=0.03)
+    with Run(model, config, device="cpu", groups=lambda model: groups) as run:
+        found = [
+            (g["use_muon"], g["lr"], g.get("momentum"), g.get("betas"))
+            for g in run.engine.optimizer.param_groups
+        ]
+    assert found == [
+        (True, 0.5, 0.95, None),
+        (False, 0.5, None, (0.9, 0.999)),
+        (False, 0.03, None, (0.9, 0.999)),
+        (False, 0.03, None, (0.5, 0.5)),
+    ]
+    wrong = [{"params": list(model.parameters()), "use_muon": True}]
+    with pytest.raises(ConfigError, match="put it in a group with use_muon=False"):
+        make_optimizer(model, load_config({"optimizer": config["optimizer"]}), wrong)
+
+
+def test_a_durable_run_goes_on(tmp_path: Path) -> None:
+    config = {"precision": "bf16", "gradient_clipping": 0.1, "optimizer": {"type": "Muon"}}
+    run = ResumeRun({**config, "durable": True, "durable_every": 1, "resume": "auto"})
+    expected = straight(tmp_path, ResumeRun(config), 6)
+    losses = []
+    for number, (first, end) in enumerate(pairwise((0, 3, 6))):
+        with run.engine(tmp_path / "durable", DISK, seed=number + 1) as engine:
+            losses += [micro_step(engine, i) for i in range(first, end)]
+            found = ending(engine, losses)
+    found.facts.pop("drawn"), expected.facts.pop("drawn")
+    assert found.differences(expected) == []
+
+
+def test_the_plan_prices_the_products() -> None:
+    with Run(CASE.build(), config_of(), device=FakeAccelerator(1, kernels=True)) as run:
+        plan = run.engine.plan
+    sides = [sorted(p.shape) for p in hidden(run.model)]
+    flops = 5 * sum(4 * m * m * n + 2 * m**3 for m, n in sides)
+    assert sum(matrix_flops(unit, plan.rule.matrix_steps) for unit in plan.units) == flops
+    host, device = update_s(plan, NOMINAL)
+    moved = plan.num_trained / NOMINAL.device_update
+    assert (host, device) == (0.0, pytest.approx(moved + flops / NOMINAL.compute["bf16"]))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from parity.test_resume import Run as ResumeRun
-from parity.test_resume import ending, micro_step, straight
+from parity.test_resume import SIMPLEST, ending, micro_step, straight
 from support.fake_accelerator import FakeAccelerator
 from support.models import CASES
 from support.trainer import Run, make_config, same_bits
@@ -138,8 +138,14 @@ def test_a_durable_run_goes_on(tmp_path: Path) -> None:
         with run.engine(tmp_path / "durable", DISK, seed=number + 1) as engine:
             losses += [micro_step(engine, i) for i in range(first, end)]
             found = ending(engine, losses)
-    found.facts.pop("drawn"), expected.facts.pop("drawn")
+    (directory,) = (tmp_path / "durable").iterdir()  # is a checkpoint, too
+    with ResumeRun(config).engine(tmp_path / "other", SIMPLEST, seed=4) as engine:
+        engine.load_checkpoint(directory)
+        loaded = ending(engine, losses)
+    for one in (found, loaded, expected):
+        one.facts.pop("drawn")
     assert found.differences(expected) == []
+    assert loaded.differences(expected) == []
 
 
 def test_the_plan_prices_the_products() -> None:

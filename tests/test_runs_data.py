@@ -14,14 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
+from support.runs import settings
 
 from infinity.errors import CheckpointError, ConfigError, DoesNotFitError
 from infinity.files import LockFile
 from infinity.runs import data, texts
-from infinity.runs.data import Recipe, Reel, Windows, prepare, split
+from infinity.runs.data import Recipe, prepare
 from infinity.runs.preparation import BYTES_END, BYTES_SIZE, read_facts
-from infinity.runs.settings import ModelSection
+from infinity.runs.settings import load_run_config
 from infinity.runs.texts import ByteTokenizer, find_sources, find_tokenizer
+from infinity.runs.windows import Reel, Windows, split
 
 END = BYTES_END
 
@@ -328,5 +330,5 @@ def test_code_that_comes_with_a_model_is_refused_without_a_question(
     with pytest.raises(ConfigError, match="no tokenizer that transformers can load"):
         find_tokenizer(str(tmp_path))
     with pytest.raises(ConfigError, match="no config that transformers takes"):
-        read_facts(ModelSection(path=str(tmp_path)), None, None)
+        read_facts(load_run_config(settings(tmp_path, model={"path": str(tmp_path)})), None, None)
     assert questions == []

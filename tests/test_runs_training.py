@@ -22,10 +22,11 @@ from infinity.cli.main import app, main
 from infinity.cli.train import TrainPage
 from infinity.errors import CheckpointError, ConfigError, TrainingError
 from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
-from infinity.runs.data import Corpus, Reel, split
+from infinity.runs.data import Corpus
 from infinity.runs.preparation import scheduled
 from infinity.runs.run import Run
 from infinity.runs.settings import load_run_config
+from infinity.runs.windows import Reel, split
 from infinity.schedules import WarmupCosineLR
 from infinity.storage.device import CpuDevice
 
@@ -53,7 +54,9 @@ def reference_losses(raw: dict[str, Any], data: Path) -> tuple[list[float], Any]
     config = transformers.GPT2Config(**TINY, vocab_size=257, bos_token_id=256, eos_token_id=256)
     model = transformers.AutoModelForCausalLM.from_config(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    schedule = WarmupCosineLR(optimizer, total_num_steps=6, warmup_num_steps=2)
+    schedule = WarmupCosineLR(
+        optimizer, total_num_steps=7, warmup_num_steps=2, last_batch_iteration=1
+    )
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -196,42 +199,50 @@ def test_goes_on_exactly_after_it_was_asked_to_stop(
     assert not watcher.steps
     assert again.model is not None
     assert losses_of(tmp_path) == plain[1]
-    raw["training"]["steps"] = 8
-    raw["engine"]["scheduler"]["params"]["total_num_steps"] = 6
-    longer, watcher = train(raw, "auto")
-    assert [facts.step for facts in watcher.steps] == [7, 8]
-    assert longer.steps == 8
 
 
-def test_a_schedule_of_other_steps_is_refused(
+def test_more_steps_than_were_asked_for_first(
     plain: tuple[Path, list[Any]], tmp_path: Path
 ) -> None:
-    folder, _ = plain
+    """`auto` follows: rates are those of the longer run; a number that is named is kept."""
+    train(settings(tmp_path))
+    raw = settings(tmp_path, training__steps=10)
+    result, watcher = train(raw, "auto", stop_after=2)
+    assert (result.steps, result.num_steps, result.stopped) == (8, 10, True)
+    assert any("ends with step 10 now" in note for note in watcher.notes)
+    result, again = train(raw, "auto")
+    assert not any("ends with step" in note for note in again.notes)
+    assert (result.steps, result.stopped) == (10, False)
+    assert losses_of(tmp_path)[: len(plain[1])] == plain[1]
+    long = settings(tmp_path, training__steps=10, run_dir=str(tmp_path / "long"))
+    _, whole = train(long)
+    rates = [facts.lr for facts in whole.steps]
+    assert [facts.lr for facts in (*watcher.steps, *again.steps)] == rates[6:]
+    assert rates[0] > 0
+
     total = "engine.scheduler.params.total_num_steps"
-    elsewhere = settings(tmp_path, training__steps=8)
-    checkpoint = folder / "run" / "checkpoints" / "step4"
-    for raw, resume in (
-        (settings(folder, training__steps=8), "auto"),
-        (elsewhere, str(folder / "run")),
-        (elsewhere, str(checkpoint)),
-    ):
+    for number, words in ((8, r"engine\.scheduler\.params was"), (11, "")):
+        with Run(load_run_config(raw, [f"{total}={number}"]), "auto") as run:
+            if words:
+                with pytest.raises(ConfigError, match=words):
+                    run.prepare()
+            else:
+                run.prepare()  # the same number, said another way
+
+
+def test_a_schedule_that_cannot_follow_other_steps_is_refused(tmp_path: Path) -> None:
+    schedule = {"type": "CosineAnnealingLR", "params": {"T_max": "auto"}}
+    train(settings(tmp_path, engine__scheduler=schedule), stop_after=2)
+    raw = settings(tmp_path, engine__scheduler=schedule, training__steps=8)
+    elsewhere = raw | {"run_dir": str(tmp_path / "other")}
+    for given, resume in ((raw, "auto"), (elsewhere, str(tmp_path / "run"))):
         with (
-            Run(load_run_config(raw), resume) as run,
+            Run(load_run_config(given), resume) as run,
             pytest.raises(ConfigError, match="is for 6 steps, and this run has 8") as caught,
         ):
             run.prepare()
-        assert f"keep training.steps=6; or {total}=6" in str(caught.value)
-    assert not (tmp_path / "run" / "run.json").exists()
-    with Run(load_run_config(settings(folder), [f"{total}=6"]), "auto") as run:
-        run.prepare()  # the same numbers, said another way
-    with (
-        Run(load_run_config(settings(folder), [f"{total}=7"]), "auto") as run,
-        pytest.raises(ConfigError, match=r"engine\.scheduler\.params was"),
-    ):
-        run.prepare()
-    same = settings(tmp_path, run_dir=str(tmp_path / "same"))
-    with Run(load_run_config(same), str(checkpoint)) as run:
-        run.prepare()
+        assert "keep training.steps=6; or engine.scheduler.params.T_max=6" in str(caught.value)
+    assert not (tmp_path / "other" / "run.json").exists()
 
 
 def test_goes_on_exactly_after_it_died(plain: tuple[Path, list[Any]], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sysconfig
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +16,7 @@ from infinity.files import atomic_write, open_new
 PRESETS = {
     "tiny-cpu": "0.8M parameters from scratch, any computer, under a minute",
     "pretrain-124m": "GPT-2 of 124M from scratch on your text",
+    "chat": "fine-tune a model on conversations, all of it or adapters",
     "7b-24gb": "fine-tune 7B: GPU 24 GiB, RAM 64 GiB, disk 500 GB",
     "13b-24gb": "fine-tune 13B: GPU 24 GiB, RAM 64 GiB, disk 1 TB",
     "70b-24gb": "fine-tune 70B: GPU 24 GiB, RAM 64 GiB, disk 4 TB",
@@ -57,8 +59,11 @@ def preset_text(name: str, file: str) -> str:
 def _write(path: Path, text: str, force: bool) -> None:
     if path.suffix.lower() not in (".yaml", ".yml"):
         raise ConfigError(f"{path}: the name must end in .yaml", remedy="--out train.yaml")
+    if not path.parent.is_dir():
+        raise ConfigError(
+            f"{path.parent} does not exist", remedy=shlex.join(["mkdir", "-p", str(path.parent)])
+        )
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) if force else open_new(path) as file:
             file.write(text.encode())
     except FileExistsError:

@@ -268,14 +268,18 @@ class TrainPage:
 
     def question(self, prepared: Prepared) -> None:
         """What is going to be done, with the numbers."""
-        tokens, windows = prepared.train.corpus.num_tokens, len(prepared.train)
+        corpus, windows = prepared.train.corpus, len(prepared.train)
+        tokens = corpus.num_tokens
+        told = f" in {corpus.num_documents:,} conversations" if corpus.marked else ""
         self.note(
-            f"{prepared.facts.name}: {format_count(tokens)} tokens, {windows:,} windows of "
+            f"{prepared.facts.name}: {format_count(tokens)} tokens{told}, {windows:,} windows of "
             f"{prepared.length:,} to train on"
             + (f", {len(prepared.evaluate):,} held out" if prepared.evaluate is not None else "")
             + f"; {prepared.steps:,} steps of {prepared.tokens_per_step:,} tokens, "
             f"{prepared.steps * prepared.windows_per_step / windows:.3g} epochs"
         )
+        for note in prepared.notes:
+            self.note(note)
 
     # --- a watcher -------------------------------------------------------------------------------
 
@@ -323,6 +327,10 @@ class TrainPage:
             before = result.evaluation_before
             told = "" if before is None else f" ({before:.4f} at the beginning)"
             rows.append(["held-out loss", f"{result.evaluation:.4f}{told}"])
+        if result.best is not None and result.best_step != result.steps:
+            rows.append(["best of them", f"{result.best:.4f} at step {result.best_step}"])
+        if result.best_model is not None:
+            rows.append(["weights of the best", str(result.best_model)])
         if result.failed_saves:
             rows.append(["saves that failed", f"{result.failed_saves:,}"])
             rows.append(["last checkpoint", str(result.checkpoint)])

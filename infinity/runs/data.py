@@ -1,4 +1,4 @@
-"""Data of a run: tokens, made once and kept on disk, and windows of them in a seeded order.
+"""Tokens of a run, made once and kept on disk.
 
 A corpus is a directory named after what it was made from (files by name, size and time, tokenizer,
 settings), so what has not changed is used again; it appears whole, by a rename. Texts become one
@@ -17,18 +17,17 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from infinity.errors import CheckpointError, ConfigError, MachineError
 from infinity.files import FOLDER_MODE, LockFile, open_new, refused, sync_directory
-from infinity.ranks import ALONE, Ranks
-from infinity.runs.texts import Source, Tokenizer, read_texts
+from infinity.runs.conversations import TOKEN, Conversations
+from infinity.runs.texts import Source, Tokenizer, read_rows, read_texts
 from infinity.sealed import read_sealed, write_sealed
 
 _FORMAT, FORMAT = "torch-infinity-tokens", 3
@@ -42,7 +41,10 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a corpus is made from; `size` is the number of tokens that the model knows."""
+    """What a corpus is made from; `size` is the number of tokens that the model knows.
+
+    `conversations` says how rows become tokens, None where they hold texts.
+    """
 
     sources: Sequence[Source]
     tokenizer: Tokenizer | None
@@ -51,12 +53,14 @@ class Recipe:
     text_field: str
     undecodable: str
     token_dtype: str | None
+    conversations: Conversations | None = None
 
     @property
     def key(self) -> str:
         """Equal for recipes that give the same corpus."""
         facts = {**vars(self), "format": FORMAT, "sources": [asdict(s) for s in self.sources]}
         facts["tokenizer"] = None if self.tokenizer is None else self.tokenizer.identity
+        facts["conversations"] = self.conversations and self.conversations.identity
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -85,7 +89,8 @@ class _Segment(NamedTuple):
 class Corpus:
     """All tokens of a directory as one row; raises `CheckpointError` where they are damaged.
 
-    `identity` is equal for corpora with the same tokens in the same order.
+    `identity` is equal for corpora with the same tokens in the same order; `marked` says that
+    these are marked tokens ([Note: marked tokens] in `runs/conversations.py`).
     """
 
     def __init__(self, directory: Path) -> None:
@@ -96,6 +101,7 @@ class Corpus:
             self._segments = [_Segment(*facts) for facts in index["segments"]]
             self.identity: str = index["identity"]
             self.num_documents: int = index["documents"]
+            self.marked: bool = index.get("marked", False)
             for segment in self._segments:
                 path = directory / segment.path
                 if path.stat().st_size < segment.end():
@@ -174,7 +180,7 @@ def _fill(recipe: Recipe, directory: Path, advance: Advance) -> dict[str, Any]:
     digest, segments, documents = hashlib.sha256(), [], 0
     if recipe.tokenizer is not None and any(s.format != "tokens" for s in recipe.sources):
         largest = max(recipe.tokenizer.size - 1, recipe.end or 0)
-        dtype = np.dtype("<u2" if largest < 1 << 16 else "<u4")
+        dtype = np.dtype("<u2" if largest < 1 << 16 and not recipe.conversations else "<u4")
         count = largest = 0
         with open_new(directory / _TOKENS) as file:
             for tokens, ends in _tokenised(recipe, advance):
@@ -182,7 +188,7 @@ def _fill(recipe: Recipe, directory: Path, advance: Advance) -> dict[str, Any]:
                 file.write(data)
                 digest.update(data)
                 count, documents = count + len(tokens), documents + ends
-                largest = max(largest, int(tokens.max(initial=0)))
+                largest = max(largest, int((tokens.astype(np.uint32) & TOKEN).max(initial=0)))
             file.flush()
             os.fsync(file.fileno())
         if largest >= recipe.size:
@@ -199,7 +205,8 @@ def _fill(recipe: Recipe, directory: Path, advance: Advance) -> dict[str, Any]:
             segments.append(_adopt(source, recipe, digest.update, advance))
     layout = [(segment.dtype, segment.length) for segment in segments]
     digest.update(json.dumps(layout).encode())
-    return {"identity": digest.hexdigest()[:32], "documents": documents, "segments": segments}
+    found = {"identity": digest.hexdigest()[:32], "documents": documents, "segments": segments}
+    return found | ({"marked": True} if recipe.conversations else {})
 
 
 def _tokenised(recipe: Recipe, advance: Advance) -> Iterator[tuple[NDArray[Any], bool]]:
@@ -207,6 +214,11 @@ def _tokenised(recipe: Recipe, advance: Advance) -> Iterator[tuple[NDArray[Any],
     tokenizer, end = recipe.tokenizer, [] if recipe.end is None else [recipe.end]
     assert tokenizer is not None
     errors = "replace" if recipe.undecodable == "replace" else "strict"
+    if recipe.conversations is not None:
+        parts = (read_rows(source, errors, advance) for source in recipe.sources)
+        for conversation in recipe.conversations.encode(chain.from_iterable(parts)):
+            yield conversation, True
+        return
     held: list[str | None] = []
     size = 0
 
@@ -275,105 +287,3 @@ def _explained(cache: Path) -> Iterator[None]:
         what = f"{error.filename or cache}: tokens cannot be kept there, or read from there"
         remedy = "data.cache: DIR names another place, perhaps a larger one, for them"
         raise refused(what, error, cache, remedy=remedy) from error
-
-
-# --- windows -------------------------------------------------------------------------------------
-
-
-class Windows:
-    """Windows `first` to `end` of a corpus, which do not overlap: int64 tensors of `length`."""
-
-    def __init__(self, corpus: Corpus, length: int, first: int, end: int) -> None:
-        self.corpus = corpus
-        self.length = length
-        self._first, self._end = first, end
-
-    def __len__(self) -> int:
-        return self._end - self._first
-
-    def window(self, index: int) -> Tensor:
-        """Shape (length,)."""
-        assert 0 <= index < len(self)
-        start = (self._first + index) * self.length
-        return torch.from_numpy(self.corpus.read(start, self.length))
-
-
-def split(corpus: Corpus, length: int, held_out: float) -> tuple[Windows, Windows]:
-    """All whole windows of a corpus: those to train on, and the last `held_out` part of them."""
-    count = corpus.num_tokens // length
-    kept = int(count * held_out + 0.5)
-    if held_out and count > 1:
-        kept = min(max(kept, 1), count - 1)
-    return Windows(corpus, length, 0, count - kept), Windows(corpus, length, count - kept, count)
-
-
-class Reel:
-    """Endless micro-batches of windows, epoch after epoch; knows how far it is.
-
-    Of several ranks each takes its own in turn, and all stand where the last of them does.
-
-    Register it with the engine: then a run goes on exactly where it stopped. Each epoch has an
-    order of its own, by numpy's `RandomState`, whose numbers no release of numpy changes.
-    """
-
-    def __init__(
-        self, windows: Windows, micro_batch: int, seed: int, shuffle: bool, ranks: Ranks = ALONE
-    ) -> None:
-        self._windows = windows
-        self._micro_batch = micro_batch
-        self._seed = seed
-        self._shuffle = shuffle
-        self._ranks = ranks
-        self._order: tuple[int, NDArray[np.int64]] | None = None  # of one epoch
-        self.taken = 0
-        """Windows that were handed out, on all ranks, all epochs together."""
-
-    @property
-    def epoch(self) -> float:
-        """Passes over the data so far."""
-        return self.taken / len(self._windows)
-
-    def next(self) -> Tensor:
-        """Tokens of shape (micro_batch, length), int64."""
-        first = self.taken + self._ranks.rank * self._micro_batch
-        picked = [self.place(first + i) for i in range(self._micro_batch)]
-        batch = torch.stack([self._windows.window(index) for index in picked])
-        self.taken += self._micro_batch * self._ranks.count
-        return batch
-
-    def place(self, number: int) -> int:
-        """Which window comes at `number`, counted over all epochs."""
-        epoch, index = divmod(number, len(self._windows))
-        if not self._shuffle:
-            return index
-        if self._order is None or self._order[0] != epoch:
-            key = hashlib.sha256(f"{self._seed} {epoch}".encode()).digest()
-            random = np.random.RandomState(np.frombuffer(key, "<u4"))
-            self._order = epoch, random.permutation(len(self._windows))
-        return int(self._order[1][index])
-
-    def _identity(self) -> dict[str, Any]:
-        return {
-            "corpus": self._windows.corpus.identity,
-            "windows": len(self._windows),
-            "length": self._windows.length,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position, and what it is a position in."""
-        return {"taken": self.taken, **self._identity()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on there; raises `CheckpointError` if that was in other data."""
-        for name, here in self._identity().items():
-            if state.get(name) != here:
-                raise CheckpointError(
-                    f"the checkpoint was saved in training on other data: {name} was "
-                    f"{state.get(name)}, and is {here}",
-                    because="its position would mean nothing here",
-                    remedy="go on with the files and settings of that run, or start a new one with "
-                    "model.path=... its model/ directory",
-                )
-        self.taken = int(state["taken"])

@@ -7,6 +7,7 @@ metrics.jsonl a line a step, a line an evaluation
 data/         tokens
 checkpoints/  to go on from
 tensorboard/  if asked for
+best/         the weights with the smallest held-out loss so far, if asked for
 model/        the result, once the run is complete
 """
 
@@ -53,7 +54,7 @@ class RunDirectory:
         self.path = path.absolute()
         self.tokens, self.checkpoints = self.path / "data", self.path / "checkpoints"
         self.metrics, self.tensorboard = self.path / "metrics.jsonl", self.path / "tensorboard"
-        self.model = self.path / "model"
+        self.model, self.best = self.path / "model", self.path / "best"
         self._lock: LockFile | None = None
         self.record: dict[str, Any] = {}
         self._ranks = ranks
@@ -164,6 +165,7 @@ class RunDirectory:
 
     def remember(self, **facts: Any) -> None:
         """Put facts that outlast the process into the record, if they are new."""
+        facts = _as_kept(facts)
         if self.record | facts != self.record:
             self.record |= facts
             self._write_record()

@@ -32,9 +32,10 @@ from infinity.errors import (
     TrainingError,
     TransferError,
 )
-from infinity.runs.data import Reel
+from infinity.runs.best import Best
 from infinity.runs.metrics import LastStep, Metrics, Watcher
 from infinity.runs.preparation import Prepared
+from infinity.runs.windows import Reel
 
 _RECENT = 50  # steps that a forecast of the time left is made of
 _SOON = 10  # a save that failed is tried again after this part of the steps between two
@@ -46,8 +47,9 @@ _REFUSALS = (CheckpointError, DoesNotFitError, MachineError)  # of a save
 class Loop:
     """Trains one engine from where its reel stands.
 
-    `loss` is of the last step, `saved` the last checkpoint that is whole, `unsaved` why the last
-    try to save failed.
+    `keep_best` writes the weights as they are, for the best; None where nobody wants them. `loss`
+    is of the last step, `saved` the last checkpoint that is whole, `unsaved` why the last try to
+    save failed.
     """
 
     prepared: Prepared
@@ -58,6 +60,8 @@ class Loop:
     last_step: LastStep
     checkpoints: Path
     watcher: Watcher
+    best: Best
+    keep_best: Callable[[Engine], Path] | None = None
     loss: float | None = None
     evaluation_before: float | None = None
     evaluation: float | None = None
@@ -82,13 +86,24 @@ class Loop:
         watcher.begin(self.step, prepared.steps)
         self._evaluate_if_due()
         self.evaluation_before = self.evaluation
-        while self.step < prepared.steps and not self._asked_to_stop():
+        while not self.ended and not self._asked_to_stop():
             self._one_step()
             self._evaluate_if_due()
             every = self._checkpoint_every
             due = every and (self.step % every == 0 or self.step == self._retry_step)
-            if due and self.step < prepared.steps:
+            if due and not self.ended:
                 self.save(wait=False)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is left to do: all steps, or those until nothing got better any more."""
+        return self.step >= self.prepared.steps or self.stopped_early
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether as many evaluations in a row as `early_stop` says were worse than the best."""
+        patience = self.prepared.config.training.early_stop
+        return patience is not None and self.best.worse >= patience
 
     def _asked_to_stop(self) -> bool:
         """Whether any rank's watcher was."""
@@ -113,7 +128,7 @@ class Loop:
             return
         self._saving = self.checkpoints / f"step{self.step}"
         self._saved_step = self.step
-        with self._refusals():
+        with self._refusals(self.checkpoints, self._failed):
             with self.engine.ranks.settle("discards a checkpoint"):
                 # One that is there is of a life of this run that went on from before this step.
                 if not self.engine.ranks.rank:
@@ -127,8 +142,11 @@ class Loop:
         self._collect(wait=wait)
 
     @contextmanager
-    def _refusals(self) -> Iterator[None]:
-        """A save that is refused on one rank is on all; what is worse there ends the run of all."""
+    def _refusals(self, place: Path, failed: Callable[[InfinityError], None]) -> Iterator[None]:
+        """A save below `place` that is refused on one rank is on all, and `failed` is told.
+
+        What is worse, on any rank, ends the run of all.
+        """
         ranks = self.engine.ranks
         error: InfinityError | None = None
         try:
@@ -139,14 +157,12 @@ class Loop:
             if ranks.count == 1:
                 raise
             error = told
-        fatal = isinstance(error, TransferError) and not Path(error.path).is_relative_to(
-            self.checkpoints
-        )
+        fatal = isinstance(error, TransferError) and not Path(error.path).is_relative_to(place)
         if any(worse for worse, *_ in ranks.meet("saves a checkpoint", int(fatal))):
             assert error is not None
             raise error
         if error is not None:
-            self._failed(error)
+            failed(error)
 
     def finish_saving(self) -> None:
         """Wait until no checkpoint is being saved; as `save` where that fails."""
@@ -157,7 +173,7 @@ class Loop:
         if self._saving is None or (self.engine.saving and not wait):
             return
         saving = self._saving
-        with self._refusals():
+        with self._refusals(self.checkpoints, self._failed):
             self.engine.finish_saving()
             self._is_whole(saving)
 
@@ -199,9 +215,13 @@ class Loop:
         lr = float(engine.optimizer.param_groups[0]["lr"])
         values: list[Tensor] = []
         mean: Tensor | None = None
+        windows, rank = prepared.micro_batch, engine.ranks.rank
+        fair = self.reel.weight(prepared.windows_per_step) / prepared.micro_batches
         for micro_batch in range(count):
-            tokens = self.reel.next().to(engine.device)
-            part = self.loss_of(engine, tokens)
+            own = self.reel.weight(windows, ahead=rank * windows)
+            part = self.loss_of(engine, self.reel.next().to(engine.device))
+            if own != fair:  # each token of a step counts the same, wherever it stands
+                part = part * (own / fair)
             values.append(part.detach().double())
             engine.backward(part)
             del part
@@ -279,25 +299,50 @@ class Loop:
     # --- evaluation ------------------------------------------------------------------------------
 
     def _evaluate_if_due(self) -> None:
-        every = self.prepared.config.training.evaluate_every
-        last = self.step == self.prepared.steps
-        due = last or (every and self.step % every == 0)
-        if self.prepared.evaluate is None or not due or self.step in self.metrics.evaluated:
+        """Evaluate, and note what came of it; a state that knows of this step has done so."""
+        every, best = self.prepared.config.training.evaluate_every, self.best
+        due = self.step == self.prepared.steps or (every and self.step % every == 0)
+        if self.prepared.evaluate is None or not due or best.last >= self.step:
             return
         loss, count = self.evaluate()
         self.evaluation = loss
-        self._write(
-            {
-                "event": "evaluation",
-                "step": self.step,
-                "loss": loss,
-                "perplexity": math.exp(min(loss, 700.0)),
-                "windows": count,
-            }
-        )
+        best.told(self.step, loss)
+        if self.step not in self.metrics.evaluated:
+            self._write(
+                {
+                    "event": "evaluation",
+                    "step": self.step,
+                    "loss": loss,
+                    "perplexity": math.exp(min(loss, 700.0)),
+                    "windows": count,
+                }
+            )
+        if self.keep_best is not None and self.step and loss < best.kept:
+            self._keep(self.keep_best, loss)
+        if self.stopped_early:
+            self.watcher.note(
+                f"stopped early: {best.worse} evaluations in a row found nothing better than "
+                f"{best.loss:.4f} at step {best.step} (training.early_stop)"
+            )
+
+    def _keep(self, write: Callable[[Engine], Path], loss: float) -> None:
+        """Keep these weights as the best; where they cannot be, those before them stay."""
+
+        def failed(error: InfinityError) -> None:
+            before = f"those of step {best.kept_step} stay" if best.kept_step >= 0 else "none are"
+            self.watcher.note(
+                f"the weights of step {self.step}, the best so far, were not kept: {error}\n"
+                f"  {before}, and training goes on"
+            )
+
+        best = self.best
+        with self._refusals(self.checkpoints.parent, failed):
+            place = write(self.engine)
+            best.kept, best.kept_step = loss, self.step
+            self.watcher.note(f"best so far: {place} (step {self.step})")
 
     def evaluate(self) -> tuple[float, int]:
-        """The mean loss over the first held-out windows, and how many those were."""
+        """The mean loss of the first held-out windows over their tokens, and how many windows."""
         prepared, windows, ranks = self.prepared, self.prepared.evaluate, self.engine.ranks
         assert windows is not None
         count = min(len(windows), prepared.config.training.evaluate_windows)
@@ -318,8 +363,9 @@ class Loop:
         finally:
             self.engine.train()
         every = [loss.item() for loss in self._in_turn(losses)]
-        total = sum(loss * len(batch) for loss, batch in zip(every, batches, strict=False))
-        return total / count, count
+        weights = [sum(map(windows.weight, batch)) for batch in batches]
+        total = sum(loss * weight for loss, weight in zip(every, weights, strict=False))
+        return total / sum(weights), count
 
 
 def latest(root: Path) -> Path | None:

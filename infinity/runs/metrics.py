@@ -34,7 +34,9 @@ class Result:
 
     `stopped` says that it was asked to stop before its last step. `checkpoint` is the one to go on
     from, None where that is a durable state on disk; `model` the directory for transformers.
-    `failed_saves` counts checkpoints that could not be saved on the way.
+    `failed_saves` counts checkpoints that could not be saved on the way. `best` is the smallest
+    held-out loss and `best_step` its step; `best_model` the directory with weights that were kept.
+    `stopped_early` says that nothing got better any more.
     """
 
     steps: int
@@ -47,6 +49,10 @@ class Result:
     checkpoint: Path | None
     model: Path | None
     failed_saves: int = 0
+    best: float | None = None
+    best_step: int | None = None
+    best_model: Path | None = None
+    stopped_early: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""

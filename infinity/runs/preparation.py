@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -11,15 +12,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from infinity.blueprint import case_here
 from infinity.checkpoint.manifest import MANIFEST_NAME
 from infinity.checkpoint.plain import decode
 from infinity.checkpoint.reader import CheckpointReader
-from infinity.config.schema import Config
+from infinity.config.schema import SCHEDULES, Config
 from infinity.cutting import Cut
-from infinity.errors import ConfigError, did_you_mean, explained, mistakes
+from infinity.errors import ConfigError, did_you_mean, explained, first_lines, mistakes
 from infinity.huggingface.meta import meta_model
 from infinity.huggingface.models import (
     CONFIG_NAME,
@@ -33,16 +35,26 @@ from infinity.model.shapes import Target, target_of
 from infinity.plan.batch_schedule import BatchSchedule, Chosen, choose_schedule
 from infinity.plan.case import Case
 from infinity.ranks import ALONE, Ranks
-from infinity.runs.data import Corpus, Progress, Recipe, Windows, prepare, split
+from infinity.runs.conversations import Conversations, holds_conversations, use_template
+from infinity.runs.data import Corpus, Progress, Recipe, prepare
 from infinity.runs.directory import RunDirectory
-from infinity.runs.settings import AUTO, BYTES, DEFAULT_LENGTH, ModelSection, RunConfig
+from infinity.runs.settings import (
+    ALL_LINEAR,
+    AUTO,
+    BYTES,
+    DEFAULT_LENGTH,
+    AdapterSection,
+    RunConfig,
+)
 from infinity.runs.texts import Source, Tokenizer, find_sources, find_tokenizer
+from infinity.runs.windows import Packed, Windows, split
 from infinity.storage.device import Device
 
 CAUSAL = "AutoModelForCausalLM"
 BYTES_SIZE, BYTES_END = 257, 256  # of the tokenizer of bytes
 _REFUSED = "{} is no config that transformers takes"
 _VARIES = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache")
+_SCHEDULE = "engine.scheduler.params"
 T = TypeVar("T")
 _DECIDE = (  # keys of the engine that its numbers depend on
     "precision", "gradient_clipping", "optimizer.", "scheduler", "loss_scale.", "activations.slices"
@@ -65,11 +77,14 @@ class ModelFacts:
     vocabulary: int
     context: int | None
     end: int | None
+    adapter: AdapterSection | None = None
 
     @cached_property
     def on_meta(self) -> nn.Module:
-        """The model without values; see `meta_model`."""
-        return meta_model(self.config, CAUSAL)
+        """The model without values, with its adapters; see `meta_model`."""
+        made = meta_model(self.config, CAUSAL)
+        with torch.device("meta"):
+            return made if self.adapter is None else adapted(made, self.adapter)
 
     def identity(self) -> dict[str, Any]:
         """What decides the computation, JSON-able."""
@@ -77,12 +92,12 @@ class ModelFacts:
         return {key: value for key, value in found.items() if key not in _VARIES}
 
 
-def read_facts(section: ModelSection, tokenizer_size: int | None, end: int | None) -> ModelFacts:
-    """Read the config of a model; `tokenizer_size` and `end` fill what keys do not say.
+def read_facts(run: RunConfig, tokenizer_size: int | None, end: int | None) -> ModelFacts:
+    """Read the config of a run's model; `tokenizer_size` and `end` fill what keys do not say.
 
     Raises `ConfigError` for what is no config of transformers', or of no causal language model.
     """
-    source = section.config if section.config is not None else section.path
+    source = run.model.config if run.model.config is not None else run.model.path
     assert source is not None
     if isinstance(source, dict):
         config, name = _from_keys(source, tokenizer_size, end), str(source.get("model_type"))
@@ -104,6 +119,7 @@ def read_facts(section: ModelSection, tokenizer_size: int | None, end: int | Non
             vocabulary=int(text.vocab_size),
             context=context if isinstance(context, int) and context > 0 else None,
             end=found if isinstance(found, int) else None,
+            adapter=run.adapter,
         )
 
 
@@ -144,8 +160,9 @@ def _near(name: str, known: Any) -> str:
     return f"; {did_you_mean(name, names)}".rstrip("; ")
 
 
-def build(section: ModelSection, facts: ModelFacts, engine: Config) -> nn.Module:
-    """The model without its memory, for `initialize`; in train mode."""
+def build(run: RunConfig, facts: ModelFacts, engine: Config) -> nn.Module:
+    """The model without its memory, for `initialize`, with its adapters; in train mode."""
+    section = run.model
     more = {} if section.attention is None else {"attn_implementation": section.attention}
     given: dict[str, Any] = {"model_class": CAUSAL, "model_kwargs": more}
     if section.path is not None:
@@ -165,29 +182,98 @@ def build(section: ModelSection, facts: ModelFacts, engine: Config) -> nn.Module
                 because=str(error),
                 remedy="model.gradient_checkpointing=false, and a smaller training.micro_batch",
             ) from error
-    return model
+    if engine.seed is not None:
+        torch.manual_seed(engine.seed)
+    return model if run.adapter is None else adapted(model, run.adapter)
+
+
+def adapted(model: nn.Module, section: AdapterSection) -> nn.Module:
+    """A model whose weights are frozen, with adapters of peft that are trained.
+
+    Raises `ConfigError` where there is nothing to adapt, or no peft.
+    """
+    try:
+        peft: Any = importlib.import_module("peft")
+    except ImportError as error:
+        raise ConfigError(
+            f"adapter: needs the package peft: {error}", remedy="pip install 'torch-infinity[hf]'"
+        ) from error
+    targets = ALL_LINEAR if ALL_LINEAR in section.targets else list(section.targets)
+    wanted = peft.LoraConfig(
+        r=section.r,
+        lora_alpha=2 * section.r if section.alpha is None else section.alpha,
+        lora_dropout=section.dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        made = peft.get_peft_model(model, wanted)
+    except ValueError as error:
+        ends = {
+            name.rpartition(".")[2] for name, m in model.named_modules() if hasattr(m, "weight")
+        }
+        raise ConfigError(
+            f"adapter.targets: {targets} cannot be adapted",
+            because=first_lines(error),
+            remedy=f"all-linear, or a list of {', '.join(sorted(ends))}",
+        ) from error
+    assert isinstance(made, nn.Module)
+    return made.train()
 
 
 def target_on_meta(run: RunConfig) -> Target:
     """The model of a configuration as the plan sees it."""
     size, end = (BYTES_SIZE, BYTES_END) if run.tokenizer == BYTES else (None, None)
-    facts = read_facts(run.model, size, end)
+    facts = read_facts(run, size, end)
     return target_of(facts.name, facts.on_meta, facts.config.to_dict())
 
 
 def loss_of(model: nn.Module) -> Callable[[Any, Tensor], Tensor]:
-    """How to get the mean loss of a batch of tokens out of an engine, or out of the model itself.
+    """How to get the mean loss of a batch of windows out of an engine, or out of the model itself.
 
-    The model shifts labels by itself: the loss of a window of n tokens is over n - 1 of them.
+    The mean is over its tokens with a loss. The model shifts labels by itself: of a window of n
+    tokens all of which are trained on that are n - 1.
     """
-    takes = inspect.signature(model.forward).parameters
+    adapters: Any = model
+    base = adapters.get_base_model() if hasattr(model, "peft_config") else model
+    takes = inspect.signature(base.forward).parameters
     more = {"use_cache": False} if "use_cache" in takes else {}
 
-    def loss(engine: Any, tokens: Tensor) -> Tensor:
-        found: Tensor = engine(input_ids=tokens, labels=tokens, **more).loss
+    def loss(engine: Any, batch: Tensor) -> Tensor:
+        rows = [batch, batch] if batch.dim() == 2 else [r.contiguous() for r in batch.unbind(1)]
+        names = ("input_ids", "labels", "position_ids")
+        found: Tensor = engine(**dict(zip(names, rows, strict=False)), **more).loss
         return found
 
     return loss
+
+
+def check_packing(facts: ModelFacts, attention: str | None) -> None:
+    """Raise `ConfigError` for a model that would let packed conversations see each other.
+
+    It must take positions, and use no cache when told so, and leave masks to transformers' own
+    functions: these make blocks of positions that begin anew, where there is no cache. No layer may
+    hand on a state from token to token.
+    """
+    kind = transformers().MODEL_FOR_CAUSAL_LM_MAPPING[type(facts.config)]
+    layers = getattr(facts.config.get_text_config(), "layer_types", None) or ()
+    others = sorted(set(layers) - {"full_attention", "sliding_attention", "chunked_attention"})
+    source = inspect.getsource(inspect.getmodule(kind) or kind)
+    if getattr(kind, "_is_stateful", False) or others:
+        because = f"{', '.join(others) or 'some'} layers hand on a state from token to token"
+    elif not {"position_ids", "use_cache"} <= inspect.signature(kind.forward).parameters.keys():
+        because = "it takes no positions, or does not say whether it uses a cache"
+    elif "create_causal_mask" not in source and "create_masks_for_generate" not in source:
+        because = "it makes its attention masks by itself"
+    elif attention is not None and "flash" in attention:
+        because = f"with {attention} nobody has compared their losses with those of each alone"
+    else:
+        return
+    raise ConfigError(
+        f"{facts.name}: conversations that are packed into one window would see each other",
+        because=because,
+        remedy="data.packing=false: each has a window of its own",
+    )
 
 
 # --- the whole -----------------------------------------------------------------------------------
@@ -213,6 +299,26 @@ class Prepared:
     ranks: int = 1
 
     @property
+    def notes(self) -> list[str]:
+        """What has to be known of its conversations."""
+        found = []
+        for name, windows in (("train", self.train), ("evaluate", self.evaluate)):
+            if isinstance(windows, Packed):
+                cut, untrained = windows.documents.cut, windows.documents.untrained
+                if cut:
+                    found.append(
+                        f"data.{name}: {cut:,} conversations are longer than the "
+                        f"{self.length:,} tokens of a window: cut at their end "
+                        "(data.sequence_length)"
+                    )
+                if untrained:
+                    found.append(
+                        f"data.{name}: {untrained:,} conversations have nothing to train on within "
+                        "a window (no assistant speaks there): left out"
+                    )
+        return list(dict.fromkeys(found))
+
+    @property
     def micro_batches(self) -> int:
         """Of a step, on all ranks."""
         return self.engine.gradient_accumulation_steps * self.ranks
@@ -229,7 +335,7 @@ class Prepared:
 
     def derived(self) -> dict[str, Any]:
         """What was worked out, by dotted name."""
-        found = {
+        found: dict[str, Any] = {
             "tokenizer": None if self.tokenizer is None else self.tokenizer.name,
             "data.sequence_length": self.length,
             "training.steps": self.steps,
@@ -241,6 +347,8 @@ class Prepared:
             "engine.activations.checkpoint": self.engine.activations.checkpoint,
             "engine.activations.offload": self.engine.activations.offload,
         }
+        if self.engine.scheduler is not None:
+            found[_SCHEDULE] = self.engine.scheduler.params
         return {name: value for name, value in found.items() if value is not None}
 
     def decides(self) -> dict[str, Any]:
@@ -252,10 +360,14 @@ class Prepared:
             if name.startswith(_DECIDE)
         }
         if self.engine.scheduler is not None:  # with the steps in the place of auto
-            found["engine.scheduler.params"] = self.engine.scheduler.params
+            found[_SCHEDULE] = self.engine.scheduler.params
         if self.engine.activations.logits == "sliced":  # runs from before it could be are whole
             found["engine.activations.logits"] = "sliced"
         found |= {f"model.{name}": value for name, value in self.facts.identity().items()}
+        if self.config.adapter is not None:
+            found["adapter"] = self.config.adapter.model_dump(mode="json")
+        if isinstance(self.train, Packed):
+            found["data.packing"] = self.config.data.packing
         return found | {
             "model.attention": self.config.model.attention,
             "engine.seed": self.engine.seed,
@@ -284,12 +396,22 @@ def prepare_run(
     held = problems.of(lambda: find_sources("data.evaluate", data.evaluate, data.format)) or []
     needs_text = any(source.format != "tokens" for source in (*sources, *held))
     tokenizer = problems.of(lambda: _tokenizer(config, required=needs_text))
+    chat = problems.of(lambda: _holds_conversations(config, [*sources, *held]))
     size, end = (None, None) if tokenizer is None else (tokenizer.size, tokenizer.end)
-    facts = problems.of(lambda: read_facts(config.model, size, end))
+    facts = problems.of(lambda: read_facts(config, size, end))
     length = 0 if facts is None else problems.of(lambda: _length(config, facts)) or 0
     problems.tell()
     assert facts is not None
     ending = _end(config, tokenizer, facts) if needs_text else None
+    conversations = None
+    if chat:
+        assert tokenizer is not None
+        if data.packing:
+            check_packing(facts, config.model.attention)
+        conversations = Conversations(
+            tokenizer, ending, data.loss_on == "all",
+            "replace" if data.undecodable == "replace" else "strict",
+        )  # fmt: skip
     engine = config.engine_for(length, ranks)
     if engine.seed is None:
         engine = engine.model_copy(update={"seed": config.training.seed})
@@ -303,13 +425,14 @@ def prepare_run(
             text_field=data.text_field,
             undecodable=data.undecodable,
             token_dtype=data.token_dtype,
+            conversations=conversations,
         )
         return prepare(recipe, data.cache or kept, progress)
 
-    train, evaluate = split(corpus(sources), length, data.held_out)
+    train, evaluate = split(corpus(sources), length, data.held_out, data.packing)
     _require("data.train", train)
     if held:
-        evaluate, _ = split(corpus(held), length, 0.0)
+        evaluate, _ = split(corpus(held), length, 0.0, data.packing)
         _require("data.evaluate", evaluate)
     training, steps = config.training, config.training.steps
     if steps is None:
@@ -327,6 +450,23 @@ def prepare_run(
         steps=steps,
         ranks=ranks,
     )
+
+
+def _holds_conversations(config: RunConfig, sources: Sequence[Source]) -> bool:
+    """Whether rows are conversations; raises `ConfigError` where that cannot be."""
+    data = config.data
+    others = [source.path for source in sources if source.format in ("text", "tokens")]
+    if data.records == "chat" and others:
+        raise ConfigError(
+            f"data.records: chat, and {others[0]} has no rows",
+            remedy="conversations are in .jsonl, .parquet or hub:NAME; data.format names what "
+            "files are, whatever they are called",
+        )
+    if data.records != AUTO:
+        return data.records == "chat"
+    errors = "replace" if data.undecodable == "replace" else "strict"
+    told = "text_field" in data.model_fields_set
+    return not told and holds_conversations(sources, data.text_field, errors)
 
 
 class _Problems:
@@ -352,6 +492,13 @@ class _Problems:
 
 def _tokenizer(config: RunConfig, *, required: bool) -> Tokenizer | None:
     """The one that is asked for; None where all files hold tokens and the model has none."""
+    found = _find_tokenizer(config, required)
+    if found is not None and config.data.chat_template is not None:
+        use_template(found, config.data.chat_template)
+    return found
+
+
+def _find_tokenizer(config: RunConfig, required: bool) -> Tokenizer | None:
     if config.tokenizer != AUTO:
         return find_tokenizer(config.tokenizer)
     source = config.model.path if config.model.path is not None else config.model.config
@@ -406,11 +553,17 @@ def _require(key: str, windows: Windows) -> None:
     if len(windows):
         return
     corpus = windows.corpus
+    if isinstance(windows, Packed) and windows.documents.untrained:
+        raise ConfigError(
+            f"{key}: none of {windows.documents.untrained} conversations has a token to train on",
+            because="no assistant speaks within the first tokens that a window has room for",
+            remedy="a larger data.sequence_length; or data.loss_on: all",
+        )
     raise ConfigError(
         f"{key}: {corpus.num_tokens} tokens in {corpus.num_documents} documents do not make one "
         f"window of {windows.length}",
         because="the files are empty or very small"
-        if corpus.num_tokens < windows.length
+        if corpus.num_tokens < windows.length or not corpus.num_documents
         else "all of it was held out for evaluation",
         remedy="more text, a smaller data.sequence_length or a smaller data.held_out",
     )
@@ -420,31 +573,40 @@ def _require(key: str, windows: Windows) -> None:
 
 
 def _with_schedule(engine: Config, steps: int) -> Config:
-    """`auto` among the arguments of a schedule is the number of steps."""
+    """With the steps of the run for `auto`, and no step at a warm-up's rate of 0 unless asked for.
+
+    DeepSpeed's warm-ups begin at `last_batch_iteration` -1 with two steps at their lowest rate: at
+    1 they begin with the first step above it, and `auto` ends them with the last step.
+    """
     schedule = engine.scheduler
-    if schedule is None or AUTO not in schedule.params.values():
+    if schedule is None:
         return engine
-    params = {name: steps if v == AUTO else v for name, v in schedule.params.items()}
+    params, begin = dict(schedule.params), 0
+    if "warmup_num_steps" in SCHEDULES.get(schedule.type, {}):
+        begin = max(params.setdefault("last_batch_iteration", 1), 0)
+    params = {name: steps + begin if v == AUTO else v for name, v in params.items()}
     return engine.model_copy(update={"scheduler": schedule.model_copy(update={"params": params})})
 
 
 def check_schedule(prepared: Prepared, directory: RunDirectory, checkpoint: Path | None) -> None:
-    """Refuse to go on with a schedule that was made for another number of steps.
+    """Refuse to go on with a schedule of torch's that was made for another number of steps.
 
     It is that of the run in `directory`, or of the `checkpoint` to go on from; one that is not
-    ours has none. A schedule that has begun keeps its end, so steps beyond it would all be
-    made at its last rate, which may be 0. Raises `ConfigError`, and `CheckpointError` for a
+    ours has none. A schedule of torch's goes from rate to rate and keeps its end, so steps beyond
+    it would be made at whatever it comes to. Raises `ConfigError`, and `CheckpointError` for a
     checkpoint that is damaged.
     """
     scheduler, steps = prepared.config.engine.scheduler, prepared.steps
-    saved = directory.decided.get("engine.scheduler.params")
+    if scheduler is None or scheduler.type in SCHEDULES:
+        return
+    saved = directory.decided.get(_SCHEDULE)
     told = [(f"the run in {directory.path}", saved)]
-    if scheduler is not None and checkpoint and (checkpoint / MANIFEST_NAME).is_file():
+    if checkpoint and (checkpoint / MANIFEST_NAME).is_file():
         with CheckpointReader(checkpoint.parent, checkpoint.name) as reader:
             run = decode(reader.manifest.run)
         told.append((str(checkpoint), run.get("scheduler") if isinstance(run, dict) else None))
     for where, params in told:
-        for name, value in scheduler.params.items() if scheduler is not None else ():
+        for name, value in scheduler.params.items():
             before = params.get(name) if isinstance(params, Mapping) else None
             if value != AUTO or not isinstance(before, int) or before == steps:
                 continue
@@ -452,12 +614,48 @@ def check_schedule(prepared: Prepared, directory: RunDirectory, checkpoint: Path
             raise ConfigError(
                 f"the learning rate schedule of {where} is for {before} steps, and this run has "
                 f"{steps}",
-                because=f"{key}: auto is the number of steps, and a schedule that has begun keeps "
-                "its end",
+                because=f"{key}: auto is the number of steps, and {scheduler.type} keeps its end "
+                "once it has begun (WarmupCosineLR, WarmupDecayLR and WarmupLR follow)",
                 remedy=f"keep training.steps={before}; or {key}={before}, so that the steps after "
                 "it are made at the schedule's last rate; to train on later, give a new run the "
                 "number of all its steps there",
             )
+
+
+def decides_as_before(prepared: Prepared, decided: Mapping[str, Any]) -> dict[str, Any]:
+    """What the numbers depend on, with the end that `auto` had where a schedule may be longer."""
+    found, scheduler = prepared.decides(), prepared.config.engine.scheduler
+    before = decided.get(_SCHEDULE)
+    if scheduler is not None and isinstance(before, Mapping):
+        found[_SCHEDULE] = {
+            name: before.get(name, value) if scheduler.params.get(name) == AUTO else value
+            for name, value in found[_SCHEDULE].items()
+        }
+    return found
+
+
+def follow_steps(schedule: Any, prepared: Prepared) -> str:
+    """Give a schedule that was taken up the end of this run; returns what to say, if it is new.
+
+    From the next step on its rates are those of a run that had as many steps from the beginning.
+    """
+    given, wanted = prepared.config.engine.scheduler, prepared.engine.scheduler
+    if given is None or wanted is None or given.type not in SCHEDULES:
+        return ""
+    ends = {n: wanted.params[n] for n, value in given.params.items() if value == AUTO}
+    changed = {name: end for name, end in ends.items() if getattr(schedule, name) != end}
+    if not changed:
+        return ""
+    vars(schedule).update(changed)
+    groups, rates = schedule.optimizer.param_groups, schedule.get_lr()
+    before = groups[0]["lr"]
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate
+    schedule._last_lr = rates
+    return (
+        f"{given.type} ends with step {prepared.steps} now: the next learning rate is "
+        f"{rates[0]:.3g}, not {before:.3g}"
+    )
 
 
 # --- the plan ------------------------------------------------------------------------------------

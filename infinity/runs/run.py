@@ -22,6 +22,7 @@ import torch
 from infinity.checkpoint.directory import checkpoints, find_tag
 from infinity.checkpoint.durable_runs import read_run
 from infinity.checkpoint.manifest import LATEST_NAME
+from infinity.checkpoint.streams import state_streams
 from infinity.config.schema import Config
 from infinity.engine import Engine
 from infinity.errors import (
@@ -32,13 +33,15 @@ from infinity.errors import (
     MachineError,
     TransferError,
 )
-from infinity.files import sync_directory
+from infinity.files import free_bytes, sync_directory
 from infinity.huggingface.batches import shared
 from infinity.huggingface.models import save_pretrained, transformers
 from infinity.model.weight_directory import holds_weights
 from infinity.plan.batch_schedule import Chosen
+from infinity.plan.plan import Plan
 from infinity.ranks import Ranks, find_ranks
-from infinity.runs.data import Progress, Reel
+from infinity.runs.best import Best
+from infinity.runs.data import Progress
 from infinity.runs.directory import RunDirectory
 from infinity.runs.loop import Compute, Loop, latest
 from infinity.runs.metrics import LastStep, Metrics, Result, Unwritten, Watcher, steps_told
@@ -46,11 +49,15 @@ from infinity.runs.preparation import (
     Prepared,
     build,
     check_schedule,
+    decides_as_before,
+    follow_steps,
     loss_of,
     prepare_run,
     scheduled,
 )
 from infinity.runs.settings import AUTO, RunConfig, as_yaml
+from infinity.runs.windows import Reel
+from infinity.sizes import format_size
 from infinity.startup import device_for, initialize
 from infinity.storage.cuda import find_device
 from infinity.storage.run_dir import durable_records, ranks_below, run_records
@@ -101,7 +108,7 @@ class Run:
                 prepared = self._scheduled(prepared)
             self.prepared = prepared
             check_schedule(prepared, directory, self.checkpoint)
-            directory.check(prepared.decides())
+            directory.check(decides_as_before(prepared, directory.decided))
             heading = _HEADING.format(Path.cwd())
             directory.write("config.yaml", as_yaml(self.config, prepared.derived(), heading))
         return prepared
@@ -139,13 +146,20 @@ class Run:
         """
         prepared, directory, ranks = self.prepared, self.directory, self.ranks
         assert prepared is not None
+        begins = not directory.has_run
         with directory.beginning(prepared.decides()):
             with ranks.settle("builds the model"):
-                model = build(self.config.model, prepared.facts, prepared.engine)
+                model = build(self.config, prepared.facts, prepared.engine)
                 compute = loss_of(model)
                 config = self._own_state(prepared.engine)
             self._shares_ranks = True
             engine, _, _, _ = initialize(model, config, progress=progress, ranks=ranks)
+            try:
+                with ranks.settle("looks for room"):
+                    self._look_for_room(engine.plan, begins, watcher)
+            except BaseException:
+                engine.close()
+                raise
         self.trains = True
         try:
             with ranks.telling("infinity train"):
@@ -171,11 +185,13 @@ class Run:
         source = self._go_on(engine, reel, prepared)
         if source:
             watcher.note(f"going on from {source}")
+        if note := follow_steps(engine.lr_scheduler, prepared):
+            watcher.note(note)
         if prepared.engine.durable:
             self._keep_state()
-        done = reel.taken // prepared.windows_per_step
-        if done < prepared.steps:
-            directory.remember(complete=False)
+        directory.remember(decides=prepared.decides())
+        best, done = Best(), reel.taken // prepared.windows_per_step
+        engine.register_state("evaluations", best)  # after loading: older runs have none
         metrics = self._metrics(done)
         try:
             for note in metrics.notes:
@@ -183,12 +199,61 @@ class Run:
             if self.resume == AUTO:
                 metrics.catch_up(last_step)
             loop = Loop(
-                prepared, engine, reel, compute, metrics, last_step, directory.checkpoints, watcher
-            )
+                prepared, engine, reel, compute, metrics, last_step, directory.checkpoints,
+                watcher, best, self._keep_best if self._keeps_best else None,
+            )  # fmt: skip
+            if not loop.ended:
+                directory.remember(complete=False)
             loop.run()
             return self._finish(loop, watcher)
         finally:
             metrics.close()
+
+    @property
+    def _keeps_best(self) -> bool:
+        training = self.config.training
+        wanted = training.keep_best
+        return training.early_stop is not None if wanted is None else wanted
+
+    def _keep_best(self, engine: Engine) -> Path:
+        return self._export(engine, self.directory.best)
+
+    def _export(self, engine: Engine, place: Path) -> Path:
+        """Write the weights for transformers; returns where."""
+        assert self.prepared is not None
+        wanted = self.config.training.export
+        dtype = None if wanted in ("auto", "none") else wanted
+        save_pretrained(engine, place, tokenizer=self.prepared.tokenizer, dtype=dtype)
+        return place
+
+    def _look_for_room(self, plan: Plan, begins: bool, watcher: Watcher) -> None:
+        """Tell where checkpoints will not fit beside each other; a run must not begin without one.
+
+        The state on disk has its place already. Raises `DoesNotFitError`.
+        """
+        training, place = self.config.training, self.directory.path
+        own = self.config.engine.durable and "checkpoint_every" not in training.model_fields_set
+        if own or self.ranks.rank:
+            return
+        each = sum(spec.nbytes for stream in state_streams(plan).values() for spec in stream)
+        free, count = free_bytes(place), training.keep_last + 1
+        what = (
+            f"{place}: a checkpoint takes {format_size(each)}, and {format_size(free)} are free "
+            "there"
+        )
+        if begins and free < each:
+            raise DoesNotFitError(
+                what,
+                because=f"{format_size(each - free)} are missing, and without one nothing can go "
+                "on from where it stopped",
+                remedy="run_dir=... on another drive, or room there; with engine.nvme_path also "
+                "engine.durable=true: the state on disk is the checkpoint",
+            )
+        if begins and free < count * each:
+            watcher.note(
+                f"{what}: there are {count} while one is written (training.keep_last: "
+                f"{training.keep_last}); those that do not fit are told, and tried again"
+            )
 
     def _metrics(self, done: int) -> Metrics:
         """Of a run that goes on after `done` steps; the first rank writes them."""
@@ -205,16 +270,14 @@ class Run:
     def _finish(self, loop: Loop, watcher: Watcher) -> Result:
         """Save, and at the last step export."""
         prepared, directory = loop.prepared, self.directory
-        stopped = loop.step < prepared.steps
+        stopped = not loop.ended
         self._save(loop)
         model = None
         if not stopped and prepared.config.training.export != "none":
             model = directory.model
             if not directory.is_complete or not holds_weights(model):
                 watcher.note("writing the model")
-                wanted = prepared.config.training.export
-                dtype = None if wanted == "auto" else wanted
-                save_pretrained(loop.engine, model, tokenizer=prepared.tokenizer, dtype=dtype)
+                self._export(loop.engine, model)
             watcher.note(f"model: {model}")
         if loop.unsaved is not None:
             self._save(loop)  # much may have changed since
@@ -233,6 +296,10 @@ class Run:
             checkpoint=loop.saved or self.last_checkpoint(),
             model=model,
             failed_saves=loop.failed_saves,
+            best=loop.best.loss if loop.best.step >= 0 else None,
+            best_step=loop.best.step if loop.best.step >= 0 else None,
+            best_model=directory.best if loop.best.kept_step >= 0 else None,
+            stopped_early=loop.stopped_early,
         )
 
     @staticmethod

@@ -16,6 +16,7 @@ from infinity.config.source import apply_overrides, explain, read_source
 from infinity.errors import ConfigError
 
 AUTO = "auto"  # in scheduler.params: the number of steps of the run
+ALL_LINEAR = "all-linear"  # of adapter.targets, as peft calls it
 BYTES = "bytes"  # the tokenizer that needs no files
 DEFAULT_LENGTH = 2048  # tokens of a window, where the model can see more
 
@@ -26,6 +27,12 @@ def _patterns(value: Any) -> tuple[str, ...]:
     if not paths:
         raise ValueError("is an empty list; give files, directories or patterns")
     return paths
+
+
+def _names(value: Any) -> Any:
+    return (
+        (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+    )
 
 
 def _model_source(value: Any) -> Any:
@@ -70,8 +77,17 @@ class DataSection(Section):
     """The last part of `train`, for evaluation."""
     format: Literal["auto", "text", "jsonl", "tokens", "parquet"] = "auto"
     """auto goes by a file's ending: .jsonl, .ndjson; .npy, .bin (tokens); .parquet; else text."""
+    records: Literal["auto", "text", "chat"] = "auto"
+    """What lines of JSONL, or rows, hold: a text; or "chat", conversations in "messages", or in
+    "prompt" and "completion". "auto" looks at the first row, if they are all the files."""
     text_field: Text = "text"
     """Where the text is in a line of JSONL, or a row."""
+    chat_template: OnePath | None = None
+    """A Jinja file in the place of the tokenizer's own chat template."""
+    loss_on: Literal["assistant", "all"] = "assistant"
+    """Of conversations: what assistants say, or completions; or every token."""
+    packing: bool = True
+    """Of conversations: several in a window, none of which sees another; else one, filled up."""
     token_dtype: Literal["uint16", "uint32"] | None = None
     """What .bin files hold."""
     sequence_length: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"
@@ -119,6 +135,10 @@ class TrainingSection(Section):
     """Steps; 0 = at the end only."""
     evaluate_windows: int = Field(default=64, ge=1)
     """At most so many of the held-out windows."""
+    keep_best: bool | None = None
+    """The weights with the smallest held-out loss stay in best/; by default if `early_stop` is."""
+    early_stop: int | None = Field(default=None, ge=1)
+    """The run ends when so many evaluations in a row have found nothing better."""
     checkpoint_every: int = Field(default=500, ge=0)
     """Steps; 0 = at the end only."""
     keep_last: int = Field(default=2, ge=1)
@@ -135,11 +155,29 @@ class TrainingSection(Section):
         return value
 
 
+class AdapterSection(Section):
+    """Adapters of peft that are trained in the place of the model's own weights."""
+
+    type: Literal["lora"] = "lora"
+    r: int = Field(default=16, ge=1)
+    """The rank of the matrices."""
+    alpha: Annotated[Number, Field(gt=0)] | None = None
+    """Their product counts alpha / r times; 2 r by default."""
+    dropout: Number = Field(default=0.0, ge=0, lt=1)
+    targets: Annotated[
+        tuple[Text, ...],
+        BeforeValidator(_names, json_schema_input_type=str | tuple[str, ...]),
+        Field(min_length=1),
+    ] = (ALL_LINEAR,)
+    """Ends of names of the layers that get one; all-linear: all linear ones but the head."""
+
+
 class RunConfig(Section):
     """Everything `infinity train` can be told. Read it with `load_run_config`."""
 
     run_dir: OnePath
     model: ModelSection
+    adapter: AdapterSection | None = None
     tokenizer: Text = "auto"
     """auto is the model's own; a directory or Hub id; bytes: a token is a byte."""
     data: DataSection
@@ -186,6 +224,16 @@ class RunConfig(Section):
         training, length = self.training, self.data.sequence_length
         tokens = training.micro_batch * (DEFAULT_LENGTH if length == "auto" else length)
         return training.tokens_per_step or tokens * self.engine.gradient_accumulation_steps
+
+    @field_validator("training")
+    @classmethod
+    def _has_something_to_compare(cls, value: TrainingSection, info: Any) -> TrainingSection:
+        data = info.data.get("data")
+        if data is not None and not (data.evaluate or data.held_out):
+            for name in ("early_stop", "keep_best"):
+                if getattr(value, name):
+                    raise ValueError(f"{name} needs data.evaluate: FILES or data.held_out: 0.05")
+        return value
 
     @field_validator("training")
     @classmethod

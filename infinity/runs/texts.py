@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from infinity.errors import ConfigError, first_lines, listed
 from infinity.huggingface.models import transformers
 from infinity.runs.settings import BYTES
 
+T = TypeVar("T")
 HUB = "hub:"
 _ENDINGS = {
     "text": (".txt", ".text", ".md"),
@@ -109,22 +110,42 @@ def read_texts(
 
     Raises `ConfigError` naming file and place for what is not UTF-8, not JSON, or lacks the field.
     """
+    if source.format == "text":
+
+        def pieces(data: Any) -> Iterator[str | None]:
+            return _pieces([io.TextIOWrapper(data, "utf-8-sig", errors, newline="")])
+
+        yield from _watched(source, advance, pieces)
+    else:
+        rows = read_rows(source, errors, advance)
+        yield from _pieces(_stream(_field(*row, field, errors)) for row in rows)
+
+
+def read_rows(
+    source: Source, errors: str, advance: Callable[[int], None]
+) -> Iterator[tuple[str, Any]]:
+    """The lines of JSONL, or the rows of Parquet or of a dataset of the Hub, and where each is.
+
+    Arguments and errors as of `read_texts`.
+    """
     if source.format in ("parquet", "hub"):
-        yield from _pieces(_stream(_field(*row, field, errors)) for row in _rows(source))
+        yield from _rows(source)
         advance(source.size)
-        return
+    else:
+        yield from _watched(source, advance, lambda data: _json_rows(source.path, data, errors))
+
+
+def _watched(
+    source: Source, advance: Callable[[int], None], read: Callable[[Any], Iterator[T]]
+) -> Iterator[T]:
+    """What `read` makes of a file, unpacked, while `advance` is told how far that is."""
     with open(source.path, "rb") as file:
         packed = source.path.lower().endswith(".gz")
         data: Any = gzip.GzipFile(fileobj=file) if packed else file
-        if source.format == "jsonl":
-            rows = _json_rows(source.path, data, errors)
-            documents: Iterable[IO[str]] = (_stream(_field(*row, field, errors)) for row in rows)
-        else:
-            documents = [io.TextIOWrapper(data, "utf-8-sig", errors, newline="")]
         told = 0
         try:
-            for piece in _pieces(documents):
-                yield piece
+            for found in read(data):
+                yield found
                 advance(file.tell() - told)
                 told = file.tell()
         except UnicodeDecodeError as error:
@@ -195,12 +216,18 @@ def _field(where: str, row: Any, field: str, errors: str) -> str:
         keys = ", ".join(map(repr, row)) if isinstance(row, dict) else "no object"
         raise ConfigError(
             f"{where} has no field {field!r}: it has {keys or 'no fields'}",
-            remedy="data.text_field names the field with the text",
+            remedy="data.text_field names the field with the text; conversations have 'messages', "
+            "or 'prompt' and 'completion'",
         )
     text = row[field]
     if not isinstance(text, str):
         raise ConfigError(f"{where}: the field {field!r} is {text!r:.60}, no text")
-    try:  # half of a surrogate pair is no character, and nothing can encode it
+    return as_utf8(where, text, errors)
+
+
+def as_utf8(where: str, text: str, errors: str) -> str:
+    """A text as UTF-8 has it: half of a surrogate pair is no character, and nothing encodes it."""
+    try:
         return text.encode("utf-8", errors).decode()
     except UnicodeEncodeError:
         raise _not_text(f"{where} is not UTF-8") from None
@@ -221,7 +248,9 @@ class Tokenizer:
     """A tokenizer of transformers, as a corpus and an export need it.
 
     `size` is one more than the largest token, `end` the token that ends a document (None where it
-    has none); `identity` is equal for tokenizers that give equal tokens.
+    has none); `identity` is equal for tokenizers that give equal tokens. `wrapped` is that of
+    transformers; `fast` its own of the package tokenizers, which neither cuts nor fills up, None
+    where it has none.
     """
 
     def __init__(self, name: str, tokenizer: Any) -> None:
@@ -229,28 +258,28 @@ class Tokenizer:
         self.size = len(tokenizer)
         end = tokenizer.eos_token_id
         self.end: int | None = end if isinstance(end, int) else None
-        self._tokenizer = tokenizer
-        # A copy that neither cuts texts nor fills them up: what is exported stays as it was.
-        self._fast = copy.deepcopy(getattr(tokenizer, "backend_tokenizer", None))
-        if self._fast is not None:
-            self._fast.no_truncation()
-            self._fast.no_padding()
-            text = self._fast.to_str()
+        self.wrapped = tokenizer
+        # A copy: what is exported stays as it was.
+        self.fast = copy.deepcopy(getattr(tokenizer, "backend_tokenizer", None))
+        if self.fast is not None:
+            self.fast.no_truncation()
+            self.fast.no_padding()
+            text = self.fast.to_str()
         else:
             text = json.dumps([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())])
         self.identity = hashlib.sha256(text.encode()).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """The tokens of each text, without special ones; long texts are not cut."""
-        if self._fast is not None:
-            found = self._fast.encode_batch_fast(list(texts), add_special_tokens=False)
+        if self.fast is not None:
+            found = self.fast.encode_batch_fast(list(texts), add_special_tokens=False)
             return [np.asarray(one.ids, dtype=np.uint32) for one in found]
-        lists = [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        lists = [self.wrapped.encode(text, add_special_tokens=False) for text in texts]
         return [np.asarray(one, dtype=np.uint32) for one in lists]
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> Any:
         """Write the files that `transformers.AutoTokenizer` reads."""
-        return self._tokenizer.save_pretrained(os.fspath(directory))
+        return self.wrapped.save_pretrained(os.fspath(directory))
 
 
 class ByteTokenizer(Tokenizer):

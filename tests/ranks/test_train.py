@@ -12,14 +12,20 @@ import pytest
 from ranks.test_processes import HANG_S, TESTS, pytestmark  # noqa: F401
 from support.forked import Program
 from support.patience import wait_until
-from support.runs import losses_of, metrics_of, settings, train
+from support.runs import losses_of, metrics_of, settings, train, write_chat
 
 from infinity.cli.main import main
 from infinity.errors import ConfigError, MachineError
 from infinity.runs.settings import load_run_config
 
 NO_DROPOUT = {f"model__config__{name}_pdrop": 0.0 for name in ("embd", "attn", "resid")}
-LONG = {"training__steps": 30, "training__evaluate_every": 10, "training__checkpoint_every": 10}
+LONG = {
+    "training__steps": 30,
+    "training__evaluate_every": 10,
+    "training__checkpoint_every": 10,
+    "training__keep_best": True,
+    "data__sequence_length": 64,
+}
 
 
 def command(folder: Path, raw: dict[str, Any], *arguments: str) -> Program:
@@ -32,7 +38,7 @@ def command(folder: Path, raw: dict[str, Any], *arguments: str) -> Program:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on one rank that nobody stopped."""
     folder = tmp_path_factory.mktemp("alone")
-    train(settings(folder, **NO_DROPOUT, **LONG))
+    train(settings(folder, **write_chat(folder, 200), **NO_DROPOUT, **LONG))
     return folder
 
 
@@ -43,7 +49,7 @@ def run_of(folder: Path, *, durable: bool = False) -> dict[str, Any]:
         (folder / "nvme").mkdir()
         own = {"engine__nvme_path": str(folder / "nvme"), "engine__durable": True}
         own |= {"engine__durable_every": 1, "training__checkpoint_every": 0}
-    return settings(folder, **NO_DROPOUT, **(LONG | own))
+    return settings(folder, **write_chat(folder, 200), **NO_DROPOUT, **(LONG | own))
 
 
 def states_of(folder: Path) -> list[str]:
@@ -74,7 +80,7 @@ def test_what_two_ranks_began_and_one_ends_is_the_run_of_one(
     assert error.count("finishing this step, then saving") == 1
     assert error.count("stopped after step ") == 1
     assert "--gpus 2 --resume auto" in error
-    for text in ("windows of 16 to train on", "step  1/30  loss"):
+    for text in ("windows of 64 to train on", "step  1/30  loss"):
         assert error.count(text) == 1, error
     assert error.count("checkpoint: ") == (not durable)
     assert "ranks    2, which share out every step" in out
@@ -112,13 +118,15 @@ def test_two_ranks_go_on_where_one_was_stopped(alone: Path, tmp_path: Path, dura
         assert states_of(tmp_path) == ["rank-0", "rank-1"]
         assert "going on from the committed step 1" in error
     result = json.loads(out)
-    assert (result["steps"], result["tokens"]) == (30, 30 * 64)
+    assert (result["steps"], result["tokens"]) == (30, 30 * 256)
     assert losses_of(tmp_path) == losses_of(alone)
     assert norms_of(tmp_path) == norms_of(alone)
     assert "going on from" in error
-    name = "model.safetensors"
-    ours, theirs = (folder / "run" / "model" / name for folder in (tmp_path, alone))
-    assert ours.read_bytes() == theirs.read_bytes()
+    for name in ("model", "best"):
+        ours, theirs = (folder / "run" / name for folder in (tmp_path, alone))
+        file = "model.safetensors"
+        assert (ours / file).read_bytes() == (theirs / file).read_bytes(), name
+    assert result["best_step"] in (10, 20, 30)
 
 
 def test_a_mistake_is_told_once(tmp_path: Path) -> None:

@@ -30,6 +30,31 @@ def write_text(path: Path, num_words: int = 600, seed: int = 0) -> Path:
     return path
 
 
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}[a]{% endif %}"
+)
+
+
+def write_chat(folder: Path, count: int = 40, seed: int = 0) -> dict[str, str]:
+    """Conversations of up to two turns in JSONL, and what settings say of them."""
+    generator = random.Random(seed)
+
+    def words() -> str:
+        return "".join(generator.choices("abé", k=generator.randint(1, 6)))
+
+    with open(folder / "chat.jsonl", "w", encoding="utf-8") as file:
+        for _ in range(count):
+            roles = ["user", "assistant"] * generator.randint(1, 2)
+            messages = [{"role": role, "content": words()} for role in roles]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    (folder / "chat.jinja").write_text(TEMPLATE)
+    return {
+        "data__train": str(folder / "chat.jsonl"),
+        "data__chat_template": str(folder / "chat.jinja"),
+    }
+
+
 def settings(folder: Path, **changes: Any) -> dict[str, Any]:
     """A run of six steps on a text of its own; `changes` are dotted names with __ for dots."""
     text = folder / "text.txt"

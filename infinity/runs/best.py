@@ -1,0 +1,35 @@
+"""What the held-out losses of a run were so far: the best of them, and whether to go on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+class Best:
+    """The smallest held-out loss and its step; a state for `engine.register_state`.
+
+    `last` is the step of the last evaluation, -1 before any; `worse` counts those since the best.
+    `kept` is the loss of the weights in the directory for the best ones, `kept_step` their step.
+    """
+
+    def __init__(self) -> None:
+        self.loss, self.step = math.inf, -1
+        self.last, self.worse = -1, 0
+        self.kept, self.kept_step = math.inf, -1
+
+    def told(self, step: int, loss: float) -> None:
+        """A held-out loss, in nats a token; one that is not finite is never the best."""
+        better = loss < self.loss
+        if better:
+            self.loss, self.step = loss, step
+        self.last, self.worse = step, 0 if better else self.worse + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return dict(vars(self))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse."""
+        vars(self).update(state)

@@ -1,0 +1,220 @@
+"""Conversations and instructions as tokens that say which of them are trained on.
+
+[Note: marked tokens]
+A conversation is a row with "messages", or with "prompt" and "completion": texts, or messages too.
+It becomes tokens of 32 bits: the lower 30 are the token, `FIRST` is the first of a conversation,
+`TRAINED` one whose loss counts. What an assistant said is found in the rendered text, as ranges of
+characters, and the tokens that overlap them are marked; so a text is tokenised once, as a whole.
+Those ranges are what the chat template puts between {% generation %} and {% endgeneration %}. A
+template without these marks is asked for the beginnings of the conversation: what the rendering of
+the first i + 1 messages has beyond that of the first i, with the prompt for an answer, is turn i.
+That holds if both are beginnings of the whole rendering, which is checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infinity.errors import ConfigError, first_lines
+from infinity.runs.texts import Source, Tokenizer, as_utf8, read_rows
+
+FIRST, TRAINED = 1 << 30, 1 << 31
+TOKEN = FIRST - 1
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_BATCH = 256  # conversations that are worth a call of the tokenizer
+_FIELDS = "'messages', or 'prompt' and 'completion'"
+
+Row = tuple[str, Any]  # where it is, and what it says
+Messages = list[dict[str, Any]]
+
+
+class _Rendered(NamedTuple):
+    """A text, the ranges of characters that are trained on, and whether it is no template's."""
+
+    text: str
+    trained: Sequence[tuple[int, int]]
+    plain: bool
+
+
+def holds_conversations(sources: Sequence[Source], text_field: str, errors: str) -> bool:
+    """Whether the first row of the first source is a conversation, and has no text of its own."""
+    if not sources or any(source.format in ("text", "tokens") for source in sources):
+        return False
+    _, row = next(read_rows(sources[0], errors, lambda _: None), ("", None))
+    return isinstance(row, dict) and text_field not in row and _is_conversation(row)
+
+
+def _is_conversation(row: dict[str, Any]) -> bool:
+    return "messages" in row or {"prompt", "completion"} <= row.keys()
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """How rows become marked tokens.
+
+    `end` is the token that ends a completion that is plain text. Losses are of what assistants
+    said, or of completions, or where `everything` of all tokens. Raises `ConfigError` for a
+    tokenizer that does not say where its tokens are.
+    """
+
+    tokenizer: Tokenizer
+    end: int | None
+    everything: bool
+    errors: str
+
+    def __post_init__(self) -> None:
+        if self.tokenizer.fast is None:
+            raise ConfigError(
+                f"the tokenizer {self.tokenizer.name} does not tell where in a text a token is",
+                because="it has no tokenizer.json, so it cannot say what an assistant said",
+                remedy="tokenizer: DIR with a tokenizer.json",
+            )
+
+    @property
+    def identity(self) -> str:
+        """Equal where equal rows give equal tokens, by tokenizers that are equal."""
+        template = getattr(self.tokenizer.wrapped, "chat_template", None)
+        facts = repr((template, self.tokenizer.wrapped.special_tokens_map, self.everything))
+        return hashlib.sha256(facts.encode()).hexdigest()
+
+    def encode(self, rows: Iterable[Row]) -> Iterator[NDArray[np.uint32]]:
+        """The marked tokens of each row; raises `ConfigError` for one that is no conversation."""
+        rendered = (self._rendered(*row) for row in rows)
+        for plain, alike in groupby(rendered, lambda one: one.plain):
+            while held := list(islice(alike, _BATCH)):
+                texts = [one.text for one in held]
+                fast: Any = self.tokenizer.fast
+                found = fast.encode_batch(texts, add_special_tokens=plain)
+                for one, encoding in zip(held, found, strict=True):
+                    yield self._marked(one, encoding)
+
+    def _marked(self, one: _Rendered, encoding: Any) -> NDArray[np.uint32]:
+        count = len(encoding.ids)
+        if one.plain:  # what the tokenizer adds at the end is `end`, or nothing that is wanted here
+            added = encoding.special_tokens_mask
+            while count and added[count - 1]:
+                count -= 1
+        tokens = np.asarray(encoding.ids[:count], np.uint32)
+        places = np.asarray(encoding.offsets[:count], np.int64).reshape(-1, 2)
+        for begin, end in one.trained:
+            first = np.searchsorted(places[:, 1], begin, side="right")
+            last = np.searchsorted(places[:, 0], end, side="left")
+            tokens[first:last] |= TRAINED
+        if one.plain and self.end is not None:
+            tokens = np.append(tokens, np.uint32(self.end | TRAINED))
+        if len(tokens):  # nothing comes before the first, so nothing predicts it
+            tokens[0] = (tokens[0] & TOKEN) | FIRST
+        return tokens
+
+    # --- rendering -------------------------------------------------------------------------------
+
+    def _rendered(self, where: str, row: Any) -> _Rendered:
+        if not isinstance(row, dict) or not _is_conversation(row):
+            keys = ", ".join(map(repr, row)) if isinstance(row, dict) else "no object"
+            raise ConfigError(
+                f"{where} is no conversation: it has {keys or 'no fields'}",
+                because=f"conversations have {_FIELDS}, and the rows before this one do",
+                remedy="rename its fields so; data.records: text trains on a text in each row",
+            )
+        if "messages" in row:
+            found = self._dialogue(where, _messages(where, "messages", row), row.get("tools"))
+        elif isinstance(row["prompt"], str) and isinstance(row["completion"], str):
+            prompt, text = row["prompt"], row["prompt"] + row["completion"]
+            found = _Rendered(text, [(len(prompt), len(text))], True)
+        else:
+            asked = _messages(where, "prompt", row)
+            answered = _messages(where, "completion", row)
+            text, _ = self._render(where, asked + answered, row.get("tools"))
+            before, _ = self._render(where, asked, row.get("tools"), prompts=True)
+            if not text.startswith(before):
+                _refuse_turn(where, len(asked))
+            found = _Rendered(text, [(len(before), len(text))], False)
+        text = as_utf8(where, found.text, self.errors)
+        return found._replace(trained=[(0, len(text))]) if self.everything else found
+
+    def _dialogue(self, where: str, messages: Messages, tools: Any) -> _Rendered:
+        text, trained = self._render(where, messages, tools)
+        if trained is not None or self.everything:
+            return _Rendered(text, trained or [], False)
+        found = []
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            last = i + 1 == len(messages)
+            after = text if last else self._render(where, messages[: i + 1], tools)[0]
+            before = self._render(where, messages[:i], tools, prompts=True)[0] if i else None
+            if before is None or not (text.startswith(after) and after.startswith(before)):
+                _refuse_turn(where, i)
+            found.append((len(before), len(after)))
+        return _Rendered(text, found, False)
+
+    def _render(
+        self, where: str, messages: Messages, tools: Any, *, prompts: bool = False
+    ) -> tuple[str, Sequence[tuple[int, int]] | None]:
+        """The text, and the ranges of a template that marks them, else None."""
+        wrapped = self.tokenizer.wrapped
+        if not getattr(wrapped, "chat_template", None):
+            raise ConfigError(
+                f"{where} has messages, and the tokenizer {self.tokenizer.name} has no chat "
+                "template",
+                because="that of a model which was not trained on conversations has none",
+                remedy="data.chat_template: FILE, with a Jinja template; or tokenizer: DIR of a "
+                "model for conversations",
+            )
+        library: Any = importlib.import_module("transformers.utils.chat_template_utils")
+        try:
+            template = wrapped.get_chat_template(tools=tools)
+            marked = bool(_MARKED.search(template))
+            (text,), ranges = library.render_jinja_template(
+                [messages], tools=tools, chat_template=template, add_generation_prompt=prompts,
+                return_assistant_tokens_mask=marked, **wrapped.special_tokens_map,
+            )  # fmt: skip
+        except Exception as error:  # of whatever kind a template, or what it is given, raises
+            raise ConfigError(
+                f"{where}: the chat template of {self.tokenizer.name} does not take it",
+                because=first_lines(error),
+                remedy="correct that row; or data.chat_template: FILE, with another template",
+            ) from error
+        return text, ranges[0] if marked else None
+
+
+def _messages(where: str, field: str, row: dict[str, Any]) -> Messages:
+    """Messages without fields that are None, as transformers leaves them out."""
+    given = row[field]
+    proper = isinstance(given, list | tuple) and given
+    if proper and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in given):
+        return [{name: value for name, value in m.items() if value is not None} for m in given]
+    raise ConfigError(
+        f"{where}: {field!r} is {given!r:.80}",
+        because="it must be a list of objects with 'role' and 'content'"
+        + ("" if field == "messages" else ", or a text as the other of prompt and completion is"),
+        remedy='{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}',
+    )
+
+
+def _refuse_turn(where: str, turn: int) -> NoReturn:
+    raise ConfigError(
+        f"{where}: the chat template does not show where message {turn + 1} begins and ends",
+        because="it writes the messages before it, or itself, in another way where others follow "
+        "(it leaves out earlier reasoning, say), or nothing comes before it",
+        remedy="data.chat_template: FILE, with {% generation %} and {% endgeneration %} around "
+        "what an assistant says; or data.loss_on: all",
+    )
+
+
+def use_template(tokenizer: Tokenizer, path: Path) -> None:
+    """Give a tokenizer the chat template in a file, which is saved with it."""
+    try:
+        tokenizer.wrapped.chat_template = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"data.chat_template: {path} cannot be read: {error}") from error

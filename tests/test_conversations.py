@@ -1,0 +1,517 @@
+"""Fine-tuning on conversations: which tokens have a loss, packing, the best weights, adapters."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import tokenizers
+import torch
+import transformers
+from support.runs import TEMPLATE, losses_of, settings, train, write_chat
+from torch import Tensor
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+from typer.testing import CliRunner
+
+from infinity.cli.main import app
+from infinity.errors import ConfigError, DoesNotFitError
+from infinity.runs import loop as runs_loop
+from infinity.runs import run as runs_run
+from infinity.runs.conversations import FIRST, TOKEN, TRAINED, Conversations
+from infinity.runs.data import Corpus
+from infinity.runs.preparation import check_packing, loss_of, read_facts
+from infinity.runs.run import Run
+from infinity.runs.settings import load_run_config
+from infinity.runs.texts import Tokenizer
+from infinity.runs.windows import Packed, pack, split
+
+CHATML = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|{{ m.role }}|>\n"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|end|>\n{% endgeneration %}"
+    "{% else %}{{ m.content }}<|end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+TEXTS = ["Is it là?", "  Yes: naïve 😀, yes", "the there them", "no\n\nwell 😀😀", "é", ""]
+NO_DROPOUT = {f"model__config__{name}_pdrop": 0.0 for name in ("embd", "attn", "resid")}
+
+
+@pytest.fixture(scope="module")
+def wrapped() -> Any:
+    """A tokenizer with merges over characters of several bytes, and special tokens."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=["<s>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator([*TEXTS, *TEXTS, "user assistant"], trainer)
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A <|end|>", special_tokens=[("<s>", 0), ("<|end|>", 1)]
+    )
+    kind = transformers.PreTrainedTokenizerFast
+    return kind(tokenizer_object=made, bos_token="<s>", eos_token="<|end|>", chat_template=CHATML)
+
+
+def encoded(wrapped: Any, row: Any, template: str = CHATML, everything: bool = False) -> Any:
+    wrapped.chat_template = template
+    maker = Conversations(Tokenizer("ours", wrapped), 1, everything, "strict")
+    (found,) = maker.encode([("chat.jsonl, line 7", row)])
+    return found
+
+
+def slowly(wrapped: Any, parts: list[tuple[str, bool]]) -> list[tuple[int, bool]]:
+    """Tokens of a text in parts that have a loss or not, byte by byte of what each stands for."""
+    wanted = [trained for text, trained in parts for _ in text.encode()]
+    tokens = wrapped.encode("".join(text for text, _ in parts), add_special_tokens=False)
+    bytes_of = {c: b for b, c in bytes_to_unicode().items()}
+    found, at = [], 0
+    for index, name in enumerate(wrapped.convert_ids_to_tokens(tokens)):
+        size = len(name) if all(c in bytes_of for c in name) else len(name.encode())
+        found.append((tokens[index], index > 0 and any(wanted[at : at + size])))
+        at += size
+    assert at == len(wanted)
+    return found
+
+
+def as_pairs(words: Any) -> list[tuple[int, bool]]:
+    assert [bool(w & FIRST) for w in words] == [True] + [False] * (len(words) - 1)
+    return [(int(w & TOKEN), bool(w & TRAINED)) for w in words]
+
+
+# --- which tokens have a loss --------------------------------------------------------------------
+
+
+def test_losses_are_of_what_the_assistant_says_and_of_nothing_else(wrapped: Any) -> None:
+    for first in range(len(TEXTS)):
+        said = [TEXTS[(first + i) % len(TEXTS)] for i in range(5)]
+        roles = ["system", "user", "assistant", "user", "assistant"]
+        messages = [{"role": r, "content": c} for r, c in zip(roles, said, strict=True)]
+        parts = []
+        for role, text in zip(roles, said, strict=True):
+            parts += [(f"<|{role}|>\n", False), (f"{text}<|end|>\n", role == "assistant")]
+        expected = slowly(wrapped, parts)
+        row = {"messages": messages}
+        assert as_pairs(encoded(wrapped, row)) == expected
+        assert as_pairs(encoded(wrapped, row, MARKED)) == expected
+        everything = slowly(wrapped, [("".join(text for text, _ in parts), True)])
+        assert as_pairs(encoded(wrapped, row, everything=True)) == everything
+        # The same, told as a prompt and what completes it: only that has a loss.
+        row = {"prompt": messages[:3], "completion": messages[3:]}
+        start = len("".join(text for text, _ in parts[:6])) + len("<|assistant|>\n")
+        whole = "".join(text for text, _ in parts)
+        if first == 0:
+            with pytest.raises(ConfigError, match="where message 4 begins"):
+                encoded(wrapped, row)  # its completion begins with what a user says
+        row = {"prompt": messages[:4], "completion": messages[4:]}
+        start = len("".join(text for text, _ in parts[:9]))
+        expected = slowly(wrapped, [(whole[:start], False), (whole[start:], True)])
+        assert as_pairs(encoded(wrapped, row)) == expected
+
+
+def test_losses_are_of_completions_and_the_token_that_ends_them(wrapped: Any) -> None:
+    for prompt, completion in pairwise(TEXTS[:5]):
+        plain = slowly(wrapped, [(prompt, False), (completion, True)])
+        found = as_pairs(encoded(wrapped, {"prompt": prompt, "completion": completion}))
+        assert found[0] == (0, False)  # what the tokenizer itself begins with
+        assert found[1:-1] == [(plain[0][0], False), *plain[1:]]
+        assert found[-1] == (1, True)
+
+
+def test_agrees_with_transformers_own_mask(wrapped: Any) -> None:
+    """But for the last character, where that has several tokens: transformers marks the first."""
+    row = {"messages": [{"role": r, "content": TEXTS[1]} for r in ("user", "assistant")]}
+    pairs = as_pairs(encoded(wrapped, row, MARKED))
+    theirs = wrapped.apply_chat_template(
+        row["messages"], return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert [token for token, _ in pairs] == theirs["input_ids"]
+    assert [trained for _, trained in pairs] == [bool(m) for m in theirs["assistant_masks"]]
+
+
+FORGETS = "{% for m in messages %}{{ m.content if loop.last else '' }}{% endfor %}"
+PICKY = "{{ raise_exception('roles must alternate') }}"
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "words"),
+    [
+        ({"text": "x"}, CHATML, r"it has 'text'\n.*'prompt' and 'completion'(.|\n)*records: text"),
+        ([], CHATML, "it has no object"),
+        ({"messages": "hi"}, CHATML, r"'messages' is 'hi'\n.*list of objects with 'role'"),
+        ({"messages": [{"content": "x"}]}, CHATML, r"'messages' is \[\{'content'"),
+        ({"prompt": "x", "completion": 3}, CHATML, "'prompt' is 'x'"),
+        ({"messages": [{"role": "user", "content": "x"}]}, PICKY, "roles must alternate"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, CHATML, "where message 1 begins"),
+        (
+            {"messages": [{"role": r, "content": r} for r in ("user", "assistant") * 2]},
+            FORGETS,
+            r"where message 2 begins(.|\n)*generation %\}(.|\n)*data\.loss_on: all",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x"}]},
+            "",
+            r"no chat template(.|\n)*data\.chat_template: FILE",
+        ),
+        ({"prompt": "\ud800", "completion": "x"}, CHATML, "is not UTF-8"),
+    ],
+)
+def test_a_bad_row_is_named(wrapped: Any, row: Any, template: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^chat\.jsonl, line 7(.|\n)*{words}"):
+        encoded(wrapped, row, template)
+
+
+# --- packing -------------------------------------------------------------------------------------
+
+
+def test_every_conversation_is_in_one_window() -> None:
+    random = np.random.RandomState(0)
+    for size, count in ((64, 200), (7, 50), (100, 1), (5, 0)):
+        lengths = random.randint(1, size + 1, count)
+        windows = pack(lengths, size)
+        assert sorted(i for window in windows for i in window) == list(range(count))
+        assert all(lengths[window].sum() <= size for window in windows)
+        assert windows == sorted(windows)
+
+
+def corpus_of(folder: Path) -> Corpus:
+    (directory,) = [path for path in (folder / "run" / "data").iterdir() if path.is_dir()]
+    return Corpus(directory)
+
+
+def llama(**more: Any) -> Any:
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, vocab_size=257, max_position_embeddings=64, bos_token_id=256,
+        eos_token_id=256, **more,
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def alone(model: Any, windows: Packed) -> Tensor:
+    """The mean loss of all conversations, each by itself and without padding."""
+    total, count = torch.zeros(()), 0
+    for start, length in zip(windows.documents.starts, windows.documents.lengths, strict=True):
+        words = torch.from_numpy(windows.corpus.read(int(start), int(length)))
+        tokens, trained = (words & TOKEN)[None], (words & TRAINED) != 0
+        logits = model(input_ids=tokens).logits[0, :-1]
+        losses = torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="none")
+        total = total + losses[trained[1:]].sum()
+        count += int(trained[1:].sum())
+    return total / count
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3"])
+def test_packed_conversations_do_not_see_each_other(
+    tmp_path: Path, kind: str, attention: str
+) -> None:
+    raw = settings(tmp_path, **write_chat(tmp_path), data__sequence_length=64, data__held_out=None)
+    with Run(load_run_config(raw)) as run:
+        windows = run.prepare().train
+    assert isinstance(windows, Packed)
+    assert len(windows) < len(windows.documents.starts) / 2
+    torch.manual_seed(3)
+    config = transformers.AutoConfig.for_model(
+        kind, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, vocab_size=257, max_position_embeddings=64, head_dim=8,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    model.eval()
+    compute = loss_of(model)
+    weights = [windows.weight(i) for i in range(len(windows))]
+    batches = torch.stack([windows.window(i) for i in range(len(windows))])
+    with torch.no_grad():
+        expected = alone(model, windows)
+        assert compute(model, batches).item() == pytest.approx(expected.item(), rel=1e-5)
+        total = sum(compute(model, b[None]) * w for b, w in zip(batches, weights, strict=True))
+        assert total.item() / sum(weights) == pytest.approx(expected.item(), rel=1e-5)
+        # Not a bit of one is changed by what another says.
+        window = batches[:1].clone()
+        begins = window[0, 2].eq(0).nonzero().flatten().tolist()
+        kept = {"position_ids": window[:, 2], "use_cache": False}
+        before = model(input_ids=window[:, 0], **kept).logits
+        window[0, 0, begins[1] : begins[2]] = 7
+        after = model(input_ids=window[:, 0], **kept).logits
+    same = (before == after).all(dim=2)[0]
+    assert not same[begins[1]]
+    assert same[: begins[1]].all()
+    assert same[begins[2] :].all()
+
+
+def test_a_step_is_the_same_packed_or_not(tmp_path: Path) -> None:
+    """One step over all conversations, in windows of one and of many: its loss and gradient."""
+    llama().save_pretrained(tmp_path / "base")
+    facts = []
+    for packing in (True, False):
+        raw = settings(
+            tmp_path, **write_chat(tmp_path), data__sequence_length=64, data__held_out=None,
+            data__packing=packing, model={"path": str(tmp_path / "base")}, training__steps=1,
+            training__micro_batch=1, run_dir=str(tmp_path / f"packed-{packing}"),
+            training__export="none",
+        )  # fmt: skip
+        with Run(load_run_config(raw)) as run:
+            windows = run.prepare().train
+        raw["engine"]["gradient_accumulation_steps"] = len(windows)
+        _, watcher = train(raw)
+        facts += [(watcher.steps[0].loss, watcher.steps[0].grad_norm)]
+    assert isinstance(windows, Packed)
+    assert facts[0] == pytest.approx(facts[1], rel=1e-4)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    loss = alone(model, windows)
+    loss.backward()
+    norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
+    assert facts[0] == pytest.approx((loss.item(), norm.item()), rel=1e-4)
+
+
+def test_models_that_would_let_them_see_each_other_are_refused(tmp_path: Path) -> None:
+    for config, words in (
+        ({"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1}, "a state from token"),
+        ({"model_type": "bloom", "hidden_size": 16, "n_layer": 1, "n_head": 2}, "no positions"),
+        (
+            {
+                "model_type": "lfm2",
+                "hidden_size": 16,
+                "num_hidden_layers": 2,
+                "layer_types": ["conv", "full_attention"],
+            },
+            "conv layers hand on",
+        ),
+    ):
+        facts = read_facts(load_run_config(settings(tmp_path, model={"config": config})), 257, 256)
+        with pytest.raises(ConfigError, match=rf"{words}(.|\n)*data\.packing=false"):
+            check_packing(facts, None)
+    raw = settings(tmp_path, model={"config": {"model_type": "llama"}})
+    facts = read_facts(load_run_config(raw), 257, 256)
+    check_packing(facts, "sdpa")
+    with pytest.raises(ConfigError, match="nobody has compared"):
+        check_packing(facts, "flash_attention_2")
+
+
+def test_what_does_not_fit_a_window_is_cut_or_left_out_and_told(tmp_path: Path) -> None:
+    rows = [{"prompt": "a" * n, "completion": "b" * 9} for n in (3, 12, 30)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    raw = settings(tmp_path, data__train=str(path), data__held_out=None, data__sequence_length=16)
+    with Run(load_run_config(raw)) as run:
+        prepared = run.prepare()
+    first, second = prepared.notes
+    assert "2 conversations are longer than the 16 tokens" in first
+    assert "1 conversations have nothing to train on" in second
+    assert [prepared.train.weight(i) for i in range(len(prepared.train))] == [10, 4]
+    tokens, labels, positions = prepared.train.window(0)
+    assert tokens.tolist() == [97] * 3 + [98] * 9 + [256, 0, 0, 0]
+    assert labels.tolist() == [-100] * 3 + [98] * 9 + [256] + [-100] * 3
+    assert positions.tolist() == [*range(13), 0, 1, 2]
+    path.write_text(json.dumps(rows[2]))
+    raw["run_dir"] = str(tmp_path / "other")
+    with (
+        Run(load_run_config(raw)) as run,
+        pytest.raises(ConfigError, match="none of 1 conversations has a token to train on"),
+    ):
+        run.prepare()
+
+
+def test_counts_do_not_depend_on_where_a_chunk_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = settings(tmp_path, **write_chat(tmp_path), data__sequence_length=20)
+    with Run(load_run_config(raw)) as run:
+        run.prepare()
+    found = []
+    for chunk in (1 << 20, 1, 7):
+        monkeypatch.setattr("infinity.runs.windows._CHUNK", chunk)
+        windows, held = split(corpus_of(tmp_path), 20, 0.1)
+        assert isinstance(windows, Packed)
+        assert len(windows.documents.starts) == 36
+        found.append([[w.window(i).tolist() for i in range(len(w))] for w in (windows, held)])
+    assert found[0] == found[1] == found[2]
+
+
+# --- the best, and the end -----------------------------------------------------------------------
+
+
+def chat_run(folder: Path, **more: Any) -> dict[str, Any]:
+    changes = {
+        "data__sequence_length": 64,
+        "training__steps": 12,
+        "training__evaluate_every": 2,
+        "training__checkpoint_every": 4,
+        "engine__scheduler": None,
+        "engine__optimizer__lr": 3e-2,
+    }
+    return settings(folder, **write_chat(folder), **(changes | more))
+
+
+def test_the_best_weights_are_kept_and_the_run_ends_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it was stopped on the way, with its state on disk: bit for bit."""
+    told = {0: 9.0, 2: 5.0, 4: 4.0, 6: 4.5, 8: 4.0, 10: 4.2}
+    evaluate = runs_loop.Loop.evaluate
+    asked: list[int] = []
+
+    def evaluated(self: Any) -> tuple[float, int]:
+        asked.append(self.step)
+        evaluate(self)
+        return told[self.step], 3
+
+    monkeypatch.setattr(runs_loop.Loop, "evaluate", evaluated)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    result, watcher = train(chat_run(whole, training__early_stop=3))
+    assert (result.steps, result.stopped, result.stopped_early) == (10, False, True)
+    assert (result.best, result.best_step) == (4.0, 4)
+    assert result.best_model == whole / "run" / "best"
+    assert result.model is not None
+    assert [n for n in watcher.notes if "best so far" in n] == [
+        f"best so far: {result.best_model} (step {step})" for step in (2, 4)
+    ]
+    assert any("3 evaluations in a row found nothing better than 4.0000 at step 4" in n
+               for n in watcher.notes)  # fmt: skip
+    kept = (result.best_model / "model.safetensors").read_bytes()
+    assert kept != (result.model / "model.safetensors").read_bytes()
+    assert (result.best_model / "chat_template.jinja").read_text() == TEMPLATE
+
+    state = tmp_path / "state"
+    state.mkdir()
+    for name, more in {
+        "checkpoints": {},
+        "disk": {
+            "engine__nvme_path": str(state),
+            "engine__placement": dict.fromkeys(("weights", "moments", "gradients"), "disk"),
+            "engine__durable": True,
+            "training__checkpoint_every": None,
+        },
+    }.items():
+        (folder := tmp_path / name).mkdir()
+        raw = chat_run(folder, training__early_stop=3, **more)
+        train(raw, stop_after=3)
+        with pytest.raises(KeyboardInterrupt):
+            train(raw, "auto", die_after=6)
+        asked.clear()
+        again, _ = train(raw, "auto")
+        assert asked == [6, 8, 10]
+        assert losses_of(folder) == losses_of(whole)
+        assert (again.steps, again.stopped_early, again.best_step) == (10, True, 4)
+        assert (folder / "run" / "best" / "model.safetensors").read_bytes() == kept
+        again, _ = train(raw, "auto")
+        assert (again.steps, again.stopped_early) == (10, True)
+    raw["training"]["early_stop"] = 5
+    told[12] = 3.0
+    more_steps, _ = train(raw, "auto")
+    assert (more_steps.steps, more_steps.best_step, more_steps.stopped_early) == (12, 12, False)
+
+
+def test_weights_that_cannot_be_kept_cost_only_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, full = runs_run.save_pretrained, [True]
+
+    def saving(engine: Any, place: Path, **more: Any) -> Any:
+        if place.name == "best" and full.pop():
+            full.append(False)
+            raise DoesNotFitError("the disk is full")
+        full.append(False)
+        return save(engine, place, **more)
+
+    monkeypatch.setattr(runs_run, "save_pretrained", saving)
+    result, watcher = train(chat_run(tmp_path, training__keep_best=True, training__steps=4))
+    (note,) = [n for n in watcher.notes if "were not kept" in n]
+    assert "step 2, the best so far, were not kept: the disk is full" in note
+    assert result.best_step == 4
+    assert result.best_model is not None
+
+
+def test_a_run_does_not_begin_where_no_checkpoint_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = chat_run(tmp_path, training__steps=2)
+    free = [100]
+    monkeypatch.setattr(runs_run, "free_bytes", lambda path: free[0])
+    words = r"a checkpoint takes 137\..* KiB, and 100 B are free there(.|\n)*run_dir=\.\.\. on"
+    with pytest.raises(DoesNotFitError, match=words):
+        train(raw)
+    assert not (tmp_path / "run" / "run.json").exists()
+    free[0] = 200 << 10
+    result, watcher = train(raw)
+    assert any("there are 3 while one is written" in note for note in watcher.notes)
+    assert result.checkpoint is not None
+    saved = sum(p.stat().st_size for p in result.checkpoint.glob("*.safetensors"))
+    assert saved == pytest.approx(137 << 10, rel=0.1)  # and headers
+
+
+def test_best_and_early_stop_need_something_to_compare(tmp_path: Path) -> None:
+    for name, value in (("early_stop", 2), ("keep_best", True)):
+        raw = chat_run(tmp_path, data__held_out=None, **{f"training__{name}": value})
+        with pytest.raises(ConfigError, match=rf"training: {name} needs data\.evaluate: FILES"):
+            load_run_config(raw)
+
+
+# --- adapters ------------------------------------------------------------------------------------
+
+
+def test_adapters_are_trained_on_conversations(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "base")
+    raw = chat_run(
+        tmp_path, model={"path": str(tmp_path / "base")}, training__early_stop=2,
+        adapter={"r": 4, "targets": ["q_proj", "v_proj"]}, training__steps=4,
+    )  # fmt: skip
+    result, watcher = train(raw)
+    assert watcher.steps[-1].loss < watcher.steps[0].loss
+    assert result.model is not None
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    weights = {name: value.clone() for name, value in plain.state_dict().items()}
+    model = peft.PeftModel.from_pretrained(plain, result.model).eval()
+    assert model.peft_config["default"].r == 4
+    assert model.peft_config["default"].lora_alpha == 8
+    base = model.get_base_model().state_dict()
+    for name, value in weights.items():
+        found = base.get(name, base.get(name.replace(".weight", ".base_layer.weight")))
+        assert found is not None
+        assert torch.equal(found, value), name
+    _, held = split(corpus_of(tmp_path), 64, 0.1)
+    assert isinstance(held, Packed)
+    with torch.no_grad():
+        assert alone(model, held).item() == pytest.approx(result.evaluation, rel=1e-4)
+
+    config = load_run_config(raw)
+    meta = read_facts(config, 257, 256).on_meta
+    trained = {n: p.shape for n, p in model.named_parameters() if "lora_" in n}
+    assert {n: p.shape for n, p in meta.named_parameters() if p.requires_grad} == trained
+    bad = load_run_config(raw, ["adapter.targets=[q_prjo]"])
+    with pytest.raises(
+        ConfigError, match=r"adapter\.targets(.|\n)*all-linear, or a list of .*q_pr"
+    ):
+        _ = read_facts(bad, 257, 256).on_meta
+
+
+# --- the page ------------------------------------------------------------------------------------
+
+
+def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "fine-tuning.md").read_text(encoding="utf-8")
+    blocks = dict(re.findall(r"```(yaml|json|jinja|console)\n(.*?)```", page, re.DOTALL))
+    for name, kind in (("train.yaml", "yaml"), ("chat.jsonl", "json"), ("chat.jinja", "jinja")):
+        (tmp_path / name).write_text(blocks[kind])
+    monkeypatch.chdir(tmp_path)
+    for line in blocks["console"].splitlines():
+        words = shlex.split(line.removeprefix("$ infinity "), comments=True)
+        result = CliRunner().invoke(app, [*words, "engine.budget.host=6GiB"])
+        assert result.exit_code == 0, result.output
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+    assert (tmp_path / "run" / "best" / "model.safetensors").exists()

@@ -243,11 +243,13 @@ def make_schedule(name: str, params: Params, optimizer: Optimizer) -> lr_schedul
             tried: Any = kind(_stand_in(optimizer), **deepcopy(dict(params)))
             tried.step(*([0.0] if isinstance(tried, lr_scheduler.ReduceLROnPlateau) else []))
         return kind(optimizer, **params)
+    except ConfigError as error:
+        raise ConfigError(f"scheduler.params.{error.what}", remedy=error.remedy) from None
     except InfinityError:
         raise
     except Exception as error:  # of whatever kind torch's arithmetic comes to
         raise ConfigError(
-            f"scheduler {name} refuses its params {dict(params)}: {first_lines(error)}",
+            f"scheduler.params: {name} refuses {dict(params)}: {first_lines(error)}",
             remedy="see torch.optim.lr_scheduler, or infinity.schedules, for what it takes",
         ) from error
 

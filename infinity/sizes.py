@@ -96,9 +96,14 @@ def _format(
 
 
 def format_duration(duration_s: float) -> str:
-    """Return a time, for example "350 ms", "12.3 s", "4 min 05 s", "2 h 03 min" or "3 d 04 h"."""
+    """Return a time, for example "350 ms", "12.3 s", "4 min 05 s", "2 h 03 min" or "3 d 04 h".
+
+    None at all is "0 s".
+    """
     if duration_s < 0:
         return f"-{format_duration(-duration_s)}"
+    if duration_s < 0.5e-6:
+        return "0 s"
     if duration_s < 0.9995e-3:
         return f"{duration_s * 1e6:.0f} µs"
     if duration_s < 0.9995:

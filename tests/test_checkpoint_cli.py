@@ -96,6 +96,12 @@ def test_inspect_says_what_there_is(root: Path) -> None:
         path.stat().st_size for path in (root / "s1").iterdir() if path.name != "manifest.json"
     )
     assert run("inspect", root / "s1", "--json")[1] == out  # the directory of one works as well
+    run_dir = root.parent / "run_dir"
+    run_dir.mkdir()
+    root.rename(run_dir / "checkpoints")  # and that of a run of `infinity train`
+    code, told, _ = run("inspect", run_dir, "--tag", "s1", "--json")
+    assert (code, json.loads(told)["streams"]) == (0, report["streams"])
+    assert run("verify", run_dir, "--all")[0] == 0
 
 
 # --- verify ------------------------------------------------------------------------------------
@@ -179,6 +185,16 @@ def test_export_refuses_what_is_damaged_and_leaves_nothing(tmp_path: Path) -> No
     assert out == ""
     assert list((tmp_path / "out").iterdir()) == []
     assert run("export", tmp_path / "run", tmp_path / "out")[0] == 0  # residuals are not needed
+    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    code, _, err = run("export", tmp_path / "run", tmp_path / "out", "--max-shard", "1MiB")
+    assert code == 2
+    assert "holds weights already" in err
+    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    more = ("--max-shard", "1MiB", "--force")
+    assert run("export", tmp_path / "run", tmp_path / "out", *more)[0] == 0
+    code, _, err = run("export", tmp_path / "run", tmp_path / "a" / "slip" / "out")
+    assert (code, "mkdir -p" in err) == (2, True)
+    assert not (tmp_path / "a").exists()
 
 
 def test_export_does_not_write_over_a_checkpoint(root: Path) -> None:

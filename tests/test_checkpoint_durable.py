@@ -152,7 +152,7 @@ def test_any_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
         flip(state, at)
         out = run("verify", path)[1]
         assert f"{stream} of 'extra." in out
-        code, _, err = run("export", path, tmp_path / "out", "--dtype", "fp32")
+        code, _, err = run("export", path, tmp_path / "out", "--dtype", "fp32", "--force")
         assert code == (5 if stream in ("model", "residual") else 0)
         assert (f"in {directory} is not what was written" in err) == (code == 5)
         flip(state, at)

@@ -298,6 +298,9 @@ def test_what_makes_no_sense_is_refused(name: str, params: dict[str, Any], words
     with pytest.raises(ConfigError, match=r"is|has") as caught:
         BY_NAME[name](target, **params)
     assert words in str(caught.value)
+    with pytest.raises(ConfigError, match=r"^scheduler\.params\.") as caught:
+        make_schedule(name, params, target)
+    assert words in str(caught.value)
     assert [group["lr"] for group in target.param_groups] == list(BASE)
 
 
@@ -363,7 +366,7 @@ def test_an_engine_refuses_a_schedule_whose_parameters_make_no_sense(tmp_path: P
 )
 def test_what_torch_refuses_in_a_step_is_refused_before(name: str, params: dict[str, Any]) -> None:
     target = optimizer()
-    with pytest.raises(ConfigError, match=f"scheduler {name} refuses its params"):
+    with pytest.raises(ConfigError, match=f"scheduler.params: {name} refuses "):
         make_schedule(name, params, target)
     assert [group["lr"] for group in target.param_groups] == list(BASE)
     assert all("initial_lr" not in group for group in target.param_groups)

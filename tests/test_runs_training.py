@@ -279,8 +279,13 @@ def test_goes_on_from_a_checkpoint_that_is_named(
 def test_state_on_disk_gives_the_same_bits(plain: tuple[Path, list[Any]], tmp_path: Path) -> None:
     state = tmp_path / "state"
     state.mkdir()
-    placement = {"weights": "disk", "moments": "disk", "gradients": "disk"}
-    raw = settings(tmp_path, engine__placement=placement, engine__nvme_path=str(state))
+    waits = {"checkpoint": "units", "offload": "disk", "min_bytes": 1}  # its tokens are known
+    raw = settings(
+        tmp_path,
+        engine__placement="disk",
+        engine__nvme_path=str(state),
+        engine__activations=waits,
+    )
     train(raw)
     assert losses_of(tmp_path) == plain[1]
     moved = [line["moved"]["disk_read"] for line in metrics_of(tmp_path) if "moved" in line]

@@ -97,6 +97,7 @@ def test_rates_and_counts_are_decimal() -> None:
 @pytest.mark.parametrize(
     ("duration_s", "text"),
     [
+        (0.0, "0 s"),
         (5e-6, "5 µs"),
         (0.35, "350 ms"),
         (0.9996, "1.0 s"),

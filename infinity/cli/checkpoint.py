@@ -23,12 +23,14 @@ from infinity.checkpoint.reader import CheckpointReader, StateReader
 from infinity.cli.terminal import Page, ProgressLine, command
 from infinity.deepspeed.import_checkpoint import import_deepspeed as import_zero
 from infinity.errors import CheckpointError, ConfigError, listed
+from infinity.model.weight_directory import holds_weights
 from infinity.model.weight_files import write_shards
 from infinity.optim.moments import COMPUTE_DTYPES
 from infinity.sizes import format_count, format_size, parse_size
 from infinity.storage.run_dir import RECORD_NAME, durable_records, ranks_below
 
 _MAX_TAGS = 20
+_BELOW = "checkpoints"  # where a run_dir has them
 Opener = Callable[[], StateReader]
 
 
@@ -40,7 +42,7 @@ def _meant(directory: Path, tag: str | None) -> tuple[Path, Opener]:
 
     A durable run is given itself, or is the only one in an nvme_path that holds no checkpoints.
     """
-    directory = directory.expanduser().absolute()
+    directory = _of_run(directory.expanduser().absolute())
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not a directory")
     if (directory / MANIFEST_NAME).exists():
@@ -62,6 +64,12 @@ def _meant(directory: Path, tag: str | None) -> tuple[Path, Opener]:
     if tag is not None and not (directory / found).is_dir():
         raise CheckpointError(f"there is no checkpoint {found!r}; {_listed(tags(directory))}")
     return directory / found, partial(CheckpointReader, directory, found)
+
+
+def _of_run(directory: Path) -> Path:
+    """Where the run of `infinity train` keeps its checkpoints, if that is what was given."""
+    below = directory / _BELOW
+    return below if below.is_dir() and not tags(directory) else directory
 
 
 def _durable_in(directory: Path) -> Path | None:
@@ -254,8 +262,8 @@ _Dir = Annotated[
     Path,
     typer.Argument(
         metavar="DIR",
-        help="What was given to save_checkpoint, or a checkpoint in it; or the directory of a "
-        "durable run, or an nvme_path that holds one.",
+        help="What was given to save_checkpoint, or a checkpoint in it; a run_dir; or the "
+        "directory of a durable run, or an nvme_path that holds one.",
     ),
 ]
 _Out = Annotated[Path, typer.Argument(metavar="OUT", help="A directory to write to.")]
@@ -315,7 +323,7 @@ def verify(
                 raise ConfigError(
                     "--tag names one checkpoint, --all means all", remedy="one of both"
                 )
-            root = directory.expanduser()
+            root = _of_run(directory.expanduser())
             found: list[tuple[Path, Opener]] = [
                 (root / one, partial(CheckpointReader, root, one)) for one in tags(root)
             ]
@@ -372,19 +380,23 @@ def export(
         ),
     ] = None,
     max_shard: _MaxShard = "5GiB",
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the weights that are there.")
+    ] = False,
 ) -> None:
     """Write the weights as safetensors that Hugging Face loads.
 
     For example: infinity checkpoint export runs/a weights --dtype fp32
 
     One tensor at a time is in memory, every byte is checked. Tied weights are written once, under
-    their first name; persistent buffers are included. Exits with 0, 5 if the checkpoint is damaged.
+    their first name; persistent buffers are included. Exits with 0, 2 where OUT holds weights
+    already, 5 if the checkpoint is damaged.
     """
     with command():
         if dtype is not None and dtype not in COMPUTE_DTYPES:
             raise ConfigError(f"--dtype is {dtype!r}", remedy="--dtype bf16, fp16 or fp32")
         _, opened = _meant(directory, tag)
-        out = _not_a_checkpoint(out)
+        out = _free_for_weights(out, force)
         with opened() as reader:
             tensors = reader.outgoing(None if dtype is None else COMPUTE_DTYPES[dtype])
             files = write_shards(out, tensors, parse_size(max_shard))
@@ -407,7 +419,7 @@ def prune(
     What `latest` names is never removed, nor a directory that holds anything but a checkpoint.
     """
     with command():
-        root = directory.expanduser()
+        root = _of_run(directory.expanduser())
         removed = checkpoints.prune(root, keep, dry_run=dry_run)
         for one in removed:
             print(f"{'would remove' if dry_run else 'removed'} {root / one.tag}, ", end="")
@@ -443,9 +455,11 @@ def import_deepspeed(
         )
 
 
-def _not_a_checkpoint(out: Path) -> Path:
-    """Weights are written over weights; what a checkpoint or a run holds must not be."""
+def _free_for_weights(out: Path, force: bool) -> Path:
+    """Weights are written over weights where that is asked for, over a checkpoint or run never."""
     out = out.expanduser().absolute()
+    if not out.parent.is_dir():
+        raise ConfigError(f"{out.parent} is not a directory", remedy=f"mkdir -p {out.parent}")
     if (out / MANIFEST_NAME).exists():
         raise ConfigError(
             f"{out} is a checkpoint; the weights would replace its files",
@@ -455,5 +469,9 @@ def _not_a_checkpoint(out: Path) -> Path:
         raise ConfigError(
             f"{out} is the directory of a run, which holds nothing else",
             remedy="export to another directory",
+        )
+    if not force and holds_weights(out):
+        raise ConfigError(
+            f"{out} holds weights already", remedy="another directory, or --force replaces them"
         )
     return out

@@ -10,7 +10,7 @@ import inspect
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import (
     BaseModel,
@@ -21,6 +21,7 @@ from pydantic import (
     ValidationInfo,
     create_model,
     field_validator,
+    model_validator,
 )
 
 from infinity.config.deepspeed_keys import names_in
@@ -429,7 +430,10 @@ def _first_and_last(value: Any) -> Any:
 
 
 class PlacementConfig(Section):
-    """The tier where each kind of state rests; the residual travels with the moments."""
+    """The tier where each kind of state rests; the residual travels with the moments.
+
+    A tier in the place of the section is that of all three kinds.
+    """
 
     weights: TierChoice = "auto"
     moments: TierChoice = "auto"
@@ -440,6 +444,16 @@ class PlacementConfig(Section):
     shared: bool | None = None
     """Ranks of one machine: weights that rest in RAM do so once, where every rank copies whole
     units from, and nothing is gathered; `None`: where the plan finds that faster."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_all(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        if value not in get_args(TierChoice):
+            known = ", ".join(get_args(TierChoice))
+            raise ValueError(f"should be one of {known}, or a section with keys, got {value!r}")
+        return dict.fromkeys(("weights", "moments", "gradients"), value)
 
 
 class FrozenConfig(Section):

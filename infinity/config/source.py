@@ -26,6 +26,7 @@ from infinity.errors import ConfigError, did_you_mean, mistakes
 
 
 # What people call our words; the first that is among the words of a key is meant.
+_ALTERNATIVE = re.compile(r"literal\[.*\]|int|bool|str")  # pydantic's names for parts of a union
 _MEANT = {
     "gpu": ("device",),
     "cuda": ("device",),
@@ -50,12 +51,22 @@ def explain(
             f"{names} {verb} from a DeepSpeed configuration; initialize() and `infinity plan` take "
             'such a one as a whole, with keys of ours in its section "infinity"'
         )
+    found: dict[tuple[int | str, ...], list[str]] = {}
     for detail in error.errors(include_url=False):
         # Told above; and a default that waits for another value fails only because that one did.
         told = detail["type"] == "extra_forbidden" and detail["loc"][0] in foreign
         if not told and detail["type"] != "default_factory_not_called":
-            problems.append(_problem(schema, detail))
-    return mistakes(where, problems)
+            if detail["loc"] and _ALTERNATIVE.fullmatch(str(detail["loc"][-1])):
+                detail["loc"] = detail["loc"][:-1]
+            found.setdefault(detail["loc"], []).append(_problem(schema, detail))
+    return mistakes(where, [*problems, *map(_either, found.values())])
+
+
+def _either(problems: Sequence[str]) -> str:
+    """One mistake of what every alternative says of one key."""
+    *first, last = problems
+    each = [problem.rpartition(", got ")[0] for problem in first]
+    return " or ".join([*each, last.partition(": should be ")[2] if each else last])
 
 
 def _problem(schema: type[BaseModel], detail: ErrorDetails) -> str:

@@ -415,6 +415,10 @@ def prepare_run(
     engine = config.engine_for(length, ranks)
     if engine.seed is None:
         engine = engine.model_copy(update={"seed": config.training.seed})
+    if engine.activations.offload != "none" and engine.activations.tokens is None:
+        tokens = {"tokens": config.training.micro_batch * length}
+        waits = engine.activations.model_copy(update=tokens)
+        engine = engine.model_copy(update={"activations": waits})
 
     def corpus(files: Sequence[Source]) -> Corpus:
         recipe = Recipe(

@@ -15,6 +15,7 @@ from infinity.sizes import format_count, format_size
 
 LINKS = ("all_gather", "all_to_all")  # between ranks: bytes that one of them receives
 DIRECTIONS = ("disk_read", "disk_write", "to_device", "from_device", *LINKS)
+RAM = "RAM"  # the memory of a machine whose device computes in the host's
 _MASTERS = {
     "bf16": "bf16 + 16-bit residual",
     "fp16": "fp16 weight + fp32",
@@ -293,16 +294,17 @@ class Plan:
         lines.extend(self._quantised_lines())
         if not self.unified:
             lines.append(f"  {'updates':<21} {self.updates_line}")
-        for tier, parts in self._memory_lines().items():
-            budget = self.budget.get(Tier.HOST if tier == "ram" else Tier(tier))
+        for tier, parts in self.memory_by_name().items():
+            budget = self.budget.get(Tier.HOST if tier == RAM else Tier(tier))
             total = sum(parts.values())
             of = f" of {format_size(budget)}" if budget is not None else ""
             inside = ", ".join(f"{k} {format_size(v)}" for k, v in parts.items() if v)
             if total:
                 lines.append(f"  {tier:<7} {format_size(total):>10}{of}: {inside}")
         slots = ", ".join(f"{c.count} x {format_size(c.slot_bytes)}" for c in self.slot_classes)
+        where = f"in {RAM}" if self.unified else "on the device"
         lines.append(
-            f"  slots   {slots or 'none (weights rest on the device)'}; prefetch "
+            f"  slots   {slots or f'none (weights rest {where})'}; prefetch "
             f"{self.prefetch_units}; chunks of {format_count(self.chunk_elements)} elements"
         )
         directions = ", ".join(
@@ -392,17 +394,19 @@ class Plan:
         cost = f"a commit writes {format_size(more)} more" if more else "without more bytes"
         return f"{often}; {cost}; all state is on disk twice"
 
-    def _memory_lines(self) -> dict[str, dict[str, int]]:
+    def memory_by_name(self) -> dict[str, dict[str, int]]:
         """Tier -> purpose -> bytes, with device and host as one where they are one memory."""
         if not self.unified:
             return {tier.value: parts for tier, parts in self.memory.items()}
         device, host = self.memory[Tier.DEVICE], self.memory[Tier.HOST]
         purposes = dict.fromkeys([*host, *device])
         ram = {p: host.get(p, 0) + device.get(p, 0) for p in purposes}
-        return {"ram": ram, "disk": self.memory[Tier.DISK]}
+        return {RAM: ram, "disk": self.memory[Tier.DISK]}
 
     def _placement_line(self, kind: Kind) -> str:
-        return _counted(Counter(placement.of(kind).value for placement in self.placements))
+        tiers = (placement.of(kind) for placement in self.placements)
+        names = (RAM if self.unified and t is not Tier.DISK else t.value for t in tiers)
+        return _counted(Counter(names))
 
 
 def _counted(units: Counter[str]) -> str:

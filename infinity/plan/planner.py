@@ -37,6 +37,7 @@ from infinity.plan.layout import (
 )
 from infinity.plan.placement import FIELDS, placed, score
 from infinity.plan.plan import (
+    RAM,
     Plan,
     RuleFacts,
     UnitPlacement,
@@ -441,12 +442,12 @@ def _require_fit(plan: Plan, limits: Limits, config: Config) -> None:
     if not over:
         return
     tier, too_much = next(iter(over.items()))
-    parts = dict(plan.memory[tier])
-    if tier is Tier.HOST and plan.unified:
-        parts = {**{f"device {k}": v for k, v in plan.memory[Tier.DEVICE].items()}, **parts}
+    name = RAM if plan.unified and tier is not Tier.DISK else tier.value
+    parts = plan.memory_by_name()[name]
     needs = ", ".join(f"{k} {format_size(v)}" for k, v in parts.items() if v)
+    where = name if name == RAM else f"the {name} tier"
     raise DoesNotFitError(
-        f"the {tier} tier needs {format_size(sum(parts.values()))} of a budget of "
+        f"{where} needs {format_size(sum(parts.values()))} of a budget of "
         f"{format_size(limits.budgets[tier] or 0)}: {format_size(too_much)} too much",
         because=needs,
         remedy=_remedy(tier, config, plan.rule),

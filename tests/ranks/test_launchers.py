@@ -65,7 +65,7 @@ def test_two_agents_are_two_nodes_and_give_the_bits_of_one() -> None:
     assert len(steps[0]) == 10
     assert steps[0] == steps[1]
     assert "rank 0 of 2" in nodes
-    budgets = [float(re.findall(r"ram +\S+ \w+ of ([\d.]+) GiB", t)[0]) for t in (alone, nodes)]
+    budgets = [float(re.findall(r"RAM +\S+ \w+ of ([\d.]+) GiB", t)[0]) for t in (alone, nodes)]
     assert budgets[1] > 0.7 * budgets[0], "the machine's, less what others hold meanwhile"
 
 

@@ -129,6 +129,11 @@ def test_products_count_for_matrices_that_are_multiplied() -> None:
     assert backward.resources["compute"] == pytest.approx(4 * 4096 * 10 / GB)
     again = step_cost(plan, rates, Work(tokens=10, recompute="all")).phases[1]
     assert again.resources["compute"] == pytest.approx(6 * (4096 + 64_000) * 10 / GB)
+    frozen = [facts[0], replace(facts[1], trained=False, form="nf4")]
+    plan = make_plan((lay_out(0, "all", frozen, BF16),), config, limits, unified=False)
+    forward, backward = step_cost(plan, rates, work).phases  # of inputs alone
+    assert backward.resources["compute"] == forward.resources["compute"]
+    assert forward.resources["compute"] == pytest.approx(2 * 4096 * 10 / GB)
 
 
 def test_days_to_a_rated_endurance() -> None:

@@ -174,6 +174,30 @@ def test_a_model_is_a_name_a_file_or_a_directory(tiny: str) -> None:
     assert answer("1.3B", *DESKTOP)["model"]["family"] == "gpt2"
 
 
+def test_adapters_over_a_base_that_rests_quantised(tmp_path: Path) -> None:
+    """By hand, of two layers like those of 8b."""
+    layers = lower(tmp_path, "8b", num_hidden_layers=2)
+    arguments = ["--device", "24GiB", "--host", "32GiB", "--disk", "1TiB", "--lora", "8"]
+    plain = answer(layers, *arguments, "--tokens", "2048")
+    small = answer(layers, *arguments, "--tokens", "2048", "--rest", "nf4")
+    hidden, inner, keys = 4096, 14336, 1024
+    sides = [(hidden, hidden)] * 2 + [(keys, hidden)] * 2 + [(inner, hidden)] * 3
+    matrices, tables = 2 * sum(a * b for a, b in sides), 2 * 128256 * hidden
+    adapters = 2 * sum(8 * (a + b) for a, b in sides)
+    weights = [
+        sum(at["bytes"] for at in report["plan"]["placement"]["weights"].values())
+        for report in (plain, small)
+    ]
+    assert weights[0] == pytest.approx(2 * (matrices + tables + adapters), rel=1e-3)
+    assert weights[1] == pytest.approx(0.5625 * matrices + 2 * (tables + adapters), rel=1e-3)
+    assert "436.2M rest and travel as nf4 (lossy)" in small["plan"]["frozen"]
+    assert small["model"]["parameters"] == plain["model"]["parameters"]
+    for wrong in (["--rest", "nf4"], ["--lora", "8", "--rest", "fp4"]):
+        code, _, error = run(layers, *arguments[:6], *wrong)
+        assert code == 2
+        assert "frozen.rest" in error
+
+
 def test_a_configuration_of_ours_is_obeyed(tiny: str, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(

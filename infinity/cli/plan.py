@@ -54,6 +54,8 @@ class Wishes:
     recompute: Recompute | None = None
     precision: str | None = None
     moments: str | None = None
+    lora: int | None = None
+    rest: str | None = None
     refresh: bool = False
     run: RunConfig | None = None  # where TARGET is a configuration for `infinity train`
 
@@ -137,6 +139,16 @@ _Moments = Annotated[
         "--moments", metavar="NAME", help="fp32; bf16, bf16_stochastic and 8bit are lossy."
     ),
 ]
+_Lora = Annotated[
+    int | None,
+    typer.Option(
+        "--lora", metavar="RANK", help="Adapters beside every matrix; all else is frozen.", min=1
+    ),
+]
+_Rest = Annotated[
+    str | None,
+    typer.Option("--rest", metavar="FORMAT", help="Of frozen matrices: nf4, nf4_double or int8."),
+]
 _Sequence = Annotated[
     int | None,
     typer.Option("--sequence", help="Tokens of a sample: nothing smaller is a slice.", min=1),
@@ -165,6 +177,10 @@ _Activations = Annotated[
     ),
 ]
 
+_Endurance = Annotated[
+    str, typer.Option("--endurance", metavar="SIZE", help="Rated writes of the drives.")
+]
+
 
 def plan(
     target: _Target,
@@ -186,11 +202,11 @@ def plan(
     activations: _Activations = None,
     precision: _Precision = None,
     moments: _Moments = None,
+    lora: _Lora = None,
+    rest: _Rest = None,
     recompute: _Recompute = None,
     recompute_blocks: _Again = None,
-    endurance: Annotated[
-        str, typer.Option("--endurance", metavar="SIZE", help="Rated writes of the drives.")
-    ] = DEFAULT_ENDURANCE,
+    endurance: _Endurance = DEFAULT_ENDURANCE,
     as_json: AsJson = False,
     refresh: Annotated[bool, typer.Option("--refresh", help="Measure this machine again.")] = False,
 ) -> None:
@@ -229,6 +245,8 @@ def plan(
             recompute=_recomputed(recompute, recompute_blocks),
             precision=precision,
             moments=moments,
+            lora=lora,
+            rest=rest,
             refresh=refresh,
         )
         if (run := _find_run(target)) is not None:
@@ -368,10 +386,16 @@ def _find(wishes: Wishes) -> tuple[Config, Target, Translation | None]:
     flags = {
         "precision": wishes.precision,
         "optimizer.moments": wishes.moments,
+        "frozen.rest": wishes.rest,
         "gradient_accumulation_steps": wishes.micro_batches,
     }
     given = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]
     if run is not None:
+        if wishes.lora is not None and wishes.model is None:
+            raise ConfigError(
+                f"--lora {wishes.lora} changes no model that a run's configuration names",
+                remedy="add --model 70b, or a config.json, to plan for adapters over it",
+            )
         target = _model(wishes.model, wishes) if wishes.model is not None else _model_of(run)
         return load_config(run.engine_for(run.data.sequence_length), given), target, None
     translation = find_translation(wishes.target, given, lenient=True) if theirs else None
@@ -387,14 +411,14 @@ def _model(text: str, wishes: Wishes) -> Target:
     from infinity.model.shapes import NAMED, named_target, names_a_model
 
     if text.lower() in NAMED:
-        return named_target(text)
+        return named_target(text, wishes.lora)
     if not names_a_model(text):
         raise ConfigError(
             f"{text} is no model's config.json", remedy=f"--model {', '.join(NAMED)}, or a model's"
         )
     from infinity.huggingface.meta import find_target  # it imports torch
 
-    return find_target(text, wishes.model_class)
+    return find_target(text, wishes.model_class, wishes.lora)
 
 
 def _model_of(run: RunConfig) -> Target:

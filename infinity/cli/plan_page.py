@@ -18,8 +18,8 @@
               tier; with a plan: room, missing
 `ways`        where it does not fit: ways that make it fit, as in `faster`
 `plan`        None where there is none; else rule, moments, lossy, per_parameter {kind: bytes},
-              placement {kind: {tier: {units, bytes}}}, updates, memory {tier: {purpose: bytes}},
-              budget, slots, chunk_elements, prefetch_units, notes
+              placement {kind: {tier: {units, bytes}}}, updates, frozen (in words; "": nothing),
+              memory {tier: {purpose: bytes}}, budget, slots, chunk_elements, prefetch_units, notes
 `moved`       {direction: {bytes, per_parameter, rate}} of one steady step
 `step`        seconds, tokens_per_s, binds, resources {resource: seconds},
               phases [{name, first, count, seconds, binds, resources}], equal ones together
@@ -149,6 +149,8 @@ def _placement(page: Page, report: dict[str, Any]) -> None:
     page.table(title, ["kind", "bytes a parameter", *columns], rows)
     if not report["machine"]["unified"]:
         page.say(f"updates  {plan['updates']}")
+    if plan["frozen"]:
+        page.say(f"frozen   {plan['frozen']}; bytes a parameter are of trained ones")
 
 
 def _bars(page: Page, report: dict[str, Any]) -> None:
@@ -397,7 +399,7 @@ def _model(case: Case, target: Target) -> dict[str, Any]:
         "family": target.family,
         "parameters": sum(s.numel for u in case.units for s in u.segments),
         "units": len(case.units),
-        "largest_unit": {"name": largest.name, "weight_bytes": largest.slot_bytes},
+        "largest_unit": {"name": largest.name, "weight_bytes": largest.rest_bytes},
         "experts": bool(target.shares),
     }
 
@@ -441,6 +443,7 @@ def _planned(priced: Priced, rated_bytes: int) -> dict[str, Any]:
             "per_parameter": _at_rest(plan),
             "placement": {name: _placed_bytes(plan, kind) for name, kind in _KINDS.items()},
             "updates": plan.updates_line,
+            "frozen": plan.frozen_line,
             "memory": plan.memory,
             "budget": plan.budget,
             "slots": [{"count": c.count, "bytes": c.slot_bytes} for c in plan.slot_classes],

@@ -21,7 +21,7 @@ from infinity.huggingface.models import (
     find_directory,
     read_config,
 )
-from infinity.model.shapes import Target, read_model_config, target_of
+from infinity.model.shapes import Target, add_adapters, read_model_config, target_of
 
 # Far above every published model; more is a slip of the pen, and takes minutes to build.
 MAX_LAYERS = 4096
@@ -67,8 +67,9 @@ def meta_model(config: Any, model_class: Any = None) -> nn.Module:
     return made
 
 
-def find_target(text: str, model_class: str | None = None) -> Target:
-    """What to plan for: the model of a config.json, of a directory with one, or of a Hub id.
+def find_target(text: str, model_class: str | None = None, lora: int | None = None) -> Target:
+    """What to plan for: the model of a config.json, of a directory with one, or of a Hub id; with
+    adapters of rank `lora` where that is told.
 
     Raises `ConfigError` for what is no model's config, or has senseless numbers, `MachineError` for
     an id that is not in the Hub's cache and that the Hub does not give.
@@ -79,7 +80,8 @@ def find_target(text: str, model_class: str | None = None) -> Target:
     file = path / CONFIG_NAME if path.is_dir() else path
     _check_counts(read_model_config(file))
     config = read_config(file, model_class)
-    return target_of(text, meta_model(config, model_class), config.to_dict())
+    found = target_of(text, meta_model(config, model_class), config.to_dict())
+    return found if lora is None else target_of(text, add_adapters(found, lora), config.to_dict())
 
 
 def _check_counts(raw: Mapping[str, Any]) -> None:

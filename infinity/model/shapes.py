@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Shape:
-    """A parameter that is only known by its sizes, in fp32 and trained."""
+    """A parameter that is only known by its sizes, in fp32."""
 
     shape: tuple[int, ...]
+    requires_grad: bool = True
 
     dtype = "float32"
     is_meta = True
-    requires_grad = True
 
     def numel(self) -> int:
         """Elements."""
@@ -219,11 +219,39 @@ def _json_of(file: Path) -> Any:
 # A size people know, without transformers and without torch.
 
 
-def named_target(name: str) -> Target:
-    """The outline of one of `NAMED`."""
+def named_target(name: str, lora: int | None = None) -> Target:
+    """The outline of one of `NAMED`; with adapters of rank `lora`, as `add_adapters` adds them."""
     config = NAMED[name.lower()]
     make = _gpt2 if config["model_type"] == "gpt2" else _llama
-    return target_of(name, make(config), config)
+    found = target_of(name, make(config), config)
+    return found if lora is None else target_of(name, add_adapters(found, lora), config)
+
+
+def add_adapters(target: Target, rank: int) -> nn.Module | Outline:
+    """The target's module, changed as for LoRA: beside the matrix of every linear layer but a head
+    two of this rank, all else frozen. Peft's "all-linear" has other names, and the same sizes.
+    """
+    module, parameters = target.module, list[Any](target.module.parameters())
+    heads = {id(parameters[index]) for index in target.heads}
+    frozen = {id(p): replace(p, requires_grad=False) for p in parameters if isinstance(p, Shape)}
+    parts: list[nn.Module | Outline] = list(module.modules())
+    for part in parts:
+        own: dict[str, Any] = dict(part.named_parameters(recurse=False))
+        if isinstance(part, Outline):
+            part.own = {name: frozen[id(shape)] for name, shape in part.own.items()}
+        else:
+            part.requires_grad_(requires_grad=False)
+        if not is_linear(part) or id(own["weight"]) in heads:
+            continue
+        rows, columns = own["weight"].shape
+        for name, shape in {"lora_A": (rank, columns), "lora_B": (rows, rank)}.items():
+            if isinstance(part, Outline):
+                part.at(name).own["weight"] = Shape(shape)
+            else:
+                from torch import nn
+
+                part.add_module(name, nn.Linear(*shape[::-1], bias=False, device="meta"))
+    return module
 
 
 def _with(root: Outline, at: str, sizes: Mapping[str, tuple[int, ...]]) -> None:

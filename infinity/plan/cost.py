@@ -16,14 +16,16 @@ all-gathers brings everything into a node once, and an all-to-all brings what it
 others' ranks: so much of the rate into a node is a rank's.
 
 [Note: compute]
-A token costs 2 FLOP a matrix element forward and 4 backward (2 more where blocks are recomputed);
-lookup tables cost none. Attention's products of tokens with tokens are left out: 2 * context
-elements for each layer's width, little beside 12 * width for contexts of a few thousand. Few
-tokens are bound by memory instead: each weight is read once per pass. In backward a gradient is
-written by autograd, read, and added to or stored where it rests, and squared. What stands between
-the products (norms, activation functions, residual sums, copies of heads) passes over memory too:
-counted for a GPT block of width h, 27 * h values a token forward, where its matrices take and
-give 16 * h; so 27/16 passes over these, twice as many backward, and one more for biases.
+A token costs 2 FLOP a matrix element forward and 4 backward (2 more where blocks are recomputed; 2
+less where it is frozen, for inputs alone have gradients); lookup tables cost none. Attention's
+products of tokens with tokens are left out: 2 * context elements for each layer's width, little
+beside 12 * width for contexts of a few thousand. Few tokens are bound by memory instead: each
+weight is read once per pass. In backward a gradient is written by autograd, read, and added to or
+stored where it rests, and squared. What stands between the products (norms, activation functions,
+residual sums, copies of heads) passes over memory too: counted for a GPT block of width h, 27 * h
+values a token forward, where its matrices take and give 16 * h; so 27/16 passes over these, twice
+as many backward, and one more for biases. What rests quantised is dequantised once in every pass:
+codes are read, and become indices, fp32 values, scaled ones, weights.
 """
 
 from __future__ import annotations
@@ -255,6 +257,7 @@ _MULTIPLIED_AS = {"fp16": "bf16"}
 # device that does nothing 15, with CUDA's own calls some 50 (estimated: not measured on a GPU).
 CALL_S = 50e-6
 HOST_FLOPS = 0.5e12  # bf16 products a second of a host beside a device: a guess, not measured
+DEQUANTISE_BYTES = 22  # an element: 2 + 2 of indices, 4 + 8 + 4 of fp32, 2 of weights
 SPLIT_UPDATE_BYTES = 26  # a parameter: 12 of state read and written, 2 of gradient read
 
 
@@ -379,7 +382,8 @@ class _Pricing:
         if work is None:
             return 0.0
         once, again = self._elements, self._again if phase.backward else _Elements()
-        products = (4 if phase.backward else 2) * once.matrices + 2 * again.matrices
+        products = 2 * (once.matrices + again.matrices)
+        products += 2 * once.trained if phase.backward else 0
         name = plan.precision.name
         rate = self.rates.compute.get(_MULTIPLIED_AS.get(name, name))
         seconds = products * work.tokens / rate if rate else 0.0
@@ -391,6 +395,7 @@ class _Pricing:
         values = once.sides * (PASSES_BACKWARD if phase.backward else PASSES_FORWARD)
         values = work.tokens * (values + again.sides * PASSES_FORWARD)
         seconds += values * plan.precision.weight / memory
+        seconds += DEQUANTISE_BYTES * once.quantised / memory
         if phase.backward:
             seconds += self._gradient_bytes(phase) / memory
         return seconds
@@ -408,27 +413,32 @@ class _Pricing:
 class _Elements:
     """Elements of matrices that a token is multiplied with, of all that is read; values in and out.
 
-    The last are what one token brings to the matrices, and what they make of it.
+    `sides` are what one token brings to the matrices, and what they make of it; `trained` those of
+    matrices whose gradients are wanted, `quantised` those that do not rest as they compute.
     """
 
     matrices: float = 0.0
+    trained: float = 0.0
+    quantised: int = 0
     all: int = 0
     sides: float = 0.0
 
 
 def _elements(units: Iterable[UnitLayout], work: Work) -> _Elements:
     """Of these units."""
-    matrices, all_elements, sides = 0.0, 0, 0.0
+    matrices, trained, quantised, all_elements, sides = 0.0, 0.0, 0, 0, 0.0
     for unit in units:
         for segment in unit.segments:
             if segment.parameter in work.lookups:
                 continue
             all_elements += segment.numel
+            quantised += segment.numel if segment.form else 0
             if len(segment.shape) > 1:
                 share = work.shares.get(segment.parameter, 1.0)
                 matrices += segment.numel * share
+                trained += segment.numel * share if segment.trained else 0.0
                 sides += sum(sorted(segment.shape)[-2:]) * share
-    return _Elements(matrices, all_elements, sides)
+    return _Elements(matrices, trained, quantised, all_elements, sides)
 
 
 def update_s(plan: Plan, rates: Rates) -> tuple[float, float]:

@@ -291,7 +291,8 @@ class Plan:
             ("gradients", Kind.GRADIENT),
         ):
             lines.append(f"  {label:<21} {self._placement_line(kind)}")
-        lines.extend(self._quantised_lines())
+        if self.frozen_line:
+            lines.append(f"  {'frozen weights':<21} {self.frozen_line}")
         if not self.unified:
             lines.append(f"  {'updates':<21} {self.updates_line}")
         for tier, parts in self.memory_by_name().items():
@@ -342,17 +343,6 @@ class Plan:
             lines.append(f"  weights{of} rest in shared RAM, and are copied from there, whole")
         return lines
 
-    def _quantised_lines(self) -> list[str]:
-        """Frozen weights that rest in fewer bits than they compute with."""
-        found = Counter[str]()
-        for segment in (s for unit in self.units for s in unit.segments if s.form):
-            found[segment.form] += segment.numel
-        return [
-            f"  {'frozen weights':<21} {format_count(count)} rest and travel as {form} (lossy), "
-            "and are dequantised on the device"
-            for form, count in found.items()
-        ]
-
     def _whole_batch_lines(self) -> list[str]:
         """What a step would move if its micro-batches passed each block together."""
         now, whole = (sum(b.values()) for b in (self.predicted_bytes, self.whole_batch_bytes))
@@ -365,6 +355,15 @@ class Plan:
             f"    gradient_accumulation_steps: 1, activations: {{slices: {count}, checkpoint: "
             "units}, and the whole batch in each call",
         ]
+
+    @property
+    def frozen_line(self) -> str:
+        """How many parameters are not trained, and how they rest; "" where there are none."""
+        found = Counter[str]()
+        for segment in (s for unit in self.units for s in unit.segments if not s.trained):
+            how = f"rest and travel as {segment.form} (lossy)" if segment.form else "as they are"
+            found[how] += segment.numel
+        return ", ".join(f"{format_count(count)} {how}" for how, count in found.items())
 
     @property
     def updates_line(self) -> str:

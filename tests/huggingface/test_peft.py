@@ -15,7 +15,10 @@ from support.small import ON_DEVICE, ON_DISK, settings
 from torch import Tensor, nn
 
 import infinity
+from infinity.config.schema import load_config
+from infinity.cutting import cut_model, groups_of
 from infinity.errors import ResidencyError
+from infinity.huggingface.meta import find_target
 from infinity.huggingface.models import load_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -106,6 +109,24 @@ def test_adapters_are_trained_over_a_streamed_base_and_saved_unchanged(
     for saved in ("disk", "disk-ours"):
         again = peft.PeftModel.from_pretrained(plain_base(), tmp_path / saved).eval()
         assert torch.equal(logits(again), found["disk"][2])
+
+
+def test_the_plan_of_adapters_is_that_of_the_run(base: Path, tmp_path: Path) -> None:
+    """`infinity plan DIR --lora 4 --rest nf4`, and peft's "all-linear" in an engine."""
+
+    def everywhere(model: Any) -> Any:
+        wanted = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        return peft.get_peft_model(model, wanted)
+
+    told = config(tmp_path, frozen={"rest": "nf4"})
+    engine, *_ = infinity.from_pretrained(base, told, prepare=everywhere)
+    with engine:
+        found = engine.plan.units
+    target, settings = find_target(str(base), lora=4), load_config(told)
+    planned = cut_model(target.module, settings, groups_of(target.module, settings), None).layouts
+    assert [(u.numel, u.frozen_bytes, u.slot_bytes) for u in planned] == [
+        (u.numel, u.frozen_bytes, u.slot_bytes) for u in found
+    ]
 
 
 def test_a_saved_adapter_is_loaded_over_an_offloaded_base(base: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from support.quantised import round_frozen
 from support.runs import TEMPLATE, losses_of, settings, train, write_chat
 from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -465,16 +466,20 @@ def test_best_and_early_stop_need_something_to_compare(tmp_path: Path) -> None:
 # --- adapters ------------------------------------------------------------------------------------
 
 
-def test_adapters_are_trained_on_conversations(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["lora", "qlora"])
+def test_adapters_are_trained_on_conversations(kind: str, tmp_path: Path) -> None:
+    """Those of qlora over a base of the values that rested as nf4."""
     llama().save_pretrained(tmp_path / "base")
     raw = chat_run(
         tmp_path, model={"path": str(tmp_path / "base")}, training__early_stop=2,
-        adapter={"r": 4, "targets": ["q_proj", "v_proj"]}, training__steps=4,
+        adapter={"type": kind, "r": 4, "targets": ["q_proj", "v_proj"]}, training__steps=4,
     )  # fmt: skip
     result, watcher = train(raw)
     assert watcher.steps[-1].loss < watcher.steps[0].loss
     assert result.model is not None
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    if kind == "qlora":
+        round_frozen(plain.requires_grad_(False), "nf4", torch.float32)
     weights = {name: value.clone() for name, value in plain.state_dict().items()}
     model = peft.PeftModel.from_pretrained(plain, result.model).eval()
     assert model.peft_config["default"].r == 4

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator, m
 from infinity.config.schema import Config, Number, OnePath, Section, as_path, entries
 from infinity.config.source import apply_overrides, explain, read_source
 from infinity.errors import ConfigError
+from infinity.formats import FrozenFormat
 
 AUTO = "auto"  # in scheduler.params: the number of steps of the run
 ALL_LINEAR = "all-linear"  # of adapter.targets, as peft calls it
@@ -158,7 +159,8 @@ class TrainingSection(Section):
 class AdapterSection(Section):
     """Adapters of peft that are trained in the place of the model's own weights."""
 
-    type: Literal["lora"] = "lora"
+    type: Literal["lora", "qlora"] = "lora"
+    """qlora: the base rests quantised, as `engine.frozen` says; nf4 unless that says otherwise."""
     r: int = Field(default=16, ge=1)
     """The rank of the matrices."""
     alpha: Annotated[Number, Field(gt=0)] | None = None
@@ -191,6 +193,10 @@ class RunConfig(Section):
         `ConfigError` where windows of `length` tokens, or these, do not come out even.
         """
         wanted, engine = self.training.tokens_per_step, self.engine.with_sliced_logits()
+        quantised = self.adapter is not None and self.adapter.type == "qlora"
+        if quantised and "rest" not in engine.frozen.model_fields_set:
+            frozen = engine.frozen.model_copy(update={"rest": FrozenFormat.NF4.value})
+            engine = engine.model_copy(update={"frozen": frozen})
         count = engine.gradient_accumulation_steps
         if wanted is not None and length != "auto":
             try:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parity.test_resume import Run as ResumeRun
 from parity.test_resume import SIMPLEST, ending, micro_step, straight
+from parity.test_resume import Run as ResumeRun
 from support.fake_accelerator import FakeAccelerator
 from support.models import CASES
 from support.trainer import Run, make_config, same_bits

@@ -37,6 +37,7 @@ LAYERS: tuple[set[str], ...] = (
     {"startup"},
     {"huggingface", "lightning"},
     {"runs"},
+    {"report"},
     {"cli"},
     {"__init__"},
 )

@@ -34,7 +34,7 @@ def run_process(*command: str, **options: Any) -> subprocess.CompletedProcess[st
     )
 
 
-COMMANDS = ["doctor", "plan", "init", "train", "run", "trace", "bench", "checkpoint"]
+COMMANDS = ["doctor", "plan", "init", "train", "run", "report", "trace", "bench", "checkpoint"]
 
 
 def test_version_and_help() -> None:

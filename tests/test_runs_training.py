@@ -259,7 +259,8 @@ def test_goes_on_exactly_after_it_died(plain: tuple[Path, list[Any]], tmp_path: 
 
 
 def losses_of_whole(path: Path) -> list[str]:
-    return [line for line in path.read_text().splitlines() if line.endswith("}")]
+    lines = path.read_text().splitlines()
+    return [line for line in lines if '"loss"' in line and line.endswith("}")]
 
 
 def test_goes_on_from_a_checkpoint_that_is_named(

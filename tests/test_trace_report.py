@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import random
-import subprocess
-import sys
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from typer.testing import CliRunner
 from infinity.cli.main import app
 from infinity.trace.reader import (
     CAUSES,
+    SHOWN,
     Interval,
     Shares,
     Timeline,
@@ -29,7 +28,7 @@ from infinity.trace.reader import (
     verdict,
     without,
 )
-from infinity.trace.recorder import NO_UNIT, Trace
+from infinity.trace.recorder import NO_UNIT, TRACKS, Trace
 
 TICK_S = 0.001
 SPAN = 4000  # ticks
@@ -277,16 +276,27 @@ def test_the_command_as_data(tmp_path: Path) -> None:
     assert only == second
 
 
-def test_the_tool_is_the_command_and_draws_where_matplotlib_is(tmp_path: Path) -> None:
-    written(tmp_path / "t.json", BY_HAND["the update"][0], [(0, 1000)])
-    tool = Path(__file__).parent.parent / "tools" / "trace_report.py"
-    chart = tmp_path / "t.svg"
-    command = [sys.executable, str(tool), str(tmp_path / "t.json"), "--chart", str(chart)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    if importlib.util.find_spec("matplotlib"):
-        assert "</svg>" in chart.read_text()
-    else:
-        assert "try: pip install matplotlib" in found.stderr
-        found = subprocess.run(command[:3], capture_output=True, text=True, timeout=600)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout == run(str(tmp_path / "t.json"))[1]
+def test_the_page_of_a_trace_holds_its_slices_and_no_empty_track(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from infinity.report import page as html
+
+    monkeypatch.setattr(html, "_library", lambda: "draws()")
+    written(tmp_path / "t.json", BY_HAND["the update"][0], [(0, 600), (600, 1000)])
+    code, out, _ = run(str(tmp_path / "t.json"), "--page", str(tmp_path / "t.html"))
+    assert code == 0
+    assert out == run(str(tmp_path / "t.json"))[1]
+    text = (tmp_path / "t.html").read_text()
+    data = json.loads(text.partition('type="application/json">')[2].partition("</script>")[0])
+    timeline = read_timeline(tmp_path / "t.json")
+    rows = data["datasets"]["slices"]
+    there = {track for track in timeline.tracks if track != "step"}
+    assert {row["track"] for row in rows} == {TRACKS[track] for track in there}
+    busy = {row["track"]: row["share"] for row in data["datasets"]["busy"]}
+    shares = Shares(timeline).whole
+    assert shares is not None
+    assert busy == {t.replace("_", " "): s for t in SHOWN if (s := shares.share(t))}
+    assert verdict(shares) in text
+    (lengths,) = {sum(r["end"] - r["begin"] for r in rows if r["track"] == "update")}
+    assert lengths == pytest.approx(1e3 * sum(s.seconds for s in timeline.of("update")))
+    assert not re.search("https?:", text)

@@ -1,6 +1,7 @@
 """The answer of `infinity plan` as one JSON-able object. Sizes are bytes, times seconds.
 
-`model`       name, family, parameters, units, largest_unit {name, weight_bytes}, experts
+`model`       name, family, parameters, flop_per_token (forward and backward), units, largest_unit
+              {name, weight_bytes}, experts
 `machine`     name, unified, num_cpus, host_bytes, device_bytes, disk_bytes, rates, nominal (names
               of rates that nobody measured), rates_origin, gpus (ranks of a node), nodes,
               assumed_disk (a path, where no drive was named); a device is one rank's, all else a
@@ -45,7 +46,7 @@ from infinity.plan.advice import Way, faster, ways_to_fit
 from infinity.plan.batch_schedule import BatchSchedule, Chosen
 from infinity.plan.budget import budgeted_bytes
 from infinity.plan.case import Case, Priced, price
-from infinity.plan.cost import BETWEEN_NODES, PhaseCost, disk_days
+from infinity.plan.cost import BETWEEN_NODES, PhaseCost, disk_days, flop_per_token
 from infinity.plan.layout import Kind, Tier, UnitLayout
 from infinity.plan.plan import DIRECTIONS, LINKS, Plan
 from infinity.sizes import format_count, format_duration, format_rate, format_size
@@ -398,6 +399,7 @@ def _model(case: Case, target: Target) -> dict[str, Any]:
         "name": target.name,
         "family": target.family,
         "parameters": sum(s.numel for u in case.units for s in u.segments),
+        "flop_per_token": flop_per_token(case.units, case.work),
         "units": len(case.units),
         "largest_unit": {"name": largest.name, "weight_bytes": largest.rest_bytes},
         "experts": bool(target.shares),

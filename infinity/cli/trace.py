@@ -1,4 +1,4 @@
-"""`infinity trace`, which is also `tools/trace_report.py`."""
+"""`infinity trace`."""
 
 from __future__ import annotations
 
@@ -23,17 +23,26 @@ def trace(
         int | None, typer.Option("--step", help="This step only, by its number in the run.")
     ] = None,
     stalls: Annotated[int, typer.Option("--stalls", help="How many stalls to list.", min=0)] = 10,
+    page: Annotated[
+        Path | None,
+        typer.Option("--page", metavar="FILE", help="Write an HTML page to look at, too."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say who was busy when in a training run, what it waited for, and what binds.
 
-    For example: infinity trace run.json --step 3; ui.perfetto.dev shows the tracks of that file.
+    For example: infinity trace run.json --step 3 --page step3.html; ui.perfetto.dev shows the
+    tracks of that file, too. A page needs the extra `report`.
     """
     with command():
         from infinity.trace.reader import Shares, read_timeline, report_data, report_lines
 
         shares = Shares(read_timeline(file))
         only = None if step is None else _find(shares, step)
+        if page is not None:
+            from infinity.report.trace import trace_page
+
+            trace_page(shares, only).write(page)
         data = report_data(shares, stalls, only)
         print(json.dumps(data) if as_json else "\n".join(report_lines(data)), flush=True)
 

@@ -76,7 +76,8 @@ def train(
     """Train a causal language model of transformers, new or pretrained, on local text.
 
     Shows the plan before anything is allocated. Writes to run_dir: config.yaml, plan.txt,
-    plan.json, metrics.jsonl, checkpoints/, and at the end model/, which transformers loads.
+    plan.json, metrics.jsonl, checkpoints/, and at the end model/, which transformers loads, and
+    report.html (see `infinity report`).
     Ctrl-C finishes the step, saves, and stops; a second one stops at once. Any number of GPUs
     computes the same steps, and goes on where another number stopped.
 
@@ -154,6 +155,9 @@ def _train_on(
             from infinity.runs.run import elsewhere
 
             raise elsewhere(error, run, typed) if run.directory.has_run else error from None
+        finally:
+            if run.trains and not run.ranks.rank:
+                page.report(run.directory.path)
         page.closing(result, run.directory.path)
     if result.stopped:
         page.note(f"stopped after step {result.steps} of {result.num_steps}; go on with: {again}")
@@ -314,6 +318,16 @@ class TrainPage:
         self.note(f"{name}: finishing this step, then saving; once more stops at once")
 
     # --- after training --------------------------------------------------------------------------
+
+    def report(self, directory: Path) -> None:
+        """Write the page of the run; where it cannot be, a line says why."""
+        from infinity.report.run import write_run_page
+
+        self.pause()
+        try:
+            self.note(f"report: {write_run_page(directory)}")
+        except InfinityError as error:
+            self.note(f"no report.html: {error.what}; {error.remedy}; infinity report {directory}")
 
     def closing(self, result: Result, directory: Path) -> None:
         """What came of it."""

@@ -441,6 +441,11 @@ def _elements(units: Iterable[UnitLayout], work: Work) -> _Elements:
     return _Elements(matrices, trained, quantised, all_elements, sides)
 
 
+def flop_per_token(units: Iterable[UnitLayout], work: Work) -> float:
+    """FLOP of the model itself for a token: 6 a matrix element; see [Note: compute]."""
+    return 6 * _elements(units, work).matrices
+
+
 def update_s(plan: Plan, rates: Rates) -> tuple[float, float]:
     """Seconds of one step's update: on the host, and on the device, streamed or not."""
     host = device = 0

@@ -8,6 +8,7 @@ data/         tokens
 checkpoints/  to go on from
 tensorboard/  if asked for
 best/         the weights with the smallest held-out loss so far, if asked for
+report.html   how it went, to look at
 model/        the result, once the run is complete
 """
 

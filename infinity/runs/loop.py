@@ -32,6 +32,7 @@ from infinity.errors import (
     TrainingError,
     TransferError,
 )
+from infinity.plan.machine import high_water_bytes
 from infinity.runs.best import Best
 from infinity.runs.metrics import LastStep, Metrics, Watcher
 from infinity.runs.preparation import Prepared
@@ -266,7 +267,7 @@ class Loop:
             "tokens_per_s": prepared.tokens_per_step / took_s,
             "stall_s": report.stall_s,
             "moved": report.moved,
-            "memory": report.memory,
+            "memory": report.memory | {"process": high_water_bytes()},
         }
         if prepared.engine.precision == "fp16":
             record["loss_scale"] = report.loss_scale

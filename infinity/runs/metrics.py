@@ -3,7 +3,9 @@
 `metrics.jsonl` has one object a line. "event": "step" with step, epoch, tokens (all so far), loss,
 lr, grad_norm, clip_factor, skipped, step_s, tokens_per_s, stall_s and moved (by direction), memory;
 "event": "evaluation" with step, loss, perplexity, windows; "event": "not saved" with step, tag and
-why, for a checkpoint that failed.
+why, for a checkpoint that failed. Each time that the run is started it says "began" with step, time
+(seconds since 1970) and what it runs on, and "ended" with step, time, why (None, or the
+error) and stopped_early; a run that was killed does not.
 """
 
 from __future__ import annotations
@@ -13,16 +15,17 @@ import importlib
 import json
 import math
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 
-from infinity.errors import MachineError
+from infinity.errors import MachineError, first_lines
 from infinity.files import atomic_write, json_lines
 
 _CURVES = ("loss", "lr", "grad_norm", "tokens_per_s", "step_s", "epoch")
@@ -99,11 +102,23 @@ class Metrics:
     """Appends records; of a run that goes on, those that it will write again are moved aside.
 
     `evaluated` are the steps with an evaluation, `notes` what has to be said once, `last_step` is
-    the last step that was told, of those that are behind the run.
+    the last step that was told, of those that are behind the run; `stopped_early` is for the end.
     """
 
-    def __init__(self, path: Path, *, after: int, tensorboard: Path | None = None) -> None:
-        """`after` is the step that the run goes on from; 0 for a new one. Raises `MachineError`."""
+    stopped_early = False
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        after: int,
+        tensorboard: Path | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`after` is the step that the run goes on from; 0 for a new one. Raises `MachineError`.
+
+        With `facts` it says that the run began, and, used as a context, that it ended.
+        """
         self._path = path
         self.notes: list[str] = []
         self._before_line = b""
@@ -128,6 +143,9 @@ class Metrics:
             raise self._refused(error) from error
         self.last_step = _last(record for _, record in kept)
         self.evaluated = {r["step"] for _, r in kept if r["event"] == "evaluation"}
+        self._began = facts is not None
+        if facts is not None:
+            self._mark("began", after, **facts)
         if tensorboard is not None:
             try:
                 library: Any = importlib.import_module("torch.utils.tensorboard")
@@ -138,6 +156,21 @@ class Metrics:
                     "training.tensorboard: the package is not installed (pip install tensorboard); "
                     "metrics.jsonl has the numbers"
                 )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._began:
+            stopped = isinstance(error, KeyboardInterrupt)
+            why = "it was stopped in a step" if stopped else error and first_lines(error)
+            self._mark("ended", self.last_step, why=why, stopped_early=self.stopped_early)
+        self.close()
+
+    def _mark(self, event: str, step: int, **facts: Any) -> None:
+        """Say what a run can do without: on a full drive it is not said."""
+        with suppress(MachineError):
+            self.write({"event": event, "step": step, "time": time.time(), **facts})
 
     def close(self) -> None:
         """Close the files; idempotent."""
@@ -162,6 +195,8 @@ class Metrics:
             raise self._refused(error) from error
         if record["event"] == "evaluation":
             self.evaluated.add(record["step"])
+        if record["event"] == "step":
+            self.last_step = record["step"]
         if self._board is not None:
             for name, value in _curves(record):
                 self._board.add_scalar(name, value, record["step"])
@@ -183,6 +218,7 @@ class Unwritten(Metrics):
 
     def __init__(self, evaluated: Iterable[int]) -> None:
         self.evaluated, self.notes, self.last_step = set(evaluated), [], 0
+        self._began = False
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Know of evaluations."""

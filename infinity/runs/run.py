@@ -38,6 +38,7 @@ from infinity.huggingface.batches import shared
 from infinity.huggingface.models import save_pretrained, transformers
 from infinity.model.weight_directory import holds_weights
 from infinity.plan.batch_schedule import Chosen
+from infinity.plan.machine import cpu_model
 from infinity.plan.plan import Plan
 from infinity.ranks import Ranks, find_ranks
 from infinity.runs.best import Best
@@ -192,8 +193,7 @@ class Run:
         directory.remember(decides=prepared.decides())
         best, done = Best(), reel.taken // prepared.windows_per_step
         engine.register_state("evaluations", best)  # after loading: older runs have none
-        metrics = self._metrics(done)
-        try:
+        with self._metrics(done, engine.device) as metrics:
             for note in metrics.notes:
                 watcher.note(note)
             if self.resume == AUTO:
@@ -205,9 +205,9 @@ class Run:
             if not loop.ended:
                 directory.remember(complete=False)
             loop.run()
-            return self._finish(loop, watcher)
-        finally:
-            metrics.close()
+            result = self._finish(loop, watcher)
+            metrics.stopped_early = result.stopped_early
+            return result
 
     @property
     def _keeps_best(self) -> bool:
@@ -255,14 +255,21 @@ class Run:
                 f"{training.keep_last}); those that do not fit are told, and tried again"
             )
 
-    def _metrics(self, done: int) -> Metrics:
+    def _metrics(self, done: int, device: torch.device) -> Metrics:
         """Of a run that goes on after `done` steps; the first rank writes them."""
         ranks, directory = self.ranks, self.directory
         board = directory.tensorboard if self.config.training.tensorboard else None
         metrics: Metrics | None = None
         with ranks.settle("opens the metrics"):
             if not ranks.rank:
-                metrics = Metrics(directory.metrics, after=done, tensorboard=board)
+                assert self.prepared is not None
+                gpu = device.type == "cuda"
+                facts = {
+                    "device": torch.cuda.get_device_name(device) if gpu else cpu_model(),
+                    "ranks": ranks.count,
+                    "num_steps": self.prepared.steps,
+                }
+                metrics = Metrics(directory.metrics, after=done, tensorboard=board, facts=facts)
         evaluated = [] if metrics is None else sorted(metrics.evaluated)
         evaluated = ranks.gather_words(evaluated)[0]
         return Unwritten(evaluated) if metrics is None else metrics

@@ -141,4 +141,5 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
 
 def losses_of(folder: Path) -> list[tuple[str, int, float]]:
     """What must not depend on when a run was stopped."""
-    return [(line["event"], line["step"], line["loss"]) for line in metrics_of(folder)]
+    told = (line for line in metrics_of(folder) if "loss" in line)
+    return [(line["event"], line["step"], line["loss"]) for line in told]

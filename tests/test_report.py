@@ -1,0 +1,163 @@
+"""Pages: they hold the numbers of what they are made of, and fetch nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.runs import metrics_of, settings, train
+from typer.testing import CliRunner
+
+from infinity.cli.main import app
+from infinity.errors import ConfigError, MachineError
+from infinity.report.run import POINTS, model_flop_share, read_run, run_page
+
+PLAN = {
+    "model": {"name": "tiny", "parameters": 1000, "flop_per_token": 5e6},
+    "machine": {"unified": True, "gpus": 1, "rates": {"compute.fp32": 1e9}, "nominal": []},
+    "work": {"precision": "fp32"},
+    "plan": {
+        "memory": {"device": {"slots": 100}, "host": {"process": 500}, "disk": {"weights": 0}},
+        "budget": {"device": None, "host": 1000, "disk": 10**6},
+    },
+    "activations": {"total": 50, "tier": "host"},
+    "step": {"seconds": 0.1, "tokens_per_s": 640.0, "binds": "compute"},
+    "wear": {"rated_bytes": 10**6},
+    "faster": [
+        {"what": "a <second> drive", "how": "nvme_path", "speed_up": 1.5, "changes_batch": False}
+    ],
+}
+
+
+def call(*arguments: str) -> tuple[int, str, str]:
+    found = CliRunner().invoke(app, list(arguments))
+    return found.exit_code, found.stdout, found.stderr
+
+
+def data_of(page: str) -> Any:
+    found = re.search(r'<script id="data" type="application/json">(.*?)</script>', page)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def written(folder: Path, *records: dict[str, Any], plan: Any = None) -> Path:
+    """A run's directory that tells this."""
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    if plan is not None:
+        (folder / "plan.json").write_text(json.dumps(plan))
+    return folder
+
+
+def step(number: int, **more: Any) -> dict[str, Any]:
+    return {
+        "event": "step", "step": number, "tokens": 64 * number, "loss": 4.0 - number / 8,
+        "lr": 1e-3, "grad_norm": 1.5, "clip_factor": 0.5, "skipped": False, "step_s": 0.5,
+        "tokens_per_s": 128.0, "stall_s": {"disk_read": 0.125, "update": 0.0},
+        "moved": {"disk_read": 4096, "disk_write": 1024}, "memory": {"peak": 800},
+    } | more  # fmt: skip
+
+
+def test_the_page_of_a_run_holds_the_numbers_of_its_metrics(tmp_path: Path) -> None:
+    """One that stopped and went on; the file stands alone."""
+    pytest.importorskip("vl_convert")
+    train(settings(tmp_path), stop_after=2)
+    train(settings(tmp_path), resume="auto")
+    code, out, err = call("report", str(tmp_path / "run"))
+    assert (code, out, err) == (0, f"{tmp_path}/run/report.html\n", "")
+    page = (tmp_path / "run" / "report.html").read_text()
+    rows, told = data_of(page)["datasets"], metrics_of(tmp_path)
+    steps = [record for record in told if record["event"] == "step"]
+    for name in ("step", "loss", "lr", "grad_norm", "tokens_per_s", "step_s"):
+        assert [row[name] for row in rows["steps"]] == [record[name] for record in steps], name
+    evaluations = [r for r in told if r["event"] == "evaluation"]
+    assert [e["loss"] for e in rows["evaluations"]] == [e["loss"] for e in evaluations]
+    assert rows["starts"] == [{"step": 2}]  # a grey line
+    assert "complete: 6 of 6 steps" in page
+    assert "started 2 times" in page
+    ours = re.sub(r"<script>.*?</script>", "", page, flags=re.S)  # the library names its home
+    assert not re.search(r"https?:|src=|@import|url\(", ours)
+    assert "default-src 'none'" in ours  # and the browser would not let it fetch
+
+
+def test_each_end_of_a_run_is_told(tmp_path: Path) -> None:
+    began = {"event": "began", "step": 0, "num_steps": 3, "ranks": 2}
+    ends = {
+        "complete: 3 of 3": (3, {"why": None}),
+        "stopped after 2 of 3": (2, {"why": None}),
+        "stopped early: 2 of 3": (2, {"why": None, "stopped_early": True}),
+        "ended after 2 of 3 steps by an error: the drive failed": (2, {"why": "the drive failed"}),
+        "goes on, or was killed": (2, None),
+    }
+    for text, (done, end) in ends.items():
+        ended = [] if end is None else [{"event": "ended", "step": done, **end}]
+        steps = [step(number) for number in range(1, done + 1)]
+        said = " ".join(run_page(read_run(written(tmp_path / "r", began, *steps, *ended))).head)
+        assert text in said
+        assert "2 ranks" in said
+
+
+def test_a_run_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(settings(tmp_path), die_after=2)
+    assert metrics_of(tmp_path)[-1]["why"] == "it was stopped in a step"
+    assert metrics_of(tmp_path)[0] | {"time": 0, "device": ""} == {
+        "event": "began", "step": 0, "time": 0, "device": "", "ranks": 1, "num_steps": 6
+    }  # fmt: skip
+
+
+def test_waits_memory_wear_and_mfu_are_those_told(tmp_path: Path) -> None:
+    page = run_page(read_run(written(tmp_path / "r", step(1), step(2), plan=PLAN)))
+    assert {(r["what"], r["seconds"]) for r in page.datasets["times"]} == {
+        ("no wait: compute, and the loop", 0.375), ("wait: disk read", 0.125)
+    }  # fmt: skip
+    bars = {(bar["what"], bar["share"]) for bar in page.datasets["tiers"]}
+    assert bars == {("process", 0.5), ("buffers", 0.1), ("activations, estimated", 0.05)}
+    marks = {(mark["kind"], mark["share"]) for mark in page.datasets["marks"]}
+    assert marks == {("budget", 1.0), ("measured", 0.8)}  # no empty tier, none that is not there
+    assert [row["written"] * 2**30 for row in page.datasets["steps"]] == [1024, 2048]
+    assert model_flop_share(PLAN, 128.0) == (0.64, "of 1 GFLOP/s, measured")
+    figures = " ".join(page.figures)
+    assert "25.0%" in figures
+    assert "0.2 % of the 1e-06 TB" in figures
+    assert "a &lt;second&gt; drive" in figures
+
+
+def test_a_long_run_is_drawn_with_means_and_what_is_not_finite_is_said(tmp_path: Path) -> None:
+    steps = [step(number) for number in range(1, 2 * POINTS + 1)]
+    steps[-1]["loss"] = "nan"
+    page = run_page(read_run(written(tmp_path / "r", *steps)))
+    rows = page.datasets["steps"]
+    assert len(rows) == POINTS
+    assert rows[0]["loss"] == (steps[0]["loss"] + steps[1]["loss"]) / 2
+    assert rows[-1]["loss"] == steps[-2]["loss"]
+    assert any("loss of 1 steps is not finite" in text for text in page.head)
+    assert not page.datasets.get("tiers")  # no plan: nothing is made up
+
+
+def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    code, out, err = call("report", str(tmp_path))
+    assert (code, out) == (2, "")
+    assert "holds no run" in err
+    assert "Traceback" not in err
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\x00 no lines\n[1]\n{}\n")
+    with pytest.raises(ConfigError, match="tells of no step"):
+        read_run(tmp_path)
+    assert call("report", str(tmp_path / "metrics.jsonl"))[0] != 1
+    assert call("report", str(tmp_path / "nowhere"))[0] == 2
+
+
+def test_without_the_package_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from infinity.report import page
+
+    page._library.cache_clear()
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    with pytest.raises(MachineError, match="report"):
+        run_page(read_run(written(tmp_path / "r", step(1)))).write(tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists()

@@ -4,8 +4,9 @@ bf16: a bf16 model, fp32 master and moments, fused AdamW one parameter at a time
 fp32 gradient exists at once: the leanest plain way. With several micro-batches gradients are
 summed in fp32, as the engine does. fp32: the model is its own master.
 
-Run as a program it reads one JSON job from stdin and writes one JSON line per step, so that the
-example can measure it in a process of its own.
+Run as a program it reads one JSON job from stdin, says when it is ready, and then makes as many
+steps as each line asks for, telling each in a JSON line: so the example can measure it in a process
+of its own, in turns.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +119,7 @@ def _add_to(master: nn.Parameter) -> Any:
 
 
 def run_job(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Train as `job` says and yield the losses and the time of every step."""
+    """Train as `job` says and yield, first nothing, then the losses and the time of every step."""
     import corpus
     import presets
 
@@ -128,6 +130,7 @@ def run_job(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     device = compute_device()
     plain = PlainTorch(model.to(device), config)
     source = corpus.batches(text.train, job["seed"], job["micro_batch"], job["context"])
+    yield {}
     for _ in range(job["num_steps"]):
         started = time.perf_counter()
         pairs = [next(source) for _ in range(config.gradient_accumulation_steps)]
@@ -143,8 +146,11 @@ def main() -> int:
     """Read a job, do it, and tell every step; end quietly when nobody listens any more."""
     job = json.loads(sys.stdin.readline())
     try:
-        for line in run_job(job):
-            print(json.dumps(line), flush=True)
+        steps = run_job(job)
+        print(json.dumps(next(steps)), flush=True)
+        for line in sys.stdin:
+            for told in islice(steps, int(line)):
+                print(json.dumps(told), flush=True)
     except (BrokenPipeError, KeyboardInterrupt):
         return 1
     return 0

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +50,17 @@ class Run:
         self.seed = self.config.seed or 0
         self.device = compute_device()
         self.config = _with_precision(self.config, self.device)
+        self.compared = min(arguments.steps, arguments.compare_steps) if arguments.compare else 0
+        self._plain: dict[str, Any] | None = None
 
     def run(self) -> dict[str, Any]:
-        """Train, then measure plain PyTorch, and return everything worth telling."""
+        """Train, at the end in turns with plain PyTorch, and return everything worth telling."""
         folder = _make_default_folder(self.config)
         try:
             result = self._train()
         finally:
             if folder is not None and not any(folder.iterdir()):
                 folder.rmdir()
-        if self.arguments.compare:
-            result["plain_torch"] = self._measure_plain(result["loss_bits_per_byte"])
         self.screen.table(
             f"{result['model']} after {result['steps']} steps of {self.tokens_per_step} tokens",
             ("", "measured", "against", ""),
@@ -110,7 +111,7 @@ class Run:
             "tokens_per_step": self.tokens_per_step,
             "held_out_bits_per_byte": {"first": first, "last": last},
             "peak_rss_bytes": peak_rss_bytes(),
-            "plain_torch": None,
+            "plain_torch": self._plain,
             "config": {name: entry["value"] for name, entry in self.config.resolved().items()},
         }
 
@@ -120,41 +121,50 @@ class Run:
             self.text.train, self.seed, arguments.micro_batch, self.shape.context
         )
         steps: list[dict[str, Any]] = []
-        for step in range(1, arguments.steps + 1):
-            started = time.perf_counter()
-            loss = 0.0
-            for micro_batch in range(1, self.micro_batches + 1):
-                self.signals.check()
-                tokens, targets = next(source)
-                part = engine(tokens.to(self.device), targets.to(self.device))
-                loss += _finite(part.item(), step, micro_batch, self.config) / self.micro_batches
-                engine.backward(part)
-                engine.step()
-            wall_s = time.perf_counter() - started
-            report = engine.last_report
-            steps.append(
-                {
-                    "loss": loss * BITS,
-                    "step_s": wall_s,
-                    "stall_s": dict(report.stall_s),
-                    "moved": dict(report.moved),
-                    "mispredictions": report.mispredictions,
-                }
-            )
-            typical_s = statistics.median(entry["step_s"] for entry in steps)
-            self.screen.step(
-                StepLine(
-                    step=step,
-                    num_steps=arguments.steps,
-                    loss=loss * BITS,
-                    tokens_per_s=self.tokens_per_step / wall_s,
-                    wall_s=wall_s,
-                    stall_s=report.stall_s,
-                    eta_s=typical_s * (arguments.steps - step),
-                    skipped=report.skipped,
-                )
-            )
+
+        def train() -> None:
+            steps.append(self._step(engine, source, steps))
+
+        for _ in range(arguments.steps - self.compared):
+            train()
+        if self.compared:
+            self._plain = self._beside_plain(steps, train)
         return steps
+
+    def _step(self, engine: Any, source: Any, steps: list[dict[str, Any]]) -> dict[str, Any]:
+        """One more step behind those that were made."""
+        arguments, step = self.arguments, len(steps) + 1
+        started = time.perf_counter()
+        loss = 0.0
+        for micro_batch in range(1, self.micro_batches + 1):
+            self.signals.check()
+            tokens, targets = next(source)
+            part = engine(tokens.to(self.device), targets.to(self.device))
+            loss += _finite(part.item(), step, micro_batch, self.config) / self.micro_batches
+            engine.backward(part)
+            engine.step()
+        wall_s = time.perf_counter() - started
+        report = engine.last_report
+        typical_s = statistics.median([*(entry["step_s"] for entry in steps), wall_s])
+        self.screen.step(
+            StepLine(
+                step=step,
+                num_steps=arguments.steps,
+                loss=loss * BITS,
+                tokens_per_s=self.tokens_per_step / wall_s,
+                wall_s=wall_s,
+                stall_s=report.stall_s,
+                eta_s=typical_s * (arguments.steps - step),
+                skipped=report.skipped,
+            )
+        )
+        return {
+            "loss": loss * BITS,
+            "step_s": wall_s,
+            "stall_s": dict(report.stall_s),
+            "moved": dict(report.moved),
+            "mispredictions": report.mispredictions,
+        }
 
     @torch.no_grad()
     def _evaluate(self, engine: Any) -> float:
@@ -170,56 +180,97 @@ class Run:
         engine.train()
         return total / arguments.eval_batches * BITS
 
-    def _measure_plain(self, losses: list[float]) -> dict[str, Any]:
-        """Run the first steps again in plain PyTorch, in a process of its own."""
-        arguments = self.arguments
-        num_steps = min(arguments.steps, arguments.compare_steps)
-        self.screen.say(f"the same {num_steps} first steps in RAM with plain PyTorch ...")
+    def _beside_plain(self, steps: list[dict[str, Any]], train: Callable[[], None]) -> Any:
+        """Make the last steps in turns with the first ones of plain PyTorch; what it came to.
+
+        A turn is two steps, of which the second is timed: the first one has what its side could do
+        during the other's turn.
+        """
         job = {
             "config": self.config.model_dump(mode="json", exclude_unset=True),
-            "text": str(arguments.text) if arguments.text else None,
-            "model": arguments.model,
+            "text": str(self.arguments.text) if self.arguments.text else None,
+            "model": self.arguments.model,
             "context": self.shape.context,
-            "micro_batch": arguments.micro_batch,
+            "micro_batch": self.arguments.micro_batch,
             "seed": self.seed,
-            "num_steps": num_steps,
+            "num_steps": self.compared,
         }
-        lines = _run_child([sys.executable, str(Path(__file__).with_name("_plain.py"))], job)
-        times = [line["step_s"] for line in lines]
-        plain = [line["loss"] * BITS for line in lines]
+        lines: list[dict[str, Any]] = []
+        pairs: list[tuple[float, float]] = []
+        with Plain(job) as plain:
+            self.screen.say(f"the last {self.compared} steps in turns with plain PyTorch in RAM")
+            while left := self.compared - len(lines):
+                turn = min(left, 2)
+                for _ in range(turn):
+                    train()
+                lines += plain.steps(turn)
+                if turn == 2 or not pairs:
+                    pairs.append((steps[-1]["step_s"], lines[-1]["step_s"]))
+        losses = [line["loss"] * BITS for line in lines]
         return {
-            "num_steps": num_steps,
-            "step_s": statistics.median(times[1:] or times),
-            "loss_bits_per_byte": plain,
+            "num_steps": self.compared,
+            "turns": len(pairs),
+            "step_s": statistics.median(theirs for _, theirs in pairs),
+            "our_step_s": statistics.median(ours for ours, _ in pairs),
+            "ratio": statistics.median(ours / theirs for ours, theirs in pairs),
+            "loss_bits_per_byte": losses,
             "largest_loss_difference": max(
-                abs(ours - theirs) for ours, theirs in zip(losses, plain, strict=False)
+                abs(step["loss"] - theirs) for step, theirs in zip(steps, losses, strict=False)
             ),
             "peak_rss_bytes": lines[-1]["peak_rss_bytes"],
         }
 
 
-def _run_child(command: list[str], job: Mapping[str, Any]) -> list[dict[str, Any]]:
-    # A session of its own: Ctrl-C reaches only us, and we end the child.
-    child = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = child.communicate(json.dumps(job) + "\n")
-    finally:
-        child.kill()
-        child.wait()
-    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    if child.returncode or not lines:
+class Plain:
+    """Plain PyTorch in a process of its own, that makes steps when it is asked to.
+
+    A context manager. The process has a session of its own: Ctrl-C reaches only us, and we end it.
+    """
+
+    def __init__(self, job: Mapping[str, Any]) -> None:
+        self._child = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("_plain.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._job = job
+
+    def __enter__(self) -> Plain:
+        try:
+            self._say(json.dumps(self._job))
+            self._hear()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        with self._child as child:
+            child.kill()
+
+    def steps(self, count: int) -> list[dict[str, Any]]:
+        """So many steps more; raises `MachineError` where the process ends instead."""
+        self._say(str(count))
+        return [self._hear() for _ in range(count)]
+
+    def _say(self, line: str) -> None:
+        with suppress(BrokenPipeError):  # it ended: `_hear` says so
+            print(line, file=self._child.stdin, flush=True)
+
+    def _hear(self) -> dict[str, Any]:
+        assert self._child.stdout is not None
+        line = self._child.stdout.readline()
+        if line:
+            found: dict[str, Any] = json.loads(line)
+            return found
+        code = self._child.wait()
         raise MachineError(
-            f"the comparison with plain PyTorch ended with code {child.returncode}",
-            because="it needs 20 bytes of RAM a parameter" if child.returncode < 0 else None,
+            f"the comparison with plain PyTorch ended with code {code}",
+            because="it needs 20 bytes of RAM a parameter, beside ours" if code < 0 else None,
             remedy="--no-compare leaves it out",
         )
-    return lines
 
 
 def _summary(steps: list[dict[str, Any]]) -> dict[str, Any]:

@@ -80,8 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--eval-batches", type=_positive, default=8, metavar="N", help="held-out micro-batches")
     add("--text", type=Path, metavar="FILE", help="train on this file's bytes instead")
     add("--compare", action=argparse.BooleanOptionalAction, default=True,
-        help="measure plain PyTorch in RAM afterwards, in a process of its own")  # fmt: skip
-    add("--compare-steps", type=_positive, default=5, metavar="N", help="(default: %(default)s)")
+        help="plain PyTorch, in RAM and a process of its own, takes turns at the end")  # fmt: skip
+    add("--compare-steps", type=_positive, default=6, metavar="N", help="(default: %(default)s)")
     add("--json", action="store_true", help="one JSON object on stdout, the rest on stderr")
     return parser
 

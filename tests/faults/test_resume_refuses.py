@@ -179,9 +179,9 @@ def test_a_step_that_was_committed_and_not_told_is_told(tmp_path: Path) -> None:
     train(raw, stop_after=4)
     metrics = tmp_path / "run" / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)
-    last = metrics_of(tmp_path)[-1]
-    assert last["event"] == "step"
-    metrics.write_text("".join(lines[:-1]))
+    last, end = metrics_of(tmp_path)[-2:]
+    assert (last["event"], end["event"]) == ("step", "ended")
+    metrics.write_text("".join(lines[:-2]))
     train(raw, resume="auto")
     again = next(r for r in metrics_of(tmp_path) if r["event"] == "step" and r["step"] == 4)
     assert again["recovered"]

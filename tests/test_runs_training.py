@@ -8,6 +8,7 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from typer.testing import CliRunner
 
 from infinity.cli.main import app, main
 from infinity.cli.train import TrainPage
-from infinity.errors import CheckpointError, ConfigError, TrainingError
+from infinity.errors import CheckpointError, ConfigError, InfinityWarning, TrainingError
 from infinity.plan.batch_schedule import BatchSchedule, choose_schedule
 from infinity.runs.data import Corpus
 from infinity.runs.preparation import scheduled
@@ -383,8 +384,42 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
 
 def test_tensorboard_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    _, watcher = train(settings(tmp_path, training__tensorboard=True, training__steps=1))
-    assert [note for note in watcher.notes if "pip install tensorboard" in note] != []
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    raw = settings(tmp_path, training__report_to="tensorboard", training__steps=1)
+    _, watcher = train(raw)
+    assert len([note for note in watcher.notes if "pip install tensorboard" in note]) == 1
+
+
+def test_trackers_are_told_what_the_metrics_are_and_end_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that accelerate has, with a package in the place of its own; it fails at the fourth."""
+    told: list[tuple[int, dict[str, Any]]] = []
+
+    class Board:
+        def __init__(self, log_dir: str, **options: Any) -> None:
+            told.append((0, {"log_dir": log_dir, **options}))
+
+        def add_scalar(self, name: str, value: Any, global_step: int) -> None:
+            if global_step == 4:
+                raise OSError("the network is gone")
+            told.append((global_step, {name: value}))
+
+        def flush(self) -> None: ...
+        def close(self) -> None: ...
+
+    package = SimpleNamespace(SummaryWriter=Board)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", package)
+    monkeypatch.setattr(torch.utils, "tensorboard", package, raising=False)
+    with pytest.warns(InfinityWarning, match=r"tensorboard failed \(the network is gone\)"):
+        result, _ = train(settings(tmp_path, training__report_to=["tensorboard"]))
+    assert result.steps == 6
+    assert told[0][1] == {"log_dir": str(tmp_path / "run" / "tensorboard"), "purge_step": None}
+    losses = [(step, values["train/loss"]) for step, values in told if "train/loss" in values]
+    steps = [r for r in metrics_of(tmp_path) if r["event"] == "step"]
+    assert losses == [(r["step"], r["loss"]) for r in steps[:3]]
+    names = {name for _, values in told for name in values}
+    assert {"train/tokens_per_s", "stall_s/disk_read", "moved/to_device", "memory/peak"} <= names
 
 
 # --- the command ---------------------------------------------------------------------------------

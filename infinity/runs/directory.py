@@ -6,7 +6,7 @@ plan.txt      where everything rests, and what a step moves; plan.json: the same
 metrics.jsonl a line a step, a line an evaluation
 data/         tokens
 checkpoints/  to go on from
-tensorboard/  if asked for
+tensorboard/  and wandb/, if asked for (training.report_to)
 best/         the weights with the smallest held-out loss so far, if asked for
 report.html   how it went, to look at
 model/        the result, once the run is complete
@@ -54,7 +54,7 @@ class RunDirectory:
         """
         self.path = path.absolute()
         self.tokens, self.checkpoints = self.path / "data", self.path / "checkpoints"
-        self.metrics, self.tensorboard = self.path / "metrics.jsonl", self.path / "tensorboard"
+        self.metrics = self.path / "metrics.jsonl"
         self.model, self.best = self.path / "model", self.path / "best"
         self._lock: LockFile | None = None
         self.record: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What a run tells while it goes: whoever follows it, `metrics.jsonl`, and TensorBoard if asked.
+"""What a run tells while it goes: whoever follows it, `metrics.jsonl`, and trackers if asked.
 
 `metrics.jsonl` has one object a line. "event": "step" with step, epoch, tokens (all so far), loss,
 lr, grad_norm, clip_factor, skipped, step_s, tokens_per_s, stall_s and moved (by direction), memory;
@@ -11,7 +11,6 @@ error) and stopped_early; a run that was killed does not.
 from __future__ import annotations
 
 import errno
-import importlib
 import json
 import math
 import os
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from infinity.errors import MachineError, first_lines
 from infinity.files import atomic_write, json_lines
+from infinity.runs.trackers import Trackers
 
 _CURVES = ("loss", "lr", "grad_norm", "tokens_per_s", "step_s", "epoch")
 
@@ -112,7 +112,7 @@ class Metrics:
         path: Path,
         *,
         after: int,
-        tensorboard: Path | None = None,
+        trackers: Trackers | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
         """`after` is the step that the run goes on from; 0 for a new one. Raises `MachineError`.
@@ -122,7 +122,7 @@ class Metrics:
         self._path = path
         self.notes: list[str] = []
         self._before_line = b""
-        self._board: Any = None
+        self._trackers = trackers
         try:
             found = list(_lines(path))
             kept = [(line, record) for line, record in found if record["step"] <= after]
@@ -146,16 +146,8 @@ class Metrics:
         self._began = facts is not None
         if facts is not None:
             self._mark("began", after, **facts)
-        if tensorboard is not None:
-            try:
-                library: Any = importlib.import_module("torch.utils.tensorboard")
-                begin = after + 1 if after else None
-                self._board = library.SummaryWriter(os.fspath(tensorboard), purge_step=begin)
-            except ImportError:
-                self.notes.append(
-                    "training.tensorboard: the package is not installed (pip install tensorboard); "
-                    "metrics.jsonl has the numbers"
-                )
+        if trackers is not None:
+            self.notes += trackers.notes
 
     def __enter__(self) -> Self:
         return self
@@ -177,9 +169,8 @@ class Metrics:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-        if self._board is not None:
-            self._board.close()
-            self._board = None
+        if self._trackers is not None:
+            self._trackers.close()
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record, which has "event" and "step". Raises `MachineError`."""
@@ -197,9 +188,8 @@ class Metrics:
             self.evaluated.add(record["step"])
         if record["event"] == "step":
             self.last_step = record["step"]
-        if self._board is not None:
-            for name, value in _curves(record):
-                self._board.add_scalar(name, value, record["step"])
+        if self._trackers is not None and (values := dict(_curves(record))):
+            self._trackers.log(values, record["step"])
 
     def catch_up(self, last: LastStep) -> None:
         """Tell of a step that was committed before it could be told. Raises `MachineError`."""
@@ -254,12 +244,12 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _curves(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What TensorBoard draws of a record."""
+    """What is drawn of a record."""
     if record["event"] == "evaluation":
         yield "evaluation/loss", record["loss"]
     elif record["event"] == "step":
         yield from ((f"train/{name}", record[name]) for name in _CURVES if name in record)
-        for group in ("stall_s", "moved"):
+        for group in ("stall_s", "moved", "memory"):
             yield from ((f"{group}/{name}", v) for name, v in record.get(group, {}).items())
 
 

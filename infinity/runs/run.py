@@ -57,6 +57,7 @@ from infinity.runs.preparation import (
     scheduled,
 )
 from infinity.runs.settings import AUTO, RunConfig, as_yaml
+from infinity.runs.trackers import Trackers
 from infinity.runs.windows import Reel
 from infinity.sizes import format_size
 from infinity.startup import device_for, initialize
@@ -258,7 +259,6 @@ class Run:
     def _metrics(self, done: int, device: torch.device) -> Metrics:
         """Of a run that goes on after `done` steps; the first rank writes them."""
         ranks, directory = self.ranks, self.directory
-        board = directory.tensorboard if self.config.training.tensorboard else None
         metrics: Metrics | None = None
         with ranks.settle("opens the metrics"):
             if not ranks.rank:
@@ -269,7 +269,15 @@ class Run:
                     "ranks": ranks.count,
                     "num_steps": self.prepared.steps,
                 }
-                metrics = Metrics(directory.metrics, after=done, tensorboard=board, facts=facts)
+                told = {name: str(value) for name, value in self.prepared.decides().items()}
+                trackers = Trackers(
+                    self.config.training.report_to,
+                    directory.path,
+                    identity=directory.record["id"],
+                    after=done,
+                    settings=told,
+                )
+                metrics = Metrics(directory.metrics, after=done, trackers=trackers, facts=facts)
         evaluated = [] if metrics is None else sorted(metrics.evaluated)
         evaluated = ranks.gather_words(evaluated)[0]
         return Unwritten(evaluated) if metrics is None else metrics

@@ -43,6 +43,9 @@ def _model_source(value: Any) -> Any:
 Patterns: TypeAlias = Annotated[
     tuple[str, ...], BeforeValidator(_patterns, json_schema_input_type=str | tuple[str, ...])
 ]
+Tracker: TypeAlias = Literal[
+    "tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio"
+]
 Text: TypeAlias = Annotated[str, Field(min_length=1)]
 
 
@@ -144,7 +147,8 @@ class TrainingSection(Section):
     """Steps; 0 = at the end only."""
     keep_last: int = Field(default=2, ge=1)
     """Checkpoints that stay."""
-    tensorboard: bool = False
+    report_to: Annotated[tuple[Tracker, ...], BeforeValidator(_names)] = ()
+    """tensorboard, wandb, mlflow, ...; whom accelerate knows."""
     export: Literal["auto", "bf16", "fp16", "fp32", "none"] = "auto"
     """Of the model that is written at the end: "auto" is the precision that was trained in."""
 

@@ -52,9 +52,9 @@ def format_step(line: StepLine) -> str:
     width = len(str(line.num_steps))
     skipped = "  skipped: gradient not finite" if line.skipped else ""
     return (
-        f"step {line.step:>{width}}/{line.num_steps}  {line.loss:6.3f} bits/byte"
-        f"  {line.tokens_per_s:7.1f} tokens/s  {format_stalls(line.stall_s, line.wall_s)}"
-        f"  left {format_duration(line.eta_s)}{skipped}"
+        f"step {line.step:>{width}}/{line.num_steps}  left {format_duration(line.eta_s)}{skipped}"
+        f"  {line.loss:6.3f} bits/byte  {line.tokens_per_s:7.1f} tokens/s"
+        f"  {format_stalls(line.stall_s, line.wall_s)}"
     )
 
 

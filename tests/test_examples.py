@@ -274,7 +274,7 @@ def test_the_live_line_names_what_makes_it_stall() -> None:
     )
     text = _ui.format_step(line)
     assert text == (
-        "step  3/36   5.250 bits/byte     64.0 tokens/s  stall read 15%, slots 1%  left 4 min 24 s"
+        "step  3/36  left 4 min 24 s   5.250 bits/byte     64.0 tokens/s  stall read 15%, slots 1%"
     )
     assert _ui.format_stalls({"update": 0.0}, 1.0) == "stall none"
     assert _ui.format_stalls({"update": 1.0}, 0.0) == "stall none"

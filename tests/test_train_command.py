@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
+from rich.console import Console
 from support.runs import settings
 from typer.testing import CliRunner
 
 from infinity.calibration import KnownRates
 from infinity.cli.init import PRESETS
 from infinity.cli.main import app
-from infinity.cli.train import format_stalls, format_step
+from infinity.cli.train import TrainPage, format_stalls, format_step
 from infinity.errors import ConfigError
 from infinity.plan.cost import Rates, nominal
 from infinity.runs.settings import load_run_config
@@ -320,7 +323,24 @@ def test_the_line_of_a_step() -> None:
         "stall_s": {"disk_read": 1.2, "slot": 0.08},
     }  # fmt: skip
     assert format_step(record) == (
-        "step  3/36  loss 5.2500  lr 1.00e-03  1,064 tokens/s  stall read 15%, slots 1%  "
-        "left 4 min 24 s  skipped: gradients are not finite"
+        "step  3/36  left 4 min 24 s  skipped: gradients are not finite  loss 5.2500  lr 1.00e-03  "
+        "1,064 tokens/s  stall read 15%, slots 1%"
     )
     assert format_stalls({}, 0.0) == "stall none"
+
+
+def test_a_narrow_terminal_keeps_the_bar_and_the_time_left() -> None:
+    record = {
+        "event": "step", "step": 3, "num_steps": 36_000, "loss": 5.25, "lr": 1e-3, "skipped": False,
+        "tokens_per_s": 1064.0, "step_s": 8.0, "left_s": 264.0,
+        "stall_s": {"disk_read": 1.2, "slot": 0.8, "update": 0.4, "gradient": 0.2},
+    }  # fmt: skip
+    page, written = TrainPage(), io.StringIO()
+    page._console = Console(file=written, force_terminal=True, width=80, soft_wrap=True)
+    with page:
+        page.told(record)
+    lines = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", written.getvalue()).splitlines()
+    shown = [line for line in lines if "left 4 min 24 s" in line]
+    assert shown
+    assert all("━" in line and len(line.rstrip("\r")) <= 80 for line in shown)
+    assert all(not line.strip() or "left" in line for line in lines)  # one line, not two

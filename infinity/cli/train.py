@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 
 from infinity.cli.terminal import Page, Stopped, command, handling, stdout_is_ours
 from infinity.errors import DoesNotFitError, EngineFailedError, InfinityError, MachineError
@@ -366,8 +367,10 @@ class TrainPage:
                 self.note(text)
             return
         if self._progress is None:
-            columns = BarColumn(bar_width=20), TextColumn("{task.description}", markup=False)
-            self._progress = Progress(*columns, console=self._console)
+            line = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+            words = TextColumn("{task.description}", markup=False, table_column=line)
+            bar = BarColumn(bar_width=16, table_column=Column(width=16))
+            self._progress = Progress(bar, words, console=self._console, expand=True)
             self._progress.start()
             self._progress.add_task(text, total=total)
         task = self._progress.task_ids[0]
@@ -375,14 +378,14 @@ class TrainPage:
 
 
 def format_step(record: Mapping[str, Any]) -> str:
-    """The line of a step."""
+    """The line of a step; a narrow terminal cuts its end off."""
     num_steps = record["num_steps"]
     skipped = "  skipped: gradients are not finite" if record["skipped"] else ""
     return (
-        f"step {record['step']:>{len(str(num_steps))}}/{num_steps}  loss {record['loss']:.4f}  "
+        f"step {record['step']:>{len(str(num_steps))}}/{num_steps}  "
+        f"left {format_duration(record['left_s'])}{skipped}  loss {record['loss']:.4f}  "
         f"lr {record['lr']:.2e}  {record['tokens_per_s']:,.0f} tokens/s  "
-        f"{format_stalls(record['stall_s'], record['step_s'])}  "
-        f"left {format_duration(record['left_s'])}{skipped}"
+        f"{format_stalls(record['stall_s'], record['step_s'])}"
     )
 
 

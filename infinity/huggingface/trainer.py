@@ -36,6 +36,7 @@ from infinity.huggingface.settings import (
     find_settings,
     refuse_arguments,
 )
+from infinity.huggingface.step_log import StepLog
 from infinity.model.lazy_tensor import Promised
 from infinity.optim.of_torch import Choice, adopt_scheduler, choose_class, choose_instance
 from infinity.ranks import Ranks, find_ranks
@@ -297,6 +298,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         self._notes = DataNotes()
         self._loop = LoopState(self._notes)
         self._batches: StepBatches | None = None
+        self._step_log = StepLog()
         self._goes_on_from: str | None = None
         self._closed = False
         super().__init__(*given, **named)
@@ -491,6 +493,8 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
         """As Trainer's; with a schedule the last batch of a step stands for all, 0 for others."""
+        self._see_step()
+        self._step_log.batch(inputs, getattr(self.model, "main_input_name", "input_ids"))
         held = self._batches
         if held is None or not held.take(inputs):
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
@@ -500,6 +504,17 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             self.accelerator.more_follow = not is_last
             total += super().training_step(model, batch, num_items_in_batch)
         return total
+
+    def _see_step(self) -> None:
+        if self.engine is not None:
+            self._step_log.see(self.engine.last_report)
+
+    def log(self, logs: dict[str, float], *more: Any, **named: Any) -> None:
+        """As Trainer's; beside a loss stands what its steps took, see `StepLog.take`."""
+        if "loss" in logs:
+            self._see_step()
+            logs = logs | self._step_log.take(self.args.world_size)
+        super().log(logs, *more, **named)
 
     def compute_ref_log_probs(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """As TRL's; before training the model may be its own reference, and needs an engine."""

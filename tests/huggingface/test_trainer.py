@@ -16,6 +16,7 @@ import torch
 import transformers as hf
 from support.hf_runs import (
     FP32,
+    LENGTH,
     Texts,
     arguments,
     assert_close_history,
@@ -319,8 +320,16 @@ def test_state_on_disk_gives_the_bits_of_state_in_ram(tmp_path: Path) -> None:
         )
         trainer.train()
         runs.append((history(trainer), masters(trainer)))
-        if config is disk:
-            assert trainer.engine.counters()["disk_write"] > 0
+        logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+        assert len(logged) == 3
+        for entry in logged:
+            tokens = entry["tokens_per_s"] * entry["step_s"]  # 3 batches of 2 texts
+            assert tokens == pytest.approx(6 * LENGTH)
+            assert 0 <= entry["stall_s"] <= entry["step_s"]
+            assert entry["memory_peak_gib"] > 0
+        written = trainer.engine.plan.predicted_bytes["disk_write"] / 2**30
+        assert logged[-1].get("disk_write_gib", 0) == pytest.approx(written)
+        assert ("disk_write_gib" in logged[-1]) == (config is disk)
         trainer.close()
     assert runs[0][0] == runs[1][0]
     assert_same_bits(runs[0][1], runs[1][1])

@@ -16,7 +16,7 @@ VOCABULARY = 48
 LENGTH = 10
 FP32 = {"precision": "fp32"}
 # What differs from run to run, and from machine to machine.
-_TIMES = ("runtime", "per_second", "preparation_time")
+_TIMES = ("runtime", "per_second", "preparation_time", "step_s", "stall_s", "per_s", "_gib")
 
 
 class Texts(Dataset[dict[str, Tensor]]):

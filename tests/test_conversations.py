@@ -43,6 +43,11 @@ MARKED = (
     "{% else %}{{ m.content }}<|end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
+THINKS = (
+    "{% for m in messages %}<|{{ m.role }}|>\n"
+    "{% if m.role == 'assistant' and loop.last %}so: {% endif %}{{ m.content | trim }}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
 TEXTS = ["Is it là?", "  Yes: naïve 😀, yes", "the there them", "no\n\nwell 😀😀", "é", ""]
 NO_DROPOUT = {f"model__config__{name}_pdrop": 0.0 for name in ("embd", "attn", "resid")}
 
@@ -121,6 +126,22 @@ def test_losses_are_of_what_the_assistant_says_and_of_nothing_else(wrapped: Any)
         start = len("".join(text for text, _ in parts[:9]))
         expected = slowly(wrapped, [(whole[:start], False), (whole[start:], True)])
         assert as_pairs(encoded(wrapped, row)) == expected
+
+
+def test_a_template_that_writes_the_last_turn_in_another_way(wrapped: Any) -> None:
+    """As those do that leave out what was thought before earlier answers."""
+    for first in range(len(TEXTS)):
+        said = [TEXTS[(first + i) % len(TEXTS)] for i in range(6)]
+        parts = []
+        for i, text in enumerate(said):
+            role = ("user", "assistant")[i % 2]
+            thought = "so: " if i == 5 else ""
+            words = (f"{thought}{text.strip()}<|end|>\n", role == "assistant")
+            parts += [(f"<|{role}|>\n", False), words]
+        messages = [
+            {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)
+        ]
+        assert as_pairs(encoded(wrapped, {"messages": messages}, THINKS)) == slowly(wrapped, parts)
 
 
 def test_losses_are_of_completions_and_the_token_that_ends_them(wrapped: Any) -> None:
@@ -483,6 +504,7 @@ def test_adapters_are_trained_on_conversations(kind: str, tmp_path: Path) -> Non
     weights = {name: value.clone() for name, value in plain.state_dict().items()}
     model = peft.PeftModel.from_pretrained(plain, result.model).eval()
     assert model.peft_config["default"].r == 4
+    assert model.peft_config["default"].base_model_name_or_path == str(tmp_path / "base")
     assert model.peft_config["default"].lora_alpha == 8
     base = model.get_base_model().state_dict()
     for name, value in weights.items():

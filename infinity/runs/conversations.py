@@ -8,7 +8,10 @@ characters, and the tokens that overlap them are marked; so a text is tokenised 
 Those ranges are what the chat template puts between {% generation %} and {% endgeneration %}. A
 template without these marks is asked for the beginnings of the conversation: what the rendering of
 the first i + 1 messages has beyond that of the first i, with the prompt for an answer, is turn i.
-That holds if both are beginnings of the whole rendering, which is checked.
+That holds if both are beginnings of the whole rendering, which is checked. Where the last message
+is written in another way than the same one before others (with an empty thought, say), its end is
+found from behind: what stays the same behind a message when it says something else comes after its
+words, and of that, what stays the same where it is the last one still belongs to it.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import importlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import groupby, islice, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -31,6 +34,7 @@ from infinity.runs.texts import Source, Tokenizer, as_utf8, read_rows
 FIRST, TRAINED = 1 << 30, 1 << 31
 TOKEN = FIRST - 1
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_OTHER = "\N{SYMBOL FOR NULL}"  # what nobody says
 _BATCH = 256  # conversations that are worth a call of the tokenizer
 _FIELDS = "'messages', or 'prompt' and 'completion'"
 
@@ -148,15 +152,24 @@ class Conversations:
             return _Rendered(text, trained or [], False)
         found = []
         for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            last = i + 1 == len(messages)
-            after = text if last else self._render(where, messages[: i + 1], tools)[0]
-            before = self._render(where, messages[:i], tools, prompts=True)[0] if i else None
-            if before is None or not (text.startswith(after) and after.startswith(before)):
-                _refuse_turn(where, i)
-            found.append((len(before), len(after)))
+            if message["role"] == "assistant":
+                before = self._render(where, messages[:i], tools, prompts=True)[0] if i else None
+                end = self._end_of_turn(where, messages, i, tools, text)
+                if before is None or end < len(before) or not text.startswith(before):
+                    _refuse_turn(where, i)
+                found.append((len(before), end))
         return _Rendered(text, found, False)
+
+    def _end_of_turn(self, where: str, messages: Messages, i: int, tools: Any, text: str) -> int:
+        """Where message i ends in the rendering of all; -1 where that cannot be told."""
+        last = self._render(where, messages[: i + 1], tools)[0]
+        if text.startswith(last):
+            return len(last)
+        other = [*messages[:i], messages[i] | {"content": _OTHER}, *messages[i + 1 :]]
+        rest = _same_at_the_end(text, self._render(where, other, tools)[0])
+        tail = _same_at_the_end(last, self._render(where, other[: i + 1], tools)[0])
+        end = len(text) - rest + tail
+        return end if text[:end].endswith(last[len(last) - tail :]) and tail <= rest else -1
 
     def _render(
         self, where: str, messages: Messages, tools: Any, *, prompts: bool = False
@@ -202,6 +215,12 @@ def _messages(where: str, field: str, row: dict[str, Any]) -> Messages:
     )
 
 
+def _same_at_the_end(one: str, other: str) -> int:
+    """How many characters at the ends of two texts are the same."""
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
 def _refuse_turn(where: str, turn: int) -> NoReturn:
     raise ConfigError(
         f"{where}: the chat template does not show where message {turn + 1} begins and ends",
@@ -217,4 +236,7 @@ def use_template(tokenizer: Tokenizer, path: Path) -> None:
     try:
         tokenizer.wrapped.chat_template = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"data.chat_template: {path} cannot be read: {error}") from error
+        raise ConfigError(
+            f"data.chat_template: {path} cannot be read: {error}",
+            remedy="the path of a Jinja file; left out, the tokenizer's own template is taken",
+        ) from error

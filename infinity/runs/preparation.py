@@ -167,6 +167,7 @@ def build(run: RunConfig, facts: ModelFacts, engine: Config) -> nn.Module:
     given: dict[str, Any] = {"model_class": CAUSAL, "model_kwargs": more}
     if section.path is not None:
         path = os.path.expanduser(section.path)
+        path = os.path.abspath(path) if os.path.isdir(path) else path
         model = load_model(path, engine, model_config=facts.config, **given)
     else:
         model = build_model(facts.config, engine, **given)
@@ -198,6 +199,8 @@ def adapted(model: nn.Module, section: AdapterSection) -> nn.Module:
         raise ConfigError(
             f"adapter: needs the package peft: {error}", remedy="pip install 'torch-infinity[hf]'"
         ) from error
+    base: Any = model
+    base.name_or_path = base.config.name_or_path  # what peft notes down as the base of its adapters
     targets = ALL_LINEAR if ALL_LINEAR in section.targets else list(section.targets)
     wanted = peft.LoraConfig(
         r=section.r,
@@ -209,13 +212,17 @@ def adapted(model: nn.Module, section: AdapterSection) -> nn.Module:
     try:
         made = peft.get_peft_model(model, wanted)
     except ValueError as error:
-        ends = {
-            name.rpartition(".")[2] for name, m in model.named_modules() if hasattr(m, "weight")
-        }
+        linear = [
+            name.rpartition(".")[2]
+            for name, module in model.named_modules()
+            if getattr(module, "weight", None) is not None
+            and module.weight.dim() == 2
+            and not isinstance(module, nn.Embedding)
+        ]
         raise ConfigError(
             f"adapter.targets: {targets} cannot be adapted",
             because=first_lines(error),
-            remedy=f"all-linear, or a list of {', '.join(sorted(ends))}",
+            remedy=f"all-linear, or a list of {', '.join(sorted(set(linear)))}",
         ) from error
     assert isinstance(made, nn.Module)
     return made.train()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,7 @@ from support.quantised import round_frozen
 from support.runs import TEMPLATE, losses_of, settings, train, write_chat
 from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
-from typer.testing import CliRunner
 
-from infinity.cli.main import app
 from infinity.errors import ConfigError, DoesNotFitError
 from infinity.runs import loop as runs_loop
 from infinity.runs import run as runs_run
@@ -525,20 +521,3 @@ def test_adapters_are_trained_on_conversations(kind: str, tmp_path: Path) -> Non
         ConfigError, match=r"adapter\.targets(.|\n)*all-linear, or a list of .*q_pr"
     ):
         _ = read_facts(bad, 257, 256).on_meta
-
-
-# --- the page ------------------------------------------------------------------------------------
-
-
-def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "fine-tuning.md").read_text(encoding="utf-8")
-    blocks = dict(re.findall(r"```(yaml|json|jinja|console)\n(.*?)```", page, re.DOTALL))
-    for name, kind in (("train.yaml", "yaml"), ("chat.jsonl", "json"), ("chat.jinja", "jinja")):
-        (tmp_path / name).write_text(blocks[kind])
-    monkeypatch.chdir(tmp_path)
-    for line in blocks["console"].splitlines():
-        words = shlex.split(line.removeprefix("$ infinity "), comments=True)
-        result = CliRunner().invoke(app, [*words, "engine.budget.host=6GiB"])
-        assert result.exit_code == 0, result.output
-    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
-    assert (tmp_path / "run" / "best" / "model.safetensors").exists()

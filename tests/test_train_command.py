@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -305,6 +306,20 @@ def test_the_tiny_preset_trains(tmp_path: Path) -> None:
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in lines if "evaluation" in line]
     assert losses[-1] < losses[0] - 0.5
+
+
+def test_the_page_about_fine_tuning_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "fine-tuning.md").read_text(encoding="utf-8")
+    blocks = dict(re.findall(r"```(yaml|json|jinja|console)\n(.*?)```", page, re.DOTALL))
+    for name, kind in (("train.yaml", "yaml"), ("chat.jsonl", "json"), ("chat.jinja", "jinja")):
+        (tmp_path / name).write_text(blocks[kind])
+    monkeypatch.chdir(tmp_path)
+    for line in blocks["console"].splitlines():
+        words = shlex.split(line.removeprefix("$ infinity "), comments=True)
+        code, _, error = run(*words, "engine.budget.host=6GiB")
+        assert code == 0, error
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+    assert (tmp_path / "run" / "best" / "model.safetensors").exists()
 
 
 def test_a_run_that_is_broken_is_planned_with_its_mistakes(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ from infinity.plan.machine import PlanMachine, default_host_budget_bytes, read_m
 from infinity.plan.plan import Plan, RuleFacts
 from infinity.plan.planner import gradient_itemsize, make_plan
 from infinity.ranks import ALONE, Ranks
-from infinity.rules import SGD
+from infinity.rules import RULES, SGD
 from infinity.storage.device import PROCESS, Device
 from infinity.storage.shared import can_share
 
@@ -77,6 +77,11 @@ def make_optimizer(
     settings = config.optimizer
     if model_parameters is not None:
         model_parameters = list(model_parameters)
+        for group in (g for g in model_parameters if isinstance(g, dict)):
+            if not isinstance(
+                group["params"], nn.Parameter
+            ):  # an iterator is over once it was read
+                group["params"] = list(group["params"])
     if isinstance(given, torch.optim.Optimizer):
         if model_parameters is not None:
             _check_same(given, model_parameters)
@@ -109,7 +114,7 @@ def make_optimizer(
         if not isinstance(groups[0], dict):
             groups = [{"params": groups}]
         groups = complete_groups(model, config, groups)
-        alike = {} if "use_muon" in groups[0] else settings.parameters()
+        alike = settings.parameters() if RULES[settings.type].kernel else {}
         return OffloadedOptimizer(groups, alike, rule=built_in)
     if settings.model_fields_set:
         raise ConfigError(

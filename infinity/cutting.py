@@ -100,6 +100,7 @@ def cut_model(
     cutter = Cutter(model)
     precision = PRECISIONS[config.precision]
     group_of = {id(p): g for g, group in enumerate(groups) for p in group["params"]}
+    of_muon = not RULES[config.optimizer.type].kernel  # other rules' groups may say the same word
     facts: list[ParameterFacts] = []
     for index, p in enumerate(cutter.parameters):
         dtype, itemsize = str(p.dtype).removeprefix("torch."), p.nbytes // max(p.numel(), 1)
@@ -109,7 +110,7 @@ def cut_model(
         facts.append(
             ParameterFacts(cutter.names[index], index, tuple(p.shape), dtype, p.numel(), itemsize,
                            group >= 0, group,
-                           whole=group >= 0 and groups[group].get("use_muon", False))
+                           whole=of_muon and group >= 0 and groups[group]["use_muon"])
         )  # fmt: skip
     if config.frozen.rest != "as_is":
         facts = _quantised(cutter, facts, config)

@@ -350,6 +350,7 @@ class Muon(Hyper):
     ) -> list[dict[str, Any]]:
         """Each group as one for Muon and one for AdamW; as it is where it says `use_muon`.
 
+        What begins with `adam_` is for AdamW's half of a group, and before what both halves take.
         Raises `ConfigError` for a parameter that is no matrix in a group with `use_muon`.
         """
         found = []
@@ -359,8 +360,10 @@ class Muon(Hyper):
             for takes in (True, False):
                 mine = [p for p, it in zip(group["params"], chosen, strict=True) if it is takes]
                 entries = cls._entries_of(options, by_muon=takes)
+                entries |= cls._entries_of(group, by_muon=True)
+                entries |= {} if takes else cls._entries_of(group, by_muon=False)
                 if mine:
-                    found.append({**entries, **group, "params": mine, "use_muon": takes})
+                    found.append({**entries, "params": mine, "use_muon": takes})
         for p in (p for group in found if group["use_muon"] for p in group["params"]):
             if len(p.shape) != 2:
                 raise ConfigError(

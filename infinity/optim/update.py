@@ -114,6 +114,7 @@ class BuiltInRule:
         self.matrix_steps = 0
         self._format = moments
         self._reserved = False
+        self._matrices: set[int] = set()  # ids of the parameters that rest as whole matrices
 
     def capture(self, group: Mapping[str, Any]) -> Hyper:
         """The group's hyper-parameters now."""
@@ -126,12 +127,21 @@ class BuiltInRule:
                 remedy=f"set it back to 0 and call step() again; to use {name} later, start with "
                 f"optimizer.{name} above 0: a schedule may change it then",
             )
+        whole = not hyper.kernel
+        if self._reserved and any((id(p) in self._matrices) != whole for p in _members(group)):
+            raise ConfigError(
+                f"use_muon is {whole} for parameters that began otherwise",
+                because="where and how they rest was decided when the engine was made",
+                remedy="put them back and call step() again; or make an engine over these groups",
+            )
         return hyper
 
     def reserve(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """As many moments as the group that needs the most."""
         self.moments = reserved_moments(self.name, groups, self._format)
         self.matrix_steps = matrix_steps(self.name, groups)
+        matrices = [group for group in groups if not self.capture(group).kernel]
+        self._matrices = {id(p) for group in matrices for p in _members(group)}
         self._reserved = True
 
     def tile_elements(self, largest: int) -> int:
@@ -147,6 +157,12 @@ class BuiltInRule:
     ) -> KernelUpdater:
         """The kernels."""
         return KernelUpdater(kernels, names, seed)
+
+
+def _members(group: Mapping[str, Any]) -> Sequence[Any]:
+    """Its parameters; there may be none."""
+    found: Sequence[Any] = group.get("params", ())
+    return found
 
 
 class KernelUpdater:

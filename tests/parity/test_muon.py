@@ -110,8 +110,9 @@ def test_who_steps_what_is_the_users_to_say() -> None:
     one, two, *rest = hidden(model)
     two.use_muon = False  # as DeepSpeed's users mark them
     others = [p for p in model.parameters() if all(p is not m for m in hidden(model))]
-    groups = [{"params": [one, others[0]], "lr": 0.5}, {"params": [two]},
-              {"params": rest, "use_muon": False, "betas": (0.5, 0.5)}]  # fmt: skip
+    groups = [{"params": iter([one, others[0]]), "lr": 0.5}, {"params": [two]},
+              {"params": rest, "use_muon": False, "betas": (0.5, 0.5)},
+              {"params": others[1:3], "lr": 0.6, "adam_lr": 0.7}]  # fmt: skip
     config = config_of(lr=0.02, adam_lr=0.03)
     with Run(model, config, device="cpu", groups=lambda model: groups) as run:
         found = [
@@ -123,10 +124,57 @@ def test_who_steps_what_is_the_users_to_say() -> None:
         (False, 0.5, None, (0.9, 0.999)),
         (False, 0.03, None, (0.9, 0.999)),
         (False, 0.03, None, (0.5, 0.5)),
+        (False, 0.7, None, (0.9, 0.999)),
     ]
     wrong = [{"params": list(model.parameters()), "use_muon": True}]
     with pytest.raises(ConfigError, match="put it in a group with use_muon=False"):
         make_optimizer(model, load_config({"optimizer": config["optimizer"]}), wrong)
+
+
+def steps(run: Run, count: int) -> list[float]:
+    """The losses of as many steps of one micro-batch."""
+    losses = []
+    for batch in CASE.batches(count):
+        loss = batch.call(run.engine)
+        run.engine.backward(loss)
+        run.engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("which", [0, -1])
+def test_a_group_that_turns_is_refused_before_the_step(which: int) -> None:
+    """Which then goes on as if nothing had been asked."""
+    with Run(CASE.build(), config_of(), device="cpu") as run:
+        expected = steps(run, 2)
+    with Run(CASE.build(), config_of(), device="cpu") as run:
+        group = run.engine.optimizer.param_groups[which]
+        first, second = CASE.batches(2)
+        loss = first.call(run.engine)
+        run.engine.backward(loss)
+        group["use_muon"] = not group["use_muon"]
+        with pytest.raises(ConfigError, match="that began otherwise"):
+            run.engine.step()
+        group["use_muon"] = not group["use_muon"]
+        run.engine.step()
+        assert [loss.item(), second.call(run.engine).item()] == expected
+
+
+@pytest.mark.parametrize("kind", [None, optim.NAdam])
+def test_groups_of_other_rules_may_say_use_muon(kind: Any) -> None:
+    """It is a word like any other there, and says nothing of how parameters rest."""
+    losses = []
+    for word in ("use_muon", "name"):
+        model = CASE.build()
+        matrices = hidden(model)
+        others = [p for p in model.parameters() if all(p is not m for m in matrices)]
+        groups = [{"params": matrices, word: True}, {"params": others, word: False}]
+        config = config_of()
+        del config["optimizer"]
+        given: Any = {"optimizer": kind(groups)} if kind else {"groups": lambda _, g=groups: g}
+        with Run(model, config, device="cpu", **given) as run:
+            losses.append(steps(run, 2))
+    assert losses[0] == losses[1]
 
 
 def test_a_durable_run_goes_on(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import infinity
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.errors import CheckpointError, ConfigError
 from infinity.formats import FrozenFormat
-from infinity.model.quantised import NF4_LEVELS, dequantise, dynamic_levels, quantise
+from infinity.model.quantised import NF4_LEVELS, _on, dequantise, dynamic_levels, quantise
 
 WIDE = 256
 FORMS = list(FrozenFormat)
@@ -66,6 +66,24 @@ def test_values_are_those_of_the_formula_written_slowly(form: FrozenFormat) -> N
             torch.testing.assert_close(round_trip(value, form), expected, rtol=1e-5, atol=1e-9)
             if dtype is torch.bfloat16 and form is not FrozenFormat.NF4_DOUBLE:
                 assert torch.equal(round_trip(value, form), expected), shape
+
+
+def test_torchs_defaults_do_not_show() -> None:
+    """Those who build a model in bf16 set its dtype for all."""
+    value = matrix((64, 64))
+    expected = {form: (packed(value, form), round_trip(value, form)) for form in FORMS}
+    _on.cache_clear()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("meta"):
+            for form, (held, back) in expected.items():
+                found = torch.zeros_like(held, device="cpu")
+                quantise(value, form, found)
+                assert torch.equal(found, held)
+                assert torch.equal(_value(found, form, value), back)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        _on.cache_clear()
 
 
 def test_pieces_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +144,8 @@ def adapted() -> nn.Module:
 
 
 def run(path: Path, placement: dict[str, str] = ON_DISK, **more: Any) -> infinity.Engine:
-    config = settings(path, placement, precision="bf16", **{"frozen": {"rest": "nf4"}, **more})
+    told = {"precision": "bf16", "frozen": {"rest": "nf4"}, **more}
+    config = settings(path, placement, **told)
     engine, *_ = infinity.initialize(adapted(), config)
     return engine
 
@@ -222,6 +241,19 @@ def test_checkpoints_hold_what_rests(tmp_path: Path) -> None:
             value = engine.state_dict()["0.base.weight"]
             kept = expected["0.base.weight"]
             assert torch.equal(value, kept if other == "as_is" else rounded(kept, "int8"))
+
+
+@pytest.mark.parametrize("form", FORMS[1:])  # values of NF4 give their own bytes again
+def test_weights_alone_are_loaded_as_they_rest(form: FrozenFormat, tmp_path: Path) -> None:
+    """Rounded once, however often they are saved and loaded: over another base, in fp32 too."""
+    more: dict[str, Any] = {"precision": "fp32", "frozen": {"rest": form}}
+    with run(tmp_path, **more) as engine:
+        engine.save_checkpoint(tmp_path / "checkpoints", tag="a")
+        expected = state(engine)
+        others = {n: torch.randn_like(value) for n, value in state(engine).items()}
+        engine.load_state_dict(others)
+        engine.load_checkpoint(tmp_path / "checkpoints", "a", load_optimizer_states=False)
+        assert same(state(engine), expected)
 
 
 def test_a_durable_run_goes_on_and_tells_another_format(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ they need beside it is small (`FrozenFormat.work_bytes`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -35,10 +35,10 @@ def dynamic_levels() -> Tensor:
     """
     levels = [0.0, 1.0]
     for power in range(7):
-        ends = torch.linspace(0.1, 1, 2**power + 1)
+        ends = torch.linspace(0.1, 1, 2**power + 1, dtype=torch.float32, device="cpu")
         means = (10 ** (power - 6) * ((ends[:-1] + ends[1:]) / 2)).tolist()
         levels += means + [-mean for mean in means]
-    return torch.tensor(sorted(levels))
+    return _fp32(sorted(levels))
 
 
 def quantise(value: Tensor, form: FrozenFormat, packed: Tensor) -> None:
@@ -49,7 +49,7 @@ def quantise(value: Tensor, form: FrozenFormat, packed: Tensor) -> None:
         return
     flat = value.reshape(-1)
     largest = torch.cat([_largest(part, NF4_BLOCK) for part, _ in _pieces(flat, codes)])
-    bounds = _bounds(torch.tensor(NF4_LEVELS))
+    bounds = _bounds(_fp32(NF4_LEVELS))
     for number, (part, out) in enumerate(_pieces(flat, codes)):
         first = number * (QUANTISED_PIECE // NF4_BLOCK)
         level = _nearest(part.float(), largest[first:], NF4_BLOCK, bounds)
@@ -139,6 +139,11 @@ def _nearest(flat: Tensor, largest: Tensor, block: int, bounds: Tensor) -> Tenso
     return torch.bucketize(scaled.clamp_(-1, 1), bounds, out_int32=True).to(torch.uint8)
 
 
+def _fp32(levels: Sequence[float]) -> Tensor:
+    """On the CPU, whatever torch's default dtype and device are."""
+    return torch.tensor(levels, dtype=torch.float32, device="cpu")
+
+
 def _bounds(levels: Tensor) -> Tensor:
     return (levels[:-1] + levels[1:]) / 2
 
@@ -154,6 +159,6 @@ def _scale(flat: Tensor, by: Tensor, block: int) -> None:
 @lru_cache(maxsize=16)
 def _on(device: torch.device) -> tuple[Tensor, Tensor]:
     """Constants there: the two levels of every byte of nf4 codes, and those of 8-bit codes."""
-    levels = torch.tensor(NF4_LEVELS)
+    levels = _fp32(NF4_LEVELS)
     pairs = torch.cartesian_prod(levels, levels)
     return pairs.to(device), dynamic_levels().to(device)

@@ -423,8 +423,10 @@ class Checkpoints:
     def _load_weights(self, reader: StateReader) -> None:
         there = {p.name for p in reader.manifest.parameters}
         for index in sorted(self._segments, key=self._values.place):
-            name = self._segments[index].name
-            if name in there:
+            name, form = self._segments[index].name, self._segments[index].form
+            if form and name in reader.quantised and reader.quantised[name].form == form:
+                self._values.write_packed(index, reader.read(FROZEN, name))  # rounded once only
+            elif name in there:
                 self._values.write(index, reader.master(name))
         self._values.flush()
 

@@ -304,6 +304,13 @@ class Values:
             else:
                 self._write_split(cached, weight[block], rest[block], flat[block])
 
+    @exclusive
+    def write_packed(self, parameter: int, packed: Tensor) -> None:
+        """Replace what rests quantised by bytes (uint8) in the same format, as they are."""
+        layout, segment = self._places[parameter]
+        cached = self._load(layout)
+        cached.replace(self._parts(cached, segment, with_rest=False)[0], packed)
+
     def _write_split(
         self, cached: _CachedUnit, weight: Tensor, rest: Tensor, value: Tensor
     ) -> None:

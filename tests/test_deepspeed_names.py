@@ -60,6 +60,15 @@ def test_every_name_is_there_and_has_deepspeeds_parameters() -> None:
     assert served > 200, served
 
 
+def test_every_module_is_found_by_attribute() -> None:
+    functions = {"utils.z3_leaf_module", "utils.torch"}  # a function by that name, and torch itself
+    for path, module in all_modules().items():
+        found: Any = deepspeed
+        for part in path.split("."):
+            found = getattr(found, part)
+        assert found is module or path in functions, path
+
+
 def test_methods_have_deepspeeds_parameters_or_say_what_to_write() -> None:
     broken = []
     without = {"DeepSpeedEngine": object.__new__(Engine), "DeepSpeedAccelerator": get_accelerator()}

@@ -30,7 +30,12 @@ CONFIGS = {
     "cifar": {"train_batch_size": 16, **ADAM},
     "with_accelerate": {"train_batch_size": 4, **ADAM},
     "hf_trainer": {**AUTO, "gradient_clipping": "auto"},
+    "bert": ADAM,
+    "ranks": {**AUTO, "gradient_clipping": "auto"},
+    "with_trl": {**AUTO, "gradient_clipping": "auto"},
+    "with_lightning": {},
 }
+IN_DOORS = {"with_trl": "trl", "with_lightning": "lightning"}  # of `make test-doors`
 # The first line of a script of one's own; then each script in turn, as `python script.py` runs it.
 ALL = """
 import infinity; infinity.as_deepspeed()
@@ -39,6 +44,7 @@ from pathlib import Path
 told = {}
 for script, config, folder in json.loads(sys.argv[1]):
     Path(folder).mkdir()
+    sys.path.insert(0, str(Path(script).parent))
     told[folder] = runpy.run_path(script)["main"](config, Path(folder))
     if "accelerate" in sys.modules:
         sys.modules["accelerate.state"].AcceleratorState._reset_state(True)
@@ -65,7 +71,8 @@ def config_of(name: str, folder: Path, *, on_disk: bool) -> Path:
 def run(folder: Path, *command: str) -> str:
     """What a command writes to stdout; it must end well."""
     root = str(Path(infinity.__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True,
         check=False,
@@ -74,18 +81,59 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout
 
 
-def test_scripts_run_as_they_are_and_placement_changes_no_bit(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A folder, and what the scripts say, by name and whether all is on disk."""
     pytest.importorskip("transformers")
+    return run_all(tmp_path_factory.mktemp("doors"), *(CONFIGS.keys() - IN_DOORS.keys()))
+
+
+def run_all(folder: Path, *names: str) -> tuple[Path, dict[str, Any]]:
+    """What scripts say, all in one process, by name and whether all is on disk."""
     scripts = [
-        (str(DOORS / f"{name}.py"), str(config_of(name, tmp_path, on_disk=on_disk)), str(folder))
-        for name in CONFIGS
+        (str(DOORS / f"{name}.py"), str(config_of(name, folder, on_disk=on_disk)),
+         str(folder / f"{name}-{on_disk}"))
+        for name in sorted(names)
         for on_disk in (False, True)
-        for folder in [tmp_path / f"{name}-{on_disk}"]
-    ]
-    told = json.loads(run(tmp_path, "-c", ALL, json.dumps(scripts)).rpartition("TOLD")[2])
-    for name in CONFIGS:
-        assert told[str(tmp_path / f"{name}-True")] == told[str(tmp_path / f"{name}-False")]
-    assert list((tmp_path / "nvme").iterdir()) == []
+    ]  # fmt: skip
+    found = json.loads(run(folder, "-c", ALL, json.dumps(scripts)).rpartition("TOLD")[2])
+    for name in names:
+        assert found[str(folder / f"{name}-True")] == found[str(folder / f"{name}-False")]
+    assert list((folder / "nvme").iterdir()) == []
+    return folder, {name: found[str(folder / f"{name}-False")] for name in names}
+
+
+def test_scripts_run_as_they_are_and_placement_changes_no_bit(
+    told: tuple[Path, dict[str, Any]],
+) -> None:
+    assert len(told[1]["hello"]["losses"]) == 6
+
+
+@pytest.mark.parametrize(("name", "package"), IN_DOORS.items())
+def test_stock_trainers_of(tmp_path: Path, name: str, package: str) -> None:
+    pytest.importorskip(package, reason=f"{package} is not installed: make test-doors")
+    _, found = run_all(tmp_path, name)
+    if name == "with_trl":
+        plain = run(tmp_path, str(DOORS / f"{name}.py"), "--folder", str(tmp_path / "plain"))
+        for kind, steps in json.loads(plain.rpartition("TOLD")[2]).items():
+            for mine, theirs in zip(found[name][kind], steps, strict=True):
+                assert mine == pytest.approx(theirs, rel=1e-5, abs=2e-6), kind
+
+
+def test_two_ranks_compute_what_one_does_with_twice_the_micro_batches(
+    told: tuple[Path, dict[str, Any]],
+) -> None:
+    """Same weights; means over ranks are rounded otherwise than those over micro-batches."""
+    (folder, found), out = told, told[0] / "two"
+    alone = found["ranks"]
+    out.mkdir()
+    given = ("--deepspeed", str(folder / "ranks_disk.json"), "--folder", str(out))
+    run(folder, "-m", "infinity.cli", "run", "--gpus", "2", str(DOORS / "ranks.py"), *given)
+    two = json.loads((out / "told.json").read_text())
+    assert two["accelerate"] == alone["accelerate"]
+    assert two["Trainer"]["weights"] == alone["Trainer"]["weights"]
+    for mine, other in zip(two["Trainer"]["numbers"], alone["Trainer"]["numbers"], strict=True):
+        assert mine == pytest.approx(other, rel=1e-6)
 
 
 # The page's blocks, and the example with us and without, one after the other in one process.

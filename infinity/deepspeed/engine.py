@@ -139,6 +139,15 @@ class DeepSpeedEngine(Engine):
         return self.loss_scale
 
     @property
+    def lr_scheduler(self) -> Any:
+        """The schedule the engine steps, or None; None may be set: then you step it yourself."""
+        return super().lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Any) -> None:
+        self._stepper.lr_scheduler = scheduler
+
+    @property
     def gradient_clipping(self) -> Answer:
         """The largest norm of gradients, 0: any. May be called, and set."""
         return Answer(self._gradient_clipping)

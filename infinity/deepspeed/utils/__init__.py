@@ -5,11 +5,11 @@ And what scripts take from its `runtime.utils` and `checkpoint.utils`.
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
+from logging import INFO, getLogger  # DeepSpeed's `utils.logging` is a module of its own
 from typing import Any, Self
 
 import numpy
@@ -25,7 +25,7 @@ from infinity.model.torch_private import tree_map
 from infinity.plan.machine import read_machine
 from infinity.sizes import format_size
 
-logger = logging.getLogger("infinity")
+logger = getLogger("infinity")
 Classes = Sequence[type[nn.Module] | str]
 
 # --- full values of one parameter, wherever they rest --------------------------------------------
@@ -208,16 +208,14 @@ def _mark(
 # --- the rest ------------------------------------------------------------------------------------
 
 
-def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
     """Log a message, if this rank is among those that shall; without any, or with -1, all do."""
     if not ranks or get_rank() in ranks or -1 in ranks:
         logger.log(level, message)
 
 
 @cache
-def log_dist_once(
-    message: str, ranks: tuple[int, ...] | None = None, level: int = logging.INFO
-) -> None:
+def log_dist_once(message: str, ranks: tuple[int, ...] | None = None, level: int = INFO) -> None:
     """`log_dist`, of each message once."""
     log_dist(message, ranks, level)
 

@@ -86,7 +86,7 @@ def make_optimizer(
         if model_parameters is not None:
             _check_same(given, model_parameters)
         model_parameters = given.param_groups
-    if model_parameters is None:
+    if model_parameters is None or not trains:
         groups: list[Any] = [p for p in model.parameters() if p.requires_grad] if trains else []
         if not groups and given is None:
             rule = BuiltInRule(SGD.__name__)

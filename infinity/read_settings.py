@@ -86,7 +86,7 @@ def read_settings(
         first,
         client_optimizer=optimizer is not None,
         client_scheduler=lr_scheduler is not None,
-        may_infer=model_parameters is None and optimizer is None,
+        may_infer=(model_parameters is None or model_parameters == []) and optimizer is None,
         ranks=ranks,
     )
     if found is None:

@@ -18,7 +18,7 @@ from infinity import deepspeed
 from infinity.deepspeed.monitors import MonitorMaster, get_monitor_config
 from infinity.deepspeed.utils import clone_tensors_for_torch_save, see_memory_usage
 from infinity.deepspeed.zero import ZeroParamStatus
-from infinity.errors import ConfigError, TrainingError
+from infinity.errors import ConfigError, InfinityWarning, ResidencyError, TrainingError
 
 
 def test_operations_of_a_forward_and_a_backward_are_counted(tmp_path: Path) -> None:
@@ -183,6 +183,20 @@ def test_parameters_say_where_their_values_are(tmp_path: Path) -> None:
     assert not hasattr(weight, "ds_id")
     with small_engine(tmp_path, ON_DISK) as plain:
         assert not hasattr(plain.module.norm.weight, "ds_id")
+
+
+def test_a_module_is_not_moved_from_its_engine(tmp_path: Path) -> None:
+    with small_engine(tmp_path, ON_DISK, engine_class=deepspeed.DeepSpeedEngine) as engine:
+        with pytest.warns(InfinityWarning, match="not moved to meta"):
+            assert engine.module.to("meta") is engine.module
+        with pytest.raises(ResidencyError, match="cannot be moved or cast"):
+            engine.module.half()
+        train(engine, 1)
+    with (
+        small_engine(tmp_path, ON_DISK) as plain,
+        pytest.raises(ResidencyError, match="cannot be moved or cast"),
+    ):
+        plain.module.to("meta")
 
 
 def test_the_engine_answers_by_the_configuration(tmp_path: Path) -> None:

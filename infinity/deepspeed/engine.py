@@ -117,6 +117,8 @@ class DeepSpeedEngine(Engine):
         parameters = self._parts.cut.parameters
         mark(parameters)
         self._parts.also(partial(unmark, parameters))
+        for part in module.modules():
+            vars(part)["_apply"].stays = True
 
     if not TYPE_CHECKING:
 

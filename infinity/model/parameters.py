@@ -26,6 +26,7 @@ parameter
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
-from infinity.errors import ConfigError, EngineClosedError, ResidencyError, listed
+from infinity.errors import (
+    ConfigError,
+    EngineClosedError,
+    InfinityWarning,
+    ResidencyError,
+    listed,
+)
 from infinity.plan.layout import Segment, UnitLayout
 
 # Which engine a parameter belongs to, known by the parameter itself: nothing is global.
@@ -470,11 +477,13 @@ class ModuleMap(dict[str, nn.Module | None]):
 class RefusedApply:
     """Stands in for `module._apply` (`.to()`, `.half()`, `.cpu()`, ...) on an owned module.
 
-    What changes nothing is no error: a loop that moves the module to where it is goes on.
+    What changes nothing is no error: a loop that moves the module to where it is goes on. With
+    `stays`, as scripts written for DeepSpeed want it, a move elsewhere is warned of, and not made.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
+        self.stays = False
 
     def __call__(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """The module, if the change leaves all its tensors as they are."""
@@ -484,7 +493,16 @@ class RefusedApply:
         for dtype, device, dims in {(t.dtype, t.device, t.dim()) for t in tensors}:
             sample = torch.zeros((2,) * dims, dtype=dtype, device=device)
             address = sample.data_ptr()
-            if change(sample) is not sample or sample.data_ptr() != address:
+            changed = change(sample)
+            if self.stays and changed.dtype is dtype and changed.device != device:
+                warnings.warn(
+                    f"an offloaded module stays where its engine computes, on {device}: it was not "
+                    f"moved to {changed.device}",
+                    InfinityWarning,
+                    stacklevel=3,
+                )
+                return module
+            if changed is not sample or sample.data_ptr() != address:
                 raise ResidencyError(
                     f"an offloaded module cannot be moved or cast: this would change its {dtype} "
                     f"tensors on {device}, and the engine owns their memory",

@@ -1,4 +1,6 @@
-"""`tools/bench_quality.py`: goes on from checkpoints bit for bit, and sums up what is there."""
+"""`tools/bench_quality.py`: goes on from checkpoints bit for bit, and sums up what is there; and
+`tools/bench_rules.py`, its table.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,19 @@ import pytest
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
 
 
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.setattr(sys, "path", [str(TOOLS), *sys.path])
-    spec = importlib.util.spec_from_file_location("bench_quality", TOOLS / "bench_quality.py")
+def loaded(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setattr(sys, "path", [str(TOOLS), *sys.path])
+    return loaded("bench_quality")
 
 
 def losses(out: Path, variant: str) -> list[float]:
@@ -39,7 +45,7 @@ def test_variants_resume_and_are_compared(bench: ModuleType, tmp_path: Path) -> 
         given = [*small, "--out", str(out), "--variant", variant, "--steps", str(steps)]
         assert bench.main(given) == 0
 
-    for variant in ("fp32", "8bit"):
+    for variant in ("fp32", "8bit", "muon"):
         run(whole, variant, 6)
         run(cut, variant, 2)
         assert len(losses(cut, variant)) == 2
@@ -49,7 +55,7 @@ def test_variants_resume_and_are_compared(bench: ModuleType, tmp_path: Path) -> 
     assert bench.main(["--out", str(whole), "--plot-only"]) == 0
     summary = json.loads((whole / "quality.json").read_text())
     assert summary["steps"] == 6
-    assert set(summary["variants"]) == {"fp32", "8bit"}
+    assert set(summary["variants"]) == {"fp32", "8bit", "muon"}
     assert summary["variants"]["fp32"]["difference_from_fp32"] == 0
     assert 0 < summary["variants"]["8bit"]["mean_absolute_difference_per_step"] < 0.1
     drawing = ElementTree.parse(whole / "quality.svg").getroot()
@@ -60,3 +66,17 @@ def test_variants_resume_and_are_compared(bench: ModuleType, tmp_path: Path) -> 
 
 def test_nothing_to_compare_with_is_said(bench: ModuleType, tmp_path: Path) -> None:
     assert bench.main(["--out", str(tmp_path), "--plot-only"]) == 1
+
+
+def test_rules_are_told_beside_adamw(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    given = ["--context", "16", "--rounds", "2", "--only", "Muon", "torch.optim.Adafactor"]
+    assert loaded("bench_rules").main(given) == 0
+    _, _, *rows = (line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines())
+    assert [(name, nbytes) for name, nbytes, _ in rows] == [
+        ("AdamW", "12"), ("Muon", "8.35"), ("torch.optim.Adafactor", "12")
+    ]  # fmt: skip
+    assert rows[0][2].startswith("1.00")
+    assert float(rows[1][2].split()[0]) > 0

@@ -8,7 +8,8 @@ from html import escape
 
 WIDTH, LEFT, RIGHT = 900, 70, 150
 PANELS = ((40, 300), (380, 180))  # (top, height) of the losses and of the differences
-COLOURS = {"fp32": "#222222", "bf16": "#d95f02", "bf16_stochastic": "#1b9e77", "8bit": "#7570b3"}
+COLOURS = {"fp32": "#222222", "bf16": "#d95f02", "bf16_stochastic": "#1b9e77", "8bit": "#7570b3",
+           "muon": "#e7298a"}  # fmt: skip
 
 Curve = Sequence[tuple[float, float]]
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What lossy moments cost: loss curves of one model, trained alike but for the moments' format.
+"""What lossy moments cost, and Muon gains: loss curves of one model, trained alike but for that.
 
     python tools/bench_quality.py --steps 1000 --context 64            all variants, then the plot
     python tools/bench_quality.py --variant 8bit --steps 1000 ...      one of them, in this process
@@ -29,7 +29,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
-VARIANTS = ("fp32", "bf16", "bf16_stochastic", "8bit")
+# By name, an optimizer: AdamW with moments in a format, and Muon with AdamW's rates for both parts.
+VARIANTS: dict[str, dict[str, Any]] = {
+    form: {"type": "AdamW", "betas": [0.9, 0.95], "moments": form}
+    for form in ("fp32", "bf16", "bf16_stochastic", "8bit")
+}
+VARIANTS["muon"] = {
+    "type": "Muon", "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.01,
+    "adam_betas": [0.9, 0.95],
+}  # fmt: skip
 # What must agree between a checkpoint and the run that goes on from it.
 FIXED = ("model", "precision", "context", "micro_batch", "lr", "warm_up", "clipping", "seed")
 LAST = 100  # steps whose mean is "the loss at the end"
@@ -63,7 +71,9 @@ def train(arguments: argparse.Namespace, variant: str, say: Callable[[str], None
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[arguments.precision]
     model = presets.build(shape, dtype, arguments.seed)
     in_ram = dict.fromkeys(("weights", "moments", "gradients"), "host")
-    rule = {"type": "AdamW", "lr": arguments.lr, "betas": [0.9, 0.95], "moments": variant}
+    rule = {**VARIANTS[variant], "lr": arguments.lr}
+    if variant == "muon":
+        rule["adam_lr"] = arguments.lr
     config = {
         "precision": arguments.precision, "placement": in_ram, "optimizer": rule,
         "gradient_clipping": arguments.clipping, "seed": arguments.seed,

@@ -585,7 +585,8 @@ _SCALED = "scales rates by width with the mup package, which is not built in"
 _NOT_BUILT = {
     **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), _COMPRESSED),
     **dict.fromkeys(("muadam", "muadamw", "musgd"), _SCALED),
-    "lamb": "needs the norm of each whole parameter, which no kernel here has yet",
+    "lamb": "needs the norm of each whole parameter, which no kernel here has; remove the section "
+    "and pass a library's, which torch runs: initialize(optimizer=pytorch_optimizer.Lamb)",
 }
 # How an optimizer is carried out: nothing here depends on it.
 _HINTS = ("fused", "foreach", "capturable", "differentiable", "set_grad_none")
@@ -681,7 +682,7 @@ def _why_not(kind: str, params: Mapping[str, Any]) -> str:
             f"(groups{given}))"
         )
     if reason is not None:
-        return f"{kind} {reason}; use one of {_RULES}"
+        return f"{kind} {reason}; or use one of {_RULES}"
     hint = did_you_mean(kind, [*BUILT_IN.values(), *names.values()])
     return f"{kind!r} is no optimizer that is known; {hint}built in: {_RULES}"
 

@@ -241,7 +241,8 @@ def _try_out(facts: AdapterFacts) -> AdapterFacts:
         raise ConfigError(
             f"{facts.name} cannot step small parameters of the model's groups: {error}",
             because="an engine's step() has neither a closure nor sparse gradients",
-            remedy="use an optimizer whose step() takes no argument",
+            remedy="use an optimizer whose step() takes no argument; of one with modes pass a "
+            "function of groups that calls its train() before it returns it",
         ) from error
     facts = _with_names(facts, plain)
     _require_change(facts, trials, plain)

@@ -95,6 +95,37 @@ def test_muon_gets_whole_matrices() -> None:
             assert same_bits(state["momentum_buffer"], muon.state[other]["momentum_buffer"])
 
 
+def test_schedule_free_trains_where_it_computes_gradients() -> None:
+    """The engine holds what its `train()` leaves; what `eval()` would is a line of state away."""
+    package = pytest.importorskip("schedulefree")
+
+    def maker(groups: list[dict[str, Any]]) -> optim.Optimizer:
+        made = package.AdamWScheduleFree(groups, lr=1e-2, betas=(0.8, 0.99), foreach=False)
+        made.train()
+        return made
+
+    theirs, batches = CASE.build(), CASE.batches(STEPS)
+    plain = maker([{"params": list(theirs.parameters())}])
+    for batch in batches:
+        batch.call(theirs).backward()
+        plain.step()
+        plain.zero_grad()
+    with Run(CASE.build(), config_of(), device="cpu", optimizer=maker) as run:
+        for batch in batches:
+            run.engine.backward(batch.call(run.engine))
+            run.engine.step()
+        found = {name: value.detach().clone() for name, value in theirs.state_dict().items()}
+        trained = run.masters()
+        assert all(same_bits(trained[name], value) for name, value in found.items())
+        plain.eval()
+        for name, mine in run.model.named_parameters():
+            z = run.engine.optimizer.read_state(mine)["z"]
+            averaged = trained[name].lerp(z, 1 - 1 / 0.8)
+            assert same_bits(averaged, theirs.get_parameter(name).detach())
+        with pytest.raises(ConfigError, match=r"not in train mode.*\n.*\n.*calls its train\(\)"):
+            open_adapter(package.AdamWScheduleFree, [{"params": list(run.model.parameters())}])
+
+
 @pytest.mark.parametrize("name", ["NAdam", "RMSprop", "own", "Adafactor"])
 def test_bf16_steps_the_split_masters(name: str) -> None:
     """Plain torch's optimizer on fp32 masters, from the gradients of a bf16 model."""

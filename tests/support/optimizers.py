@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -64,3 +66,5 @@ WHOLE: dict[str, Maker] = {
     "Adafactor": lambda groups: optim.Adafactor(groups, lr=1e-2),
     "TrustRatio": TrustRatio,
 }
+if importlib.util.find_spec("pytorch_optimizer"):  # a library's Lamb
+    WHOLE["Lamb"] = lambda groups: importlib.import_module("pytorch_optimizer").Lamb(groups, lr=0.1)

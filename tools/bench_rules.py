@@ -1,0 +1,108 @@
+#!/usr/bin/env python3
+"""What each update rule costs: bytes at rest, and the time of a step beside AdamW's.
+
+    python tools/bench_rules.py --model gpt-tiny --rounds 20
+
+One model of examples/gpt.py for each rule, all in RAM on the CPU, in one process. In a round every
+rule takes one step, forward, backward and update, in an order that turns; a rule's number is the
+median over rounds of its seconds divided by AdamW's in the same round, with the quartiles beside
+it. Bytes are those of one parameter at rest, moments and masters included, on the average. Rules of
+packages that are not installed are left out. Prints a table in Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+
+# Built in, by what a config says; the first is what the others are compared with.
+BUILT_IN: dict[str, dict[str, Any]] = {
+    "AdamW": {"type": "AdamW"},
+    "AdamW, moments 8bit": {"type": "AdamW", "moments": "8bit"},
+    "Muon": {"type": "Muon"},
+    "Lion": {"type": "Lion"},
+    "SGD, momentum": {"type": "SGD", "momentum": 0.9},
+    "Adagrad": {"type": "Adagrad"},
+}
+
+
+def adapted() -> Iterator[tuple[str, Any]]:
+    """Run by torch: a name, and what `initialize` is given."""
+    import torch
+
+    yield "torch.optim.AdamW", torch.optim.AdamW
+    yield "torch.optim.Adafactor", torch.optim.Adafactor
+    with contextlib.suppress(ImportError):
+        import schedulefree  # type: ignore[import-not-found,unused-ignore]
+
+        def in_train_mode(groups: Any) -> Any:
+            made = schedulefree.AdamWScheduleFree(groups)
+            made.train()
+            return made
+
+        yield "schedulefree.AdamWScheduleFree", in_train_mode
+    with contextlib.suppress(ImportError):
+        import pytorch_optimizer  # type: ignore[import-not-found,unused-ignore]
+
+        yield "pytorch_optimizer.Lamb", pytorch_optimizer.Lamb
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, and print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", default="gpt-tiny", help="a preset of examples/gpt.py")
+    parser.add_argument("--context", type=int, default=128, metavar="N", help="tokens a step")
+    parser.add_argument("--rounds", type=int, default=20, metavar="N")
+    parser.add_argument("--only", nargs="*", metavar="RULE", help="these, and AdamW")
+    arguments = parser.parse_args(argv)
+    import presets
+    import torch
+
+    import infinity
+
+    shape = presets.shape_of(arguments.model, arguments.context)
+    tokens = torch.randint(0, 256, (1, arguments.context + 1))
+    in_ram = {"placement": dict.fromkeys(("weights", "moments", "gradients"), "host")}
+    given: dict[str, tuple[dict[str, Any], Any]] = {
+        name: ({**in_ram, "optimizer": section}, None) for name, section in BUILT_IN.items()
+    }
+    given |= {name: (in_ram, optimizer) for name, optimizer in adapted()}
+    if (only := arguments.only) is not None:
+        given = {name: told for name, told in given.items() if name in ("AdamW", *only)}
+    seconds: dict[str, list[float]] = {name: [] for name in given}
+    with contextlib.ExitStack() as stack:
+        engines = {}
+        for name, (config, optimizer) in given.items():
+            model = presets.build(shape, torch.bfloat16, 0)
+            made = infinity.initialize(model, config, optimizer=optimizer, device="cpu")[0]
+            engines[name] = stack.enter_context(made)
+        for number in range(arguments.rounds + 1):  # the first is not counted
+            names = [*engines][number % len(engines) :] + [*engines][: number % len(engines)]
+            for name in names:
+                started = time.perf_counter()
+                engine = engines[name]
+                engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
+                engine.step()
+                engine.settle()
+                seconds[name].append(time.perf_counter() - started)
+        sizes = {name: engine.plan.bytes_per_parameter for name, engine in engines.items()}
+    print("| rule | bytes a parameter at rest | a step, AdamW = 1: median (quartiles) |")
+    print("| --- | --- | --- |")
+    for name, own in seconds.items():
+        pairs = zip(own[1:], seconds["AdamW"][1:], strict=True)
+        low, middle, high = statistics.quantiles([mine / base for mine, base in pairs], n=4)
+        print(f"| {name} | {sizes[name]:.3g} | {middle:.2f} ({low:.2f} to {high:.2f}) |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,8 +6,9 @@
 One model of examples/gpt.py for each rule, all in RAM on the CPU, in one process. In a round every
 rule takes one step, forward, backward and update, in an order that turns; a rule's number is the
 median over rounds of its seconds divided by AdamW's in the same round, with the quartiles beside
-it. Bytes are those of one parameter at rest, moments and masters included, on the average. Rules of
-packages that are not installed are left out. Prints a table in Markdown.
+it. Seconds are those of the CPU, all threads together: other programs on a shared machine stretch
+a clock's. Bytes are those of one parameter at rest, moments and masters included, on the average.
+Rules of packages that are not installed are left out. Prints a table in Markdown.
 """
 
 from __future__ import annotations
@@ -88,12 +89,12 @@ def main(argv: list[str] | None = None) -> int:
         for number in range(arguments.rounds + 1):  # the first is not counted
             names = [*engines][number % len(engines) :] + [*engines][: number % len(engines)]
             for name in names:
-                started = time.perf_counter()
+                started = time.process_time()
                 engine = engines[name]
                 engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
                 engine.step()
                 engine.settle()
-                seconds[name].append(time.perf_counter() - started)
+                seconds[name].append(time.process_time() - started)
         sizes = {name: engine.plan.bytes_per_parameter for name, engine in engines.items()}
     print("| rule | bytes a parameter at rest | a step, AdamW = 1: median (quartiles) |")
     print("| --- | --- | --- |")

@@ -284,7 +284,7 @@ def _smaller_formats(case: Case) -> Iterator[str]:
     """Formats of moments that take less than those of now; only our own rules have them."""
     size = max((f.itemsize for f in case.rule.moments), default=0)
     for form in (MomentFormat.INT8, MomentFormat.BF16):
-        if form.itemsize < size and not case.rule.tile_elements:
+        if form.itemsize < size and not (case.rule.tile_elements or case.rule.matrix_steps):
             yield form.value
 
 

@@ -355,7 +355,27 @@ def _with_prefetch(
 
 
 def _with_placement(draft: Plan, config: Config, limits: Limits, rates: Rates) -> Plan:
-    """Fill in placement, then memory; every explicit tier is honoured or refused."""
+    """Fill in placement, then memory; every explicit tier is honoured or refused.
+
+    A rule that multiplies matrices is tried with all of them on the device, too, with placement
+    that leaves room for that: products cost a host more than all else, wherever state rests.
+    """
+    wishes, found, failure = [config.update], [], None
+    if config.update == "auto" and draft.rule.matrix_steps and not why_only_cpu(draft):
+        wishes = ["device", "auto"]
+    for wish in wishes:
+        try:
+            found.append(_placed_for(wish, draft, config, limits, rates))
+        except DoesNotFitError as error:
+            failure = error
+    if not found:
+        assert failure is not None
+        raise failure
+    return min(found, key=lambda plan: score(plan, rates)) if len(found) > 1 else found[0]
+
+
+def _placed_for(wish: str, draft: Plan, config: Config, limits: Limits, rates: Rates) -> Plan:
+    """The same for one `Config.update`."""
     wishes = (config.placement.weights, config.placement.gradients, config.placement.moments)
     has_disk = bool(config.nvme_path)
     if "disk" in wishes and not has_disk:
@@ -376,10 +396,10 @@ def _with_placement(draft: Plan, config: Config, limits: Limits, rates: Rates) -
     ]  # fmt: skip
     plan = with_memory(replace(draft, placements=tuple(placements)), limits)
     auto = [field for field, wish in zip(FIELDS, explicit, strict=True) if wish is None]
-    room = leaving_room(plan, config.update, limits)
+    room = leaving_room(plan, wish, limits)
     plan = placed(plan, auto, _whole(config), room, rates)
     plan = with_weights_in_ram(plan, config.hints, limits)
-    plan = with_updates(plan, config.update, limits, rates, leave_share=bool(auto))
+    plan = with_updates(plan, wish, limits, rates, leave_share=bool(auto))
     _require_fit(plan, limits, config)
     return plan
 

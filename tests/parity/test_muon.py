@@ -5,6 +5,7 @@ Placements, ranks, formats of weights and resumes are an optimizer among others 
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ from torch import nn, optim
 from infinity.blueprint import make_optimizer
 from infinity.config.schema import load_config
 from infinity.errors import ConfigError
+from infinity.plan.budget import Limits
 from infinity.plan.cost import NOMINAL, matrix_flops, update_s
-from infinity.plan.layout import Kind, Tier
-from infinity.plan.plan import UpdatePlace, update_place
+from infinity.plan.layout import PRECISIONS, Kind, ParameterFacts, Tier, lay_out
+from infinity.plan.plan import RuleFacts, UpdatePlace, update_place
+from infinity.plan.planner import make_plan
 
 CASE = CASES["gpt"]
 DISK = ("disk", "disk", "disk")
@@ -205,3 +208,27 @@ def test_the_plan_prices_the_products() -> None:
     host, device = update_s(plan, NOMINAL)
     moved = plan.num_trained / NOMINAL.device_update
     assert (host, device) == (0.0, pytest.approx(moved + flops / NOMINAL.compute["bf16"]))
+
+
+def test_products_are_left_to_the_device_wherever_state_rests() -> None:
+    """The share of the device that placement leaves is that of the buffers, where they fit."""
+    names = [("w", (4096, 4096)), ("up", (16384, 4096)), ("norm", (4096,))]
+    units = tuple(
+        lay_out(
+            block, f"block {block}",
+            [ParameterFacts(f"{block}.{name}", 3 * block + i, shape, "bfloat16", math.prod(shape),
+                            2, True, 0, whole=len(shape) == 2)
+             for i, (name, shape) in enumerate(names)], PRECISIONS["bf16"])
+        for block in range(24)
+    )  # fmt: skip
+    rule = RuleFacts("Muon", matrix_steps=5)
+
+    def places(device: int) -> set[UpdatePlace]:
+        limits = Limits(device << 30, 48 << 30, None)
+        plan = make_plan(units, load_config({}), limits, unified=False, rule=rule,
+                         device_kernels=True, rates=NOMINAL)  # fmt: skip
+        return {update_place(plan, unit.index) for unit in units}
+
+    assert UpdatePlace.STREAMED in places(10)
+    assert UpdatePlace.CPU not in places(10)
+    assert UpdatePlace.CPU in places(2)  # three buffers do not fit

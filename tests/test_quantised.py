@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.models import CASES
-from support.quantised import dynamic, rounded
+from support.quantised import as_bitsandbytes, dynamic, packed, rounded
 from support.small import ON_DEVICE, ON_DISK, settings
 from torch import Tensor, nn
 
@@ -17,6 +18,7 @@ from infinity.checkpoint.reader import CheckpointReader
 from infinity.errors import CheckpointError, ConfigError
 from infinity.formats import FrozenFormat
 from infinity.model.quantised import NF4_LEVELS, _on, dequantise, dynamic_levels, quantise
+from infinity.model.weight_files import WeightFiles
 
 WIDE = 256
 FORMS = list(FrozenFormat)
@@ -29,12 +31,6 @@ def matrix(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> Tenso
     found[0] = 0
     found[-1, -1] = 3
     return found.to(dtype)
-
-
-def packed(value: Tensor, form: FrozenFormat) -> Tensor:
-    found = torch.zeros(form.nbytes(value.shape), dtype=torch.uint8)
-    quantise(value, form, found)
-    return found
 
 
 def round_trip(value: Tensor, form: FrozenFormat) -> Tensor:
@@ -267,6 +263,34 @@ def test_a_durable_run_goes_on_and_tells_another_format(tmp_path: Path) -> None:
         step(engine, 1)
     with pytest.raises(ConfigError, match=r"form of '0\.base\.weight' is nf4 there"):
         run(tmp_path, durable=True, resume="auto", frozen={"rest": "int8"})
+
+
+@pytest.mark.parametrize("form", [FrozenFormat.NF4, FrozenFormat.NF4_DOUBLE])
+def test_files_of_bitsandbytes_are_read_and_rest_as_they_are(
+    form: FrozenFormat, tmp_path: Path
+) -> None:
+    """Of scales that no bf16 value has: rounded to the compute dtype first they would differ."""
+    tensors, held = dict[str, Tensor](), dict[str, Tensor]()
+    for name, value in adapted().state_dict().items():
+        if "base" not in name:
+            tensors[name] = value
+            continue
+        held[name] = packed(value, form)
+        tensors |= as_bitsandbytes(name, held[name], form, value.shape)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with run(tmp_path) as engine:
+        infinity.load_weights(engine, tmp_path)
+        step(engine)
+        found = engine.state_dict()
+        for name, one in held.items():
+            expected = torch.empty(WIDE, WIDE)
+            dequantise(one, form, expected)
+            assert torch.equal(found[name], expected.bfloat16())
+            assert not torch.equal(rounded(expected.bfloat16(), "nf4"), expected.bfloat16())
+    tensors["0.base.weight.absmax"] = torch.zeros(7)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"'0\.base\.weight' is quantised in a way"):
+        WeightFiles(tmp_path)
 
 
 def test_what_cannot_be_quantised_is_told(tmp_path: Path) -> None:

@@ -269,6 +269,9 @@ def load_model(
     facts = read_config(directory, model_class) if model_config is None else model_config
     kind, facts = _chosen(class_for(facts, model_class), facts)
     files = WeightFiles(directory)
+    if files.quantised and hasattr(facts, "quantization_config"):
+        facts = copy.deepcopy(facts)  # values are promised: nobody else shall unpack them
+        del facts.quantization_config
     promised = {name: _promise(files, name) for name in files.facts}
     with explained(f"{source} does not fit {kind.__name__}"):
         model, info = kind.from_pretrained(

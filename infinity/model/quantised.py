@@ -67,6 +67,41 @@ def quantise(value: Tensor, form: FrozenFormat, packed: Tensor) -> None:
     scales[2].view(torch.float32).copy_(mean)
 
 
+def quantise_exactly(value: Tensor, form: FrozenFormat, dtype: torch.dtype, packed: Tensor) -> None:
+    """`quantise`, of the values in the dtype that they compute in; but of fp32 ones that the format
+    holds to the bit, as those of a file that is quantised already, as they are.
+    """
+    wide = value.dtype is torch.float32 and dtype is not torch.float32
+    if not (wide and _holds(value[:NF4_BLOCK], form) and _holds(value, form, packed)):
+        quantise(value.to(dtype), form, packed)
+
+
+def _holds(value: Tensor, form: FrozenFormat, packed: Tensor | None = None) -> bool:
+    """Whether nothing is lost; fills `packed`."""
+    if packed is None:
+        packed = torch.zeros(form.nbytes(value.shape), dtype=torch.uint8)
+    quantise(value, form, packed)
+    found = torch.empty_like(value)
+    dequantise(packed, form, found)
+    return torch.equal(found, value)
+
+
+def from_parts(form: FrozenFormat, shape: Sequence[int], parts: Sequence[Tensor]) -> Tensor:
+    """The fp32 values of a matrix whose parts (`FrozenFormat.parts`) came one by one.
+
+    Raises `ValueError` if they are not as long as they must be.
+    """
+    sizes, packed = form.parts(shape), torch.zeros(form.nbytes(shape), dtype=torch.uint8)
+    value = torch.empty(tuple(shape))
+    for part, given in zip(_parts(packed, form, value.shape), parts, strict=True):
+        data = given.contiguous().view(-1).view(torch.uint8)
+        if data.numel() != part.numel():
+            raise ValueError(f"parts of {[p.nbytes for p in parts]} bytes, not {list(sizes)}")
+        part.copy_(data)
+    dequantise(packed, form, value)
+    return value
+
+
 def dequantise(packed: Tensor, form: FrozenFormat, value: Tensor) -> None:
     """Fill `value` (a matrix of floats) with what `packed` (uint8, on its device) stands for."""
     codes, *scales = _parts(packed, form, value.shape)

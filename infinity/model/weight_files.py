@@ -23,6 +23,8 @@ from torch import Tensor
 
 from infinity.errors import ConfigError, DoesNotFitError, MachineError, listed
 from infinity.files import FILE_MODE, open_new, write_new
+from infinity.formats import DOUBLE_BLOCK, NF4_BLOCK, FrozenFormat
+from infinity.model.quantised import from_parts
 from infinity.model.weight_directory import (
     INDEX_NAME,
     SINGLE_NAME,
@@ -309,6 +311,20 @@ _WRITE_BYTES = 4 << 20
 _COMPARE_ELEMENTS = 4 << 20
 
 
+_STATE = ".quant_state.bitsandbytes__nf4"
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """A matrix in several tensors: their names and places, in the order of the format's parts."""
+
+    form: FrozenFormat
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    places: tuple[TensorFacts, ...]
+    mean: Tensor | None
+
+
 class WeightFiles:
     """The tensors of one or several safetensors files, by name.
 
@@ -322,12 +338,16 @@ class WeightFiles:
         """
         self.facts: dict[str, TensorFacts] = {}
         self._files: dict[Path, SafetensorsFile] = {}
+        # By name, of matrices that bitsandbytes wrote: how they rest, and what holds their parts.
+        self._packed: dict[str, _Packed] = {}
         files, expected = _files_of(Path(source).expanduser())
         try:
             for path in files:
                 self._open(path, expected)
             if expected is not None:
                 self._check_index(expected)
+            for name in [name for name in self.facts if name.endswith(_STATE)]:
+                self._join(name.removesuffix(_STATE))
         except BaseException:
             self.close()
             raise
@@ -359,11 +379,57 @@ class WeightFiles:
                 because="shards of different saves are mixed, or one is damaged",
             )
 
+    @property
+    def quantised(self) -> bool:
+        """Whether some matrices are NF4 of bitsandbytes'; `read` gives their values, in fp32."""
+        return bool(self._packed)
+
+    def _join(self, name: str) -> None:
+        """Make the tensors that hold one NF4 matrix one; raises `ConfigError`."""
+        held = {f".{key.removeprefix(name + '.')}": key for key in self.facts if key != name
+                and key.startswith(name + ".")}  # fmt: skip
+        try:
+            state = json.loads(bytes(self._read(held[_STATE]).tolist()))
+            shape = tuple(map(int, state["shape"]))
+            nested = ".nested_absmax" in held
+            known = {"quant_type": "nf4", "blocksize": NF4_BLOCK}
+            known |= {"nested_blocksize": DOUBLE_BLOCK} if nested else {}
+            if len(shape) != 2 or any(state[key] != value for key, value in known.items()):
+                raise ValueError(f"{state} is not {known}")
+            mean = torch.tensor([float(state["nested_offset"])]) if nested else None
+            form = FrozenFormat.NF4_DOUBLE if nested else FrozenFormat.NF4
+            names = [name, held[".absmax"], *([held[".nested_absmax"]] if nested else [])]
+            sizes = [self.facts[n].numel * self.facts[n].dtype.itemsize for n in names]
+            if sizes != list(form.parts(shape))[: len(sizes)]:
+                raise ValueError(f"parts of {sizes} bytes do not make a matrix {shape}")
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"tensor {name!r} is quantised in a way that is not known: {error!r:.200}",
+                because="of files that are quantised only bitsandbytes' NF4 in blocks of 64 is "
+                "read",
+                remedy="give the original weights, and frozen.rest in the configuration",
+            ) from error
+        places = [self.facts[n] for n in names]
+        self._packed[name] = _Packed(form, shape, tuple(names), tuple(places), mean)
+        facts = self.facts[name]
+        for key in held.values():
+            del self.facts[key]
+        self.facts[name] = TensorFacts(shape, torch.float32, facts.file, facts.offset)
+
     def read(self, name: str) -> Tensor:
         """The tensor's values, in memory of their own.
 
         Raises `ConfigError`, `MachineError` or `DoesNotFitError` that name tensor and file.
         """
+        packed = self._packed.get(name)
+        if packed is None:
+            return self._read(name)
+        each = zip(packed.names, packed.places, strict=True)
+        parts = [self._files[place.file].read(one) for one, place in each]
+        parts += [] if packed.mean is None else [packed.mean]
+        return from_parts(packed.form, packed.shape, parts)
+
+    def _read(self, name: str) -> Tensor:
         return self._files[self.facts[name].file].read(name)
 
     def equal(self, first: str, second: str) -> bool:
@@ -371,6 +437,8 @@ class WeightFiles:
         one, other = self.facts[first], self.facts[second]
         if one.shape != other.shape:
             return False
+        if self._packed.keys() & {first, second}:
+            return torch.equal(self.read(first), self.read(second))
         for start in range(0, one.numel, _COMPARE_ELEMENTS):
             count = min(_COMPARE_ELEMENTS, one.numel - start)
             a = self._files[one.file].read(first, start, count)

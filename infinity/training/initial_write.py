@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from infinity.formats import FrozenFormat
 from infinity.model.parameters import ParameterBinding
-from infinity.model.quantised import quantise
+from infinity.model.quantised import quantise_exactly
 from infinity.offload.state import StateStore
 from infinity.offload.transfers import Transfers
 from infinity.optim.cpu import CpuKernels
@@ -144,9 +144,9 @@ class InitialWrite:
             dtype = getattr(torch, segment.dtype)
             part = frozen[segment.offset : segment.offset + segment.nbytes]
             flat = self._values.flat(parameters[segment.parameter])
-            if segment.form:  # of what it would have computed with
-                value = flat.to("cpu", dtype).view(segment.shape)
-                quantise(value, FrozenFormat(segment.form), part)
+            if segment.form:
+                value = flat.cpu().view(segment.shape)
+                quantise_exactly(value, FrozenFormat(segment.form), dtype, part)
             else:
                 part.view(dtype).copy_(flat)
         state = self.store.units[layout.index]

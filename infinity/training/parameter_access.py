@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from infinity.checkpoint.plain import decode, encode
 from infinity.errors import ConfigError, ResidencyError, TransferError
 from infinity.formats import FrozenFormat
-from infinity.model.quantised import dequantise, quantise
+from infinity.model.quantised import dequantise, quantise_exactly
 from infinity.offload.owner import Owner, exclusive
 from infinity.offload.prefetch import Prefetcher
 from infinity.offload.state import StateStore
@@ -291,10 +291,10 @@ class Values:
         flat = value.detach().cpu().contiguous().view(-1)
         weight, rest = self._parts(cached, segment, with_rest=True)
         if segment.form:
-            flat = flat.to(self.dtype(parameter)).view(segment.shape)
-            if not torch.equal(flat, self._dequantised(segment, weight)):
+            flat, dtype = flat.view(segment.shape), self.dtype(parameter)
+            if not torch.equal(flat.to(dtype), self._dequantised(segment, weight)):
                 packed = torch.zeros_like(weight)
-                quantise(flat, FrozenFormat(segment.form), packed)
+                quantise_exactly(flat, FrozenFormat(segment.form), dtype, packed)
                 cached.replace(weight, packed)
             return
         for start in range(0, segment.numel, _BLOCK):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import peft
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import save_file
 from support.families import DECODER, FAMILIES
-from support.quantised import round_frozen
+from support.quantised import as_bitsandbytes, packed, round_frozen
 from support.small import ON_DEVICE, ON_DISK, settings
 from torch import Tensor, nn
 
@@ -18,6 +20,7 @@ import infinity
 from infinity.config.schema import load_config
 from infinity.cutting import cut_model, groups_of
 from infinity.errors import ResidencyError
+from infinity.formats import FrozenFormat
 from infinity.huggingface.meta import find_target
 from infinity.huggingface.models import load_model
 
@@ -109,6 +112,31 @@ def test_adapters_are_trained_over_a_streamed_base_and_saved_unchanged(
     for saved in ("disk", "disk-ours"):
         again = peft.PeftModel.from_pretrained(plain_base(), tmp_path / saved).eval()
         assert torch.equal(logits(again), found["disk"][2])
+
+
+def test_a_base_that_bitsandbytes_quantised_is_read_without_it(base: Path, tmp_path: Path) -> None:
+    """Losses are those of a plain base of the values that it holds."""
+    folder, form = tmp_path / "quantised", FrozenFormat.NF4
+    plain = hf.LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
+    plain.save_pretrained(folder)
+    round_frozen(plain.requires_grad_(False), form, torch.float32)
+    plain.save_pretrained(tmp_path / "rounded")
+    tensors = dict[str, Tensor]()
+    for name, value in plain.state_dict().items():
+        split = "proj" in name
+        held = as_bitsandbytes(name, packed(value, form), form, value.shape) if split else {}
+        tensors |= held or {name: value}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    facts = json.loads((folder / "config.json").read_text())
+    facts["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (folder / "config.json").write_text(json.dumps(facts))
+    losses = []
+    for source, rest in ((tmp_path / "rounded", "as_is"), (folder, "as_is"), (folder, "nf4")):
+        told = config(tmp_path, precision="bf16", frozen={"rest": rest})
+        engine, *_ = infinity.from_pretrained(source, told, prepare=adapted)
+        with engine:
+            losses.append(train(engine))
+    assert losses[0] == losses[1] == losses[2]
 
 
 def test_the_plan_of_adapters_is_that_of_the_run(base: Path, tmp_path: Path) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from infinity.model.quantised import NF4_LEVELS
+from infinity.formats import FrozenFormat
+from infinity.model.quantised import NF4_LEVELS, quantise
 
 
 def rounded(value: Tensor, form: str) -> Tensor:
@@ -56,3 +61,29 @@ def round_frozen(model: nn.Module, form: str, dtype: torch.dtype) -> None:
         kept = name.endswith("head") or "lora_" in name
         if isinstance(module, nn.Linear) and not kept and not module.weight.requires_grad:
             module.weight.data = rounded(module.weight.data.to(dtype), form).float()
+
+
+def packed(value: Tensor, form: FrozenFormat) -> Tensor:
+    """What rests of a matrix."""
+    found = torch.zeros(form.nbytes(value.shape), dtype=torch.uint8)
+    quantise(value, form, found)
+    return found
+
+
+def as_bitsandbytes(
+    name: str, one: Tensor, form: FrozenFormat, shape: Sequence[int]
+) -> dict[str, Tensor]:
+    """The tensors that bitsandbytes saves of a matrix."""
+    codes, absmax, *rest = (part.clone() for part in one.split(list(form.parts(shape))))
+    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "shape": list(shape)}
+    found = {name: codes.view(-1, 1), f"{name}.quant_map": torch.tensor(NF4_LEVELS)}
+    if rest:
+        state |= {"nested_blocksize": 256, "nested_offset": rest[1].view(torch.float32).item()}
+        found[f"{name}.nested_absmax"] = rest[0].view(torch.float32)
+        found[f"{name}.nested_quant_map"] = dynamic()
+    else:
+        absmax = absmax.view(torch.float32)
+    found[f"{name}.absmax"] = absmax
+    data = list(json.dumps(state).encode())
+    found[f"{name}.quant_state.bitsandbytes__nf4"] = torch.tensor(data, dtype=torch.uint8)
+    return found

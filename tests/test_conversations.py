@@ -327,7 +327,8 @@ def test_what_does_not_fit_a_window_is_cut_or_left_out_and_told(tmp_path: Path) 
     raw = settings(tmp_path, data__train=str(path), data__held_out=None, data__sequence_length=16)
     with Run(load_run_config(raw)) as run:
         prepared = run.prepare()
-    first, second = prepared.notes
+    filled, first, second = prepared.notes
+    assert filled.startswith("91% of a window are tokens")  # 13 + 16 of 32
     assert "2 conversations are longer than the 16 tokens" in first
     assert "1 conversations have nothing to train on" in second
     assert [prepared.train.weight(i) for i in range(len(prepared.train))] == [10, 4]
@@ -429,6 +430,10 @@ def test_the_best_weights_are_kept_and_the_run_ends_early(
         assert (folder / "run" / "best" / "model.safetensors").read_bytes() == kept
         again, _ = train(raw, "auto")
         assert (again.steps, again.stopped_early) == (10, True)
+    elsewhere = raw | {"run_dir": str(tmp_path / "elsewhere")}
+    told[10] = 4.1  # worse than the best so far, but nothing is kept there
+    found, _ = train(elsewhere, str(whole / "run" / "checkpoints" / "step8"))
+    assert (found.best_step, found.best_model) == (4, tmp_path / "elsewhere" / "best")
     raw["training"]["early_stop"] = 5
     told[12] = 3.0
     more_steps, _ = train(raw, "auto")

@@ -311,6 +311,10 @@ class Prepared:
         found = []
         for name, windows in (("train", self.train), ("evaluate", self.evaluate)):
             if isinstance(windows, Packed):
+                if name == "train":
+                    found.append(
+                        f"{windows.filled:.0%} of a window are tokens, the rest is filled up"
+                    )
                 cut, untrained = windows.documents.cut, windows.documents.untrained
                 if cut:
                     found.append(

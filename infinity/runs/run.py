@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import shutil
@@ -194,6 +195,8 @@ class Run:
         directory.remember(decides=prepared.decides())
         best, done = Best(), reel.taken // prepared.windows_per_step
         engine.register_state("evaluations", best)  # after loading: older runs have none
+        if not ranks.gather_words(directory.best.is_dir())[0]:
+            best.kept, best.kept_step = math.inf, -1  # those of another directory's run
         with self._metrics(done, engine.device) as metrics:
             for note in metrics.notes:
                 watcher.note(note)

@@ -81,6 +81,11 @@ class Packed(Windows):
         self._end = len(self._packs)
         self._weights = [int(documents.trained[pack].sum()) for pack in self._packs]
 
+    @property
+    def filled(self) -> float:
+        """The part of all windows that is no padding."""
+        return float(self.documents.lengths.sum() / max(len(self) * self.length, 1))
+
     def weight(self, index: int) -> int:
         """Tokens of a window that have a loss."""
         return self._weights[index]

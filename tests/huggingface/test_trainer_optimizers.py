@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from support.hf_runs import assert_close_history, llama, trainer_for
+from support.hf_runs import FP32, assert_close_history, llama, trainer_for
 
 from infinity.errors import ConfigError
 from infinity.huggingface.trainer import InfinityTrainer
@@ -125,3 +125,17 @@ def test_refusals(tmp_path: Path) -> None:
     schedule = torch.optim.lr_scheduler.ConstantLR(other)
     with pytest.raises(ConfigError, match="over another optimizer"):
         trainer_for(InfinityTrainer, tmp_path, model, {"optimizers": (optimizer, schedule)}).train()
+
+
+def test_muon_splits_the_groups_that_transformers_makes(tmp_path: Path) -> None:
+    """`lr` and `weight_decay` are the arguments'; the rate of AdamW's part is the config's."""
+    section = {"type": "Muon", "adjust_lr_fn": "match_rms_adamw", "adam_lr": 5e-3}
+    options = {"infinity_config": {**FP32, "optimizer": section}}
+    trainer = trainer_for(InfinityTrainer, tmp_path, llama(), options, max_steps=3,
+                          adam_epsilon=1e-8, lr_scheduler_type="constant")  # fmt: skip
+    trainer.train()
+    found = [(g["use_muon"], g["weight_decay"], g["lr"]) for g in trainer.optimizer.param_groups]
+    assert found == [(True, 0.1, 1e-2), (False, 0.1, 5e-3), (False, 0.0, 5e-3)]
+    losses = [told["loss"] for told in trainer.state.log_history if "loss" in told]
+    assert losses[-1] < losses[0]
+    trainer.close()

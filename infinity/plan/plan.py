@@ -382,7 +382,8 @@ class Plan:
             return "no moments"
         words = [f.value if f.is_exact else f"{f.value} (lossy)" for f in formats]
         count = len(self.precision.moments)
-        return f"{count} moment{'s' if count > 1 else ''} in {' and '.join(words)}"
+        told = f"{count} moment{'s' if count > 1 else ''} in {' and '.join(words)}"
+        return f"{told}, of matrices 1" if any(u.paired is not None for u in self.units) else told
 
     def _durable_line(self) -> str:
         """How often a step is committed, and what that costs."""

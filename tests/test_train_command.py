@@ -59,7 +59,7 @@ def test_a_run_shows_its_plan_its_steps_and_what_came_of_it(tmp_path: Path) -> N
     assert "where it rests" in out
     assert "a step takes" in out
     assert "held-out loss" in out
-    for text in ("windows of 16 to train on", "step 1/2  loss", "step 2/2  loss", "checkpoint: "):
+    for text in ("windows of 16 to train on", "step 1/2  left", "step 2/2  left", "checkpoint: "):
         assert text in error
     run_dir = tmp_path / "run"
     assert (run_dir / "plan.txt").read_text() in out

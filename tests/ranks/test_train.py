@@ -80,7 +80,7 @@ def test_what_two_ranks_began_and_one_ends_is_the_run_of_one(
     assert error.count("finishing this step, then saving") == 1
     assert error.count("stopped after step ") == 1
     assert "--gpus 2 --resume auto" in error
-    for text in ("windows of 64 to train on", "step  1/30  loss"):
+    for text in ("windows of 64 to train on", "step  1/30  left"):
         assert error.count(text) == 1, error
     assert error.count("checkpoint: ") == (not durable)
     assert "ranks    2, which share out every step" in out

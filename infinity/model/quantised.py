@@ -41,18 +41,23 @@ def dynamic_levels() -> Tensor:
     return _fp32(sorted(levels))
 
 
-def quantise(value: Tensor, form: FrozenFormat, packed: Tensor) -> None:
-    """Fill `packed` (uint8, on the CPU) with what rests of a matrix (floats, in its shape)."""
+def quantise(
+    value: Tensor, form: FrozenFormat, packed: Tensor, dtype: torch.dtype | None = None
+) -> None:
+    """Fill `packed` (uint8, on the CPU) with what rests of a matrix (floats, in its shape), of
+    which the values in `dtype` count.
+    """
+    dtype = dtype or value.dtype
     codes, *scales = _parts(packed, form, value.shape)
     if form is FrozenFormat.INT8:
-        _quantise_rows(value, codes.view(torch.int8).view(value.shape), scales[0])
+        _quantise_rows(value, codes.view(torch.int8).view(value.shape), scales[0], dtype)
         return
     flat = value.reshape(-1)
-    largest = torch.cat([_largest(part, NF4_BLOCK) for part, _ in _pieces(flat, codes)])
+    largest = torch.cat([_largest(part.to(dtype), NF4_BLOCK) for part, _ in _pieces(flat, codes)])
     bounds = _bounds(_fp32(NF4_LEVELS))
     for number, (part, out) in enumerate(_pieces(flat, codes)):
         first = number * (QUANTISED_PIECE // NF4_BLOCK)
-        level = _nearest(part.float(), largest[first:], NF4_BLOCK, bounds)
+        level = _nearest(part.to(dtype).float(), largest[first:], NF4_BLOCK, bounds)
         if level.numel() % 2:
             level = torch.cat([level, level.new_full((1,), len(bounds) // 2)])
         out.copy_((level[::2] << 4) | level[1::2])
@@ -71,19 +76,21 @@ def quantise_exactly(value: Tensor, form: FrozenFormat, dtype: torch.dtype, pack
     """`quantise`, of the values in the dtype that they compute in; but of fp32 ones that the format
     holds to the bit, as those of a file that is quantised already, as they are.
     """
-    wide = value.dtype is torch.float32 and dtype is not torch.float32
-    if not (wide and _holds(value[:NF4_BLOCK], form) and _holds(value, form, packed)):
-        quantise(value.to(dtype), form, packed)
+    quantise(value, form, packed, None if _holds(value, form) else dtype)
 
 
-def _holds(value: Tensor, form: FrozenFormat, packed: Tensor | None = None) -> bool:
-    """Whether nothing is lost; fills `packed`."""
-    if packed is None:
-        packed = torch.zeros(form.nbytes(value.shape), dtype=torch.uint8)
-    quantise(value, form, packed)
-    found = torch.empty_like(value)
-    dequantise(packed, form, found)
-    return torch.equal(found, value)
+def _holds(value: Tensor, form: FrozenFormat) -> bool:
+    """Whether nothing is lost of fp32 values; looked at in runs of rows, which are whole blocks."""
+    if value.dtype is not torch.float32 or form is FrozenFormat.NF4_DOUBLE:
+        return False
+    for rows in torch.split(value, NF4_BLOCK):
+        packed = torch.zeros(form.nbytes(rows.shape), dtype=torch.uint8, device="cpu")
+        quantise(rows, form, packed)
+        found = torch.empty_like(rows)
+        dequantise(packed, form, found)
+        if not torch.equal(found, rows):
+            return False
+    return True
 
 
 def from_parts(form: FrozenFormat, shape: Sequence[int], parts: Sequence[Tensor]) -> Tensor:
@@ -91,8 +98,9 @@ def from_parts(form: FrozenFormat, shape: Sequence[int], parts: Sequence[Tensor]
 
     Raises `ValueError` if they are not as long as they must be.
     """
-    sizes, packed = form.parts(shape), torch.zeros(form.nbytes(shape), dtype=torch.uint8)
-    value = torch.empty(tuple(shape))
+    sizes = form.parts(shape)
+    packed = torch.zeros(form.nbytes(shape), dtype=torch.uint8, device="cpu")
+    value = torch.empty(tuple(shape), dtype=torch.float32, device="cpu")
     for part, given in zip(_parts(packed, form, value.shape), parts, strict=True):
         data = given.contiguous().view(-1).view(torch.uint8)
         if data.numel() != part.numel():
@@ -128,10 +136,10 @@ def dequantise(packed: Tensor, form: FrozenFormat, value: Tensor) -> None:
         first += blocks
 
 
-def _quantise_rows(value: Tensor, codes: Tensor, scales: Tensor) -> None:
+def _quantise_rows(value: Tensor, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
     step = max(QUANTISED_PIECE // max(value.shape[1], 1), 1)
     for first in range(0, value.shape[0], step):
-        part = value[first : first + step].float()
+        part = value[first : first + step].to(dtype).float()
         largest = part.abs().amax(1)
         scales.view(torch.float32)[first : first + step].copy_(largest)
         rounded = torch.round(part * (127.0 / largest.clamp(min=_TINY))[:, None])

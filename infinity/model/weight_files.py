@@ -396,7 +396,8 @@ class WeightFiles:
             known |= {"nested_blocksize": DOUBLE_BLOCK} if nested else {}
             if len(shape) != 2 or any(state[key] != value for key, value in known.items()):
                 raise ValueError(f"{state} is not {known}")
-            mean = torch.tensor([float(state["nested_offset"])]) if nested else None
+            offset = [float(state["nested_offset"])] if nested else []
+            mean = torch.tensor(offset, dtype=torch.float32, device="cpu") if nested else None
             form = FrozenFormat.NF4_DOUBLE if nested else FrozenFormat.NF4
             names = [name, held[".absmax"], *([held[".nested_absmax"]] if nested else [])]
             sizes = [self.facts[n].numel * self.facts[n].dtype.itemsize for n in names]

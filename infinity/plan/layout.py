@@ -208,12 +208,12 @@ class UnitLayout:
         """Bytes of the trained range in the compute dtype."""
         return self.numel * self.weight_itemsize
 
-    @property
+    @cached_property
     def rest_bytes(self) -> int:
         """Bytes of this unit's weights at rest, frozen ones included."""
         return self.trained_bytes + self.frozen_bytes
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         """Bytes a slot needs to hold this unit's weights: as they rest, and dequantised."""
         return self.rest_bytes + self.dequantised_bytes

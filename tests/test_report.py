@@ -136,6 +136,7 @@ def test_a_long_run_is_drawn_with_means_and_what_is_not_finite_is_said(tmp_path:
     assert rows[0]["loss"] == (steps[0]["loss"] + steps[1]["loss"]) / 2
     assert rows[-1]["loss"] == steps[-2]["loss"]
     assert any("loss of 1 steps is not finite" in text for text in page.head)
+    assert any("loss of the last step</small><b>not finite" in text for text in page.head)
     assert not page.datasets.get("tiers")  # no plan: nothing is made up
 
 

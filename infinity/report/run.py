@@ -168,7 +168,9 @@ def _facts(told: Told) -> Iterable[tuple[str, str, str]]:
     """Tiles: (what, number, a word more)."""
     losses, held_out = told.all_of("loss"), _numbers(told.evaluations, "loss")
     if losses:
-        yield "loss of the last step", f"{losses[-1]:.4f}", f"{losses[0]:.4f} at first"
+        last = _number(told.steps[-1].get("loss"))
+        shown = "not finite" if last is None else f"{last:.4f}"
+        yield "loss of the last step", shown, f"{losses[0]:.4f} at first"
     if held_out:
         yield "held-out loss", f"{held_out[-1]:.4f}", f"{min(held_out):.4f} at best"
     speeds, times = told.all_of("tokens_per_s"), told.all_of("step_s")

@@ -171,6 +171,16 @@ PICKY = "{{ raise_exception('roles must alternate') }}"
         ([], CHATML, "it has no object"),
         ({"messages": "hi"}, CHATML, r"'messages' is 'hi'\n.*list of objects with 'role'"),
         ({"messages": [{"content": "x"}]}, CHATML, r"'messages' is \[\{'content'"),
+        (
+            {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "value": "y"}]},
+            CHATML,
+            "message 2 of 'messages' has no content: it has 'role', 'value'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]},
+            CHATML,
+            r"content of message 1 as \[\{'type'(.|\n)*takes texts alone",
+        ),
         ({"prompt": "x", "completion": 3}, CHATML, "'prompt' is 'x'"),
         ({"messages": [{"role": "user", "content": "x"}]}, PICKY, "roles must alternate"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, CHATML, "where message 1 begins"),
@@ -190,6 +200,39 @@ PICKY = "{{ raise_exception('roles must alternate') }}"
 def test_a_bad_row_is_named(wrapped: Any, row: Any, template: str, words: str) -> None:
     with pytest.raises(ConfigError, match=rf"^chat\.jsonl, line 7(.|\n)*{words}"):
         encoded(wrapped, row, template)
+
+
+def test_a_message_may_have_tool_calls_or_parts_in_the_place_of_a_text(wrapped: Any) -> None:
+    parts = CHATML.replace("{{ m.content }}", "{{ m.content[0].text if m.content else 'called' }}")
+    asked = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
+    called = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    plain = [{"role": r, "content": c} for r, c in (("user", "hi"), ("assistant", "called"))]
+    found = encoded(wrapped, {"messages": [asked, called]}, parts)
+    assert found.tolist() == encoded(wrapped, {"messages": plain}).tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"data__train": "one.json", "data__held_out": 0.5}, "nothing can be held out"),
+        (
+            {"data__evaluate": "t.txt", "data__held_out": None},
+            r"t\.txt has no rows\n.*chat\.jsonl has conversations",
+        ),
+        ({"data__train": "bots.json"}, "none of 2 (.|\n)*no message in them has the role 'ass"),
+    ],
+)
+def test_files_that_cannot_be_meant_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.txt").write_text("said " * 99)
+    (tmp_path / "one.json").write_text('{"prompt": "x", "completion": "y"}')
+    bots = '{"messages": [{"role": "human", "content": "x"}, {"role": "bot", "content": "y"}]}\n'
+    (tmp_path / "bots.json").write_text(2 * bots)
+    raw = settings(tmp_path, **(write_chat(tmp_path) | change))
+    with Run(load_run_config(raw)) as run, pytest.raises(ConfigError, match=words):
+        run.prepare()
 
 
 # --- packing -------------------------------------------------------------------------------------
@@ -329,6 +372,9 @@ def test_what_does_not_fit_a_window_is_cut_or_left_out_and_told(tmp_path: Path) 
         prepared = run.prepare()
     filled, first, second = prepared.notes
     assert filled.startswith("91% of a window are tokens")  # 13 + 16 of 32
+    raw["data"]["held_out"], raw["run_dir"] = 0.5, str(tmp_path / "held")
+    with Run(load_run_config(raw)) as run:  # what is held out is counted with it
+        assert run.prepare().notes[1:] == [first, second]
     assert "2 conversations are longer than the 16 tokens" in first
     assert "1 conversations have nothing to train on" in second
     assert [prepared.train.weight(i) for i in range(len(prepared.train))] == [10, 4]
@@ -483,6 +529,9 @@ def test_best_and_early_stop_need_something_to_compare(tmp_path: Path) -> None:
         raw = chat_run(tmp_path, data__held_out=None, **{f"training__{name}": value})
         with pytest.raises(ConfigError, match=rf"training: {name} needs data\.evaluate: FILES"):
             load_run_config(raw)
+    raw = chat_run(tmp_path, training__early_stop=2, training__evaluate_every=0)
+    with pytest.raises(ConfigError, match="early_stop needs evaluate_every: 50"):
+        load_run_config(raw)
 
 
 # --- adapters ------------------------------------------------------------------------------------

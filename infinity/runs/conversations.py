@@ -21,7 +21,7 @@ import importlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice, takewhile
+from itertools import chain, groupby, islice, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -51,10 +51,9 @@ class _Rendered(NamedTuple):
 
 
 def holds_conversations(sources: Sequence[Source], text_field: str, errors: str) -> bool:
-    """Whether the first row of the first source is a conversation, and has no text of its own."""
-    if not sources or any(source.format in ("text", "tokens") for source in sources):
-        return False
-    _, row = next(read_rows(sources[0], errors, lambda _: None), ("", None))
+    """Whether the first row of all sources is a conversation, and has no text of its own."""
+    rows = chain.from_iterable(read_rows(source, errors, lambda _: None) for source in sources)
+    _, row = next(rows, ("", None))
     return isinstance(row, dict) and text_field not in row and _is_conversation(row)
 
 
@@ -198,6 +197,17 @@ class Conversations:
                 because=first_lines(error),
                 remedy="correct that row; or data.chat_template: FILE, with another template",
             ) from error
+        for number, message in enumerate(messages, start=1):
+            parts = message.get("content")
+            in_parts = isinstance(parts, list) and any(isinstance(p, dict) for p in parts)
+            if in_parts and str(parts) in text:
+                raise ConfigError(
+                    f"{where}: the chat template writes the content of message {number} as "
+                    f"{parts!r:.80}",
+                    because="it takes texts alone, and this content is in parts",
+                    remedy='give a text: {"role": ..., "content": "..."}; or '
+                    "data.chat_template: FILE, with a template that takes parts",
+                )
         return text, ranges[0] if marked else None
 
 
@@ -206,7 +216,17 @@ def _messages(where: str, field: str, row: dict[str, Any]) -> Messages:
     given = row[field]
     proper = isinstance(given, list | tuple) and given
     if proper and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in given):
-        return [{name: value for name, value in m.items() if value is not None} for m in given]
+        found = [{name: value for name, value in m.items() if value is not None} for m in given]
+        for number, message in enumerate(found, start=1):
+            # A template writes nothing where it finds none, and that would be trained on.
+            if "content" not in message and "tool_calls" not in message:
+                raise ConfigError(
+                    f"{where}: message {number} of {field!r} has no content: it has "
+                    f"{', '.join(map(repr, given[number - 1]))}",
+                    because="a message says something in 'content', or has 'tool_calls'",
+                    remedy='rename its field so; "" is an answer that says nothing',
+                )
+        return found
     raise ConfigError(
         f"{where}: {field!r} is {given!r:.80}",
         because="it must be a list of objects with 'role' and 'content'"

@@ -38,6 +38,10 @@ _RUN = "run.json"
 _LOCK = ".lock"
 _MADE_BEFORE = {"data", _LOCK, "config.yaml", "plan.txt", "plan.json"}
 _FORMAT, _VERSION = "torch-infinity-training", 3
+_WHAT_MAKES_TOKENS = (
+    "; data.tokens is made of the files, by the tokenizer, and of conversations by the chat "
+    "template and data.loss_on"
+)
 
 
 class RunDirectory:
@@ -136,7 +140,8 @@ class RunDirectory:
             raise ConfigError(
                 f"the run in {self.path} cannot go on with other settings: "
                 + listed(changed, 6, "; "),
-                because="it goes on as if it had never stopped, or not at all",
+                because="it goes on as if it had never stopped, or not at all"
+                + _WHAT_MAKES_TOKENS * any(name.startswith("data.tokens") for name in changed),
                 remedy="put them back; or start a new run, run_dir=..., with model.path=... "
                 "this one's model/ directory",
             )

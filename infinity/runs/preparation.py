@@ -310,7 +310,8 @@ class Prepared:
         """What has to be known of its conversations."""
         found = []
         for name, windows in (("train", self.train), ("evaluate", self.evaluate)):
-            if isinstance(windows, Packed):
+            # What is held out of one set of files is counted with it.
+            if isinstance(windows, Packed) and getattr(self.config.data, name):
                 if name == "train":
                     found.append(
                         f"{windows.filled:.0%} of a window are tokens, the rest is filled up"
@@ -327,7 +328,7 @@ class Prepared:
                         f"data.{name}: {untrained:,} conversations have nothing to train on within "
                         "a window (no assistant speaks there): left out"
                     )
-        return list(dict.fromkeys(found))
+        return found
 
     @property
     def micro_batches(self) -> int:
@@ -448,6 +449,12 @@ def prepare_run(
         return prepare(recipe, data.cache or kept, progress)
 
     train, evaluate = split(corpus(sources), length, data.held_out, data.packing)
+    if data.held_out and len(train) + len(evaluate) == 1:
+        raise ConfigError(
+            f"data.held_out is {data.held_out:g}, and nothing can be held out",
+            because=f"the files make one window of {length} tokens, or one conversation",
+            remedy="more data, data.evaluate: FILES, or data.held_out=0: no evaluation",
+        )
     _require("data.train", train)
     if held:
         evaluate, _ = split(corpus(held), length, 0.0, data.packing)
@@ -473,18 +480,20 @@ def prepare_run(
 def _holds_conversations(config: RunConfig, sources: Sequence[Source]) -> bool:
     """Whether rows are conversations; raises `ConfigError` where that cannot be."""
     data = config.data
-    others = [source.path for source in sources if source.format in ("text", "tokens")]
-    if data.records == "chat" and others:
+    others = [source for source in sources if source.format in ("text", "tokens")]
+    rows = [source for source in sources if source not in others]
+    chat = data.records == "chat"
+    if data.records == AUTO and "text_field" not in data.model_fields_set:
+        errors = "replace" if data.undecodable == "replace" else "strict"
+        chat = holds_conversations(rows, data.text_field, errors)
+    if chat and others:
         raise ConfigError(
-            f"data.records: chat, and {others[0]} has no rows",
+            f"a run on conversations, and {others[0].path} has no rows",
+            because="data.records is chat" if not rows else f"{rows[0].path} has conversations",
             remedy="conversations are in .jsonl, .parquet or hub:NAME; data.format names what "
             "files are, whatever they are called",
         )
-    if data.records != AUTO:
-        return data.records == "chat"
-    errors = "replace" if data.undecodable == "replace" else "strict"
-    told = "text_field" in data.model_fields_set
-    return not told and holds_conversations(sources, data.text_field, errors)
+    return chat
 
 
 class _Problems:
@@ -574,8 +583,12 @@ def _require(key: str, windows: Windows) -> None:
     if isinstance(windows, Packed) and windows.documents.untrained:
         raise ConfigError(
             f"{key}: none of {windows.documents.untrained} conversations has a token to train on",
-            because="no assistant speaks within the first tokens that a window has room for",
-            remedy="a larger data.sequence_length; or data.loss_on: all",
+            because="no assistant speaks within the first tokens that a window has room for"
+            if windows.documents.cut
+            else "no message in them has the role 'assistant'",
+            remedy="a larger data.sequence_length; or data.loss_on: all"
+            if windows.documents.cut
+            else 'name the role of answers so: {"role": "assistant", "content": "..."}',
         )
     raise ConfigError(
         f"{key}: {corpus.num_tokens} tokens in {corpus.num_documents} documents do not make one "

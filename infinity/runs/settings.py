@@ -80,7 +80,7 @@ class DataSection(Section):
     held_out: Number = Field(default=0.0, ge=0, lt=1)
     """The last part of `train`, for evaluation."""
     format: Literal["auto", "text", "jsonl", "tokens", "parquet"] = "auto"
-    """auto goes by a file's ending: .jsonl, .ndjson; .npy, .bin (tokens); .parquet; else text."""
+    """auto: a file's ending: .jsonl, .ndjson, .json; .npy, .bin (tokens); .parquet; else text."""
     records: Literal["auto", "text", "chat"] = "auto"
     """What lines of JSONL, or rows, hold: a text; or "chat", conversations in "messages", or in
     "prompt" and "completion". "auto" looks at the first row, if they are all the files."""
@@ -243,6 +243,8 @@ class RunConfig(Section):
             for name in ("early_stop", "keep_best"):
                 if getattr(value, name):
                     raise ValueError(f"{name} needs data.evaluate: FILES or data.held_out: 0.05")
+        if value.early_stop and not value.evaluate_every:
+            raise ValueError("early_stop needs evaluate_every: 50, say; 0 is at the end only")
         return value
 
     @field_validator("training")

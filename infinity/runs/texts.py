@@ -77,7 +77,9 @@ def find_sources(key: str, patterns: Sequence[str], form: str) -> list[Source]:
             problems += [] if files else [f"{pattern}: {why_none}"]
             for file in files:
                 kinds = (kind for kind, ends in _ENDINGS.items() if _ending(file) in ends)
-                kind = form if form != "auto" else next(kinds, "text")
+                # A .json that is named has rows; among others in a directory it may be anything.
+                rest = "jsonl" if _ending(file) == ".json" else "text"
+                kind = form if form != "auto" else next(kinds, rest)
                 facts = file.stat()
                 source = Source(str(file), kind, facts.st_size, facts.st_mtime_ns)
                 found.setdefault(source.path, source)

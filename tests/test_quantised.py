@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,14 @@ import infinity
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.errors import CheckpointError, ConfigError
 from infinity.formats import FrozenFormat
-from infinity.model.quantised import NF4_LEVELS, _on, dequantise, dynamic_levels, quantise
+from infinity.model.quantised import (
+    NF4_LEVELS,
+    _on,
+    dequantise,
+    dynamic_levels,
+    from_parts,
+    quantise,
+)
 from infinity.model.weight_files import WeightFiles
 
 WIDE = 256
@@ -64,22 +73,30 @@ def test_values_are_those_of_the_formula_written_slowly(form: FrozenFormat) -> N
                 assert torch.equal(round_trip(value, form), expected), shape
 
 
-def test_torchs_defaults_do_not_show() -> None:
-    """Those who build a model in bf16 set its dtype for all."""
-    value = matrix((64, 64))
-    expected = {form: (packed(value, form), round_trip(value, form)) for form in FORMS}
+@contextmanager
+def other_defaults() -> Iterator[None]:
+    """Those of who builds a model in bf16, without memory."""
     _on.cache_clear()
+    torch.set_default_dtype(torch.bfloat16)
     try:
-        torch.set_default_dtype(torch.bfloat16)
         with torch.device("meta"):
-            for form, (held, back) in expected.items():
-                found = torch.zeros_like(held, device="cpu")
-                quantise(value, form, found)
-                assert torch.equal(found, held)
-                assert torch.equal(_value(found, form, value), back)
+            yield
     finally:
         torch.set_default_dtype(torch.float32)
         _on.cache_clear()
+
+
+def test_torchs_defaults_do_not_show() -> None:
+    value = matrix((64, 64))
+    for form in FORMS:
+        held, back = packed(value, form), round_trip(value, form)
+        parts = [part.clone() for part in held.split(list(form.parts(value.shape)))]
+        found, wide = torch.zeros_like(held), from_parts(form, value.shape, parts)
+        with other_defaults():
+            quantise(value, form, found)
+            assert torch.equal(found, held)
+            assert torch.equal(_value(found, form, value), back)
+            assert torch.equal(from_parts(form, value.shape, parts), wide)
 
 
 def test_pieces_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,6 +280,8 @@ def test_a_durable_run_goes_on_and_tells_another_format(tmp_path: Path) -> None:
         step(engine, 1)
     with pytest.raises(ConfigError, match=r"form of '0\.base\.weight' is nf4 there"):
         run(tmp_path, durable=True, resume="auto", frozen={"rest": "int8"})
+    with pytest.raises(ConfigError, match=r"form of '0\.base\.weight' is nf4 there, as_is here"):
+        run(tmp_path, durable=True, resume="auto", frozen={"rest": "nf4", "keep": ["0"]})
 
 
 @pytest.mark.parametrize("form", [FrozenFormat.NF4, FrozenFormat.NF4_DOUBLE])
@@ -280,6 +299,8 @@ def test_files_of_bitsandbytes_are_read_and_rest_as_they_are(
     save_file(tensors, tmp_path / "model.safetensors")
     with run(tmp_path) as engine:
         infinity.load_weights(engine, tmp_path)
+        with WeightFiles(tmp_path) as files, other_defaults():
+            assert files.read("0.base.weight").dtype is torch.float32
         step(engine)
         found = engine.state_dict()
         for name, one in held.items():

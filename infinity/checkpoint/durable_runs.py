@@ -132,7 +132,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
         found.append(f"{name!r} is {where}")
     for name in (n for n in names[0] if n in names[1]):
         for key in ("shape", "dtype", "trained", "form"):
-            old, new = (one[name].get(key, "") for one in names)
+            old, new = (one[name].get(key, "as_is") for one in names)  # only forms may be missing
             if old != new:
                 found.append(f"{key} of {name!r} is {old} there, {new} here")
     if not found and there["units"] != here["units"]:

@@ -175,7 +175,7 @@ class SafetensorsFile:
         facts = self.facts[name]
         numel = facts.numel if count is None else count
         try:
-            flat = torch.empty(numel, dtype=facts.dtype)
+            flat = torch.empty(numel, dtype=facts.dtype, device="cpu")
         except RuntimeError as error:
             size = format_size(numel * facts.dtype.itemsize)
             raise DoesNotFitError(

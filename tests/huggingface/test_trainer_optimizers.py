@@ -128,12 +128,21 @@ def test_refusals(tmp_path: Path) -> None:
 
 
 def test_muon_splits_the_groups_that_transformers_makes(tmp_path: Path) -> None:
-    """`lr` and `weight_decay` are the arguments'; the rate of AdamW's part is the config's."""
-    section = {"type": "Muon", "adjust_lr_fn": "match_rms_adamw", "adam_lr": 5e-3}
-    options = {"infinity_config": {**FP32, "optimizer": section}}
-    trainer = trainer_for(InfinityTrainer, tmp_path, llama(), options, max_steps=3,
-                          adam_epsilon=1e-8, lr_scheduler_type="constant")  # fmt: skip
-    trainer.train()
+    """All are the arguments', but for what the config says of AdamW's part."""
+    section: dict[str, Any] = {"type": "Muon", "adjust_lr_fn": "match_rms_adamw"}
+    for more in ({}, {"adam_lr": 5e-3}):
+        options = {"infinity_config": {**FP32, "optimizer": section | more}}
+        trainer = trainer_for(InfinityTrainer, tmp_path, llama(), options, max_steps=3,
+                              adam_beta1=0.8, lr_scheduler_type="constant")  # fmt: skip
+        trainer.train()
+        matrices, *others = trainer.optimizer.param_groups
+        assert (matrices["lr"], matrices["eps"]) == (1e-2, 1e-7)
+        for group in others:
+            assert group["lr"] == more.get("adam_lr", 1e-2)
+            assert group["betas"] == (0.8, trainer.args.adam_beta2)
+            assert group["eps"] == trainer.args.adam_epsilon != matrices["eps"]
+        if not more:
+            trainer.close()
     found = [(g["use_muon"], g["weight_decay"], g["lr"]) for g in trainer.optimizer.param_groups]
     assert found == [(True, 0.1, 1e-2), (False, 0.1, 5e-3), (False, 0.0, 5e-3)]
     losses = [told["loss"] for told in trainer.state.log_history if "loss" in told]

@@ -211,6 +211,31 @@ def test_a_message_may_have_tool_calls_or_parts_in_the_place_of_a_text(wrapped: 
     assert found.tolist() == encoded(wrapped, {"messages": plain}).tolist()
 
 
+def test_long_conversations_are_tokenised_few_at_a_time(
+    wrapped: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [(f"line {n}", {"prompt": "a" * n, "completion": "b"}) for n in (1, 30, 5, 70, 3, 1)]
+    maker = Conversations(Tokenizer("ours", wrapped), 1, False, "strict")
+    expected = [found.tolist() for found in maker.encode(rows)]
+    calls: list[int] = []
+
+    class Counts:
+        def __init__(self, fast: Any) -> None:
+            self.fast = fast
+
+        def encode_batch(self, texts: list[str], **more: Any) -> Any:
+            calls.append(len(texts))
+            return self.fast.encode_batch(texts, **more)
+
+    maker.tokenizer.fast = Counts(maker.tokenizer.fast)
+    monkeypatch.setattr("infinity.runs.conversations._CHARACTERS", 33)
+    assert [found.tolist() for found in maker.encode(rows)] == expected
+    assert calls == [2, 2, 2]
+    monkeypatch.setattr("infinity.runs.conversations._LONGEST", 70)
+    with pytest.raises(ConfigError, match=r"line 70 is one conversation of 71 characters"):
+        list(maker.encode(rows))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -21,7 +21,7 @@ import importlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, islice, takewhile
+from itertools import chain, groupby, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -35,7 +35,8 @@ FIRST, TRAINED = 1 << 30, 1 << 31
 TOKEN = FIRST - 1
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _OTHER = "\N{SYMBOL FOR NULL}"  # what nobody says
-_BATCH = 256  # conversations that are worth a call of the tokenizer
+_BATCH, _CHARACTERS = 256, 1 << 20  # conversations, or so much, that are worth a call
+_LONGEST = 1 << 23  # characters of one; a token takes a kilobyte while it is made
 _FIELDS = "'messages', or 'prompt' and 'completion'"
 
 Row = tuple[str, Any]  # where it is, and what it says
@@ -94,7 +95,7 @@ class Conversations:
         """The marked tokens of each row; raises `ConfigError` for one that is no conversation."""
         rendered = (self._rendered(*row) for row in rows)
         for plain, alike in groupby(rendered, lambda one: one.plain):
-            while held := list(islice(alike, _BATCH)):
+            while held := _batch(alike):
                 texts = [one.text for one in held]
                 fast: Any = self.tokenizer.fast
                 found = fast.encode_batch(texts, add_special_tokens=plain)
@@ -143,6 +144,12 @@ class Conversations:
                 _refuse_turn(where, len(asked))
             found = _Rendered(text, [(len(before), len(text))], False)
         text = as_utf8(where, found.text, self.errors)
+        if len(text) > _LONGEST:
+            raise ConfigError(
+                f"{where} is one conversation of {len(text):,} characters",
+                because=f"more than {_LONGEST:,} are in no window, and take gigabytes to tokenise",
+                remedy="one conversation a line: are these several, or a file in one of them?",
+            )
         return found._replace(trained=[(0, len(text))]) if self.everything else found
 
     def _dialogue(self, where: str, messages: Messages, tools: Any) -> _Rendered:
@@ -209,6 +216,17 @@ class Conversations:
                     "data.chat_template: FILE, with a template that takes parts",
                 )
         return text, ranges[0] if marked else None
+
+
+def _batch(rendered: Iterable[_Rendered]) -> list[_Rendered]:
+    """The next ones that are worth a call of the tokenizer."""
+    held, size = [], 0
+    for one in rendered:
+        held.append(one)
+        size += len(one.text)
+        if len(held) == _BATCH or size >= _CHARACTERS:
+            break
+    return held
 
 
 def _messages(where: str, field: str, row: dict[str, Any]) -> Messages:

@@ -55,8 +55,13 @@ def test_a_config_that_names_no_class_is_planned_whole(tmp_path: Path) -> None:
     assert type(find_target(target).module).__name__ == "WhisperForConditionalGeneration"
     kind = "AutoModelForAudioClassification"
     assert type(find_target(target, kind).module).__name__ == "WhisperForAudioClassification"
-    with pytest.raises(ConfigError, match="transformers has no class 'AutoModelForTea'"):
-        find_target(target, "AutoModelForTea")
+    for kind, words in {
+        "AutoModelForTea": "transformers has no model 'AutoModelForTea'",
+        "WhisperConfig": "transformers has no model 'WhisperConfig'",
+        "PreTrainedModel": "PreTrainedModel is a model without parameters",
+    }.items():
+        with pytest.raises(ConfigError, match=words):
+            find_target(target, kind)
 
 
 @pytest.mark.parametrize(

@@ -254,6 +254,7 @@ def test_a_tied_table_is_a_head_and_positions_are_looked_up() -> None:
         (["{dir}/typo.yaml", "--model", "7b"], "did you mean 'precision'?"),
         (["{dir}/text.txt"], "is not JSON"),
         (["7b", "--model", "7b"], "two models"),
+        (["7b", "--class", "AutoModel"], "--class AutoModel: 7b is a causal language model"),
         (["7b", "--device", "5 apples"], "apples"),
         (["7b", "--device", "0"], "--device is 0"),
         (["7b", "--device", "24"], "did you mean --device 24GiB?"),

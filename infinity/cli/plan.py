@@ -391,6 +391,7 @@ def _find(wishes: Wishes) -> tuple[Config, Target, Translation | None]:
     }
     given = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]
     if run is not None:
+        _takes_no_class(wishes, wishes.target, wishes.model is None)
         if wishes.lora is not None and wishes.model is None:
             raise ConfigError(
                 f"--lora {wishes.lora} changes no model that a run's configuration names",
@@ -410,6 +411,7 @@ def _model(text: str, wishes: Wishes) -> Target:
     """The model that `text` names, without values."""
     from infinity.model.shapes import NAMED, named_target, names_a_model
 
+    _takes_no_class(wishes, text, text.lower() in NAMED)
     if text.lower() in NAMED:
         return named_target(text, wishes.lora)
     if not names_a_model(text):
@@ -419,6 +421,15 @@ def _model(text: str, wishes: Wishes) -> Target:
     from infinity.huggingface.meta import find_target  # it imports torch
 
     return find_target(text, wishes.model_class, wishes.lora)
+
+
+def _takes_no_class(wishes: Wishes, name: str, is_settled: bool) -> None:
+    """Raise `ConfigError` for a class of a model that has one already."""
+    if wishes.model_class is not None and is_settled:
+        raise ConfigError(
+            f"--class {wishes.model_class}: {name} is a causal language model",
+            remedy="leave it out, or plan for a config.json",
+        )
 
 
 def _model_of(run: RunConfig) -> Target:

@@ -64,6 +64,8 @@ def meta_model(config: Any, model_class: Any = None) -> nn.Module:
         except RuntimeError:  # it looks at values while it is built
             made = build_model(config, model_class=kind)
     assert isinstance(made, nn.Module)
+    if next(made.parameters(), None) is None:
+        raise ConfigError(f"{kind.__name__} is a model without parameters: nothing is trained")
     return made
 
 

@@ -361,8 +361,8 @@ def class_for(config: Any, wanted: Any) -> Any:
         autos = [getattr(library, f"AutoModelFor{kind}") for kind in kinds]
         names = [auto.__name__ for auto in autos if type(config) in auto._model_mapping]
     found = getattr(library, names[0], None) if names else None
-    if found is None:
-        what = f"transformers has no class {names[0]!r}" if names else "which class is meant?"
+    if not (hasattr(found, "from_config") or hasattr(found, "_from_config")):
+        what = f"transformers has no model {names[0]!r}" if names else "which class is meant?"
         raise ConfigError(
             f"the model's class cannot be told from {type(config).__name__}: {what}",
             because="a config.json names it under architectures",

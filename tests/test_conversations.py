@@ -499,8 +499,9 @@ def test_the_best_weights_are_kept_and_the_run_ends_early(
         assert losses_of(folder) == losses_of(whole)
         assert (again.steps, again.stopped_early, again.best_step) == (10, True, 4)
         assert (folder / "run" / "best" / "model.safetensors").read_bytes() == kept
-        again, _ = train(raw, "auto")
+        again, watcher = train(raw, "auto")
         assert (again.steps, again.stopped_early) == (10, True)
+        assert any("larger training.early_stop goes on" in note for note in watcher.notes)
     elsewhere = raw | {"run_dir": str(tmp_path / "elsewhere")}
     told[10] = 4.1  # worse than the best so far, but nothing is kept there
     found, _ = train(elsewhere, str(whole / "run" / "checkpoints" / "step8"))

@@ -85,6 +85,7 @@ class Loop:
         prepared, watcher = self.prepared, self.watcher
         self._saved_step = self.step  # that is where this came from
         watcher.begin(self.step, prepared.steps)
+        self._tell_early_end()  # of an earlier life
         self._evaluate_if_due()
         self.evaluation_before = self.evaluation
         while not self.ended and not self._asked_to_stop():
@@ -320,10 +321,14 @@ class Loop:
             )
         if self.keep_best is not None and self.step and loss < best.kept:
             self._keep(self.keep_best, loss)
+        self._tell_early_end()
+
+    def _tell_early_end(self) -> None:
+        best = self.best
         if self.stopped_early:
             self.watcher.note(
                 f"stopped early: {best.worse} evaluations in a row found nothing better than "
-                f"{best.loss:.4f} at step {best.step} (training.early_stop)"
+                f"{best.loss:.4f} at step {best.step} (a larger training.early_stop goes on)"
             )
 
     def _keep(self, write: Callable[[Engine], Path], loss: float) -> None:

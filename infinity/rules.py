@@ -440,7 +440,10 @@ def _entries(rule: type[Hyper]) -> tuple[Field[Any], ...]:
 def _taken(default: Any, given: Any) -> Any:
     """An entry of a group, which may be a tensor, as what its default is."""
     if isinstance(default, tuple):
-        return tuple(map(float, given))
+        found = tuple(map(float, given))
+        if len(found) != len(default):
+            raise ValueError(f"{len(found)} numbers, not {len(default)}")
+        return found
     return type(default)(given)
 
 

@@ -429,6 +429,7 @@ def test_results_do_not_depend_on_threads() -> None:
         ({"betas": (-0.1, 0.9)}, "beta1 is -0.1"),
         ({"betas": None}, "betas=None"),
         ({"betas": (0.9,)}, "betas="),
+        ({"betas": (0.9, 0.9, 0.9)}, "betas="),
         ({"eps": -1e-8}, "eps is"),
         ({"weight_decay": float("inf")}, "weight_decay is inf"),
         ({"amsgrad": True}, "amsgrad is not supported"),

@@ -283,7 +283,7 @@ class Plan:
             f"master {name}, {self.micro_batches} micro-batch(es) per step",
             *self._ranks_lines(),
             f"  {self.rule.name}: {self._moments_line()}; "
-            f"{self.bytes_per_parameter:.4g} bytes a parameter at rest",
+            f"{self.bytes_per_parameter:.5g} bytes a parameter at rest",
         ]
         for label, kind in (
             ("weights", Kind.WEIGHT),

@@ -62,7 +62,7 @@ def test_close_to_a_loop_that_unscales_clips_and_steps(name: str) -> None:
     assert ours.losses[0] == theirs.losses[0]
     assert ours.losses == pytest.approx(theirs.losses, rel=2e-3)
     for value, expected in zip(ours.norms, theirs.norms, strict=True):
-        assert value == pytest.approx(expected, rel=1e-2)
+        assert value == pytest.approx(expected, rel=1e-2, nan_ok=True)  # where it overflows
     for key, value in theirs.masters.items():
         if value.is_floating_point():
             torch.testing.assert_close(ours.masters[key].float(), value.float(), rtol=0, atol=5e-3)

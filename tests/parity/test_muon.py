@@ -91,7 +91,7 @@ def test_a_matrix_rests_in_eight_bytes_and_the_plan_says_what_went_where() -> No
         others = sum(p.numel() for p in run.model.parameters()) - matrices
         exact = (8 * matrices + 12 * others) / (matrices + others)
         assert plan.bytes_per_parameter == pytest.approx(exact)
-        assert f"2 moments in fp32, of matrices 1; {exact:.4g} bytes" in plan.describe()
+        assert f"2 moments in fp32, of matrices 1; {exact:.5g} bytes" in plan.describe()
         for unit, own in zip(plan.units, plan.own, strict=True):
             second = store.rest_bytes(own, Kind.MOMENT2)
             paired = sum(s.numel for s in unit.trained_segments if not s.whole)

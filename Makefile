@@ -83,13 +83,16 @@ test-matrix:  ## run the tests with other Pythons and torches (long): ARGS='pyth
 # A venv of its own over this one, whose packages it sees where it has none of them itself.
 DOORS := build/doors
 PURELIB = python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
-test-doors: setup  ## run the tests of TRL, Lightning and transformers with the newest of each
+OTHERS := trl lightning transformers accelerate peft bitsandbytes schedulefree pytorch-optimizer datasets
+
+test-doors: setup  ## run the tests beside TRL, Lightning, bitsandbytes, ... with the newest of each
 	$(BIN)/python -m venv $(DOORS)
 	echo "import site; site.addsitedir('$$($(BIN)/$(PURELIB))')" >$$($(DOORS)/bin/$(PURELIB))/beneath.pth
-	$(DOORS)/bin/python -m pip install -q --upgrade trl lightning transformers accelerate peft
-	$(DOORS)/bin/python -m pip list | grep -iE '^(trl|lightning|transformers|accelerate|peft) '
+	$(DOORS)/bin/python -m pip install -q --upgrade $(OTHERS)
+	for one in $(OTHERS); do $(DOORS)/bin/python -m pip show $$one | head -n 2 | paste - -; done
 	$(DOORS)/bin/python -m pytest -q -m "not big and not clock" tests/huggingface tests/test_doors.py \
-	  tests/test_lightning.py $(ARGS)
+	  tests/test_lightning.py tests/test_quantised.py tests/test_runs_data.py \
+	  tests/parity/test_any_optimizer.py $(ARGS)
 
 bench: setup  ## time a step against plain torch and against the bounds
 	$(BIN)/python tools/bench_step.py --json $(ARGS)

@@ -322,6 +322,17 @@ def test_the_page_about_fine_tuning_runs(tmp_path: Path, monkeypatch: pytest.Mon
     assert (tmp_path / "run" / "best" / "model.safetensors").exists()
 
 
+def test_plans_take_the_overrides_of_runs(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    assert run("init", "--preset", "tiny-cpu", "--out", str(path))[0] == 0
+    code, out, error = run("plan", str(path), "data.sequence_length=32", "--json")
+    assert code == 0, error
+    assert json.loads(out)["work"]["tokens_per_step"] == 4 * 32
+    code, _, error = run("plan", "7b", "data.sequence_length=32")
+    assert code == 2
+    assert "'data.sequence_length=32' is no option, and 7b is not" in error
+
+
 def test_a_run_that_is_broken_is_planned_with_its_mistakes(tmp_path: Path) -> None:
     code, _, error = run("plan", write(tmp_path, engine__placment={}))
     assert code == 2

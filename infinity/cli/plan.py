@@ -60,6 +60,14 @@ class Wishes:
     run: RunConfig | None = None  # where TARGET is a configuration for `infinity train`
 
 
+_Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Values that win over those of a run's file: model.path=DIR",
+        show_default=False,
+    ),
+]
 _Target = Annotated[
     str,
     typer.Argument(
@@ -184,6 +192,7 @@ _Endurance = Annotated[
 
 def plan(
     target: _Target,
+    overrides: _Overrides = None,
     model: _Model = None,
     model_class: _Class = None,
     device: _Device = None,
@@ -249,11 +258,10 @@ def plan(
             rest=rest,
             refresh=refresh,
         )
-        if (run := _find_run(target)) is not None:
+        if (run := _find_run(target, overrides or [])) is not None:
             wishes = replace(wishes, run=run, tokens=tokens or run.tokens_of_a_step)
-        rated = _size("--endurance", endurance) or 0
         with stdout_is_ours(), _no_collections():
-            report = report_of(wishes, rated)
+            report = report_of(wishes, _size("--endurance", endurance) or 0)
         if as_json:
             print(json.dumps(report), flush=True)
         else:
@@ -348,9 +356,20 @@ def _recomputed(all_of_them: bool | None, number: int | None) -> Recompute | Non
     return "all" if all_of_them else 0
 
 
-def _find_run(text: str) -> RunConfig | None:
+def _find_run(text: str, overrides: list[str]) -> RunConfig | None:
     """The configuration of a run in the file that `text` names; None if that is something else."""
     path = Path(text).expanduser()
+    run = _run_in(path, overrides)
+    if overrides and run is None:
+        raise ConfigError(
+            f"{overrides[0]!r} is no option, and {text} is not the configuration of a run",
+            remedy="KEY=VALUE goes with a file of `infinity init`; all else has options, see "
+            "infinity plan --help",
+        )
+    return run
+
+
+def _run_in(path: Path, overrides: list[str]) -> RunConfig | None:
     if path.suffix.lower() not in (".yaml", ".yml", ".json") or not path.is_file():
         return None
     from infinity.config.source import read_config_file
@@ -360,7 +379,7 @@ def _find_run(text: str) -> RunConfig | None:
         raw = read_config_file(path)
     except ConfigError:
         return None  # whoever reads it as something else says what is wrong
-    return load_run_config(path) if is_run_config(raw) else None
+    return load_run_config(path, overrides) if is_run_config(raw) else None
 
 
 def _find(wishes: Wishes) -> tuple[Config, Target, Translation | None]:

@@ -171,7 +171,7 @@ def closing_rows(result: Mapping[str, Any]) -> list[list[str]]:
         rows.append(["time per step", format_duration(result["step_s"]), "", ""])
     if plain:
         against = f"plain PyTorch in RAM {format_duration(plain['step_s'])}"
-        turns = f"  in turns with plain PyTorch, {plain['turns']} each"
+        turns = f"  beside plain PyTorch, middle of {plain['turns']} turns"
         ours, ratio = format_duration(plain["our_step_s"]), f"{plain['ratio']:.2f} x"
         rows.append([turns, ours, against, ratio])
         peak_text = format_size(plain["peak_rss_bytes"]) if plain["peak_rss_bytes"] else "unknown"

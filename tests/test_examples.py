@@ -327,7 +327,7 @@ def test_the_closing_table_says_what_held() -> None:
     assert rows["bytes read per step"][2] == "exact"
     assert rows["bytes written per step"][2] == "-1.0%"
     assert rows["time per step"][0] == "8.0 s"
-    in_turns = rows["in turns with plain PyTorch, 3 each"]
+    in_turns = rows["beside plain PyTorch, middle of 3 turns"]
     assert in_turns == ["8.1 s", "plain PyTorch in RAM 7.5 s", "1.07 x"]
     result |= {"peak_rss_bytes": 2**31, "plain_torch": None, "moved_bytes": {}}
     rows = {row[0].strip(): row[1:] for row in _ui.closing_rows(result)}

@@ -26,6 +26,7 @@ _SECOND_BETA = 0.99  # what OneCycle sets beside the momentum it cycles
 _WARMUP_TYPES = ("log", "linear")
 # Parameters by what they may be; all others are numbers. A rate may have a value for each group.
 _RATES = {"warmup_min_lr", "warmup_max_lr", "lr_range_test_min_lr", "cycle_min_lr", "cycle_max_lr"}
+_LARGEST = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")  # what groups then have
 _RATES |= {"cycle_min_mom", "cycle_max_mom"}
 _COUNTS = {"warmup_num_steps": 1, "total_num_steps": 1, "lr_range_test_step_size": 1}  # least
 _COUNTS |= {"cycle_first_step_size": 1, "cycle_second_step_size": 0, "decay_step_size": 0}
@@ -142,6 +143,14 @@ class _Schedule(lr_scheduler.LRScheduler):
         own = [float(group["lr"]) for group in optimizer.param_groups]
         if params.get("warmup_max_lr", own) is None:
             params["warmup_max_lr"] = own
+        one = [n for n in _LARGEST if isinstance(params.get(n), int | float)]
+        if one and len(set(own)) > 1:
+            text = (
+                f"{one[0]} {params[one[0]]:g} is the rate of all {len(own)} parameter groups, "
+                f"whose own rates are {', '.join(f'{rate:g}' for rate in own)}: a list has one for "
+                "each"
+            )
+            warnings.warn(text, InfinityWarning, stacklevel=2)
         params = {name: _checked(optimizer, name, value) for name, value in params.items()}
         total, steps = params.get("total_num_steps"), params.get("warmup_num_steps")
         if params.get("cycle_momentum") and "betas" not in optimizer.defaults:

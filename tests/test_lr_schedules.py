@@ -272,10 +272,24 @@ def test_an_optimizer_without_betas_keeps_its_momentum() -> None:
 def test_more_warm_up_than_steps_is_a_warning() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        BY_NAME["WarmupDecayLR"](optimizer(), 5, warmup_num_steps=10)
+        BY_NAME["WarmupDecayLR"](optimizer(), 5, 0.0, [1e-3, 1e-3], warmup_num_steps=10)
     (warning,) = [w for w in caught if issubclass(w.category, InfinityWarning)]
     assert "total_num_steps 5 is less than warmup_num_steps 10" in str(warning.message)
     assert warning.filename == __file__
+
+
+def test_one_rate_for_groups_that_have_their_own_is_a_warning() -> None:
+    """As Muon's matrices and all else have."""
+    target = optimizer()
+    own = ", ".join(f"{group['lr']:g}" for group in target.param_groups)
+    with pytest.warns(
+        InfinityWarning, match=f"is the rate of all 2 parameter groups.*{own}: a list"
+    ):
+        BY_NAME["WarmupLR"](target, warmup_max_lr=1e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        BY_NAME["WarmupLR"](optimizer(), warmup_max_lr=[1e-3, 2e-3])
+        BY_NAME["WarmupCosineLR"](optimizer(), 2000)
 
 
 @pytest.mark.parametrize(
@@ -377,7 +391,7 @@ def test_what_torch_refuses_in_a_step_is_refused_before(name: str, params: dict[
     [
         ("OneCycleLR", {"max_lr": 1e-3, "total_steps": 1}),
         ("ReduceLROnPlateau", {}),
-        ("OneCycle", {"cycle_min_lr": [1e-4, 1e-5], "cycle_max_lr": 1e-3}),
+        ("OneCycle", {"cycle_min_lr": [1e-4, 1e-5], "cycle_max_lr": [1e-3, 1e-3]}),
         ("CosineAnnealingLR", {"T_max": 4}),
     ],
     ids=str,

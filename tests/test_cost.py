@@ -10,7 +10,7 @@ from test_planner import plan_of
 from infinity.config.schema import load_config
 from infinity.formats import MomentFormat
 from infinity.plan.budget import Limits
-from infinity.plan.cost import Rates, Work, disk_days, step_cost, stream_s, update_s
+from infinity.plan.cost import Rates, Work, disk_days, flop_per_token, step_cost, stream_s, update_s
 from infinity.plan.forecast import forecast_bytes, forecast_phases
 from infinity.plan.layout import BF16, ParameterFacts, Tier, lay_out
 from infinity.plan.plan import DIRECTIONS, RuleFacts
@@ -124,6 +124,7 @@ def test_products_count_for_matrices_that_are_multiplied() -> None:
     plan = make_plan((lay_out(0, "all", facts, BF16),), config, limits, unified=False)
     rates = Rates(GB, GB, GB, compute={"bf16": GB})
     work = Work(tokens=10, lookups=frozenset({0}))
+    assert flop_per_token(plan.units, work) == 6 * 4096
     forward, backward = step_cost(plan, rates, work).phases
     assert forward.resources["compute"] == pytest.approx(2 * 4096 * 10 / GB)
     assert backward.resources["compute"] == pytest.approx(4 * 4096 * 10 / GB)
@@ -134,6 +135,7 @@ def test_products_count_for_matrices_that_are_multiplied() -> None:
     forward, backward = step_cost(plan, rates, work).phases  # of inputs alone
     assert backward.resources["compute"] == forward.resources["compute"]
     assert forward.resources["compute"] == pytest.approx(2 * 4096 * 10 / GB)
+    assert flop_per_token(plan.units, work) == 4 * 4096
 
 
 def test_days_to_a_rated_endurance() -> None:

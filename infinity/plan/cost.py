@@ -442,8 +442,12 @@ def _elements(units: Iterable[UnitLayout], work: Work) -> _Elements:
 
 
 def flop_per_token(units: Iterable[UnitLayout], work: Work) -> float:
-    """FLOP of the model itself for a token: 6 a matrix element; see [Note: compute]."""
-    return 6 * _elements(units, work).matrices
+    """FLOP of the model itself for a token: 6 a matrix element, 4 of what is frozen.
+
+    See [Note: compute].
+    """
+    found = _elements(units, work)
+    return 4 * found.matrices + 2 * found.trained
 
 
 def update_s(plan: Plan, rates: Rates) -> tuple[float, float]:

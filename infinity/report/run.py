@@ -195,7 +195,7 @@ def _facts(told: Told) -> Iterable[tuple[str, str, str]]:
 
 
 def model_flop_share(plan: Mapping[str, Any], tokens_per_s: float) -> tuple[float, str] | None:
-    """MFU of a rank: 6 FLOP a token and matrix element over what products reach; and of what.
+    """MFU of a rank: the model's FLOP (`flop_per_token`) over what products reach; and of what.
 
     What is computed twice, and products of tokens with tokens, are not counted. None where the
     plan does not say enough.

@@ -10,7 +10,15 @@ from test_planner import plan_of
 from infinity.config.schema import load_config
 from infinity.formats import MomentFormat
 from infinity.plan.budget import Limits
-from infinity.plan.cost import Rates, Work, disk_days, flop_per_token, step_cost, stream_s, update_s
+from infinity.plan.cost import (
+    Rates,
+    Work,
+    disk_days,
+    flop_per_token,
+    step_cost,
+    stream_s,
+    update_s,
+)
 from infinity.plan.forecast import forecast_bytes, forecast_phases
 from infinity.plan.layout import BF16, ParameterFacts, Tier, lay_out
 from infinity.plan.plan import DIRECTIONS, RuleFacts

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from infinity.cli.main import app
 from infinity.errors import ConfigError, MachineError
-from infinity.report.run import POINTS, model_flop_share, read_run, run_page
+from infinity.report.run import POINTS, model_flop_share, read_run, run_page, write_run_page
 
 PLAN = {
     "model": {"name": "tiny", "parameters": 1000, "flop_per_token": 5e6},
@@ -150,6 +150,20 @@ def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
         read_run(tmp_path)
     assert call("report", str(tmp_path / "metrics.jsonl"))[0] != 1
     assert call("report", str(tmp_path / "nowhere"))[0] == 2
+
+
+def test_what_an_error_says_is_text_in_the_page_whatever_it_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names of files may be any bytes, which Python has as halves of surrogate pairs."""
+    monkeypatch.setattr("infinity.report.page._library", str)
+    why = "/data/\udcff</script><b>$body is gone"
+    began, ended = {"event": "began", "step": 0}, {"event": "ended", "step": 0, "why": why}
+    folder = written(tmp_path / "a<b>$title", began, ended)
+    text = write_run_page(folder).read_text("utf-8")
+    assert "/data/\\udcff&lt;/script&gt;&lt;b&gt;$body is gone" in text
+    assert "<title>a&lt;b&gt;$title: a run</title>" in text
+    assert "<b>" not in text
 
 
 def test_without_the_package_it_says_what_to_install(

@@ -90,7 +90,7 @@ class Page:
         )
         try:
             with atomic_write(path) as file:
-                file.write(text.encode())
+                file.write(text.encode(errors="backslashreplace"))  # of odd names
         except OSError as error:
             raise MachineError(
                 f"{path} cannot be written: {error.strerror}", remedy="--out FILE elsewhere"

@@ -186,7 +186,15 @@ def test_parameters_say_where_their_values_are(tmp_path: Path) -> None:
 
 
 def test_a_module_is_not_moved_from_its_engine(tmp_path: Path) -> None:
-    with small_engine(tmp_path, ON_DISK, engine_class=deepspeed.DeepSpeedEngine) as engine:
+    model = small_model()
+    kinds = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    for dims in range(9):  # of many kinds, none of which is cast by a move to halves
+        for dtype in kinds:
+            name = f"{dtype}{dims}".removeprefix("torch.")
+            model.register_buffer(name, torch.zeros((1,) * dims, dtype=dtype))
+    with small_engine(tmp_path, ON_DISK, model, engine_class=deepspeed.DeepSpeedEngine) as engine:
+        with pytest.raises(ResidencyError, match="cannot be moved or cast"):
+            engine.module.to("meta", torch.half)
         with pytest.warns(InfinityWarning, match="not moved to meta"):
             assert engine.module.to("meta") is engine.module
         with pytest.raises(ResidencyError, match="cannot be moved or cast"):

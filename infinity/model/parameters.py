@@ -490,19 +490,14 @@ class RefusedApply:
         module = self._module()
         assert module is not None
         tensors = (*module.parameters(recurse), *module.buffers(recurse))
+        moved = ""
         for dtype, device, dims in {(t.dtype, t.device, t.dim()) for t in tensors}:
             sample = torch.zeros((2,) * dims, dtype=dtype, device=device)
             address = sample.data_ptr()
             changed = change(sample)
             if self.stays and changed.dtype is dtype and changed.device != device:
-                warnings.warn(
-                    f"an offloaded module stays where its engine computes, on {device}: it was not "
-                    f"moved to {changed.device}",
-                    InfinityWarning,
-                    stacklevel=3,
-                )
-                return module
-            if changed is not sample or sample.data_ptr() != address:
+                moved = f"on {device}: it was not moved to {changed.device}"
+            elif changed is not sample or sample.data_ptr() != address:
                 raise ResidencyError(
                     f"an offloaded module cannot be moved or cast: this would change its {dtype} "
                     f"tensors on {device}, and the engine owns their memory",
@@ -511,6 +506,12 @@ class RefusedApply:
                     remedy="set `precision` in the config and `device=` in initialize(); "
                     "engine.close(restore=True) gives a plain module back",
                 )
+        if moved:
+            warnings.warn(
+                f"an offloaded module stays where its engine computes, {moved}",
+                InfinityWarning,
+                stacklevel=3,
+            )
         return module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

@@ -20,8 +20,12 @@ class StepLog:
 
     def __init__(self) -> None:
         self._last: StepReport | None = None
-        self._reports: list[StepReport] = []
-        self._tokens = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._steps = self._tokens = self._peak = 0
+        self._whole_s = self._waits_s = 0.0
+        self._moved = dict.fromkeys(_MOVED, 0)
 
     def batch(self, inputs: Any, name: str) -> None:
         """A batch is trained on; `name` is the model's main input, whose integers are tokens."""
@@ -33,7 +37,12 @@ class StepLog:
         """The engine's last report; one that was seen already is not counted again."""
         if report is not None and report is not self._last:
             self._last = report
-            self._reports.append(report)
+            self._steps += 1
+            self._whole_s += report.wall_s
+            self._waits_s += math.fsum(report.stall_s.values())
+            self._peak = max(self._peak, report.memory.get("peak", 0))
+            for direction in _MOVED:
+                self._moved[direction] += report.moved.get(direction, 0)
 
     def take(self, ranks: int) -> dict[str, float]:
         """What the steps since the last call came to; empty where there was none.
@@ -42,18 +51,15 @@ class StepLog:
         this rank, directions in which nothing moved left out; `memory_peak_gib` is the largest peak
         of the tier that computes; `tokens_per_s` are of all `ranks`, each with as many as this.
         """
-        steps, self._reports = self._reports, []
-        tokens, self._tokens = self._tokens, 0
-        if not steps:
-            return {}
-        whole, count = math.fsum(step.wall_s for step in steps), len(steps)
-        waits = math.fsum(s for step in steps for s in step.stall_s.values())
-        found = {"step_s": whole / count, "stall_s": waits / count}
-        if tokens and whole:
-            found["tokens_per_s"] = tokens * ranks / whole
-        for direction, name in _MOVED.items():
-            moved = sum(step.moved.get(direction, 0) for step in steps)
-            if moved:
-                found[name] = moved / count / _GIB
-        peak = max(step.memory.get("peak", 0) for step in steps)
-        return found | ({"memory_peak_gib": peak / _GIB} if peak else {})
+        found: dict[str, float] = {}
+        if count := self._steps:
+            found = {"step_s": self._whole_s / count, "stall_s": self._waits_s / count}
+            if self._tokens and self._whole_s:
+                found["tokens_per_s"] = self._tokens * ranks / self._whole_s
+            for direction, name in _MOVED.items():
+                if moved := self._moved[direction]:
+                    found[name] = moved / count / _GIB
+            if self._peak:
+                found["memory_peak_gib"] = self._peak / _GIB
+        self._begin()
+        return found

@@ -6,6 +6,7 @@ in the last bits only.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,9 @@ import infinity
 from infinity.config.schema import load_config
 from infinity.errors import ConfigError, EngineClosedError
 from infinity.huggingface.accelerator import offload_beside
+from infinity.huggingface.step_log import StepLog
 from infinity.huggingface.trainer import InfinityTrainer
+from infinity.offload.report import StepReport
 from infinity.plan.layout import Tier
 from infinity.storage.device import PROCESS
 
@@ -303,6 +306,29 @@ def test_checkpointed_activations_are_recomputed(tmp_path: Path) -> None:
     assert counts[0][0] == 6  # 2 windows of 3 micro-batches
     assert counts[1][0] == 12
     assert counts[0][1] == counts[1][1]
+
+
+def test_what_steps_took_is_summed_up_and_no_report_is_kept() -> None:
+    """A Trainer that never logs would keep one of every step."""
+    log = StepLog()
+    seen: list[Any] = []
+    for number in (1, 3):
+        moved = {"disk_read": number * 2**30}
+        stalls = {"update": 0.5, "disk_read": 1.0}
+        report = StepReport(
+            number, 2.0 * number, 1.0, 1.0, False, stalls, moved, memory={"peak": number * 2**30}
+        )
+        log.batch({"ids": torch.ones(2, 8, dtype=torch.long)}, "ids")
+        for _ in range(2):
+            log.see(report)
+        seen.append(weakref.ref(report))
+        del report
+    assert seen[0]() is None
+    assert log.take(ranks=3) == {
+        "step_s": 4.0, "stall_s": 1.5, "tokens_per_s": 3 * 32 / 8.0, "disk_read_gib": 2.0,
+        "memory_peak_gib": 3.0,
+    }  # fmt: skip
+    assert log.take(ranks=3) == {}
 
 
 def test_state_on_disk_gives_the_bits_of_state_in_ram(tmp_path: Path) -> None:

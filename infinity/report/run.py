@@ -491,7 +491,7 @@ def _faster(page: Page, told: Told) -> None:
         for way in told.plan.get("faster") or ()
     ]
     if ways:
-        page.table("What would be faster, by the plan", ways, "each planned again; predicted")
+        page.table("What a change would gain, by the plan", ways, "each planned again; predicted")
 
 
 def _remedy(cause: str) -> str:

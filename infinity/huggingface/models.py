@@ -363,9 +363,10 @@ def class_for(config: Any, wanted: Any) -> Any:
     found = getattr(library, names[0], None) if names else None
     if not (hasattr(found, "from_config") or hasattr(found, "_from_config")):
         what = f"transformers has no model {names[0]!r}" if names else "which class is meant?"
+        told = f"the model's class cannot be told from {type(config).__name__}: "
         raise ConfigError(
-            f"the model's class cannot be told from {type(config).__name__}: {what}",
-            because="a config.json names it under architectures",
+            what if wanted else told + what,
+            because=None if wanted else "a config.json names it under architectures",
             remedy="model_class=transformers.AutoModelFor..., or a class of your own",
         )
     return found

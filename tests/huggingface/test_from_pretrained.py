@@ -291,7 +291,7 @@ def test_refusals_name_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.Mon
         load_model(source, model_config=other)
     with pytest.raises(ConfigError, match=r"holds no weight of ViTModel"):
         load_model(source, model_class="ViTModel", model_config=FAMILIES["vit"].config())
-    with pytest.raises(ConfigError, match="no class 'LlamaForEverything'"):
+    with pytest.raises(ConfigError, match="has no model 'LlamaForEverything'"):
         load_model(source, model_class="LlamaForEverything")
     facts = json.loads((source / "config.json").read_text())
     del facts["architectures"], facts["model_type"]

@@ -87,7 +87,7 @@ def born_from_files(width: int, num_layers: int, steps: int) -> dict[str, Any]:
 def check_state(tmp_path: Path, times: float, room: int, width: int, layers_per_gib: int) -> None:
     """State of `times` the limit, which is `room` beside the process."""
     # Of its libraries more is read as more is used. A control group counts whole pages.
-    limit = (process_bytes() * 9 // 8 + room) // MIB * MIB
+    limit = (process_bytes() * 5 // 4 + room) // MIB * MIB
     num_layers = math.ceil(layers_per_gib * limit / (1 << 30))
     disk_room(tmp_path, int(3 * times * limit))
     small, roomy = compare(born_from_files(width, num_layers, 1), limit, tmp_path)

@@ -39,7 +39,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "config": {"placement": IN_RAM | {"weights": "disk"}, "optimizer": {"moments": "8bit"}},
     },
     "by budget": {
-        "config": {"budget": {"host": 900 * MIB}, "prefetch_units": 1}
+        "config": {"budget": {"host": 700 * MIB}, "prefetch_units": 1}
     },  # and the process
 }
 # An embedding of 128 MiB whose weights are in slots, which the initial write has not touched yet.
@@ -97,10 +97,9 @@ def test_the_peaks_are_those_that_were_planned(tmp_path: Path) -> None:
         assert one["initialised"] <= planned["host"] + planned["device"] + 64 * MIB, name
         assert_near(name, planned["disk"], one["on_disk"])
         assert one["moved"] == one["forecast"], name
-    placement = found["by budget"][
-        "placement"
-    ]  # what earlier runs left in the process moves the border
-    assert any(len(tiers) > 1 for tiers in placement.values()), "or nothing is shown"
+    # What earlier runs left in the process moves the border between what rests where.
+    tiers = [set(kind) for kind in found["by budget"]["placement"].values()]
+    assert len(set.union(*tiers)) > 1, "or nothing is shown"
 
 
 def assert_initial_write_takes_one_large_value_more(found: dict[str, Any]) -> None:

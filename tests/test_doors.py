@@ -189,6 +189,7 @@ def test_infinity_run_starts_a_script_alone_and_in_two_processes(tmp_path: Path)
     assert len(first["losses"]) == 6
 
 
+@pytest.mark.big  # another launcher of what the test before starts
 def test_accelerate_launch_starts_a_script(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     if shutil.which("accelerate", path=Path(sys.executable).parent) is None:

@@ -611,6 +611,7 @@ def test_bench_step_reports_ratios(
     assert set(threading.enumerate()) <= threads
 
 
+@pytest.mark.big
 def test_bench_step_runs_blocks_in_every_way(tmp_path: Path) -> None:
     """Recomputed, in slices, their inputs on disk; FLOP that are computed twice are told.
 

@@ -605,16 +605,16 @@ def test_a_slow_link_binds_and_a_faster_one_helps() -> None:
 
 def test_nodes_share_what_comes_into_each() -> None:
     """Of 2 x 2 ranks: a ring brings all into a node once, two ranks share what two others send."""
-    arguments = ["7b", "--gpus", "2", "--nodes", "2", "--device", "24GiB", "--host", "128GiB",
+    arguments = ["1.3b", "--gpus", "2", "--nodes", "2", "--device", "8GiB", "--host", "32GiB",
                  "--link", "25GB/s", "--tokens", "8192"]  # fmt: skip
     report = answer(*arguments, "--between", "10GB/s")
     assert (report["machine"]["gpus"], report["machine"]["nodes"]) == (2, 2)
     assert report["ranks"]["count"] == 4
-    assert report["plan"]["budget"]["host"] == int(0.8 * 128 * GIB) // 2, "a node's, of 2 ranks"
+    assert report["plan"]["budget"]["host"] == int(0.8 * 32 * GIB) // 2, "a node's, of 2 ranks"
     assert report["moved"]["all_gather"]["rate"] == 10e9
     assert report["moved"]["all_to_all"]["rate"] == pytest.approx(10e9 * 3 / (2 * 2))
     page = run(*arguments)[1]
-    assert "2 nodes, each 2 GPUs with 24.00 GiB each" in page
+    assert "2 nodes, each 2 GPUs with 8.00 GiB each" in page
     assert "between_nodes" in page, "nominal, and said to be"
 
 

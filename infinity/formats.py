@@ -75,9 +75,19 @@ class FrozenFormat(StrEnum):
             return -(-numel // 2), 4 * blocks
         return -(-numel // 2), blocks, 4 * -(-blocks // DOUBLE_BLOCK), 4
 
+    def places(self, shape: Sequence[int]) -> list[slice]:
+        """Where a matrix's parts rest among its bytes: each from a multiple of 4 on."""
+        found, end = [], 0
+        for part in self.parts(shape):
+            start = -(-end // 4) * 4
+            end = start + part
+            found.append(slice(start, end))
+        return found
+
     def nbytes(self, shape: Sequence[int]) -> int:
-        """Bytes at rest of a matrix: its parts, each from a multiple of 4 bytes on."""
-        return sum(-(-part // 4) * 4 for part in self.parts(shape))
+        """Bytes at rest of a matrix, a multiple of 4."""
+        end: int = self.places(shape)[-1].stop
+        return -(-end // 4) * 4
 
     @staticmethod
     def work_bytes(numel: int) -> int:

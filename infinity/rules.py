@@ -12,7 +12,7 @@ DeepSpeed and of transformers, entries of a state, the kernels of CPU and GPU, t
 [Note: other rules]
 A rule that is not elementwise (Muon: momentum, then a matrix made orthogonal) has a line here too,
 but no `kernel`: `infinity/optim/muon.py` runs it in torch's operations on any device. It steps only
-some parameters, whole ones: `Hyper.groups` marks the groups that it takes (`whole_in`), and gives
+some parameters, whole ones: `Hyper.groups` marks the groups that it takes (`use_muon`), and gives
 the others to a rule with a kernel. How moments are stored (8 bits and others) is no business of a
 rule: it says how many there are, and which are `unsigned`; see `infinity/formats.py`.
 """
@@ -334,7 +334,7 @@ class Muon(Hyper):
 
     @classmethod
     def misfit(cls, name: str, value: Any, others: Mapping[str, Any]) -> str:
-        """A count has bounds, and moments of matrices are exact."""
+        """Steps of Newton-Schulz and the momentum have upper bounds."""
         if name == "ns_steps" and not 1 <= value < 100:
             return f"is {value}: at least 1, and below 100"
         if name == "momentum" and value > 1:

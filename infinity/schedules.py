@@ -26,8 +26,8 @@ _SECOND_BETA = 0.99  # what OneCycle sets beside the momentum it cycles
 _WARMUP_TYPES = ("log", "linear")
 # Parameters by what they may be; all others are numbers. A rate may have a value for each group.
 _RATES = {"warmup_min_lr", "warmup_max_lr", "lr_range_test_min_lr", "cycle_min_lr", "cycle_max_lr"}
-_LARGEST = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")  # what groups then have
 _RATES |= {"cycle_min_mom", "cycle_max_mom"}
+_LARGEST = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")  # what groups then have
 _COUNTS = {"warmup_num_steps": 1, "total_num_steps": 1, "lr_range_test_step_size": 1}  # least
 _COUNTS |= {"cycle_first_step_size": 1, "cycle_second_step_size": 0, "decay_step_size": 0}
 _COUNTS |= {"cycle_first_stair_count": 0, "cycle_second_stair_count": 0}
@@ -253,7 +253,9 @@ def make_schedule(name: str, params: Params, optimizer: Optimizer) -> lr_schedul
             tried.step(*([0.0] if isinstance(tried, lr_scheduler.ReduceLROnPlateau) else []))
         return kind(optimizer, **params)
     except ConfigError as error:
-        raise ConfigError(f"scheduler.params.{error.what}", remedy=error.remedy) from None
+        raise ConfigError(
+            f"scheduler.params.{error.what}", because=error.because, remedy=error.remedy
+        ) from None
     except InfinityError:
         raise
     except Exception as error:  # of whatever kind torch's arithmetic comes to

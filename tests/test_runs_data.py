@@ -35,7 +35,7 @@ def recipe(*paths: Path, form: str = "auto", **changes: Any) -> Recipe:
         size=BYTES_SIZE,
         end=END,
         text_field="text",
-        undecodable="refuse",
+        errors="strict",
         token_dtype=None,
     )
     return replace(made, **changes)
@@ -174,7 +174,7 @@ def test_text_that_is_none(tmp_path: Path) -> None:
     path.write_bytes(b"gut \xff schlecht")
     with pytest.raises(ConfigError, match=r"a\.txt is not UTF-8 near byte 4"):
         prepare(recipe(path), cache)
-    assert tokens_of(recipe(path, undecodable="replace"), cache) == packed("gut � schlecht")
+    assert tokens_of(recipe(path, errors="replace"), cache) == packed("gut � schlecht")
     lines = tmp_path / "b.jsonl"
     for text, message in (
         (b'{"text": "a"}\nnot json\n', "line 2 is not JSON"),

@@ -62,7 +62,9 @@ class TensorSpec(NamedTuple):
         return self.numel * self.dtype.itemsize
 
     def quantised(self, form: str) -> TensorSpec:
-        """The bytes that hold its values in a `FrozenFormat`."""
+        """The bytes that hold its values in a `FrozenFormat`; of none itself."""
+        if not form:
+            return self
         return TensorSpec(self.name, (FrozenFormat(form).nbytes(self.shape),), torch.uint8)
 
 
@@ -184,8 +186,7 @@ class ParameterRecord:
     @property
     def spec(self) -> TensorSpec:
         """The tensor in its stream."""
-        spec = TensorSpec(self.name, self.shape, DTYPES[self.dtype])
-        return spec.quantised(self.form) if self.form else spec
+        return TensorSpec(self.name, self.shape, DTYPES[self.dtype]).quantised(self.form)
 
 
 @dataclass(frozen=True, slots=True)

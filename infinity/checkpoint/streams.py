@@ -41,9 +41,7 @@ def state_streams(plan: Plan) -> dict[str, list[TensorSpec]]:
         for segment in layout.segments:
             name, shape = segment.name, segment.shape
             spec = TensorSpec(name, shape, getattr(torch, segment.dtype))
-            if segment.form:
-                spec = spec.quantised(segment.form)
-            streams[MODEL if segment.trained else FROZEN].append(spec)
+            streams[MODEL if segment.trained else FROZEN].append(spec.quantised(segment.form))
             for kind in filter(segment.keeps, plan.precision.kinds[1:]):
                 kept = _dtype_of(plan, kind)
                 streams.setdefault(kind.value, []).append(TensorSpec(name, shape, kept))

@@ -21,7 +21,7 @@ from infinity.huggingface.models import (
     find_directory,
     read_config,
 )
-from infinity.model.shapes import Target, add_adapters, read_model_config, target_of
+from infinity.model.shapes import Target, read_model_config, target_of
 
 # Far above every published model; more is a slip of the pen, and takes minutes to build.
 MAX_LAYERS = 4096
@@ -82,8 +82,7 @@ def find_target(text: str, model_class: str | None = None, lora: int | None = No
     file = path / CONFIG_NAME if path.is_dir() else path
     _check_counts(read_model_config(file))
     config = read_config(file, model_class)
-    found = target_of(text, meta_model(config, model_class), config.to_dict())
-    return found if lora is None else target_of(text, add_adapters(found, lora), config.to_dict())
+    return target_of(text, meta_model(config, model_class), config.to_dict(), lora)
 
 
 def _check_counts(raw: Mapping[str, Any]) -> None:

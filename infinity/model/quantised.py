@@ -148,11 +148,7 @@ def _quantise_rows(value: Tensor, codes: Tensor, scales: Tensor, dtype: torch.dt
 
 def _parts(packed: Tensor, form: FrozenFormat, shape: torch.Size) -> list[Tensor]:
     """The codes, and what scales them."""
-    found, start = [], 0
-    for nbytes in form.parts(shape):
-        found.append(packed[start : start + nbytes])
-        start += -(-nbytes // 4) * 4
-    return found
+    return [packed[place] for place in form.places(shape)]
 
 
 def _pieces(flat: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

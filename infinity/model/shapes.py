@@ -223,8 +223,7 @@ def named_target(name: str, lora: int | None = None) -> Target:
     """The outline of one of `NAMED`; with adapters of rank `lora`, as `add_adapters` adds them."""
     config = NAMED[name.lower()]
     make = _gpt2 if config["model_type"] == "gpt2" else _llama
-    found = target_of(name, make(config), config)
-    return found if lora is None else target_of(name, add_adapters(found, lora), config)
+    return target_of(name, make(config), config, lora)
 
 
 def add_adapters(target: Target, rank: int) -> nn.Module | Outline:
@@ -324,8 +323,14 @@ class Target:
     shares: Mapping[int, float]
 
 
-def target_of(name: str, module: nn.Module | Outline, config: Mapping[str, Any]) -> Target:
-    """What the plan must know of a module and of the config it was built from."""
+def target_of(
+    name: str, module: nn.Module | Outline, config: Mapping[str, Any], lora: int | None = None
+) -> Target:
+    """What the plan must know of a module and of the config it was built from; with `lora` of the
+    module as `add_adapters` changes it.
+    """
+    if lora is not None:
+        module = add_adapters(target_of(name, module, config), lora)
     names = [n for n, _ in module.named_parameters()]
     index = {id(p): i for i, p in enumerate(module.parameters())}
     owners: dict[int, list[nn.Module | Outline]] = {i: [] for i in index.values()}

@@ -128,7 +128,12 @@ class BuiltInRule:
                 f"optimizer.{name} above 0: a schedule may change it then",
             )
         whole = not hyper.kernel
-        if self._reserved and any((id(p) in self._matrices) != whole for p in _members(group)):
+        matrices = self._matrices
+        if (
+            (whole or matrices)
+            and self._reserved
+            and any((id(p) in matrices) != whole for p in _members(group))
+        ):
             raise ConfigError(
                 f"use_muon is {whole} for parameters that began otherwise",
                 because="where and how they rest was decided when the engine was made",

@@ -483,7 +483,7 @@ def _matrix_s(plan: Plan, rates: Rates) -> tuple[float, float]:
     on = dict.fromkeys((True, False), 0)
     for alike in plan.alike if plan.rule.matrix_steps else ():
         by_host = update_place(plan, alike.units[0]) is UpdatePlace.CPU
-        flops = matrix_flops(plan.units[alike.layout.index], plan.rule.matrix_steps)
+        flops = matrix_flops(alike.layout, plan.rule.matrix_steps)
         on[by_host] += flops * len(alike.units) // plan.ranks
     device = rates.compute.get("bf16") or math.inf
     return on[True] / (device if plan.unified else HOST_FLOPS), on[False] / device

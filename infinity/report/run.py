@@ -79,19 +79,20 @@ def read_run(path: Path) -> Told:
                 lives[-1] = lives[-1] | {"ended": record}
             elif event in found:
                 found[event].append(record)
-        told = Told(path, found["step"], found["evaluation"], lives, len(found["not saved"]), {})
+        plan: Any = {}
+        with suppress(FileNotFoundError, ValueError):
+            plan = json.loads((path / "plan.json").read_text("utf-8"))
+        unsaved = len(found["not saved"])
+        told = Told(path, found["step"], found["evaluation"], lives, unsaved, mapping(plan))
         if not (told.steps or told.evaluations or lives):
             raise ConfigError(
                 f"{path} holds no run: {metrics.name} "
                 + ("tells of no step" if metrics.exists() else "is not there"),
                 remedy="infinity report RUN_DIR: what run_dir: of `infinity train` names",
             )
-        plan: Any = {}
-        with suppress(FileNotFoundError, ValueError):
-            plan = json.loads((path / "plan.json").read_text("utf-8"))
     except OSError as error:
         raise MachineError(f"{error.filename} cannot be read: {error.strerror}") from error
-    return Told(path, told.steps, told.evaluations, lives, told.unsaved, mapping(plan))
+    return told
 
 
 def write_run_page(path: Path, out: Path | None = None) -> Path:
@@ -150,7 +151,7 @@ def _state(told: Told) -> Iterable[tuple[str, str]]:
         yield f"{told.unsaved:,} checkpoints were not saved", "bad"
     if skipped := sum(bool(s.get("skipped")) for s in told.steps):
         yield f"{skipped:,} steps were skipped: their gradients were not finite", ""
-    words = [str(told.lives[-1][k]) for k in ("device",) if told.lives and k in told.lives[-1]]
+    words = [str(told.lives[-1]["device"])] if told.lives and "device" in told.lives[-1] else []
     if told.ranks > 1:
         words.append(f"{told.ranks} ranks; memory, waits and bytes are those of the first")
     if len(told.lives) > 1:

@@ -51,7 +51,7 @@ class Recipe:
     size: int
     end: int | None
     text_field: str
-    undecodable: str
+    errors: str
     token_dtype: str | None
     conversations: Conversations | None = None
 
@@ -213,9 +213,8 @@ def _tokenised(recipe: Recipe, advance: Advance) -> Iterator[tuple[NDArray[Any],
     """The tokens of all texts in order, and whether a document ends with them."""
     tokenizer, end = recipe.tokenizer, [] if recipe.end is None else [recipe.end]
     assert tokenizer is not None
-    errors = "replace" if recipe.undecodable == "replace" else "strict"
     if recipe.conversations is not None:
-        parts = (read_rows(source, errors, advance) for source in recipe.sources)
+        parts = (read_rows(source, recipe.errors, advance) for source in recipe.sources)
         for conversation in recipe.conversations.encode(chain.from_iterable(parts)):
             yield conversation, True
         return
@@ -229,7 +228,7 @@ def _tokenised(recipe: Recipe, advance: Advance) -> Iterator[tuple[NDArray[Any],
 
     for source in recipe.sources:
         if source.format != "tokens":
-            for piece in read_texts(source, recipe.text_field, errors, advance):
+            for piece in read_texts(source, recipe.text_field, recipe.errors, advance):
                 held.append(piece)
                 size += len(piece or "")
                 if size >= _BATCH:

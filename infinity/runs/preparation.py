@@ -423,10 +423,7 @@ def prepare_run(
         assert tokenizer is not None
         if data.packing:
             check_packing(facts, config.model.attention)
-        conversations = Conversations(
-            tokenizer, ending, data.loss_on == "all",
-            "replace" if data.undecodable == "replace" else "strict",
-        )  # fmt: skip
+        conversations = Conversations(tokenizer, ending, data.loss_on == "all", data.errors)
     engine = config.engine_for(length, ranks)
     if engine.seed is None:
         engine = engine.model_copy(update={"seed": config.training.seed})
@@ -442,7 +439,7 @@ def prepare_run(
             size=facts.vocabulary,
             end=ending,
             text_field=data.text_field,
-            undecodable=data.undecodable,
+            errors=data.errors,
             token_dtype=data.token_dtype,
             conversations=conversations,
         )
@@ -484,8 +481,7 @@ def _holds_conversations(config: RunConfig, sources: Sequence[Source]) -> bool:
     rows = [source for source in sources if source not in others]
     chat = data.records == "chat"
     if data.records == AUTO and "text_field" not in data.model_fields_set:
-        errors = "replace" if data.undecodable == "replace" else "strict"
-        chat = holds_conversations(rows, data.text_field, errors)
+        chat = holds_conversations(rows, data.text_field, data.errors)
     if chat and others:
         raise ConfigError(
             f"a run on conversations, and {others[0].path} has no rows",

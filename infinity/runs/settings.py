@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
-from infinity.config.schema import Config, Number, OnePath, Section, as_path, entries
+from infinity.config.schema import Config, Number, OnePath, Section, as_pair, as_path, entries
 from infinity.config.source import apply_overrides, explain, read_source
 from infinity.errors import ConfigError
 from infinity.formats import FrozenFormat
@@ -31,9 +31,7 @@ def _patterns(value: Any) -> tuple[str, ...]:
 
 
 def _names(value: Any) -> Any:
-    return (
-        (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
-    )
+    return (value,) if isinstance(value, str) else as_pair(value)
 
 
 def _model_source(value: Any) -> Any:
@@ -110,6 +108,11 @@ class DataSection(Section):
         if value and info.data.get("evaluate"):
             raise ValueError("evaluate names files already; leave one of them out")
         return value
+
+    @property
+    def errors(self) -> str:
+        """What `str.decode` does with bytes that are not UTF-8."""
+        return "replace" if self.undecodable == "replace" else "strict"
 
     @field_validator("sequence_length", "end_of_document", mode="before")
     @classmethod

@@ -1,7 +1,8 @@
 """Measured rates of this machine: disk, copies, updates, compute; measured once, then kept.
 
-Each is measured alone, briefly, and through what a run uses: the disk tier, the `Device`, the
-optimizer's kernels on chunks of parameters. Neither files nor memory are left behind. Links between
+Each is measured briefly, and through what a run uses: the disk tier, the `Device`, the optimizer's
+kernels on chunks of parameters; and alone, but for the disk where the host computes: its processors
+are busy then, as they are in a step. Neither files nor memory are left behind. Links between
 ranks are measured where ranks are: by all of them together (`cached_links`).
 
 What is kept is one JSON file for the processors, one for each set of paths and each number of ranks
@@ -19,14 +20,16 @@ import json
 import math
 import os
 import statistics
+import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from infinity.config.schema import IoConfig
@@ -48,8 +51,10 @@ from infinity.storage.disk_speed import keep_moving
 LINK_SECONDS = 1.0  # of both collectives
 SECONDS = 2.0  # of everything; more with several paths, or on a machine that is very slow
 # Shares of the time. The disk binds most runs, and wanders most; the host's updates are of all
-# formats together, the device's get a third of it more.
+# formats together, the device's get a third of it more. What stands between products takes as long
+# as a few calls do: half a second on two cores.
 _DISK_SHARE, _UPDATE_SHARE, _COPY_SHARE, _COMPUTE_SHARE = 0.55, 0.17, 0.05, 0.17
+_BETWEEN_SHARE = 0.02  # of each of seven
 
 SPAN_BYTES = 256 << 20  # of the disk, at most; and a quarter of what is free
 _CHUNK = 2**20  # parameters
@@ -63,6 +68,12 @@ _LEAST_CALLS = 3
 _MATRIX_SIZES = (128, 256, 512, 1024, 2048, 4096)
 _FLOP = 3 * 2  # three products, a multiplication and an addition each
 _NUM_PARTS = 6  # a larger size of matrices is tried while one takes less than such a part
+# Of the block that has everything but products, where RAM computes and elsewhere: its width, and
+# tokens, as many as take no longer than is given. In a context of so few attention costs what it
+# costs anyway.
+_WIDTH, _MOST_TOKENS = {True: 1024, False: 2048}, {True: 1024, False: 16384}
+_HEAD, _SHORT, _LONG = 64, 64, 1024
+_NUM_LOGITS, _MOST_ROWS = 32768, {True: 256, False: 1024}
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 _FORMAT = 1  # of what is kept; counts up when what is measured changes its meaning
@@ -237,11 +248,34 @@ def _parts(
         disks = computer | {
             "disks": [asdict(mount_of(path, root)) for path in paths],
             "io": settings.model_dump(mode="json", exclude={"stuck_after_s"}),  # no speed
+            "beside_products": device.unified,
         }
-        parts.append(
-            (disks, {*names.DISK}, lambda s: measure_disk(paths, settings, _DISK_SHARE * s))
-        )
+
+        def measure(seconds: float) -> _Numbers:
+            with _products() if device.unified else contextlib.nullcontext():
+                return measure_disk(paths, settings, _DISK_SHARE * seconds)
+
+        parts.append((disks, {*names.DISK}, measure))
     return parts
+
+
+@contextlib.contextmanager
+def _products() -> Iterator[None]:
+    """Keeps the host's processors busy, as training does that computes on them."""
+    over, noise = threading.Event(), _noise(torch.float32).view(1024, -1)
+
+    def multiply() -> None:
+        made = torch.empty_like(noise)
+        while not over.is_set():
+            torch.mm(noise, noise, out=made)
+
+    thread = threading.Thread(target=multiply, name="infinity-products")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def device_name(device: Device) -> str:
@@ -299,6 +333,12 @@ def measure_processors(
     for precision in names.PRECISIONS:
         share_s = _COMPUTE_SHARE * seconds / len(names.PRECISIONS)
         numbers[f"compute.{precision}"] = _flop_per_s(device, _DTYPES[precision], share_s)
+    with torch.inference_mode(False), torch.enable_grad():
+        for precision in names.PRECISIONS:
+            block = _Block(device, _DTYPES[precision], _BETWEEN_SHARE * seconds)
+            numbers[f"between.{precision}"] = block.bytes_per_s()
+            numbers[f"attention.{precision}"] = block.attention_flop_per_s()
+        numbers["logits"] = _logits_per_s(device, _BETWEEN_SHARE * seconds)
     device.return_freed_memory()  # budgets are derived from what is free
     return numbers
 
@@ -314,6 +354,12 @@ def _calls_per_s(work: Callable[[], None], seconds: float) -> float:
         fastest_s = min(fastest_s, _timed(work))
         count += 1
     return 1 / fastest_s
+
+
+def _warm(work: Callable[[], None]) -> float:
+    """Seconds of `work`, once its memory is there and its kernels are chosen."""
+    work()
+    return _timed(work)
 
 
 def _timed(work: Callable[[], None]) -> float:
@@ -448,8 +494,7 @@ def _flop_per_s(device: Device, dtype: torch.dtype, seconds: float) -> float:
     part_s, rate = seconds / _NUM_PARTS, 0.0
     for size in _MATRIX_SIZES:
         work = _linear_layer(device, noise, size)
-        work()  # libraries choose, allocate and compile when first called
-        once_s = _timed(work)
+        once_s = _warm(work)
         before, rate = rate, size**3 / once_s
         # Where a neighbour holds one of the processors, a small product takes as long as the
         # neighbour's turn: then a larger one takes no longer, and tells more.
@@ -475,6 +520,92 @@ def _linear_layer(device: Device, noise: Tensor, size: int) -> Callable[..., Non
         device.compute_event().wait()
 
     return work
+
+
+class _Block:
+    """A GPT block without its products: what stands between them, forward and backward."""
+
+    def __init__(self, device: Device, dtype: torch.dtype, seconds: float) -> None:
+        self._device, self._dtype, self._seconds = device, dtype, seconds
+        self._width, self._tokens = _WIDTH[device.unified], 2 * _SHORT
+        self._noise = _noise(dtype).to(device.torch_device)
+        self._scale = torch.ones(self._width, dtype=dtype, device=device.torch_device)
+
+    def bytes_per_s(self) -> float:
+        """Counted as `plan.cost` counts, at a context that attention takes no longer for."""
+        work = self._everything()
+        while _warm(work) < self._seconds and self._tokens < _MOST_TOKENS[self._device.unified]:
+            self._tokens *= 2
+            work = self._everything()
+        passes = names.PASSES_FORWARD + names.PASSES_BACKWARD
+        values = passes * self._tokens * 16 * self._width  # its matrices would take and give 16 h
+        return values * self._dtype.itemsize * _calls_per_s(work, self._seconds)
+
+    def attention_flop_per_s(self) -> float:
+        """Of a longer context, without what a short one takes; after `bytes_per_s`."""
+        longest, seconds = min(_LONG, self._tokens), []
+        for context in (_SHORT, longest):
+
+            def work(context: int = context) -> None:
+                self._backward([self._attend(context)], (self._qkv,))
+
+            work()
+            seconds.append(1 / _calls_per_s(work, self._seconds))
+        short_s, long_s = seconds
+        longer_s = max(long_s - short_s, long_s / 10)  # on a busy machine the short one may be late
+        return 7 * self._tokens * self._width * (longest - _SHORT) / longer_s
+
+    def _everything(self) -> Callable[[], None]:
+        """Of so many tokens: norms, attention, an activation function, residual sums."""
+        self._qkv = self._made(3)
+        stream, out, up, down = map(self._made, (1, 1, 4, 1))
+        leaves = (stream, self._qkv, out, up, down)
+
+        def work() -> None:
+            after = stream + out
+            norms = [
+                F.layer_norm(x, x.shape[-1:], self._scale, self._scale) for x in (stream, after)
+            ]
+            made = [*norms, self._attend(_SHORT), F.gelu(up), after + down]
+            self._backward(made, leaves)
+
+        return work
+
+    def _attend(self, context: int) -> Tensor:
+        heads = self._qkv.view(-1, context, 3, self._width // _HEAD, _HEAD)
+        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind()
+        found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return found.transpose(1, 2).reshape(self._tokens, self._width)
+
+    def _backward(self, made: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+        torch.autograd.grad(made, leaves, [one.detach() for one in made])
+        self._device.compute_event().wait()
+
+    def _made(self, widths: int) -> Tensor:
+        """So many times the width for each token."""
+        count = self._tokens * widths * self._width
+        repeated = self._noise.repeat(-(-count // _NUM_NOISE))[:count]
+        return repeated.view(self._tokens, -1).requires_grad_()
+
+
+def _logits_per_s(device: Device, seconds: float) -> float:
+    """Of cross entropy in fp32 of bf16 logits, forward and backward."""
+    noise = _noise(torch.bfloat16).to(device.torch_device).view(-1, _NUM_LOGITS)
+
+    def of(rows: int) -> Callable[[], None]:
+        logits = noise.repeat(rows // len(noise), 1).requires_grad_()
+        targets = torch.zeros(rows, dtype=torch.long, device=device.torch_device)
+
+        def work() -> None:
+            torch.autograd.grad(F.cross_entropy(logits.float(), targets), logits)
+            device.compute_event().wait()
+
+        return work
+
+    rows = len(noise)
+    while _warm(work := of(rows)) < seconds and rows < _MOST_ROWS[device.unified]:
+        rows *= 2
+    return rows * _NUM_LOGITS * _calls_per_s(work, seconds)
 
 
 # --- the disk tier, measured as an optimizer pass uses it: chunk records in flight, through the

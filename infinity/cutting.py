@@ -16,7 +16,7 @@ from infinity.formats import MomentFormat
 from infinity.model.cut import Cutter, UnitCut, UnitSpec
 from infinity.model.shapes import Outline, Target, is_linear, target_of
 from infinity.plan.case import Case
-from infinity.plan.cost import Work
+from infinity.plan.cost import USUAL_CONTEXT, Work
 from infinity.plan.layout import PRECISIONS, ParameterFacts, UnitLayout, lay_out
 from infinity.plan.machine import PlanMachine
 from infinity.plan.plan import RuleFacts
@@ -181,9 +181,15 @@ def case_for(
         units=cut.layouts,
         config=config,
         machine=machine,
-        work=Work(tokens, "all" if recompute else 0, lookups=target.lookups, shares=target.shares),
+        work=Work(
+            tokens,
+            "all" if recompute else 0,
+            context=min(USUAL_CONTEXT, tokens),
+            lookups=target.lookups,
+            heads=target.heads,
+            shares=target.shares,
+        ),
         rule=rule,
-        heads=target.heads,
         base=base,
         made=made,
         device_share=AUTO_DEVICE_BUDGET,

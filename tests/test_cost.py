@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from test_planner import plan_of
@@ -71,11 +73,21 @@ def test_the_slowest_resource_decides_each_phase() -> None:
     read = max(0.0, numel * 2 / memory)  # vectors: no products, one pass over the weights
     assert forward.resources["compute and update"] == pytest.approx(read + numel / GB)
     assert forward.resources["disk"] == pytest.approx(2 * numel * 12 / (3 * GB))
-    assert forward.seconds == forward.resources["disk"]
+    last = SIZES[-1] * 2 / memory  # what the last unit computes when the pass is over
+    assert forward.seconds == pytest.approx(forward.resources["disk"] + last)
     assert forward.binds == backward.binds == cost.binds == "disk"
     assert backward.resources["compute"] == pytest.approx(read + numel * (2 * 2 + 2 + 2) / memory)
     assert cost.seconds == forward.seconds + backward.seconds
     assert cost.resources["disk"] == forward.resources["disk"] + backward.resources["disk"]
+
+
+def test_compute_begins_when_the_first_unit_is_updated() -> None:
+    plan = plan_of(SIZES, placement=ON_DISK | {"gradients": "host"}, prefetch_units=1)
+    slow = replace(CPU, update={"fp32": GB / 1000})  # and so is memory: compute binds
+    forward = step_cost(plan, slow, Work(tokens=1000)).phases[0]
+    assert forward.binds == "compute and update"
+    first = forward.resources["disk"] / len(SIZES)
+    assert forward.seconds == pytest.approx(forward.resources["compute and update"] + first)
 
 
 def test_a_device_of_its_own_hides_the_update() -> None:
@@ -144,6 +156,32 @@ def test_products_count_for_matrices_that_are_multiplied() -> None:
     assert backward.resources["compute"] == forward.resources["compute"]
     assert forward.resources["compute"] == pytest.approx(2 * 4096 * 10 / GB)
     assert flop_per_token(plan.units, work) == 4 * 4096
+
+
+def test_what_stands_between_products_has_rates_of_its_own() -> None:
+    facts = [
+        ParameterFacts(name, index, shape, "bfloat16", math.prod(shape), 2, True, 0)
+        for index, (name, shape) in enumerate([("attn.weight", (64, 64)), ("head", (1000, 64))])
+    ]
+    config, limits = load_config({}), Limits(None, None, None)
+    plan = make_plan((lay_out(0, "all", facts, BF16),), config, limits, unified=False)
+    rates = Rates(GB, GB, GB)
+    work = Work(tokens=10, context=4, heads=frozenset({1}))
+
+    def seconds(work: Work = work, **known: Any) -> list[float]:
+        phases = step_cost(plan, replace(rates, **known), work).phases
+        return [phase.resources["compute"] for phase in phases]
+
+    assert seconds() == [0, 0]
+    sides = (64 + 64) + (1000 + 64)
+    assert seconds(between={"bf16": GB}) == pytest.approx(
+        [10 * 2 * sides * passes / GB for passes in (27 / 16, 63 / 16)]
+    )
+    attention = [2 * 4 * 64 * 10 / GB, 5 * 4 * 64 * 10 / GB]
+    assert seconds(attention={"bf16": GB}) == pytest.approx(attention)
+    again = seconds(replace(work, recompute="all"), attention={"bf16": GB})
+    assert again == pytest.approx([attention[0], attention[0] + attention[1]])
+    assert seconds(logits=GB) == pytest.approx([10 * 1000 / 2 / GB] * 2)
 
 
 def test_days_to_a_rated_endurance() -> None:

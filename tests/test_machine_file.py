@@ -12,7 +12,7 @@ import pytest
 from test_machine import GIB, computer
 
 from infinity.errors import ConfigError, MachineError
-from infinity.plan.cost import NOMINAL, NOMINAL_CPU, Rates, completed, nominal
+from infinity.plan.cost import COMPUTE, NOMINAL, NOMINAL_CPU, Rates, completed, nominal
 from infinity.plan.machine import PlanMachine, read_machine_file
 from infinity.storage.device import CpuDevice
 
@@ -33,6 +33,9 @@ FULL: dict[str, Any] = {
         "device_update": 3e10,
         "update": {"fp32": 1e9, "bf16": 1.2e9, "8bit": 1.4e9},
         "compute": {"bf16": 1e14, "fp32": 3e13},
+        "between": {"bf16": "400 GB/s", "fp32": 4e11},
+        "attention": {"bf16": 5e13, "fp32": 1e13},
+        "logits": 1e10,
     },
 }
 CPU_ONLY: dict[str, Any] = {
@@ -85,6 +88,9 @@ def test_a_file_that_says_everything(tmp_path: Path) -> None:
             device_update=3e10,
             update={"fp32": 1e9, "bf16": 1.2e9, "8bit": 1.4e9},
             compute={"bf16": 1e14, "fp32": 3e13},
+            between={"bf16": 4e11, "fp32": 4e11},
+            attention={"bf16": 5e13, "fp32": 1e13},
+            logits=1e10,
         ),
         nominal=(),
         measured="2026-10-01",
@@ -102,7 +108,7 @@ def test_what_is_left_out_is_nominal_and_named(tmp_path: Path) -> None:
     assert machine.rates.device_update is None, "null: the device has no kernels"
     assert set(machine.nominal) == {
         "disk_write", "disk_mixed", "to_device", "from_device",
-        "update.fp32", "update.bf16", "compute.bf16", "compute.fp32",
+        "update.fp32", "update.bf16", *COMPUTE,
     }  # fmt: skip
     assert machine.rates_origin.startswith("measured 2026-10-01; nominal, not measured: disk_write")
 

@@ -21,7 +21,7 @@ from infinity.cli.plan import Wishes, report_of
 from infinity.errors import MachineError
 from infinity.huggingface.meta import find_target
 from infinity.model.shapes import NAMED, named_target
-from infinity.plan.cost import Rates, nominal
+from infinity.plan.cost import COMPUTE, COPIES, DEVICE_UPDATE, Rates, nominal
 
 GIB = 1 << 30
 DESKTOP = ["--device", "24GiB", "--host", "64GiB", "--disk", "2TiB"]
@@ -369,9 +369,7 @@ def test_a_gpu_that_is_not_here_has_nominal_rates_and_the_drive_measured_ones(
     assert machine["device_bytes"] == 8 * GIB
     assert machine["rates"]["disk_read"] == 2e9
     assert machine["rates"]["update.fp32"] == 1e9
-    assert set(machine["nominal"]) == {
-        "compute.bf16", "compute.fp32", "to_device", "from_device", "device_update",
-    }  # fmt: skip
+    assert set(machine["nominal"]) == {*COMPUTE, *COPIES[:2], DEVICE_UPDATE}
     assert machine["rates"]["compute.bf16"] == nominal(False).compute["bf16"]
 
 

@@ -9,7 +9,10 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from _bench_bound import Phases
 
 
 class ContenderFailedError(Exception):
@@ -31,6 +34,7 @@ class Child:
         self.name = name
         self.first: dict[str, Any] = {}
         self.turns: list[dict[str, Any]] = []
+        self.phases: list[Phases] = []  # one a turn, of those that are timed in parts
         self.shares: dict[str, Any] = {}  # of the traced steps; what has no trace has none
         path = Path(__file__).with_name(script)
         self._process = subprocess.Popen(

@@ -20,6 +20,7 @@ import time
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TextIO
 
 import torch
@@ -162,11 +163,13 @@ class TorchInRam(Contender):
 class Infinity(Contender):
     """Our engine, with the placement that the contender's name stands for."""
 
+    rates: KnownRates | None = None
+    promised: Mapping[str, Any] = MappingProxyType({})
+
     def __init__(self, job: dict[str, Any]) -> None:
         job, config = self.told(job)
         super().__init__(job)
         self.num_steps = 0
-        self.rates: KnownRates | None = None
         if self.device.type == "cuda":
             if job["device_budget"] is not None:
                 cap_device(parse_size(job["device_budget"]), self.device)
@@ -195,7 +198,7 @@ class Infinity(Contender):
         path = Path(self.job["path"]) / f"plan-{self.job['contender']}.pickle"
         path.write_bytes(pickle.dumps(self.engine.plan))
         rates = None if self.rates is None else self.rates.rates.numbers()
-        return {"plan": str(path), "rates": rates}
+        return {"plan": str(path), "rates": rates, **self.promised}
 
     def shares(self) -> dict[str, Any]:
         """Steps beyond the timed ones: nothing is recorded before. The trace stays for a person."""
@@ -234,19 +237,19 @@ class Infinity(Contender):
         }
 
     def phases(self) -> dict[str, float]:
-        """Time forward, backward and update of one step, each alone."""
+        """Time forward, backward and update of one step, each alone; waits are left out."""
         self.engine.settle()
         self.synchronize()
         forward_s = backward_s = 0.0
         batch = self.batch()
         for tokens, targets in batch:
-            started = time.perf_counter()
+            started = self._computed_s()
             loss = self.engine(tokens, targets)
             loss.item()
-            ended = time.perf_counter()
+            ended = self._computed_s()
             forward_s += ended - started
             self.engine.backward(loss)
-            backward_s += time.perf_counter() - ended
+            backward_s += self._computed_s() - ended
             started = time.perf_counter()
             self.engine.step()
         self.num_steps += 1
@@ -258,6 +261,10 @@ class Infinity(Contender):
             "backward_s": backward_s / len(batch),
             "update_s": update_s,
         }
+
+    def _computed_s(self) -> float:
+        """A clock that stands still while the training thread waits."""
+        return time.perf_counter() - sum(self.engine._parts.transfers.stalled_s().values())
 
     def close(self) -> None:
         """Remove the scratch files."""
@@ -312,6 +319,7 @@ class Planned(Infinity):
         with closing(find_device(torch.device(job["device"]))) as device:
             known = cached_rates(config.nvme_path, device, io=config.io)
             machine = PlanMachine.here(config.nvme_path, device, known.rates)
+        self.rates = known
         samples = job["rows"] * job["micro_batches"]
         case = case_for(
             target, cut_model(model, config, groups, None), groups, config, machine,
@@ -323,6 +331,7 @@ class Planned(Infinity):
         found = chosen.best
         line = BatchSchedule.of(found.case).line(sum(u.is_block for u in found.case.units))
         print(f"infinity_plan: {line}; predicted {found.cost.seconds:.2f} s", file=sys.stderr)
+        self.promised = {"predicted_s": found.cost.seconds, "schedule": line}
         count = found.case.micro_batches
         return job | {"micro_batches": count, "rows": samples // count}, found.case.config
 

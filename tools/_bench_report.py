@@ -33,11 +33,14 @@ COMPARED = {
     "deepspeed_nvme_to_disk": ("deepspeed_nvme", "infinity_disk"),
     "plan_to_torch_ram": ("infinity_plan", "torch_ram"),
     "plan_to_disk": ("infinity_plan", "infinity_disk"),
+    "plan_to_schedule": ("infinity_plan", "plan_schedule"),
+    "plan_to_predicted": ("infinity_plan", "plan_predicted"),
     "deepspeed_nvme_to_plan": ("deepspeed_nvme", "infinity_plan"),
     "deepspeed_cpu_to_ram": ("deepspeed_cpu", "infinity_ram"),
     "deepspeed_cpu_to_disk": ("deepspeed_cpu", "infinity_disk"),
 }
-_BOUNDED = {"infinity_disk": "", "infinity_ram": "ram_"}  # contender -> prefix of its bounds
+# Contender -> prefix of its bounds.
+_BOUNDED = {"infinity_disk": "", "infinity_ram": "ram_", "infinity_plan": "plan_"}
 Rates = dict[str, float]
 
 
@@ -45,16 +48,19 @@ def report_of(
     arguments: argparse.Namespace,
     job: dict[str, Any],
     children: Sequence[Child],
-    phases: Sequence[Phases],
     rates: Sequence[Rates],
 ) -> dict[str, Any]:
     """Put medians, bounds and ratios together; children without turns are left out."""
     children = [child for child in children if child.turns]
     times = {c.name: [statistics.median(t["step_s"]) for t in c.turns] for c in children}
     disk = {name: statistics.fmean(each[name] for each in rates) for name in DISK}
+    timed = {child.name: child.phases for child in children if child.phases}
+    phases = next((found for name, found in timed.items() if name != "infinity_plan"), [])
     bounds: dict[str, dict[str, Any]] = {}
     for child in children:
-        found, source = _bounds(child, disk, phases, _on_gpu(job))
+        found, source = _bounds(child, disk, child.phases or phases, _on_gpu(job))
+        if "predicted_s" in child.first:
+            times["plan_predicted"] = [child.first["predicted_s"]] * len(child.turns)
         if found:
             prefix = _BOUNDED[child.name]
             times[f"{prefix}schedule"] = [bound.schedule_s for bound in found]
@@ -100,6 +106,7 @@ def report_of(
         "phases": vars(Phases(*medians)) if medians else {},
         "contenders": {
             child.name: child.summary()
+            | {k: child.first[k] for k in ("predicted_s", "schedule") if k in child.first}
             | _budget_of(child.name, job)
             | _speed(times[child.name], num_parameters, tokens, recompute=recompute)
             for child in children
@@ -123,14 +130,16 @@ def _bounds(
     """Bounds of one contender's step, round by round, and where the time of compute is from.
 
     On a GPU that is plain torch's, which copies nothing meanwhile; where that was not run, the
-    compute in our own trace. On a CPU it is our own engine's on RAM.
+    compute in our own trace. On a CPU it is our own engine's on RAM; what the plan chose passes its
+    tokens otherwise, and is timed itself.
     """
     if child.name not in _BOUNDED or "plan" not in child.first:
         return [], ""
     plan = pickle.loads(Path(child.first["plan"]).read_bytes())
     traced = child.shares.get("traced_compute_s")
     alone = [(one.forward_s, one.backward_s) for one in phases]
-    source = "plain torch" if on_gpu else "infinity_ram, phase by phase"
+    ours = child.name if child.phases else "infinity_ram"
+    source = "plain torch" if on_gpu else f"{ours}, phase by phase"
     if not alone and on_gpu and traced is not None:
         alone, source = [tuple(traced)] * len(child.turns), "the trace of these steps"
     found = []
@@ -188,6 +197,8 @@ def show(report: dict[str, Any]) -> None:
                 f"{k} {share:.0%}" for k, share in facts["busy_share"].items() if share
             )
             console.print(f"{name} was busy: {busy}; {facts['verdict']}")
+        if "predicted_s" in facts:
+            console.print(f"{name}: {facts['schedule']}; predicted {facts['predicted_s']:.3f} s")
         if facts.get("rates_origin"):
             console.print(f"{name}: placement by {facts['rates_origin']}")
     phases, measured = report["phases"], report["rates"]

@@ -10,6 +10,10 @@ BOUND = 1.10  # x the schedule bound, at most
 CPU_SHARE = 1 / 1.05  # of plain torch's tokens a second, in RAM
 GPU_SHARES = {LARGE_STEP: 0.93, MIDDLE_STEP: 0.80, SMALL_STEP: 0.55}
 PEER = 2.0  # x the peer's tokens a second
+# Of what the plan chooses on a CPU, within a budget of RAM; all are step times as ratios.
+PLANNED = {"plan_to_schedule": BOUND, "plan_to_torch_ram": 1.2}  # at most
+PLANNED_PEER = 3.3
+EXACT = 0.15  # a plan's time and the clock's differ by less
 SPEED = {"llama-14b": 5500.0}  # tokens a second, at large steps
 
 
@@ -35,6 +39,16 @@ def judged(report: dict[str, Any]) -> list[dict[str, Any]]:
         found.append(at_most("all on disk: step beside the schedule bound", ratio["schedule"]))
     if on_gpu and SMALL_STEP <= tokens < LARGE_STEP and "deepspeed_cpu_to_ram" in ratio:
         found.append(at_least("tokens/s beside DeepSpeed", ratio["deepspeed_cpu_to_ram"], PEER))
+    if not on_gpu:
+        found += [at_most(n, ratio[n], most) for n, most in PLANNED.items() if n in ratio]
+        if "deepspeed_nvme_to_plan" in ratio:
+            name = "the plan's choice beside DeepSpeed"
+            found.append(at_least(name, ratio["deepspeed_nvme_to_plan"], PLANNED_PEER))
+        if "plan_to_predicted" in ratio:
+            share = ratio["plan_to_predicted"]
+            text = f"{1 - EXACT:g} to {1 + EXACT:g}"
+            met = abs(share - 1) <= EXACT
+            found.append(Judgement("step beside the plan's time", text, share, met))
     ours = contenders.get("infinity_ram", {})
     wanted = SPEED.get(report["model"])
     if on_gpu and ours and wanted is not None and tokens >= LARGE_STEP:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,9 @@ DEVICE_BYTES, RAM_BYTES, DISK_BYTES = 139 * GIB, 126 * GIB, 50 * GIB
 PROCESS_BYTES = 2 * GIB  # of torch with CUDA, before a plan is made
 # What such a machine is thought to reach, until it is measured.
 EXPECTED = Rates(3e9, 2e9, 3.5e9, update={"fp32": 3e9, "bf16": 4e9, "8bit": 4e9},
-                 compute={"bf16": 600e12, "fp32": 50e12}, to_device=50e9, from_device=50e9,
-                 device_update=140e9)  # fmt: skip
+                 compute={"bf16": 600e12, "fp32": 50e12}, between={"bf16": 2.4e12, "fp32": 2.4e12},
+                 attention={"bf16": 300e12, "fp32": 30e12}, logits=75e9,
+                 to_device=50e9, from_device=50e9, device_update=140e9)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def case_of(job: dict[str, Any], contender: str, rates: Rates = EXPECTED) -> Cas
     model = outline(job)
     groups = groups_of(model, config)
     machine = PlanMachine("H200", RAM_BYTES, DEVICE_BYTES, DISK_BYTES, False, 16, rates)
-    return case_for(
+    case = case_for(
         target_of(job["model"], model, {}),
         cut_model(model, config, groups, None),
         groups,
@@ -73,6 +74,7 @@ def case_of(job: dict[str, Any], contender: str, rates: Rates = EXPECTED) -> Cas
         base=PROCESS_BYTES,
         made=max(parameter.nbytes for parameter in model.parameters()),
     )
+    return replace(case, work=replace(case.work, context=job["context"]))
 
 
 def plan_lines(checks: Sequence[Check]) -> list[str]:

@@ -393,22 +393,24 @@ class Fio:
         ]
 
     def _output(self, arguments: list[str]) -> str:
-        """Run the program; on any way out it is dead before we go on."""
+        """Run the program; on any way out it is dead before we go on: it would make files anew."""
         assert self._program is not None
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         # A session of its own: Ctrl-C reaches us, and we end it.
-        with subprocess.Popen(
-            [self._program, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        ) as process:
-            try:
-                output, errors = process.communicate(timeout=_PATIENCE_S)
-            except BaseException:
+        command = [self._program, *arguments]
+        start = partial(subprocess.Popen, command, text=True, start_new_session=True, **pipes)
+        started: list[subprocess.Popen[str]] = []
+        try:
+            # By another thread: what a signal raises while it starts would leave it to nobody.
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(lambda: started.append(start())).result()
+            (process,) = started
+            output, errors = process.communicate(timeout=_PATIENCE_S)
+        except BaseException:
+            for process in started:
                 process.kill()
-                raise
+                process.communicate()
+            raise
         if process.returncode != 0:
             text = (errors.strip() or output.strip())[-300:]
             raise UnavailableError(f"{self.name} ended with {process.returncode}", because=text)

@@ -70,7 +70,7 @@ def measure(arguments: argparse.Namespace, folder: Path, say: Callable[[str], No
             skipped[group[0]] = f"failed: {error}"
             say(f"error: {error}")
     rates.append(measure_disk_rates(folder))
-    report = report_of(arguments, race.job, race.children, race.phases, rates)
+    report = report_of(arguments, race.job, race.children, rates)
     return report | {"skipped": skipped}
 
 
@@ -84,9 +84,9 @@ class Race:
         self.job = job
         self.say = say
         # Times of the parts: of the engine where it computes on RAM itself, else without copies.
-        self.timed = "infinity_ram" if arguments.device == "cpu" else "torch_ram"
+        on_cpu = arguments.device == "cpu"
+        self.timed = ("infinity_ram", "infinity_plan") if on_cpu else ("torch_ram",)
         self.children: list[Child] = []
-        self.phases: list[Any] = []
 
     def run(self, names: Sequence[str]) -> None:
         """All rounds of contenders that live beside each other, from their start to their end."""
@@ -117,8 +117,8 @@ class Race:
         child.turns.append(answer)
         times = ", ".join(f"{step_s:.3f}" for step_s in answer["step_s"])
         self.say(f"round {index + 1}/{self.arguments.rounds}  {child.name:<14} {times} s")
-        if child.name == self.timed:
-            self.phases.append(Phases(**child.ask({"do": "phases"})))
+        if child.name in self.timed:
+            child.phases.append(Phases(**child.ask({"do": "phases"})))
 
     def _trace_of(self, child: Child) -> dict[str, Any]:
         """Which steps a contender traces, and where to: after all others, and one that leads in.
@@ -126,7 +126,7 @@ class Race:
         Who is timed in parts too takes a step more each round.
         """
         arguments = self.arguments
-        each = 1 + arguments.steps + (child.name == self.timed)
+        each = 1 + arguments.steps + (child.name in self.timed)
         first = arguments.warmup + arguments.rounds * each + 2
         folder = arguments.traces or Path(self.job["path"])
         return {"trace_steps": [first, first + TRACED_STEPS - 1], "traces": str(folder.resolve())}

@@ -420,8 +420,11 @@ def rate_lines(rates: dict[str, Any], origin: str) -> list[str]:
         updates["on the device"] = rates["device_update"]
     each = ", ".join(f"{name} {format_count(rate)}" for name, rate in updates.items())
     lines.append(f"           update: {each} parameters/s")
-    each = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in rates["compute"].items())
-    lines.append(f"           compute: {each} TFLOP/s")
+    for title, kind in (("compute", "compute"), ("attention", "attention")):
+        each = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in rates[kind].items())
+        lines.append(f"           {title}: {each} TFLOP/s")
+    each = ", ".join(f"{name} {format_rate(rate)}" for name, rate in rates["between"].items())
+    lines.append(f"           between products: {each}; logits {format_count(rates['logits'])}/s")
     return lines
 
 

@@ -159,7 +159,12 @@ _Rest = Annotated[
 ]
 _Sequence = Annotated[
     int | None,
-    typer.Option("--sequence", help="Tokens of a sample: nothing smaller is a slice.", min=1),
+    typer.Option(
+        "--sequence",
+        help="Tokens of a sample: nothing smaller is a slice, and attention sees no more. "
+        "Default: 2048, and slices as small as need be.",
+        min=1,
+    ),
 ]
 _Slices = Annotated[
     int | None,

@@ -10,8 +10,9 @@
               RAM that ranks share, not gathered), node_bytes {tier: bytes}, all of a node's ranks
               together; None for one rank. `activations`, `plan`, `moved` and `step` are of one
               rank, tokens_per_s of all
-`work`        tokens (of a micro-batch), micro_batches (both of a rank), tokens_per_step, precision,
-              slices, recompute (blocks, or "all"), offload, sliced_logits
+`work`        tokens (of a micro-batch), micro_batches (both of a rank), tokens_per_step, context
+              (tokens of a sample: what --sequence says, else 2048), precision, slices, recompute
+              (blocks, or "all"), offload, sliced_logits
 `schedule`    line (`work` in words), blocks, settings (as a configuration says it),
               runner_up {line, seconds, tokens_per_s} or None
 `fits`        whether plan and activations fit; `problem` {what, because, remedy} where they do not
@@ -116,7 +117,10 @@ def _say_question(page: Page, report: dict[str, Any]) -> None:
             "--disk SIZE"
         )
     page.say(f"rates    {machine['rates_origin']}")
-    page.say(f"step     {work['tokens_per_step']:,} tokens, {work['precision']}")
+    page.say(
+        f"step     {work['tokens_per_step']:,} tokens, {work['context']:,} a sample, "
+        f"{work['precision']}"
+    )
     each = f"each of {report['ranks']['count']} ranks: " if report["ranks"] else ""
     page.say(f"         {each}{report['schedule']['line']}")
     after = report["schedule"]["runner_up"]
@@ -332,6 +336,7 @@ def report(
             "tokens": case.work.tokens,
             "micro_batches": case.micro_batches,
             "tokens_per_step": case.tokens_per_step,
+            "context": case.work.context,
             "precision": case.config.precision,
             "slices": schedule.slices,
             "recompute": schedule.recompute,

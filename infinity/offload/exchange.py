@@ -31,7 +31,7 @@ from torch import Tensor
 from infinity.errors import MachineError
 from infinity.offload.transfers import Transfers
 from infinity.optim.cpu import CpuKernels
-from infinity.plan.budget import NUM_EXCHANGES, exchange_bytes
+from infinity.plan.budget import exchange_bytes, num_exchanges
 from infinity.plan.layout import Segment
 from infinity.plan.plan import Plan
 from infinity.ranks import Ranks
@@ -74,11 +74,11 @@ class GradientExchange:
         self._wanted = [{s.parameter for s in u.trained_segments if s.numel} for u in plan.units]
         self._parameters = [p for wanted in self._wanted for p in sorted(wanted)]
         self._dtype: torch.dtype = getattr(torch, plan.precision.dtype)
-        nbytes = exchange_bytes(plan)
-        arena = self._device.reserve(2 * NUM_EXCHANGES * nbytes)
-        views = [arena.view(i * nbytes, nbytes) for i in range(2 * NUM_EXCHANGES)]
+        nbytes, count = exchange_bytes(plan), num_exchanges(plan)
+        arena = self._device.reserve(2 * count * nbytes)
+        views = [arena.view(i * nbytes, nbytes) for i in range(2 * count)]
         self._pairs = list(zip(views[::2], views[1::2], strict=True))  # sent, received
-        self._taken: list[Event] = [HAPPENED] * NUM_EXCHANGES  # what was received: it may change
+        self._taken: list[Event] = [HAPPENED] * count  # what was received: it may change
         self._under_way: deque[_Exchange] = deque()
         self._failed: Exception | None = None
 
@@ -106,9 +106,9 @@ class GradientExchange:
     def ready(self) -> int:
         """A word for other ranks: which unit is complete, and how wide; 0 for none.
 
-        Adds what is there before. Raises what that raised.
+        Adds what is there before, and waits for nothing. Raises what that raised.
         """
-        self._take(all_but=NUM_EXCHANGES - 1)
+        self._take(all_but=len(self._pairs))
         self._check()
         for unit, rounds in self._arrived.items():
             if rounds[0].keys() == self._wanted[unit]:
@@ -160,10 +160,10 @@ class GradientExchange:
 
         `there` has of each rank the parameters that it has a gradient of.
         """
-        self._take(all_but=NUM_EXCHANGES - 1)
+        self._take(all_but=len(self._pairs) - 1)
         layout, count = self._plan.units[unit], self._ranks.count
         used = {one.pair for one in self._under_way}
-        pair = next(pair for pair in range(NUM_EXCHANGES) if pair not in used)
+        pair = next(pair for pair in range(len(self._pairs)) if pair not in used)
         dtype = torch.float32 if wide else self._dtype
         rounds = self._arrived.get(unit, [])
         mine = rounds.pop(0) if rounds else {}

@@ -9,10 +9,10 @@ number is a lower bound, from the second step on it is exact. On a GPU torch's a
 exactly and from the first step.
 
 [Note: before the kernel does]
-Where memory comes near a limit, freed heap is given back first. What still is too much is told
-once as a warning, and where it passes the limit as an error, with names and numbers, while there
-is memory left to say it. Limits are the host budget if one was given, and the memory that the
-machine or a control group lets this process have.
+Where memory comes near a limit, or fills nine tenths of a budget, freed heap is given back first.
+What still is too much is told once as a warning, and where it passes the limit as an error, with
+names and numbers, while there is memory left to say it. Limits are the host budget if one was
+given, and the memory that the machine or a control group lets this process have.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from infinity.storage.device import PROCESS, Device
 SAMPLE_S = 0.05
 ROOM_S = 0.5  # the control group's own numbers take a few files
 TRIM_S = 1.0  # giving freed heap back takes some ms, and it is asked for again
+TRIM_SHARE = 0.9  # of a budget: freed heap beyond it would be in a step's peak
 NEAR_SHARE = 0.98  # of a budget: a warning; above it all: an error
 SPARE_SHARE = 0.02  # of what the machine lets us have: below it an error, below twice a warning
 MEASURED_STEPS = 2
@@ -110,16 +111,15 @@ class MemoryWatch:
         held = self._resident()
         self._peak = max(self._peak, self._on_device() if self._cuda else held)
         near = self._nearest(held, now_s)
-        if near is None:
-            return
-        if near[1] or now_s >= self._next_trim_s:
+        much = self._budget is not None and held > TRIM_SHARE * self._budget
+        if (near and near[1]) or ((near or much) and now_s >= self._next_trim_s):
             self._next_trim_s = now_s + TRIM_S
             return_freed_memory()
             self._next_room_s = 0.0
             held = self._resident()
             near = self._nearest(held, now_s)
-            if near is None:
-                return
+        if near is None:
+            return
         what, passed = near
         if passed:
             raise self._error(unit, phase, held, what)

@@ -267,6 +267,16 @@ def block_widths(units: Sequence[UnitLayout]) -> list[int]:
     return [width for width in widths if width]
 
 
+def attending_width(units: Sequence[UnitLayout]) -> int:
+    """Values that a token brings to attention, all blocks together: those have it in a name."""
+    found = 0
+    for block in _blocks(units):
+        segments = [s for unit in block for s in unit.segments if len(s.shape) > 1]
+        if any("attn" in s.name.lower() or "attention" in s.name.lower() for s in segments):
+            found += _width(segments)
+    return found
+
+
 def _sides(segment: Segment) -> tuple[int, int]:
     """Inputs and outputs of a matrix; of a stack of them, or a convolution, the two largest."""
     *_, second, first = sorted(segment.shape)

@@ -12,7 +12,6 @@ from infinity.plan.plan import Alike, Plan, SlotClass, UpdatePlace, update_place
 NUM_WINDOWS = 3  # gradient ranges in RAM when gradients rest on disk
 NUM_GRADIENT_BUFFERS = 2  # device -> host gradient buffers
 NUM_STREAM_BUFFERS = 3  # on a device: what comes, what is updated, what goes
-NUM_EXCHANGES = 2  # units whose gradients are on their way between ranks at the same time
 NUM_COMMIT_BUFFERS = 2  # chunks on their way from a device's own memory into a commit
 NUM_COPY_BUFFERS = 2  # chunks on their way into a checkpoint
 FROZEN_PIECE = 1 << 20  # bytes of frozen parameters on a device that go into a commit at a time
@@ -64,7 +63,7 @@ def with_memory(plan: Plan, limits: Limits) -> Plan:
     if quantised := max((u.largest_quantised for u in plan.units), default=0):
         device["dequantising"] = FrozenFormat.work_bytes(quantised)
     if plan.ranks > 1:
-        device["exchange"] = 2 * NUM_EXCHANGES * exchange_bytes(plan)
+        device["exchange"] = 2 * num_exchanges(plan) * exchange_bytes(plan)
     host = {
         "process": limits.base,
         **host,
@@ -312,6 +311,15 @@ def fetch_bytes(plan: Plan) -> int:
     """Bytes of the largest fetch: what a rank keeps of the weights of a unit."""
     moving = (unit for c in plan.slot_classes for unit in c.members)
     return max((plan.units[unit].shard_bytes for unit in moving), default=0)
+
+
+def num_exchanges(plan: Plan) -> int:
+    """How many units' gradients are on their way between ranks at the same time.
+
+    A block that runs all tokens in slices computes for long: the one before it has been exchanged
+    by then, and sums are twice as wide.
+    """
+    return 1 if plan.saved.slices > 1 else 2
 
 
 def exchange_bytes(plan: Plan) -> int:

@@ -89,11 +89,10 @@ class Case:
     """Everything that a plan, its times and its activations are computed from.
 
     Units are laid out for the machine's ranks; plan, times and activations are those of one, and
-    budgets of RAM and disk a node's. `heads` are parameters that make logits. `base` is RAM in
-    bytes that the process needs itself, `made` the largest value made at the initial write (see
-    `Limits`), `device_share` the part of the device's memory that a run takes. `model`
-    follows from units, work and heads, and is kept
-    for the cases that are made of this one.
+    budgets of RAM and disk a node's. `base` is RAM in bytes that the process needs itself, `made`
+    the largest value made at the initial write (see `Limits`), `device_share` the part of the
+    device's memory that a run takes. `model` follows from units and work, and is kept for the cases
+    that are made of this one.
     """
 
     units: tuple[UnitLayout, ...]
@@ -101,7 +100,6 @@ class Case:
     machine: PlanMachine
     work: Work
     rule: RuleFacts
-    heads: frozenset[int] = frozenset()
     base: int = 0
     made: int = 0
     device_share: float = 1.0
@@ -115,7 +113,7 @@ class Case:
         object.__setattr__(self, "work", work)
         if self.model is None or self.model.units is not self.units:
             model = ActivationModel(
-                self.units, lookups=work.lookups, heads=self.heads, shares=work.shares
+                self.units, lookups=work.lookups, heads=work.heads, shares=work.shares
             )
             object.__setattr__(self, "model", model)
 

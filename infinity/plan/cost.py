@@ -8,6 +8,11 @@ compute, since both want the same cores; elsewhere it runs beside it. The optimi
 unit after the other: what the CPU updates waits for what streams through the device, and the other
 way round.
 
+Two ends stick out of that phase. Compute cannot begin before the first unit has been updated, and
+when the last one has been, what that unit computes is still to be done: a head and the loss of all
+tokens, as a rule. So a forward behind which the pass runs takes at least compute and the first
+unit's share of the pass, and at least the pass and what the last unit computes.
+
 [Note: ranks]
 Of several ranks all times are of one: disk and CPU give it its part of what the node has, links to
 its GPU are its own. What it receives from the others passes the link, another resource that works
@@ -17,15 +22,19 @@ others' ranks: so much of the rate into a node is a rank's.
 
 [Note: compute]
 A token costs 2 FLOP a matrix element forward and 4 backward (2 more where blocks are recomputed; 2
-less where it is frozen, for inputs alone have gradients); lookup tables cost none. Attention's
-products of tokens with tokens are left out: 2 * context elements for each layer's width, little
-beside 12 * width for contexts of a few thousand. Few tokens are bound by memory instead: each
+less where it is frozen, for inputs alone have gradients); lookup tables cost none. Few tokens are
+bound by memory instead: each
 weight is read once per pass. In backward a gradient is written by autograd, read, and added to or
 stored where it rests, and squared. What stands between the products (norms, activation functions,
 residual sums, copies of heads) passes over memory too: counted for a GPT block of width h, 27 * h
 values a token forward, where its matrices take and give 16 * h; so 27/16 passes over these, twice
-as many backward, and one more for biases. What rests quantised is dequantised once in every pass:
-codes are read, and become indices, fp32 values, scaled ones, weights.
+as many backward, and one more for biases. They have a rate of their own, measured on such a block
+(memory's, where it was not). Attention multiplies tokens with tokens: causal, in a block of width
+h, 2 * context * h FLOP a token forward and 5 backward, for which it computes them again; its rate
+is that of a fused kernel on contexts of a thousand. What it takes however short the context is
+belongs to what stands between. Cross entropy makes fp32 of each logit, and reads and writes it some
+times: one rate, half of it forward. What rests quantised is dequantised once in every pass: codes
+are read, and become indices, fp32 values, scaled ones, weights.
 """
 
 from __future__ import annotations
@@ -37,7 +46,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from infinity.config.schema import Recompute
-from infinity.plan.activations import recomputed
+from infinity.plan.access_order import guess_cycle
+from infinity.plan.activations import attending_width, recomputed
 from infinity.plan.forecast import PhaseBytes, forecast_phases
 from infinity.plan.layout import Tier, UnitLayout
 from infinity.plan.plan import (
@@ -59,7 +69,8 @@ PRECISIONS = ("bf16", "fp32")
 DISK = ("disk_read", "disk_write", "disk_mixed")
 COPIES = ("to_device", "from_device", "copies_mixed")
 UPDATE = tuple(f"update.{name}" for name in UPDATE_FORMATS)
-COMPUTE = tuple(f"compute.{name}" for name in PRECISIONS)
+_KINDS = ("compute", "between", "attention")
+COMPUTE = (*(f"{kind}.{name}" for kind in _KINDS for name in PRECISIONS), "logits")
 DEVICE_UPDATE = "device_update"
 BETWEEN_NODES = "between_nodes"
 
@@ -73,7 +84,9 @@ class Rates:
     (None: neither slows the other). `update` is parameters per second of
     the host's optimizer kernels with all threads, by format of the moments ("fp32", "bf16",
     "8bit"); `compute` FLOP per second of large matrix products on the device, as training mixes
-    them (forward, and both of backward), by precision ("bf16", "fp32"). `all_gather` and
+    them (forward, and both of backward), by precision ("bf16", "fp32"); so are `between`, bytes per
+    second of what stands between them, and `attention`, FLOP per second of its own. `logits` is how
+    many cross entropy takes in a second, there and back: see [Note: compute]. `all_gather` and
     `all_to_all` are what one rank receives from others while all do; None where there is one rank.
     `between_nodes` is what a node receives from others, for all of its ranks.
     """
@@ -83,6 +96,9 @@ class Rates:
     disk_mixed: float
     update: Mapping[str, float] = field(default_factory=dict)
     compute: Mapping[str, float] = field(default_factory=dict)
+    between: Mapping[str, float] = field(default_factory=dict)
+    attention: Mapping[str, float] = field(default_factory=dict)
+    logits: float | None = None
     to_device: float | None = None
     from_device: float | None = None
     copies_mixed: float | None = None
@@ -120,8 +136,12 @@ class Rates:
         """What one rank gets where `local` of them share a node, and there are so many `nodes`."""
         disk = {name: getattr(self, name) / local for name in DISK}
         update = {name: rate / local for name, rate in self.update.items()}
-        compute = {name: rate / (local if unified else 1) for name, rate in self.compute.items()}
-        found = replace(self, update=update, compute=compute, **disk)
+        found = replace(self, update=update, **disk)
+        if unified:
+            computing = {
+                name: rate / local for name, rate in self.numbers().items() if name in COMPUTE
+            }
+            found = replace(found, **nested(computing))
         if nodes == 1 or self.between_nodes is None or self.all_gather is None:
             return found
         others = local * nodes - 1
@@ -172,7 +192,8 @@ def nested(numbers: Mapping[str, float]) -> dict[str, Any]:
 #   8 bits (2 Zen 3 cores alone at 40 GB/s were measured at 1.5, 1.9 and 1.3e9:
 #   docs/benchmarks/adam_2-core-epyc_2026-11-21.md).
 # Compute: large products on a GPU of 16 to 24 GB (RTX 3090 70, 4080 95, 4090 150 TFLOP/s in bf16);
-#   fp32 without tensor cores.
+#   fp32 without tensor cores. Attention: half of that. Between: 70 % of 936 GB/s (RTX 3090);
+#   logits: 32 bytes each.
 # Device update: 26 bytes a parameter at 70 % of 936 GB/s (RTX 3090).
 NOMINAL = Rates(
     disk_read=3.0e9,
@@ -180,6 +201,9 @@ NOMINAL = Rates(
     disk_mixed=3.5e9,
     update={"fp32": 0.9e9, "bf16": 1.3e9, "8bit": 1.6e9},
     compute={"bf16": 100e12, "fp32": 30e12},
+    between={"bf16": 650e9, "fp32": 650e9},
+    attention={"bf16": 50e12, "fp32": 10e12},
+    logits=20e9,
     to_device=22e9,
     from_device=22e9,
     device_update=25e9,
@@ -192,6 +216,9 @@ NOMINAL_CPU = Rates(
     disk_mixed=NOMINAL.disk_mixed,
     update=NOMINAL.update,
     compute={"bf16": 0.5e12, "fp32": 0.6e12},
+    between={"bf16": 30e9, "fp32": 60e9},
+    attention={"bf16": 0.4e12, "fp32": 0.6e12},
+    logits=0.8e9,
 )
 
 
@@ -256,6 +283,7 @@ _MULTIPLIED_AS = {"fp16": "bf16"}
 # Of one copy, or one kernel, on a device: Python, CUDA's calls, events asked and waited for. By a
 # device that does nothing 15, with CUDA's own calls some 50 (estimated: not measured on a GPU).
 CALL_S = 50e-6
+USUAL_CONTEXT = 2048  # tokens of a sample, where nobody said it
 HOST_FLOPS = 0.5e12  # bf16 products a second of a host beside a device: a guess, not measured
 DEQUANTISE_BYTES = 22  # an element: 2 + 2 of indices, 4 + 8 + 4 of fp32, 2 of weights
 SPLIT_UPDATE_BYTES = 26  # a parameter: 12 of state read and written, 2 of gradient read
@@ -265,15 +293,18 @@ SPLIT_UPDATE_BYTES = 26  # a parameter: 12 of state read and written, 2 of gradi
 class Work:
     """What a user trains: tokens of one micro-batch, and how.
 
-    The first `recompute` blocks run again in backward, and blocks in so many `slices`. `lookups`
-    are indices of parameters that are only indexed into (embeddings); `shares` the part of the
-    tokens that a parameter sees, where not all (experts).
+    The first `recompute` blocks run again in backward, and blocks in so many `slices`. `context`
+    are the tokens of one sample, `lookups` indices of parameters that are only indexed into
+    (embeddings), `heads` of those that make logits; `shares` the part of the tokens that a
+    parameter sees, where not all (experts).
     """
 
     tokens: int
     recompute: Recompute = 0
     slices: int = 1
+    context: int = USUAL_CONTEXT
     lookups: frozenset[int] = frozenset()
+    heads: frozenset[int] = frozenset()
     shares: Mapping[int, float] = field(default_factory=dict)
 
 
@@ -325,14 +356,16 @@ def step_cost(
     plan: Plan, rates: Rates, work: Work | None = None, cycle: list[int] | None = None
 ) -> StepCost:
     """The cost of a steady step; without `work` compute costs nothing, which leaves movement."""
-    pricing = _Pricing(plan, rates, work)
+    pricing = _Pricing(plan, rates, work, cycle)
     return StepCost(tuple(pricing.of(phase) for phase in forecast_phases(plan, cycle)))
 
 
 class _Pricing:
     """Seconds of phases of one plan; equal phases are priced once."""
 
-    def __init__(self, plan: Plan, rates: Rates, work: Work | None) -> None:
+    def __init__(
+        self, plan: Plan, rates: Rates, work: Work | None, cycle: list[int] | None
+    ) -> None:
         self.plan = plan
         self.rates = rates
         self.work = work
@@ -342,6 +375,9 @@ class _Pricing:
         if work is not None:
             self._elements = _elements(plan.units, work)
             self._again = _elements(recomputed(plan.units, work.recompute), work)
+        order = dict.fromkeys(cycle or guess_cycle(len(plan.units), backward=True))
+        updated = [unit for unit in order if plan.units[unit].numel]
+        self._ends = (updated[0], updated[-1]) if updated else None
         self._known: dict[tuple[int, bool, bool, bool], tuple[dict[str, float], float]] = {}
 
     def of(self, phase: PhaseBytes) -> PhaseCost:
@@ -350,9 +386,31 @@ class _Pricing:
         key = (id(phase.moved), phase.backward, bool(phase.micro_batch), last)
         if key not in self._known:
             resources = self._resources(phase)
-            self._known[key] = resources, max(resources.values())
+            self._known[key] = resources, self._seconds(phase, resources)
         name = f"{'backward' if phase.backward else 'forward'} {phase.micro_batch + 1}"
         return PhaseCost(name, *self._known[key])
+
+    def _seconds(self, phase: PhaseBytes, resources: dict[str, float]) -> float:
+        """Of a phase, with the two ends that stick out of it."""
+        slowest = max(resources.values())
+        if not phase.has_update or self._ends is None or self.work is None:
+            return slowest
+        first, last = (self.plan.units[unit] for unit in self._ends)
+        computing = {"compute", "compute and update"}
+        others = max((s for name, s in resources.items() if name not in computing), default=0.0)
+        compute = max(s for name, s in resources.items() if name in computing)
+        tail = self._compute_s(phase, _elements([last], self.work), _Elements())
+        return max(slowest, compute + others * self._share(first), others + tail)
+
+    def _share(self, layout: UnitLayout) -> float:
+        """Of a unit, in the optimizer pass: of its bytes on disk, where there are some."""
+        plan = self.plan
+        on_disk = [plan.state_bytes(a.layout, a.placement, (Tier.DISK,)) for a in plan.alike]
+        total = sum(n * len(a.units) for n, a in zip(on_disk, plan.alike, strict=True))
+        if total:
+            placement = plan.placements[layout.index]
+            return plan.state_bytes(layout, placement, (Tier.DISK,)) / total
+        return layout.num_trained / max(self.trained, 1)
 
     def _resources(self, phase: PhaseBytes) -> dict[str, float]:
         plan, rates, moved = self.plan, self.rates, phase.moved
@@ -363,7 +421,8 @@ class _Pricing:
         if plan.ranks > 1:
             links = ((moved[name], getattr(rates, name)) for name in LINKS)
             resources["link"] = sum(nbytes / rate for nbytes, rate in links if rate)
-        compute = self._compute_s(phase)
+        again = self._again if phase.backward else _Elements()
+        compute = self._compute_s(phase, self._elements, again)
         update = on_device = 0.0
         if phase.has_update:
             update, on_device = update_s(plan, rates)
@@ -376,28 +435,28 @@ class _Pricing:
             resources["calls"] = calls_s(plan) if phase.has_update else 0.0
         return resources
 
-    def _compute_s(self, phase: PhaseBytes) -> float:
-        """Seconds of the products and passes over memory of one forward or backward."""
-        plan, work = self.plan, self.work
+    def _compute_s(self, phase: PhaseBytes, once: _Elements, again: _Elements) -> float:
+        """Seconds of the products of one forward or backward, and of all that stands between."""
+        plan, work, rates = self.plan, self.work, self.rates
         if work is None:
             return 0.0
-        once, again = self._elements, self._again if phase.backward else _Elements()
+        name = _MULTIPLIED_AS.get(plan.precision.name, plan.precision.name)
+        memory = _memory_rate(plan, rates)
         products = 2 * (once.matrices + again.matrices)
         products += 2 * once.trained if phase.backward else 0
-        name = plan.precision.name
-        rate = self.rates.compute.get(_MULTIPLIED_AS.get(name, name))
-        seconds = products * work.tokens / rate if rate else 0.0
-        memory = _memory_rate(plan, self.rates)
-        if memory is None:
-            return seconds
+        seconds = _over(products * work.tokens, rates.compute.get(name))
         read = work.slices * (once.all + again.all)
-        seconds = max(seconds, plan.precision.weight * read / memory)
+        seconds = max(seconds, _over(plan.precision.weight * read, memory))
         values = once.sides * (PASSES_BACKWARD if phase.backward else PASSES_FORWARD)
         values = work.tokens * (values + again.sides * PASSES_FORWARD)
-        seconds += values * plan.precision.weight / memory
-        seconds += DEQUANTISE_BYTES * once.quantised / memory
+        seconds += _over(values * plan.precision.weight, rates.between.get(name) or memory)
+        attended = (5 if phase.backward else 2) * once.attended + 2 * again.attended
+        attended *= work.tokens * work.context
+        seconds += _over(attended, rates.attention.get(name))
+        seconds += _over(work.tokens * once.logits / 2, rates.logits)
+        seconds += _over(DEQUANTISE_BYTES * once.quantised, memory)
         if phase.backward:
-            seconds += self._gradient_bytes(phase) / memory
+            seconds += _over(self._gradient_bytes(phase), memory)
         return seconds
 
     def _gradient_bytes(self, phase: PhaseBytes) -> int:
@@ -415,6 +474,7 @@ class _Elements:
 
     `sides` are what one token brings to the matrices, and what they make of it; `trained` those of
     matrices whose gradients are wanted, `quantised` those that do not rest as they compute.
+    `attended` are values of a token that attend to others, `logits` what a token has of these.
     """
 
     matrices: float = 0.0
@@ -422,11 +482,14 @@ class _Elements:
     quantised: int = 0
     all: int = 0
     sides: float = 0.0
+    attended: int = 0
+    logits: int = 0
 
 
 def _elements(units: Iterable[UnitLayout], work: Work) -> _Elements:
     """Of these units."""
-    matrices, trained, quantised, all_elements, sides = 0.0, 0.0, 0, 0, 0.0
+    matrices, trained, quantised, all_elements, sides, logits = 0.0, 0.0, 0, 0, 0.0, 0
+    units = tuple(units)
     for unit in units:
         for segment in unit.segments:
             if segment.parameter in work.lookups:
@@ -438,7 +501,15 @@ def _elements(units: Iterable[UnitLayout], work: Work) -> _Elements:
                 matrices += segment.numel * share
                 trained += segment.numel * share if segment.trained else 0.0
                 sides += sum(sorted(segment.shape)[-2:]) * share
-    return _Elements(matrices, trained, quantised, all_elements, sides)
+            if segment.parameter in work.heads:
+                logits += segment.shape[0]
+    attended = attending_width(units)
+    return _Elements(matrices, trained, quantised, all_elements, sides, attended, logits)
+
+
+def _over(amount: float, rate: float | None) -> float:
+    """Seconds; nothing where no rate is known."""
+    return amount / rate if rate else 0.0
 
 
 def flop_per_token(units: Iterable[UnitLayout], work: Work) -> float:
@@ -538,7 +609,7 @@ def _update_rate(rates: Rates, name: str) -> float:
 
 
 def _memory_rate(plan: Plan, rates: Rates) -> float | None:
-    """Bytes per second of the compute device's memory, where that is the host's."""
+    """Bytes per second of the compute device's memory, where that is the host's; else not asked."""
     return _host_memory_rate(rates) if plan.unified else None
 
 

@@ -597,6 +597,9 @@ class _Rates(_Section):
     between_nodes: _Rate | None = None
     update: dict[Literal["fp32", "bf16", "8bit"], _Rate] = Field(default_factory=dict)
     compute: dict[Literal["bf16", "fp32"], _Rate] = Field(default_factory=dict)
+    between: dict[Literal["bf16", "fp32"], _Rate] = Field(default_factory=dict)
+    attention: dict[Literal["bf16", "fp32"], _Rate] = Field(default_factory=dict)
+    logits: _Rate | None = None
 
 
 class _File(_Section):

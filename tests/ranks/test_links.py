@@ -91,6 +91,8 @@ def test_a_rank_plans_with_its_part_and_the_least_of_all(
     assert rates.disk_read == 1e9 / 2
     assert rates.update["fp32"] == base.update["fp32"] / 2
     assert rates.compute["fp32"] == base.compute["fp32"] / 2, "on the same cores"
+    assert base.logits is not None
+    assert rates.logits == base.logits / 2
     assert (rates.all_gather, rates.all_to_all) == (7e6, base.all_to_all)
     assert (found[0].measured, found[0].nominal) == ("2026-01-01", ("disk_write",))
     models = [small_model() for _ in range(2)]

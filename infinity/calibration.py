@@ -49,12 +49,13 @@ from infinity.storage.disk import Disk, DiskTicket, Extent
 from infinity.storage.disk_speed import keep_moving
 
 LINK_SECONDS = 1.0  # of both collectives
-SECONDS = 2.0  # of everything; more with several paths, or on a machine that is very slow
+# Of disk, updates, copies and products; what stands between those takes two more on two cores. All of
+# it more with several paths, or on a machine that is very slow.
+SECONDS = 2.0
 # Shares of the time. The disk binds most runs, and wanders most; the host's updates are of all
-# formats together, the device's get a third of it more. What stands between products takes as long
-# as a few calls do: half a second on two cores.
+# formats together, the device's get a third of it more.
 _DISK_SHARE, _UPDATE_SHARE, _COPY_SHARE, _COMPUTE_SHARE = 0.55, 0.17, 0.05, 0.17
-_BETWEEN_SHARE = 0.02  # of each of seven
+_BETWEEN_SHARE = 0.04  # of each of seven
 
 SPAN_BYTES = 256 << 20  # of the disk, at most; and a quarter of what is free
 _CHUNK = 2**20  # parameters
@@ -73,7 +74,7 @@ _NUM_PARTS = 6  # a larger size of matrices is tried while one takes less than s
 # costs anyway.
 _WIDTH, _MOST_TOKENS = {True: 1024, False: 2048}, {True: 1024, False: 16384}
 _HEAD, _SHORT, _LONG = 64, 64, 1024
-_NUM_LOGITS, _MOST_ROWS = 32768, {True: 256, False: 1024}
+_NUM_LOGITS, _MOST_ROWS = 32768, {True: 512, False: 1024}
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 _FORMAT = 1  # of what is kept; counts up when what is measured changes its meaning
@@ -343,17 +344,19 @@ def measure_processors(
     return numbers
 
 
-def _calls_per_s(work: Callable[[], None], seconds: float) -> float:
+def _calls_per_s(
+    work: Callable[[], None], seconds: float, of: Callable[[list[float]], float] = min
+) -> float:
     """How often `work`, which is warm, could be done in a second: by the fastest of several calls.
 
-    It is always the same, so only neighbours make a difference; they should not be remembered.
+    It is always the same, so only neighbours make a difference; they should not be remembered. Of
+    what takes new memory each time, and waits for its pages, the median is what a step sees.
     """
-    fastest_s, count = math.inf, 0
+    times: list[float] = []
     end = time.perf_counter() + seconds
-    while count < _LEAST_CALLS or time.perf_counter() < end:
-        fastest_s = min(fastest_s, _timed(work))
-        count += 1
-    return 1 / fastest_s
+    while len(times) < _LEAST_CALLS or time.perf_counter() < end:
+        times.append(_timed(work))
+    return 1 / of(times)
 
 
 def _warm(work: Callable[[], None]) -> float:
@@ -539,7 +542,7 @@ class _Block:
             work = self._everything()
         passes = names.PASSES_FORWARD + names.PASSES_BACKWARD
         values = passes * self._tokens * 16 * self._width  # its matrices would take and give 16 h
-        return values * self._dtype.itemsize * _calls_per_s(work, self._seconds)
+        return values * self._dtype.itemsize * _calls_per_s(work, self._seconds, statistics.median)
 
     def attention_flop_per_s(self) -> float:
         """Of a longer context, without what a short one takes; after `bytes_per_s`."""
@@ -550,7 +553,7 @@ class _Block:
                 self._backward([self._attend(context)], (self._qkv,))
 
             work()
-            seconds.append(1 / _calls_per_s(work, self._seconds))
+            seconds.append(1 / _calls_per_s(work, self._seconds, statistics.median))
         short_s, long_s = seconds
         longer_s = max(long_s - short_s, long_s / 10)  # on a busy machine the short one may be late
         return 7 * self._tokens * self._width * (longest - _SHORT) / longer_s
@@ -605,7 +608,7 @@ def _logits_per_s(device: Device, seconds: float) -> float:
     rows = len(noise)
     while _warm(work := of(rows)) < seconds and rows < _MOST_ROWS[device.unified]:
         rows *= 2
-    return rows * _NUM_LOGITS * _calls_per_s(work, seconds)
+    return rows * _NUM_LOGITS * _calls_per_s(work, seconds, statistics.median)
 
 
 # --- the disk tier, measured as an optimizer pass uses it: chunk records in flight, through the

@@ -396,21 +396,20 @@ class _Pricing:
         if not phase.has_update or self._ends is None or self.work is None:
             return slowest
         first, last = (self.plan.units[unit] for unit in self._ends)
-        computing = {"compute", "compute and update"}
-        others = max((s for name, s in resources.items() if name not in computing), default=0.0)
-        compute = max(s for name, s in resources.items() if name in computing)
+        others = {n: s for n, s in resources.items() if n not in ("compute", "compute and update")}
+        compute = max(s for name, s in resources.items() if name not in others)
+        share = first.num_trained / max(self.trained, 1)
+        shares = {"disk": self._share_of_disk(first)}
+        lead = max(seconds * shares.get(name, share) for name, seconds in others.items())
         tail = self._compute_s(phase, _elements([last], self.work), _Elements())
-        return max(slowest, compute + others * self._share(first), others + tail)
+        return max(slowest, compute + lead, max(others.values()) + tail)
 
-    def _share(self, layout: UnitLayout) -> float:
-        """Of a unit, in the optimizer pass: of its bytes on disk, where there are some."""
-        plan = self.plan
-        on_disk = [plan.state_bytes(a.layout, a.placement, (Tier.DISK,)) for a in plan.alike]
-        total = sum(n * len(a.units) for n, a in zip(on_disk, plan.alike, strict=True))
-        if total:
-            placement = plan.placements[layout.index]
-            return plan.state_bytes(layout, placement, (Tier.DISK,)) / total
-        return layout.num_trained / max(self.trained, 1)
+    def _share_of_disk(self, layout: UnitLayout) -> float:
+        """Of what the optimizer pass reads and writes on disk that which is a unit's."""
+        plan, disk = self.plan, (Tier.DISK,)
+        each = (plan.state_bytes(a.layout, a.placement, disk) * len(a.units) for a in plan.alike)
+        own = plan.state_bytes(layout, plan.placements[layout.index], disk)
+        return own / max(sum(each), 1)
 
     def _resources(self, phase: PhaseBytes) -> dict[str, float]:
         plan, rates, moved = self.plan, self.rates, phase.moved

@@ -256,11 +256,14 @@ def case_here(
     config: Config,
     device: Device,
     tokens: int,
+    length: int,
     *,
     recompute: bool = False,
     ranks: Ranks = ALONE,
 ) -> tuple[Case, Target, Cut]:
     """A model on this machine with `tokens` in a micro-batch: the case, the model, its units.
+
+    `length` are the tokens of a sample.
 
     Of several ranks `tokens` are those of one; each may find another case, where machines differ.
 
@@ -277,7 +280,7 @@ def case_here(
                       gpus=ranks.local_count, nodes=ranks.num_nodes)  # fmt: skip
     case = case_for(
         target, cut, groups, config, machine, tokens,
-        recompute=recompute, base=limits.base, made=limits.made,
+        recompute=recompute, base=limits.base, made=limits.made, length=length,
     )  # fmt: skip
     return case, target, cut
 

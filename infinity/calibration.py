@@ -49,8 +49,8 @@ from infinity.storage.disk import Disk, DiskTicket, Extent
 from infinity.storage.disk_speed import keep_moving
 
 LINK_SECONDS = 1.0  # of both collectives
-# Of disk, updates, copies and products; what stands between those takes two more on two cores. All of
-# it more with several paths, or on a machine that is very slow.
+# Of disk, updates, copies and products; what stands between those takes two more on two cores. All
+# of it takes more with several paths, or on a machine that is very slow.
 SECONDS = 2.0
 # Shares of the time. The disk binds most runs, and wanders most; the host's updates are of all
 # formats together, the device's get a third of it more.
@@ -74,6 +74,8 @@ _NUM_PARTS = 6  # a larger size of matrices is tried while one takes less than s
 # costs anyway.
 _WIDTH, _MOST_TOKENS = {True: 1024, False: 2048}, {True: 1024, False: 16384}
 _HEAD, _SHORT, _LONG = 64, 64, 1024
+_TOKEN_WIDTHS = 40  # what a token of it takes at most, and the part of a device's memory for all
+_MEMORY_PART = 8
 _NUM_LOGITS, _MOST_ROWS = 32768, {True: 512, False: 1024}
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -537,7 +539,11 @@ class _Block:
     def bytes_per_s(self) -> float:
         """Counted as `plan.cost` counts, at a context that attention takes no longer for."""
         work = self._everything()
-        while _warm(work) < self._seconds and self._tokens < _MOST_TOKENS[self._device.unified]:
+        most = _MOST_TOKENS[self._device.unified]
+        if (free_bytes := self._device.memory_bytes()) is not None:
+            each = _TOKEN_WIDTHS * self._width * self._dtype.itemsize
+            most = min(most, free_bytes // _MEMORY_PART // each)
+        while _warm(work) < self._seconds and 2 * self._tokens <= most:
             self._tokens *= 2
             work = self._everything()
         passes = names.PASSES_FORWARD + names.PASSES_BACKWARD
@@ -581,7 +587,8 @@ class _Block:
         return found.transpose(1, 2).reshape(self._tokens, self._width)
 
     def _backward(self, made: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-        torch.autograd.grad(made, leaves, [one.detach() for one in made])
+        for found in torch.autograd.grad(made, leaves, [one.detach() for one in made]):
+            found.sum(0)  # of what products made: the gradients of their biases
         self._device.compute_event().wait()
 
     def _made(self, widths: int) -> Tensor:

@@ -165,10 +165,12 @@ def case_for(
     recompute: bool,
     base: int = PROCESS_BASE_BYTES,
     made: int,
+    length: int | None = None,
 ) -> Case:
     """The case of a model in units on a machine, with `tokens` in a micro-batch.
 
-    `base` and `made` are bytes, see `plan.reserve.Limits`.
+    `base` and `made` are bytes, see `plan.reserve.Limits`; `length` are the tokens of a sample,
+    `USUAL_CONTEXT` where nobody knows.
     """
     name, form = config.optimizer.type, MomentFormat(config.optimizer.moments)
     rule = RuleFacts(
@@ -184,7 +186,7 @@ def case_for(
         work=Work(
             tokens,
             "all" if recompute else 0,
-            context=min(USUAL_CONTEXT, tokens),
+            context=min(length or USUAL_CONTEXT, tokens),
             lookups=target.lookups,
             heads=target.heads,
             shares=target.shares,

@@ -173,7 +173,7 @@ def test_what_stands_between_products_has_rates_of_its_own() -> None:
         return [phase.resources["compute"] for phase in phases]
 
     assert seconds() == [0, 0]
-    sides = (64 + 64) + (1000 + 64)
+    sides = (64 + 64) + 64  # logits are not among them
     assert seconds(between={"bf16": GB}) == pytest.approx(
         [10 * 2 * sides * passes / GB for passes in (27 / 16, 63 / 16)]
     )
@@ -182,6 +182,19 @@ def test_what_stands_between_products_has_rates_of_its_own() -> None:
     again = seconds(replace(work, recompute="all"), attention={"bf16": GB})
     assert again == pytest.approx([attention[0], attention[0] + attention[1]])
     assert seconds(logits=GB) == pytest.approx([10 * 1000 / 2 / GB] * 2)
+
+
+def test_a_tied_head_is_computed_after_the_last_update() -> None:
+    table = ParameterFacts("table", 0, (1000, 64), "bfloat16", 64_000, 2, True, 0)
+    block = ParameterFacts("up", 1, (64, 64), "bfloat16", 4096, 2, True, 0)
+    units = tuple(lay_out(i, facts.name, [facts], BF16) for i, facts in enumerate([table, block]))
+    config = load_config({"nvme_path": "/nvme", "placement": ON_DISK})
+    plan = make_plan(units, config, Limits(None, None, None), unified=False)
+    work = Work(tokens=10, heads=frozenset({0}))
+    forward = step_cost(plan, Rates(GB, GB, GB, compute={"bf16": GB}, logits=GB), work).phases[0]
+    tail = 2 * (4096 + 64_000) * 10 / GB + 10 * 1000 / 2 / GB
+    assert forward.resources["compute"] == pytest.approx(tail)
+    assert forward.seconds == pytest.approx(forward.resources["disk"] + tail)
 
 
 def test_days_to_a_rated_endurance() -> None:

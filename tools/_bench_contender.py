@@ -323,7 +323,7 @@ class Planned(Infinity):
         samples = job["rows"] * job["micro_batches"]
         case = case_for(
             target, cut_model(model, config, groups, None), groups, config, machine,
-            samples * job["context"], recompute=False, made=0,
+            samples * job["context"], recompute=False, made=0, length=job["context"],
         )  # fmt: skip
         chosen = choose_schedule(case, BatchSchedule(), samples)
         if chosen.best is None:

@@ -58,7 +58,8 @@ def report_of(
     phases = next((found for name, found in timed.items() if name != "infinity_plan"), [])
     bounds: dict[str, dict[str, Any]] = {}
     for child in children:
-        found, source = _bounds(child, disk, child.phases or phases, _on_gpu(job))
+        own = child.phases or ([] if child.name == "infinity_plan" else phases)
+        found, source = _bounds(child, disk, own, _on_gpu(job))
         if "predicted_s" in child.first:
             times["plan_predicted"] = [child.first["predicted_s"]] * len(child.turns)
         if found:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ def case_of(job: dict[str, Any], contender: str, rates: Rates = EXPECTED) -> Cas
     model = outline(job)
     groups = groups_of(model, config)
     machine = PlanMachine("H200", RAM_BYTES, DEVICE_BYTES, DISK_BYTES, False, 16, rates)
-    case = case_for(
+    return case_for(
         target_of(job["model"], model, {}),
         cut_model(model, config, groups, None),
         groups,
@@ -73,8 +73,8 @@ def case_of(job: dict[str, Any], contender: str, rates: Rates = EXPECTED) -> Cas
         recompute=job["checkpointing"],
         base=PROCESS_BYTES,
         made=max(parameter.nbytes for parameter in model.parameters()),
+        length=job["context"],
     )
-    return replace(case, work=replace(case.work, context=job["context"]))
 
 
 def plan_lines(checks: Sequence[Check]) -> list[str]:

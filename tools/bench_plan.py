@@ -13,8 +13,8 @@ they must. Time is the median over turns of predicted / measured.
 
 The rate of compute is that of plain torch on this very model and these tokens, forward and
 backward, without an optimizer: what is tested is what a plan adds to it, movement and overlap.
-What comes out with the rate of large products alone, which is what `infinity plan` knows, stands
-in a column of its own.
+What comes out with the rates of products, attention and so on, which is what `infinity plan` knows,
+stands in a column of its own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ import infinity
 from infinity.calibration import measure_disk, measure_processors
 from infinity.config.schema import IoConfig
 from infinity.model.shapes import target_of
-from infinity.plan.cost import Rates, StepCost, Work, step_cost
+from infinity.plan.cost import COMPUTE, Rates, StepCost, Work, step_cost
 from infinity.plan.machine import read_machine
 from infinity.plan.plan import DIRECTIONS, Plan
 from infinity.storage.cuda import find_device
@@ -165,7 +165,7 @@ def start(
         given["budget"] = {"host": int((own + state / 2) / 0.7)}
     engine = initialize(model, given, poison=None)[0]
     tokens = batch * shape.context
-    work = Work(tokens, lookups=target.lookups)
+    work = Work(tokens, context=shape.context, lookups=target.lookups, heads=target.heads)
     return Contender(name, engine, given.get("io", {}), work, shape, batch)
 
 
@@ -206,11 +206,12 @@ def measure(
                     break
             numbers = {name: (before[name] + after[name]) / 2 for name in before}
             flop_per_s = numbers.pop("plain")
-            products = contender.predict(Rates.of(numbers))
-            cost = contender.predict(Rates.of(numbers | {"compute.fp32": flop_per_s}))
+            known = contender.predict(Rates.of(numbers))
+            plainly = {name: rate for name, rate in numbers.items() if name not in COMPUTE}
+            cost = contender.predict(Rates.of(plainly | {"compute.fp32": flop_per_s}))
             contender.binds = cost.binds
             turn = {"measured_s": measured, "predicted_s": cost.seconds, "steady": float(steady)}
-            turn |= {"products_s": products.seconds, "rate.plain": flop_per_s}
+            turn |= {"known_s": known.seconds, "rate.plain": flop_per_s}
             turn |= {f"stall.{name}": value for name, value in contender.stalls.items()}
             turn |= {f"direction.{name}": value for name, value in cost.resources.items()}
             contender.turns.append(turn | {f"rate.{k}": v for k, v in numbers.items()})
@@ -227,7 +228,7 @@ def result_of(contender: Contender) -> dict[str, Any]:
         "measured_s": statistics.median(t["measured_s"] for t in turns),
         "predicted_s": statistics.median(t["predicted_s"] for t in turns),
         "ratio": statistics.median(t["predicted_s"] / t["measured_s"] for t in turns),
-        "products_ratio": statistics.median(t["products_s"] / t["measured_s"] for t in turns),
+        "known_ratio": statistics.median(t["known_s"] / t["measured_s"] for t in turns),
         "binds": contender.binds,
         "bytes": {
             direction: [predicted[direction], contender.moved[direction]]
@@ -244,7 +245,7 @@ def result_of(contender: Contender) -> dict[str, Any]:
 
 def show(results: Sequence[dict[str, Any]]) -> None:
     """The table, in Markdown."""
-    print("| plan | predicted s | measured s | error | turns | products alone | binds | disk, GB a "
+    print("| plan | predicted s | measured s | error | turns | by known rates | binds | disk, GB a "
           "step | bytes |")  # fmt: skip
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for found in results:
@@ -255,7 +256,7 @@ def show(results: Sequence[dict[str, Any]]) -> None:
         moved = sum(found["bytes"][direction][1] for direction in ("disk_read", "disk_write")) / 1e9
         print(
             f"| {found['name']} | {found['predicted_s']:.2f} | {found['measured_s']:.2f} | "
-            f"{found['ratio'] - 1:+.0%} | {turns} | {found['products_ratio'] - 1:+.0%} | "
+            f"{found['ratio'] - 1:+.0%} | {turns} | {found['known_ratio'] - 1:+.0%} | "
             f"{found['binds']} | {moved:.2f} | "
             f"{'equal' if found['bytes_equal'] else 'DIFFER'} |"
         )

@@ -47,14 +47,16 @@ HEAD = (
 )  # fmt: skip
 
 
-def case_of(target: Target, cut: Cut, ram: int, drives: int, tokens: int) -> Case:
+def case_of(target: Target, cut: Cut, ram: int, drives: int, tokens: int, length: int) -> Case:
     """One model on one machine, all tokens in one micro-batch."""
     config = load_config({"nvme_path": "/nvme"}).with_sliced_logits()
     names = ("disk_read", "disk_write", "disk_mixed")
     rates = replace(NOMINAL, **{name: drives * getattr(NOMINAL, name) for name in names})
     machine = PlanMachine("table", ram * GIB, 24 * GIB, drives * 4096 * GIB, False, 16, rates)
     groups = groups_of(target.module, config)
-    return case_for(target, cut, groups, config, machine, tokens, recompute=False, made=0)
+    return case_for(
+        target, cut, groups, config, machine, tokens, recompute=False, made=0, length=length
+    )
 
 
 def row(name: str, found: Priced | None, ram: int, drives: int) -> list[str]:
@@ -86,8 +88,9 @@ def main() -> None:
         cut = cut_model(target.module, config, groups_of(target.module, config), None)
         for ram in RAM:
             for drives in DRIVES:
-                case = case_of(target, cut, ram, drives, arguments.tokens)
-                samples = max(arguments.tokens // arguments.sequence, 1)
+                length = min(arguments.sequence, arguments.tokens)
+                case = case_of(target, cut, ram, drives, arguments.tokens, length)
+                samples = arguments.tokens // length
                 chosen = choose_schedule(case, BatchSchedule(), samples)
                 print("| " + " | ".join(row(name, chosen.best, ram, drives)) + " |", flush=True)
 

@@ -21,7 +21,7 @@ from infinity._version import __version__
 from infinity.cli.terminal import AsJson, Drives, command, stdout_is_ours
 from infinity.errors import ConfigError, DoesNotFitError, InfinityError, MachineError
 from infinity.files import atomic_write
-from infinity.plan.cost import COPIES, Rates
+from infinity.plan.cost import COPIES, DISK, Rates
 from infinity.plan.machine import (
     Machine,
     PlanMachine,
@@ -406,13 +406,11 @@ def _machine_lines(facts: dict[str, Any]) -> list[str]:
 def rate_lines(rates: dict[str, Any], origin: str) -> list[str]:
     """Return how fast disk and links are, and where the numbers come from."""
     lines = [f"rates      {origin}"]
-    for title, names in (
-        ("disk", ("disk_read", "disk_write", "disk_mixed")),
-        ("copies", COPIES),
-    ):
+    beside = "" if "to_device" in rates else "; beside busy processors"
+    for title, names, more in (("disk", DISK, beside), ("copies", COPIES, "")):
         known = [name for name in names if name in rates]
         each = ", ".join(f"{_words(name)} {format_rate(rates[name])}" for name in known)
-        lines += [f"           {title}: {each}"] if known else []
+        lines += [f"           {title}: {each}{more}"] if known else []
     if LINKS[0] in rates:
         lines.append(f"           links: {link_words(rates)}")
     updates = dict(rates["update"])
@@ -420,9 +418,9 @@ def rate_lines(rates: dict[str, Any], origin: str) -> list[str]:
         updates["on the device"] = rates["device_update"]
     each = ", ".join(f"{name} {format_count(rate)}" for name, rate in updates.items())
     lines.append(f"           update: {each} parameters/s")
-    for title, kind in (("compute", "compute"), ("attention", "attention")):
+    for kind in ("compute", "attention"):
         each = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in rates[kind].items())
-        lines.append(f"           {title}: {each} TFLOP/s")
+        lines.append(f"           {kind}: {each} TFLOP/s")
     each = ", ".join(f"{name} {format_rate(rate)}" for name, rate in rates["between"].items())
     lines.append(f"           between products: {each}; logits {format_count(rates['logits'])}/s")
     return lines

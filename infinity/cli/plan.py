@@ -302,6 +302,8 @@ def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
     cut = cut_model(target.module, config, groups, None, machine.ranks)
     tokens = -(-(wishes.tokens or DEFAULT_TOKENS * machine.ranks) // machine.ranks)
 
+    length = wishes.sequence if wishes.run is None else wishes.run.data.sequence_length
+    known = length if isinstance(length, int) else None
     case = case_for(
         target,
         cut,
@@ -311,9 +313,9 @@ def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
         tokens,
         recompute=wishes.run is not None and wishes.run.model.gradient_checkpointing,
         made=max((p.nbytes for p in target.module.parameters()), default=0),
+        length=known,
     )
-    length = wishes.sequence if wishes.run is None else wishes.run.data.sequence_length
-    samples = max(tokens // length, 1) if isinstance(length, int) else None
+    samples = None if known is None else max(tokens // known, 1)
     chosen = choose_schedule(case, _wish(wishes, config), samples)
     found = report(chosen.case, target, cut, rated_bytes, chosen)
     found["machine"]["assumed_disk"] = next(map(str, _assumed_disk(wishes)), None)

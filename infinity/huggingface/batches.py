@@ -267,12 +267,13 @@ def with_schedule(
     if recompute:
         wish = replace(wish, slices=wish.slices or 1, recompute="all")
     facts = cast(Any, model).config.to_dict()
+    tokens = settings.tokens * batches
     with closing(find_device(device)) as opened:
         case, _, _ = case_here(
-            type(model).__name__, model, facts, config, opened, settings.tokens,
+            type(model).__name__, model, facts, config, opened, settings.tokens, tokens // samples,
             recompute=recompute, ranks=ranks,
         )  # fmt: skip
-    whole = case.with_step(settings.tokens * batches, 1)
+    whole = case.with_step(tokens, 1)
     chosen = choose_schedule(whole, wish, samples)
     if batches > 1 and gradient_itemsize(chosen.told(config)) < 4:
         sliced = wish.slices is None and num_blocks(case.units)

@@ -38,6 +38,7 @@ from infinity.storage.device import PROCESS, Device
 SAMPLE_S = 0.05
 ROOM_S = 0.5  # the control group's own numbers take a few files
 TRIM_S = 1.0  # giving freed heap back takes some ms, and it is asked for again
+TRIM_LEAST = 0.01  # of what is held: where less came back it is tried half as often
 TRIM_SHARE = 0.9  # of a budget: freed heap beyond it would be in a step's peak
 NEAR_SHARE = 0.98  # of a budget: a warning; above it all: an error
 SPARE_SHARE = 0.02  # of what the machine lets us have: below it an error, below twice a warning
@@ -71,6 +72,7 @@ class MemoryWatch:
         self._next_s = 0.0
         self._next_room_s = 0.0
         self._next_trim_s = 0.0
+        self._trim_s = TRIM_S
         self._peak = 0
         self._mark = self._high_water()
         self._steps = 0
@@ -111,12 +113,13 @@ class MemoryWatch:
         held = self._resident()
         self._peak = max(self._peak, self._on_device() if self._cuda else held)
         near = self._nearest(held, now_s)
-        much = self._budget is not None and held > TRIM_SHARE * self._budget
-        if (near and near[1]) or ((near or much) and now_s >= self._next_trim_s):
-            self._next_trim_s = now_s + TRIM_S
+        if (near and near[1]) or (now_s >= self._next_trim_s and (near or self._is_much(held))):
             return_freed_memory()
             self._next_room_s = 0.0
-            held = self._resident()
+            before, held = held, self._resident()
+            useful = before - held > TRIM_LEAST * before
+            self._trim_s = TRIM_S if useful else min(2 * self._trim_s, 64 * TRIM_S)
+            self._next_trim_s = now_s + self._trim_s
             near = self._nearest(held, now_s)
         if near is None:
             return
@@ -128,11 +131,19 @@ class MemoryWatch:
             text = str(self._error(unit, phase, held, what))
             warnings.warn(text, InfinityWarning, stacklevel=2)
 
+    def _is_much(self, held: int) -> bool:
+        """Whether so much of a budget is held that freed heap should not be in it."""
+        return self._budget is not None and held > TRIM_SHARE * (self._budget + self._more())
+
+    def _more(self) -> int:
+        """Bytes that engines reserved that were made since."""
+        return max(self._reserved() - self._reserved_before, 0)
+
     def _nearest(self, held: int, now_s: float) -> tuple[str, bool] | None:
         """The limit that is near, in words, and whether it was passed; None where none is."""
         budget = self._budget
         if budget is not None and held > NEAR_SHARE * budget:
-            more = max(self._reserved() - self._reserved_before, 0)  # by engines made since
+            more = self._more()
             if held > NEAR_SHARE * (budget + more):
                 return f"budget.host is {format_size(budget)}", held > budget + more
         if now_s < self._next_room_s:

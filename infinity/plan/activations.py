@@ -46,6 +46,7 @@ from infinity.errors import ConfigError
 from infinity.plan.layout import PAGE, Segment, Tier, UnitLayout, round_up
 from infinity.sizes import format_size
 
+_ATTENTION = ("attn", "attention", "qkv", "q_proj", "query")
 CHUNK_TOKENS = 1024  # as `losses.CHUNK_TOKENS`, which needs torch
 LOGIT_BYTES = 3 * 4
 _SUM_BYTES = 4  # what gradients of chunks are added in
@@ -268,11 +269,12 @@ def block_widths(units: Sequence[UnitLayout]) -> list[int]:
 
 
 def attending_width(units: Sequence[UnitLayout]) -> int:
-    """Values that a token brings to attention, all blocks together: those have it in a name."""
+    """Values that a token brings to attention, all blocks together: those whose names say so."""
     found = 0
     for block in _blocks(units):
         segments = [s for unit in block for s in unit.segments if len(s.shape) > 1]
-        if any("attn" in s.name.lower() or "attention" in s.name.lower() for s in segments):
+        names = (segment.name.lower() for segment in segments)
+        if any(word in name for name in names for word in _ATTENTION):
             found += _width(segments)
     return found
 

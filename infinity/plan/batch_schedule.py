@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from infinity.config.schema import ActivationsConfig, Config, Offload, Recompute, checkpoint_of
@@ -143,14 +143,10 @@ def choose_schedule(case: Case, wish: BatchSchedule, sequences: int | None = Non
     """The fastest way of a step's tokens through the model that fits.
 
     `case` has all tokens of a step in one micro-batch; `sequences` is how many samples they are,
-    None where that is not known: then pieces may be as small as `LEAST_TOKENS`, and attention costs
-    what it does in samples of `USUAL_CONTEXT`. Parts of `wish`
+    None where that is not known: then pieces may be as small as `LEAST_TOKENS`. Parts of `wish`
     that are not None are kept. Where RAM computes, activations get `MARGIN` more than estimated,
     unless nothing fits with that; of a device's own memory something is left over anyway.
     """
-    if sequences is not None:
-        context = -(-case.work.tokens // sequences)
-        case = replace(case, work=replace(case.work, context=context))
     chosen = _Search(case, wish, sequences, MARGIN if case.machine.unified else 1.0).run()
     return chosen if chosen.best else _Search(case, wish, sequences, 1.0).run()
 

@@ -9,9 +9,9 @@ unit after the other: what the CPU updates waits for what streams through the de
 way round.
 
 Two ends stick out of that phase. Compute cannot begin before the first unit has been updated, and
-when the last one has been, what that unit computes is still to be done: a head and the loss of all
-tokens, as a rule. So a forward behind which the pass runs takes at least compute and the first
-unit's share of the pass, and at least the pass and what the last unit computes.
+when the last one has been, what that unit computes is still to be done, and head and loss of all
+tokens. So a forward behind which the pass runs is thought to last as long as compute and the first
+unit's share of the pass, or as the pass and what is computed after it.
 
 [Note: ranks]
 Of several ranks all times are of one: disk and CPU give it its part of what the node has, links to
@@ -41,18 +41,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from infinity.config.schema import Recompute
 from infinity.plan.access_order import guess_cycle
 from infinity.plan.activations import attending_width, recomputed
 from infinity.plan.forecast import PhaseBytes, forecast_phases
-from infinity.plan.layout import Tier, UnitLayout
+from infinity.plan.layout import Segment, Tier, UnitLayout
 from infinity.plan.plan import (
     LINKS,
     Plan,
+    UnitPlacement,
     UpdatePlace,
     streamed_bytes,
     streamed_calls,
@@ -209,16 +210,18 @@ NOMINAL = Rates(
     device_update=25e9,
 )
 # The same desktop without a GPU: 8 cores with AVX2 peak at about 1 TFLOP/s in fp32; bf16 is
-# emulated there, and no faster.
+# emulated there, and no faster. What stands between products: three times what two cores of a Xeon
+# with AVX-512 were measured at (docs/benchmarks/step_2-core-xeon_2026-11-25.md), and no more than
+# memory.
 NOMINAL_CPU = Rates(
     disk_read=NOMINAL.disk_read,
     disk_write=NOMINAL.disk_write,
     disk_mixed=NOMINAL.disk_mixed,
     update=NOMINAL.update,
     compute={"bf16": 0.5e12, "fp32": 0.6e12},
-    between={"bf16": 30e9, "fp32": 60e9},
-    attention={"bf16": 0.4e12, "fp32": 0.6e12},
-    logits=0.8e9,
+    between={"bf16": 20e9, "fp32": 40e9},
+    attention={"bf16": 0.3e12, "fp32": 0.5e12},
+    logits=0.6e9,
 )
 
 
@@ -401,15 +404,31 @@ class _Pricing:
         share = first.num_trained / max(self.trained, 1)
         shares = {"disk": self._share_of_disk(first)}
         lead = max(seconds * shares.get(name, share) for name, seconds in others.items())
-        tail = self._compute_s(phase, _elements([last], self.work), _Elements())
+        tail = self._compute_s(phase, self._last_elements(last, self.work), _Elements())
         return max(slowest, compute + lead, max(others.values()) + tail)
+
+    def _last_elements(self, last: UnitLayout, work: Work) -> _Elements:
+        """Of the last unit, and of heads that are elsewhere: tied, or frozen."""
+        found = _elements([last], work)
+        there = {segment.parameter for segment in last.segments}
+        for unit in self.plan.units:
+            heads = [s for s in unit.segments if s.parameter in work.heads - there]
+            if heads:
+                found = found.plus(_of_segments(heads, work))
+        return found
 
     def _share_of_disk(self, layout: UnitLayout) -> float:
         """Of what the optimizer pass reads and writes on disk that which is a unit's."""
-        plan, disk = self.plan, (Tier.DISK,)
-        each = (plan.state_bytes(a.layout, a.placement, disk) * len(a.units) for a in plan.alike)
-        own = plan.state_bytes(layout, plan.placements[layout.index], disk)
+        each = (self._disk_bytes(a.layout, a.placement) * len(a.units) for a in self.plan.alike)
+        own = self._disk_bytes(layout, self.plan.placements[layout.index])
         return own / max(sum(each), 1)
+
+    def _disk_bytes(self, layout: UnitLayout, placement: UnitPlacement) -> int:
+        """That the pass moves for a unit: state both ways, and its gradient."""
+        nbytes = 2 * self.plan.state_bytes(layout, placement, (Tier.DISK,))
+        if placement.gradient is Tier.DISK:
+            nbytes += self.plan.gradient_bytes(layout)
+        return nbytes
 
     def _resources(self, phase: PhaseBytes) -> dict[str, float]:
         plan, rates, moved = self.plan, self.rates, phase.moved
@@ -484,26 +503,34 @@ class _Elements:
     attended: int = 0
     logits: int = 0
 
+    def plus(self, other: _Elements) -> _Elements:
+        """Both together."""
+        return _Elements(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
-def _elements(units: Iterable[UnitLayout], work: Work) -> _Elements:
+
+def _elements(units: Sequence[UnitLayout], work: Work) -> _Elements:
     """Of these units."""
+    found = _of_segments((segment for unit in units for segment in unit.segments), work)
+    return replace(found, attended=attending_width(units))
+
+
+def _of_segments(segments: Iterable[Segment], work: Work) -> _Elements:
+    """Of parameters, without attention. Logits are not among the sides: they have their rate."""
     matrices, trained, quantised, all_elements, sides, logits = 0.0, 0.0, 0, 0, 0.0, 0
-    units = tuple(units)
-    for unit in units:
-        for segment in unit.segments:
-            if segment.parameter in work.lookups:
-                continue
-            all_elements += segment.numel
-            quantised += segment.numel if segment.form else 0
-            if len(segment.shape) > 1:
-                share = work.shares.get(segment.parameter, 1.0)
-                matrices += segment.numel * share
-                trained += segment.numel * share if segment.trained else 0.0
-                sides += sum(sorted(segment.shape)[-2:]) * share
-            if segment.parameter in work.heads:
-                logits += segment.shape[0]
-    attended = attending_width(units)
-    return _Elements(matrices, trained, quantised, all_elements, sides, attended, logits)
+    for segment in segments:
+        if segment.parameter in work.lookups:
+            continue
+        all_elements += segment.numel
+        quantised += segment.numel if segment.form else 0
+        if len(segment.shape) > 1:
+            share = work.shares.get(segment.parameter, 1.0)
+            matrices += segment.numel * share
+            trained += segment.numel * share if segment.trained else 0.0
+            sides += sum(sorted(segment.shape)[-2:]) * share
+        if segment.parameter in work.heads:
+            logits += segment.shape[0]
+            sides -= segment.shape[0]
+    return _Elements(matrices, trained, quantised, all_elements, sides, 0, logits)
 
 
 def _over(amount: float, rate: float | None) -> float:
@@ -511,7 +538,7 @@ def _over(amount: float, rate: float | None) -> float:
     return amount / rate if rate else 0.0
 
 
-def flop_per_token(units: Iterable[UnitLayout], work: Work) -> float:
+def flop_per_token(units: Sequence[UnitLayout], work: Work) -> float:
     """FLOP of the model itself for a token: 6 a matrix element, 4 of what is frozen.
 
     See [Note: compute].

@@ -727,6 +727,7 @@ def case_of(prepared: Prepared, device: Device, ranks: Ranks = ALONE) -> tuple[C
         prepared.engine,
         device,
         prepared.micro_batch * prepared.length,
+        prepared.length,
         recompute=prepared.config.model.gradient_checkpointing,
         ranks=ranks,
     )

@@ -172,6 +172,7 @@ class Engine:
         result = loss.detach() / micro_batches if micro_batches > 1 else loss.detach()
         gradients, hooks = self._parts.gradients, self._parts.hooks
         mark = hooks.mark()
+        hooks.watch.turn()
         try:
             self._window.divisor = 1
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]

@@ -9,10 +9,11 @@ number is a lower bound, from the second step on it is exact. On a GPU torch's a
 exactly and from the first step.
 
 [Note: before the kernel does]
-Where memory comes near a limit, or fills nine tenths of a budget, freed heap is given back first.
-What still is too much is told once as a warning, and where it passes the limit as an error, with
-names and numbers, while there is memory left to say it. Limits are the host budget if one was
-given, and the memory that the machine or a control group lets this process have.
+Where memory comes near a limit, freed heap is given back first; and where peaks fill nine tenths of
+a budget, before each backward and after each step, so that it is in no peak (142 MiB of 3 GiB, for
+gpt-350m). What still is too much is told once as a warning, and where it passes the limit as an
+error, with names and numbers, while there is memory left to say it. Limits are the host budget if
+one was given, and the memory that the machine or a control group lets this process have.
 """
 
 from __future__ import annotations
@@ -38,8 +39,7 @@ from infinity.storage.device import PROCESS, Device
 SAMPLE_S = 0.05
 ROOM_S = 0.5  # the control group's own numbers take a few files
 TRIM_S = 1.0  # giving freed heap back takes some ms, and it is asked for again
-TRIM_LEAST = 0.01  # of what is held: where less came back it is tried half as often
-TRIM_SHARE = 0.9  # of a budget: freed heap beyond it would be in a step's peak
+TRIM_SHARE = 0.9  # of a budget: where a peak was higher, freed heap shall not be in the next one
 NEAR_SHARE = 0.98  # of a budget: a warning; above it all: an error
 SPARE_SHARE = 0.02  # of what the machine lets us have: below it an error, below twice a warning
 MEASURED_STEPS = 2
@@ -72,9 +72,9 @@ class MemoryWatch:
         self._next_s = 0.0
         self._next_room_s = 0.0
         self._next_trim_s = 0.0
-        self._trim_s = TRIM_S
         self._peak = 0
         self._mark = self._high_water()
+        self._highest = 0  # of all peaks, in steps that are over
         self._steps = 0
         self._tokens = 0
         self._warned = False
@@ -113,16 +113,16 @@ class MemoryWatch:
         held = self._resident()
         self._peak = max(self._peak, self._on_device() if self._cuda else held)
         near = self._nearest(held, now_s)
-        if (near and near[1]) or (now_s >= self._next_trim_s and (near or self._is_much(held))):
-            return_freed_memory()
-            self._next_room_s = 0.0
-            before, held = held, self._resident()
-            useful = before - held > TRIM_LEAST * before
-            self._trim_s = TRIM_S if useful else min(2 * self._trim_s, 64 * TRIM_S)
-            self._next_trim_s = now_s + self._trim_s
-            near = self._nearest(held, now_s)
         if near is None:
             return
+        if near[1] or now_s >= self._next_trim_s:
+            self._next_trim_s = now_s + TRIM_S
+            return_freed_memory()
+            self._next_room_s = 0.0
+            held = self._resident()
+            near = self._nearest(held, now_s)
+            if near is None:
+                return
         what, passed = near
         if passed:
             raise self._error(unit, phase, held, what)
@@ -130,14 +130,6 @@ class MemoryWatch:
             self._warned = True
             text = str(self._error(unit, phase, held, what))
             warnings.warn(text, InfinityWarning, stacklevel=2)
-
-    def _is_much(self, held: int) -> bool:
-        """Whether so much of a budget is held that freed heap should not be in it."""
-        return self._budget is not None and held > TRIM_SHARE * (self._budget + self._more())
-
-    def _more(self) -> int:
-        """Bytes that engines reserved that were made since."""
-        return max(self._reserved() - self._reserved_before, 0)
 
     def _nearest(self, held: int, now_s: float) -> tuple[str, bool] | None:
         """The limit that is near, in words, and whether it was passed; None where none is."""
@@ -171,6 +163,11 @@ class MemoryWatch:
             "(placement.gradients=disk), or a larger budget.host",
         )
 
+    def turn(self) -> None:
+        """A backward begins, or a step is over: freed heap goes back where it may be missed."""
+        if self._budget is not None and self._highest > TRIM_SHARE * (self._budget + self._more()):
+            return_freed_memory()
+
     # --- a step is over --------------------------------------------------------------------------
 
     def step(self) -> dict[str, int]:
@@ -193,10 +190,16 @@ class MemoryWatch:
             report |= {"rests": rests, "activations": max(peak - rests, 0), "tokens": self._tokens}
             if guess is not None:
                 report["estimated"] = guess.total
+        self._highest = max(self._highest, peak)
+        self.turn()
         self._steps += 1
         self._peak = 0
         self._mark = mark
         return report
+
+    def _more(self) -> int:
+        """Bytes of RAM that engines reserved which were made since."""
+        return max(self._reserved() - self._reserved_before, 0)
 
     def _estimated(self) -> Activations | None:
         if not self._tokens:

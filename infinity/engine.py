@@ -171,8 +171,7 @@ class Engine:
         scaled = scaled / share if share > 1 else scaled
         result = loss.detach() / micro_batches if micro_batches > 1 else loss.detach()
         gradients, hooks = self._parts.gradients, self._parts.hooks
-        mark = hooks.mark()
-        hooks.watch.turn()
+        mark = hooks.mark(backward=True)
         try:
             self._window.divisor = 1
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]

@@ -467,6 +467,10 @@ def test_the_page_says_which_schedule_was_chosen_and_the_next(tmp_path: Path) ->
     assert whole["step"]["seconds"] > report["step"]["seconds"]
     parts = ["--micro-batches", "4", "--slices", "2", "--recompute-blocks", "3"]
     roomy = [lowered, "--device", "80GiB", "--host", "64GiB", "--disk", "1TiB"]
+    assert (work["context"], "2,048 a sample" in out) == (2048, True)
+    shorter = answer(*arguments, "--tokens", "32768", "--sequence", "1024")
+    assert shorter["work"]["context"] == 1024
+    assert shorter["step"]["seconds"] < report["step"]["seconds"]
     found = answer(*roomy, "--tokens", "16384", *parts)["work"]
     assert (found["micro_batches"], found["slices"], found["recompute"]) == (4, 2, 3)
 

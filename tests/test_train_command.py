@@ -66,6 +66,7 @@ def test_a_run_shows_its_plan_its_steps_and_what_came_of_it(tmp_path: Path) -> N
     plan = json.loads((run_dir / "plan.json").read_text())
     assert plan["fits"]
     assert plan["work"]["tokens_per_step"] == 64
+    assert plan["work"]["context"] == 16, "what attention costs depends on it"
     assert "# training.steps: " not in (run_dir / "config.yaml").read_text()
     assert (run_dir / "model" / "model.safetensors").exists()
     code, out, error = run("train", config, "training.steps=2")

@@ -381,9 +381,11 @@ class Hooks:
 
         return hook
 
-    def mark(self) -> HookMark:
+    def mark(self, *, backward: bool = False) -> HookMark:
         """Where all stacks are now, for `restore`; a forward or a backward begins."""
         self.prefetcher.transfers.device.join_compute()
+        if backward:
+            self.watch.turn()
         if self.timeline is not None:
             self.timeline.call()
         return HookMark(

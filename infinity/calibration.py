@@ -76,7 +76,7 @@ _WIDTH, _MOST_TOKENS = {True: 1024, False: 2048}, {True: 1024, False: 16384}
 _HEAD, _SHORT, _LONG = 64, 64, 1024
 _TOKEN_WIDTHS = 40  # what a token of it takes at most, and the part of a device's memory for all
 _MEMORY_PART = 8
-_NUM_LOGITS, _MOST_ROWS = 32768, {True: 512, False: 1024}
+_NUM_LOGITS, _LEAST_ROWS, _MOST_ROWS = 32768, 32, {True: 512, False: 1024}
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 _FORMAT = 1  # of what is kept; counts up when what is measured changes its meaning
@@ -338,9 +338,8 @@ def measure_processors(
         numbers[f"compute.{precision}"] = _flop_per_s(device, _DTYPES[precision], share_s)
     with torch.inference_mode(False), torch.enable_grad():
         for precision in names.PRECISIONS:
-            block = _Block(device, _DTYPES[precision], _BETWEEN_SHARE * seconds)
-            numbers[f"between.{precision}"] = block.bytes_per_s()
-            numbers[f"attention.{precision}"] = block.attention_flop_per_s()
+            found = _block_rates(device, _DTYPES[precision], _BETWEEN_SHARE * seconds)
+            numbers[f"between.{precision}"], numbers[f"attention.{precision}"] = found
         numbers["logits"] = _logits_per_s(device, _BETWEEN_SHARE * seconds)
     device.return_freed_memory()  # budgets are derived from what is free
     return numbers
@@ -513,8 +512,7 @@ def _flop_per_s(device: Device, dtype: torch.dtype, seconds: float) -> float:
 
 def _linear_layer(device: Device, noise: Tensor, size: int) -> Callable[..., None]:
     """What forward and backward multiply: kernels for one of these may be far from the others."""
-    num_copies = -(-size * size // _NUM_NOISE)
-    given = noise.repeat(num_copies)[: size * size].view(size, size)  # rows may well repeat
+    given = _matrix(noise, size, size)
     weight, out = given.clone(), torch.empty_like(given)
 
     def work(times: int = 1) -> None:
@@ -527,83 +525,71 @@ def _linear_layer(device: Device, noise: Tensor, size: int) -> Callable[..., Non
     return work
 
 
-class _Block:
-    """A GPT block without its products: what stands between them, forward and backward."""
+def _block_rates(device: Device, dtype: torch.dtype, seconds: float) -> tuple[float, float]:
+    """What stands between the products of a block, in bytes per second, and FLOP of attention.
 
-    def __init__(self, device: Device, dtype: torch.dtype, seconds: float) -> None:
-        self._device, self._dtype, self._seconds = device, dtype, seconds
-        self._width, self._tokens = _WIDTH[device.unified], 2 * _SHORT
-        self._noise = _noise(dtype).to(device.torch_device)
-        self._scale = torch.ones(self._width, dtype=dtype, device=device.torch_device)
+    Bytes are counted as `plan.cost` counts them, at a context that attention takes no longer for;
+    attention's are those of a longer one, without what the short one takes.
+    """
+    width, most = _WIDTH[device.unified], _MOST_TOKENS[device.unified]
+    if (free_bytes := device.memory_bytes()) is not None:
+        most = min(most, free_bytes // _MEMORY_PART // (_TOKEN_WIDTHS * width * dtype.itemsize))
+    work, tokens = _doubled(lambda n: _block(device, dtype, n), 2 * _SHORT, most, seconds)
+    values = tokens * 16 * width  # its matrices would take and give 16 h
+    passed = values * (names.PASSES_FORWARD + names.PASSES_BACKWARD) * dtype.itemsize
+    between = passed * _calls_per_s(work, seconds, statistics.median)
+    longest, times = min(_LONG, tokens), []
+    for context in (_SHORT, longest):
+        work = _attention(device, dtype, tokens, context)
+        work()
+        times.append(1 / _calls_per_s(work, seconds, statistics.median))
+    short_s, long_s = times
+    longer_s = max(long_s - short_s, long_s / 10)  # on a busy machine the short one may be late
+    return between, 7 * tokens * width * (longest - _SHORT) / longer_s
 
-    def bytes_per_s(self) -> float:
-        """Counted as `plan.cost` counts, at a context that attention takes no longer for."""
-        work = self._everything()
-        most = _MOST_TOKENS[self._device.unified]
-        if (free_bytes := self._device.memory_bytes()) is not None:
-            each = _TOKEN_WIDTHS * self._width * self._dtype.itemsize
-            most = min(most, free_bytes // _MEMORY_PART // each)
-        while _warm(work) < self._seconds and 2 * self._tokens <= most:
-            self._tokens *= 2
-            work = self._everything()
-        passes = names.PASSES_FORWARD + names.PASSES_BACKWARD
-        values = passes * self._tokens * 16 * self._width  # its matrices would take and give 16 h
-        return values * self._dtype.itemsize * _calls_per_s(work, self._seconds, statistics.median)
 
-    def attention_flop_per_s(self) -> float:
-        """Of a longer context, without what a short one takes; after `bytes_per_s`."""
-        longest, seconds = min(_LONG, self._tokens), []
-        for context in (_SHORT, longest):
+def _block(device: Device, dtype: torch.dtype, tokens: int) -> Callable[[], None]:
+    """A GPT block without its products: norms, attention, an activation function, residual sums."""
+    width, noise = _WIDTH[device.unified], _noise(dtype).to(device.torch_device)
+    scale = torch.ones(width, dtype=dtype, device=device.torch_device)
+    leaves = [_leaf(noise, tokens, n * width) for n in (1, 3, 1, 4, 1)]
+    stream, qkv, out, up, down = leaves
 
-            def work(context: int = context) -> None:
-                self._backward([self._attend(context)], (self._qkv,))
+    def work() -> None:
+        after = stream + out
+        norms = [F.layer_norm(x, (width,), scale, scale) for x in (stream, after)]
+        _backward(device, [*norms, _attend(qkv, _SHORT), F.gelu(up), after + down], leaves)
 
-            work()
-            seconds.append(1 / _calls_per_s(work, self._seconds, statistics.median))
-        short_s, long_s = seconds
-        longer_s = max(long_s - short_s, long_s / 10)  # on a busy machine the short one may be late
-        return 7 * self._tokens * self._width * (longest - _SHORT) / longer_s
+    return work
 
-    def _everything(self) -> Callable[[], None]:
-        """Of so many tokens: norms, attention, an activation function, residual sums."""
-        self._qkv = self._made(3)
-        stream, out, up, down = map(self._made, (1, 1, 4, 1))
-        leaves = (stream, self._qkv, out, up, down)
 
-        def work() -> None:
-            after = stream + out
-            norms = [
-                F.layer_norm(x, x.shape[-1:], self._scale, self._scale) for x in (stream, after)
-            ]
-            made = [*norms, self._attend(_SHORT), F.gelu(up), after + down]
-            self._backward(made, leaves)
+def _attention(device: Device, dtype: torch.dtype, tokens: int, context: int) -> Callable[[], None]:
+    """That of the block, by itself."""
+    noise = _noise(dtype).to(device.torch_device)
+    qkv = _leaf(noise, tokens, 3 * _WIDTH[device.unified])
+    return lambda: _backward(device, [_attend(qkv, context)], [qkv])
 
-        return work
 
-    def _attend(self, context: int) -> Tensor:
-        heads = self._qkv.view(-1, context, 3, self._width // _HEAD, _HEAD)
-        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind()
-        found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return found.transpose(1, 2).reshape(self._tokens, self._width)
+def _attend(qkv: Tensor, context: int) -> Tensor:
+    tokens, width = len(qkv), qkv.shape[1] // 3
+    heads = qkv.view(-1, context, 3, width // _HEAD, _HEAD)
+    query, key, value = heads.permute(2, 0, 3, 1, 4).unbind()
+    found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return found.transpose(1, 2).reshape(tokens, width)
 
-    def _backward(self, made: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-        for found in torch.autograd.grad(made, leaves, [one.detach() for one in made]):
-            found.sum(0)  # of what products made: the gradients of their biases
-        self._device.compute_event().wait()
 
-    def _made(self, widths: int) -> Tensor:
-        """So many times the width for each token."""
-        count = self._tokens * widths * self._width
-        repeated = self._noise.repeat(-(-count // _NUM_NOISE))[:count]
-        return repeated.view(self._tokens, -1).requires_grad_()
+def _backward(device: Device, made: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+    for found in torch.autograd.grad(made, leaves, [one.detach() for one in made]):
+        found.sum(0)  # of what products made: the gradients of their biases
+    device.compute_event().wait()
 
 
 def _logits_per_s(device: Device, seconds: float) -> float:
     """Of cross entropy in fp32 of bf16 logits, forward and backward."""
-    noise = _noise(torch.bfloat16).to(device.torch_device).view(-1, _NUM_LOGITS)
+    noise = _noise(torch.bfloat16).to(device.torch_device)
 
     def of(rows: int) -> Callable[[], None]:
-        logits = noise.repeat(rows // len(noise), 1).requires_grad_()
+        logits = _leaf(noise, rows, _NUM_LOGITS)
         targets = torch.zeros(rows, dtype=torch.long, device=device.torch_device)
 
         def work() -> None:
@@ -612,10 +598,27 @@ def _logits_per_s(device: Device, seconds: float) -> float:
 
         return work
 
-    rows = len(noise)
-    while _warm(work := of(rows)) < seconds and rows < _MOST_ROWS[device.unified]:
-        rows *= 2
+    work, rows = _doubled(of, _LEAST_ROWS, _MOST_ROWS[device.unified], seconds)
     return rows * _NUM_LOGITS * _calls_per_s(work, seconds, statistics.median)
+
+
+def _doubled(
+    of: Callable[[int], Callable[[], None]], size: int, most: int, seconds: float
+) -> tuple[Callable[[], None], int]:
+    """Work `of` a size that was doubled while it took less than `seconds`, and the size."""
+    while _warm(work := of(size)) < seconds and 2 * size <= most:
+        size *= 2
+    return work, size
+
+
+def _leaf(noise: Tensor, rows: int, columns: int) -> Tensor:
+    return _matrix(noise, rows, columns).requires_grad_()
+
+
+def _matrix(noise: Tensor, rows: int, columns: int) -> Tensor:
+    """Values of noise; rows may well repeat."""
+    count = rows * columns
+    return noise.repeat(-(-count // _NUM_NOISE))[:count].view(rows, columns)
 
 
 # --- the disk tier, measured as an optimizer pass uses it: chunk records in flight, through the

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from infinity.calibration import measure_disk
 from infinity.config.schema import IoConfig
-from infinity.plan.cost import DISK, Rates, step_cost
+from infinity.plan.cost import DISK, Rates, computing, step_cost
 from infinity.plan.plan import Plan
 from infinity.trace.reader import Shares, length, union, without
 
@@ -46,7 +46,7 @@ def bounds_of(plan: Plan, rates: Rates, forward_s: float, backward_s: float) -> 
     schedule_s, resources, decided = 0.0, dict[str, float](), dict[str, float]()
     for phase in step_cost(plan, rates).phases:
         now = dict(phase.resources)
-        compute = "compute" if "compute" in now else "compute and update"  # on the same cores
+        compute = computing(now)
         now[compute] += backward_s if phase.name.startswith("backward") else forward_s
         slowest = max(now, key=lambda resource: now[resource])
         schedule_s += now[slowest]

@@ -20,7 +20,6 @@ import time
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TextIO
 
 import torch
@@ -164,7 +163,6 @@ class Infinity(Contender):
     """Our engine, with the placement that the contender's name stands for."""
 
     rates: KnownRates | None = None
-    promised: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, job: dict[str, Any]) -> None:
         job, config = self.told(job)
@@ -198,7 +196,7 @@ class Infinity(Contender):
         path = Path(self.job["path"]) / f"plan-{self.job['contender']}.pickle"
         path.write_bytes(pickle.dumps(self.engine.plan))
         rates = None if self.rates is None else self.rates.rates.numbers()
-        return {"plan": str(path), "rates": rates, **self.promised}
+        return {"plan": str(path), "rates": rates}
 
     def shares(self) -> dict[str, Any]:
         """Steps beyond the timed ones: nothing is recorded before. The trace stays for a person."""
@@ -331,9 +329,13 @@ class Planned(Infinity):
         found = chosen.best
         line = BatchSchedule.of(found.case).line(sum(u.is_block for u in found.case.units))
         print(f"infinity_plan: {line}; predicted {found.cost.seconds:.2f} s", file=sys.stderr)
-        self.promised = {"predicted_s": found.cost.seconds, "schedule": line}
+        self.found = {"predicted_s": found.cost.seconds, "schedule": line}
         count = found.case.micro_batches
         return job | {"micro_batches": count, "rows": samples // count}, found.case.config
+
+    def plans(self) -> dict[str, Any]:
+        """With what the plan says of its choice."""
+        return super().plans() | self.found
 
 
 CONTENDERS: dict[str, type[Contender]] = {

@@ -54,8 +54,8 @@ def report_of(
     children = [child for child in children if child.turns]
     times = {c.name: [statistics.median(t["step_s"]) for t in c.turns] for c in children}
     disk = {name: statistics.fmean(each[name] for each in rates) for name in DISK}
-    timed = {child.name: child.phases for child in children if child.phases}
-    phases = next((found for name, found in timed.items() if name != "infinity_plan"), [])
+    each = (child.phases for child in children if child.name != "infinity_plan")
+    phases = next(filter(None, each), [])
     bounds: dict[str, dict[str, Any]] = {}
     for child in children:
         own = child.phases or ([] if child.name == "infinity_plan" else phases)

@@ -42,18 +42,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from infinity.config.schema import Recompute
 from infinity.plan.access_order import guess_cycle
 from infinity.plan.activations import attending_width, recomputed
-from infinity.plan.forecast import PhaseBytes, forecast_phases
+from infinity.plan.forecast import PhaseBytes, disk_of_pass, forecast_phases
 from infinity.plan.layout import Segment, Tier, UnitLayout
 from infinity.plan.plan import (
     LINKS,
     Plan,
-    UnitPlacement,
     UpdatePlace,
     streamed_bytes,
     streamed_calls,
@@ -355,6 +354,11 @@ class StepCost:
         return max(shares, key=lambda resource: shares[resource], default="compute")
 
 
+def computing(resources: Mapping[str, float]) -> str:
+    """Which resource of a phase computes: alone, or with the update on the same cores."""
+    return "compute" if "compute" in resources else "compute and update"
+
+
 def step_cost(
     plan: Plan, rates: Rates, work: Work | None = None, cycle: list[int] | None = None
 ) -> StepCost:
@@ -398,37 +402,21 @@ class _Pricing:
         slowest = max(resources.values())
         if not phase.has_update or self._ends is None or self.work is None:
             return slowest
-        first, last = (self.plan.units[unit] for unit in self._ends)
-        others = {n: s for n, s in resources.items() if n not in ("compute", "compute and update")}
-        compute = max(s for name, s in resources.items() if name not in others)
+        plan, (first, last) = self.plan, (self.plan.units[unit] for unit in self._ends)
+        named = computing(resources)
+        others = {name: s for name, s in resources.items() if name != named}
+        on_disk = [sum(disk_of_pass(plan, a.layout, a.placement)) for a in plan.alike]
+        whole = sum(n * len(a.units) for n, a in zip(on_disk, plan.alike, strict=True))
+        shares = {
+            "disk": sum(disk_of_pass(plan, first, plan.placements[first.index])) / (whole or 1)
+        }
         share = first.num_trained / max(self.trained, 1)
-        shares = {"disk": self._share_of_disk(first)}
         lead = max(seconds * shares.get(name, share) for name, seconds in others.items())
-        tail = self._compute_s(phase, self._last_elements(last, self.work), _Elements())
-        return max(slowest, compute + lead, max(others.values()) + tail)
-
-    def _last_elements(self, last: UnitLayout, work: Work) -> _Elements:
-        """Of the last unit, and of heads that are elsewhere: tied, or frozen."""
-        found = _elements([last], work)
-        there = {segment.parameter for segment in last.segments}
-        for unit in self.plan.units:
-            heads = [s for s in unit.segments if s.parameter in work.heads - there]
-            if heads:
-                found = found.plus(_of_segments(heads, work))
-        return found
-
-    def _share_of_disk(self, layout: UnitLayout) -> float:
-        """Of what the optimizer pass reads and writes on disk that which is a unit's."""
-        each = (self._disk_bytes(a.layout, a.placement) * len(a.units) for a in self.plan.alike)
-        own = self._disk_bytes(layout, self.plan.placements[layout.index])
-        return own / max(sum(each), 1)
-
-    def _disk_bytes(self, layout: UnitLayout, placement: UnitPlacement) -> int:
-        """That the pass moves for a unit: state both ways, and its gradient."""
-        nbytes = 2 * self.plan.state_bytes(layout, placement, (Tier.DISK,))
-        if placement.gradient is Tier.DISK:
-            nbytes += self.plan.gradient_bytes(layout)
-        return nbytes
+        # Heads that are elsewhere, tied or frozen, are computed last all the same.
+        heads = [s for unit in plan.units if unit is not last for s in unit.segments
+                 if s.parameter in self.work.heads]  # fmt: skip
+        tail = self._compute_s(phase, _elements([last], self.work, heads), _Elements())
+        return max(slowest, resources[named] + lead, max(others.values()) + tail)
 
     def _resources(self, phase: PhaseBytes) -> dict[str, float]:
         plan, rates, moved = self.plan, self.rates, phase.moved
@@ -503,21 +491,11 @@ class _Elements:
     attended: int = 0
     logits: int = 0
 
-    def plus(self, other: _Elements) -> _Elements:
-        """Both together."""
-        return _Elements(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
-
-def _elements(units: Sequence[UnitLayout], work: Work) -> _Elements:
-    """Of these units."""
-    found = _of_segments((segment for unit in units for segment in unit.segments), work)
-    return replace(found, attended=attending_width(units))
-
-
-def _of_segments(segments: Iterable[Segment], work: Work) -> _Elements:
-    """Of parameters, without attention. Logits are not among the sides: they have their rate."""
+def _elements(units: Sequence[UnitLayout], work: Work, more: Iterable[Segment] = ()) -> _Elements:
+    """Of these units, and of `more` parameters. Logits are no sides: they have their rate."""
     matrices, trained, quantised, all_elements, sides, logits = 0.0, 0.0, 0, 0, 0.0, 0
-    for segment in segments:
+    for segment in (*(segment for unit in units for segment in unit.segments), *more):
         if segment.parameter in work.lookups:
             continue
         all_elements += segment.numel
@@ -530,7 +508,8 @@ def _of_segments(segments: Iterable[Segment], work: Work) -> _Elements:
         if segment.parameter in work.heads:
             logits += segment.shape[0]
             sides -= segment.shape[0]
-    return _Elements(matrices, trained, quantised, all_elements, sides, 0, logits)
+    attended = attending_width(units)
+    return _Elements(matrices, trained, quantised, all_elements, sides, attended, logits)
 
 
 def _over(amount: float, rate: float | None) -> float:
@@ -635,7 +614,7 @@ def _update_rate(rates: Rates, name: str) -> float:
 
 
 def _memory_rate(plan: Plan, rates: Rates) -> float | None:
-    """Bytes per second of the compute device's memory, where that is the host's; else not asked."""
+    """Bytes per second of the compute device's memory, where that is the host's."""
     return _host_memory_rate(rates) if plan.unified else None
 
 

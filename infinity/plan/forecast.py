@@ -112,6 +112,13 @@ def _run(course: _Course) -> tuple[_PhaseMoves, ...]:
     return tuple(run.phases[-1 - 2 * course.micro_batches : -1])
 
 
+def disk_of_pass(plan: Plan, layout: UnitLayout, placement: UnitPlacement) -> tuple[int, int]:
+    """Bytes that the optimizer pass reads on disk for a unit, and writes there."""
+    record = plan.state_bytes(layout, placement, (Tier.DISK,))
+    gradient = plan.gradient_bytes(layout) if placement.gradient is Tier.DISK else 0
+    return record + gradient, record
+
+
 class _Bytes:
     """From moves to bytes, under the placement of one plan; `used` are units in order of first use.
 
@@ -194,11 +201,9 @@ class _Bytes:
     def _update(
         self, layout: UnitLayout, placement: UnitPlacement, publish: bool, normed: int
     ) -> dict[str, int]:
-        plan, gradient = self.plan, self.plan.gradient_bytes(layout)
-        record = plan.state_bytes(layout, placement, (Tier.DISK,))
-        moved = {"disk_read": record, "disk_write": record, "to_device": 0, "from_device": normed}
-        if placement.gradient is Tier.DISK:
-            moved["disk_read"] += gradient
+        plan = self.plan
+        read, written = disk_of_pass(plan, layout, placement)
+        moved = {"disk_read": read, "disk_write": written, "to_device": 0, "from_device": normed}
         place = update_place(plan, layout.index)
         if place is UpdatePlace.STREAMED:  # new weights are in the forward's slot by then
             moved["to_device"], back = streamed_bytes(plan, layout, placement)
@@ -212,7 +217,7 @@ class _Bytes:
         moved["from_device"] += resting
         moved["to_device"] += resting
         if placement.gradient is Tier.DEVICE:
-            moved["from_device"] += gradient
+            moved["from_device"] += plan.gradient_bytes(layout)
         return moved
 
     def _of_gradients(self, used: Collection[int]) -> tuple[dict[str, int], dict[str, int]]:

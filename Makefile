@@ -7,8 +7,10 @@ BIN := $(VENV)/bin
 RUN_STAMP := $(VENV)/.run-stamp
 DEV_STAMP := $(VENV)/.dev-stamp
 # Where pip's settings offer builds of torch for CPUs (+cpu, of an index or of a folder of wheels), the newest
-# of those; otherwise the newest that `make test-matrix` ran with. TORCH=2.11.0 names another.
-TORCH = $(or $(OFFERED),2.15.0)
+# of those; otherwise the newest that `make test-matrix` ran with, or what pip's settings allow below it.
+# TORCH=2.11.0 names another.
+TORCH = $(OFFERED)
+WANTED = 'torch$(or $(addprefix ==,$(TORCH)),<=2.15.0)'
 OFFERED = $(shell $(BIN)/python -m pip index versions torch 2>/dev/null | grep -oE '2\.1[0-5]\.[0-9]+\+cpu' | head -n 1)
 PIP_INSTALL = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q -c constraints.txt
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
@@ -75,7 +77,7 @@ lint: setup  ## check style, types and the format of the native sources
 	$(if $(STYLED_SOURCES),$(BIN)/clang-format --dry-run -Werror $(STYLED_SOURCES))
 
 wheel-check: $(RUN_STAMP)  ## build sdist and wheel, and use the wheel in a venv of its own, elsewhere
-	$(BIN)/python tools/wheel_check.py --torch $(TORCH) $(ARGS)
+	$(BIN)/python tools/wheel_check.py --torch $(WANTED) $(ARGS)
 
 test-matrix:  ## run the tests with other Pythons and torches (long): ARGS='python3.12:2.11.0 ...'
 	$(PYTHON) tools/test_matrix.py $(ARGS)
@@ -122,7 +124,7 @@ $(RUN_STAMP): pyproject.toml constraints.txt CMakeLists.txt $(NATIVE_SOURCES) | 
 	  echo "setup: no C++ compiler was found; try: apt-get install g++, or set CXX" >&2; exit 1; }
 	@echo "setup: installing into $(VENV); the first time takes some minutes"
 	$(PIP_INSTALL) nanobind scikit-build-core ninja cmake
-	$(PIP_INSTALL) --no-build-isolation torch==$(TORCH) -e '.[cuda]'
+	$(PIP_INSTALL) --no-build-isolation $(WANTED) -e '.[cuda]'
 	@touch $@
 
 # Tests, style and types. The package is there already: only what its extras name is added.

@@ -78,7 +78,7 @@ def venv(folder: Path, *packages: str | Path) -> Path:
 def main() -> None:
     """Build, repair, install, use."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--torch", required=True, help="version that the second venv gets")
+    parser.add_argument("--torch", required=True, help="of the second venv: torch==2.15.0")
     parser.add_argument("--keep", action="store_true", help="leave build/wheel-check where it is")
     arguments = parser.parse_args()
     work = REPOSITORY / "build" / "wheel-check"
@@ -94,7 +94,7 @@ def main() -> None:
     run(["env", f"PATH={path}", *audit])
     (wheel,) = repaired.glob("*.whl")
 
-    constraints = ["-c", REPOSITORY / "constraints.txt", f"torch=={arguments.torch}"]
+    constraints = ["-c", REPOSITORY / "constraints.txt", arguments.torch]
     python = venv(work / "user", *constraints, wheel)
     infinity = python.with_name("infinity")
     run([python, "-m", "pip", "check"])

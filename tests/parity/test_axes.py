@@ -364,9 +364,9 @@ def test_full_product(model: str, recompute: str, precision: str, micro_batches:
     fixed = {"model": model, "recompute": recompute, "precision": precision}
     fixed["micro_batches"] = micro_batches
     chance = random.Random(repr(fixed))
-    fixed |= {a: chance.choice(AXES[a]) for a in COMPUTATION if a not in fixed}
-    if not possible(fixed):
-        fixed |= {"slices": 1, "frozen": "as_is"}
+    left = [axis for axis in COMPUTATION if axis not in fixed]
+    drawn = ({axis: chance.choice(AXES[axis]) for axis in left} for _ in itertools.count())
+    fixed = next(row for row in (fixed | one for one in drawn) if possible(row))
     problems = {}
     for number, placement in enumerate(itertools.product(*(AXES[axis] for axis in PLACEMENT))):
         row = {axis: chance.choice(options) for axis, options in AXES.items()} | fixed

@@ -21,7 +21,7 @@ from infinity.errors import ConfigError, InfinityError, MachineError
 from infinity.model.buffers import persistent_buffers
 from infinity.model.meta_init import remember_values
 from infinity.model.parameters import ParameterMap
-from infinity.model.weight_files import TensorFacts, WeightFiles
+from infinity.model.weight_files import StoredTensor, TensorFacts, WeightFiles
 from infinity.training.state_dict import Place, copy_into
 
 Rename = Callable[[str], str | None]
@@ -121,7 +121,7 @@ def _write(
     later: dict[str, Callable[[], Tensor]] = {}
     for done, (place, name) in enumerate(found):
         if place.write is None:
-            later[place.names[0]] = partial(files.read, name)
+            later[place.names[0]] = StoredTensor(files, name)
             continue
         try:
             value = files.read(name)

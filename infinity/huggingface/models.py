@@ -22,7 +22,7 @@ from infinity.errors import ConfigError, MachineError, explained, first_lines
 from infinity.model.lazy_tensor import Promised
 from infinity.model.meta_init import Init
 from infinity.model.weight_directory import saving
-from infinity.model.weight_files import Outgoing, WeightFiles, write_shards
+from infinity.model.weight_files import Outgoing, StoredTensor, WeightFiles, write_shards
 from infinity.optim.moments import COMPUTE_DTYPES
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.ranks import find_ranks
@@ -383,7 +383,7 @@ def _chosen(kind: Any, config: Any) -> tuple[Any, Any]:
 
 def _promise(files: WeightFiles, name: str) -> Tensor:
     facts = files.facts[name]
-    return Promised(facts.shape, facts.dtype, partial(files.read, name))
+    return Promised(facts.shape, facts.dtype, StoredTensor(files, name))
 
 
 def _num_promised(model: nn.Module) -> int:

@@ -17,6 +17,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from types import MethodType
@@ -29,6 +30,7 @@ from torch.nn.modules import module as registration
 from infinity.config.schema import Config, load_config
 from infinity.errors import ConfigError, ResidencyError
 from infinity.model.lazy_tensor import DEFER_FROM_BYTES, Deferral, keep_promises, storage_key
+from infinity.model.weight_files import StoredTensor
 
 # Values for a model built on the meta device: its initialisers, run as under `Init`.
 #
@@ -367,7 +369,8 @@ def remember_values(model: nn.Module, read: Mapping[str, Read]) -> None:
 
     `read` maps names of `model.named_parameters()` and `named_buffers()` (of tied ones either
     name) to functions that return the whole tensor, on the CPU, in any dtype; each is called once
-    or so, when its values are on their way to its tier, so one tensor is in RAM at a time. The fp32
+    or so, when its values are on their way to its tier, so one tensor is in RAM at a time. Of a
+    `StoredTensor` only the parts that are written are read. The fp32
     master is made of the values as they are returned. Nothing is initialised for covered tensors;
     all others are as without this call. A later call wins over an earlier one.
 
@@ -436,6 +439,11 @@ class Origins:
         read = self._read.get(id(tensor))
         return tensor if read is None else read()
 
+    def part(self, tensor: Tensor, first: int, count: int) -> Tensor | None:
+        """`count` elements of its first value from `first`, flat; None where that comes whole."""
+        read = self._read.get(id(tensor))
+        return read.part(first, count) if isinstance(read, _Checked) else None
+
     def forget(self) -> None:
         """The model has its values: it need not remember anything, and neither need we."""
         for module in self._model.modules():
@@ -453,7 +461,7 @@ class Origins:
                     full = f"{path}.{name}" if path else name
                     if full in tensors:
                         tensor = tensors[full]
-                        self._read[id(tensor)] = partial(_checked, full, tensor.shape, read)
+                        self._read[id(tensor)] = _Checked(full, tensor.shape, read)
 
     def _take_from_init(self, named: Mapping[str, Tensor]) -> None:
         marks = {id(m): m for module in self._model.modules() for m in _marks(module, _Unwritten)}
@@ -489,15 +497,30 @@ def _holder(model: nn.Module, name: str) -> nn.Module:
     return model.get_submodule(name.rpartition(".")[0])
 
 
-def _checked(name: str, shape: torch.Size, read: Read) -> Tensor:
-    value = read()
-    if value.shape != shape:
-        raise ConfigError(
-            f"the value that was read for {name!r} has shape {tuple(value.shape)}, the model's "
-            f"tensor {tuple(shape)}",
-            remedy="read it from weights of this model",
-        )
-    return value
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """Reads a value that must have the shape of the model's tensor."""
+
+    name: str
+    shape: torch.Size
+    read: Read
+
+    def __call__(self) -> Tensor:
+        value = self.read()
+        if value.shape != self.shape:
+            raise ConfigError(
+                f"the value that was read for {self.name!r} has shape {tuple(value.shape)}, the "
+                f"model's tensor {tuple(self.shape)}",
+                remedy="read it from weights of this model",
+            )
+        return value
+
+    def part(self, first: int, count: int) -> Tensor | None:
+        """Some of its elements, flat, where they lie by themselves in a file."""
+        if not isinstance(self.read, StoredTensor):
+            return None
+        facts = self.read.files.facts[self.read.name]
+        return self.read.part(first, count) if facts.shape == tuple(self.shape) else None
 
 
 def _marks(module: nn.Module, kind: type[_M]) -> list[_M]:

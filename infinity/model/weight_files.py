@@ -430,6 +430,15 @@ class WeightFiles:
         parts += [] if packed.mean is None else [packed.mean]
         return from_parts(packed.form, packed.shape, parts)
 
+    def part(self, name: str, first: int, count: int) -> Tensor | None:
+        """`count` of the tensor's elements from `first`, flat; None of one that must be read whole.
+
+        Raises what `read` raises.
+        """
+        if name in self._packed:
+            return None
+        return self._files[self.facts[name].file].read(name, first, count)
+
     def _read(self, name: str) -> Tensor:
         return self._files[self.facts[name].file].read(name)
 
@@ -460,6 +469,22 @@ class WeightFiles:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of `files` that is to be read later: called, as a whole; and in parts."""
+
+    files: WeightFiles
+    name: str
+
+    def __call__(self) -> Tensor:
+        """`WeightFiles.read`."""
+        return self.files.read(self.name)
+
+    def part(self, first: int, count: int) -> Tensor | None:
+        """`WeightFiles.part`."""
+        return self.files.part(self.name, first, count)
 
 
 def _files_of(source: Path) -> tuple[list[Path], dict[str, Path] | None]:

@@ -1,8 +1,9 @@
 """The initial write of all state: initial weights, zero moments, frozen bytes.
 
 Units are written one after the other, chunk by chunk, and each parameter's own memory is let go
-as soon as its unit is written. Values that are made or read (see `model/meta_init.py`) are asked
-for once, one whole parameter at a time. The first write doubles as what file systems want before
+as soon as its unit is written. Values that are made (see `model/meta_init.py`) are asked for once,
+one whole parameter at a time; of those that lie in a file what this rank keeps is read, and no
+more, but quantised matrices whole. The first write doubles as what file systems want before
 O_DIRECT: every extent written once.
 """
 
@@ -14,26 +15,25 @@ import torch
 from torch import Tensor, nn
 
 from infinity.formats import FrozenFormat
+from infinity.model.meta_init import Origins
 from infinity.model.parameters import ParameterBinding
 from infinity.model.quantised import quantise_exactly
 from infinity.offload.state import StateStore
 from infinity.offload.transfers import Transfers
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.moments import master_in, moment_in
-from infinity.plan.layout import Kind, Record, UnitLayout
+from infinity.plan.layout import Kind, Record, Segment, UnitLayout
 from infinity.plan.plan import Plan
 from infinity.storage.staging import BufferPool, host_buffer
 from infinity.storage.store import Range
 
 Progress = Callable[[int, int, str], None]
-FirstValue = Callable[[Tensor], Tensor]
 
 
 class InitialWrite:
     """Writes the initial state; two buffers, so that writes overlap.
 
     `initial` holds what the moments of a parameter (by index) begin with, where that is not 0.
-    `first_value` gives the values of a parameter in its shape, in any dtype.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class InitialWrite:
         store: StateStore,
         kernels: CpuKernels,
         initial: Mapping[int, tuple[float, ...]],
-        first_value: FirstValue,
+        origins: Origins,
     ) -> None:
         self.plan = plan
         self.transfers = transfers
         self.store = store
         self.kernels = kernels
         self.initial = initial
-        self._values = _Current(first_value)
+        self._values = _Current(origins)
         self._chunk = min(plan.chunk_elements, max((u.numel for u in plan.own), default=0))
         record = Record(plan.precision.kinds, plan.precision)
         self._buffers = BufferPool(2, record.nbytes(self._chunk))
@@ -108,9 +108,11 @@ class InitialWrite:
         for segment in layout.trained_segments:
             first, last = segment.within(start, count)
             if first < last:
-                flat = self._values.flat(parameters[segment.parameter])
                 skipped = start - segment.offset
-                master[first:last].copy_(flat[first + skipped : last + skipped])
+                part = self._values.part(
+                    parameters[segment.parameter], first + skipped, last - first
+                )
+                master[first:last].copy_(part)
 
     def _fill_views(self, views: dict[Kind, Tensor], master: Tensor) -> None:
         weight, rest = master_in(views, self.plan.precision)
@@ -139,23 +141,37 @@ class InitialWrite:
     def _write_frozen(self, layout: UnitLayout, parameters: Sequence[nn.Parameter]) -> None:
         if not layout.frozen_bytes:
             return
-        frozen = host_buffer(layout.frozen_bytes)
+        share = layout.frozen_bytes // layout.shards
+        start = share * self.plan.rank
+        own = host_buffer(share)
         for segment in (s for s in layout.segments if not s.trained):
-            dtype = getattr(torch, segment.dtype)
-            part = frozen[segment.offset : segment.offset + segment.nbytes]
-            flat = self._values.flat(parameters[segment.parameter])
-            if segment.form:
-                value = flat.cpu().view(segment.shape)
-                quantise_exactly(value, FrozenFormat(segment.form), dtype, part)
-            else:
-                part.view(dtype).copy_(flat)
+            first = max(start - segment.offset, 0)
+            end = min(start + share - segment.offset, segment.nbytes)
+            if first < end:
+                target = own[segment.offset + first - start : segment.offset + end - start]
+                self._fill_frozen(segment, first, target, parameters[segment.parameter])
         state = self.store.units[layout.index]
-        own = frozen.view(layout.shards, -1)[self.plan.rank]
         pieces: list[tuple[Range, Tensor]] = [(extent, own) for extent in state.frozen_copies[:1]]
         if Kind.WEIGHT in state.memory:
             weights = state.memory[Kind.WEIGHT]
             pieces.append((weights.part(state.layout.trained_bytes, own.numel()), own))
         self.transfers.write(pieces).wait()
+
+    def _fill_frozen(
+        self, segment: Segment, first: int, target: Tensor, parameter: nn.Parameter
+    ) -> None:
+        """The bytes of a frozen segment from `first`, as many as `target` has."""
+        dtype = getattr(torch, segment.dtype)
+        if not segment.form:
+            start, count = first // dtype.itemsize, target.numel() // dtype.itemsize
+            target.view(dtype).copy_(self._values.part(parameter, start, count))
+            return
+        whole = target.numel() == segment.nbytes
+        packed = target if whole else torch.zeros(segment.nbytes, dtype=torch.uint8, device="cpu")
+        value = self._values.flat(parameter).cpu().view(segment.shape)
+        quantise_exactly(value, FrozenFormat(segment.form), dtype, packed)
+        if not whole:
+            target.copy_(packed[first : first + target.numel()])
 
 
 def _initial_write_bytes(plan: Plan, layout: UnitLayout) -> int:
@@ -167,18 +183,23 @@ def _initial_write_bytes(plan: Plan, layout: UnitLayout) -> int:
 class _Current:
     """The values of the parameter that is being written; those of the last are let go first."""
 
-    def __init__(self, first_value: FirstValue) -> None:
-        self._first_value = first_value
+    def __init__(self, origins: Origins) -> None:
+        self._origins = origins
         self._parameter: nn.Parameter | None = None
         self._flat = torch.empty(0)
 
     def flat(self, parameter: nn.Parameter) -> Tensor:
-        """All values in one dimension."""
+        """All values in one dimension, of any dtype."""
         if parameter is not self._parameter:
             self.forget()
-            self._flat = self._first_value(parameter).detach().reshape(-1)
+            self._flat = self._origins.value(parameter).detach().reshape(-1)
             self._parameter = parameter
         return self._flat
+
+    def part(self, parameter: nn.Parameter, first: int, count: int) -> Tensor:
+        """`count` of them from `first`; only these are read where that can be."""
+        found = self._origins.part(parameter, first, count)
+        return self.flat(parameter)[first : first + count] if found is None else found
 
     def forget(self) -> None:
         """Keep no memory."""

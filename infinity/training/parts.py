@@ -174,7 +174,7 @@ class Parts:
             self.durability.fill_memory(progress)
         else:
             initial_write = InitialWrite(
-                self.plan, self.transfers, self.store, self.kernels, initial, origins.value
+                self.plan, self.transfers, self.store, self.kernels, initial, origins
             )
             initial_write.write(self.cut.parameters, self.binding, progress)
             del initial_write  # and its buffers

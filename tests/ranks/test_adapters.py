@@ -13,18 +13,18 @@ from support.ranks import make_engine, on_ranks
 from support.trainer import make_config
 
 from infinity.errors import InfinityError
-from infinity.huggingface.models import save_pretrained
+from infinity.huggingface.models import load_model, save_pretrained
+from infinity.model.weight_files import WeightFiles
 from infinity.ranks import Ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 FAMILY = FAMILIES["llama"]
 
 
-def adapted() -> Any:
-    model = FAMILY.build()
+def adapted(model: Any, copied: list[str]) -> Any:
     torch.manual_seed(11)
     wanted = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"],
-                             modules_to_save=["lm_head"], task_type="CAUSAL_LM")  # fmt: skip
+                             modules_to_save=copied, task_type="CAUSAL_LM")  # fmt: skip
     return peft.get_peft_model(model, wanted)
 
 
@@ -32,7 +32,7 @@ def saved(count: int, folder: Path) -> dict[str, bytes]:
     """The files, after a step of two batches."""
     nvme = folder / "nvme"
     nvme.mkdir(parents=True)
-    models = [adapted() for _ in range(count)]
+    models = [adapted(FAMILY.build(), ["lm_head"]) for _ in range(count)]
     config = make_config(("disk", "host", "disk"), gradient_accumulation_steps=2 // count)
 
     def work(ranks: Ranks) -> list[Path]:
@@ -52,6 +52,23 @@ def saved(count: int, folder: Path) -> dict[str, bytes]:
     for files in on_ranks(count, work):
         assert [path.name for path in files] == ["adapter_model.safetensors"]
     return {path.name: path.read_bytes() for path in (folder / "saved").iterdir()}
+
+
+def test_adapters_over_files_read_each_byte_once(tmp_path: Path, bytes_read: list[int]) -> None:
+    source = tmp_path / "model"
+    FAMILY.build().save_pretrained(source)
+    models = [adapted(load_model(source), []) for _ in range(2)]
+    config = make_config(("host", "host", "host"))
+    nvme = tmp_path / "nvme"
+    nvme.mkdir()
+    bytes_read.clear()
+
+    def work(ranks: Ranks) -> None:
+        make_engine(ranks, models[ranks.rank], config, nvme).close()
+
+    on_ranks(2, work)
+    in_file = [f.numel * f.dtype.itemsize for f in WeightFiles(source).facts.values()]
+    assert sum(bytes_read) == sum(in_file) + 2 * min(in_file)  # whose first values are compared
 
 
 def test_adapters_of_ranks_are_the_files_of_one(tmp_path: Path) -> None:

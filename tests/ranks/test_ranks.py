@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.models import CASES, Batch, Gpt
 from support.ranks import ThreadRanks, make_engine, on_ranks, together, train_over, train_ranks
 from support.trainer import make_config, make_device, same_bits, train_exactly
@@ -561,6 +562,34 @@ def test_models_without_memory_are_made_by_shares(monkeypatch: pytest.MonkeyPatc
     assert len(made) == 2
     # But for a parameter that lies in both shards, and the smallest, which is compared.
     assert all(len(tensors) <= 0.6 * num_parameters for tensors in made.values())
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_each_byte_of_the_files_is_read_by_one_rank(
+    frozen: bool, tmp_path: Path, bytes_read: list[int]
+) -> None:
+    """But for the first values of the smallest tensor, which are compared."""
+    path = tmp_path / "model.safetensors"
+    values = {name: p.detach().clone() for name, p in Gpt().named_parameters()}
+    save_file(values, path)
+    smallest = min(value.nbytes for value in values.values())
+
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            model = Gpt()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not frozen or "norm" in name)
+        infinity.load_weights(model, path)
+        return model
+
+    found = {}
+    for count in (1, 2, 3):
+        config = with_micro_batches(make_config(ON_DISK, precision="bf16"), 6 // count)
+        bytes_read.clear()
+        found[count] = train_ranks(count, build, GPT.batches(6), config)
+        compared = 0 if count == 1 else count * smallest
+        assert sum(bytes_read) == sum(v.nbytes for v in values.values()) + compared
+    assert found[2].differences(found[1]) == found[3].differences(found[1]) == []
 
 
 # --- checkpoints know no ranks -------------------------------------------------------------------

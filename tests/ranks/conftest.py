@@ -1,0 +1,25 @@
+"""What tests of ranks share."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor
+
+from infinity.model.weight_files import SafetensorsFile
+
+
+@pytest.fixture
+def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of every read of a tensor, or of a part of one, from a weight file; by all ranks."""
+    sizes: list[int] = []
+    read = SafetensorsFile.read
+
+    def counted(
+        self: SafetensorsFile, name: str, first: int = 0, count: int | None = None
+    ) -> Tensor:
+        value = read(self, name, first, count)
+        sizes.append(value.nbytes)
+        return value
+
+    monkeypatch.setattr(SafetensorsFile, "read", counted)
+    return sizes

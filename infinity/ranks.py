@@ -21,13 +21,14 @@ import contextlib
 import json
 import os
 import sys
+import time
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -44,8 +45,7 @@ from infinity.errors import (
 NOTES = 8  # of a meeting, at most
 _IN_PLACE_BYTES = 1 << 16  # of a rank, from which on gloo is better told part by part
 _HELD_UP = timedelta(minutes=30)  # what a rank may take longer than another, and is not dead yet
-_ROLL_CALL = timedelta(seconds=1)  # in which those that live say that they have lost one
-Value = TypeVar("Value")
+_ROLL_CALL_S = 5.0  # in which those that live, and may be busy, say that they have lost one
 
 
 class Work(Protocol):
@@ -341,9 +341,11 @@ class TorchRanks(Ranks):
         if store is not None:
             with contextlib.suppress(RuntimeError):
                 store.set(f"lost-{self.rank}", "")
+                end = time.monotonic() + _ROLL_CALL_S
                 for rank in (r for r in range(self.count) if r != self.rank):
+                    left = timedelta(seconds=max(end - time.monotonic(), 0.1))
                     try:
-                        store.wait([f"lost-{rank}"], _ROLL_CALL)
+                        store.wait([f"lost-{rank}"], left)
                     except RuntimeError:
                         silent.append(rank)
         return silent

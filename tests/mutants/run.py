@@ -225,7 +225,7 @@ def ask_all(mutants: list[Mutant], options: argparse.Namespace) -> dict[str, Ans
         raise SenselessError(f"tests that are not there: {', '.join(missing)}")
     if tests:
         clean = first.ask(tests, CLEAN_LIMIT_S)
-        if clean.caught_by:  # as .ci/run: what passes by itself met a busy machine, and is told
+        if clean.caught_by:  # what passes by itself met a busy machine
             print(f"without a bug, asked once more: {', '.join(clean.failed)}", flush=True)
             again = first.ask(clean.failed, CLEAN_LIMIT_S) if clean.failed else clean
             if again.caught_by:

@@ -234,7 +234,7 @@ class Engine:
         before = self._stepper.progress
         try:
             self._cycles.end()
-            self._parts.prefetcher.verify(may_wait=True)
+            self._parts.prefetcher.verify(every=True)
             self._parts.prefetcher.release_all(reached=True)
             self._values.take_back_all()
             self._values.settle()
@@ -521,7 +521,7 @@ class Engine:
         training may go on after any. What fails behind the caller's back is warned of by the next
         `step()` and raised by the next `save_checkpoint`, `finish_saving` or `close`.
         """
-        self._check_usable(may_wait=True)
+        self._check_usable(every=True)
         self._end_users_backward()
         return self._checkpoints.save(
             Path(directory).expanduser(), tag, client_state or {},
@@ -560,7 +560,7 @@ class Engine:
         """
         self._owner.check()
         self._check_open()
-        self._parts.prefetcher.verify(may_wait=True)
+        self._parts.prefetcher.verify(every=True, may_wait=True)
         if custom_load_fn is not None:
             raise ConfigError(
                 "load_checkpoint(custom_load_fn=...) is not supported",
@@ -684,7 +684,7 @@ class Engine:
         if not self._closed:
             try:
                 if self._parts.prefetcher.failure is None:
-                    failure = self._parts.prefetcher.find_edit(may_wait=True)
+                    failure = self._parts.prefetcher.find_edit(every=True, may_wait=True)
                 self._parts.saver.finish()
                 if restore:
                     self._values.take_back_all()
@@ -711,12 +711,12 @@ class Engine:
 
     # --- what is refused -------------------------------------------------------------------------
 
-    def _check_usable(self, *, may_wait: bool = False) -> None:
+    def _check_usable(self, *, every: bool = False) -> None:
         self._owner.check()
         self._check_open()
         with self.ranks.telling("uses the engine"):
             self._parts.prefetcher.check()
-            self._parts.prefetcher.verify(may_wait=may_wait)
+            self._parts.prefetcher.verify(every=every, may_wait=every)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +37,7 @@ from _bench_contender import cap_device
 from _bench_model import outline
 from _bench_targets import judged
 from _gpu_plan import DEVICE_BYTES, EXPECTED, GIB, RAM_BYTES, Benchmark, benchmarks, case_of
-from _gpu_stages import KERNEL_TESTS, TRAINING_TESTS
+from _gpu_stages import KERNEL_TESTS, TRAINING_TESTS, WHOLE_GIB
 from _gpu_targets import TARGETS, table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,13 +78,15 @@ def test_every_test_of_a_gpu_is_in_one_of_two_checks() -> None:
     assert sorted(KERNEL_TESTS + TRAINING_TESTS) == sorted(there)
 
 
+H100_GIB = 79
 WHEELS_S = 30.0
 BESIDE_BYTES = 8 * GIB  # RAM for the kernel, the parents, and what CUDA loads later
 LOGITS_BYTES = 3 * GIB // 2  # llama.py makes them a slice at a time, four times as large at most
 
 
-def all_benchmarks() -> list[Benchmark]:
-    return benchmarks(tool.checks_of(tool.STAGES, Path("/out"), Path("/work")))
+def all_benchmarks(device_gib: float = WHOLE_GIB) -> list[Benchmark]:
+    checks = tool.checks_of(tool.STAGES, Path("/out"), Path("/work"), device_gib)
+    return benchmarks([check for check in checks if check.device_gib <= device_gib])
 
 
 def activation_bytes(case: Case, slices: int) -> int:
@@ -95,14 +98,23 @@ def activation_bytes(case: Case, slices: int) -> int:
 @pytest.mark.parametrize("one", all_benchmarks(), ids=lambda one: one.name)
 def test_every_benchmark_fits_the_machine(one: Benchmark, rates: Rates) -> None:
     """Planned as a run would, whatever the rates are; nothing is allocated."""
+    fits(one, rates, DEVICE_BYTES)
+
+
+@pytest.mark.parametrize("one", all_benchmarks(H100_GIB), ids=lambda one: one.name)
+def test_what_is_not_left_out_fits_a_smaller_gpu(one: Benchmark) -> None:
+    fits(one, EXPECTED, H100_GIB * GIB)
+
+
+def fits(one: Benchmark, rates: Rates, device_bytes: int) -> None:
     job = one.job
     for contender in one.contenders:
         if contender == "torch_ram":
             continue
-        case = case_of(job, contender, rates)
+        case = case_of(job, contender, rates, device_bytes)
         budget = case.limits.device
         assert budget is not None
-        assert budget <= DEVICE_BYTES - 2 * GIB  # CUDA and its kernels need some
+        assert budget <= device_bytes - 2 * GIB  # CUDA and its kernels need some
         assert (case.limits.host or 0) <= RAM_BYTES - BESIDE_BYTES
         plan = case.plan()  # or it raises
         room = budget - budgeted_bytes(plan)["device"]
@@ -111,7 +123,7 @@ def test_every_benchmark_fits_the_machine(one: Benchmark, rates: Rates) -> None:
         assert 1.5 * job["micro_batches"] <= bounds.ideal_s <= bounds.schedule_s
         assert bounds_of(plan, rates, 0.0, 0.0).schedule_s == step_cost(plan, rates).seconds
     if "torch_ram" in one.contenders:
-        assert plain_bytes(job) <= DEVICE_BYTES - 4 * GIB  # its allocator is no arena
+        assert plain_bytes(job) <= device_bytes - 4 * GIB  # its allocator is no arena
 
 
 def plain_bytes(job: dict[str, Any]) -> int:
@@ -276,6 +288,10 @@ def test_what_runs_there_imports_nothing_that_is_not_there() -> None:
         assert by & allowed, f"{name} comes with {by or 'nothing'}"
 
 
+def wheel_of(folder: Path, name: str, version: str) -> Path:
+    return folder / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """`.whl/` as `--fetch` leaves it, but the metadata alone, and a wheel of ours."""
@@ -284,7 +300,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     there.mkdir()
     for name, (version, requires) in installed().items():
         told = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {r}" for r in requires)]
-        with zipfile.ZipFile(there / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        with zipfile.ZipFile(wheel_of(there, name, version), "w") as wheel:
             wheel.writestr(f"{name}-{version}.dist-info/METADATA", "\n".join(told))
     ours = there / "native" / carried.fingerprint()
     ours.mkdir(parents=True)
@@ -303,7 +319,7 @@ def test_a_machine_without_a_gpu_proves_what_is_carried_and_plans_every_stage(
     assert tool.main(["smoke"]) == tool.NO_GPU
     told = capsys.readouterr()
     assert "nothing was built, run or reported" in told.err
-    for words in ("all that is asked for, but cuda-bindings, numpy, pip, torch",
+    for words in ("all that is asked for, but numpy, pip, torch",
                   "torch_infinity.whl, built from these sources", "_gpu_smoke.py --machine",
                   *(f"{one.name}, infinity_" for one in all_benchmarks()
                     if one.contenders != ("torch_ram",))):  # fmt: skip
@@ -362,6 +378,7 @@ def test_a_call_from_its_start_to_its_report(
     """All but the GPU; the second call finds what the first one built."""
     report = json.dumps(report_of(ratio={"schedule": 1.05}))
     checks = [python("step-1.5b-disk", f"print({report!r})", json=True), python("one", "print(1)")]
+    checks.append(replace(python("large", "raise SystemExit(1)"), device_gib=80))
     built = []
 
     def build(site: Path) -> tool.Check:
@@ -374,10 +391,11 @@ def test_a_call_from_its_start_to_its_report(
     monkeypatch.setattr(tool, "build", build)
     monkeypatch.setattr(tool, "BUILT", tmp_path / "built")
     monkeypatch.setattr(tool, "FACTS", "print('H200 139 GiB, 16 CPU cores')")
-    monkeypatch.setattr(tool, "checks_of", lambda stages, out, work: checks)
+    monkeypatch.setattr(tool, "checks_of", lambda stages, out, work, gib: checks)
+    monkeypatch.setattr(tool, "gpu_gib", lambda: 40.0)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PYTHONPATH", "/before")
-    for name in ("PYTHONUNBUFFERED", "PYTEST_DISABLE_PLUGIN_AUTOLOAD"):
+    for name in ("PYTHONUNBUFFERED", "PYTEST_DISABLE_PLUGIN_AUTOLOAD", "INFINITY_KERNEL_CACHE"):
         monkeypatch.setenv(name, "")  # as they are afterwards is not for other tests
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     assert tool.main(["disk"]) == 0
@@ -387,7 +405,9 @@ def test_a_call_from_its_start_to_its_report(
     assert names[1:] == ["log.txt", "results.json"]
     assert names[0].startswith("gpu_disk_h200-139_20")
     row = "| 1.5B, all on disk: step beside the schedule bound | <= 1.1 | 1.05 | met |"
-    assert row in (tmp_path / "out" / names[0]).read_text()
+    page = (tmp_path / "out" / names[0]).read_text()
+    assert row in page
+    assert "| large | not run: it takes 80 GiB of a GPU that has 40 |" in page
     capsys.readouterr()
     assert tool.main(["--table", str(tmp_path / "out" / "results.json")]) == 0
     assert row in capsys.readouterr().out
@@ -400,13 +420,11 @@ def test_traces_come_back_small(tmp_path: Path) -> None:
     assert gzip.decompress((tmp_path / "step.trace.json.gz").read_bytes()) == b"[]" * 1000
 
 
-@pytest.mark.parametrize("compiler", [False, True], ids=["none", "one that fails"])
-def test_without_a_compiler_the_carried_wheel_is_installed(
-    compiler: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("loads", [True, False])
+def test_the_carried_wheel_is_used_if_it_loads(
+    loads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there = (lambda name: name == "g++") if compiler else (lambda name: False)
-    monkeypatch.setattr(shutil, "which", there)
-    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(tool, "LOADS", f"raise SystemExit({int(not loads)})")
     monkeypatch.setattr(tool, "build", lambda site: python("build", "raise SystemExit(1)"))
     monkeypatch.setattr(tool, "install", lambda site, wheel: [sys.executable, "-c", f"# {wheel}"])
     until = time.monotonic() + 60
@@ -418,7 +436,24 @@ def test_without_a_compiler_the_carried_wheel_is_installed(
     monkeypatch.setattr(carried, "prebuilt", lambda: None)
     assert codes() == [("build", 1)]
     monkeypatch.setattr(carried, "prebuilt", lambda: Path("ours.whl"))
-    assert codes() == [*([("build", 1)] if compiler else []), ("prebuilt", 0)]
+    found = [("prebuilt", 0), ("loads", int(not loads))]
+    assert codes() == (found if loads else [*found, ("build", 1)])
+
+
+@pytest.mark.parametrize(("there", "taken"), [(None, True), ("0.3.2", True), ("1.3", False)])
+def test_packages_of_cuda_are_taken_together(
+    there: str | None, taken: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if there is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return there
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    (check,) = tool.wheels(folder / "site")
+    names = {carried.name_of(Path(word)) for word in check.command if word.endswith(".whl")}
+    assert names & set(carried.OF_CUDA) == (set(carried.OF_CUDA) if taken else set())
+    assert names | set(carried.OF_CUDA) == set(carried.CARRIED)
 
 
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,12 +57,17 @@ def benchmarks(checks: Sequence[Check]) -> list[Benchmark]:
     return found
 
 
-def case_of(job: dict[str, Any], contender: str, rates: Rates = EXPECTED) -> Case:
-    """The case that a run of a job is, on a machine with one H200."""
+def case_of(
+    job: dict[str, Any],
+    contender: str,
+    rates: Rates = EXPECTED,
+    device_bytes: int = DEVICE_BYTES,
+) -> Case:
+    """The case that a run of a job is, on a machine with one H200, or another such GPU."""
     config = load_config(engine_config(job, contender))
     model = outline(job)
     groups = groups_of(model, config)
-    machine = PlanMachine("H200", RAM_BYTES, DEVICE_BYTES, DISK_BYTES, False, 16, rates)
+    machine = PlanMachine("H200", RAM_BYTES, device_bytes, DISK_BYTES, False, 16, rates)
     return case_for(
         target_of(job["model"], model, {}),
         cut_model(model, config, groups, None),

@@ -2,8 +2,11 @@
 
 The machine brings Python 3.12, torch for CUDA, and what that brings itself (`THERE`). Everything
 else that is asked for, and what that asks for, lies in `.whl/`: `uncovered` reads it from the
-wheels' metadata. A compiler is likely to be there, but not certain: `.whl/native/` holds this
-repository built for any Python from 3.12 on, by an interpreter of here that is as new.
+wheels' metadata. `.whl/native/` holds this repository built for any Python from 3.12 on, by an
+interpreter of here that is as new: compiling it there takes a minute, and a compiler.
+
+cuda-core goes with few versions of cuda-bindings, and torch with many: so these packages are taken
+together, the machine's where they do, else those that are carried.
 """
 
 from __future__ import annotations
@@ -26,18 +29,19 @@ from typing import Any, NamedTuple
 REPOSITORY = Path(__file__).resolve().parent.parent
 WHEELS = REPOSITORY / ".whl"
 LIMIT_BYTES = 64 << 20  # of all that travels: the tree, and `.whl/`
-THERE = frozenset({"torch", "numpy", "pip", "cuda-bindings"})
+THERE = frozenset({"torch", "numpy", "pip"})
+OF_CUDA = ("cuda-core", "cuda-bindings", "cuda-pathfinder")
 # What building and testing need beside what pyproject.toml says.
 TOOLS = (
     "packaging", "pip", "cmake", "ninja", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis",
-    "psutil",
+    "psutil", "cuda-bindings",
 )  # fmt: skip
 PROGRAMS = ("cmake", "ninja")  # of these one on the PATH will do
 CARRIED = (
     # to run
-    "aiofiles", "annotated-doc", "annotated-types", "cuda-core", "cuda-pathfinder",
-    "markdown-it-py", "mdurl", "psutil", "pydantic", "pydantic-core", "pygments", "pyyaml", "rich",
-    "shellingham", "typer", "typing-extensions", "typing-inspection",
+    *OF_CUDA, "aiofiles", "annotated-doc", "annotated-types", "markdown-it-py", "mdurl", "psutil",
+    "pydantic", "pydantic-core", "pygments", "pyyaml", "rich", "shellingham", "typer",
+    "typing-extensions", "typing-inspection",
     *(BUILDERS := ("cmake", "nanobind", "ninja", "packaging", "pathspec", "scikit-build-core")),
     # to test
     "execnet", "hypothesis", "iniconfig", "pluggy", "pytest", "pytest-timeout", "pytest-xdist",
@@ -82,6 +86,19 @@ def wanted(pyproject: Path = REPOSITORY / "pyproject.toml") -> list[str]:
     project = told["project"]
     found = [*told["build-system"]["requires"], *project["dependencies"]]
     return [*found, *project["optional-dependencies"]["cuda"], *TOOLS]
+
+
+def name_of(wheel: Path) -> str:
+    """Of the distribution."""
+    return canonical(wheel.name.partition("-")[0])
+
+
+def has_cuda_core() -> bool:
+    """Whether cuda-core is here, and new enough; `packaging` may not be."""
+    try:
+        return int(importlib.metadata.version("cuda-core").partition(".")[0]) >= 1
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def missing(pyproject: Path = REPOSITORY / "pyproject.toml") -> list[str]:
@@ -201,7 +218,9 @@ def fetch() -> int:
         command += ["-c", "constraints.txt", "--only-binary=:all:", "--no-deps"]
         command += ["--python-version", _PYTHON, "--implementation", "cp"]
         command += [word for name in _PLATFORMS for word in ("--platform", name)]
-        subprocess.run([*command, *CARRIED], cwd=REPOSITORY, check=True)
+        tried = f"cuda-bindings=={importlib.metadata.version('cuda-bindings')}"  # together, here
+        names = [tried if name == "cuda-bindings" else name for name in CARRIED]
+        subprocess.run([*command, *names], cwd=REPOSITORY, check=True)
         for old in WHEELS.glob("*.whl"):  # two versions of one package stop an installation
             old.unlink()
         for new in Path(folder).glob("*.whl"):
@@ -226,8 +245,7 @@ def _build_ours() -> None:
     pip = [python, "-m", "pip"]
     target = WHEELS / "native" / fingerprint()
     with tempfile.TemporaryDirectory() as site:
-        named = ((path, canonical(path.name.partition("-")[0])) for path in WHEELS.glob("*.whl"))
-        found = [str(path) for path, name in named if name in BUILDERS]
+        found = [str(path) for path in WHEELS.glob("*.whl") if name_of(path) in BUILDERS]
         install = ["install", "-q", "--no-index", "--no-deps", "--target", site, *found]
         build = ["wheel", "-q", "--no-index", "--no-deps", "--no-build-isolation", "-C", _STATIC]
         environment = os.environ | {"PYTHONPATH": site}

@@ -14,8 +14,8 @@
 #   tools/gpu_check.sh --table FILE..       targets found by several calls (their results.json)
 #
 # The machine must have Python 3.12, pip and torch for CUDA. All else lies in .whl/, which git
-# ignores: copy it beside the tree (64 MiB in all). A compiler is used if there is one; if not, the
-# wheel of ours that --fetch built. What was built stays in build/gpu_site, and serves the next call
+# ignores: copy it beside the tree (64 MiB in all). The wheel of ours that --fetch built is used if
+# it is of these sources; if not, a compiler. What was built stays in build/gpu_site, and serves the next call
 # on the same machine.
 # Results go to $OUT (default: build/gpu_check): gpu_*.md, log.txt, machine.json, results.json of the
 # benchmarks, traces and their drawings. $PYTHON names the interpreter (default: python3, with torch

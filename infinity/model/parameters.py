@@ -13,12 +13,12 @@ on every tier, and torch refuses most edits of that: its elements are one. What 
 is seen when the parameter is next bound, released or looked at:
 - `p.data = t` by its address, `p.add_(...)` by its version;
 - `p.data.fill_(...)`, which no version shows, of a placeholder: by its bits. All of a dtype lie
-  side by side, so one comparison looks at all. Those of one element torch does not protect: they
-  are NaNs that arithmetic does not leave as they are (only what passes NaN on, as `clamp_` does,
-  is not seen);
-- of a resident parameter: by a checksum of its unit (see `offload/prefetch.py`), where the
-parameter
-  was reached for outside a call, and in the first forward of every unit. A module that edits
+  side by side, so one comparison looks at all; on a device of its own memory that waits for all it
+  has to do, so there it is left to saves, loads and the end. Those of one element torch does not
+  protect: they are NaNs that arithmetic does not leave as they are (only what passes NaN on, as
+  `clamp_` does, is not seen);
+- of a resident parameter: by a checksum of its unit (see `offload/prefetch.py`), where it was
+  reached for outside a call, and in the first forward of every unit. A module that edits
   `self.weight.data` in its forward does so in the first one; a checksum each time would be two
   passes over all weights a forward. One that begins later is not seen.
 """

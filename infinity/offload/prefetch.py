@@ -640,23 +640,25 @@ class Prefetcher:
         if entry.checksums is None:
             entry.checksums = [checksum(view) for view in entry.views]
 
-    def verify(self, unit: int | None = None, *, may_wait: bool = False) -> None:
+    def verify(
+        self, unit: int | None = None, *, every: bool = False, may_wait: bool = False
+    ) -> None:
         """Raise what `find_edit` finds, before anything is made of it."""
-        error = self.find_edit(unit, may_wait=may_wait)
+        error = self.find_edit(unit, every=every, may_wait=may_wait)
         if error is not None:
             raise error
 
     def find_edit(
-        self, unit: int | None = None, *, may_wait: bool = False
+        self, unit: int | None = None, *, every: bool = False, may_wait: bool = False
     ) -> ResidencyError | None:
         """What was edited behind our back; it is taken back.
 
         Looks at units that were reached for and at placeholders (of another device only if it
-        `may_wait`); and at the parameters of `unit`, or of all units if it `may_wait`.
+        `may_wait`); and at the parameters of `unit`, or of `every` one.
         """
         edit = self.binding.edited_placeholder(may_wait=may_wait)
         error = edit.error() if edit is not None else None
-        also = range(len(self.entries)) if may_wait else [] if unit is None else [unit]
+        also = range(len(self.entries)) if every else [] if unit is None else [unit]
         for other in self.reached.union(also):
             if self.entries[other].bound:
                 found = self._edit_of(other)

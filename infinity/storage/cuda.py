@@ -279,7 +279,10 @@ class CudaDevice(Device):
                 "device 'cuda' was asked for, but torch sees no CUDA device",
                 remedy="use device='cpu', or install a CUDA build of torch",
             )
-        self.torch_device = torch.device("cuda", torch_device.index or 0)
+        index = torch_device.index
+        self._before = torch.cuda.current_device()  # of this thread
+        self.torch_device = torch.device("cuda", self._before if index is None else index)
+        torch.cuda.set_device(self.torch_device)  # what is made without a name belongs there, too
         self._in = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._out = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         # Of streamed updates: behind the others they would wait for compute, and for free slots.
@@ -414,7 +417,8 @@ class CudaDevice(Device):
         return _CudaSquareSums(numbers, CudaEvent(stream))
 
     def follow_compute(self) -> None:
-        """Streams belong to threads; this one has none of its own."""
+        """Streams belong to threads, and so does the current GPU; this one has none of its own."""
+        torch.cuda.set_device(self.torch_device)
         self._follower.yes = True
 
     def _compute_stream(self) -> torch.cuda.Stream:
@@ -478,6 +482,8 @@ class CudaDevice(Device):
             if int(cudart.cudaHostUnregister(start)):
                 self._clear_error()
         self._pinned.clear()
+        if torch.cuda.current_device() == self.torch_device.index:  # and on this thread
+            torch.cuda.set_device(self._before)
 
     def return_freed_memory(self) -> None:
         """A block that an engine had would stay torch's, and be cut for smaller tensors."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from infinity.engine import Engine
 from infinity.errors import EngineFailedError, ResidencyError, TrainingError
+from infinity.storage.disk import sum_of_words
 
 IN_RAM = {**ON_DEVICE, "weights": "host"}
 PLACES = {
@@ -177,6 +178,33 @@ def test_in_the_forward(tmp_path: Path, place: str, edit: Callable[[nn.Parameter
             engine(batch(0))
         model.edit = None
         assert_unedited(engine, before)
+
+
+def test_no_step_waits_for_a_device_to_look_at_what_stands_in(tmp_path: Path) -> None:
+    """Such an edit is lost, and changes nothing: it is told when the engine waits anyway."""
+    with made(tmp_path, "ram to device", Model()) as engine:
+        engine._parts.binding._waits = True  # as of a GPU
+        gain = dict(engine.module.named_parameters())["gain"]
+        trained(engine, 1)
+        fill(gain)
+        trained(engine, 1, first=1)
+        fill(gain)
+        with told():
+            engine.save_checkpoint(tmp_path / "saved")
+        assert not (tmp_path / "saved").exists()
+
+
+def test_words_of_a_device_are_summed_to_the_last_byte() -> None:
+    for size in (0, 5, 8, 8 * 1000, 8 * 1000 + 7):
+        flat = torch.randint(0, 255, (size,), dtype=torch.uint8)
+        words = flat.numpy().tobytes()
+        whole = [int.from_bytes(words[i : i + 8], "little") for i in range(0, size - size % 8, 8)]
+        total = sum(whole) + sum(words[size - size % 8 :])
+        assert sum_of_words(flat) % 2**64 == total % 2**64
+        for place in {0, size // 2, size - 1} if size else ():
+            flat[place] += 1
+            assert sum_of_words(flat) % 2**64 != total % 2**64
+            flat[place] -= 1
 
 
 @pytest.mark.parametrize("restore", [False, True])

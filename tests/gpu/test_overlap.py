@@ -160,17 +160,16 @@ def test_the_host_waits_once_a_step_and_nothing_is_allocated(
     given = batches()
     with make(tmp_path, IN_RAM) as engine:
         allocated = []
-        for index in range(STEPS):
-            if index == 3:
-                waits.clear()
-                torch.cuda.set_sync_debug_mode("error")  # of torch's operations that wait
-            try:
+        try:
+            for index in range(STEPS):
+                if index == 3:
+                    waits.clear()
+                    torch.cuda.set_sync_debug_mode("error")  # of torch's operations that wait
                 engine.backward(engine(given[index]))
                 engine.step()
-            finally:
-                if index == STEPS - 1:
-                    torch.cuda.set_sync_debug_mode("default")
-            allocated.append(torch.cuda.memory_stats()["num_device_alloc"])
+                allocated.append(torch.cuda.memory_stats()["num_device_alloc"])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
         found = dict(waits)
     assert found.get("event", 0) <= STEPS - 3
     assert "synchronize" not in found

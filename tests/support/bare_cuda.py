@@ -21,6 +21,8 @@ def bare_cuda_device(
     """What registers memory answers with CUDA's codes; nothing is made beforehand."""
     runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     device = CudaDevice.__new__(CudaDevice)
     values: dict[str, Any] = {"_pinned": [], "_node": None, "warnings": [], "_kernels": None}
     values |= {"_no_kernels": None, "_follower": threading.local(), "_compute": None}

@@ -31,6 +31,7 @@ WHEELS = REPOSITORY / ".whl"
 LIMIT_BYTES = 64 << 20  # of all that travels: the tree, and `.whl/`
 THERE = frozenset({"torch", "numpy", "pip"})
 OF_CUDA = ("cuda-core", "cuda-bindings", "cuda-pathfinder")
+BINDINGS = "cuda-bindings==13.5.0"  # with the cuda-core of constraints.txt our kernels compile
 # What building and testing need beside what pyproject.toml says.
 TOOLS = (
     "packaging", "pip", "cmake", "ninja", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis",
@@ -218,9 +219,8 @@ def fetch() -> int:
         command += ["-c", "constraints.txt", "--only-binary=:all:", "--no-deps"]
         command += ["--python-version", _PYTHON, "--implementation", "cp"]
         command += [word for name in _PLATFORMS for word in ("--platform", name)]
-        tried = f"cuda-bindings=={importlib.metadata.version('cuda-bindings')}"  # together, here
-        names = [tried if name == "cuda-bindings" else name for name in CARRIED]
-        subprocess.run([*command, *names], cwd=REPOSITORY, check=True)
+        named = [BINDINGS if name == "cuda-bindings" else name for name in CARRIED]
+        subprocess.run([*command, *named], cwd=REPOSITORY, check=True)
         for old in WHEELS.glob("*.whl"):  # two versions of one package stop an installation
             old.unlink()
         for new in Path(folder).glob("*.whl"):

@@ -272,6 +272,15 @@ def test_formats_follow_the_rule() -> None:
     assert one.config.optimizer.moments == "8bit"
 
 
+@pytest.mark.parametrize("drives", [1, 4])
+def test_one_more_drive_is_one_more_of_those_there_are(drives: int) -> None:
+    case = slow_case(nvme_path=[f"/drive{number}" for number in range(drives)])
+    (way,) = [way for way in faster(price(case), 20) if "nvme_path" in way.how]
+    more, now = way.priced.case.machine, case.machine
+    assert more.rates.disk_read == pytest.approx(now.rates.disk_read * (drives + 1) / drives)
+    assert more.disk_bytes == now.disk_bytes * (drives + 1) // drives
+
+
 def test_what_moves_nothing_needs_no_hardware() -> None:
     priced = price(case_of(64 * GIB, device=8 * GIB, count=2))
     assert not any("--host" in way.how or "nvme" in way.how for way in faster(priced, 20))

@@ -102,7 +102,9 @@ def _differences(case: Case, after: Case) -> Iterator[tuple[str, str]]:
         where = " on each node, as fast, with the same RAM" if case.machine.nodes > 1 else ""
         yield f"{what}{where or ', as fast, with the same RAM'}", f"--gpus {after.machine.gpus}"
     elif after.machine.rates != case.machine.rates:
-        yield "a second drive, as large and as fast", "nvme_path with one more directory"
+        drives = max(len(old.nvme_path), 1)
+        what = "a second drive" if drives == 1 else f"one more drive than {drives}"
+        yield f"{what}, as large and as fast", "nvme_path with one more directory"
         return
     for tier in TIERS:
         now, then = size_of(case, tier) or 0, size_of(after, tier) or 0
@@ -402,7 +404,7 @@ def _taken(case: Case, plan: Plan) -> int:
 def faster(priced: Priced, count: int = 5, chosen: Chosen | None = None) -> list[Way]:
     """The changes with the largest predicted gain in tokens per second, best first.
 
-    Of several ranks one more GPU, and a second drive, are among them whatever they gain. `chosen`
+    Of several ranks one more GPU, and one more drive, are among them whatever they gain. `chosen`
     is what the case comes from, if its batch schedule was searched.
     """
     case, now = priced.case, priced.tokens_per_s
@@ -441,13 +443,15 @@ def _same_batch(case: Case, chosen: Chosen | None) -> Iterator[Case]:
 
 
 def _more_hardware(priced: Priced) -> Iterator[Case]:
-    """A second drive, and RAM: a quarter more, and enough to hold what rests on disk."""
+    """One more drive, and RAM: a quarter more, and enough to hold what rests on disk."""
     case, rates = priced.case, priced.case.machine.rates
     if not any(priced.plan.memory[Tier.DISK].values()):
         return
     names = ("disk_read", "disk_write", "disk_mixed")
-    doubled = replace(rates, **{name: 2 * getattr(rates, name) for name in names})
-    yield case.with_machine(rates=doubled, disk_bytes=2 * case.machine.disk_bytes)
+    drives = max(len(case.config.nvme_path), 1)
+    more = {name: getattr(rates, name) * (drives + 1) / drives for name in names}
+    room = case.machine.disk_bytes * (drives + 1) // drives
+    yield case.with_machine(rates=replace(rates, **more), disk_bytes=room)
     disk, used = priced.plan.memory[Tier.DISK], priced.plan.tier_bytes
     local = case.machine.gpus
     held = local * (used[Tier.HOST] + (used[Tier.DEVICE] if priced.plan.unified else 0))

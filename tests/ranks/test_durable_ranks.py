@@ -64,17 +64,28 @@ def test_killed_at_the_phases_of_a_commit(tmp_path: Path, expected: Callable[[in
         assert len(left) == 1
 
 
+# Each with the steps at which its starts begin.
+DEATHS: list[tuple[list[Death], list[int]]] = [
+    ([(1, "committed", 3)], [0, 2]),
+    ([(0, "prepared", 3), (1, "unit updated", 1), (0, "after committed", 2)], [0, 1, 1, 3]),
+]
+
+
+@pytest.mark.parametrize(
+    ("deaths", "steps"), [DEATHS[0], pytest.param(*DEATHS[1], marks=pytest.mark.big)]
+)
 def test_a_launcher_starts_ranks_again_that_were_killed(
-    tmp_path: Path, expected: Callable[[int], str]
+    tmp_path: Path, expected: Callable[[int], str], deaths: list[Death], steps: list[int]
 ) -> None:
     (tmp_path / "nvme").mkdir()
     log = tmp_path / "log"
-    launcher = forked.start(launched, str(tmp_path), out=log)
+    launcher = forked.start(launched, str(tmp_path), deaths, out=log)
     launcher.join(HANG_S)
     assert launcher.exitcode == 0, log.read_text()
     assert {(tmp_path / f"done-{rank}").read_text() for rank in range(2)} == {expected(2)}
-    begins = [(tmp_path / f"from-{n}-{rank}").read_text() for n in range(2) for rank in range(2)]
-    assert begins == ["0", "0", "2", "2"]
+    begins = [{int((tmp_path / f"from-{n}-{r}").read_text()) for r in range(2)}
+              for n in range(len(steps))]  # fmt: skip
+    assert begins == [{step} for step in steps]
 
 
 @pytest.mark.big

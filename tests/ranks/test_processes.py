@@ -115,6 +115,21 @@ def test_processes_that_a_launcher_started_give_the_bits_of_one(tmp_path: Path) 
     assert list(nvme.iterdir()) == []
 
 
+def test_plain_torch_on_as_many_ranks_agrees(tmp_path: Path) -> None:
+    """DDP adds gradients in another order, and means of them: all weights, after four updates."""
+    # Biases of keys have gradients of 0, but for rounding: not to be divided by themselves.
+    config = make_config(gradient_accumulation_steps=2, optimizer={"eps": 1e-4})
+    job = {"case": "gpt", "config": config, "batches": 24}
+    ours, theirs = (
+        found_by(3, tmp_path / main.__name__, main, **job)
+        for main in (rank_alone.main, rank_alone.plain)
+    )
+    for rank, other in zip(ours, theirs, strict=True):
+        assert rank["losses"] == pytest.approx(other["losses"], rel=1e-5)
+        for name, value in other["masters"].items():
+            torch.testing.assert_close(rank["masters"][name], value, rtol=1e-4, atol=1e-6)
+
+
 def test_a_rank_that_is_killed_ends_the_others_with_words(tmp_path: Path) -> None:
     config = {**make_config(("disk", "disk", "host")), "nvme_path": str(tmp_path)}
     job = {"case": "gpt", "config": config, "batches": 30, "killed": [1, 2]}

@@ -25,7 +25,7 @@ from support.trainer import make_config, make_device, same_bits, train_exactly
 from torch import Tensor, nn
 
 import infinity
-from infinity import blueprint
+from infinity import blueprint, startup
 from infinity.blueprint import limits_for
 from infinity.config.schema import Config, load_config
 from infinity.engine import Engine
@@ -384,6 +384,20 @@ def test_configurations_that_differ_are_refused(
 
     for told in words_of(2, work).values():
         assert f"ranks 0 and 1 differ in the configuration: {words}" in told
+
+
+def test_versions_that_differ_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = same_models(Ordered, 2)
+    of_thread: dict[int, str] = {}
+    monkeypatch.setattr(startup, "version", lambda name: of_thread[threading.get_ident()])
+
+    def work(ranks: Ranks) -> None:
+        of_thread[threading.get_ident()] = f"0.{ranks.rank}"
+        make_engine(ranks, models[ranks.rank], make_config(), tmp_path)
+
+    for told in words_of(2, work).values():
+        words = "differ in the configuration: infinity is '0.0' on rank 0, '0.1' on rank 1"
+        assert f"ranks 0 and 1 {words}" in told
 
 
 def reseeded() -> nn.Module:

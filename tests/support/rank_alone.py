@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,30 @@ import torch.distributed as dist
 from support.models import CASES
 
 import infinity
+
+
+def plain(job: dict[str, Any]) -> None:
+    """The same training by torch alone: DDP, AdamW and its clipping, in fp32."""
+    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    case, config = CASES[job["case"]], job["config"]
+    model = case.build()
+    groups = case.groups(model) if case.groups else model.parameters()
+    optimizer = torch.optim.AdamW(groups, **config["optimizer"])
+    shared, losses = torch.nn.parallel.DistributedDataParallel(model), []
+    together = config["gradient_accumulation_steps"]
+    for number, batch in enumerate(case.batches(job["batches"])[rank::count], 1):
+        with nullcontext() if number % together == 0 else shared.no_sync():
+            loss = batch.call(shared)
+            (loss / together).backward()
+        losses.append(loss.item())
+        if number % together == 0:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config["gradient_clipping"])
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    torch.save({"losses": losses, "masters": weights}, f"{job['out']}-{rank}")
+    dist.destroy_process_group()
 
 
 def main(job: dict[str, Any]) -> None:

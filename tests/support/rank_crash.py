@@ -122,13 +122,14 @@ def journey(
 ) -> list[int]:
     """Start all ranks once for each death, and once more without; returns where each start began.
 
-    A number is that of a line of the library at which the last rank dies. Every other rank must
-    end by itself, in words. At the end all ranks have the same digest, in `folder`/done-RANK.
+    A number is that of a line of the library at which a rank dies: its remainder says which. Every
+    other rank must end by itself, in words. At the end all ranks have the same digest, in
+    `folder`/done-RANK.
     """
     (folder / "nvme").mkdir(parents=True)
     for attempt, death in enumerate([*deaths, None]):
         point, line = (None, death) if isinstance(death, int) else (death, None)
-        dies = point[0] if point is not None else count - 1 if line is not None else None
+        dies = point[0] if point is not None else line % count if line is not None else None
         children = [
             forked.start(
                 train, str(folder), attempt, rank, count, placement, every, point,
@@ -180,20 +181,19 @@ def train_until_one_hangs(folder: str, rank: int, count: int, patience_s: float 
         assert [set(row.tolist()) for row in told] == [{other} for other in range(count)]
 
 
-def launched(folder: str) -> None:
-    """What torchrun does, whose ranks are functions here: one is killed at the first start."""
+def launched(folder: str, deaths: list[Death]) -> None:
+    """What torchrun does, whose ranks are functions here: each start but the last sees a death."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     here = "127.0.0.1"
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="restart", rdzv_backend="c10d",
-        rdzv_endpoint=f"{here}:0", local_addr=here, max_restarts=1, monitor_interval=0.1,
+        rdzv_endpoint=f"{here}:0", local_addr=here, max_restarts=len(deaths), monitor_interval=0.1,
         start_method="fork",
     )  # fmt: skip
-    elastic_launch(config, started)(folder)
+    elastic_launch(config, started)(folder, [*deaths, None])
 
 
-def started(folder: str) -> None:
+def started(folder: str, deaths: list[Death | None]) -> None:
     attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
-    deaths: list[Death | None] = [(1, "committed", 3), None]
     train(folder, attempt, rank, int(os.environ["WORLD_SIZE"]), ON_DISK, 1, deaths[attempt])

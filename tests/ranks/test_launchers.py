@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from ranks.test_processes import HANG_S, TESTS, Processes, reaches_itself
+from support.models import CASES
+from support.trainer import make_config, train_exactly
 
 from infinity.calibration import kept_links
 from infinity.cli.main import main
@@ -25,18 +30,18 @@ pytestmark = [
 EXAMPLE = TESTS.parent / "examples" / "two_gpus.py"
 
 
-def together(*commands: list[str], **environment: str) -> list[str]:
+def together(*commands: list[str], environments: Sequence[dict[str, str]] = ({},)) -> list[str]:
     """What each prints; all run at the same time, and end well."""
-    given = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment}
+    given = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     running = [
         subprocess.Popen(
             [sys.executable, *command],
-            env=given,
+            env=given | own,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for command in commands
+        for command, own in zip(commands, itertools.cycle(environments), strict=False)
     ]
     try:
         found = [process.communicate(timeout=HANG_S) for process in running]
@@ -49,17 +54,23 @@ def together(*commands: list[str], **environment: str) -> list[str]:
     return [out for out, _ in found]
 
 
-@pytest.mark.big
-def test_two_agents_are_two_nodes_and_give_the_bits_of_one() -> None:
-    """A node's budget is that of the ranks it has: here one, so all of it."""
+def agent(script: Path) -> list[str]:
+    """The command of one of two agents, each of which is a node with one rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    agent = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-    agent += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
-    agent += ["--local-addr", "127.0.0.1", str(EXAMPLE)]
+    return [
+        *("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"),
+        *("--local-addr", "127.0.0.1", str(script)),
+    ]
+
+
+@pytest.mark.big
+def test_two_agents_are_two_nodes_and_give_the_bits_of_one() -> None:
+    """A node's budget is that of the ranks it has: here one, so all of it."""
     alone = together([str(EXAMPLE)])[0]
-    printed = together(agent, agent)
+    printed = together(*[agent(EXAMPLE)] * 2)
     nodes = "".join(printed)
     steps = [re.findall(r"^step .*$", text, re.MULTILINE) for text in (alone, nodes)]
     assert len(steps[0]) == 10
@@ -67,6 +78,30 @@ def test_two_agents_are_two_nodes_and_give_the_bits_of_one() -> None:
     assert "rank 0 of 2" in nodes
     budgets = [float(re.findall(r"RAM +\S+ \w+ of ([\d.]+) GiB", t)[0]) for t in (alone, nodes)]
     assert budgets[1] > 0.7 * budgets[0], "the machine's, less what others hold meanwhile"
+
+
+@pytest.mark.big
+def test_each_node_keeps_its_ranks_state_on_its_own_drive(tmp_path: Path) -> None:
+    case, config = CASES["gpt"], make_config(("disk", "disk", "disk"))
+    job = {
+        "case": case.name,
+        "config": config | {"durable": True},
+        "batches": 6,
+        "out": str(tmp_path / "out"),
+    }
+    nodes = [tmp_path / name for name in ("one", "two")]
+    for node in nodes:
+        node.mkdir()
+    environments = [{"JOB": json.dumps(job), "NVME": str(node)} for node in nodes]
+    together(*[agent(TESTS / "support" / "node_alone.py")] * 2, environments=environments)
+    ranks = sorted(path.name for node in nodes for path in node.iterdir())
+    assert ranks == ["rank-0", "rank-1"]  # one on each
+    assert all(len(list(node.glob("rank-*/infinity-run-*"))) == 1 for node in nodes)
+    alone = config | {"gradient_accumulation_steps": 2}
+    expected = train_exactly(case.build(), case.batches(6), alone, groups=case.groups)
+    for rank in range(2):
+        masters = torch.load(tmp_path / f"out-{rank}")["masters"]
+        assert all(torch.equal(masters[n], value) for n, value in expected.masters.items())
 
 
 def test_doctor_measures_links_between_ranks(

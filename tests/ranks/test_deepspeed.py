@@ -75,9 +75,13 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_every_stage_gives_the_bits_of_one_rank(stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stage", "offload"), [(0, False), (1, False), (2, True), (2, False), (3, True), (3, False)]
+)
+def test_every_stage_gives_the_bits_of_one_rank(stage: int, offload: bool, tmp_path: Path) -> None:
     config = configuration(stage, tmp_path)
+    if not offload:
+        config["zero_optimization"] = {"stage": stage}
     runs = []
     for count in (1, 2):
         models = [GPT.build() for _ in range(count)]

@@ -96,8 +96,6 @@ class Ticket:
     @property
     def error(self) -> str | None: ...
     @property
-    def latency_ns(self) -> int: ...  # 0 until done
-    @property
     def times_ns(self) -> tuple[int, int, int] | None:
         """When it was submitted, when its first block began, and when it was over.
 
@@ -150,18 +148,6 @@ class Engine:
         With `stuck_after_s` the wait ends after that time: AioError (ETIMEDOUT) then says what is
         outstanding; the engine is closed, and what the kernel holds is left to it for ever.
         """
-
-def wait_any(tickets: Iterable[Ticket], timeout_s: float | None = None) -> int | None:
-    """Return the index of a finished ticket, None on timeout; does not raise its error.
-
-    Promotes nothing. Raises AioError (ETIMEDOUT) only when every ticket is stuck.
-    """
-
-def wait_all(tickets: Iterable[Ticket], timeout_s: float | None = None) -> bool:
-    """Return True when all are done, False on timeout; does not raise their errors.
-
-    Promotes what is still queued. Raises AioError (ETIMEDOUT) when one is stuck.
-    """
 
 def probe(directory: str) -> dict[str, object]:
     """Write and read back a block with each back end in `directory`; see csrc/aio/probe.h."""

@@ -4,11 +4,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <tuple>
 #include <utility>
-#include <vector>
 
 #include "bind_signals.h"
 #include "os.h"
@@ -16,87 +14,6 @@
 namespace nb = nanobind;
 
 namespace infinity::aio {
-namespace {
-
-using Tickets = std::vector<Ticket*>;
-
-// The list that is waited for; holds the Python objects, so that none goes in the middle.
-class Waited {
- public:
-  Waited(const char* what, const nb::iterable& tickets) {
-    for (nb::handle item : tickets) {
-      const PyTicket* ticket = nullptr;
-      if (!nb::try_cast(item, ticket) || ticket == nullptr) {
-        throw nb::type_error("tickets must be an iterable of Ticket");
-      }
-      if (!ticket->get().done()) ticket->own(what);
-      held_.append(item);
-      tickets_.push_back(&ticket->get());
-    }
-    for (Ticket* ticket : tickets_) ticket->hang(&bell_);
-  }
-  ~Waited() {
-    for (Ticket* ticket : tickets_) ticket->take_off(&bell_);
-  }
-  Waited(const Waited&) = delete;
-  Waited& operator=(const Waited&) = delete;
-
-  const Tickets& tickets() const { return tickets_; }
-  // Until some ticket finishes, signals must be looked at, or the deadline has passed.
-  void sleep(const Deadline& deadline) {
-    {
-      const nb::gil_scoped_release unlocked;
-      bell_.wait_for(deadline.pulse());
-    }
-    check_signals();
-  }
-
- private:
-  nb::list held_;
-  Tickets tickets_;
-  Bell bell_;
-};
-
-std::optional<size_t> wait_any(const nb::iterable& list, std::optional<double> timeout_s) {
-  const Deadline deadline(timeout_s);
-  Waited waited("wait_any", list);
-  const Tickets& tickets = waited.tickets();
-  if (tickets.empty()) throw std::invalid_argument("wait_any needs at least one ticket");
-  while (true) {
-    const auto found = std::ranges::find_if(tickets, &Ticket::done);
-    if (found != tickets.end()) return static_cast<size_t>(found - tickets.begin());
-    if (deadline.passed()) return std::nullopt;
-    std::optional<IoFailure> stuck;
-    const bool all_stuck = std::ranges::all_of(tickets, [&](const Ticket* ticket) {
-      std::optional<IoFailure> failure = ticket->stuck();
-      if (!stuck) stuck = failure;
-      return failure.has_value();
-    });
-    if (all_stuck) throw IoFailure(*stuck);
-    waited.sleep(deadline);
-  }
-}
-
-bool wait_all(const nb::iterable& list, std::optional<double> timeout_s) {
-  const Deadline deadline(timeout_s);
-  Waited waited("wait_all", list);
-  if (!deadline.passed()) {
-    for (Ticket* ticket : waited.tickets()) ticket->promote();
-  }
-  while (true) {
-    bool all_done = true;
-    for (const Ticket* ticket : waited.tickets()) all_done &= ticket->done();
-    if (all_done) return true;
-    if (deadline.passed()) return false;
-    for (const Ticket* ticket : waited.tickets()) {
-      if (const std::optional<IoFailure> failure = ticket->stuck()) throw IoFailure(*failure);
-    }
-    waited.sleep(deadline);
-  }
-}
-
-}  // namespace
-
 void refuse_fork(const char* what, int owner) {
   throw IoFailure(
       EPERM, what, {}, 0, 0,
@@ -171,10 +88,7 @@ void bind_ticket(nb::module_& module) {
       .def_prop_ro("nbytes", [](const PyTicket& self) { return self.get().nbytes; })
       .def_prop_ro("op", [](const PyTicket& self) { return static_cast<int>(self.get().op); })
       .def_prop_ro("error", &PyTicket::error)
-      .def_prop_ro("times_ns", &PyTicket::times_ns)
-      .def_prop_ro("latency_ns", [](const PyTicket& self) { return self.get().latency_ns(); });
-  module.def("wait_any", &wait_any, "tickets"_a, "timeout_s"_a = nb::none());
-  module.def("wait_all", &wait_all, "tickets"_a, "timeout_s"_a = nb::none());
+      .def_prop_ro("times_ns", &PyTicket::times_ns);
 }
 
 }  // namespace infinity::aio

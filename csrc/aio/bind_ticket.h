@@ -1,4 +1,4 @@
-// `Ticket`, `wait_any` and `wait_all` in Python.
+// `Ticket` in Python.
 #pragma once
 
 #include <nanobind/nanobind.h>

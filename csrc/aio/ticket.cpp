@@ -7,18 +7,6 @@
 
 namespace infinity::aio {
 
-void Bell::ring() {
-  const std::lock_guard lock(mutex_);
-  rung_ = true;
-  changed_.notify_all();
-}
-
-bool Bell::wait_for(std::chrono::nanoseconds time) {
-  std::unique_lock lock(mutex_);
-  changed_.wait_for(lock, time, [this] { return rung_; });
-  return std::exchange(rung_, false);
-}
-
 Ticket::Ticket(Op ticket_op, Priority priority, int creator, std::weak_ptr<Engine> engine)
     : op(ticket_op), process_id(creator), engine_(std::move(engine)), priority_(priority) {}
 
@@ -36,18 +24,6 @@ void Ticket::announce() {
   const std::lock_guard lock(mutex_);
   done_.store(true, std::memory_order_release);
   finished_.notify_all();
-  for (Bell* bell : bells_) bell->ring();
-}
-
-void Ticket::hang(Bell* bell) {
-  const std::lock_guard lock(mutex_);
-  bells_.push_back(bell);
-  if (done()) bell->ring();
-}
-
-void Ticket::take_off(Bell* bell) {
-  const std::lock_guard lock(mutex_);
-  std::erase(bells_, bell);
 }
 
 void Ticket::promote() {

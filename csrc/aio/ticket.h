@@ -43,18 +43,6 @@ struct Part {
   uint64_t num_in_flight = 0;
 };
 
-// Something a thread waits on that any of several tickets may ring.
-class Bell {
- public:
-  void ring();
-  bool wait_for(std::chrono::nanoseconds time);  // true: it rang; resets it
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool rung_ = false;
-};
-
 class Ticket : public std::enable_shared_from_this<Ticket> {
  public:
   Ticket(Op ticket_op, Priority priority, int creator, std::weak_ptr<Engine> engine);
@@ -73,14 +61,8 @@ class Ticket : public std::enable_shared_from_this<Ticket> {
 
   // The error of the first failed block, if any. Pre: done().
   const std::optional<IoFailure>& failure() const { return failure_; }
-  int64_t latency_ns() const { return done() ? finished_ns_ - submitted_ns_ : 0; }
   // Pre: done(). CLOCK_MONOTONIC: queued, first block begun (or over, where none ever was), over.
   std::array<int64_t, 3> times_ns() const;
-
-  // While it hangs there, the bell is rung when the ticket finishes. It must be taken off before it
-  // is destroyed, finished or not.
-  void hang(Bell* bell);
-  void take_off(Bell* bell);
 
   const Op op;
   const int process_id;  // only the process that made it can ever see it finish
@@ -106,7 +88,6 @@ class Ticket : public std::enable_shared_from_this<Ticket> {
 
   mutable std::mutex mutex_;
   mutable std::condition_variable finished_;
-  std::vector<Bell*> bells_;
   std::atomic<bool> done_{false};
 };
 

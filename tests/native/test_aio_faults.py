@@ -8,10 +8,10 @@ import random
 from pathlib import Path
 
 import pytest
-from support.held import LONG_S
+from support.held import LONG_S, wait_all
 from support.native_io import BLOCK, Buffer, make_file, noise
 
-from infinity._aio import READ, WRITE, AioError, Engine, File, Ticket, wait_all
+from infinity._aio import READ, WRITE, AioError, Engine, File, Ticket
 
 NUM_BLOCKS = 64
 DATA = noise(NUM_BLOCKS * BLOCK, seed=7)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from support.held import LONG_S
+from support.held import LONG_S, wait_all
 from support.native_io import BLOCK, Buffer, make_file, noise, slow_engine
 from support.patience import wait_until
 
@@ -20,7 +20,6 @@ from infinity._aio import (
     AioError,
     Engine,
     Ticket,
-    wait_all,
 )
 
 NUM_BLOCKS = 40

@@ -23,7 +23,6 @@ def test_times_are_those_of_the_clock_of_python(engine: Engine, tmp_path: Path) 
     submitted, begun, over = ticket.times_ns
     assert before <= submitted <= after
     assert submitted <= begun <= over <= time.perf_counter_ns()
-    assert over - submitted == ticket.latency_ns
 
 
 def test_what_waits_in_a_queue_has_not_begun(backend: str, tmp_path: Path) -> None:

@@ -9,18 +9,26 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 from support.native_io import slow_engine
 
-from infinity._aio import Engine, Ticket
+from infinity._aio import AioError, Engine, Ticket
 
 LONG_S = 300.0  # only a hang takes so long
 
 
 def held_engine(backend: str, queue_depth: int = 4) -> Engine:
     return slow_engine(backend, 1, queue_depth)
+
+
+def wait_all(tickets: Sequence[Ticket], timeout_s: float = LONG_S) -> bool:
+    """Whether all are over in time; their errors are left to them."""
+    for ticket in tickets:
+        with suppress(AioError):
+            ticket.wait(timeout_s)
+    return all(ticket.done() for ticket in tickets)
 
 
 @contextmanager

@@ -647,15 +647,6 @@ class Engine:
         summed = self._parts.hooks.summed_units if self._window.arrived else None
         return forecast_bytes(self.plan, self._cycles.training.sequence, sizes, summed)
 
-    def saved_activations(self) -> dict[str, int]:
-        """Blocks "recomputed", inputs of them "saved", and bytes of these that waited per tier."""
-        found = {"recomputed": self._parts.forwards.recomputed}
-        store = self._parts.activations
-        if store is not None:
-            found["saved"] = store.counts.num_saved
-            found |= {tier.value: nbytes for tier, nbytes in store.counts.bytes_in.items()}
-        return found
-
     def counters(self) -> dict[str, int]:
         """Bytes per direction since the engine was made, the initial state included."""
         return self._parts.transfers.moved()

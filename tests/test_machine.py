@@ -46,12 +46,11 @@ def computer(root: Path, files: dict[str, str]) -> Path:
 
 
 def test_a_plain_computer(tmp_path: Path) -> None:
-    machine = read_machine(root=computer(tmp_path, {}), device_memory_bytes=7)
+    machine = read_machine(root=computer(tmp_path, {}))
     assert machine.host_ram_bytes == 32 * GIB
     assert machine.host_available_bytes == 30 * GIB
     assert machine.own_rss_bytes == GIB
     assert machine.num_cpus == 8
-    assert machine.device_memory_bytes == 7
     assert machine.memlock_bytes == 8388608
     assert machine.thp_mode == "madvise"
     # 80 % of (30 available + 1 that we hold already), which is less than 32.

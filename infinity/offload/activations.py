@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -78,14 +78,6 @@ class Record:
                     self.span = None
 
 
-@dataclass(slots=True)
-class SavedCounts:
-    """Block inputs that were saved since the start: how many, and bytes by where they waited."""
-
-    num_saved: int = 0
-    bytes_in: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
-
-
 class ActivationStore:
     """Takes saved tensors and gives them back; used by one thread at a time.
 
@@ -96,7 +88,6 @@ class ActivationStore:
         assert plan.offload is not None
         self.plan = plan
         self.transfers = transfers
-        self.counts = SavedCounts()
         self.sizes = plan.sizes
         self._arena: HostArena | None = HostArena(plan.host_bytes)
         transfers.device.pin(self._arena)
@@ -147,8 +138,6 @@ class ActivationStore:
         if not self._send(record, tensor.detach(), tier):
             away.tensor = tensor.detach()
         self._known[identity] = weakref.ref(away)
-        self.counts.num_saved += 1
-        self.counts.bytes_in[record.tier] += nbytes
         return away
 
     def _tier_of(self, nbytes: int) -> Tier:

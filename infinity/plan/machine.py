@@ -91,8 +91,6 @@ class Machine:
     """RAM this process holds already."""
     num_cpus: int
     """Processors this process may use: the affinity mask, cut to the cgroup's quota, at least 1."""
-    device_memory_bytes: int
-    """Memory of the compute device; 0 without one. Given by the caller, who knows torch."""
     disk_free_bytes: tuple[tuple[Path, int], ...]
     """Space an ordinary user may still fill, for each path that was asked about."""
     memlock_bytes: int | None
@@ -108,7 +106,6 @@ class Machine:
 def read_machine(
     paths: Iterable[str | os.PathLike[str]] = (),
     root: Path = Path("/"),
-    device_memory_bytes: int = 0,
 ) -> Machine:
     """Return the facts, with the free space of the disk below each of `paths`.
 
@@ -131,7 +128,6 @@ def read_machine(
         host_available_bytes=max(0, available_bytes),
         own_rss_bytes=_kib(root / "proc/self/status", r"^VmRSS:\s*([0-9]+) kB$"),
         num_cpus=_num_cpus(root),
-        device_memory_bytes=device_memory_bytes,
         disk_free_bytes=tuple((Path(path), disk_free_bytes(Path(path))) for path in paths),
         memlock_bytes=int(locked) if locked else None,
         thp_mode=_found(huge_pages, r"\[(\w+)\]") or "unknown",

@@ -22,7 +22,6 @@ from infinity.trace.recorder import TRACKS
 MOST = 20_000  # slices of a page; of longer traces it has the first steps that fit
 _NAMES = 130  # pixels of the names of tracks
 _ROW = 30  # pixels of a track
-_OVERVIEW = ("step", "micro_batch")
 
 
 def trace_page(shares: Shares, only: StepShares | None = None) -> Page:

@@ -104,6 +104,7 @@ class ActivationStore:
         self._coming: list[Record] = []
         self._seen: list[int] = []
         self._next = 0
+        self.num_saved = 0  # since the start
 
     # --- forward: a tensor is saved --------------------------------------------------------------
 
@@ -138,6 +139,7 @@ class ActivationStore:
         if not self._send(record, tensor.detach(), tier):
             away.tensor = tensor.detach()
         self._known[identity] = weakref.ref(away)
+        self.num_saved += 1
         return away
 
     def _tier_of(self, nbytes: int) -> Tier:

@@ -390,7 +390,7 @@ def test_without_gradients_nothing_is_recomputed() -> None:
         assert block_calls(run.model)[0] == before + 8
         assert run.engine._parts.forwards.recomputed == 0
         assert run.engine._parts.activations is not None
-        assert run.engine._parts.activations.counts.num_saved == 0
+        assert run.engine._parts.activations.num_saved == 0
 
 
 class Keyed(nn.Module):
@@ -476,7 +476,7 @@ def test_tensors_in_kwargs_tuples_and_dicts_are_inputs_and_caches_are_left_out()
             store = run.engine._parts.activations
             assert store is not None
             # of each block its input and its scale; what all are given, once
-            assert store.counts.num_saved == 3 * (3 * 2 + 1)
+            assert store.num_saved == 3 * (3 * 2 + 1)
             assert Result(losses, run.masters(), expected.norms).differences(expected) == []
             cache.keys.append(x)
             with pytest.raises(TrainingError, match="past_key_values that is not empty"):

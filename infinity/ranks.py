@@ -125,6 +125,19 @@ class Ranks(ABC):
             self.all_gather(whole.view(-1)).wait()
         return whole
 
+    def num_on_processors(self) -> int:
+        """How many ranks of this machine may use some of the processors that this one may use.
+
+        A launcher that binds ranks (`torchrun --numa-binding`) leaves each fewer, and others'.
+        """
+        if self.local_count == 1:
+            return 1
+        self.meet("counts processors")
+        every = self.gather_words(sorted(os.sched_getaffinity(0)))
+        first = self.rank - self.local_rank
+        here, own = every[first : first + self.local_count], every[self.rank]
+        return sum(not set(own).isdisjoint(others) for others in here)
+
     def gather_words(self, words: Any) -> list[Any]:
         """What every rank gave: plain data that JSON can hold."""
         data = torch.frombuffer(bytearray(json.dumps(words).encode()), dtype=torch.uint8)

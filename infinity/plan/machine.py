@@ -317,7 +317,7 @@ def _unescaped(name: str) -> str:
 
 
 def threads_for(wanted: int, num_cpus: int, ranks: int = 1, *, unified: bool) -> int:
-    """Threads of one rank's optimizer kernels, where `ranks` share the machine.
+    """Threads of one rank's optimizer kernels, where `ranks` share so many processors.
 
     `wanted` are those of all ranks, 0 what suits the machine: every CPU; but beside a device with
     memory of its own three of each rank's are left to the threads that launch its work (training,

@@ -89,10 +89,10 @@ class Parts:
         self._open_trace(config)
         undo.append(self._give_memory_back)  # when nothing moves and nothing is pinned any more
         undo += [self.device.close, self.device.synchronize]  # kernels write to what is given back
-        num_threads = threads_for(
-            config.cpu.num_threads, read_machine().num_cpus, self.ranks.local_count,
-            unified=plan.unified,
-        )  # fmt: skip
+        wanted = config.cpu.num_threads
+        sharing = self.ranks.local_count if wanted else self.ranks.num_on_processors()
+        num_cpus = read_machine().num_cpus
+        num_threads = threads_for(wanted, num_cpus, sharing, unified=plan.unified)
         self.kernels = CpuKernels(num_threads, config.cpu.isa)
         undo.append(self.kernels.close)
         if isinstance(self.device, CpuDevice):

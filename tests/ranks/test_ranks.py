@@ -6,6 +6,7 @@ formats and rules in pairs are in `tests/parity/test_axes.py`, whose axis `ranks
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Callable
@@ -165,6 +166,21 @@ def test_budgets_are_those_of_the_machine() -> None:
     default = [limits_for(Config(), device, model, one).host for one in (ALONE, ranks)]
     assert default[0] is not None
     assert default[1] == pytest.approx(default[0] / 4, rel=0.05)  # more or less RAM is free
+
+
+@pytest.mark.parametrize(("masks", "sharing"), [([{0, 1}] * 3, [3] * 3),
+                                                ([{0}, {1, 2}, {2, 3}], [1, 2, 2])])  # fmt: skip
+def test_threads_are_those_of_the_processors_that_a_rank_is_bound_to(
+    masks: list[set[int]], sharing: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own: dict[int, set[int]] = {}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: own[threading.get_ident()])
+
+    def work(ranks: Ranks) -> int:
+        own[threading.get_ident()] = masks[ranks.rank]
+        return ranks.num_on_processors()
+
+    assert on_ranks(3, work) == sharing
 
 
 def test_limits_are_the_least_of_all_ranks() -> None:

@@ -125,12 +125,12 @@ class Ranks(ABC):
             self.all_gather(whole.view(-1)).wait()
         return whole
 
-    def num_on_processors(self) -> int:
+    def num_sharing_processors(self) -> int:
         """How many ranks of this machine may use some of the processors that this one may use.
 
-        A launcher that binds ranks (`torchrun --numa-binding`) leaves each fewer, and others'.
+        All, unless a launcher binds each to some (`torchrun --numa-binding`).
         """
-        if self.local_count == 1:
+        if self.count == 1:
             return 1
         self.meet("counts processors")
         every = self.gather_words(sorted(os.sched_getaffinity(0)))

@@ -301,3 +301,17 @@ nodes = st.recursive(
 def test_any_json_is_decoded_or_refused(value: Any) -> None:
     with suppress(CheckpointError):
         decode(value)
+
+
+def test_arrays_that_are_no_records_are_read_without_a_parser(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Threads may read at the same time: CPython's parser fails there now and then."""
+    monkeypatch.setattr(np.lib.format, "read_array_header_1_0", lambda file: pytest.fail("parsed"))
+    state = np.random.default_rng(1).bit_generator.state
+    for value in (np.arange(624, dtype=np.uint32), np.asfortranarray(np.eye(3)[:2]), np.array("x")):
+        found = decode(encode({"value": value, "state": state}, "it"))
+        assert found["state"] == state
+        assert found["value"].dtype == value.dtype
+        assert found["value"].flags.f_contiguous == value.flags.f_contiguous
+        assert np.array_equal(found["value"], value)

@@ -436,8 +436,7 @@ def test_the_carried_wheel_is_used_if_it_loads(
     monkeypatch.setattr(carried, "prebuilt", lambda: None)
     assert codes() == [("build", 1)]
     monkeypatch.setattr(carried, "prebuilt", lambda: Path("ours.whl"))
-    found = [("prebuilt", 0), ("loads", int(not loads))]
-    assert codes() == (found if loads else [*found, ("build", 1)])
+    assert codes() == ([("prebuilt", 0), ("loads", 0)] if loads else [("build", 1)])
 
 
 @pytest.mark.parametrize(("there", "taken"), [(None, True), ("0.3.2", True), ("1.3", False)])

@@ -51,6 +51,7 @@ def test_a_plain_computer(tmp_path: Path) -> None:
     assert machine.host_available_bytes == 30 * GIB
     assert machine.own_rss_bytes == GIB
     assert machine.num_cpus == 8
+    assert machine.cpu_quota is None
     assert machine.memlock_bytes == 8388608
     assert machine.thp_mode == "madvise"
     # 80 % of (30 available + 1 that we hold already), which is less than 32.
@@ -72,7 +73,7 @@ def test_cgroup_v2_every_ancestor_counts(tmp_path: Path) -> None:
     machine = read_machine(root=computer(tmp_path, files))
     assert machine.host_ram_bytes == 8 * GIB
     assert machine.host_available_bytes == 4 * GIB  # 8 - (5 - 1 of page cache)
-    assert machine.num_cpus == 3
+    assert machine.num_cpus == machine.cpu_quota == 3
     assert default_host_budget_bytes(machine) == int(0.8 * 5 * GIB)
 
 
@@ -95,7 +96,7 @@ def test_cgroup_v1_beside_an_empty_v2(tmp_path: Path) -> None:
     machine = read_machine(root=computer(tmp_path, files))
     assert machine.host_ram_bytes == 12 * GIB
     assert machine.host_available_bytes == 8 * GIB  # job: 16 - (10 - 2); x would leave 11
-    assert machine.num_cpus == 2
+    assert machine.num_cpus == machine.cpu_quota == 2
 
 
 def test_a_container_that_sees_only_its_own_part_of_the_tree(tmp_path: Path) -> None:

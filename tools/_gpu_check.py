@@ -113,7 +113,7 @@ def built(site: Path, out: Path, work: Path, until: float) -> list[Result]:
         loads = Check("loads", 30, [sys.executable, "-P", "-c", LOADS])
         results = run_all([carry, loads], out, work, until)
     if not results or any(result.code != 0 for result in results):
-        results += run_all([build(site)], out, work, until)
+        results = run_all([build(site)], out, work, until)  # what went before is in the log
     return results
 
 

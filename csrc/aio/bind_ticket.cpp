@@ -14,6 +14,7 @@
 namespace nb = nanobind;
 
 namespace infinity::aio {
+
 void refuse_fork(const char* what, int owner) {
   throw IoFailure(
       EPERM, what, {}, 0, 0,

@@ -196,19 +196,14 @@ def offload_beside(
     )  # fmt: skip
     with closing(find_device(device)) as opened:
         limits = limits_for(config, opened, model, ranks)
-        in_ram = PROCESS.total(Tier.HOST) + (PROCESS.total(Tier.DEVICE) if opened.unified else 0)
-
-    def share(nbytes: int) -> int:
-        return int(max(nbytes, 0) * own / (own + others))
-
-    # Said, and not measured once more: other processes come and go meanwhile.
-    in_ram += limits.base + share((limits.host or 0) - limits.base)
-    budget = {**raw.get("budget", {}), "host": in_ram * ranks.local_count}
-    if limits.device is not None:
-        budget["device"] = PROCESS.total(Tier.DEVICE) + share(limits.device)
+    free = {Tier.DEVICE: limits.device or 0, Tier.HOST: (limits.host or 0) - limits.base}
+    left = {tier: int(n * others / (own + others)) for tier, n in free.items()}
+    left[Tier.HOST] += limits.base  # the process, which is then not counted as this engine's
+    PROCESS.take(model, left)
     try:
-        shared = load_config({**raw, "budget": budget})
-        return initialize(model, shared, device=device, ranks=ranks)[0]
+        return initialize(model, config, device=device, ranks=ranks)[0]
     except DoesNotFitError:
         least = {"weights": "disk" if config.nvme_path else "host", **raw.get("placement", {})}
+    finally:
+        PROCESS.release(model)
     return initialize(model, load_config({**raw, "placement": least}), device=device)[0]

@@ -174,7 +174,9 @@ class _Pool:
             self._bytes = self._as_made.clone()
             ends = range(dtype.itemsize, len(self._bytes) + 1, dtype.itemsize)
             parts = (self._bytes[end - dtype.itemsize : end] for end in ends)
-            self.values = [from_dlpack(part).view(dtype)[0] for part in parts]
+            exporting: Any = torch.cuda.device_of  # of a GPU that is not current nothing may be
+            with exporting(self._bytes):
+                self.values = [from_dlpack(part).view(dtype)[0] for part in parts]
 
     def edited(self) -> list[int]:
         """Which ones have other bits; all are as they were after that."""

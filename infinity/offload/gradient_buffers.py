@@ -318,6 +318,7 @@ class GradientWorker:
     # --- the thread ----------------------------------------------------------------------------
 
     def _loop(self) -> None:
+        self._transfers.device.follow_compute()
         while (task := self._queue.get()) is not None:
             self._do(task)
             self._tasks.popleft()

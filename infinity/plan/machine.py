@@ -101,6 +101,8 @@ class Machine:
     """In the order of their numbers; empty where the kernel does not tell."""
     cache_bytes: int = 0
     """Of all last-level caches together; 0 where it is not told."""
+    cpu_quota: int | None = None
+    """Processors' time that the cgroup has, for all its processes together; `None` is unlimited."""
 
 
 def read_machine(
@@ -122,17 +124,19 @@ def read_machine(
         total_bytes = min(total_bytes, limit_bytes)
         available_bytes = min(available_bytes, room_bytes)
     locked = _found(root / "proc/self/limits", r"^Max locked memory\s+([0-9]+)\s")
+    allowed, quota = _num_allowed_cpus(root), _cpu_quota(root)
     huge_pages = root / "sys/kernel/mm/transparent_hugepage/enabled"
     return Machine(
         host_ram_bytes=total_bytes,
         host_available_bytes=max(0, available_bytes),
         own_rss_bytes=_kib(root / "proc/self/status", r"^VmRSS:\s*([0-9]+) kB$"),
-        num_cpus=_num_cpus(root),
+        num_cpus=allowed if quota is None else min(allowed, quota),
         disk_free_bytes=tuple((Path(path), disk_free_bytes(Path(path))) for path in paths),
         memlock_bytes=int(locked) if locked else None,
         thp_mode=_found(huge_pages, r"\[(\w+)\]") or "unknown",
         numa_nodes=tuple(_numa_nodes(root)),
         cache_bytes=_cache_bytes(root),
+        cpu_quota=quota,
     )
 
 
@@ -329,18 +333,19 @@ def threads_for(wanted: int, num_cpus: int, ranks: int = 1, *, unified: bool) ->
 _LAUNCHING = 3
 
 
-def _num_cpus(root: Path) -> int:
-    num_cpus = _num_allowed_cpus(root)
+def _cpu_quota(root: Path) -> int | None:
+    """The least of all levels', at least 1."""
+    found = []
     for level in _levels(root, ""):
         quota, _, period = (_read(level / "cpu.max") or "").strip().partition(" ")
         if quota.isdigit() and period.isdigit():
-            num_cpus = min(num_cpus, _ceil(int(quota), int(period)))
+            found.append(_ceil(int(quota), int(period)))
     for level in _levels(root, "cpu"):
         quota_us = _number(level / "cpu.cfs_quota_us")
         period_us = _number(level / "cpu.cfs_period_us")
         if quota_us and period_us:
-            num_cpus = min(num_cpus, _ceil(quota_us, period_us))
-    return max(1, num_cpus)
+            found.append(_ceil(quota_us, period_us))
+    return max(1, min(found)) if found else None
 
 
 def _ceil(numerator: int, denominator: int) -> int:

@@ -280,9 +280,8 @@ class CudaDevice(Device):
                 remedy="use device='cpu', or install a CUDA build of torch",
             )
         index = torch_device.index
-        self._before = torch.cuda.current_device()  # of this thread
-        self.torch_device = torch.device("cuda", self._before if index is None else index)
-        torch.cuda.set_device(self.torch_device)  # what is made without a name belongs there, too
+        index = torch.cuda.current_device() if index is None else index
+        self.torch_device = torch.device("cuda", index)
         self._in = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._out = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         # Of streamed updates: behind the others they would wait for compute, and for free slots.
@@ -482,8 +481,6 @@ class CudaDevice(Device):
             if int(cudart.cudaHostUnregister(start)):
                 self._clear_error()
         self._pinned.clear()
-        if torch.cuda.current_device() == self.torch_device.index:  # and on this thread
-            torch.cuda.set_device(self._before)
 
     def return_freed_memory(self) -> None:
         """A block that an engine had would stay torch's, and be cut for smaller tensors."""

@@ -41,7 +41,7 @@ CHECKSUM_BYTES = 4  # per page
 
 def checksum(tensor: Tensor) -> int:
     """What shows whether the bytes of a contiguous tensor are others: CRC32C; on a device, which
-    the caller waits for then, the sum of its words, so that they need not leave it.
+    the caller waits for then, a sum of its words by their places, so that they need not leave it.
     """
     flat = tensor.detach().view(-1).view(torch.uint8)
     if flat.device.type == "cpu":
@@ -50,9 +50,22 @@ def checksum(tensor: Tensor) -> int:
 
 
 def sum_of_words(flat: Tensor) -> int:
-    """Of bytes (uint8, flat; they begin on a multiple of 8) in words of 8, modulo 2**64."""
+    """Of bytes (uint8, flat; they begin on a multiple of 8) in words of 8, modulo 2**64.
+
+    Each is multiplied with an odd number of its own, as far as those go, so that words that change
+    places show.
+    """
     whole = flat.numel() // 8 * 8
-    return int(flat[:whole].view(torch.int64).sum() + flat[whole:].sum())
+    words, rest = flat[:whole].view(torch.int64), flat[whole:].long()
+    odd = torch.arange(1, 2 * min(max(words.numel(), 8), _WORDS), 2, device=flat.device)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for part in (*torch.split(words, _WORDS), rest):
+        total = total * _FACTOR + (part * odd[: part.numel()]).sum()
+    return int(total)
+
+
+_WORDS = 1 << 20  # 8 MiB: what a look takes beside the tensor, twice
+_FACTOR = 0x5851F42D4C957F2D  # odd, and of many bits; of Knuth's MMIX
 
 
 class Checksums:

@@ -89,10 +89,7 @@ class Parts:
         self._open_trace(config)
         undo.append(self._give_memory_back)  # when nothing moves and nothing is pinned any more
         undo += [self.device.close, self.device.synchronize]  # kernels write to what is given back
-        wanted = config.cpu.num_threads
-        sharing = self.ranks.local_count if wanted else self.ranks.num_on_processors()
-        num_cpus = read_machine().num_cpus
-        num_threads = threads_for(wanted, num_cpus, sharing, unified=plan.unified)
+        num_threads = self._num_threads(config.cpu.num_threads)
         self.kernels = CpuKernels(num_threads, config.cpu.isa)
         undo.append(self.kernels.close)
         if isinstance(self.device, CpuDevice):
@@ -153,6 +150,16 @@ class Parts:
                 if self.durability is not None:
                     self.durability.begin(facts)
             undo.append(self._commit_last)
+
+    def _num_threads(self, wanted: int) -> int:
+        """Of the optimizer's CPU kernels: `wanted` of all ranks of the machine, 0 what suits it."""
+        machine, ranks, unified = read_machine(), self.ranks, self.plan.unified
+        if wanted:
+            return threads_for(wanted, machine.num_cpus, ranks.local_count, unified=unified)
+        own = machine.num_cpus // ranks.num_sharing_processors()
+        if machine.cpu_quota is not None:  # of all together, whatever each is bound to
+            own = min(own, machine.cpu_quota // ranks.local_count)
+        return threads_for(0, own, unified=unified)
 
     def _fill(
         self,

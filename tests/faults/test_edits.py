@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from infinity.engine import Engine
 from infinity.errors import EngineFailedError, ResidencyError, TrainingError
+from infinity.storage import disk
 from infinity.storage.disk import sum_of_words
 
 IN_RAM = {**ON_DEVICE, "weights": "host"}
@@ -194,17 +195,19 @@ def test_no_step_waits_for_a_device_to_look_at_what_stands_in(tmp_path: Path) ->
         assert not (tmp_path / "saved").exists()
 
 
-def test_words_of_a_device_are_summed_to_the_last_byte() -> None:
+def test_the_sum_of_words_shows_every_byte_and_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_WORDS", 100)
     for size in (0, 5, 8, 8 * 1000, 8 * 1000 + 7):
         flat = torch.randint(0, 255, (size,), dtype=torch.uint8)
-        words = flat.numpy().tobytes()
-        whole = [int.from_bytes(words[i : i + 8], "little") for i in range(0, size - size % 8, 8)]
-        total = sum(whole) + sum(words[size - size % 8 :])
-        assert sum_of_words(flat) % 2**64 == total % 2**64
+        before = sum_of_words(flat)
+        assert sum_of_words(flat.clone()) == before
         for place in {0, size // 2, size - 1} if size else ():
             flat[place] += 1
-            assert sum_of_words(flat) % 2**64 != total % 2**64
+            assert sum_of_words(flat) != before
             flat[place] -= 1
+        for rows in (8, 40, 800, 1600):  # within what is multiplied at once, and beyond
+            if size > 2 * rows:
+                assert sum_of_words(flat.roll(rows)) != before
 
 
 @pytest.mark.parametrize("restore", [False, True])

@@ -32,6 +32,7 @@ from support.small import ON_DISK
 from torch import nn
 
 import infinity
+from infinity import blueprint
 from infinity.config.schema import load_config
 from infinity.errors import ConfigError, EngineClosedError
 from infinity.huggingface.accelerator import offload_beside
@@ -493,8 +494,10 @@ def test_a_reference_model_rests_with_an_engine_of_its_own(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("rest", "tier"), [(0, Tier.DEVICE), (10**6, Tier.DISK)])
 def test_a_reference_gets_its_share_of_the_budgets_or_the_least(
-    tmp_path: Path, rest: int, tier: Tier
+    tmp_path: Path, rest: int, tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Else another process's memory may come and go meanwhile.
+    monkeypatch.setattr(blueprint, "default_host_budget_bytes", lambda machine: 16 << 30)
     trained = nn.Linear(rest, rest, device="meta")
     config = load_config({"nvme_path": str(tmp_path), **FP32})
     with offload_beside(llama(), trained, config, torch.device("cpu")) as engine:

@@ -174,13 +174,21 @@ def test_threads_are_those_of_the_processors_that_a_rank_is_bound_to(
     masks: list[set[int]], sharing: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own: dict[int, set[int]] = {}
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: own[threading.get_ident()])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: own.get(threading.get_ident(), {0}))
 
     def work(ranks: Ranks) -> int:
         own[threading.get_ident()] = masks[ranks.rank]
-        return ranks.num_on_processors()
+        return ranks.num_sharing_processors()
 
     assert on_ranks(3, work) == sharing
+
+
+def test_nodes_may_have_different_numbers_of_ranks() -> None:
+    def work(ranks: Ranks) -> int:
+        ranks.local_rank, ranks.local_count = ((0, 1), (0, 2), (1, 2))[ranks.rank]
+        return ranks.num_sharing_processors()
+
+    assert on_ranks(3, work) == [1, 2, 2]
 
 
 def test_limits_are_the_least_of_all_ranks() -> None:

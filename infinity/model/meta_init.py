@@ -370,9 +370,9 @@ def remember_values(model: nn.Module, read: Mapping[str, Read]) -> None:
     `read` maps names of `model.named_parameters()` and `named_buffers()` (of tied ones either
     name) to functions that return the whole tensor, on the CPU, in any dtype; each is called once
     or so, when its values are on their way to its tier, so one tensor is in RAM at a time. Of a
-    `StoredTensor` only the parts that are written are read. The fp32
-    master is made of the values as they are returned. Nothing is initialised for covered tensors;
-    all others are as without this call. A later call wins over an earlier one.
+    `StoredTensor` only what is written is read, in parts. The fp32 master is made of the values as
+    they are returned. Nothing is initialised for covered tensors; all others are as without this
+    call. A later call wins over an earlier one.
 
     Raises `ConfigError` for names the model does not have. A wrong shape is a `ConfigError` of
     `initialize`, once writing has begun.

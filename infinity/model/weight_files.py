@@ -435,12 +435,10 @@ class WeightFiles:
 
         Raises what `read` raises.
         """
-        if name in self._packed:
-            return None
-        return self._files[self.facts[name].file].read(name, first, count)
+        return None if name in self._packed else self._read(name, first, count)
 
-    def _read(self, name: str) -> Tensor:
-        return self._files[self.facts[name].file].read(name)
+    def _read(self, name: str, first: int = 0, count: int | None = None) -> Tensor:
+        return self._files[self.facts[name].file].read(name, first, count)
 
     def equal(self, first: str, second: str) -> bool:
         """Whether two tensors have the same shape and values; read in pieces."""
@@ -451,8 +449,7 @@ class WeightFiles:
             return torch.equal(self.read(first), self.read(second))
         for start in range(0, one.numel, _COMPARE_ELEMENTS):
             count = min(_COMPARE_ELEMENTS, one.numel - start)
-            a = self._files[one.file].read(first, start, count)
-            b = self._files[other.file].read(second, start, count)
+            a, b = self._read(first, start, count), self._read(second, start, count)
             if one.dtype is other.dtype:  # bits, so that NaN equals NaN
                 a, b = a.view(torch.uint8), b.view(torch.uint8)
             if not torch.equal(a, b.to(a.dtype)):

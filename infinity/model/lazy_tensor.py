@@ -171,7 +171,7 @@ class Promised(Tensor):
         for index, meta in enumerate(results):
             if isinstance(meta, Tensor):
                 make = partial(_carried_out, call, args, kwargs, index if several else None)
-                if _keeps_values(call, args[0], meta):
+                if _only_casts(call, args[0], meta):
                     make = args[0].read
                 made = Promised(tuple(meta.shape), meta.dtype, make)
                 made.is_window = only_makes_views(call)
@@ -215,12 +215,9 @@ def _changed(tensor: Tensor, call: Any, args: Any, kwargs: Any) -> Tensor:
     return tensor
 
 
-def _keeps_values(call: Any, source: Any, result: Tensor) -> bool:
-    """Whether what was read for `source` may be given for `result`, too: see `Promised`."""
-    if not isinstance(source, _AsOfNow):
-        return False
-    floats = source.dtype.is_floating_point and result.is_floating_point()
-    return call.overloadpacket is torch.ops.aten.detach or (is_cast(call) and floats)
+def _only_casts(call: Any, source: Any, result: Tensor) -> bool:
+    floats = isinstance(source, _AsOfNow) and source.dtype.is_floating_point
+    return is_cast(call) and floats and result.is_floating_point()
 
 
 def _carried_out(call: Any, args: Any, kwargs: Any, index: int | None) -> Tensor:

@@ -6,7 +6,7 @@ are busy then, as they are in a step. Neither files nor memory are left behind. 
 ranks are measured where ranks are: by all of them together (`cached_links`).
 
 What is kept is one JSON file for the processors, one for each set of paths and each number of ranks
-that were measured, below
+that were measured, one for what passes between nodes, below
 `$XDG_CACHE_HOME/infinity/rates` or `~/.cache/infinity/rates`: what was measured on what, the day,
 the rates. Files are replaced as a whole, so processes may race. One that is damaged, or is about
 something else, is as good as none; a folder that cannot be used only makes the cache forgetful.
@@ -81,7 +81,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 _FORMAT = 1  # of what is kept; counts up when what is measured changes its meaning
 # What may be kept; a stranger's number must not get into a plan.
-_NAMES = {*names.DISK, *names.COPIES, *names.UPDATE, *names.COMPUTE, names.DEVICE_UPDATE, *LINKS}
+_NAMES = {*names.DISK, *names.COPIES, *names.UPDATE, *names.COMPUTE, names.DEVICE_UPDATE}
+_NAMES |= {*LINKS, names.BETWEEN_NODES}
 _Numbers = dict[str, float]
 _Kept = tuple[_Numbers, str]  # and the day
 # What is described, the names that its rates must have, and how to measure them.
@@ -158,8 +159,19 @@ def kept_rates(
 
 
 def kept_links(device: Device, gpus: int, nodes: int) -> _Kept | None:
-    """Rates between so many ranks, as `cached_links` has kept them, and the day; else None."""
-    return _read(_links(device, gpus, nodes), LINKS) if gpus * nodes > 1 else None
+    """Rates between so many ranks, as `cached_links` has kept them, and the day; else None.
+
+    For a number of nodes that was not measured: of another one, and of the ranks of one node.
+    """
+    if gpus * nodes == 1:
+        return None
+    found = _read(_links(device, gpus, nodes), LINKS)
+    if found is None and nodes > 1:
+        found = _read(_links(device), {names.BETWEEN_NODES})
+        inside = kept_links(device, gpus, 1)
+        if found is not None and inside is not None:
+            found = found[0] | inside[0], min(found[1], inside[1])
+    return found
 
 
 def cached_links(
@@ -168,24 +180,48 @@ def cached_links(
     """Rates between these ranks, and the day: those kept on every node, or measured now and kept.
 
     All ranks call it together. They hold for a processor and device, and for so many ranks on so
-    many nodes. Raises what a lost rank raises.
+    many nodes. Of several nodes it also measures, and keeps for plans of other numbers of nodes,
+    what a node receives while only ranks of different nodes send, and what ranks receive while only
+    those of one node do. Raises what a lost rank raises.
     """
     gpus, nodes = ranks.local_count, ranks.num_nodes
-    kept = None if refresh else kept_links(device, gpus, nodes)
+    kept = None if refresh else _read(_links(device, gpus, nodes), LINKS)
     days = ranks.gather_words(kept)
     if all(days):
         found = min(days, key=lambda one: one[1])  # one answer, though each node keeps its own
         return found[0], found[1]
     numbers, day = measure_links(ranks, device, seconds), datetime.now(UTC).date().isoformat()
+    kinds = [(_links(device, gpus, nodes), numbers)]
+    if nodes > 1 and ranks.count == gpus * nodes:
+        by_node = [[*range(first, first + gpus)] for first in range(0, ranks.count, gpus)]
+        across = _measure_sets(ranks, [*zip(*by_node, strict=True)], device, seconds)
+        between = {names.BETWEEN_NODES: gpus * across["all_to_all"]}
+        numbers |= between
+        kinds.append((_links(device), between))
+        if gpus > 1:
+            inside = _measure_sets(ranks, by_node, device, seconds)
+            kinds.append((_links(device, gpus, 1), inside))
     if ranks.local_rank == 0:
-        _write(_links(device, gpus, nodes), numbers, day)
+        for of, rates in kinds:
+            _write(of, rates, day)
     ranks.meet("keeps rates")  # whoever looks for them now finds them
     return numbers, day
 
 
-def _links(device: Device, gpus: int, nodes: int) -> dict[str, Any]:
+def _links(device: Device, *ranks: int) -> dict[str, Any]:
+    """What describes the links between so many ranks and nodes; between any two nodes."""
     computer = {"format": _FORMAT, "processor": cpu_model(), "device": device_name(device)}
-    return computer | {"ranks": [gpus, nodes]}
+    return computer | {"ranks": [*ranks]}
+
+
+def _measure_sets(
+    ranks: Ranks, sets: Sequence[Sequence[int]], device: Device, seconds: float
+) -> dict[str, float]:
+    """What each rank of these sets receives while all sets are at it: the slowest one's."""
+    with contextlib.closing(ranks.among(sets)) as own:
+        found = measure_links(own, device, seconds)
+    slowest = ranks.gather(torch.tensor([*found.values()], dtype=torch.float64)).amin(0)
+    return dict(zip(found, slowest.tolist(), strict=True))
 
 
 def measure_links(ranks: Ranks, device: Device, seconds: float = LINK_SECONDS) -> dict[str, float]:

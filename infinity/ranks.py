@@ -18,6 +18,7 @@ and gradients then move beside compute, and have a channel of their own: no meet
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import sys
@@ -109,6 +110,14 @@ class Ranks(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Let go of connections."""
+
+    def among(self, sets: Sequence[Sequence[int]]) -> Ranks:
+        """The one of these disjoint sets that this rank is in, as ranks of their own, to be closed.
+
+        All ranks call it together. `rank` and `count` are of the set, all on one node; nobody says
+        which of them are lost.
+        """
+        raise NotImplementedError
 
     @property
     def num_nodes(self) -> int:
@@ -298,6 +307,20 @@ class TorchRanks(Ranks):
         self._gloo = dist.get_backend() == "gloo"
         with _by_loopback(self.local_count == self.count):
             self._host: Any = dist.new_group(backend="gloo", timeout=_patience(dist.group.WORLD))
+        self._group: Any = None  # torch's default
+        self._members: Sequence[int] = range(self.count)
+
+    def among(self, sets: Sequence[Sequence[int]]) -> Ranks:
+        """See `Ranks`."""
+        found, new = copy.copy(self), self._dist.new_group
+        for members in sets:  # all ranks make all groups, in one order
+            group, host = new(members), new(members, backend="gloo")
+            if self.rank in members:
+                found._group, found._host, found._members = group, host, members
+        found.rank = found.local_rank = found._members.index(self.rank)
+        found.count = found.local_count = len(found._members)
+        found._store, found._owned = None, False
+        return found
 
     def all_gather(self, whole: Tensor, *, beside: bool = False) -> Work:
         """See `Ranks`."""
@@ -307,7 +330,10 @@ class TorchRanks(Ranks):
             # Gloo's own fills memory that is taken anew each time, and copies that to `whole`.
             send = dist.broadcast
             return self._start(
-                *(partial(send, part, r, group, async_op=True) for r, part in enumerate(parts))
+                *(
+                    partial(send, part, r, group, async_op=True)
+                    for r, part in zip(self._members, parts, strict=True)
+                )
             )
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name
         return self._start(partial(gather, whole, parts[self.rank], group, async_op=True))
@@ -320,11 +346,12 @@ class TorchRanks(Ranks):
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """See `Ranks`."""
         send = self._dist.broadcast
-        self._start(lambda: send(tensor, source, self._host, async_op=True)).wait()
+        root = self._members[source]
+        self._start(lambda: send(tensor, root, self._host, async_op=True)).wait()
 
     def _beside(self, tensor: Tensor) -> Any:
         """The default group, if it is of what reaches the tensor."""
-        return None if self._gloo or tensor.device.type != "cpu" else self._host
+        return self._group if self._gloo or tensor.device.type != "cpu" else self._host
 
     def _start(self, *collectives: Callable[[], Any]) -> Work:
         with self.connected():
@@ -377,6 +404,8 @@ class TorchRanks(Ranks):
         host, self._host = self._host, None
         if host is not None and self._dist.is_initialized():
             self._dist.destroy_process_group(None if self._owned else host)
+            if self._group is not None:
+                self._dist.destroy_process_group(self._group)
 
 
 def _patience(group: Any) -> timedelta:

@@ -21,7 +21,7 @@ from infinity._version import __version__
 from infinity.cli.terminal import AsJson, Drives, command, stdout_is_ours
 from infinity.errors import ConfigError, DoesNotFitError, InfinityError, MachineError
 from infinity.files import atomic_write
-from infinity.plan.cost import COPIES, DISK, Rates
+from infinity.plan.cost import BETWEEN_NODES, COPIES, DISK, Rates
 from infinity.plan.machine import (
     Machine,
     PlanMachine,
@@ -429,7 +429,9 @@ def rate_lines(rates: dict[str, Any], origin: str) -> list[str]:
 def link_words(rates: dict[str, Any]) -> str:
     """Return how fast bytes pass between ranks."""
     each = ", ".join(f"{name.replace('_', '-')} {format_rate(rates[name])}" for name in LINKS)
-    return f"{each}, received by each rank"
+    between = rates.get(BETWEEN_NODES)
+    more = f"; {format_rate(between)} by each node from others" if between else ""
+    return f"{each}, received by each rank{more}"
 
 
 def _words(name: str) -> str:

@@ -54,15 +54,15 @@ def together(*commands: list[str], environments: Sequence[dict[str, str]] = ({},
     return [out for out, _ in found]
 
 
-def agent(script: Path) -> list[str]:
-    """The command of one of two agents, each of which is a node with one rank."""
+def agent(*script: str, ranks: int = 1) -> list[str]:
+    """The command of one of two agents, each of which is a node."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     return [
-        *("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
+        *("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(ranks)),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"),
-        *("--local-addr", "127.0.0.1", str(script)),
+        *("--local-addr", "127.0.0.1", *script),
     ]
 
 
@@ -70,7 +70,7 @@ def agent(script: Path) -> list[str]:
 def test_two_agents_are_two_nodes_and_give_the_bits_of_one() -> None:
     """A node's budget is that of the ranks it has: here one, so all of it."""
     alone = together([str(EXAMPLE)])[0]
-    printed = together(*[agent(EXAMPLE)] * 2)
+    printed = together(*[agent(str(EXAMPLE))] * 2)
     nodes = "".join(printed)
     steps = [re.findall(r"^step .*$", text, re.MULTILINE) for text in (alone, nodes)]
     assert len(steps[0]) == 10
@@ -93,7 +93,7 @@ def test_each_node_keeps_its_ranks_state_on_its_own_drive(tmp_path: Path) -> Non
     for node in nodes:
         node.mkdir()
     environments = [{"JOB": json.dumps(job), "NVME": str(node)} for node in nodes]
-    together(*[agent(TESTS / "support" / "node_alone.py")] * 2, environments=environments)
+    together(*[agent(str(TESTS / "support" / "node_alone.py"))] * 2, environments=environments)
     ranks = sorted(path.name for node in nodes for path in node.iterdir())
     assert ranks == ["rank-0", "rank-1"]  # one on each
     assert all(len(list(node.glob("rank-*/infinity-run-*"))) == 1 for node in nodes)
@@ -124,6 +124,21 @@ def test_doctor_measures_links_between_ranks(
     machine = json.loads(file.read_text())
     assert machine["gpus"] == 2
     assert machine["rates"]["all_gather"] == pytest.approx(links["rates"]["all_gather"], rel=1e-3)
+
+
+@pytest.mark.big
+def test_doctor_measures_links_inside_nodes_and_between_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    command = agent(str(Path(sys.executable).with_name("infinity")), "doctor", "--json", ranks=2)
+    said = "".join(together(command, command))
+    links = json.loads(re.findall(r"^{.*$", said, re.MULTILINE)[0])["links"]
+    assert (links["gpus"], links["nodes"]) == (2, 2)
+    assert set(links["rates"]) == {*LINKS, "between_nodes"}
+    elsewhere, _ = kept_links(CpuDevice(), 2, 5) or ({}, "")
+    assert set(elsewhere) == set(links["rates"])
+    assert elsewhere["between_nodes"] == links["rates"]["between_nodes"]
 
 
 @pytest.mark.big

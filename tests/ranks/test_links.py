@@ -58,6 +58,45 @@ def test_links_are_measured_by_all_ranks_and_kept_for_as_many(
     assert kept_rates((), device).rates.all_gather is None, "one rank has no links"
 
 
+def test_of_several_nodes_links_inside_and_between_them_are_kept_too(
+    folder: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For plans of other numbers of nodes. Every call takes a second."""
+    monkeypatch.setattr(calibration, "_LINK_BYTES", 3 << 20)
+    device, measured = CpuDevice(), calibration.measure_links
+
+    def measure(ranks: Ranks, device: CpuDevice, seconds: float) -> dict[str, float]:
+        sizes.append(ranks.count)
+        return measured(ranks, device, seconds)
+
+    sizes: list[int] = []
+    monkeypatch.setattr(calibration, "_timed", lambda once: (once(), 1.0)[1])
+    monkeypatch.setattr(calibration, "measure_links", measure)
+
+    def work(ranks: Ranks) -> Any:
+        ranks.local_rank, ranks.local_count = ranks.rank % 2, 2
+        return cached_links(ranks, device, seconds=0.01)
+
+    found = on_ranks(6, work)
+    assert all(one == found[0] for one in found)
+    assert sorted(sizes) == [2] * 6 + [3] * 6 + [6] * 6, "nodes of 2, 3 of different nodes, all"
+    rates, day = found[0]
+    mib = 2.0**20
+    assert rates == {"all_gather": 2.5 * mib, "all_to_all": 2.5 * mib, "between_nodes": 4 * mib}
+    assert kept_links(device, 2, 3) == found[0]
+    inside = dict.fromkeys(LINKS, 1.5 * mib)
+    assert kept_links(device, 2, 1) == (inside, day)
+    assert kept_links(device, 2, 8) == (inside | {"between_nodes": 4 * mib}, day)
+    assert kept_links(device, 1, 8) == ({"between_nodes": 4 * mib}, day)
+    assert kept_links(device, 4, 1) is None
+    known = kept_rates((), device, gpus=2, nodes=8)
+    assert not {*NAMES, "between_nodes"} & set(known.nominal)
+    known = kept_rates((), device, gpus=1, nodes=8)
+    assert NAMES < set(known.nominal)
+    assert "between_nodes" not in known.nominal
+
+
 def test_the_slowest_rank_is_what_a_link_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one rank every call takes a second, of the other half of one."""
 

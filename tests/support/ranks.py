@@ -211,6 +211,11 @@ class ThreadRanks(Ranks):
     def broadcast(self, tensor: Tensor, source: int) -> None:
         tensor.copy_(self._swap("broadcast", tensor)[source])
 
+    def among(self, sets: Sequence[Sequence[int]]) -> Ranks:
+        members = next(members for members in sets if self.rank in members)
+        groups = self.group.swap(self.rank, Group(len(members)))
+        return ThreadRanks(groups[members[0]], members.index(self.rank))
+
 
 def on_ranks(count: int, work: Callable[[Ranks], T]) -> list[T]:
     """What `work` returns on each rank. Raises what the first rank that failed by itself raised."""

@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from infinity.errors import (
     ConfigError,
     EngineClosedError,
-    InfinityError,
     TrainingError,
-    TransferError,
 )
 from infinity.journal import Journal
 from infinity.model.parameters import freeze, name_engine
@@ -124,11 +122,15 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward; same arguments, same result."""
         self._check_usable()
-        args, kwargs = self._inputs.admit((args, kwargs))
-        self._checkpoints.run_state.first_forward()
-        self._values.take_back_all()
-        self._end_users_backward()
-        self._cycles.begin(last_micro_batch=self._window.is_last)
+        with self._stepper.together("a forward"):
+            args, kwargs = self._inputs.admit((args, kwargs))
+            self._checkpoints.run_state.first_forward()
+            self._values.take_back_all()
+            self._end_users_backward()
+            self._cycles.begin(last_micro_batch=self._window.is_last)
+            return self._forward(args, kwargs)
+
+    def _forward(self, args: Any, kwargs: Any) -> Any:
         hooks = self._parts.hooks
         mark = hooks.mark()
         try:
@@ -141,7 +143,6 @@ class Engine:
             return result
         except Exception as error:
             self._stepper.end_forward(error)
-            self.ranks.tell("a forward", error)
             self._inputs.explain(error, (args, kwargs))
             raise
         finally:
@@ -231,8 +232,7 @@ class Engine:
         if not self._window.is_last:
             self._stepper.end_micro_batch()
             return
-        before = self._stepper.progress
-        try:
+        with self._stepper.together("a step"):
             self._cycles.end()
             self._parts.prefetcher.verify(every=True)
             self._parts.prefetcher.release_all(reached=True)
@@ -243,11 +243,6 @@ class Engine:
             self._stepper.update(self.gradient_clipping, Given(samples, lr_kwargs or {}, document))
             report = self._stepper.last_report
             self._window.updated = report is not None and not report.skipped
-        except Exception as error:
-            if self._stepper.progress is before and _loses_gradients(error):
-                self._stepper.roll_back()
-            self.ranks.tell("a step", error)
-            raise
 
     @exclusive
     def train_batch(self, data: Any, loss_fn: LossFn | None = None) -> Tensor:
@@ -273,11 +268,12 @@ class Engine:
         self._check_trains("train_batch()")
         self._end_users_backward()
         self._window.check_whole()
-        batches, count = micro_batches_of(data, self._window.length), self._window.length
+        count = self._window.length
         total = torch.zeros((), dtype=torch.float32, device=self.device)
         try:
-            for batch in batches:
-                total += train_one(self, batch, loss_fn)
+            with self.ranks.telling("a batch"):
+                for batch in micro_batches_of(data, count):
+                    total += train_one(self, batch, loss_fn)
         except Exception:
             if self._window.is_open or self._window.has_news:
                 self._stepper.roll_back()
@@ -348,14 +344,10 @@ class Engine:
             return
         self._refuse_unscaled()
         self._window.check()
-        try:
+        with self._stepper.together("a backward"):
             self._parts.gradients.finish()
             self._cycles.end()
             self._stepper.count_backward()
-        except Exception as error:
-            if _loses_gradients(error):
-                self._stepper.roll_back()
-            raise
 
     def _refuse_unscaled(self) -> None:
         """In fp16, gradients that came of a loss that `scale` did not make are dropped."""
@@ -441,7 +433,8 @@ class Engine:
         """
         self._check_usable()
         (index,) = targets(parameter, self._index_of)
-        value = self._parts.gradients.read(index).view(parameter.shape)
+        with self.ranks.telling("reads a gradient"):
+            value = self._parts.gradients.read(index).view(parameter.shape)
         state = self._stepper.progress.loss_scale
         return value if state is None else value.float() / state.scale
 
@@ -721,11 +714,6 @@ class Engine:
                 "got neither an optimizer section nor an optimizer",
                 remedy="give one, and requires_grad_(True) before initialize()",
             )
-
-
-def _loses_gradients(error: Exception) -> bool:
-    """Whether gradients were lost on their way; other errors of ours are refusals."""
-    return isinstance(error, TransferError) or not isinstance(error, InfinityError)
 
 
 def _fail(reference: weakref.ref[Engine]) -> None:

@@ -183,6 +183,22 @@ class Ranks(ABC):
                 raise _apart(self.rank, told)
         return [others for _, _, *others in table]
 
+    def meet_alike(
+        self, doing: str, *notes: int, alike: Mapping[str, int]
+    ) -> Sequence[Sequence[int]]:
+        """`meet`, with what must be `alike` on all ranks; raises `TrainingError` on all if not."""
+        found = self.meet(doing, *notes, *alike.values())
+        for place, what in enumerate(alike, start=len(notes)):
+            if len({told[place] for told in found}) > 1:
+                number = next(r for r, told in enumerate(found) if told[place] != found[0][place])
+                raise _TogetherError(
+                    f"ranks 0 and {number} differ ({doing}): {what}",
+                    because="each rank must do the same calls, and set the same values; it may be "
+                    "that one rank caught an error and went on, or set a learning rate by itself",
+                    remedy="end all ranks, and go on from the last checkpoint or commit",
+                )
+        return found
+
     @contextmanager
     def telling(self, doing: str) -> Iterator[None]:
         """What raises inside is told to the other ranks, which raise where they meet next.

@@ -260,9 +260,8 @@ def _facts_of(cut: Cut, origins: Origins) -> dict[str, Any]:
 
 def _facts_of_optimizer(optimizer: OffloadedOptimizer) -> dict[str, Any]:
     """What ranks must have alike: the rule, what it keeps of a parameter, and groups' values."""
-    rule, groups = optimizer.rule, optimizer.param_groups
+    rule, values = optimizer.rule, optimizer.group_values()
     kept = {"moments": rule.moments, "whole parameters": rule.whole}
-    values = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
     return {"name": rule.name, **kept, **{f"group {n}": v for n, v in enumerate(values)}}
 
 

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from infinity.errors import MachineError
 from infinity.offload.transfers import Transfers
+from infinity.offload.window import AccumulationWindow
 from infinity.optim.cpu import CpuKernels
 from infinity.plan.budget import exchange_bytes, num_exchanges
 from infinity.plan.layout import Segment
@@ -61,9 +62,11 @@ class GradientExchange:
     """What has arrived of a backward and is not exchanged; `has` gets what any rank had."""
 
     def __init__(
-        self, plan: Plan, transfers: Transfers, ranks: Ranks, take: Taking, has: set[int]
-    ) -> None:
+        self, plan: Plan, transfers: Transfers, ranks: Ranks, take: Taking, has: set[int],
+        window: AccumulationWindow,
+    ) -> None:  # fmt: skip
         self._plan = plan
+        self._window = window
         self._transfers = transfers
         self._device = transfers.device
         self._ranks = ranks
@@ -143,7 +146,9 @@ class GradientExchange:
         """Add what is under way; then whether any rank has more to exchange."""
         self._take()
         self._check()
-        told = self._ranks.meet("ends a backward", bool(self._arrived))
+        told = self._ranks.meet_alike(
+            "ends a backward", bool(self._arrived), alike=self._window.place
+        )
         return any(left for left, *_ in told)
 
     def _check(self) -> None:
@@ -222,8 +227,10 @@ class NormTree:
         self._kernels = kernels
         self._told = {p: told for unit in plan.units for p, told in unit.told_squares.items()}
 
-    def fold(self, own: Mapping[int, Tensor], parameters: Sequence[int]) -> dict[int, float]:
-        """Parameter -> its sum of squares.
+    def fold(
+        self, own: Mapping[int, Tensor], parameters: Sequence[int], alike: Mapping[str, int]
+    ) -> dict[int, float]:
+        """Parameter -> its sum of squares; raises `TrainingError` unless ranks have `alike` alike.
 
         `own` has the sums (fp64) of this rank's blocks of each of the `parameters`; the same
         parameters on all ranks. Of one that lies in one shard only the sum itself is told.
@@ -239,7 +246,7 @@ class NormTree:
                 whole = count < blocks.numel()
                 told[at : at + count] = self._kernels.fold_squares(blocks) if whole else blocks
                 at += count
-        self._ranks.meet("ends a step")
+        self._ranks.meet_alike("ends a step", alike=alike)
         table = self._ranks.gather(told)
         found, starts = {}, [0] * self._ranks.count
         for parameter in parameters:

@@ -298,7 +298,7 @@ class GradientStore:
         self.exchange: GradientExchange | None = None
         self._tree: NormTree | None = None
         if ranks.count > 1:
-            self.exchange = GradientExchange(plan, transfers, ranks, self.take, self._has)
+            self.exchange = GradientExchange(plan, transfers, ranks, self.take, self._has, window)
             self._tree = NormTree(plan, ranks, kernels, transfers.count)
         self._copies = GradientCopies(transfers, NUM_GRADIENT_BUFFERS * largest_trained(plan))
         self._device_squares = SquaresOnDevice(transfers)
@@ -510,12 +510,15 @@ class GradientStore:
         """Parameters that have a gradient in this accumulation window."""
         return frozenset(self._has)
 
-    def square_sum(self) -> float:
-        """Sum of squares of all gradients, in parameter order, fp64; after `finish`."""
+    def square_sum(self, alike: Mapping[str, int]) -> float:
+        """Sum of squares of all gradients, in parameter order, fp64; after `finish`.
+
+        Several ranks meet for it, for the last time in a step; see `NormTree.fold`.
+        """
         self.drain()
         if self._tree is not None:
             blocks = {p: self._blocks_of(p) for p in sorted(self._has & self._places.keys())}
-            self._squares = self._tree.fold(blocks, sorted(self._has))
+            self._squares = self._tree.fold(blocks, sorted(self._has), alike)
         self._sum_on_device()
         if self._tree is None:
             self._squares |= {**self._device_squares.results(), **self._sums.squares}

@@ -36,6 +36,8 @@ class AccumulationWindow:
         """`engine.scale` made a loss since a backward last ended."""
         self.updated = False
         """By the last `step()`."""
+        self.updates = 0
+        """Windows that ended in a step, since the start."""
         self._accounted = 0  # of `arrived`
         self._sums = plan.gradient_itemsize == 4
         self._dtype = plan.precision.dtype
@@ -63,6 +65,11 @@ class AccumulationWindow:
         """Whether gradients came that no backward of the engine's made."""
         return self.arrived != self._accounted
 
+    @property
+    def place(self) -> dict[str, int]:
+        """Where it stands, in numbers: on all ranks alike."""
+        return {"updates": self.updates, "micro_step": self.micro_step, "backwards": self.backwards}
+
     def set_length(self, length: int) -> None:
         """Another number of micro-batches; the caller sees to it that no window is open."""
         if type(length) is not int or length < 1:
@@ -81,6 +88,11 @@ class AccumulationWindow:
     def end_micro_batch(self) -> None:
         """The next micro-batch begins."""
         self.micro_step, self.backwards = self.micro_step + 1, 0
+
+    def end(self) -> None:
+        """It ended in a step."""
+        self.updates += 1
+        self.start_over()
 
     def start_over(self) -> None:
         """It is empty."""

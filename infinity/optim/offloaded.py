@@ -157,6 +157,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 found[index_of[id(parameter)]] = hyper
         return found
 
+    def group_values(self) -> list[dict[str, Any]]:
+        """What groups hold but parameters."""
+        left_out = ("params", "param_names")
+        return [{k: v for k, v in g.items() if k not in left_out} for g in self.param_groups]
+
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Tell torch's schedulers, which otherwise warn, that a step came before theirs."""

@@ -462,8 +462,8 @@ def _require_fit(plan: Plan, limits: Limits, config: Config) -> None:
     if not over:
         return
     tier, too_much = next(iter(over.items()))
-    name = RAM if plan.unified and tier is not Tier.DISK else tier.value
-    parts = plan.memory_by_name()[name]
+    name = RAM if plan.unified and tier is Tier.HOST else tier.value
+    parts = plan.memory_by_name()[RAM] if name == RAM else plan.memory[tier]
     needs = ", ".join(f"{k} {format_size(v)}" for k, v in parts.items() if v)
     where = name if name == RAM else f"the {name} tier"
     raise DoesNotFitError(

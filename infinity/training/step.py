@@ -8,11 +8,14 @@ that the step has happened, whatever failed after it.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -22,9 +25,11 @@ from torch import Tensor, nn
 from infinity.config.schema import LossScaleConfig
 from infinity.errors import (
     ConfigError,
+    InfinityError,
     InfinityWarning,
     ResidencyError,
     TrainingError,
+    TransferError,
     first_lines,
     listed,
 )
@@ -351,6 +356,23 @@ class Stepper:
         self._gradients.reset()
         self._parts.cycles.end()
 
+    @contextmanager
+    def together(self, doing: str) -> Iterator[None]:
+        """What raises inside is told to the other ranks; if gradients may be lost, the window
+        starts over.
+
+        Of several ranks on all of them, whichever failed: else one would add what others drop.
+        """
+        before = self.progress
+        try:
+            yield
+        except Exception as error:
+            lost = doing != "a forward" and _loses_gradients(error)
+            if (lost or self._parts.ranks.count > 1) and self.progress is before:
+                self.roll_back()
+            self._parts.ranks.tell(doing, error)
+            raise
+
     # --- the step --------------------------------------------------------------------------------
 
     def update(self, clipping: float, given: Given) -> None:
@@ -363,8 +385,13 @@ class Stepper:
         happened.
         """
         self._gradients.finish()  # a backward the engine did not see may have left some open
+        # What may fail on one rank alone comes before ranks meet for the norm: then all commit.
+        self._gradients.settle()
+        hypers = self._optimizer.hypers(self._index_of)
+        values = json.dumps(self._optimizer.group_values(), default=str).encode()
+        alike = self._window.place | {"values of the optimizer's groups": zlib.crc32(values)}
         with self._prefetcher.transfers.stall("norm"):
-            norm = math.sqrt(self._gradients.square_sum())
+            norm = math.sqrt(self._gradients.square_sum(alike))
         before = self.progress.loss_scale
         norm /= self.loss_scale
         skipped = not math.isfinite(norm)
@@ -372,11 +399,10 @@ class Stepper:
         factor = 0.0 if skipped else 1.0
         if clipping and not skipped:
             factor = min(1.0, clipping / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
-        self._gradients.settle()
         # Here: streams belong to threads.
         computed = self._prefetcher.transfers.device.compute_event()
         with self._parts.owner.shut():
-            job, error = self._commit(norm, factor, culprits, computed, given)
+            job, error = self._commit(norm, factor, culprits, computed, hypers, given)
         if job is not None:
             self._parts.optimizer_pass.submit(job)
         if error is not None:
@@ -418,8 +444,9 @@ class Stepper:
         )
 
     def _commit(
-        self, norm: float, factor: float, culprits: Sequence[str], computed: Event, given: Given
-    ) -> tuple[PassJob | None, Exception | None]:
+        self, norm: float, factor: float, culprits: Sequence[str], computed: Event,
+        hypers: Mapping[int, Any], given: Given,
+    ) -> tuple[PassJob | None, Exception | None]:  # fmt: skip
         """The step happens: a job for the optimizer pass, and what went wrong after that.
 
         With `culprits`, whose gradients are not finite, it is skipped.
@@ -427,7 +454,7 @@ class Stepper:
         skipped, progress = bool(culprits), self.progress
         rules, scale = self.scale_rules, progress.loss_scale
         unscaled = factor / scale.scale if scale is not None else factor
-        job = None if skipped else self._make_job(unscaled, computed)
+        job = None if skipped else self._make_job(unscaled, computed, hypers)
         self.progress = replace(
             progress,
             global_steps=progress.global_steps + (not skipped),
@@ -437,7 +464,7 @@ class Stepper:
             samples=progress.samples + given.samples,
             loss_scale=rules.after(scale, skipped) if rules and scale else scale,
         )
-        self._window.start_over()
+        self._window.end()
         # From here the step has happened: whatever fails, the units that are pending get their
         # update, and `update` raises the error after it.
         failure: Exception | None = None
@@ -464,10 +491,9 @@ class Stepper:
             failure = failure or error
         return job, failure
 
-    def _make_job(self, factor: float, computed: Event) -> PassJob:
+    def _make_job(self, factor: float, computed: Event, hypers: Mapping[int, Any]) -> PassJob:
         """Everything the optimizer pass depends on, as it is now."""
         arrived = self._gradients.arrived()
-        hypers = self._optimizer.hypers(self._index_of)
         units = self._units
         order = dict.fromkeys([*self._parts.cycles.training.first_uses(), *range(len(units))])
         return PassJob(
@@ -506,3 +532,8 @@ class Stepper:
             self._timeline = None
         if self._journal is not None:
             self._journal.write({"event": "step", **vars(self.last_report)})
+
+
+def _loses_gradients(error: Exception) -> bool:
+    """Whether gradients were lost on their way; other errors of ours are refusals."""
+    return isinstance(error, TransferError) or not isinstance(error, InfinityError)

@@ -23,6 +23,7 @@ from torch.distributed import TCPStore
 
 from infinity.ranks import TorchRanks
 
+SLACK = 48 << 20  # pages of libraries, those that are met for the first time among them
 TESTS = Path(forked.TESTS)
 
 
@@ -112,6 +113,30 @@ def test_processes_that_a_launcher_started_give_the_bits_of_one(tmp_path: Path) 
         assert rank["norms"][1::2] == expected.norms
         assert rank["masters"].keys() == expected.masters.keys()
         assert all(torch.equal(rank["masters"][n], v) for n, v in expected.masters.items())
+    assert list(nvme.iterdir()) == []
+
+
+def test_a_rank_holds_its_share_of_ram_and_no_more(tmp_path: Path) -> None:
+    """State that rests in RAM, of a model that nobody holds as a whole; peaks in bytes."""
+    (nvme := tmp_path / "nvme").mkdir()
+    alone = found_by(1, tmp_path / "1", rank_alone.memory, nvme=str(nvme))[0]
+    ranks = found_by(2, tmp_path / "2", rank_alone.memory, nvme=str(nvme))
+    print(alone, ranks)
+    for found in (alone, *ranks):
+        assert found["grown"] < found["planned"] + SLACK
+    for found in ranks:
+        assert found["planned"] < 0.7 * alone["planned"]
+        assert found["grown"] < 0.7 * alone["grown"]
+
+
+@pytest.mark.parametrize("when", ["start", "step"])
+def test_a_rank_that_is_out_of_memory_ends_the_others_with_words(when: str, tmp_path: Path) -> None:
+    (nvme := tmp_path / "nvme").mkdir()
+    job = {"nvme": str(nvme), "when": when}
+    with Processes(2, tmp_path, rank_alone.out_of_memory, job) as processes:
+        assert processes.codes() == [1, 1], processes.words()
+    first, second = (log.read_text() for log in processes.logs)
+    print(first, second)
     assert list(nvme.iterdir()) == []
 
 

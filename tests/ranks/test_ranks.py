@@ -6,6 +6,7 @@ formats and rules in pairs are in `tests/parity/test_axes.py`, whose axis `ranks
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import threading
@@ -222,7 +223,9 @@ def test_the_norm_does_not_show_where_parameters_are_cut() -> None:
                 part = values[segment.parameter][first:end]
                 blocks[segment.parameter] = kernels.square_blocks(part)
             plan: Any = SimpleNamespace(units=(layout,))
-            return NormTree(plan, ranks, kernels, lambda *_: None).fold(blocks, range(len(sizes)))
+            return NormTree(plan, ranks, kernels, lambda *_: None).fold(
+                blocks, range(len(sizes)), {}
+            )
 
     with CpuKernels(1) as kernels:
         expected = {index: kernels.square_sum(value) for index, value in enumerate(values)}
@@ -315,6 +318,10 @@ def same_models(kind: Callable[[], nn.Module], count: int) -> list[nn.Module]:
     return found
 
 
+def one_batch(number: int) -> tuple[Tensor, tuple[int, ...]]:
+    return torch.full((2, 64), 1.0 + number), (0, 1, 2)
+
+
 def test_another_order_of_units_is_told_with_both(tmp_path: Path) -> None:
     models = same_models(Ordered, 3)
 
@@ -327,7 +334,7 @@ def test_another_order_of_units_is_told_with_both(tmp_path: Path) -> None:
         assert "uses unit 'blocks.1' on ranks 0, 2; uses unit 'blocks.2' on rank 1" in words
 
 
-@pytest.mark.parametrize("where", ["forward", "loss", "backward", "scheduler"])
+@pytest.mark.parametrize("where", ["forward", "loss", "backward", "plain", "batch", "scheduler"])
 def test_an_error_on_one_rank_is_told_on_all(where: str, tmp_path: Path) -> None:
     models = same_models(Ordered, 3)
 
@@ -346,18 +353,77 @@ def test_an_error_on_one_rank_is_told_on_all(where: str, tmp_path: Path) -> None
                 model.blocks[1].register_forward_pre_hook(bad)
             if is_bad and where == "loss":
                 model.register_forward_hook(bad)
+            if is_bad and where == "plain":  # at the end of a `loss.backward()`
+                engine._parts.gradients._windows.save = bad
             for _ in range(2):
+                if where == "batch":
+                    engine.train_batch(map(bad if is_bad else one_batch, range(9)))
                 loss = engine(torch.ones(2, 64), (0, 1, 2))
                 if is_bad and where == "backward":
                     loss.register_hook(bad)
-                engine.backward(loss)
+                (loss if where == "plain" else engine).backward(*() if where == "plain" else [loss])
                 engine.step()
 
     results, errors = together(3, work)
     assert not results
     assert isinstance(errors[1], BadError)
-    told = r"rank 1 failed \(a (forward|backward|step)\): BadError: the data are bad"
+    told = r"rank 1 failed \(a (forward|backward|batch|step)\): BadError: the data are bad"
     assert all(re.search(told, str(errors[rank])) for rank in (0, 2)), errors
+
+
+@pytest.mark.parametrize("where", ["forward", "finish", "settle"])
+def test_whoever_catches_an_error_of_one_rank_goes_on_with_the_bits_of_none(
+    where: str, tmp_path: Path
+) -> None:
+    """It comes where no meeting follows, and all ranks then begin the window again."""
+    config = make_config(gradient_accumulation_steps=2)
+    models = [same_models(Ordered, 2) for _ in range(2)]
+
+    def train(ranks: Ranks, model: nn.Module, broken: bool) -> tuple[list[Any], list[str]]:
+        raised = []
+        with make_engine(ranks, model, config, tmp_path / str(broken)) as engine:
+            calls, usual = itertools.count(), getattr(engine._parts.gradients, where, print)
+
+            def fail(*args: Any) -> None:
+                if where != "forward":
+                    usual()
+                if next(calls) == 1:
+                    raise RuntimeError("it failed")
+
+            if broken and ranks.rank == 1:
+                if where == "forward":
+                    model.register_forward_hook(fail)
+                else:
+                    setattr(engine._parts.gradients, where, fail)
+            while engine.global_steps < 4:
+                try:
+                    engine.backward(engine(*one_batch(engine.micro_step + 2 * engine.global_steps)))
+                    engine.step()
+                except Exception as error:
+                    raised.append(str(error))
+            return [v.clone() for v in engine.state_dict(master=True).values()], raised
+
+    for broken in (False, True):
+        (tmp_path / str(broken)).mkdir()
+    sound = on_ranks(2, lambda ranks: train(ranks, models[0][ranks.rank], False))
+    found = on_ranks(2, lambda ranks: train(ranks, models[1][ranks.rank], True))
+    for (masters, raised), (expected, none) in zip(found, sound, strict=True):
+        assert (len(raised), none) == (1, [])
+        assert "it failed" in raised[0]
+        assert all(map(torch.equal, masters, expected))
+
+
+def test_a_learning_rate_of_one_rank_alone_is_told_on_all(tmp_path: Path) -> None:
+    models = same_models(Ordered, 2)
+
+    def work(ranks: Ranks) -> None:
+        with make_engine(ranks, models[ranks.rank], make_config(), tmp_path) as engine:
+            engine.optimizer.param_groups[0]["lr"] *= 1 + ranks.rank
+            engine.backward(engine(torch.ones(2, 64), (0, 1, 2)))
+            engine.step()
+
+    for words in words_of(2, work).values():
+        assert "ranks 0 and 1 differ (ends a step): values of the optimizer's groups" in words
 
 
 def test_a_rank_that_ends_early_leaves_nobody_waiting(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ and while it was initialised.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,42 +43,43 @@ def without_values(way: str, **size: int) -> nn.Module:
     return model
 
 
-def start(path: Path, model: nn.Module) -> infinity.Engine:
+def start(model: nn.Module, config: Mapping[str, Any]) -> infinity.Engine:
+    """On disk, unless `config` says otherwise."""
     config = {
-        "nvme_path": str(path),
         "placement": {"weights": "disk", "moments": "disk", "gradients": "disk"},
         "optimizer": {"type": "SGD", "lr": 1e-3, "momentum": 0.0},  # little to write
         "chunk_size": 1 << 19,
         "budget": {"device": 32 << 20},
         "cpu": {"num_threads": 1},
+        **config,
     }
     engine: infinity.Engine = infinity.initialize(model, config)[0]
     return engine
 
 
-def _status(name: str) -> int:
+def status(name: str) -> int:
     found = re.search(rf"^{name}:\s*([0-9]+) kB$", Path("/proc/self/status").read_text(), re.M)
     assert found is not None
     return int(found[1]) * 1024
 
 
-def _reset_peak() -> int:
+def reset_peak() -> int:
     Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
+    return status("VmRSS")
 
 
 def make_engine_alone(path: Path, way: str) -> dict[str, int]:
     """Bytes; WAY is one of init, meta, read, real."""
     torch.set_num_threads(1)
-    start(
-        path, without_values(way, width=256, num_layers=4)
-    ).close()  # what every process pays once
-    before = _reset_peak()
+    config = {"nvme_path": str(path)}
+    small = without_values(way, width=256, num_layers=4)
+    start(small, config).close()  # what every process pays once
+    before = reset_peak()
     model = without_values(way)
-    built = _status("VmHWM") - before
-    before = _reset_peak()
-    with start(path, model) as engine:
-        initialised = _status("VmHWM") - before
+    built = status("VmHWM") - before
+    before = reset_peak()
+    with start(model, config) as engine:
+        initialised = status("VmHWM") - before
         memory = engine.plan.memory
         planned = sum(memory["device"].values()) + sum(memory["host"].values())
         return {

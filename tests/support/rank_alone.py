@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from support import init_alone
 from support.models import CASES
 
 import infinity
@@ -65,3 +67,54 @@ def main(job: dict[str, Any]) -> None:
     masters = {n: v.clone() for n, v in engine.state_dict(master=True).items()}
     engine.close()
     torch.save({"losses": losses, "norms": norms, "masters": masters}, f"{job['out']}-{rank}")
+
+
+def memory(job: dict[str, Any]) -> None:
+    """Of a model that is made by `infinity.Init`: what the plan reserves in RAM, and by how much
+    the peak grew while it was initialised, and trained for a step; in bytes.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    placement = dict.fromkeys(("weights", "moments", "gradients"), "host")
+    config = {"nvme_path": job["nvme"], "placement": placement | {"whole": False, "shared": False}}
+
+    def run(width: int, num_layers: int) -> dict[str, int]:
+        with infinity.Init():
+            model = init_alone.build(width, num_layers)
+        before = init_alone.reset_peak()
+        with init_alone.start(model, config) as engine:
+            engine.backward(engine(torch.ones(1, width)).sum())
+            engine.step()
+            grown, memory = init_alone.status("VmHWM") - before, engine.plan.memory
+        planned = sum(memory["device"].values()) + sum(memory["host"].values())
+        model_bytes = 4 * sum(p.numel() for p in model.parameters())
+        return {
+            "model": model_bytes,
+            "planned": planned - memory["host"]["process"],
+            "grown": grown,
+        }
+
+    run(256, 4)  # what every process pays once
+    torch.save(run(1024, 32), f"{job['out']}-{rank}")
+
+
+def out_of_memory(job: dict[str, Any]) -> None:
+    """The second rank may take little more than it has, from the start or from the second step."""
+    rank, room = int(os.environ["RANK"]), 64 << 20
+    dist.init_process_group("gloo")
+    model = init_alone.build(1024, 24)
+
+    def limit() -> None:
+        if rank == 1:
+            most = init_alone.status("VmSize") + room
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+    if job["when"] == "start":
+        limit()
+    placement = dict.fromkeys(("weights", "moments", "gradients"), "host")
+    with init_alone.start(model, {"nvme_path": job["nvme"], "placement": placement}) as engine:
+        for number in range(2):
+            if number == 1:
+                limit()
+            samples = torch.ones(room // 1024 if number == 1 else 1, 1024)
+            engine.backward(engine(samples).sum())
+            engine.step()

@@ -721,6 +721,7 @@ def _fail(reference: weakref.ref[Engine]) -> None:
     engine = reference()
     if engine is not None:
         prefetcher, step = engine._parts.prefetcher, engine._stepper.progress.steps + 1
+        engine.ranks.give_up()
         prefetcher.failure = prefetcher.failure or TrainingError(
             f"a call was interrupted in the middle, in step {step}"
         )

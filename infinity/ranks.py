@@ -36,7 +36,6 @@ from torch import Tensor
 
 from infinity.errors import (
     ConfigError,
-    EngineFailedError,
     InfinityError,
     MachineError,
     TrainingError,
@@ -169,8 +168,8 @@ class Ranks(ABC):
             return [notes]
         if self._last_words:
             raise _apart(self.rank, self._last_words)
-        for_good = self._given_up or isinstance(error, EngineFailedError)
-        own = [zlib.crc32(doing.encode()), 0 if error is None else 1 + for_good, *notes]
+        failed = 0 if error is None else 1 + self._given_up
+        own = [zlib.crc32(doing.encode()), failed, *notes]
         assert len(notes) <= NOTES
         own += [0] * (2 + NOTES - len(own))
         table = self.gather(torch.tensor(own)).tolist()
@@ -319,7 +318,7 @@ class TorchRanks(Ranks):
         self._owned = owned
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self.local_rank = _number("LOCAL_RANK", self.rank)
-        self.local_count = _number("LOCAL_WORLD_SIZE", self.count)
+        self.local_count = _local_count(self.count)
         self._gloo = dist.get_backend() == "gloo"
         with _by_loopback(self.local_count == self.count):
             self._host: Any = dist.new_group(backend="gloo", timeout=_patience(dist.group.WORLD))
@@ -475,7 +474,7 @@ def find_ranks() -> Ranks:
 
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     try:
-        one_machine = _number("LOCAL_WORLD_SIZE", count) == count
+        one_machine = _local_count(count) == count
         with _by_loopback(one_machine):
             store, rank, _ = next(dist.rendezvous("env://", timeout=_HELD_UP))
             if one_machine:  # a store that torchrun keeps over restarts has addresses of the dead
@@ -496,6 +495,11 @@ def find_ranks() -> Ranks:
 def num_launched() -> int:
     """How many processes a launcher started, by its WORLD_SIZE; 1 where there is none."""
     return _number("WORLD_SIZE", 1)
+
+
+def _local_count(count: int) -> int:
+    """How many of `count` ranks are on this machine, as torchrun or DeepSpeed's launcher says."""
+    return _number("LOCAL_WORLD_SIZE", _number("LOCAL_SIZE", count))
 
 
 def launched_rank(name: str) -> int:

@@ -36,7 +36,7 @@ from infinity.schedules import make_schedule
 from infinity.storage.cuda import find_device
 from infinity.storage.device import Device
 from infinity.storage.os_errors import checked_root, refusal
-from infinity.storage.run_dir import of_rank
+from infinity.storage.run_dir import of_rank, remove_dead_ranks
 from infinity.training.initial_write import Progress
 from infinity.training.parts import Parts
 from infinity.training.run_state import ResumableLoader
@@ -182,6 +182,8 @@ def _make(
     if journal is not None:
         undo.callback(journal.close)
     origins.check()
+    for path in settings.nvme_path if not ranks.local_rank else ():
+        remove_dead_ranks(path, alone=ranks.count == 1)
     own = settings if ranks.count == 1 else _of_rank(settings, ranks)
     undo.callback(_leave, settings, own, ranks)
     parts = Parts(model, cut, plan, own, target, offloaded, origins, given["progress"], ranks)

@@ -372,6 +372,7 @@ def find_run(
     found = survey(_own_places(roots, ranks), here)
     runs = {run.group if ranks.count > 1 else str(run.directory): run for run in found.fitting}
     signs = [*found.doubtful, *(survey(_elsewhere(roots, ranks), here).doubtful)]
+    misplaced = survey(_others_places(roots, ranks), here).fitting
     named = None
     if directory is not None and (directory / PLAN_NAME).exists():
         named = read_run(directory, roots).group
@@ -380,6 +381,7 @@ def find_run(
         signs=[f"{path}: {why}" for path, why in signs],
         named=named,
         steps=_durable_steps(journal) if journal is not None else 0,
+        misplaced=[str(run) for run in misplaced],
     )
     ranks.meet("looks for a durable run")
     every = [_Told(**words) for words in ranks.gather_words(asdict(told))]
@@ -410,13 +412,15 @@ class _Told:
 
     `fitting` has by group what to call its part of a run, and the sequence numbers of its commits;
     `signs` are words on what it cannot go on with, `named` is the group of the directory that was
-    given, `steps` those that a journal tells of.
+    given, `steps` those that a journal tells of, `misplaced` words on parts that are of ranks which
+    this machine does not have.
     """
 
     fitting: dict[str, tuple[str, Sequence[int]]]
     signs: list[str]
     named: str | None
     steps: int
+    misplaced: list[str]
 
 
 def _groups(every: Sequence[_Told]) -> list[str]:
@@ -454,7 +458,22 @@ def _chosen(
             because="a drive is not mounted, or the run was moved or removed",
             remedy="mount it; or start a new run: resume: never",
         )
+    if not began and (parts := [part for one in every for part in one.misplaced]):
+        raise ConfigError(
+            f"resume: auto finds a durable run in parts of other ranks: {', '.join(parts)}",
+            because="the ranks of a machine have other numbers than they had",
+            remedy="start the machines in the order of before; or a new run (resume: never)",
+        )
     return began[0] if began else None
+
+
+def _others_places(roots: Sequence[Path], ranks: Ranks) -> list[Path]:
+    """Where ranks that run on other machines would be on this one; one rank of it looks there."""
+    own = range(ranks.rank, ranks.rank + ranks.local_count)
+    if ranks.local_rank or ranks.count == ranks.local_count:
+        return []
+    others = [item for root in roots for item in ranks_below(root).items()]
+    return [path for number, path in others if number < ranks.count and number not in own]
 
 
 def _own_places(roots: Sequence[Path], ranks: Ranks) -> list[Path]:

@@ -41,7 +41,7 @@ from infinity.model.weight_directory import holds_weights
 from infinity.plan.batch_schedule import Chosen
 from infinity.plan.machine import cpu_model
 from infinity.plan.plan import Plan
-from infinity.ranks import Ranks, find_ranks
+from infinity.ranks import Ranks, check_alike, find_ranks
 from infinity.runs.best import Best
 from infinity.runs.data import Progress
 from infinity.runs.directory import RunDirectory
@@ -114,6 +114,7 @@ class Run:
             directory.check(decides_as_before(prepared, directory.decided))
             heading = _HEADING.format(Path.cwd())
             directory.write("config.yaml", as_yaml(self.config, prepared.derived(), heading))
+        check_alike(ranks, "the run", prepared.decides() | {"training.steps": prepared.steps})
         return prepared
 
     def _scheduled(self, prepared: Prepared) -> Prepared:
@@ -192,7 +193,8 @@ class Run:
             watcher.note(note)
         if prepared.engine.durable:
             self._keep_state()
-        directory.remember(decides=prepared.decides())
+        with ranks.settle("remembers the run"):
+            directory.remember(decides=prepared.decides())
         best, done = Best(), reel.taken // prepared.windows_per_step
         engine.register_state("evaluations", best)  # after loading: older runs have none
         if not ranks.gather_words(directory.best.is_dir())[0]:

@@ -200,6 +200,13 @@ def of_rank(nvme_path: Path, rank: int) -> Path:
     return nvme_path / f"rank-{rank}"
 
 
+def remove_dead_ranks(nvme_path: Path, *, alone: bool) -> None:
+    """`remove_dead_runs` below `nvme_path` of whatever number of ranks, but one's that is alone."""
+    for path in (*ranks_below(nvme_path).values(), *(() if alone else (nvme_path,))):
+        with suppress(MachineError):  # it goes away meanwhile
+            remove_dead_runs(path)
+
+
 def ranks_below(nvme_path: Path) -> dict[int, Path]:
     """The directories `of_rank` that are there, of whatever run."""
     found = {}

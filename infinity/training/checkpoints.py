@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import warnings
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -169,8 +171,9 @@ class Checkpoints:
         """`engine.save_checkpoint`."""
         rooms = self._rooms
         rooms.saver.finish()
-        self._refuse_loans("saved")
-        self._settle()
+        with rooms.ranks.telling("saves a checkpoint"):
+            self._refuse_loans("saved")
+            self._settle()
         tag = tag if tag is not None else f"global_step{self._stepper.progress.steps}"
         gradients = sorted(rooms.gradients.arrived())
         buffers = find_buffers(self._module)
@@ -181,7 +184,8 @@ class Checkpoints:
                 TensorSpec(self._segments[i].name, self._segments[i].shape, dtype)
                 for i in gradients
             ]
-        manifest = self._manifest(client_state, buffers)
+        with rooms.ranks.telling("saves a checkpoint"):
+            manifest = self._manifest(client_state, buffers)
         if buffers:
             streams[BUFFERS] = [record.spec for record in manifest.buffers]
         writer, ranges, ranks = None, None, rooms.ranks
@@ -258,10 +262,9 @@ class Checkpoints:
         share_kept(rooms.store, rooms.updater, self._segments.keys())
         state = self.run_state.capture()
         if ranks.count > 1:
+            own = encode({name: state[name] for name in OF_EACH_RANK}, "the run's state")
             ranks.meet("saves a checkpoint")
-            own = {name: state[name] for name in OF_EACH_RANK}
-            told = ranks.gather_words(encode(own, "the run's state"))
-            state["ranks"] = [decode(words) for words in told]
+            state["ranks"] = [decode(words) for words in ranks.gather_words(own)]
         return encode(state, "the run's state")
 
     def _aliases(self) -> dict[int, tuple[str, ...]]:
@@ -287,7 +290,8 @@ class Checkpoints:
             self._rooms.saver.finish()
             self._refuse_loans("loaded")
         is_run = tag is None and (root / RECORD_NAME).is_file()  # a directory of a durable one
-        found = "" if is_run else find_tag(root, tag)
+        with ranks.telling("loads a checkpoint"):
+            found = "" if is_run else find_tag(root, tag)
         check_alike(ranks, "the checkpoint to load", {"tag": found})
         if found is None:
             warnings.warn(
@@ -302,6 +306,9 @@ class Checkpoints:
         ):
             client_state = decode(reader.manifest.client_state)
             run = decode(reader.manifest.run)
+            content = zlib.crc32(json.dumps([reader.manifest.run, reader.manifest.plan]).encode())
+            facts = {"updates": reader.manifest.global_steps, "CRC of its run": content}
+            check_alike(ranks, "the checkpoint", facts)
             if others := run.pop("ranks", None):
                 run |= others[ranks.rank % len(others)]
             full = wanted.optimizer and not wanted.module_only

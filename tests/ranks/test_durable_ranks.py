@@ -6,7 +6,7 @@ import random
 import shutil
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from infinity.checkpoint.durable_reader import DurableReader
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, ConfigError, InfinityError, TransferError
 from infinity.ranks import Ranks
+from infinity.storage.run_dir import Scratch
 
 MICRO_BATCHES = 6
 PLACEMENTS = {"disk": ON_DISK, "mixed": MIXED, "device": ON_DEVICE}
@@ -266,6 +267,41 @@ def test_ranks_that_lack_what_others_have_are_named(tmp_path: Path) -> None:
     assert [n for n, value in found.items() if not torch.equal(value, expected[n])] == []
 
 
+def test_parts_of_ranks_that_changed_places_are_named(tmp_path: Path) -> None:
+    """Of machines that each have a drive, and one rank, and are started in another order."""
+    models = [CASE.build() for _ in range(4)]
+
+    def start(ranks: Ranks, order: Sequence[int]) -> int:
+        ranks.local_rank, ranks.local_count = 0, 1
+        node = tmp_path / f"node-{order[ranks.rank]}"
+        node.mkdir(exist_ok=True)
+        config = make_config(("disk", "host", "disk"), precision="bf16", seed=5)
+        config |= {"durable": True, "resume": "auto", "durable_every": 1}
+        with make_engine(ranks, models.pop(), config, node, groups=CASE.groups) as engine:
+            engine.backward(CASE.batches(2)[ranks.rank].call(engine))
+            engine.step()
+            return engine.global_steps
+
+    assert on_ranks(2, lambda ranks: start(ranks, (0, 1))) == [1, 1]
+    with pytest.raises(ConfigError, match=r"a durable run in parts of other ranks: .*rank-1"):
+        on_ranks(2, lambda ranks: start(ranks, (1, 0)))
+    models += [CASE.build() for _ in range(2)]
+    assert on_ranks(2, lambda ranks: start(ranks, (0, 1))) == [2, 2]
+
+
+def test_what_a_dead_run_of_more_ranks_left_is_removed(tmp_path: Path) -> None:
+    left = [tmp_path, *(tmp_path / f"rank-{rank}" for rank in range(4))]
+    dead = []
+    for path in left:
+        path.mkdir(exist_ok=True)
+        scratch = Scratch.create(path)
+        scratch._lock.let_go()  # as a process that is killed does
+        dead.append(scratch.directory)
+    train_durably(2, tmp_path, 1)
+    assert [path for path in dead if path.exists()] == []
+    assert all(parts_of(tmp_path, rank) for rank in range(2))
+
+
 def test_commits_that_are_not_common_are_refused(tmp_path: Path) -> None:
     """One rank's files are set back, as a copy of its drive would be."""
     train_durably(2, tmp_path, 2)
@@ -288,7 +324,7 @@ def test_ranks_that_end_at_different_steps_go_back_to_a_common_one(tmp_path: Pat
 
     def fail_on_one(engine: Engine) -> None:
         if engine.ranks.rank == 1 and engine.global_steps == 3:
-            engine._parts.gradients.settle = lose  # type: ignore[method-assign]
+            engine._stepper._make_job = lose  # type: ignore[method-assign]
 
     with pytest.raises(InfinityError, match="a gradient was lost"):
         train_durably(2, tmp_path, 4, durable_every=2, before_step=fail_on_one)

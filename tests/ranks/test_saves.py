@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,6 +96,60 @@ def test_a_save_goes_on_behind_training(tmp_path: Path, monkeypatch: pytest.Monk
             return [*seen, engine.saving, (saved / "one" / "manifest.json").exists()]
 
     assert on_ranks(2, work) == [[True, True, False, False, True]] * 2
+
+
+def test_ranks_load_one_checkpoint(tmp_path: Path) -> None:
+    """Of a copy on each machine one may be older; and half of one may be damaged."""
+    models, saved = [GPT.build() for _ in range(2)], tmp_path / "saved"
+
+    saved.mkdir()
+
+    def work(ranks: Ranks) -> list[str]:
+        said = []
+        with make_engine(ranks, models[ranks.rank], make_config(), tmp_path) as engine:
+            for number in range(2):
+                step(engine, number)
+                engine.save_checkpoint(saved / str(number), "one")
+                engine.finish_saving()
+            ranks.meet("copies")
+            if ranks.rank:
+                shutil.copytree(saved / "0", saved / "damaged")
+                for file in (saved / "damaged" / "one").glob("moment2.safetensors"):
+                    file.write_bytes(file.read_bytes()[:-3] + b"bad")
+            ranks.meet("has copied")
+            for root in (str(ranks.rank), "damaged"):
+                with pytest.raises(InfinityError) as caught:
+                    engine.load_checkpoint(saved / root)
+                said.append(str(caught.value))
+            with pytest.raises(InfinityError, match="holds half of it"):
+                step(engine, 2)
+            engine.load_checkpoint(saved / "0")
+            step(engine, 1)
+            assert engine.global_steps == 2
+        return said
+
+    for differ, damaged in on_ranks(2, work):
+        assert "updates is 1 on rank 0, 2 on rank 1" in differ
+        assert "damaged" in damaged
+
+
+def test_what_one_rank_cannot_save_is_told_on_all(tmp_path: Path) -> None:
+    """And training goes on."""
+    models = [GPT.build() for _ in range(2)]
+
+    def work(ranks: Ranks) -> str:
+        with make_engine(ranks, models[ranks.rank], make_config(), tmp_path) as engine:
+            own = SimpleNamespace(state_dict=lambda: {"of": object() if ranks.rank else 1})
+            engine.register_state("own", own)
+            step(engine, 0)
+            with pytest.raises(InfinityError) as caught:
+                engine.save_checkpoint(tmp_path / "saved", "one")
+            step(engine, 1)
+            assert engine.global_steps == 2
+            return str(caught.value)
+
+    for words in on_ranks(2, work):
+        assert "registered.own.of is builtins.object, which a checkpoint cannot hold" in words
 
 
 @pytest.mark.parametrize("shared", [False, True])

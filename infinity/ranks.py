@@ -480,6 +480,9 @@ def find_ranks() -> Ranks:
             if one_machine:  # a store that torchrun keeps over restarts has addresses of the dead
                 restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
                 store = dist.PrefixStore(f"restart-{restart}", store)
+            # Likewise of a group that this process had before, as that of an engine it has closed.
+            number = store.add(f"groups of rank {rank}", 1)
+            store = dist.PrefixStore(f"group-{number}", store)
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=count, timeout=_HELD_UP
             )

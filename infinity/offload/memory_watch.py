@@ -31,7 +31,7 @@ from infinity.heap import return_freed_memory
 from infinity.model.shapes import target_of
 from infinity.plan.activations import ActivationModel, Activations
 from infinity.plan.layout import Tier
-from infinity.plan.machine import high_water_bytes, memory_room
+from infinity.plan.machine import high_water_bytes, memory_room, shared_rss_bytes
 from infinity.plan.plan import Plan
 from infinity.sizes import format_size
 from infinity.storage.device import PROCESS, Device
@@ -67,6 +67,7 @@ class MemoryWatch:
         self._model = ActivationModel(plan.units, lookups=target.lookups, heads=target.heads)
         self._cuda = device.torch_device if device.torch_device.type == "cuda" else None
         self._budget = budget
+        self._others = (plan.ranks - 1) * plan.shared_bytes
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         self._reserved_before = self._reserved()
         self._next_s = 0.0
@@ -219,8 +220,15 @@ class MemoryWatch:
     # --- readings --------------------------------------------------------------------------------
 
     def _resident(self) -> int:
-        """Bytes of RAM this process holds now."""
-        return int(os.pread(self._statm, 128, 0).split()[1]) * _PAGE_BYTES
+        """Bytes of RAM this process holds now, but what is other ranks' of shared RAM."""
+        held = int(os.pread(self._statm, 128, 0).split()[1]) * _PAGE_BYTES
+        return held - self._of_others()
+
+    def _of_others(self) -> int:
+        """What the kernel counts for this process, too, once it has looked at it."""
+        if not self._others:
+            return 0
+        return min(max(shared_rss_bytes() - self._plan.shared_bytes, 0), self._others)
 
     def _on_device(self) -> int:
         return int(torch.cuda.memory_allocated(self._cuda))
@@ -229,4 +237,4 @@ class MemoryWatch:
         """The most that was ever held."""
         if self._cuda is not None:
             return int(torch.cuda.max_memory_allocated(self._cuda))
-        return high_water_bytes()
+        return high_water_bytes() - self._of_others()

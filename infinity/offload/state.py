@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from infinity.offload.transfers import Transfers
-from infinity.plan.layout import PAGE, Kind, Record, Tier, UnitLayout, round_up
+from infinity.plan.layout import PAGE, Kind, Record, Tier, UnitLayout
 from infinity.plan.plan import Plan
 from infinity.ranks import ALONE, Ranks
 from infinity.storage.device import HAPPENED, Event, after_all
@@ -166,9 +166,7 @@ class StateStore:
         if not units:
             return
         count, rank = self.ranks.count, self.ranks.rank
-        arena = SharedArena(
-            sum(count * round_up(unit.layout.shard_bytes, PAGE) for unit in units), self.ranks
-        )
+        arena = SharedArena(count * self.plan.shared_bytes, self.ranks)
         self.transfers.device.pin(arena)
         for unit in units:
             shards = [arena.carve(unit.layout.shard_bytes) for _ in range(count)]

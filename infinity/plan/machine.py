@@ -156,6 +156,11 @@ def high_water_bytes(root: Path = Path("/")) -> int:
     return _kib(root / "proc/self/status", r"^VmHWM:\s*([0-9]+) kB$")
 
 
+def shared_rss_bytes(root: Path = Path("/")) -> int:
+    """Return the RAM this process maps that others may map as well; 0 where it is not told."""
+    return _kib(root / "proc/self/status", r"^RssShmem:\s*([0-9]+) kB$")
+
+
 def default_host_budget_bytes(machine: Machine) -> int:
     """Return the host budget where none is given: 80 % of what this process may come to hold."""
     reachable_bytes = machine.host_available_bytes + machine.own_rss_bytes

@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 
 from infinity.formats import MomentFormat
 from infinity.plan.activations import NOTHING_SAVED, SavedPlan
-from infinity.plan.layout import Kind, Precision, Record, Tier, UnitLayout
+from infinity.plan.layout import PAGE, Kind, Precision, Record, Tier, UnitLayout, round_up
 from infinity.sizes import format_count, format_size
 
 LINKS = ("all_gather", "all_to_all")  # between ranks: bytes that one of them receives
@@ -137,6 +137,12 @@ class Plan:
         """Whether all ranks copy the unit's whole weights from RAM that they share."""
         tier = self.placements[unit].weight
         return self.shared and (tier is Tier.HOST or (self.unified and tier is Tier.DEVICE))
+
+    @cached_property
+    def shared_bytes(self) -> int:
+        """What this rank has in RAM that all ranks map; each other one has as much there."""
+        units = (u for u in self.units if self.is_shared(u.index))
+        return sum(round_up(unit.shard_bytes, PAGE) for unit in units)
 
     def computes_at_rest(self, unit: int) -> bool:
         """Whether modules compute with the unit's weights where they rest.

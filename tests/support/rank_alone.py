@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,6 +18,8 @@ from support import init_alone
 from support.models import CASES
 
 import infinity
+
+WIDTH, NUM_LAYERS = 1024, 48  # of layers that are linear
 
 
 def plain(job: dict[str, Any]) -> None:
@@ -69,6 +72,10 @@ def main(job: dict[str, Any]) -> None:
     torch.save({"losses": losses, "norms": norms, "masters": masters}, f"{job['out']}-{rank}")
 
 
+def layers(width: int, count: int) -> torch.nn.Module:
+    return torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(count)))
+
+
 def memory(job: dict[str, Any]) -> None:
     """Of a model that is made by `infinity.Init`: what the plan reserves in RAM, and by how much
     the peak grew while it was initialised, and trained for a step; in bytes.
@@ -76,13 +83,14 @@ def memory(job: dict[str, Any]) -> None:
     rank = int(os.environ.get("RANK", "0"))
     placement = dict.fromkeys(("weights", "moments", "gradients"), "host")
     config = {"nvme_path": job["nvme"], "placement": placement | {"whole": False, "shared": False}}
+    config["budget"] = {}
 
     def run(width: int, num_layers: int) -> dict[str, int]:
         with infinity.Init():
-            model = init_alone.build(width, num_layers)
+            model = layers(width, num_layers)
         before = init_alone.reset_peak()
         with init_alone.start(model, config) as engine:
-            engine.backward(engine(torch.ones(1, width)).sum())
+            engine.backward(engine(torch.ones(1, width, dtype=torch.bfloat16)).sum())
             engine.step()
             grown, memory = init_alone.status("VmHWM") - before, engine.plan.memory
         planned = sum(memory["device"].values()) + sum(memory["host"].values())
@@ -94,14 +102,42 @@ def memory(job: dict[str, Any]) -> None:
         }
 
     run(256, 4)  # what every process pays once
-    torch.save(run(1024, 32), f"{job['out']}-{rank}")
+    torch.save(run(WIDTH, NUM_LAYERS), f"{job['out']}-{rank}")
+
+
+def shares_ram(job: dict[str, Any]) -> None:
+    """Trains where the budget has room for what is planned, but not for others' shards as well.
+
+    It leaves the bytes of those; what is near the budget raises.
+    """
+    rank, room = int(os.environ["RANK"]), 40 << 20
+    warnings.simplefilter("error")
+    placement = dict.fromkeys(("weights", "moments", "gradients"), "host")
+    config: dict[str, Any] = {"nvme_path": job["nvme"], "precision": "fp32"}
+    config |= {"placement": placement | {"whole": False, "shared": True}}
+    dist.init_process_group("gloo")
+
+    def run(**budget: int) -> tuple[int, int]:
+        with infinity.Init():
+            model = layers(WIDTH, NUM_LAYERS)
+        with init_alone.start(model, config | {"budget": budget}) as engine:
+            for _ in range(2):
+                engine.backward(engine(torch.ones(1, WIDTH)).sum())
+                engine.step()
+            memory = engine.plan.memory
+            planned = sum(memory["device"].values()) + sum(memory["host"].values())
+            return planned, engine.plan.shared_bytes
+
+    planned, _ = run()
+    _, others = run(host=2 * (planned + room))
+    torch.save({"others": others, "room": room}, f"{job['out']}-{rank}")
 
 
 def out_of_memory(job: dict[str, Any]) -> None:
     """The second rank may take little more than it has, from the start or from the second step."""
     rank, room = int(os.environ["RANK"]), 64 << 20
     dist.init_process_group("gloo")
-    model = init_alone.build(1024, 24)
+    model = layers(1024, 24)
 
     def limit() -> None:
         if rank == 1:
@@ -111,10 +147,11 @@ def out_of_memory(job: dict[str, Any]) -> None:
     if job["when"] == "start":
         limit()
     placement = dict.fromkeys(("weights", "moments", "gradients"), "host")
-    with init_alone.start(model, {"nvme_path": job["nvme"], "placement": placement}) as engine:
+    config = {"nvme_path": job["nvme"], "placement": placement | {"shared": False}, "budget": {}}
+    with init_alone.start(model, config) as engine:
         for number in range(2):
             if number == 1:
                 limit()
-            samples = torch.ones(room // 1024 if number == 1 else 1, 1024)
+            samples = torch.ones(room // 1024 if number == 1 else 1, 1024, dtype=torch.bfloat16)
             engine.backward(engine(samples).sum())
             engine.step()

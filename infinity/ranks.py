@@ -450,12 +450,13 @@ class _TorchWork:
                 work.wait()
 
 
-def find_ranks() -> Ranks:
+def find_ranks(timeout: timedelta | None = None) -> Ranks:
     """The ranks of torch's default process group, or those a launcher started; else `ALONE`.
 
     A launcher such as `torchrun` says so in WORLD_SIZE, RANK, MASTER_ADDR and MASTER_PORT: then a
-    group is made, of NCCL where there are GPUs, else of gloo. Raises `ConfigError` where one of
-    these is missing, `MachineError` where no group can be made.
+    group is made, of NCCL where there are GPUs, else of gloo, in which who takes longer than
+    `timeout` counts as lost. Raises `ConfigError` where one of these is missing, `MachineError`
+    where no group can be made.
     """
     dist: Any = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
@@ -472,11 +473,11 @@ def find_ranks() -> Ranks:
         )
     import torch.distributed as dist
 
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    backend, timeout = "nccl" if torch.cuda.is_available() else "gloo", timeout or _HELD_UP
     try:
         one_machine = _local_count(count) == count
         with _by_loopback(one_machine):
-            store, rank, _ = next(dist.rendezvous("env://", timeout=_HELD_UP))
+            store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
             if one_machine:  # a store that torchrun keeps over restarts has addresses of the dead
                 restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
                 store = dist.PrefixStore(f"restart-{restart}", store)
@@ -484,7 +485,7 @@ def find_ranks() -> Ranks:
             number = store.add(f"groups of rank {rank}", 1)
             store = dist.PrefixStore(f"group-{number}", store)
             dist.init_process_group(
-                backend, store=store, rank=rank, world_size=count, timeout=_HELD_UP
+                backend, store=store, rank=rank, world_size=count, timeout=timeout
             )
             return TorchRanks(owned=True)
     except (RuntimeError, ValueError) as error:

@@ -177,7 +177,10 @@ def _make(
     scheduler = None
     if any(cut.trained):
         scheduler = _make_scheduler(settings, offloaded, given["lr_scheduler"], client)
-    loader = _make_loader(given["training_data"], told, given["collate_fn"], ranks)
+    loader = _make_loader(
+        given["training_data"], told, given["collate_fn"], ranks,
+        as_deepspeed=issubclass(engine_class, DeepSpeedEngine),
+    )  # fmt: skip
     journal = Journal(settings.journal) if settings.journal and not ranks.rank else None
     if journal is not None:
         undo.callback(journal.close)
@@ -202,6 +205,8 @@ def _make(
     )
     undo.callback(engine.close)  # no values: they may not fit RAM
     if isinstance(engine, DeepSpeedEngine):
+        if hasattr(given["args"], "local_rank"):  # -1 where no launcher passed it
+            given["args"].local_rank = ranks.local_rank
         engine.translation, engine.config = told.translation, told.given
         engine.training_dataloader = loader
         engine.watch()
@@ -315,14 +320,20 @@ def _make_plan(
 
 
 def _make_loader(
-    training_data: Any, told: Settings, collate_fn: Callable[..., Any] | None, ranks: Ranks
-) -> Any:
-    """A loader of a Dataset; anything else as it is."""
-    if not isinstance(training_data, Dataset):
+    training_data: Any, told: Settings, collate_fn: Callable[..., Any] | None, ranks: Ranks, *,
+    as_deepspeed: bool,
+) -> Any:  # fmt: skip
+    """A loader of a Dataset; anything else as it is.
+
+    As DeepSpeed's it is of whatever has a length and items, and these are shuffled.
+    """
+    has_items = all(hasattr(training_data, name) for name in ("__getitem__", "__len__"))
+    if not (isinstance(training_data, Dataset) or (as_deepspeed and has_items)):
         return training_data
     return ResumableLoader(
         training_data,
         ranks,
+        shuffled=as_deepspeed,
         batch_size=told.batch_size,
         collate_fn=collate_fn,
         drop_last=told.drop_last,
@@ -346,17 +357,30 @@ def _announce(engine: Engine, told: Settings, journal: Journal | None) -> None:
 def _make_scheduler(config: Config, optimizer: OffloadedOptimizer, given: Any, client: Any) -> Any:
     """The scheduler the engine steps, or None; `client` is the optimizer that was passed."""
     if isinstance(given, torch.optim.lr_scheduler.LRScheduler):
-        if given.optimizer is not client:
-            raise ConfigError(
-                "lr_scheduler is an object made over another optimizer than was passed",
-                remedy="pass that optimizer as well: initialize(optimizer=..., lr_scheduler=...); "
-                "or a function: lr_scheduler=lambda optimizer: ...",
-            )
+        return _checked(given, client)
+    if callable(given):
+        return given(optimizer)
+    if given is not None:
+        return _checked(given, client)
+    section = config.scheduler
+    return None if section is None else make_schedule(section.type, section.params, optimizer)
+
+
+def _checked(scheduler: Any, client: Any) -> Any:
+    """A scheduler that is made: of torch, or any object with a `step`."""
+    if not callable(getattr(scheduler, "step", None)):
+        raise ConfigError(
+            f"lr_scheduler is a {type(scheduler).__name__}, which has no step()",
+            remedy="pass a scheduler, or a function: lr_scheduler=lambda optimizer: ...",
+        )
+    if getattr(scheduler, "optimizer", client) is not client:
+        raise ConfigError(
+            "lr_scheduler is an object made over another optimizer than was passed",
+            remedy="pass that optimizer as well: initialize(optimizer=..., lr_scheduler=...); "
+            "or a function: lr_scheduler=lambda optimizer: ...",
+        )
+    if client is not None:
         # It changes the groups, which are the engine's too; torch would warn that the optimizer
         # it knows has not stepped.
         mark_stepped(client)
-        return given
-    if given is not None:
-        return given(optimizer)
-    section = config.scheduler
-    return None if section is None else make_schedule(section.type, section.params, optimizer)
+    return scheduler

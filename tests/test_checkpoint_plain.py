@@ -7,6 +7,7 @@ import json
 import math
 import random
 import struct
+from collections import Counter, OrderedDict
 from contextlib import suppress
 from typing import Any
 
@@ -83,6 +84,8 @@ PLAIN = [
     ((),),
     {},
     set(),
+    Counter({2: 1, 4: 3}),
+    OrderedDict([("b", 1), ("a", (2,)), (3, [4])]),
     {1, 2.5, "a", (1, b"x"), None},
     {"$tuple": [1]},
     {"$tuple": [1], "b": 2},
@@ -234,6 +237,9 @@ HOSTILE: list[Any] = [
     {"$dict": [[1, 2], [1, 3]]},
     {"$dict": [[{}, 2]]},
     {"$dict": {"a": 1}},
+    {"$counter": [[2, 1]]},
+    {"$counter": {"a": "b"}},
+    {"$ordered": 1},
     {"$size": [-1]},
     {"$size": [1.5]},
     {"$dtype": "nn.Module"},

@@ -1040,6 +1040,9 @@ def test_no_process_group_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
         warnings.simplefilter("error")
         assert infinity.init_distributed("nccl", auto_mpi_discovery=False) is None
     assert not torch.distributed.is_initialized()
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="OMPI_COMM_WORLD_SIZE is 2, but WORLD_SIZE is not set"):
+        infinity.init_distributed()
     monkeypatch.setenv("WORLD_SIZE", "1")
     infinity.init_distributed()
     monkeypatch.setenv("WORLD_SIZE", "4")

@@ -18,6 +18,7 @@ from infinity import deepspeed
 from infinity.deepspeed.monitors import MonitorMaster, get_monitor_config
 from infinity.deepspeed.utils import clone_tensors_for_torch_save, see_memory_usage
 from infinity.deepspeed.zero import ZeroParamStatus
+from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityWarning, ResidencyError, TrainingError
 
 
@@ -152,7 +153,7 @@ def test_the_loss_that_is_told_is_of_its_own_window(monkeypatch: pytest.MonkeyPa
                 else:
                     engine.backward(loss * float("inf") if kind == "overflow" else loss)
                 if kind == "dropped":
-                    engine.zero_grad()
+                    Engine.zero_grad(engine)
                 else:
                     engine.step()
             name = "Train/Samples/train_loss"
@@ -223,11 +224,10 @@ def test_the_engine_answers_by_the_configuration(tmp_path: Path) -> None:
         answers.set_lr(0.25)
         assert answers.get_lr() == [0.25]
         dataset = torch.utils.data.TensorDataset(torch.arange(6))
-        assert [one[0].tolist() for one in answers.deepspeed_io(dataset)] == [
-            [0, 1],
-            [2, 3],
-            [4, 5],
-        ]
+        loader = answers.deepspeed_io(dataset, route="eval")
+        assert [one[0].tolist() for one in loader] == [[0, 1], [2, 3], [4, 5]]
+        assert answers.zero_overlap_comm() is False, "below stage 3"
+        assert type(answers.zero_reduce_bucket_size()) is int
         with pytest.raises(ConfigError, match="sparse_allreduce is not here"):
             answers.sparse_allreduce(None, None)
         train(engine, 1)

@@ -76,7 +76,7 @@ def test_the_engine_has_deepspeeds_calls_where_its_words_are_used(tmp_path: Path
 
 
 def test_deepspeeds_order_of_arguments() -> None:
-    model, data = small_model(), [batch(0)]
+    model, data = small_model(), torch.utils.data.DataLoader([batch(0)])
     parameters = [p for p in model.parameters() if p.requires_grad]
     args = argparse.Namespace()
     made = deepspeed.initialize(
@@ -89,6 +89,55 @@ def test_deepspeeds_order_of_arguments() -> None:
         assert scheduler is None
         assert optimizer.param_groups[0]["lr"] == 1e-2
         assert engine.config == deepspeed_config()
+
+
+def test_training_data_are_dealt_as_by_deepspeed(tmp_path: Path) -> None:
+    """Whatever has items, in the order of torch's `DistributedSampler`; a resume says that it is
+    one.
+    """
+    samples = [(torch.tensor(n), torch.tensor(n + 10)) for n in range(9)]
+    theirs = torch.utils.data.DistributedSampler(samples, num_replicas=1, rank=0, shuffle=True)
+    expected = [*theirs]
+    args = argparse.Namespace(local_rank=-1)
+
+    def made() -> Any:
+        return deepspeed.initialize(
+            args, small_model(), training_data=samples, config=deepspeed_config()
+        )
+
+    engine, _, loader, _ = made()
+    with engine:
+        assert args.local_rank == 0, "as DeepSpeed's launcher would say"
+        assert [n for first, _ in loader for n in first.tolist()] == expected
+        seen = []
+        for first, _ in itertools.islice(loader, 2):
+            seen += first.tolist()
+        engine.save_checkpoint(tmp_path, "saved")
+        for name in ("a/b", ""):
+            with pytest.raises(ConfigError, match="a tag names a directory"):
+                engine.save_checkpoint(tmp_path, name)
+    engine, _, loader, _ = made()
+    with engine:
+        engine.load_checkpoint(tmp_path)
+        with pytest.warns(InfinityWarning, match="goes on after 2 batches of its pass"):
+            left = [n for first, _ in loader for n in first.tolist()]
+        assert seen + left == expected
+
+
+def test_deepspeeds_zero_grad_drops_nothing_of_an_open_window(tmp_path: Path) -> None:
+    config = deepspeed_config(gradient_accumulation_steps=2)
+    engine, *_ = deepspeed.initialize(small_model(), config)
+    with engine:
+        for index in range(4):
+            engine.zero_grad()
+            engine.backward(engine(batch(index)))
+            engine.step()
+        assert engine.global_steps == 2
+        engine.backward(engine(batch(4)))
+        Engine.zero_grad(engine)
+        assert engine.micro_step == 0
+        with pytest.raises(TrainingError, match="without a backward"):
+            engine.step()
 
 
 @pytest.mark.parametrize("by_place", [False, True])
@@ -203,6 +252,48 @@ def test_a_schedule_object_over_the_optimizer_that_is_passed() -> None:
                 engine.backward(engine(batch(index)))
                 engine.step()
     assert rates[0] == rates[1] == [0.5, 0.25, pytest.approx(1 / 6)]
+
+
+def test_schedules_that_are_not_plain_are_saved_and_gone_on_with(tmp_path: Path) -> None:
+    """`MultiStepLR` keeps milestones in a `Counter`; others need no class of torch's."""
+
+    class Own:
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.groups, self.last = optimizer.param_groups, 0
+
+        def step(self) -> None:
+            self.last += 1
+            self.groups[0]["lr"] = 1.0 / (1 + self.last)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"last": self.last}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.last = state["last"]
+
+    config = deepspeed_config()
+    del config["optimizer"]
+    for kind in (partial(torch.optim.lr_scheduler.MultiStepLR, milestones=[1, 2, 3]), Own):
+        told = []
+        for steps in (1, 2):
+            model = small_model()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            engine, *_ = deepspeed.initialize(
+                model=model, optimizer=optimizer, lr_scheduler=kind(optimizer), config=config
+            )
+            with engine:
+                if told:
+                    engine.load_checkpoint(tmp_path)
+                for index in range(steps):
+                    engine.backward(engine(batch(index)))
+                    engine.step()
+                    told += engine.get_lr()
+                engine.save_checkpoint(tmp_path)
+        assert told == pytest.approx(
+            [0.05, 0.005, 0.0005] if kind is not Own else [1 / 2, 1 / 3, 1 / 4]
+        )
+    with pytest.raises(ConfigError, match="has no step"):
+        deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=1, config=config)
 
 
 def test_arguments_of_the_schedules_step(tmp_path: Path) -> None:
@@ -386,7 +477,7 @@ def test_several_backwards_add_up(tmp_path: Path) -> None:
         engine.backward(engine(batch(0)))
         engine.backward(engine(batch(1)))
         both = gradients_of(engine)
-        engine.zero_grad()
+        Engine.zero_grad(engine)
         engine.backward(engine(batch(0)) + engine(batch(1)))
         for name, value in gradients_of(engine).items():
             torch.testing.assert_close(value, both[name])

@@ -12,6 +12,7 @@ import io
 import math
 import re
 import struct
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -41,8 +42,9 @@ _MARK = "$"
 def encode(value: Any, what: str) -> Any:
     """JSON for `value`: what `json.dumps` takes and `decode` turns into the same value again.
 
-    None, bool, int, float, str, bytes, list, tuple, dict, set, `torch.Tensor` (dense, on the CPU,
-    without grad), `torch.dtype`, `torch.Size`, `numpy.ndarray` and numpy scalars; no subclasses.
+    None, bool, int, float, str, bytes, list, tuple, dict, set, `OrderedDict`, `Counter`,
+    `torch.Tensor` (dense, on the CPU, without grad), `torch.dtype`, `torch.Size`, `numpy.ndarray`
+    and numpy scalars; no other subclasses.
     Raises `ConfigError` for anything else, naming its place below `what`: "client_state.a[3]".
     """
     return _encode(value, what, 0)
@@ -72,6 +74,9 @@ def _encode(value: Any, what: str, depth: int) -> Any:
             return dict(pairs)
         key_of = f"the key {{}} of {what}".format
         return {"$dict": [[_encode(k, key_of(_short(k)), depth + 1), v] for k, v in pairs]}
+    if kind in (OrderedDict, Counter):  # as schedules of torch keep milestones
+        mark = "$ordered" if kind is OrderedDict else "$counter"
+        return {mark: _encode(dict(value), what, depth + 1)}
     if kind is bytes:
         return {"$bytes": _base64(value)}
     if kind is torch.Size:
@@ -196,6 +201,13 @@ def _dict(value: Any, depth: int) -> Any:
     return _unique({key: item for key, item in pairs}, pairs)  # noqa: C416  # of two, or an error
 
 
+def _counter(value: Any, depth: int) -> Any:
+    found = _decode(value, depth)
+    if type(found) is not dict or not all(type(n) is int for n in found.values()):
+        raise ValueError(f"{_short(value)} as counts")
+    return Counter(found)
+
+
 def _bytes(value: Any, depth: int = 0) -> bytes:
     return base64.b64decode(value, validate=True)
 
@@ -256,6 +268,8 @@ _READERS: dict[str, Callable[[Any, int], Any]] = {
     "$tuple": lambda value, depth: tuple(_items(value, depth)),
     "$set": _set,
     "$dict": _dict,
+    "$ordered": lambda value, depth: OrderedDict(_decode(value, depth)),
+    "$counter": _counter,
     "$int": lambda value, depth: int(value, 16),
     "$float": lambda value, depth: struct.unpack(">d", bytes.fromhex(value))[0],
     "$bytes": _bytes,

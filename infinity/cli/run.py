@@ -27,6 +27,10 @@ def run(
     ] = None,
     gpus: Annotated[int, typer.Option("--gpus", help="How many processes, one a GPU.", min=1)] = 1,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name.")] = False,
+    local_rank: Annotated[
+        bool,
+        typer.Option("--local-rank", help="Append --local_rank=N, as DeepSpeed's launcher does."),
+    ] = False,
 ) -> None:
     """Run a script that was written for DeepSpeed, or Trainer or accelerate over it, as it is.
 
@@ -42,6 +46,9 @@ def run(
                 f"--gpus {gpus} with {target}, which starts processes itself",
                 remedy=f"infinity run {target} ..., with its own options",
             )
+        if local_rank:  # torch's launcher puts the number there
+            number = "${local_rank}" if gpus > 1 else "0"
+            arguments = [*(arguments or ()), f"--local_rank={number}"]
         environment = environment_of_children(alone=gpus == 1 and found is not None)
         say(f"infinity run: {WORDS}")
         if gpus > 1:

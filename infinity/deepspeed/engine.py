@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from infinity.config.deepspeed_keys import KEYS
+from infinity.checkpoint.manifest import check_tag
+from infinity.config.deepspeed_keys import KEYS, read_value
 from infinity.deepspeed.flops import FlopsProfiler
 from infinity.deepspeed.monitors import MonitorMaster, get_monitor_config
 from infinity.deepspeed.names import refused, table
@@ -71,6 +72,10 @@ _TOLD = (
 )  # fmt: skip
 
 
+_STAGE = "zero_optimization.stage"
+_NOT_SAID = object()
+
+
 def _told(key: str) -> Callable[[DeepSpeedEngine], Any]:
     """A method that returns what the configuration says of a key, else DeepSpeed's default."""
 
@@ -104,13 +109,18 @@ class DeepSpeedEngine(Engine):
         """What the configuration says of a key, else DeepSpeed's default."""
         rows = () if self.translation is None else self.translation.rows
         text = KEYS[key].default
-        for row in rows:
-            if row.key == key and row.given != "auto":
-                return row.given
+        given = next((r.given for r in rows if r.key == key and r.given != "auto"), _NOT_SAID)
+        if given is _NOT_SAID:
+            if text.startswith("stage 3: "):  # else off
+                text = text.removeprefix("stage 3: ") if self._said(_STAGE) == 3 else "false"
+            try:
+                given = json.loads(text)
+            except ValueError:
+                return None if text in ("-", "none", "derived") else text
         try:
-            return json.loads(text)
+            return read_value(KEYS[key].kind, given)
         except ValueError:
-            return None if text in ("-", "none", "derived") else text
+            return given
 
     def _own(self, module: nn.Module) -> None:
         super()._own(module)
@@ -277,6 +287,15 @@ class DeepSpeedEngine(Engine):
         names = {"fp16": torch.float16, "bf16": torch.bfloat16}
         return names.get(self.plan.precision.name, torch.float32), torch.float32
 
+    @exclusive
+    def zero_grad(self) -> None:
+        """As DeepSpeed's: what backwards of the engine have added to the open window stays.
+
+        `Engine.zero_grad(engine)` starts the window over.
+        """
+        self._check_usable()
+        self._drop_arrivals()
+
     def get_mom(self) -> list[Any]:
         """The momentum of each parameter group, or its betas."""
         groups = self.optimizer.param_groups
@@ -303,7 +322,7 @@ class DeepSpeedEngine(Engine):
 
     def zero_optimization_stage(self) -> int:
         """The stage that the DeepSpeed configuration named, else 0; ranks share all at any."""
-        return int(self._said("zero_optimization.stage") or 0)
+        return int(self._said(_STAGE) or 0)
 
     def zero_optimization_partition_gradients(self) -> bool:
         """Whether that stage is 2 or 3."""
@@ -381,8 +400,8 @@ class DeepSpeedEngine(Engine):
         """A loader of a Dataset, as that of `initialize(training_data=...)`.
 
         Micro-batches of `batch_size` samples (default: the configuration's), dealt to ranks in
-        turn. Raises `ConfigError` for a sampler; `route`, `pin_memory` and the workers change
-        nothing.
+        turn, and shuffled where the `route` is "train". Raises `ConfigError` for a sampler;
+        `pin_memory` and the workers change nothing.
         """
         if data_sampler is not None:
             raise ConfigError(
@@ -390,10 +409,11 @@ class DeepSpeedEngine(Engine):
                 remedy="torch.utils.data.DataLoader(dataset, sampler=...), in place of it",
             )
         size = self._micro_batch_size if batch_size is None else batch_size
-        drop = self._said("dataloader_drop_last")
+        drop, train = self._said("dataloader_drop_last"), route == "train"
         return ResumableLoader(
-            dataset, self.ranks, batch_size=size, collate_fn=collate_fn, drop_last=drop
-        )
+            dataset, self.ranks, shuffled=train, batch_size=size, collate_fn=collate_fn,
+            drop_last=drop,
+        )  # fmt: skip
 
     @cached_property
     def monitor(self) -> MonitorMaster:
@@ -432,6 +452,7 @@ class DeepSpeedEngine(Engine):
         replaced: until the new one is whole it is called `TAG.replaced`.
         """
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        check_tag(name)
         place = Path(save_dir).expanduser() / name
         old = place.with_name(f"{name}.replaced")
         with self.ranks.settle("makes room for a checkpoint"):

@@ -24,6 +24,9 @@ TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"  # where accelerate writes variables
 
 
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
 def add_config_arguments(parser: Any) -> Any:
     """Add `--deepspeed` and `--deepspeed_config PATH` to an `argparse` parser; returns it.
 
@@ -63,12 +66,26 @@ def init_distributed(
 ) -> None:
     """Make torch's default process group of what a launcher started; one that is there stays.
 
-    Of NCCL where there are GPUs, else of gloo, as `initialize` would; the arguments change nothing.
-    One process needs no group, and has one if a launcher started it: some scripts ask torch's.
-    Raises `ConfigError` or `MachineError` where that cannot be.
+    Of NCCL where there are GPUs, else of gloo, as `initialize` would. Where no launcher was,
+    `rank` and `world_size` say who meets, at `init_method`, by `dist_backend`. One process needs no
+    group, and has one if a launcher started it: some scripts ask torch's. Raises `ConfigError` or
+    `MachineError` where that cannot be.
     """
+    alone = "WORLD_SIZE" not in os.environ
+    started = next((n for n in _MPI_SIZES if alone and int(os.environ.get(n) or 1) > 1), None)
     if num_launched() > 1:
-        find_ranks()
+        find_ranks(timeout)
+    elif world_size > 1 and rank >= 0 and not _has_group():
+        backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group(
+            backend, init_method=init_method, timeout=timeout, world_size=world_size, rank=rank
+        )
+    elif started and not _has_group():
+        raise ConfigError(
+            f"{started} is {os.environ[started]}, but WORLD_SIZE is not set",
+            because="processes that MPI starts find each other by variables that torchrun sets",
+            remedy="torchrun --nproc-per-node N train.py, or infinity run --gpus N train.py",
+        )
     elif "RANK" in os.environ and dist.is_available() and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         store = vars(dist)["HashStore"]()

@@ -80,7 +80,7 @@ class OffloadAccelerator(_Accelerator):  # type: ignore[misc]
     def forget_window(self) -> None:
         """Drop the gradients of a window that has begun."""
         if self._open:
-            self._engine().zero_grad()
+            Engine.zero_grad(self._engine())
         self._start_over()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:

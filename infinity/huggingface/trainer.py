@@ -329,7 +329,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             settings.translation,
             -(-self._samples // config.gradient_accumulation_steps),
             drop_last=self.args.dataloader_drop_last,
-            given=config,
+            given=self._infinity_config or self.args.deepspeed,
         )
         generators = capture_rng()
         engine, optimizer, *_ = initialize(

@@ -80,6 +80,7 @@ class _OwnBatches(Sampler[int]):
 
     def __init__(self, dataset: Any, batch_size: int, drop_last: bool, ranks: Ranks) -> None:
         self._dataset = dataset
+        self.shuffled = False
         self._batch_size = batch_size
         self._drop_last = drop_last
         self._ranks = ranks
@@ -94,9 +95,12 @@ class _OwnBatches(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         first, self.first = self.first, 0
         count, size, samples = self._ranks.count, self._batch_size, len(self._dataset)
+        order: Sequence[int] = range(samples)
+        if self.shuffled:  # as by DistributedSampler of torch
+            order = torch.randperm(samples, generator=torch.Generator().manual_seed(0)).tolist()
         for start in range(first, self.num_batches - count + 1, count):
             begin = (start + self._ranks.rank) * size
-            yield from range(begin, min(begin + size, samples))
+            yield from order[begin : begin + size]
 
     def __len__(self) -> int:
         rounds, size = self.num_batches // self._ranks.count, self._batch_size
@@ -117,15 +121,20 @@ class ResumableLoader(DataLoader[Any]):
     `IterableDataset`. Random numbers that workers draw per sample start anew with the iterator
     that goes on.
 
+    With `shuffled` samples come in an order that is the same in every pass, as DeepSpeed's do.
+
     Raises `ConfigError` where a pass is less than a batch for each rank.
     """
 
-    def __init__(self, dataset: Dataset[Any], ranks: Ranks = ALONE, **options: Any) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], ranks: Ranks = ALONE, *, shuffled: bool = False, **options: Any
+    ) -> None:
         self._ranks = ranks
         self._own: _OwnBatches | None = None
         size, drop_last = options.get("batch_size", 1), options.get("drop_last", False)
         if not isinstance(dataset, IterableDataset) and isinstance(size, int) and size > 0:
             self._own = _OwnBatches(dataset, size, drop_last, ranks)
+            self._own.shuffled = shuffled
             options["sampler"] = self._own
             if (found := self._own.num_batches) < ranks.count > 1:
                 raise ConfigError(
@@ -147,6 +156,13 @@ class ResumableLoader(DataLoader[Any]):
         now = torch.get_rng_state()
         resume = self._resume and self._start is not None
         if resume:
+            if self._own is not None and self._own.shuffled:  # as DeepSpeed's scripts do not expect
+                warnings.warn(
+                    f"the loader of training_data goes on after {self._batches} batches of its "
+                    "pass: a loop that skips those itself would skip them twice",
+                    InfinityWarning,
+                    stacklevel=2,
+                )
             torch.set_rng_state(self._start)  # type: ignore[arg-type]  # an iterator draws from it
         else:
             self._start, self._batches = now, 0
@@ -173,13 +189,17 @@ class ResumableLoader(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where this is: plain data and, within a pass, one tensor."""
-        return {"epoch": self._epoch, "batches": self._batches, "start": self._start}
+        shuffled = self._own is not None and self._own.shuffled
+        where = {"epoch": self._epoch, "batches": self._batches, "start": self._start}
+        return where | {"shuffled": shuffled}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on there, with the next iterator."""
         self._epoch, self._batches = int(state["epoch"]), int(state["batches"])
         self._start = state["start"]
         self._resume = True
+        if self._own is not None:  # a pass goes on in its order
+            self._own.shuffled = bool(state.get("shuffled", False))
 
 
 # The state of the loss scale is saved beside them, for it is of one precision only.

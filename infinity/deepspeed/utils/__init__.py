@@ -214,10 +214,12 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO
         logger.log(level, message)
 
 
-@cache
-def log_dist_once(message: str, ranks: tuple[int, ...] | None = None, level: int = INFO) -> None:
+def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
     """`log_dist`, of each message once."""
-    log_dist(message, ranks, level)
+    _log_once(message, None if ranks is None else tuple(ranks), level)
+
+
+_log_once = cache(log_dist)
 
 
 @cache

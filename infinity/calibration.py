@@ -192,7 +192,7 @@ def cached_links(
         return found[0], found[1]
     numbers, day = measure_links(ranks, device, seconds), datetime.now(UTC).date().isoformat()
     kinds = [(_links(device, gpus, nodes), numbers)]
-    if nodes > 1 and ranks.count == gpus * nodes:
+    if {*ranks.gather_words(gpus)} == {gpus} and nodes > 1:  # as many on each
         by_node = [[*range(first, first + gpus)] for first in range(0, ranks.count, gpus)]
         across = _measure_sets(ranks, [*zip(*by_node, strict=True)], device, seconds)
         between = {names.BETWEEN_NODES: gpus * across["all_to_all"]}

@@ -21,6 +21,7 @@ import contextlib
 import copy
 import json
 import os
+import socket
 import sys
 import time
 import zlib
@@ -317,8 +318,7 @@ class TorchRanks(Ranks):
         self._store: Any = find() if find is not None else None
         self._owned = owned
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
-        self.local_rank = _number("LOCAL_RANK", self.rank)
-        self.local_count = _local_count(self.count)
+        self.local_rank, self.local_count = _on_this_machine(self._store, self.rank, self.count)
         self._gloo = dist.get_backend() == "gloo"
         with _by_loopback(self.local_count == self.count):
             self._host: Any = dist.new_group(backend="gloo", timeout=_patience(dist.group.WORLD))
@@ -475,9 +475,9 @@ def find_ranks(timeout: timedelta | None = None) -> Ranks:
 
     backend, timeout = "nccl" if torch.cuda.is_available() else "gloo", timeout or _HELD_UP
     try:
-        one_machine = _local_count(count) == count
+        store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
+        one_machine = _on_this_machine(store, rank, count)[1] == count
         with _by_loopback(one_machine):
-            store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
             if one_machine:  # a store that torchrun keeps over restarts has addresses of the dead
                 restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
                 store = dist.PrefixStore(f"restart-{restart}", store)
@@ -501,9 +501,25 @@ def num_launched() -> int:
     return _number("WORLD_SIZE", 1)
 
 
-def _local_count(count: int) -> int:
-    """How many of `count` ranks are on this machine, as torchrun or DeepSpeed's launcher says."""
-    return _number("LOCAL_WORLD_SIZE", _number("LOCAL_SIZE", count))
+def _on_this_machine(store: Any, rank: int, count: int) -> tuple[int, int]:
+    """The number of this rank among those of its machine, and how many these are.
+
+    As torchrun or DeepSpeed's launcher says; of others, such as srun, ranks tell by `store` where
+    they are, the ranks of a machine one after the other.
+    """
+    told = _number("LOCAL_WORLD_SIZE", _number("LOCAL_SIZE", 0))
+    if told or store is None:
+        return _number("LOCAL_RANK", rank), told or count
+    here = f"{socket.gethostname()} {_read('/proc/sys/kernel/random/boot_id')}".encode()
+    store.set(f"machine of rank {rank}", here)
+    local = [r for r in range(count) if store.get(f"machine of rank {r}") == here]
+    return local.index(rank), len(local)
+
+
+def _read(path: str) -> str:
+    with contextlib.suppress(OSError), open(path, encoding="ascii") as file:
+        return file.read().strip()
+    return ""
 
 
 def launched_rank(name: str) -> int:

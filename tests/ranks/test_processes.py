@@ -116,6 +116,11 @@ def test_processes_that_a_launcher_started_give_the_bits_of_one(tmp_path: Path) 
     assert list(nvme.iterdir()) == []
 
 
+def test_ranks_find_out_which_of_them_share_a_machine(tmp_path: Path) -> None:
+    found = found_by(3, tmp_path, rank_alone.machines)
+    assert found == [(0, 2, 2, False, False), (1, 2, 2, False, False), (0, 1, 3, False, False)]
+
+
 def test_a_rank_holds_its_share_of_ram_and_no_more(tmp_path: Path) -> None:
     """State that rests in RAM, of a model that nobody holds as a whole; peaks in bytes."""
     (nvme := tmp_path / "nvme").mkdir()

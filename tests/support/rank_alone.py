@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import socket
 import warnings
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from support import init_alone
 from support.models import CASES
 
 import infinity
+import infinity.ranks
 
 WIDTH, NUM_LAYERS = 1024, 48  # of layers that are linear
 
@@ -70,6 +72,25 @@ def main(job: dict[str, Any]) -> None:
     masters = {n: v.clone() for n, v in engine.state_dict(master=True).items()}
     engine.close()
     torch.save({"losses": losses, "norms": norms, "masters": masters}, f"{job['out']}-{rank}")
+
+
+def machines(job: dict[str, Any]) -> None:
+    """Of three ranks that no launcher tells where they are, the last is on another machine."""
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    os.environ.pop("GLOO_SOCKET_IFNAME")
+    rank, name = int(os.environ["RANK"]), socket.gethostname()
+    socket.gethostname = lambda: f"{name}-{rank // 2}"
+    by_loopback = []
+
+    def noted(one_machine: bool) -> Any:
+        by_loopback.append(one_machine)
+        return usual(True)  # they are on one
+
+    usual, infinity.ranks._by_loopback = infinity.ranks._by_loopback, noted
+    with closing(infinity.ranks.find_ranks()) as ranks:
+        found = (ranks.local_rank, ranks.local_count, ranks.num_nodes, *by_loopback)
+    torch.save(found, f"{job['out']}-{rank}")
 
 
 def layers(width: int, count: int) -> torch.nn.Module:

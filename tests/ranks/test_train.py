@@ -12,10 +12,13 @@ import pytest
 from ranks.test_processes import HANG_S, TESTS, pytestmark  # noqa: F401
 from support.forked import Program
 from support.patience import wait_until
+from support.ranks import on_ranks
 from support.runs import losses_of, metrics_of, settings, train, write_chat
 
 from infinity.cli.main import main
 from infinity.errors import ConfigError, MachineError
+from infinity.ranks import Ranks
+from infinity.runs.run import Run
 from infinity.runs.settings import load_run_config
 
 NO_DROPOUT = {f"model__config__{name}_pdrop": 0.0 for name in ("embd", "attn", "resid")}
@@ -137,6 +140,22 @@ def test_a_mistake_is_told_once(tmp_path: Path) -> None:
     assert error.count("error: ") == error.count("training.seed") == 1
     assert "Traceback" not in error
     assert out == ""
+
+
+def test_ranks_that_see_other_texts_are_told_so(tmp_path: Path) -> None:
+    """As where a node has a copy of its own, and not all of it."""
+    configs = []
+    for number in range(2):
+        (folder := tmp_path / str(number)).mkdir()
+        given = write_chat(folder, 200 - number)
+        configs.append(load_run_config(settings(folder, **given, run_dir=str(tmp_path / "run"))))
+
+    def prepare(ranks: Ranks) -> None:
+        with Run(configs[ranks.rank], ranks=ranks) as run:
+            run.prepare()
+
+    with pytest.raises(ConfigError, match=r"ranks 0 and 1 differ in the run: data\.tokens is "):
+        on_ranks(2, prepare)
 
 
 def test_steps_are_shared_out_or_refused(tmp_path: Path) -> None:

@@ -128,7 +128,8 @@ def test_two_ranks_compute_what_one_does_with_twice_the_micro_batches(
     alone = found["ranks"]
     out.mkdir()
     given = ("--deepspeed", str(folder / "ranks_disk.json"), "--folder", str(out))
-    run(folder, "-m", "infinity.cli", "run", "--gpus", "2", str(DOORS / "ranks.py"), *given)
+    start = ("-m", "infinity.cli", "run", "--gpus", "2", "--local-rank")
+    run(folder, *start, str(DOORS / "ranks.py"), *given)
     two = json.loads((out / "told.json").read_text())
     assert two["accelerate"] == alone["accelerate"]
     assert two["Trainer"]["weights"] == alone["Trainer"]["weights"]

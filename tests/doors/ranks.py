@@ -96,9 +96,12 @@ def main(config: str, folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=-1)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--deepspeed")
     arguments = parser.parse_args()
+    if RANKS > 1:  # as `infinity run --local-rank` appends it
+        assert arguments.local_rank == int(os.environ["LOCAL_RANK"])
     told = main(arguments.deepspeed, arguments.folder)
     if dist.get_rank() == 0:
         (arguments.folder / "told.json").write_text(json.dumps(told))

@@ -74,7 +74,8 @@ def test_what_is_auto_comes_from_the_arguments(tmp_path: Path) -> None:
 
 def test_a_deepspeed_file_by_the_old_argument(tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps(AUTO))
+    files = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "told"}}
+    path.write_text(json.dumps(AUTO | files))
     runs = []
     for given in ({"deepspeed": str(path), "arguments": infinity.TrainingArguments}, {}):
         options = {"infinity_config": None if given else AUTO}
@@ -84,6 +85,7 @@ def test_a_deepspeed_file_by_the_old_argument(tmp_path: Path) -> None:
     assert runs[0].args.deepspeed == str(path)
     assert runs[0].engine.plan.precision.name == "fp32"
     assert history(runs[0]) == history(runs[1])
+    assert (tmp_path / "told" / "Train_Samples_lr.csv").is_file(), "monitors, as there"
 
 
 def test_the_script_in_the_migration_guide(

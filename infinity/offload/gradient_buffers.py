@@ -72,6 +72,7 @@ class GradientWindows:
         self._dtype = dtype
         self._stall = stall
         self._saved: set[int] = set()  # units whose places hold gradients of this window
+        self._expected: list[int] = []  # whose reads were asked for, and could not begin
         self._arrived: dict[int, int] = {}  # unit -> arrivals since its window was opened
         nbytes = largest_window(plan)
         arena = arena_for([nbytes] * num_windows(plan))
@@ -91,17 +92,24 @@ class GradientWindows:
         self.settle()
 
     def expect(self, unit: int) -> None:
-        """The unit's gradients will arrive soon: start reading what was saved of them."""
-        if unit in self._saved and self._find(unit) is None:
-            for window in self._windows:
-                if window.unit is None and (window.ticket is None or window.ticket.done()):
-                    self._open(unit, window)
-                    return
+        """The unit's gradients will arrive soon: start reading what was saved of them.
+
+        In the order of calls: a window that is read before its turn would have to be given up for
+        those that come first, and read again.
+        """
+        if unit in self._saved and self._find(unit) is None and unit not in self._expected:
+            self._expected.append(unit)
+        for window in self._windows:
+            may_open = window.unit is None and (window.ticket is None or window.ticket.done())
+            if self._expected and may_open:
+                self._open(self._expected.pop(0), window)
 
     def range(self, unit: int) -> Tensor:
         """The unit's flat range, in RAM; it may be written until the next call."""
         window = self._find(unit)
         if window is None:
+            if unit in self._expected:
+                self._expected.remove(unit)
             free = [w for w in self._windows if w.unit is None]
             if not free:
                 oldest = self._windows[0]
@@ -125,6 +133,7 @@ class GradientWindows:
 
     def save(self) -> None:
         """Start writing back every open window."""
+        self._expected.clear()
         for window in list(self._windows):
             if window.unit is not None:
                 self._save(window.unit)
@@ -149,6 +158,7 @@ class GradientWindows:
                 with contextlib.suppress(TransferError):
                     ticket.wait()
         self._saved.clear()
+        self._expected.clear()
         self._arrived.clear()
 
     def _find(self, unit: int) -> _Window | None:

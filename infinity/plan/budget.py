@@ -229,7 +229,7 @@ def copy_buffer_bytes(plan: Plan) -> int:
 
 
 def _frozen_copy_bytes(plan: Plan) -> int:
-    """Bytes that a save brings to RAM at once of a unit with frozen bytes: a shard of its weights."""
+    """Bytes that a save brings to RAM at once of a unit with frozen bytes: all that a rank has."""
     outside = _out_of_reach(plan)
     frozen = (a for a in plan.alike if a.layout.frozen_bytes and a.placement.weight in outside)
     return max((alike.layout.shard_bytes for alike in frozen), default=0)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from torch import Tensor
 
 from infinity.errors import EngineFailedError, TransferError
 from infinity.offload import gradient_buffers
-from infinity.offload.gradient_buffers import GradientWorker
+from infinity.offload.gradient_buffers import GradientWindows, GradientWorker
 from infinity.offload.gradients import Copy
 from infinity.offload.transfers import Transfers
 from infinity.storage.device import HAPPENED, CpuDevice, Event
@@ -69,6 +70,40 @@ def working(nbytes: int = 1000) -> Iterator[GradientWorker]:
     finally:
         worker.close()
         assert THREAD not in {thread.name for thread in threading.enumerate()}
+
+
+def test_windows_are_read_in_the_order_in_which_they_are_expected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of ranks fill late: what was read for a later unit is not given up for an earlier."""
+    reads: list[int] = []
+    slow, quick = Signal(), HAPPENED
+
+    def read(pieces: Any, label: tuple[int, str]) -> Event:
+        reads.append(label[0])
+        return HAPPENED
+
+    monkeypatch.setattr(gradient_buffers, "num_windows", lambda plan: 2)
+    monkeypatch.setattr(gradient_buffers, "largest_window", lambda plan: 4096)
+    plan: Any = SimpleNamespace(
+        own=[SimpleNamespace(trained_segments=[0])] * 5, ranks=1,
+        gradient_bytes=lambda unit: 4096,
+    )  # fmt: skip
+    places: Any = {unit: SimpleNamespace(nbytes=4096) for unit in range(5)}
+    transfers: Any = SimpleNamespace(read=read, write=lambda pieces, label: tickets.pop(0))
+    windows = GradientWindows(plan, transfers, torch.float32, places, gradient_buffers.untimed)
+    tickets: list[Event] = [quick, quick, quick, slow, slow]
+    for micro_batch in range(2):
+        for unit in (4, 3, 2, 1, 0):
+            if micro_batch:  # the first two are asked for while both windows are written
+                windows.expect(unit)
+                if unit == 3:
+                    slow.set()
+        for unit in (4, 3, 2, 1, 0):
+            windows.range(unit)
+            windows.count(unit)
+        tickets += [quick] * 5
+    assert reads == [4, 3, 2, 1, 0]
 
 
 @pytest.mark.parametrize("seed", range(8))

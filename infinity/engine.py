@@ -70,7 +70,7 @@ class Engine:
         self._window = parts.window
         self._cycles = parts.cycles
         self._values = parts.values
-        self._inputs = Inputs(parts, casts=bool((config or {}).get("cast_inputs")))
+        self._inputs = Inputs(module, parts, casts=bool((config or {}).get("cast_inputs")))
         self._stepper = Stepper(
             parts, optimizer, self._index_of, lr_scheduler, journal, scale_rules
         )
@@ -364,8 +364,8 @@ class Engine:
 
     @exclusive
     def _drop_arrivals(self) -> None:
-        """`optimizer.zero_grad()`: drop what a `loss.backward()` left that is not accounted for."""
-        if self._window.has_news:
+        """`optimizer.zero_grad()`: between a backward and its `step()`, drop the window."""
+        if self._window.has_news or self._window.backwards:
             self._stepper.roll_back()
 
     # --- values ----------------------------------------------------------------------------------

@@ -260,7 +260,7 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
         """Lightning drops gradients before it validates, which a module by hand may have left."""
         module = self.lightning_module
         if module.trainer.state.fn == "fit" and not module.automatic_optimization:
-            self._precision.require().zero_grad()
+            Engine.zero_grad(self._precision.require())
 
     # --- checkpoints -----------------------------------------------------------------------------
 

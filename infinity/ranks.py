@@ -128,7 +128,7 @@ class Ranks(ABC):
 
     def gather(self, own: Tensor) -> Tensor:
         """(count, n) of every rank's `own` (n), in host memory."""
-        whole = torch.empty((self.count, own.numel()), dtype=own.dtype)
+        whole = torch.empty((self.count, own.numel()), dtype=own.dtype, device="cpu")
         whole[self.rank] = own
         if own.numel():
             self.all_gather(whole.view(-1)).wait()
@@ -150,8 +150,8 @@ class Ranks(ABC):
     def gather_words(self, words: Any) -> list[Any]:
         """What every rank gave: plain data that JSON can hold."""
         data = torch.frombuffer(bytearray(json.dumps(words).encode()), dtype=torch.uint8)
-        sizes = self.gather(torch.tensor([data.numel()]))[:, 0].tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        sizes = self.gather(torch.tensor([data.numel()], device="cpu"))[:, 0].tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         padded[: data.numel()] = data
         found = self.gather(padded)
         return [json.loads(found[r, :size].numpy().tobytes()) for r, size in enumerate(sizes)]
@@ -173,7 +173,7 @@ class Ranks(ABC):
         own = [zlib.crc32(doing.encode()), failed, *notes]
         assert len(notes) <= NOTES
         own += [0] * (2 + NOTES - len(own))
-        table = self.gather(torch.tensor(own)).tolist()
+        table = self.gather(torch.tensor(own, device="cpu")).tolist()
         if any(failed or key != own[0] for key, failed, *_ in table):
             words = "" if error is None else f"{type(error).__name__}: {error}"
             told = self.gather_words([doing, words])

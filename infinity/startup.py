@@ -24,6 +24,7 @@ from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.deepspeed.processes import init_distributed
 from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityWarning
+from infinity.files import sync_directory
 from infinity.journal import Journal
 from infinity.model.cut import UnitSpec
 from infinity.model.meta_init import Origins
@@ -37,6 +38,7 @@ from infinity.storage.cuda import find_device
 from infinity.storage.device import Device
 from infinity.storage.os_errors import checked_root, refusal
 from infinity.storage.run_dir import of_rank, remove_dead_ranks
+from infinity.training.checkpoints import check_committed
 from infinity.training.initial_write import Progress
 from infinity.training.parts import Parts
 from infinity.training.run_state import ResumableLoader
@@ -163,6 +165,8 @@ def _make(
     ranks.check(target.torch_device)
     if settings.seed is not None:
         torch.manual_seed(settings.seed)
+    if settings.durable:
+        check_committed(model)
     origins = Origins(model, _seed_of_meta(settings, ranks))
     groups = given["model_parameters"]
     offloaded = make_optimizer(model, settings, groups, client, trains=told.trains)
@@ -204,6 +208,8 @@ def _make(
         micro_batch_size=told.batch_size,
     )
     undo.callback(engine.close)  # no values: they may not fit RAM
+    if isinstance(client, torch.optim.Optimizer):
+        parts.also(_lead(client, offloaded))
     if isinstance(engine, DeepSpeedEngine):
         if hasattr(given["args"], "local_rank"):  # -1 where no launcher passed it
             given["args"].local_rank = ranks.local_rank
@@ -289,6 +295,7 @@ def _of_rank(config: Config, ranks: Ranks) -> Config:
     for path in paths:
         try:
             path.mkdir(mode=0o700, exist_ok=True)
+            sync_directory(path.parent)  # or a power cut may take its commits along
         except OSError as error:
             raise refusal(path, error) from error
     changes = {"nvme_path": paths, "trace": None if ranks.rank else config.trace}
@@ -364,6 +371,31 @@ def _make_scheduler(config: Config, optimizer: OffloadedOptimizer, given: Any, c
         return _checked(given, client)
     section = config.scheduler
     return None if section is None else make_schedule(section.type, section.params, optimizer)
+
+
+def _lead(client: torch.optim.Optimizer, offloaded: OffloadedOptimizer) -> Callable[[], None]:
+    """From now on these calls of an optimizer that was passed are the engine's; returns the end.
+
+    Its parameters have no gradients: else they would do nothing, and not say so.
+    """
+    own = vars(client)
+    before = {name: own.get(name) for name in ("step", "zero_grad", "load_state_dict")}
+
+    def leading(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return getattr(offloaded, name)(*args, **kwargs)
+
+        vars(call)["_wrapped_by_lr_sched"] = True  # schedules look for their own wrapper
+        return call
+
+    def end() -> None:
+        for name, method in before.items():
+            own.pop(name, None)
+            if method is not None:
+                own[name] = method
+
+    own.update({name: leading(name) for name in before})
+    return end
 
 
 def _checked(scheduler: Any, client: Any) -> Any:

@@ -89,8 +89,23 @@ def weight_normed() -> nn.Module:
     return nn.Sequential(first, second, third, fourth)
 
 
+class FromItself(nn.Module):
+    """Tensors that are written whole, from what they hold themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 24), nn.Linear(24, 50, bias=False)
+        self.head.weight = self.embedding.weight
+        self.head.weight.data.copy_(self.embedding.weight.data)
+        self.experts, self.filled = (nn.Parameter(torch.empty(8, 16, 16)) for _ in range(2))
+        for parameter in (self.experts, self.filled):
+            nn.init.normal_(parameter)
+        self.experts.data[:] = self.experts.data[0]
+        self.filled.data.fill_(self.filled.data[0, 0, 0])
+
+
 BUILDS: list[Callable[[], nn.Module]] = [
-    Rough, Generators, lstm, transformer, assigned, converted, weight_normed,
+    Rough, Generators, lstm, transformer, assigned, converted, weight_normed, FromItself,
 ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import logging
 from contextlib import nullcontext
@@ -113,6 +114,11 @@ def test_training_data_are_dealt_as_by_deepspeed(tmp_path: Path) -> None:
         for first, _ in itertools.islice(loader, 2):
             seen += first.tolist()
         engine.save_checkpoint(tmp_path, "saved")
+        (tmp_path / "saved" / "notes.txt").write_text("mine")
+        with pytest.raises(ConfigError, match="holds other files than those of a checkpoint"):
+            engine.save_checkpoint(tmp_path, "saved")
+        (tmp_path / "saved" / "notes.txt").unlink()
+        (tmp_path / "saved").rename(tmp_path / "saved.replaced")  # as a save that is killed
         for name in ("a/b", ""):
             with pytest.raises(ConfigError, match="a tag names a directory"):
                 engine.save_checkpoint(tmp_path, name)
@@ -307,6 +313,82 @@ def test_arguments_of_the_schedules_step(tmp_path: Path) -> None:
             engine.step(lr_kwargs={"metrics": metric})
             rates += engine.get_lr()
     assert rates == [1e-2, 5e-3, 2.5e-3]
+
+
+def test_an_optimizer_that_was_passed_is_the_engines_own(tmp_path: Path) -> None:
+    """Its step, zero_grad and load_state_dict; groups stay those that schedules hold."""
+    found = []
+    for by_engine in (True, False):
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5**n)
+        given = {k: v for k, v in settings(tmp_path, ON_DISK).items() if k != "optimizer"}
+        engine, ours, *_ = infinity.initialize(
+            model, given, optimizer=optimizer, lr_scheduler=schedule
+        )
+        with engine:
+            for index in range(4):
+                engine(batch(9)).backward()  # dropped
+                (ours if by_engine else optimizer).zero_grad()
+                engine(batch(index)).backward()
+                (ours if by_engine else optimizer).step()
+                if index == 1:
+                    state = {**ours.state_dict(), "state": {}}
+                    (ours if by_engine else optimizer).load_state_dict(state)
+            assert engine.global_steps == 4
+            assert engine.optimizer.param_groups[0] is optimizer.param_groups[0]
+            assert optimizer.param_groups[0]["lr"] == 0.5**5
+            found.append(small.masters(engine))
+        assert "zero_grad" not in vars(optimizer)
+    assert small.same(*found)
+
+
+def test_defaults_of_torch_change_nothing(tmp_path: Path) -> None:
+    """A default device that has no values; as scripts for GPUs set one."""
+
+    def maker(parameters: Any) -> Any:
+        return torch.optim.RMSprop(parameters, lr=1e-2)
+
+    model, tokens = small_model(), batch(0)
+    given = {k: v for k, v in settings(tmp_path, ON_DISK).items() if k != "optimizer"}
+    with torch.device("meta"):
+        for kind in (None, maker):
+            config = given if kind else given | {"optimizer": {"type": "AdamW", "lr": 1e-2}}
+            engine, *_ = infinity.initialize(model, config, optimizer=kind, device="cpu")
+            parameter = next(engine.module.parameters())
+            engine.backward(engine(tokens))
+            engine.step()
+            assert engine.optimizer.read_state(parameter)
+            assert all(value.device.type == "cpu" for value in small.masters(engine).values())
+            copied = copy.deepcopy(engine.state_dict())
+            assert type(copied) is dict
+            assert all(torch.equal(copied[n], v) for n, v in engine.state_dict().items())
+            engine.close(restore=True)
+
+
+def test_inputs_that_stay_in_ram_and_buffers_of_another_dtype(tmp_path: Path) -> None:
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2, device="meta")])
+    with small_engine(tmp_path, precision="bf16") as engine:
+        inputs: Any = engine._inputs
+        inputs._device = torch.device("meta")
+        inputs.admit((packed, {"scale": torch.tensor(2.0)}))
+        with pytest.raises(TrainingError, match="an input tensor is on cpu"):
+            inputs.admit(torch.ones(2))
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(50, 16), nn.Linear(16, 16)
+            self.register_buffer("positions", torch.randn(9, 16))
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.embedding(tokens) + self.positions).float().sum()
+
+    with (
+        small_engine(tmp_path, model=Positions(), precision="bf16") as engine,
+        pytest.raises(TrainingError, match=r"the buffer 'positions' is torch\.float32"),
+    ):
+        engine(batch(0))
 
 
 # --- engines for inference ---------------------------------------------------------------------

@@ -72,6 +72,37 @@ def lower(path: Path, name: str, **layers: int) -> str:
     return str(path)
 
 
+def test_what_would_move_nothing_changes_no_schedule(tiny: str, tmp_path: Path) -> None:
+    """Where RAM computes nothing can wait in RAM; nor where nothing is recomputed."""
+    path = tmp_path / "ours.json"
+    told = []
+    for offload in ("none", "host"):
+        path.write_text(json.dumps({"activations": {"offload": offload}}))
+        found = answer(str(path), "--model", tiny, "--host", "8GiB", "--tokens", "2048")
+        told.append((found["schedule"]["line"], found["step"]["seconds"]))
+    assert told[0] == told[1]
+    assert "wait" not in told[0][0]
+    free, named = (
+        answer(tiny, *DESKTOP, "--no-recompute", *more) for more in ((), ("--activations", "host"))
+    )
+    assert free["step"] == named["step"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tokens", "4096", "--sequence", "2048", "--slices", "3"], "of the 2 samples"),
+        (["--tokens", "4096", "--sequence", "2048", "--micro-batches", "3"], "of the 2 samples"),
+        (["--tokens", "32", "--slices", "64"], "64 slices cannot be made of the 32 tokens"),
+        (["--activations", "disk", "--disk", "0"], "--disk 0, and state or activations"),
+    ],
+)
+def test_pieces_that_cannot_be_are_refused(tiny: str, arguments: list[str], words: str) -> None:
+    code, _, error = run(tiny, *DESKTOP, *arguments)
+    assert code == 2
+    assert words in error
+
+
 # --- the answer ----------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,9 +25,10 @@ from support.small import (
     small_model,
     train,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 import infinity
+from infinity.checkpoint import writer
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.checkpoint.writer import CheckpointWriter
 from infinity.deepspeed.import_checkpoint import import_deepspeed
@@ -37,9 +39,11 @@ from infinity.errors import (
     DoesNotFitError,
     EngineFailedError,
     InfinityWarning,
+    MachineError,
     ResidencyError,
 )
 from infinity.plan.layout import Kind
+from infinity.training import checkpoints
 
 PLACEMENTS = {"disk": ON_DISK, "mixed": MIXED, "device": ON_DEVICE}
 every_placement = pytest.mark.parametrize(
@@ -368,3 +372,104 @@ def test_a_loaded_checkpoint_is_committed_at_once(
         assert engine.resumed
         assert engine.global_steps == 3
         assert same(masters(engine), expected)
+
+
+# --- buffers, and what is beside tensors ----------------------------------------------------------
+
+
+class Buffered(nn.Module):
+    """Around a small model: buffers as models have them."""
+
+    def __init__(self, theta: float = 1.0) -> None:
+        super().__init__()
+        self.model = small_model()
+        mask = torch.ones(4, 4).tril()
+        self.register_buffer("mask", mask.expand(3, 4, 4), persistent=False)
+        self.register_buffer("theta", torch.full((4,), theta), persistent=False)
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.bfloat16))
+        self.register_buffer("turned", torch.ones(4, dtype=torch.complex64).conj())
+        grown = torch.zeros(4, dtype=torch.float64)
+        self.first, self.second = nn.Module(), nn.Module()
+        for part in (self.first, self.second):
+            part.register_buffer("cache", grown, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        loss: Tensor = self.model(tokens)
+        return loss
+
+
+def test_buffers_of_any_kind_come_back(nvme: Path, saved: Path) -> None:
+    """Expanded ones, shared ones that have grown, views; persistent ones keep their dtype."""
+    with small_engine(nvme, model=Buffered()) as engine:
+        train(engine, 1)
+        module: Any = engine.module
+        for part in (module.first, module.second):
+            part.cache = part.cache.new_ones(6) if part is module.first else module.first.cache
+        module.mean.fill_(2)
+        engine.save_checkpoint(saved, "one")
+        engine.finish_saving()
+    with small_engine(nvme, model=Buffered(theta=2.0)) as engine:
+        module = engine.module
+        engine.load_checkpoint(saved, load_module_only=True)
+        assert float(module.theta[0]) == 2, "of the module's code"
+        assert float(module.mean[0]) == 2
+        engine.load_checkpoint(saved)
+        assert float(module.theta[0]) == 1
+        assert module.mask.equal(torch.ones(4, 4).tril().expand(3, 4, 4))
+        assert module.first.cache is module.second.cache
+        assert module.first.cache.shape == (6,)
+        assert module.mean.dtype is torch.bfloat16
+
+
+def test_what_is_not_persistent_need_not_be_in_a_checkpoint(nvme: Path, saved: Path) -> None:
+    with small_engine(nvme) as engine:
+        engine.save_checkpoint(saved, "one")
+        engine.finish_saving()
+    model = small_model()
+    model.register_buffer("later", torch.ones(3), persistent=False)
+    with small_engine(nvme, model=model) as engine:
+        engine.load_checkpoint(saved)
+    model = small_model()
+    model.register_buffer("later", torch.ones(3))
+    with (
+        small_engine(nvme, model=model) as engine,
+        pytest.raises(CheckpointError, match="'later' is missing"),
+    ):
+        engine.load_checkpoint(saved)
+
+
+def test_what_no_checkpoint_can_hold_is_told_before(
+    nvme: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_model()
+    model.register_buffer("odd", torch.zeros(2, dtype=torch.complex128), persistent=False)
+    model.register_buffer("table", torch.zeros(40, 8))
+    with small_engine(nvme, model=model) as engine:
+        engine.save_checkpoint(saved, "one")  # without the odd one
+        engine.register_state("much", SimpleNamespace(state_dict=lambda: "x" * 9000))
+        monkeypatch.setattr(writer, "MAX_MANIFEST_BYTES", 9000)
+        with pytest.raises(ConfigError, match="what is to be saved beside tensors comes to"):
+            engine.save_checkpoint(saved, "two", wait=True)
+        model._non_persistent_buffers_set.discard("odd")
+        with pytest.raises(
+            ConfigError, match=r"buffer 'odd' cannot be saved: it is of torch\.comp"
+        ):
+            engine.save_checkpoint(saved, "two")
+    monkeypatch.setattr(checkpoints, "MAX_ARRAY_BYTES", 1024)
+    with pytest.raises(ConfigError, match=r"durable: the buffer 'table' has 1\.25 KiB"):
+        infinity.initialize(model, settings(nvme, durable=True))
+    monkeypatch.undo()
+    assert [path.name for path in nvme.iterdir()] == []
+
+
+def test_older_checkpoints_that_stay_do_not_fail_a_save(
+    nvme: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise MachineError("it cannot be removed")
+
+    monkeypatch.setattr(writer, "prune", refuse)
+    with small_engine(nvme) as engine:
+        with pytest.warns(InfinityWarning, match="was saved, but older checkpoints are left"):
+            engine.save_checkpoint(saved, "one", keep_last=1, wait=True)
+        assert engine.load_checkpoint(saved)[0] == str(saved / "one")

@@ -124,6 +124,12 @@ def test_shares_are_those_of_counting_ticks(tmp_path: Path, seed: int) -> None:
         parts = sum(step.busy[track] for step in shares.steps)
         assert total.busy[track] == pytest.approx(parts, abs=1e-6)
 
+    first = shares.steps[0]
+    within = [(b, e) for b, e in stalls if first.begin <= b * TICK_S < first.end]
+    longest = sorted((e - b for b, e in within), reverse=True)[:5]
+    found = shares.largest_stalls(5, first)
+    assert [s.seconds for s in found] == pytest.approx([n * TICK_S for n in longest], abs=1e-6)
+
     longest = sorted((e - b for b, e in stalls), reverse=True)[:5]
     found = shares.largest_stalls(5)
     assert [s.seconds for s in found] == pytest.approx([n * TICK_S for n in longest], abs=1e-6)

@@ -297,7 +297,7 @@ def test_an_open_window_is_refused_and_stays(tmp_path: Path) -> None:
         with pytest.raises(TrainingError, match=r"micro_step is 1 of 2\n(?s:.*)zero_grad"):
             engine.train_batch(whole(engine, 0))
         assert engine.micro_step == 1
-        engine.zero_grad()
+        Engine.zero_grad(engine)
         with engine.no_sync(), pytest.raises(TrainingError, match="set by hand"):
             engine.train_batch(whole(engine, 0))
         engine.set_gradient_accumulation_boundary(True)

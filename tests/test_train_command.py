@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import transformers
 from rich.console import Console
-from support.runs import settings
+from support.runs import LENGTH, TINY, settings
 from typer.testing import CliRunner
 
 from infinity.calibration import KnownRates
@@ -332,6 +332,28 @@ def test_plans_take_the_overrides_of_runs(tmp_path: Path) -> None:
     code, _, error = run("plan", "7b", "data.sequence_length=32")
     assert code == 2
     assert "'data.sequence_length=32' is no option, and 7b is not" in error
+
+
+def test_a_run_is_planned_as_it_would_train(tmp_path: Path) -> None:
+    """On any number of ranks, and in windows as long as its model sees."""
+    sizes = ["--device", "4GiB", "--host", "16GiB", "--disk", "64GiB", "--json"]
+    batches = {"engine__gradient_accumulation_steps": None, "training__micro_batch": 2}
+    path = write(tmp_path, training__tokens_per_step=4 * 2 * LENGTH, **batches)
+    config = load_run_config(path)
+    for gpus in (1, 2):
+        code, out, error = run("plan", path, "--gpus", str(gpus), *sizes)
+        assert code == 0, error
+        report = json.loads(out)
+        assert report["work"]["micro_batches"] == 4 // gpus
+        assert config.engine_for(LENGTH, gpus).gradient_accumulation_steps == 4 // gpus
+        assert report["work"]["tokens"] == 2 * LENGTH, "of a micro-batch"
+    code, _, error = run("plan", path, "--gpus", "3", *sizes)
+    assert code == 2
+    assert "a step of 4 micro-batches cannot be shared out to 3 ranks" in error
+    path = write(tmp_path, data__sequence_length="auto", training__micro_batch=3)
+    code, out, error = run("plan", path, *sizes)
+    assert code == 0, error
+    assert json.loads(out)["work"]["tokens_per_step"] == 2 * 3 * TINY["n_positions"]
 
 
 def test_a_run_that_is_broken_is_planned_with_its_mistakes(tmp_path: Path) -> None:

@@ -232,7 +232,7 @@ def prune(
     found = checkpoints(root)
     others = [one for one in found if one.tag not in kept]
     room = max(keep - (len(found) - len(others)), 0)
-    doomed = [one for one in others[room:] if _is_ours_alone(root / one.tag)]
+    doomed = [one for one in others[room:] if is_ours_alone(root / one.tag)]
     if not dry_run:
         for one in doomed:
             _remove(root, one)
@@ -246,11 +246,12 @@ def discard(root: Path, tag: str) -> None:
     """
     with suppress(FileNotFoundError):
         one = _found(root / tag)
-        if one.is_ours and _is_ours_alone(root / tag):
+        if one.is_ours and is_ours_alone(root / tag):
             _remove(root, one)
 
 
-def _is_ours_alone(directory: Path) -> bool:
+def is_ours_alone(directory: Path) -> bool:
+    """Whether a directory holds files of a checkpoint, and nothing else."""
     with os.scandir(directory) as entries:
         return all(is_our_file(e.name) and e.is_file(follow_symlinks=False) for e in entries)
 

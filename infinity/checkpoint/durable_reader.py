@@ -234,7 +234,12 @@ class _Part:
         """Pages, counted from the part's first, that are not what was written."""
         count = part.nbytes // PAGE
         start = part.offset // PAGE * CHECKSUM_BYTES
-        return wrong_pages(pages, os.pread(self._sums, count * CHECKSUM_BYTES, start))
+        try:
+            sums = os.pread(self._sums, count * CHECKSUM_BYTES, start)
+        except OSError as error:
+            why = f"checksums of {self.directory} cannot be read: {error.strerror}"
+            raise CheckpointError(why) from error
+        return wrong_pages(pages, sums)
 
     def _place(self, extent: Extent, start: int, held: Sequence[Piece]) -> str:
         """A damaged page of an extent, and whose bytes it holds."""

@@ -33,7 +33,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 DTYPES = {dtype_name(dtype): dtype for dtype in DTYPE_NAMES}  # that safetensors files can hold
 _ALL_DTYPES = {dtype_name(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 _MAX_DEPTH = 100
-_MAX_ARRAY_BYTES = 64 << 20
+MAX_ARRAY_BYTES = 64 << 20
 _SAFE_INT = 2**63
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MARK = "$"
@@ -125,9 +125,9 @@ def _encode_array(value: Any, what: str) -> str:
 
 
 def _check_size(nbytes: int, what: str) -> None:
-    if nbytes > _MAX_ARRAY_BYTES:
+    if nbytes > MAX_ARRAY_BYTES:
         raise ConfigError(
-            f"{what} has {format_size(nbytes)}, more than {format_size(_MAX_ARRAY_BYTES)}",
+            f"{what} has {format_size(nbytes)}, more than {format_size(MAX_ARRAY_BYTES)}",
             because="it becomes text in the manifest",
             remedy="register it as a buffer of the model, or save it in a file of its own",
         )

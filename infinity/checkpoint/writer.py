@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import stat
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ from infinity.checkpoint.manifest import (
     INDEX,
     LATEST_NAME,
     MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
     MAX_SHARD_BYTES,
     MODEL,
     TEMPORARY_SUFFIX,
@@ -46,7 +48,15 @@ from infinity.checkpoint.manifest import (
     cut,
 )
 from infinity.checkpoint.manifest import problems as disagreements
-from infinity.errors import CheckpointError, ConfigError, DoesNotFitError, MachineError, listed
+from infinity.errors import (
+    CheckpointError,
+    ConfigError,
+    DoesNotFitError,
+    InfinityError,
+    InfinityWarning,
+    MachineError,
+    listed,
+)
 from infinity.files import (
     FILE_MODE,
     FOLDER_MODE,
@@ -364,12 +374,26 @@ class CheckpointWriter:
             if index := _index_text(manifest, self._streams):
                 records.append(self._write_index(index))
             data = replace(manifest, files=tuple(records)).to_bytes()
+            if len(data) > MAX_MANIFEST_BYTES:
+                raise ConfigError(
+                    f"what is to be saved beside tensors comes to {format_size(len(data))}, more "
+                    f"than {format_size(MAX_MANIFEST_BYTES)}",
+                    because="client_state and registered states become text in the manifest",
+                    remedy="register large tensors as buffers, or save them in a file of their own",
+                )
             write_new(self._temporary / MANIFEST_NAME, data, FILE_MODE)
             sync_directory(self._temporary)
             self._publish(save_latest=save_latest)
         self.written = Written(self.root, self.tag, self._specs, tuple(records), files)
         if keep_last is not None:
-            prune(self.root, keep_last, keep_too=(self.tag,))
+            try:
+                prune(self.root, keep_last, keep_too=(self.tag,))
+            except InfinityError as error:  # this one is there
+                warnings.warn(
+                    f"{self.path} was saved, but older checkpoints are left: {error}",
+                    InfinityWarning,
+                    stacklevel=2,
+                )
         return self.path
 
     def _check_open(self) -> None:

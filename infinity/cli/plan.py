@@ -264,7 +264,7 @@ def plan(
             refresh=refresh,
         )
         if (run := _find_run(target, overrides or [])) is not None:
-            wishes = replace(wishes, run=run, tokens=tokens or run.tokens_of_a_step)
+            wishes = replace(wishes, run=run)
         with stdout_is_ours(), _no_collections():
             report = report_of(wishes, _size("--endurance", endurance) or 0)
         if as_json:
@@ -297,13 +297,18 @@ def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
 
     source, target, translation = _find(wishes)
     machine = _machine(wishes, source)
+    if (run := wishes.run) is not None:  # a step is the same on any number of ranks
+        length = run.length_for(_context_of(target))
+        source = _with_flags(run.engine_for(length, machine.ranks), wishes)
+        wishes = replace(
+            wishes, sequence=length, tokens=wishes.tokens or run.tokens_of_a_step(length)
+        )
     config = _on_machine(_as_trained(source, wishes, target), wishes, machine)
     groups = groups_of(target.module, config)
     cut = cut_model(target.module, config, groups, None, machine.ranks)
     tokens = -(-(wishes.tokens or DEFAULT_TOKENS * machine.ranks) // machine.ranks)
 
-    length = wishes.sequence if wishes.run is None else wishes.run.data.sequence_length
-    known = length if isinstance(length, int) else None
+    known = wishes.sequence
     case = case_for(
         target,
         cut,
@@ -316,10 +321,33 @@ def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
         length=known,
     )
     samples = None if known is None else max(tokens // known, 1)
-    chosen = choose_schedule(case, _wish(wishes, config), samples)
+    wish = _wish(wishes, config)
+    _check_pieces(wish, tokens, samples)
+    chosen = choose_schedule(case, wish, samples)
     found = report(chosen.case, target, cut, rated_bytes, chosen)
     found["machine"]["assumed_disk"] = next(map(str, _assumed_disk(wishes)), None)
     return found if translation is None else found | {"deepspeed": translation.table()}
+
+
+def _check_pieces(wish: BatchSchedule, tokens: int, samples: int | None) -> None:
+    """Raise `ConfigError` for pieces of a step that no loop can hand over."""
+    count, slices = wish.micro_batches or 1, wish.slices or 1
+    what, most = ("tokens", tokens) if samples is None else ("samples", samples)
+    if count * slices > most or (samples is not None and samples % (count * slices)):
+        raise ConfigError(
+            f"{count} micro-batches in {slices} slices cannot be made of the {most:,} {what} of a "
+            "rank's step",
+            because="every piece has as many, and at least one",
+            remedy="other --micro-batches and --slices, or more --tokens",
+        )
+
+
+def _context_of(target: Target) -> int | None:
+    """How many tokens a model can see, where its configuration says so."""
+    config: Any = getattr(target.module, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found = getattr(text, "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def _as_trained(config: Config, wishes: Wishes, target: Target) -> Config:
@@ -409,13 +437,7 @@ def _find(wishes: Wishes) -> tuple[Config, Target, Translation | None]:
             f"{wishes.target} is a configuration, which names no model",
             remedy="add --model 7b, or --model with a config.json",
         )
-    flags = {
-        "precision": wishes.precision,
-        "optimizer.moments": wishes.moments,
-        "frozen.rest": wishes.rest,
-        "gradient_accumulation_steps": wishes.micro_batches,
-    }
-    given = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]
+    given = _flags(wishes)
     if run is not None:
         _takes_no_class(wishes, wishes.target, wishes.model is None)
         if wishes.lora is not None and wishes.model is None:
@@ -424,13 +446,30 @@ def _find(wishes: Wishes) -> tuple[Config, Target, Translation | None]:
                 remedy="add --model 70b, or a config.json, to plan for adapters over it",
             )
         target = _model(wishes.model, wishes) if wishes.model is not None else _model_of(run)
-        return load_config(run.engine_for(run.data.sequence_length), given), target, None
+        return _with_flags(run.engine, wishes), target, None
     translation = find_translation(wishes.target, given, lenient=True) if theirs else None
     if translation is not None:
         config = translation.config
     else:
         config = load_config({} if is_model else wishes.target, given)
     return config, _model(wishes.target if is_model else str(wishes.model), wishes), translation
+
+
+def _flags(wishes: Wishes) -> list[str]:
+    """What flags say of a configuration, as overrides."""
+    flags = {
+        "precision": wishes.precision,
+        "optimizer.moments": wishes.moments,
+        "frozen.rest": wishes.rest,
+        "gradient_accumulation_steps": wishes.micro_batches,
+    }
+    return [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]
+
+
+def _with_flags(config: Config, wishes: Wishes) -> Config:
+    from infinity.config.schema import load_config
+
+    return load_config(config, _flags(wishes))
 
 
 def _model(text: str, wishes: Wishes) -> Target:
@@ -579,6 +618,11 @@ def _on_machine(config: Config, wishes: Wishes, machine: PlanMachine) -> Config:
             f"budget.host is {format_size(budget)}, but the machine has "
             f"{format_size(machine.host_bytes)} of RAM",
             remedy="lower budget.host, or leave it out",
+        )
+    if wishes.disk == 0 and "disk" in (*vars(config.placement).values(), wishes.offload):
+        raise ConfigError(
+            "--disk 0, and state or activations are asked to rest on disk",
+            remedy="leave --disk out, or give its size; or change placement and activations",
         )
     paths = wishes.paths or config.nvme_path or SOME_DISK
     return config.model_copy(update={"nvme_path": paths if machine.disk_bytes else ()})

@@ -7,7 +7,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from infinity.checkpoint.directory import is_ours_alone
 from infinity.checkpoint.manifest import check_tag
 from infinity.config.deepspeed_keys import KEYS, read_value
 from infinity.deepspeed.flops import FlopsProfiler
@@ -84,6 +85,15 @@ def _told(key: str) -> Callable[[DeepSpeedEngine], Any]:
 
     method.__doc__ = f"What the configuration says of {key}, else DeepSpeed's default."
     return method
+
+
+def _take_back(root: Path) -> None:
+    """Give checkpoints their names again that a save which was killed was about to replace."""
+    for old in root.glob("*.replaced"):
+        place = old.with_name(old.name.removesuffix(".replaced"))
+        if not place.exists():
+            with suppress(OSError):
+                old.rename(place)
 
 
 class Answer(float):
@@ -214,7 +224,8 @@ class DeepSpeedEngine(Engine):
             raise TrainingError(
                 f"the window of {self._window.length} micro-batches has begun: "
                 f"{self._window.micro_step} are behind us",
-                remedy="change it right after the step() that updates, or zero_grad() first",
+                remedy="change it right after the step() that updates; Engine.zero_grad(engine) "
+                "drops the window",
             )
         self._window.set_length(steps)
 
@@ -295,6 +306,11 @@ class DeepSpeedEngine(Engine):
         """
         self._check_usable()
         self._drop_arrivals()
+
+    @exclusive
+    def _drop_arrivals(self) -> None:
+        if self._window.has_news:
+            self._stepper.roll_back()
 
     def get_mom(self) -> list[Any]:
         """The momentum of each parameter group, or its betas."""
@@ -449,7 +465,8 @@ class DeepSpeedEngine(Engine):
         """As `Engine.save_checkpoint`, and whole when this returns; tags are any that have a text.
 
         Without `wait` it is copied while training goes on. One that is there by that tag is
-        replaced: until the new one is whole it is called `TAG.replaced`.
+        replaced: until the new one is whole it is called `TAG.replaced`, and is found so. Raises
+        `ConfigError` where other files are in its directory.
         """
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         check_tag(name)
@@ -458,8 +475,15 @@ class DeepSpeedEngine(Engine):
         with self.ranks.settle("makes room for a checkpoint"):
             if not self.ranks.rank:
                 make_directories(place.parent)
+                _take_back(place.parent)
             replaces = self.ranks.rank == 0 and place.is_dir()
             if replaces:
+                if not is_ours_alone(place):
+                    raise ConfigError(
+                        f"{place} holds other files than those of a checkpoint",
+                        because="a checkpoint of that tag would replace it",
+                        remedy="another tag; or keep those files elsewhere",
+                    )
                 shutil.rmtree(old, ignore_errors=True)
                 place.rename(old)
         waits = self.ranks.meet("makes room for a checkpoint", int(wait or replaces))
@@ -487,6 +511,9 @@ class DeepSpeedEngine(Engine):
         custom_load_fn: None = None,
     ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
         """As `Engine.load_checkpoint`."""
+        with self.ranks.settle("looks for a checkpoint"):
+            if not self.ranks.rank:
+                _take_back(Path(load_dir).expanduser())
         return super().load_checkpoint(
             load_dir,
             None if tag is None else str(tag),

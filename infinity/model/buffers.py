@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from infinity.errors import CheckpointError
 
+_Place = tuple[nn.Module, str]
+
 
 @dataclass(frozen=True)
 class Buffer:
@@ -26,13 +28,13 @@ class Buffer:
 
     names: tuple[str, ...]
     persistent: bool
-    owner: nn.Module
-    key: str
+    places: tuple[_Place, ...]
 
     @property
     def value(self) -> Tensor:
         """The tensor that is registered now."""
-        found = self.owner._buffers[self.key]
+        owner, key = self.places[0]
+        found = owner._buffers[key]
         assert found is not None
         return found
 
@@ -47,6 +49,7 @@ def find_buffers(module: nn.Module) -> list[Buffer]:
                 old,
                 names=(*old.names, *buffer.names),
                 persistent=old.persistent or buffer.persistent,
+                places=(*old.places, *buffer.places),
             )
     return list(found.values())
 
@@ -61,37 +64,52 @@ def _each_name(module: nn.Module) -> Iterator[Buffer]:
         for key, value in child._buffers.items():
             if value is not None:
                 name = f"{prefix}.{key}" if prefix else key
-                yield Buffer((name,), key not in child._non_persistent_buffers_set, child, key)
+                persistent = key not in child._non_persistent_buffers_set
+                yield Buffer((name,), persistent, ((child, key),))
 
 
 def check_buffers(module: nn.Module, saved: Mapping[str, tuple[int, ...]], *, strict: bool) -> None:
-    """Raise `CheckpointError` where persistent buffers and saved shapes (by name) disagree."""
+    """Raise `CheckpointError` where persistent buffers and saved shapes (by name) disagree.
+
+    Others come with the module's code: a checkpoint of elsewhere need not have them.
+    """
     problems = []
     for buffer in find_buffers(module):
         name, shape = buffer.names[0], tuple(buffer.value.shape)
         if name not in saved:
-            problems += [f"{name!r} is missing"] if strict else []
+            problems += [f"{name!r} is missing"] if strict and buffer.persistent else []
         elif buffer.persistent and saved[name] != shape:
             problems.append(f"{name!r} has shape {saved[name]}, not {shape}")
     if problems:
         raise CheckpointError(f"buffers do not fit the model: {'; '.join(problems)}")
 
 
-def put_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Give buffers saved values, in place where shape and dtype allow it; others are left."""
+def put_buffers(
+    module: nn.Module, values: Mapping[str, Tensor], *, persistent_only: bool = False
+) -> None:
+    """Give buffers saved values, in place where that can be; others are left.
+
+    Persistent ones keep their dtype, as by torch.
+    """
     for buffer in find_buffers(module):
         value = values.get(buffer.names[0])
-        if value is None:
+        if value is None or (persistent_only and not buffer.persistent):
             continue
         here = buffer.value
-        if here.shape == value.shape and here.dtype is value.dtype:
+        same = here.shape == value.shape and (buffer.persistent or here.dtype is value.dtype)
+        if same and _is_writable(here):
             with torch.no_grad():
                 here.copy_(value)
         else:  # modules may grow what is not persistent
-            buffer.owner._buffers[buffer.key] = value.to(here.device)
+            new = value.to(here.device, here.dtype if same else None)
+            for owner, key in buffer.places:
+                owner._buffers[key] = new
 
 
-_Place = tuple[nn.Module, str]
+def _is_writable(value: Tensor) -> bool:
+    """Whether it may be written in place: no element is there twice, as in an expanded one."""
+    twice = any(s == 0 and n > 1 for s, n in zip(value.stride(), value.shape, strict=True))
+    return not twice and not value.is_inference()
 
 
 class Rerun:

@@ -409,7 +409,7 @@ class Deferral(DispatchMode):  # type: ignore[no-untyped-call]
         reads = tuple(dict.fromkeys(p.storage for p in places))
         mutated = [t for t in mutated_arguments(call, args, kwargs) if self.holds(t)]
         writes = tuple(dict.fromkeys(storage_key(t) for t in mutated))
-        over = self._overwritten(call, mutated)
+        over = self._overwritten(call, mutated, places)
         shadows = {key: self._revive(key, overwritten=key == over) for key in reads}
         real_args, real_kwargs = tree_map(lambda x: _real(x, shadows), (args, kwargs))
         result = call(*real_args, **real_kwargs)
@@ -453,10 +453,15 @@ class Deferral(DispatchMode):  # type: ignore[no-untyped-call]
             return value
         return _place(value) if self.holds(value) else value.detach().clone()
 
-    def _overwritten(self, call: Any, mutated: Sequence[Tensor]) -> int | None:
+    def _overwritten(
+        self, call: Any, mutated: Sequence[Tensor], places: Sequence[_Place]
+    ) -> int | None:
+        """The storage whose past does not matter any more: all of it is written, and not read."""
         if call.overloadpacket.__name__ not in _OVERWRITES or len(mutated) != 1:
             return None
         place = _place(mutated[0])
+        if sum(one.storage == place.storage for one in places) > 1:
+            return None
         whole = place.numel * place.dtype.itemsize == self._storages[place.storage].nbytes
         return place.storage if whole else None
 

@@ -66,8 +66,8 @@ class Cycles:
 
         def before() -> None:
             caches.append(torch.is_autocast_cache_enabled())
+            torch.set_autocast_cache_enabled(False)  # it would keep casts of weights that move
             if not torch.is_grad_enabled():
-                torch.set_autocast_cache_enabled(False)  # it would keep casts of weights that move
                 self.begin(last_micro_batch=False)
 
         def after() -> None:

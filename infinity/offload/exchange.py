@@ -132,7 +132,9 @@ class GradientExchange:
             here = {parameter for first in firsts.values() for parameter in first}
             flags = [parameter in here for parameter in self._parameters]
             flags += [self._is_wide(unit) for unit in range(len(self._wanted))]
-            table = self._ranks.gather(torch.tensor(flags, dtype=torch.uint8)).tolist()
+            table = self._ranks.gather(
+                torch.tensor(flags, dtype=torch.uint8, device="cpu")
+            ).tolist()
             num_parameters = len(self._parameters)
             told = [{p for p, there in zip(self._parameters, row, strict=False) if there}
                     for row in table]  # fmt: skip
@@ -238,7 +240,7 @@ class NormTree:
         sizes = {p: self._told[p] for p in parameters}
         length = max(sum(told[r] for told in sizes.values()) for r in range(self._ranks.count))
         self._moved("all_gather", 8 * length * (self._ranks.count - 1))
-        told, at = torch.zeros(length, dtype=torch.float64), 0
+        told, at = torch.zeros(length, dtype=torch.float64, device="cpu"), 0
         for parameter in parameters:
             count = sizes[parameter][self._ranks.rank]
             if count:

@@ -566,7 +566,7 @@ class GradientStore:
             return self._read(parameter)
         shards = (self.plan.units[unit].of_shard(rank) for rank in range(self.ranks.count))
         sizes = [part_size(segment.parameter, shard) for shard in shards]
-        padded = torch.zeros(max(sizes), dtype=self.dtype)
+        padded = torch.zeros(max(sizes), dtype=self.dtype, device="cpu")
         if parameter in self._places:
             padded[: sizes[self.ranks.rank]] = self._read(parameter)
         self.ranks.meet(f"reads the gradient of {segment.name!r}")

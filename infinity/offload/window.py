@@ -133,7 +133,8 @@ class AccumulationWindow:
                 "train_batch() in the middle of an accumulation window: micro_step is "
                 f"{self.micro_step} of {self.length}"
                 + (", and a backward has been" if self.backwards else ""),
-                remedy="finish the window with backward() and step(), or zero_grad() to drop it",
+                remedy="finish the window with backward() and step(), or drop it: "
+                "Engine.zero_grad(engine)",
             )
 
     def _refusal(self, kind: type[Any], what: str) -> Any:

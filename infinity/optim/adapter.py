@@ -43,6 +43,7 @@ from infinity.optim.cpu import CpuKernels
 from infinity.optim.moments import Moment
 from infinity.optim.update import Tile
 
+_HOST_FP32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults are
 # Below torch's grain of 32768, from which on it cuts loops between threads.
 TILE_ELEMENTS = 1 << 14
 
@@ -149,10 +150,11 @@ class AdapterRule:
             adapted = AdaptedOptimizer(self.facts, SMALL_ELEMENTS)
             if kept is not None:
                 adapted.kept_by_parameter[0] = kept
-            weight, moments = torch.linspace(0.5, 1, numel), tuple(m.clone() for m in values)
-            for step in range(1, _REHEARSED_STEPS + 1):
-                tile = Tile(0, shape, 0, weight, None, moments, weight.clone(), captured, step)
-                adapted.update([tile], 1.0)
+            with torch.device("cpu"):  # whatever the default is: the pass has a thread without
+                weight, moments = torch.linspace(0.5, 1, numel), tuple(m.clone() for m in values)
+                for step in range(1, _REHEARSED_STEPS + 1):
+                    tile = Tile(0, shape, 0, weight, None, moments, weight.clone(), captured, step)
+                    adapted.update([tile], 1.0)
         return adapted.kept_by_parameter[0], moments
 
     def _refusal(
@@ -202,8 +204,8 @@ class AdaptedOptimizer:
         # Of a parameter's last tile: where it ended, and what was kept before that step.
         self._last: dict[int, tuple[int, _Kept | None]] = {}
         self._worker = facts.worker
-        self._master = torch.empty(tile_elements if kernels is not None else 0)
-        self._gradient = torch.empty(tile_elements)
+        self._master = torch.empty(tile_elements if kernels is not None else 0, **_HOST_FP32)
+        self._gradient = torch.empty(tile_elements, **_HOST_FP32)
 
     def begin(self, hypers: Mapping[int, Any], steps: Mapping[int, int]) -> None:
         """Nothing is known before the adapted optimizer has stepped."""

@@ -77,7 +77,7 @@ def open_adapter(
     worker = _without_parameters(instance, real.values())
     make_state = _state_maker(make, instance) if has_state and make is not None else None
     facts = AdapterFacts(name, worker, made, instance.defaults, make_state=make_state)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         return _try_out(facts)
 
 

@@ -248,7 +248,7 @@ class CpuKernels:
         self._require_open()
         n = tensor.numel()
         check_tensor("tensor", tensor, n, FLOATS, _HOST)
-        sums = torch.empty(-(-n // SQUARE_BLOCK), dtype=torch.float64)
+        sums = torch.empty(-(-n // SQUARE_BLOCK), dtype=torch.float64, device="cpu")
         source, dtype = tensor.data_ptr(), _CODES[tensor.dtype]
         self.pool.square_blocks(n=n, source=source, source_dtype=dtype, sums=sums.data_ptr())
         return sums

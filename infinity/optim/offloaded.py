@@ -107,7 +107,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 because="moments rest in the engine's tiers, and loading them is not built yet",
                 remedy="load the groups only: {**state, 'state': {}}",
             )
+        groups = self.param_groups  # schedulers, and an optimizer that was passed, hold these
         optimizer_method("load_state_dict")(self, state_dict)
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        self.param_groups = groups
 
     def state_dict(self) -> dict[str, Any]:
         """The groups, as torch's; moments rest in the engine's tiers."""

@@ -245,13 +245,15 @@ class KernelUpdater:
 
         SGD's buffer is there from its first step with momentum on, as torch's is.
         """
-        state: dict[str, Any] = {"step": torch.tensor(float(step))} if hyper.counts else {}
+        state: dict[str, Any] = (
+            {"step": torch.tensor(float(step), device="cpu")} if hyper.counts else {}
+        )
         if hyper.switch:
             kept = moments if parameter in self._begun else ()
         else:
             kept = moments[: hyper.num_moments]
         for name, moment, unsigned in zip(hyper.state_names, kept, hyper.unsigned, strict=False):
-            values = torch.empty(moment.values.numel(), dtype=torch.float32)
+            values = torch.empty(moment.values.numel(), dtype=torch.float32, device="cpu")
             self.kernels.decode(moment, values, signed=not unsigned)
             state[name] = values.view(shape)
         return state

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from infinity.config.schema import ActivationsConfig, Config, Offload, Recompute, checkpoint_of
@@ -157,9 +157,12 @@ class _Search:
     ) -> None:
         self.case = case
         self.margin = margin
+        unified = case.machine.unified
+        if (wish.offload == "host" and unified) or (wish.offload and wish.recompute == 0):
+            wish = replace(wish, offload="none")  # it would move nothing
         self.wish = wish
         self.tokens = case.work.tokens
-        self.pieces = sequences or max(self.tokens // LEAST_TOKENS[case.machine.unified], 1)
+        self.pieces = sequences or max(self.tokens // LEAST_TOKENS[unified], 1)
         self.known = sequences is not None
         self.blocks = num_blocks(case.units)
         self._rooms: dict[tuple[bool, str, int], int] = {}
@@ -172,16 +175,19 @@ class _Search:
             if not tried:
                 continue
             self.found += tried
-            seconds = min(map(_seconds, tried))
+            best = min(tried, key=_seconds)
+            seconds = _seconds(best)
+            if seconds > WORSE * fastest and self._may_refine(best):
+                seconds = _seconds(self._halve(best))  # fewer blocks may have to be recomputed
             slower = slower + 1 if seconds > WORSE * fastest else 0
             fastest = min(seconds, fastest)
             if slower == MOST_SLOWER:
                 break
         self._refine()
         ranked = sorted(self.found, key=_seconds)
-        best = ranked[0] if ranked else None
-        others = (p for p in ranked if best is not None and _way(p) != _way(best))
-        return Chosen(self.wish, best, next(others, None), self._smallest())
+        first = ranked[0] if ranked else None
+        others = (p for p in ranked if first is not None and _way(p) != _way(first))
+        return Chosen(self.wish, first, next(others, None), self._smallest())
 
     def _counts(self) -> Iterator[int]:
         """Numbers of micro-batches."""
@@ -291,16 +297,17 @@ class _Search:
 
     def _refine(self) -> None:
         """Between as few recomputed blocks as must be and all of them, for the best counts."""
-        if self.wish.recompute is not None or not self.blocks:
-            return
         best: dict[tuple[int, int], Priced] = {}
         for priced in sorted(self.found, key=_seconds):
             best.setdefault((priced.case.micro_batches, priced.case.work.slices), priced)
         for priced in list(best.values())[:MOST_REFINED]:
-            if priced.case.work.recompute:
+            if self._may_refine(priced):
                 self._halve(priced)
 
-    def _halve(self, best: Priced) -> None:
+    def _may_refine(self, priced: Priced) -> bool:
+        return self.wish.recompute is None and bool(self.blocks and priced.case.work.recompute)
+
+    def _halve(self, best: Priced) -> Priced:
         """Look between the best number so far and its neighbours among those that were tried."""
         now = BatchSchedule.of(best.case)
         low, high = 0, self.blocks
@@ -318,6 +325,7 @@ class _Search:
                     best, at = priced, middle
                     break
                 low, high = (middle, high) if middle < at else (low, middle)
+        return best
 
     def _smallest(self) -> Case:
         """The least activations that wishes allow."""

@@ -159,8 +159,8 @@ def _state(told: Told) -> Iterable[tuple[str, str]]:
     model = mapping(told.plan.get("model"))
     if "parameters" in model:
         words.insert(0, f"{format_count(model['parameters'])} parameters")
-    if told.plan.get("schedule"):
-        words.append(str(told.plan["schedule"]["line"]))
+    if line := mapping(told.plan.get("schedule")).get("line"):
+        words.append(str(line))
     if words:
         yield "; ".join(words), "soft"
 
@@ -479,7 +479,7 @@ def _faster(page: Page, told: Told) -> None:
         waited = 1 - whole[_FREE] / total
         note = f"a step takes {format_duration(total)}, {waited:.1%} of it waits"
         step = mapping(told.plan.get("step"))
-        if "seconds" in step:
+        if {"seconds", "binds"} <= set(step):
             binds = str(step["binds"]).replace("_", " ")
             note += f"; the plan expected {format_duration(step['seconds'])}, and {binds} to bind"
         page.table("What a step waited for, and what helps", rows, note)
@@ -490,6 +490,7 @@ def _faster(page: Page, told: Told) -> None:
             way["how"],
         )
         for way in told.plan.get("faster") or ()
+        if {"speed_up", "what", "changes_batch", "how"} <= set(mapping(way))
     ]
     if ways:
         page.table("What a change would gain, by the plan", ways, "each planned again; predicted")

@@ -186,12 +186,8 @@ class Loop:
 
     def _failed(self, error: InfinityError) -> None:
         """Go on without a checkpoint."""
-        path, root = self._saving, self.checkpoints
+        path = self._saving
         assert path is not None
-        if latest(root) == path:
-            self.watcher.note(f"{path.name} is whole, but older ones were not removed: {error}")
-            self._is_whole(path)
-            return
         every, soon = self._checkpoint_every, self._saved_step != self._retry_step
         self._saving, self._saved_step = None, -1
         self._retry_step = self.step + max(1, every // _SOON) if soon else -1

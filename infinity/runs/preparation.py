@@ -42,7 +42,6 @@ from infinity.runs.settings import (
     ALL_LINEAR,
     AUTO,
     BYTES,
-    DEFAULT_LENGTH,
     AdapterSection,
     RunConfig,
 )
@@ -540,9 +539,7 @@ def _find_tokenizer(config: RunConfig, required: bool) -> Tokenizer | None:
 
 
 def _length(config: RunConfig, facts: ModelFacts) -> int:
-    length = config.data.sequence_length
-    if length == "auto":
-        return min(facts.context or DEFAULT_LENGTH, DEFAULT_LENGTH)
+    length = config.length_for(facts.context)
     if facts.context is not None and length > facts.context:
         raise ConfigError(
             f"data.sequence_length is {length}, and {facts.name} sees {facts.context} tokens",

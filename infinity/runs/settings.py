@@ -231,11 +231,15 @@ class RunConfig(Section):
         told = "micro_batch" in training.model_fields_set or self.model.gradient_checkpointing
         return training.tokens_per_step is not None and not told
 
-    @property
-    def tokens_of_a_step(self) -> int:
-        """All micro-batches together; of windows as long as the model may see where not said."""
-        training, length = self.training, self.data.sequence_length
-        tokens = training.micro_batch * (DEFAULT_LENGTH if length == "auto" else length)
+    def length_for(self, context: int | None) -> int:
+        """Tokens of a window, of a model that sees so many (None: nobody says)."""
+        length = self.data.sequence_length
+        return min(context or DEFAULT_LENGTH, DEFAULT_LENGTH) if length == "auto" else length
+
+    def tokens_of_a_step(self, length: int) -> int:
+        """All micro-batches of windows of `length` tokens together."""
+        training = self.training
+        tokens = training.micro_batch * length
         return training.tokens_per_step or tokens * self.engine.gradient_accumulation_steps
 
     @field_validator("training")

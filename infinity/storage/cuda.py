@@ -411,7 +411,7 @@ class CudaDevice(Device):
         with torch.cuda.stream(stream):
             sums = torch.empty(len(tensors), dtype=torch.float64, device=self.torch_device)
             self._kernels.square_sums(tensors, sums, stream)
-            numbers = torch.empty(len(tensors), dtype=torch.float64, pin_memory=True)
+            numbers = torch.empty(len(tensors), dtype=torch.float64, device="cpu", pin_memory=True)
             numbers.copy_(sums, non_blocking=True)
         return _CudaSquareSums(numbers, CudaEvent(stream))
 

@@ -112,7 +112,7 @@ def wrong_pages(pages: Tensor, stored: bytes) -> list[int]:
     count = pages.numel() // PAGE
     data = bytearray(stored.ljust(count * CHECKSUM_BYTES, b"\0"))
     wanted = torch.frombuffer(data, dtype=torch.int32)
-    found = torch.empty(count, dtype=torch.int32)
+    found = torch.empty(count, dtype=torch.int32, device="cpu")
     _aio.crc32c_blocks(pages.data_ptr(), pages.numel(), PAGE, found.data_ptr())
     return [int(page) for page in (found != wanted).nonzero()]
 

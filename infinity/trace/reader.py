@@ -342,10 +342,13 @@ class Shares:
             causes={cause: length(clip(times, window)) for cause, times in self._causes.items()},
         )
 
-    def largest_stalls(self, count: int = 10) -> list[Stall]:
-        """The longest waits of the training thread, longest first."""
+    def largest_stalls(self, count: int = 10, only: StepShares | None = None) -> list[Stall]:
+        """The longest waits of the training thread, longest first; of one step if asked for."""
         steps, found = self.timeline.of("step"), []
-        longest = sorted(self.timeline.of("stall"), key=lambda s: -s.seconds)[:count]
+        stalls = self.timeline.of("stall")
+        if only is not None:
+            stalls = tuple(s for s in stalls if only.begin <= s.begin < only.end)
+        longest = sorted(stalls, key=lambda s: -s.seconds)[:count]
         for stall in (s for s in longest if s.seconds > 0):
             window = stall.begin, stall.end
             during = {track: length(clip(self._busy[track], window)) for track in CAUSES}
@@ -442,7 +445,7 @@ def report_data(
         "notes": notes,
         "steps": [step_data(step) for step in (shares.steps if only is None else [only])],
         "whole": None if total is None else step_data(total),
-        "largest_stalls": [asdict(stall) for stall in shares.largest_stalls(num_stalls)],
+        "largest_stalls": [asdict(stall) for stall in shares.largest_stalls(num_stalls, only)],
     }
 
 

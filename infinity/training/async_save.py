@@ -366,8 +366,8 @@ class Saver:
 
 def _gather_rows(ranks: Ranks, own: Tensor) -> Tensor:
     """Those of all ranks, one after the other."""
-    counts = ranks.gather(torch.tensor([own.shape[0]]))[:, 0].tolist()
-    padded = torch.zeros((max(counts), own.shape[1]), dtype=own.dtype)
+    counts = ranks.gather(torch.tensor([own.shape[0]], device="cpu"))[:, 0].tolist()
+    padded = torch.zeros((max(counts), own.shape[1]), dtype=own.dtype, device="cpu")
     padded[: own.shape[0]] = own
     found = ranks.gather(padded.view(-1)).view(len(counts), *padded.shape)
     return torch.cat([rows[:count] for rows, count in zip(found, counts, strict=True)])

@@ -27,13 +27,14 @@ from infinity.checkpoint.manifest import (
     ParameterRecord,
     differences,
 )
-from infinity.checkpoint.plain import decode, encode
+from infinity.checkpoint.plain import MAX_ARRAY_BYTES, decode, encode
 from infinity.checkpoint.ranges import RangeWriter
 from infinity.checkpoint.reader import CheckpointReader, StateReader, find_tag
 from infinity.checkpoint.streams import Piece, frozen_pieces, pieces, state_streams
 from infinity.checkpoint.writer import CheckpointWriter, TensorSpec, files_of, temporary_of
 from infinity.errors import (
     CheckpointError,
+    ConfigError,
     EngineFailedError,
     InfinityError,
     InfinityWarning,
@@ -41,10 +42,12 @@ from infinity.errors import (
     listed,
 )
 from infinity.model.buffers import Buffer, check_buffers, find_buffers, put_buffers
+from infinity.model.weight_files import DTYPE_NAMES
 from infinity.offload.state import StateStore
 from infinity.plan.layout import Kind
 from infinity.plan.plan import Plan
 from infinity.ranks import check_alike
+from infinity.sizes import format_size
 from infinity.storage.run_dir import RECORD_NAME
 from infinity.storage.staging import host_buffer
 from infinity.training.parameter_access import Values, share_kept
@@ -176,7 +179,7 @@ class Checkpoints:
             self._settle()
         tag = tag if tag is not None else f"global_step{self._stepper.progress.steps}"
         gradients = sorted(rooms.gradients.arrived())
-        buffers = find_buffers(self._module)
+        buffers = self._saved_buffers()
         streams = state_streams(rooms.plan)
         if gradients:
             dtype = rooms.gradients.dtype
@@ -317,7 +320,7 @@ class Checkpoints:
                 prefetcher.failure = None
             try:
                 with ranks.settle("loads a checkpoint"):
-                    self._replace(reader, full=full)
+                    self._replace(reader, wanted, full=full)
                     self._restore(reader, run, wanted)
                 self._commit(reader)
             except BaseException:
@@ -355,7 +358,7 @@ class Checkpoints:
             self._rooms.prefetcher.fail(error)
             raise
 
-    def _replace(self, reader: StateReader, *, full: bool) -> None:
+    def _replace(self, reader: StateReader, wanted: Wanted, *, full: bool) -> None:
         self._settle()
         self._window.start_over()
         self._rooms.gradients.reset()
@@ -364,7 +367,8 @@ class Checkpoints:
             self._load_gradients(reader)
         else:
             self._load_weights(reader)
-        put_buffers(self._module, {n: reader.read(BUFFERS, n) for n in reader.names(BUFFERS)})
+        values = {n: reader.read(BUFFERS, n) for n in reader.names(BUFFERS)}
+        put_buffers(self._module, values, persistent_only=wanted.module_only)
 
     def _check(
         self, reader: StateReader, run: dict[str, Any], wanted: Wanted, *, full: bool
@@ -448,13 +452,28 @@ class Checkpoints:
 
     def document(self, window: OpenWindow | None = None) -> Mapping[str, Any]:
         """All that a committed step needs beside the state at rest; see `checkpoint/commits.py`."""
-        buffers = find_buffers(self._module)
+        buffers = [b for b in find_buffers(self._module) if b.persistent or not _is_large(b)]
         return Document(
             run=self.run_state.capture(),
             buffers={b.names[0]: b.value.detach().cpu() for b in buffers},
             persistent=frozenset(b.names[0] for b in buffers if b.persistent),
             window=window,
         ).to_json()
+
+    def _saved_buffers(self) -> list[Buffer]:
+        """Those that a checkpoint can hold; raises `ConfigError` for a persistent one of others."""
+        found = []
+        for buffer in find_buffers(self._module):
+            value = buffer.value
+            if value.layout is torch.strided and value.dtype in DTYPE_NAMES:
+                found.append(buffer)
+            elif buffer.persistent:
+                raise ConfigError(
+                    f"the buffer {buffer.names[0]!r} cannot be saved: it is of {value.dtype}, "
+                    f"{value.layout}, which safetensors files do not hold",
+                    remedy="register_buffer(..., persistent=False), or register_state(name, ...)",
+                )
+        return found
 
     def restore_document(self, document: Mapping[str, Any]) -> None:
         """Go on from a committed step. Raises `CheckpointError`."""
@@ -492,7 +511,26 @@ class Checkpoints:
 def _write(writer: CheckpointWriter | None, stream: str, value: Tensor) -> None:
     """The bytes of a tensor, where there is a writer: of several ranks the first has it."""
     if writer is not None:
-        writer.write(stream, value.detach().cpu().contiguous().view(-1).view(torch.uint8))
+        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        writer.write(stream, plain.view(-1).view(torch.uint8))
+
+
+def check_committed(module: nn.Module) -> None:
+    """Raise `ConfigError` for a buffer that is too large for a commit."""
+    for buffer in find_buffers(module):
+        if buffer.persistent and _is_large(buffer):
+            raise ConfigError(
+                f"durable: the buffer {buffer.names[0]!r} has {format_size(buffer.value.nbytes)}, "
+                f"more than {format_size(MAX_ARRAY_BYTES)}",
+                because="every commit holds all buffers, but those that are not persistent",
+                remedy="register_buffer(..., persistent=False), if the model's code makes it; or "
+                "a frozen parameter",
+            )
+
+
+def _is_large(buffer: Buffer) -> bool:
+    """Whether it is more than one value of a commit may be."""
+    return buffer.value.nbytes > MAX_ARRAY_BYTES
 
 
 def _finish(writer: CheckpointWriter | None, manifest: Manifest, **how: Any) -> None:

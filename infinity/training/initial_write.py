@@ -134,7 +134,9 @@ class InitialWrite:
                 initial = self.initial.get(segment.parameter, ())
                 first, last = segment.within(start, count)
                 if first < last and any(initial):
-                    values = torch.full((last - first,), initial[index], dtype=torch.float32)
+                    values = torch.full(
+                        (last - first,), initial[index], dtype=torch.float32, device="cpu"
+                    )
                     part = moment.part(first, last)
                     self.kernels.encode(values, part, signed=False)  # see `Hyper.initial`
 

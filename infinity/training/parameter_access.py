@@ -272,7 +272,7 @@ class Values:
             return self._dequantised(segment, weight)
         if rest is None:
             return weight.view(segment.shape).clone()
-        joined = torch.empty(segment.numel, dtype=torch.float32)
+        joined = torch.empty(segment.numel, dtype=torch.float32, device="cpu")
         self.kernels.join(weight, rest, joined)
         return joined.view(segment.shape)
 
@@ -324,7 +324,7 @@ class Values:
         cached.replace(rest, new_rest)
 
     def _dequantised(self, segment: Segment, packed: Tensor) -> Tensor:
-        value = torch.empty(segment.shape, dtype=self.dtype(segment.parameter))
+        value = torch.empty(segment.shape, dtype=self.dtype(segment.parameter), device="cpu")
         dequantise(packed, FrozenFormat(segment.form), value)
         return value
 

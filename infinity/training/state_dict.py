@@ -55,6 +55,10 @@ class StateDict(Mapping[str, Tensor]):
             return self._values.read(self.parameters[name], master=self._master)
         return self.buffers[name].detach().cpu().clone()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled or copied it is a dict of values, all of them in RAM."""
+        return dict, (dict(self.items()),)
+
     def __contains__(self, name: object) -> bool:
         return name in self.parameters or name in self.buffers  # the mapping's own reads a value
 

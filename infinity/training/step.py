@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from infinity.config.schema import LossScaleConfig
 from infinity.errors import (
@@ -34,6 +35,7 @@ from infinity.errors import (
     listed,
 )
 from infinity.journal import Journal
+from infinity.model.buffers import find_buffers
 from infinity.model.torch_private import end_checkpoints, tree_map
 from infinity.offload.report import Meter, StepReport
 from infinity.optim.moments import COMPUTE_DTYPES
@@ -183,7 +185,8 @@ _OTHER_DTYPE = re.compile(r"\b(dtype|scalar type|Input type)\b")  # torch's word
 class Inputs:
     """Looks at what a model is called with; with `casts` floats become bf16 or fp16."""
 
-    def __init__(self, parts: Parts, *, casts: bool) -> None:
+    def __init__(self, module: nn.Module, parts: Parts, *, casts: bool) -> None:
+        self._module = module
         self._cut, self._device = parts.cut, parts.device.torch_device
         self._dtype = COMPUTE_DTYPES[parts.plan.precision.name]
         self._casts = casts and self._dtype is not torch.float32
@@ -192,11 +195,12 @@ class Inputs:
     def admit(self, arguments: Any) -> Any:
         """What the model is to get.
 
-        Raises `TrainingError` for a tensor, however deep, that is not on the device, and for a
-        parameter that requires a gradient and has no state for it.
+        Raises `TrainingError` for a tensor, however deep, that is not on the device (but numbers,
+        and what a `PackedSequence` has in RAM), and for a parameter that requires a gradient and
+        has no state for it.
         """
         for tensor in _tensors(arguments):
-            if tensor.device != self._device:
+            if tensor.device != self._device and (tensor.dim() or tensor.device.type != "cpu"):
                 device = str(self._device)
                 raise TrainingError(
                     f"an input tensor is on {tensor.device}, the engine computes on {device}",
@@ -236,6 +240,16 @@ class Inputs:
                 remedy=f"cast it: tensor.to({self._dtype}); or write cast_inputs: true, which does "
                 "so with all floating inputs in bf16 and fp16",
             ) from error
+        for buffer in find_buffers(self._module):
+            value = buffer.value
+            if value.is_floating_point() and value.dtype is not self._dtype:
+                raise TrainingError(
+                    f"the buffer {buffer.names[0]!r} is {value.dtype}, the engine computes in "
+                    f"{self._dtype}",
+                    because=first_lines(error),
+                    remedy=f"before initialize(): model.to({self._dtype}), or register the buffer "
+                    "in that; or cast it where it is used: buffer.to(x.dtype)",
+                ) from error
 
     def _of_other_dtype(self, arguments: Any) -> list[Tensor]:
         found = _tensors(arguments)
@@ -245,6 +259,8 @@ class Inputs:
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
+    elif isinstance(value, PackedSequence):
+        yield value.data
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from _tensors(item)
@@ -422,7 +438,8 @@ class Stepper:
             raise TrainingError(
                 f"the gradients of {self.progress.skipped_in_a_row} steps in a row were not "
                 f"finite; first in {culprits[0]!r}",
-                because="the loss is NaN or infinite, or the learning rate diverged"
+                because="the loss is NaN or infinite, or the learning rate diverged, or an "
+                "autograd.Function keeps a weight in ctx without ctx.save_for_backward"
                 + (f", or the loss scale {before.scale:g} is too large" if before else ""),
                 remedy="lower the learning rate, or look at the loss and the data"
                 + ("; or leave loss_scale.value out: then the scale is found" if before else ""),
@@ -512,8 +529,9 @@ class Stepper:
         index = self._index_of.get(id(parameter))
         if index is None:
             raise ConfigError("this parameter does not belong to the engine's module")
-        parts, hyper = self._parts, self._optimizer.hypers(self._index_of).get(index)
-        parts.optimizer_pass.finish()
+        parts = self._parts
+        parts.optimizer_pass.finish()  # first: groups are captured while no update is under way
+        hyper = self._optimizer.hypers(self._index_of).get(index)
         return read_state(parts.store, parts.updater, index, hyper, self.steps)
 
     def _report(

@@ -17,7 +17,7 @@ from support.grids import diagonal
 from support.models import CASES
 from support.trainer import same_bits, train_exactly, train_torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from infinity import deepspeed
 from infinity.config.schema import load_config
@@ -47,9 +47,10 @@ def plain_torch(tutorial: ModuleType, config: dict[str, Any]) -> tuple[list[floa
     warmup = config["scheduler"]["params"]
     losses: list[float] = []
     steps, window = 0, config["gradient_accumulation_steps"]
-    for inputs, labels in DataLoader(
-        tutorial.make_data(), config["train_micro_batch_size_per_gpu"]
-    ):
+    data = tutorial.make_data()
+    order = DistributedSampler(data, num_replicas=1, rank=0)  # as DeepSpeed deals and shuffles
+    size = config["train_micro_batch_size_per_gpu"]
+    for inputs, labels in DataLoader(data, size, sampler=order):
         loss = nn.CrossEntropyLoss()(model(inputs), labels)
         (loss / window).backward()
         losses.append(loss.item())

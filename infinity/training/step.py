@@ -404,8 +404,7 @@ class Stepper:
         # What may fail on one rank alone comes before ranks meet for the norm: then all commit.
         self._gradients.settle()
         hypers = self._optimizer.hypers(self._index_of)
-        values = json.dumps(self._optimizer.group_values(), default=str).encode()
-        alike = self._window.place | {"values of the optimizer's groups": zlib.crc32(values)}
+        alike = self._alike() if self._parts.ranks.count > 1 else {}
         with self._prefetcher.transfers.stall("norm"):
             norm = math.sqrt(self._gradients.square_sum(alike))
         before = self.progress.loss_scale
@@ -426,6 +425,11 @@ class Stepper:
         if culprits:
             self._refuse_to_go_on(before, culprits)
             self._say_skipped(before, culprits)
+
+    def _alike(self) -> dict[str, int]:
+        """What ranks must have alike where they meet for a step."""
+        values = json.dumps(self._optimizer.group_values(), default=str).encode()
+        return self._window.place | {"values of the optimizer's groups": zlib.crc32(values)}
 
     def _refuse_to_go_on(self, before: ScaleState | None, culprits: Sequence[str]) -> None:
         """Raise if steps are skipped and nothing will change that; the last one has been."""

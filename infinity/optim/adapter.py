@@ -151,7 +151,10 @@ class AdapterRule:
             if kept is not None:
                 adapted.kept_by_parameter[0] = kept
             with torch.device("cpu"):  # whatever the default is: the pass has a thread without
-                weight, moments = torch.linspace(0.5, 1, numel), tuple(m.clone() for m in values)
+                weight, moments = (
+                    torch.linspace(0.5, 1, numel, dtype=torch.float32),
+                    tuple(m.clone() for m in values),
+                )
                 for step in range(1, _REHEARSED_STEPS + 1):
                     tile = Tile(0, shape, 0, weight, None, moments, weight.clone(), captured, step)
                     adapted.update([tile], 1.0)

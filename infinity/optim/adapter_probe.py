@@ -169,11 +169,11 @@ class _Trial:
     def __init__(self, facts: AdapterFacts, scale: float) -> None:
         self.facts = facts
         chance = torch.Generator().manual_seed(1)
-        profile = torch.ones(SMALL_ELEMENTS)
+        profile = torch.ones(SMALL_ELEMENTS, dtype=torch.float32)
         profile[: _CUTS[1]] = 0.05  # so that tiles differ in their means
 
         def draw(shape: Sequence[int]) -> Tensor:
-            flat = torch.randn(SMALL_ELEMENTS, generator=chance) * profile
+            flat = torch.randn(SMALL_ELEMENTS, generator=chance, dtype=torch.float32) * profile
             return flat.view(shape) if shape else flat[0].clone()
 
         self.options: list[dict[str, Any]] = []

@@ -51,7 +51,7 @@ class Moment(NamedTuple):
         values = torch.zeros(num_elements, dtype=VALUE_DTYPES[format], device=device)
         if format is not MomentFormat.INT8:
             return Moment(values, None, format)
-        scales = torch.zeros(format.num_scales(num_elements), device=device)
+        scales = torch.zeros(format.num_scales(num_elements), dtype=torch.float32, device=device)
         return Moment(values, scales, format)
 
     def part(self, first: int, end: int) -> Moment:

@@ -161,7 +161,8 @@ def kept_rates(
 def kept_links(device: Device, gpus: int, nodes: int) -> _Kept | None:
     """Rates between so many ranks, as `cached_links` has kept them, and the day; else None.
 
-    For a number of nodes that was not measured: of another one, and of the ranks of one node.
+    For a number of nodes that was not measured what passes between nodes, and between the ranks of
+    one, if that was.
     """
     if gpus * nodes == 1:
         return None

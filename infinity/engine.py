@@ -122,7 +122,7 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward; same arguments, same result."""
         self._check_usable()
-        with self._stepper.together("a forward"):
+        with self._stepper.together("a forward", loses=False):
             args, kwargs = self._inputs.admit((args, kwargs))
             self._checkpoints.run_state.first_forward()
             self._values.take_back_all()

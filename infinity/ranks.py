@@ -510,16 +510,22 @@ def _on_this_machine(store: Any, rank: int, count: int) -> tuple[int, int]:
     told = _number("LOCAL_WORLD_SIZE", _number("LOCAL_SIZE", 0))
     if told or store is None:
         return _number("LOCAL_RANK", rank), told or count
-    here = f"{socket.gethostname()} {_read('/proc/sys/kernel/random/boot_id')}".encode()
+    here = _this_machine()
     store.set(f"machine of rank {rank}", here)
     local = [r for r in range(count) if store.get(f"machine of rank {r}") == here]
+    if local[-1] - local[0] >= len(local):
+        raise ConfigError(
+            f"{named_ranks(local)} are on one machine, and others between them are not",
+            remedy="number the ranks of a machine one after the other: srun --distribution=block",
+        )
     return local.index(rank), len(local)
 
 
-def _read(path: str) -> str:
-    with contextlib.suppress(OSError), open(path, encoding="ascii") as file:
-        return file.read().strip()
-    return ""
+def _this_machine() -> bytes:
+    """Its name, and its kernel's start: containers of one machine may have names of their own."""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", "rb") as file:
+        return f"{socket.gethostname()} ".encode() + file.read()
+    return socket.gethostname().encode()
 
 
 def launched_rank(name: str) -> int:

@@ -189,8 +189,9 @@ def _make(
     if journal is not None:
         undo.callback(journal.close)
     origins.check()
+    here = range(ranks.rank, ranks.rank + ranks.local_count)
     for path in settings.nvme_path if not ranks.local_rank else ():
-        remove_dead_ranks(path, alone=ranks.count == 1)
+        remove_dead_ranks(path, here, ranks.count)
     own = settings if ranks.count == 1 else _of_rank(settings, ranks)
     undo.callback(_leave, settings, own, ranks)
     parts = Parts(model, cut, plan, own, target, offloaded, origins, given["progress"], ranks)
@@ -239,7 +240,8 @@ def device_for(given: Any, ranks: Ranks) -> Any:
         return given
     wanted = torch.device(given or "cuda")
     unnumbered = wanted.type == "cuda" and wanted.index is None
-    return torch.device("cuda", ranks.local_rank) if unnumbered else wanted
+    number = 0 if torch.cuda.device_count() == 1 else ranks.local_rank  # a launcher may show one
+    return torch.device("cuda", number) if unnumbered else wanted
 
 
 def _seed_of_meta(config: Config, ranks: Ranks) -> int | None:
@@ -383,7 +385,10 @@ def _lead(client: torch.optim.Optimizer, offloaded: OffloadedOptimizer) -> Calla
 
     def leading(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            return getattr(offloaded, name)(*args, **kwargs)
+            found = getattr(offloaded, name)(*args, **kwargs)
+            if name == "step":
+                mark_stepped(client)
+            return found
 
         vars(call)["_wrapped_by_lr_sched"] = True  # schedules look for their own wrapper
         return call
@@ -399,19 +404,21 @@ def _lead(client: torch.optim.Optimizer, offloaded: OffloadedOptimizer) -> Calla
 
 
 def _checked(scheduler: Any, client: Any) -> Any:
-    """A scheduler that is made: of torch, or any object with a `step`."""
-    if not callable(getattr(scheduler, "step", None)):
-        raise ConfigError(
-            f"lr_scheduler is a {type(scheduler).__name__}, which has no step()",
-            remedy="pass a scheduler, or a function: lr_scheduler=lambda optimizer: ...",
-        )
+    """A scheduler that is made: of torch, or any object with its methods."""
+    for name in ("step", "state_dict", "load_state_dict"):
+        if not callable(getattr(scheduler, name, None)):
+            raise ConfigError(
+                f"lr_scheduler is a {type(scheduler).__name__}, which has no {name}()",
+                because="the engine steps it, and saves its state with checkpoints",
+                remedy="pass a scheduler, or a function: lr_scheduler=lambda optimizer: ...",
+            )
     if getattr(scheduler, "optimizer", client) is not client:
         raise ConfigError(
             "lr_scheduler is an object made over another optimizer than was passed",
             remedy="pass that optimizer as well: initialize(optimizer=..., lr_scheduler=...); "
             "or a function: lr_scheduler=lambda optimizer: ...",
         )
-    if client is not None:
+    if isinstance(client, torch.optim.Optimizer):
         # It changes the groups, which are the engine's too; torch would warn that the optimizer
         # it knows has not stepped.
         mark_stepped(client)

@@ -119,6 +119,7 @@ def test_training_data_are_dealt_as_by_deepspeed(tmp_path: Path) -> None:
             engine.save_checkpoint(tmp_path, "saved")
         (tmp_path / "saved" / "notes.txt").unlink()
         (tmp_path / "saved").rename(tmp_path / "saved.replaced")  # as a save that is killed
+        (tmp_path / "mine.replaced").mkdir()
         for name in ("a/b", ""):
             with pytest.raises(ConfigError, match="a tag names a directory"):
                 engine.save_checkpoint(tmp_path, name)
@@ -128,6 +129,9 @@ def test_training_data_are_dealt_as_by_deepspeed(tmp_path: Path) -> None:
         with pytest.warns(InfinityWarning, match="goes on after 2 batches of its pass"):
             left = [n for first, _ in loader for n in first.tolist()]
         assert seen + left == expected
+        engine.save_checkpoint(tmp_path, "other")
+    names = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    assert names == ["mine.replaced", "other", "saved"]
 
 
 def test_deepspeeds_zero_grad_drops_nothing_of_an_open_window(tmp_path: Path) -> None:
@@ -298,7 +302,7 @@ def test_schedules_that_are_not_plain_are_saved_and_gone_on_with(tmp_path: Path)
         assert told == pytest.approx(
             [0.05, 0.005, 0.0005] if kind is not Own else [1 / 2, 1 / 3, 1 / 4]
         )
-    with pytest.raises(ConfigError, match="has no step"):
+    with pytest.raises(ConfigError, match="which has no step"):
         deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=1, config=config)
 
 
@@ -386,9 +390,10 @@ def test_inputs_that_stay_in_ram_and_buffers_of_another_dtype(tmp_path: Path) ->
 
     with (
         small_engine(tmp_path, model=Positions(), precision="bf16") as engine,
-        pytest.raises(TrainingError, match=r"the buffer 'positions' is torch\.float32"),
+        pytest.raises(RuntimeError, match="Float and BFloat16") as caught,
     ):
         engine(batch(0))
+    assert "if 'positions' meets weights" in caught.value.__notes__[0]
 
 
 # --- engines for inference ---------------------------------------------------------------------

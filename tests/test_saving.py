@@ -470,6 +470,6 @@ def test_older_checkpoints_that_stay_do_not_fail_a_save(
 
     monkeypatch.setattr(writer, "prune", refuse)
     with small_engine(nvme) as engine:
-        with pytest.warns(InfinityWarning, match="was saved, but older checkpoints are left"):
+        with pytest.raises(MachineError, match="was saved, but older checkpoints are left"):
             engine.save_checkpoint(saved, "one", keep_last=1, wait=True)
         assert engine.load_checkpoint(saved)[0] == str(saved / "one")

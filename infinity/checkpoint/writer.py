@@ -10,7 +10,6 @@ import fcntl
 import json
 import os
 import stat
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -53,7 +52,6 @@ from infinity.errors import (
     ConfigError,
     DoesNotFitError,
     InfinityError,
-    InfinityWarning,
     MachineError,
     listed,
 )
@@ -388,12 +386,12 @@ class CheckpointWriter:
         if keep_last is not None:
             try:
                 prune(self.root, keep_last, keep_too=(self.tag,))
-            except InfinityError as error:  # this one is there
-                warnings.warn(
-                    f"{self.path} was saved, but older checkpoints are left: {error}",
-                    InfinityWarning,
-                    stacklevel=2,
-                )
+            except InfinityError as error:
+                raise MachineError(
+                    f"{self.path} was saved, but older checkpoints are left: {error.what}",
+                    because=error.because,
+                    remedy=error.remedy,
+                ) from error
         return self.path
 
     def _check_open(self) -> None:

@@ -306,9 +306,9 @@ def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
     config = _on_machine(_as_trained(source, wishes, target), wishes, machine)
     groups = groups_of(target.module, config)
     cut = cut_model(target.module, config, groups, None, machine.ranks)
-    tokens = -(-(wishes.tokens or DEFAULT_TOKENS * machine.ranks) // machine.ranks)
-
-    known = wishes.sequence
+    known, wish = wishes.sequence, _wish(wishes, config)
+    piece = (known or 1) * (wish.micro_batches or 1) * (wish.slices or 1)
+    tokens = -(-(wishes.tokens or 0) // machine.ranks) or -(-DEFAULT_TOKENS // piece) * piece
     case = case_for(
         target,
         cut,
@@ -321,7 +321,6 @@ def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
         length=known,
     )
     samples = None if known is None else max(tokens // known, 1)
-    wish = _wish(wishes, config)
     _check_pieces(wish, tokens, samples)
     chosen = choose_schedule(case, wish, samples)
     found = report(chosen.case, target, cut, rated_bytes, chosen)
@@ -619,7 +618,8 @@ def _on_machine(config: Config, wishes: Wishes, machine: PlanMachine) -> Config:
             f"{format_size(machine.host_bytes)} of RAM",
             remedy="lower budget.host, or leave it out",
         )
-    if wishes.disk == 0 and "disk" in (*vars(config.placement).values(), wishes.offload):
+    on_disk = (*vars(config.placement).values(), wishes.offload or config.activations.offload)
+    if wishes.disk == 0 and "disk" in on_disk:
         raise ConfigError(
             "--disk 0, and state or activations are asked to rest on disk",
             remedy="leave --disk out, or give its size; or change placement and activations",

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from infinity.checkpoint.directory import is_ours_alone
-from infinity.checkpoint.manifest import check_tag
+from infinity.checkpoint.directory import find_tag, is_ours_alone
+from infinity.checkpoint.manifest import MANIFEST_NAME, check_tag
 from infinity.config.deepspeed_keys import KEYS, read_value
 from infinity.deepspeed.flops import FlopsProfiler
 from infinity.deepspeed.monitors import MonitorMaster, get_monitor_config
@@ -28,6 +28,7 @@ from infinity.errors import ConfigError, InfinityWarning, TrainingError
 from infinity.files import atomic_write, make_directories
 from infinity.offload.owner import exclusive
 from infinity.plan.layout import Tier
+from infinity.storage.run_dir import RECORD_NAME
 from infinity.training.parameter_access import (
     OffloadDevice,
     OffloadStateTypeEnum,
@@ -87,11 +88,14 @@ def _told(key: str) -> Callable[[DeepSpeedEngine], Any]:
     return method
 
 
+_REPLACED = ".replaced"
+
+
 def _take_back(root: Path) -> None:
     """Give checkpoints their names again that a save which was killed was about to replace."""
-    for old in root.glob("*.replaced"):
-        place = old.with_name(old.name.removesuffix(".replaced"))
-        if not place.exists():
+    for old in root.glob(f"*{_REPLACED}"):
+        place = old.with_name(old.name.removesuffix(_REPLACED))
+        if not place.exists() and (old / MANIFEST_NAME).is_file() and is_ours_alone(old):
             with suppress(OSError):
                 old.rename(place)
 
@@ -300,7 +304,8 @@ class DeepSpeedEngine(Engine):
 
     @exclusive
     def zero_grad(self) -> None:
-        """As DeepSpeed's: what backwards of the engine have added to the open window stays.
+        """As DeepSpeed's: what backwards of the engine have added to the open window stays, unless
+        a `loss.backward()` of your own came last.
 
         `Engine.zero_grad(engine)` starts the window over.
         """
@@ -471,7 +476,7 @@ class DeepSpeedEngine(Engine):
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         check_tag(name)
         place = Path(save_dir).expanduser() / name
-        old = place.with_name(f"{name}.replaced")
+        old = place.with_name(name + _REPLACED)
         with self.ranks.settle("makes room for a checkpoint"):
             if not self.ranks.rank:
                 make_directories(place.parent)
@@ -497,7 +502,7 @@ class DeepSpeedEngine(Engine):
                 old.rename(place)
             raise
         if replaces:
-            shutil.rmtree(old)
+            shutil.rmtree(old, ignore_errors=True)
         return saved
 
     def load_checkpoint(
@@ -510,10 +515,14 @@ class DeepSpeedEngine(Engine):
         load_module_only: bool = False,
         custom_load_fn: None = None,
     ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
-        """As `Engine.load_checkpoint`."""
-        with self.ranks.settle("looks for a checkpoint"):
-            if not self.ranks.rank:
-                _take_back(Path(load_dir).expanduser())
+        """As `Engine.load_checkpoint`; `TAG.replaced` where a save of TAG was killed."""
+        root = Path(load_dir).expanduser()
+        if not (root / RECORD_NAME).is_file():
+            with self.ranks.telling("looks for a checkpoint"):
+                found = find_tag(root, None if tag is None else str(tag))
+            before = f"{found}{_REPLACED}"
+            if found and not (root / found).exists() and (root / before / MANIFEST_NAME).is_file():
+                tag = before
         return super().load_checkpoint(
             load_dir,
             None if tag is None else str(tag),

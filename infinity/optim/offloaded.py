@@ -134,7 +134,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         mark_stepped(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the window whose last `loss.backward()` nothing has followed, as one that failed.
+        """Between a backward and its `step()`: drop the window, as where one failed.
 
         Else there is nothing to do: gradients leave as they are made, and `step()` consumes them.
         """

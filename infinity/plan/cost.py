@@ -267,7 +267,7 @@ def with_links(
 ) -> tuple[Rates, tuple[str, ...]]:
     """With rates between ranks, `local` of them on each node; and the names of nominal ones.
 
-    `across`: links were measured between these very nodes, so nothing else limits them.
+    `across`: links between these nodes are known, so none between nodes has to be guessed.
     """
     wanted: dict[str, float] = {}
     if local * nodes > 1:

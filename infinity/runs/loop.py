@@ -186,8 +186,12 @@ class Loop:
 
     def _failed(self, error: InfinityError) -> None:
         """Go on without a checkpoint."""
-        path = self._saving
+        path, root = self._saving, self.checkpoints
         assert path is not None
+        if latest(root) == path:
+            self.watcher.note(str(error))  # older ones were not removed
+            self._is_whole(path)
+            return
         every, soon = self._checkpoint_every, self._saved_step != self._retry_step
         self._saving, self._saved_step = None, -1
         self._retry_step = self.step + max(1, every // _SOON) if soon else -1

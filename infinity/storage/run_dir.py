@@ -200,11 +200,17 @@ def of_rank(nvme_path: Path, rank: int) -> Path:
     return nvme_path / f"rank-{rank}"
 
 
-def remove_dead_ranks(nvme_path: Path, *, alone: bool) -> None:
-    """`remove_dead_runs` below `nvme_path` of whatever number of ranks, but one's that is alone."""
-    for path in (*ranks_below(nvme_path).values(), *(() if alone else (nvme_path,))):
-        with suppress(MachineError):  # it goes away meanwhile
-            remove_dead_runs(path)
+def remove_dead_ranks(nvme_path: Path, here: Sequence[int], count: int) -> None:
+    """`remove_dead_runs` of the ranks `here`, and of other numbers of ranks than `count`.
+
+    Not of ranks elsewhere: where nodes share `nvme_path`, their locks may be each node's own.
+    """
+    for number, path in ranks_below(nvme_path).items():
+        if number in here or (number >= count and 0 in here):
+            with suppress(MachineError):  # it goes away meanwhile
+                remove_dead_runs(path)
+    if count > 1 and 0 in here:
+        remove_dead_runs(nvme_path)
 
 
 def ranks_below(nvme_path: Path) -> dict[int, Path]:

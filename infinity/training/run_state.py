@@ -97,7 +97,8 @@ class _OwnBatches(Sampler[int]):
         count, size, samples = self._ranks.count, self._batch_size, len(self._dataset)
         order: Sequence[int] = range(samples)
         if self.shuffled:  # as by DistributedSampler of torch
-            order = torch.randperm(samples, generator=torch.Generator().manual_seed(0)).tolist()
+            chance = torch.Generator("cpu").manual_seed(0)
+            order = torch.randperm(samples, generator=chance, device="cpu").tolist()
         for start in range(first, self.num_batches - count + 1, count):
             begin = (start + self._ranks.rank) * size
             yield from order[begin : begin + size]
@@ -156,7 +157,8 @@ class ResumableLoader(DataLoader[Any]):
         now = torch.get_rng_state()
         resume = self._resume and self._start is not None
         if resume:
-            if self._own is not None and self._own.shuffled:  # as DeepSpeed's scripts do not expect
+            # As scripts for DeepSpeed do not expect.
+            if self._own is not None and self._own.shuffled and self._batches:
                 warnings.warn(
                     f"the loader of training_data goes on after {self._batches} batches of its "
                     "pass: a loop that skips those itself would skip them twice",

@@ -229,7 +229,9 @@ class Inputs:
         return tree_map(lambda x: x.to(self._dtype) if id(x) in found else x, arguments)
 
     def explain(self, error: Exception, arguments: Any) -> None:
-        """Raise `TrainingError` where an input of another dtype may be what torch refused."""
+        """Raise `TrainingError` where an input of another dtype may be what torch refused; note
+        buffers that are.
+        """
         if not isinstance(error, RuntimeError) or not _OTHER_DTYPE.search(str(error)):
             return
         for tensor in self._of_other_dtype(arguments):
@@ -240,16 +242,13 @@ class Inputs:
                 remedy=f"cast it: tensor.to({self._dtype}); or write cast_inputs: true, which does "
                 "so with all floating inputs in bf16 and fp16",
             ) from error
-        for buffer in find_buffers(self._module):
-            value = buffer.value
-            if value.is_floating_point() and value.dtype is not self._dtype:
-                raise TrainingError(
-                    f"the buffer {buffer.names[0]!r} is {value.dtype}, the engine computes in "
-                    f"{self._dtype}",
-                    because=first_lines(error),
-                    remedy=f"before initialize(): model.to({self._dtype}), or register the buffer "
-                    "in that; or cast it where it is used: buffer.to(x.dtype)",
-                ) from error
+        floating = [b for b in find_buffers(self._module) if b.value.is_floating_point()]
+        others = [b.names[0] for b in floating if b.value.dtype is not self._dtype]
+        if others:
+            error.add_note(
+                f"the engine computes in {self._dtype}, buffers keep their dtype: if "
+                f"{listed(list(map(repr, others)))} meets weights, cast it there: b.to(x.dtype)"
+            )
 
     def _of_other_dtype(self, arguments: Any) -> list[Tensor]:
         found = _tensors(arguments)
@@ -373,9 +372,9 @@ class Stepper:
         self._parts.cycles.end()
 
     @contextmanager
-    def together(self, doing: str) -> Iterator[None]:
-        """What raises inside is told to the other ranks; if gradients may be lost, the window
-        starts over.
+    def together(self, doing: str, *, loses: bool = True) -> Iterator[None]:
+        """What raises inside is told to the other ranks; if it `loses` gradients, the window starts
+        over.
 
         Of several ranks on all of them, whichever failed: else one would add what others drop.
         """
@@ -383,10 +382,12 @@ class Stepper:
         try:
             yield
         except Exception as error:
-            lost = doing != "a forward" and _loses_gradients(error)
-            if (lost or self._parts.ranks.count > 1) and self.progress is before:
-                self.roll_back()
-            self._parts.ranks.tell(doing, error)
+            lost = loses and _loses_gradients(error)
+            try:
+                if (lost or self._parts.ranks.count > 1) and self.progress is before:
+                    self.roll_back()
+            finally:
+                self._parts.ranks.tell(doing, error)
             raise
 
     # --- the step --------------------------------------------------------------------------------

@@ -19,9 +19,10 @@ from support import forked, rank_alone
 from support.forked import HANG_S
 from support.models import CASES
 from support.trainer import make_config, train_exactly
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 
-from infinity.ranks import TorchRanks
+from infinity.errors import ConfigError
+from infinity.ranks import TorchRanks, _on_this_machine
 
 SLACK = 32 << 20  # pages of libraries, those that are met for the first time among them
 TESTS = Path(forked.TESTS)
@@ -119,6 +120,17 @@ def test_processes_that_a_launcher_started_give_the_bits_of_one(tmp_path: Path) 
 def test_ranks_find_out_which_of_them_share_a_machine(tmp_path: Path) -> None:
     found = found_by(3, tmp_path, rank_alone.machines)
     assert found == [(0, 2, 2, False, False), (1, 2, 2, False, False), (0, 1, 3, False, False)]
+
+
+def test_ranks_of_a_machine_have_numbers_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = HashStore()
+    store.set("machine of rank 1", "there")
+    store.set("machine of rank 2", "here")
+    monkeypatch.setattr("infinity.ranks._this_machine", lambda: b"here")
+    with pytest.raises(ConfigError, match="ranks 0, 2 are on one machine, and others between"):
+        _on_this_machine(store, 0, 3)
 
 
 def test_a_rank_holds_its_share_of_ram_and_no_more(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ reads them. Copies are other tensors, never the same with other values: graphs h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -68,13 +68,23 @@ def _each_name(module: nn.Module) -> Iterator[Buffer]:
                 yield Buffer((name,), persistent, ((child, key),))
 
 
-def check_buffers(module: nn.Module, saved: Mapping[str, tuple[int, ...]], *, strict: bool) -> None:
+def check_buffers(
+    module: nn.Module,
+    saved: Mapping[str, tuple[int, ...]],
+    persistent: Iterable[Sequence[str]] = (),
+    *,
+    strict: bool,
+) -> None:
     """Raise `CheckpointError` where persistent buffers and saved shapes (by name) disagree.
 
-    Others come with the module's code: a checkpoint of elsewhere need not have them.
+    `persistent` has all names of each saved one. Others come with the module's code: a checkpoint
+    of elsewhere need not have them.
     """
-    problems = []
-    for buffer in find_buffers(module):
+    found = find_buffers(module)
+    known = {name for buffer in found for name in buffer.names}
+    lost = [names[0] for names in persistent if known.isdisjoint(names)]
+    problems = [f"{name!r} is not in the model" for name in lost] if strict else []
+    for buffer in found:
         name, shape = buffer.names[0], tuple(buffer.value.shape)
         if name not in saved:
             problems += [f"{name!r} is missing"] if strict and buffer.persistent else []

@@ -379,7 +379,8 @@ class Checkpoints:
         else:
             self._check_weights(reader, strict=wanted.strict)
         shapes = {n: reader.facts(BUFFERS, n).shape for n in reader.names(BUFFERS)}
-        check_buffers(self._module, shapes, strict=wanted.strict)
+        persistent = [(b.name, *b.aliases) for b in reader.manifest.buffers if b.persistent]
+        check_buffers(self._module, shapes, persistent, strict=wanted.strict)
         if run and not wanted.module_only:
             self.run_state.check(run, optimizer=wanted.optimizer, scheduler=wanted.scheduler)
 

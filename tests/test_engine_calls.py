@@ -522,6 +522,22 @@ def test_a_backward_of_the_users_own_is_the_engines(
     assert same(found[0][1], found[1][1])
 
 
+def test_a_hook_that_takes_gradients_away_is_told(tmp_path: Path) -> None:
+    """As of an optimizer that steps in backward; one that only looks is left alone."""
+    model, seen = small_model(), []
+    model.norm.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.shape))
+    with small_engine(tmp_path, model=model) as engine:
+        engine.backward(engine(batch(0)))
+        engine.step()
+        assert len(seen) == 1
+    model = small_model()
+    model.norm.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    with small_engine(tmp_path, model=model) as engine:
+        loss = engine(batch(0))
+        with pytest.raises(TrainingError, match="was dropped before it arrived"):
+            engine.backward(loss)
+
+
 def test_a_loss_of_several_calls_and_a_gradient_of_the_users_own(tmp_path: Path) -> None:
     found = []
     for by_user in (False, True):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from infinity.errors import ResidencyError
+from infinity.errors import ResidencyError, TrainingError
 from infinity.model.cut import UnitCut
 from infinity.model.torch_private import (
     SavedTensorHooks,
@@ -365,6 +365,14 @@ class Hooks:
             gradient, parameter.grad = parameter.grad, None
             gradient = self.sums.take(index, gradient)
             if gradient is None:
+                if not self.sums.is_used:
+                    raise TrainingError(
+                        f"a gradient of unit {self.prefetcher.plan.units[unit].name!r} was dropped "
+                        "before it arrived",
+                        because="a hook that was there before initialize() set .grad to None, "
+                        "as an optimizer that steps in backward does",
+                        remedy="take that hook away: the engine updates in step()",
+                    )
                 return
             self.prefetcher.await_consumed(unit)
             self.window.arrived += 1

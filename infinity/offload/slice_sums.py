@@ -116,13 +116,18 @@ class SliceSums:
         self.open: dict[int, dict[SlicedCall, None]] = {}  # by parameter: those that have a sum
         self.summed: set[int] = set()  # parameters of which a sum arrived when last something did
 
+    @property
+    def is_used(self) -> bool:
+        """Whether there are sums, or were when gradients last arrived."""
+        return bool(self.open or self.summed)
+
     def read(self, index: int, parameter: nn.Parameter) -> Tensor:
         """The parameter as whoever asks for it now is to see it."""
         return parameter if self.call is None else self.call.read(index, parameter)
 
     def take(self, index: int, gradient: Tensor | None) -> Tensor | None:
         """What arrives of a parameter: its sums of slices, and what autograd has besides."""
-        if not self.open and not self.summed:
+        if not self.is_used:
             return gradient
         found, calls = gradient, self.open.pop(index, ())
         for call in calls:

@@ -88,6 +88,19 @@ def test_what_would_move_nothing_changes_no_schedule(tiny: str, tmp_path: Path) 
     assert free["step"] == named["step"]
 
 
+def test_more_micro_batches_are_tried_where_fewer_blocks_need_recomputation(
+    tmp_path: Path,
+) -> None:
+    """Eight look slower than four until it is known how few blocks must be recomputed."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12,
+             "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 8000}  # fmt: skip
+    model = lower(tmp_path, "8b", **sizes)
+    arguments = [model, "--device", "2200MiB", "--host", "3000MiB", "--disk", "1TiB"]
+    arguments += ["--tokens", "8192"]
+    free, named = (answer(*arguments, *more) for more in ((), ("--micro-batches", "16")))
+    assert free["step"]["seconds"] == named["step"]["seconds"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -131,7 +131,7 @@ def shares_ram(job: dict[str, Any]) -> None:
 
     It leaves the bytes of those; what is near the budget raises.
     """
-    rank, room = int(os.environ["RANK"]), 40 << 20
+    rank, room = int(os.environ["RANK"]), 96 << 20
     warnings.simplefilter("error")
     placement = dict.fromkeys(("weights", "moments", "gradients"), "host")
     config: dict[str, Any] = {"nvme_path": job["nvme"], "precision": "fp32"}
@@ -140,7 +140,7 @@ def shares_ram(job: dict[str, Any]) -> None:
 
     def run(**budget: int) -> tuple[int, int]:
         with infinity.Init():
-            model = layers(WIDTH, NUM_LAYERS)
+            model = layers(WIDTH, 2 * NUM_LAYERS)
         with init_alone.start(model, config | {"budget": budget}) as engine:
             for _ in range(2):
                 engine.backward(engine(torch.ones(1, WIDTH)).sum())

@@ -9,7 +9,6 @@ import os
 import resource
 import signal
 import socket
-import warnings
 from contextlib import closing, nullcontext
 from typing import Any
 
@@ -127,31 +126,18 @@ def memory(job: dict[str, Any]) -> None:
 
 
 def shares_ram(job: dict[str, Any]) -> None:
-    """Trains where the budget has room for what is planned, but not for others' shards as well.
-
-    It leaves the bytes of those; what is near the budget raises.
+    """Of a model whose weights ranks share in RAM, bytes after a step: of the others' shards, and
+    how much less than the kernel the engine counts for this process.
     """
-    rank, room = int(os.environ["RANK"]), 96 << 20
-    warnings.simplefilter("error")
-    placement = dict.fromkeys(("weights", "moments", "gradients"), "host")
-    config: dict[str, Any] = {"nvme_path": job["nvme"], "precision": "fp32"}
-    config |= {"placement": placement | {"whole": False, "shared": True}}
-    dist.init_process_group("gloo")
-
-    def run(**budget: int) -> tuple[int, int]:
-        with infinity.Init():
-            model = layers(WIDTH, 2 * NUM_LAYERS)
-        with init_alone.start(model, config | {"budget": budget}) as engine:
-            for _ in range(2):
-                engine.backward(engine(torch.ones(1, WIDTH)).sum())
-                engine.step()
-            memory = engine.plan.memory
-            planned = sum(memory["device"].values()) + sum(memory["host"].values())
-            return planned, engine.plan.shared_bytes
-
-    planned, _ = run()
-    _, others = run(host=2 * (planned + room))
-    torch.save({"others": others, "room": room}, f"{job['out']}-{rank}")
+    rank, placement = os.environ["RANK"], dict.fromkeys(("weights", "moments", "gradients"), "host")
+    config: dict[str, Any] = {"nvme_path": job["nvme"], "precision": "fp32", "budget": {}}
+    config["placement"] = placement | {"whole": False, "shared": True}
+    with init_alone.start(layers(WIDTH, NUM_LAYERS), config) as engine:
+        engine.backward(engine(torch.ones(1, WIDTH)).sum())
+        engine.step()
+        watch = engine._parts.hooks.watch
+        less = init_alone.status("VmRSS") - watch._resident()
+        torch.save({"others": engine.plan.shared_bytes, "less": less}, f"{job['out']}-{rank}")
 
 
 def out_of_memory(job: dict[str, Any]) -> None:

@@ -120,6 +120,12 @@ class Ranks(ABC):
         raise NotImplementedError
 
     @property
+    def here(self) -> range:
+        """The numbers of the ranks on this machine."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.local_count)
+
+    @property
     def num_nodes(self) -> int:
         """How many machines: as many as the ranks fill."""
         return -(-self.count // self.local_count)
@@ -143,9 +149,8 @@ class Ranks(ABC):
             return 1
         self.meet("counts processors")
         every = self.gather_words(sorted(os.sched_getaffinity(0)))
-        first = self.rank - self.local_rank
-        here, own = every[first : first + self.local_count], every[self.rank]
-        return sum(not set(own).isdisjoint(others) for others in here)
+        own = set(every[self.rank])
+        return sum(not own.isdisjoint(every[rank]) for rank in self.here)
 
     def gather_words(self, words: Any) -> list[Any]:
         """What every rank gave: plain data that JSON can hold."""

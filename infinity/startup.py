@@ -189,9 +189,8 @@ def _make(
     if journal is not None:
         undo.callback(journal.close)
     origins.check()
-    here = range(ranks.rank, ranks.rank + ranks.local_count)
     for path in settings.nvme_path if not ranks.local_rank else ():
-        remove_dead_ranks(path, here, ranks.count)
+        remove_dead_ranks(path, ranks.here, ranks.count)
     own = settings if ranks.count == 1 else _of_rank(settings, ranks)
     undo.callback(_leave, settings, own, ranks)
     parts = Parts(model, cut, plan, own, target, offloaded, origins, given["progress"], ranks)

@@ -469,11 +469,10 @@ def _chosen(
 
 def _others_places(roots: Sequence[Path], ranks: Ranks) -> list[Path]:
     """Where ranks that run on other machines would be on this one; one rank of it looks there."""
-    own = range(ranks.rank, ranks.rank + ranks.local_count)
     if ranks.local_rank or ranks.count == ranks.local_count:
         return []
     others = [item for root in roots for item in ranks_below(root).items()]
-    return [path for number, path in others if number < ranks.count and number not in own]
+    return [path for number, path in others if number < ranks.count and number not in ranks.here]
 
 
 def _own_places(roots: Sequence[Path], ranks: Ranks) -> list[Path]:

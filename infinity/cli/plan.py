@@ -298,7 +298,10 @@ def report_of(wishes: Wishes, rated_bytes: int) -> dict[str, Any]:
     source, target, translation = _find(wishes)
     machine = _machine(wishes, source)
     if (run := wishes.run) is not None:  # a step is the same on any number of ranks
-        length = run.length_for(_context_of(target))
+        from infinity.runs.preparation import context_of
+
+        theirs = getattr(target.module, "config", None)  # of transformers' models
+        length = run.length_for(context_of(theirs) if theirs is not None else None)
         source = _with_flags(run.engine_for(length, machine.ranks), wishes)
         wishes = replace(
             wishes, sequence=length, tokens=wishes.tokens or run.tokens_of_a_step(length)
@@ -339,14 +342,6 @@ def _check_pieces(wish: BatchSchedule, tokens: int, samples: int | None) -> None
             because="every piece has as many, and at least one",
             remedy="other --micro-batches and --slices, or more --tokens",
         )
-
-
-def _context_of(target: Target) -> int | None:
-    """How many tokens a model can see, where its configuration says so."""
-    config: Any = getattr(target.module, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    found = getattr(text, "max_position_embeddings", None)
-    return found if isinstance(found, int) and found > 0 else None
 
 
 def _as_trained(config: Config, wishes: Wishes, target: Target) -> Config:

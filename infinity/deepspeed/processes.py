@@ -22,8 +22,6 @@ from infinity.ranks import find_ranks, launched_rank, num_launched
 
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"  # where accelerate writes variables
-
-
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 

@@ -110,16 +110,21 @@ def read_facts(run: RunConfig, tokenizer_size: int | None, end: int | None) -> M
         )
     with explained(_REFUSED.format(name)):
         text = config.get_text_config()
-        context = getattr(text, "max_position_embeddings", None)
         found = getattr(text, "eos_token_id", None)
         return ModelFacts(
             name=name,
             config=config,
             vocabulary=int(text.vocab_size),
-            context=context if isinstance(context, int) and context > 0 else None,
+            context=context_of(config),
             end=found if isinstance(found, int) else None,
             adapter=run.adapter,
         )
+
+
+def context_of(config: Any) -> int | None:
+    """How many tokens a model of transformers can see, where its configuration says so."""
+    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def _from_directory(source: str) -> Any:

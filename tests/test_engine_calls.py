@@ -347,6 +347,39 @@ def test_an_optimizer_that_was_passed_is_the_engines_own(tmp_path: Path) -> None
     assert small.same(*found)
 
 
+def test_groups_are_captured_when_no_update_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An optimizer of torch's tries edits of its groups on what the pass steps with."""
+    calls: list[str] = []
+
+    def note(owner: Any, name: str) -> None:
+        usual = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (calls.append(name), usual(*args))[1])
+
+    with small_engine(tmp_path) as engine:
+        engine.backward(engine(batch(0)))
+        engine.step()
+        note(engine._parts.optimizer_pass, "finish")
+        note(engine.optimizer, "hypers")
+        engine.optimizer.read_state(next(engine.module.parameters()))
+        assert calls == ["finish", "hypers"]
+        monkeypatch.undo()
+
+
+def test_autocast_keeps_no_casts_of_weights_that_move(tmp_path: Path) -> None:
+    """Whoever is called, with gradients or without."""
+    kept: list[bool] = []
+    model = small_model()
+    model.norm.register_forward_hook(lambda *_: kept.append(torch.is_autocast_cache_enabled()))
+    with small_engine(tmp_path, model=model) as engine, torch.autocast("cpu", torch.bfloat16):
+        engine.module(batch(0)).backward()
+        with torch.no_grad():
+            engine.module(batch(0))
+        assert kept == [False, False]
+        assert torch.is_autocast_cache_enabled()
+
+
 def test_defaults_of_torch_change_nothing(tmp_path: Path) -> None:
     """A default device that has no values; as scripts for GPUs set one."""
 

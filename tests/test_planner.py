@@ -247,6 +247,14 @@ def test_the_refusal_of_a_disk_budget_names_the_missing_bytes() -> None:
     assert "nvme_path" in text
 
 
+def test_the_refusal_of_a_device_budget_in_ram_has_its_own_bytes() -> None:
+    """Not all that rests in RAM: 12 + 2 bytes a parameter, of which none is elsewhere."""
+    wish = dict.fromkeys(("weights", "moments", "gradients"), "device")
+    text = refusal([102_400] * 4, Limits(MIB, None, None, base=64 * MIB), placement=wish)
+    assert "the device tier needs 5.47 MiB of a budget of 1.00 MiB: 4.47 MiB too much" in text
+    assert "process" not in text
+
+
 def test_prefetch_is_lowered_to_fit_and_noted() -> None:
     wish = dict.fromkeys(("weights", "moments", "gradients"), "disk")
     slot = 102_400 * 2

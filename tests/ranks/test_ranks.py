@@ -169,6 +169,14 @@ def test_budgets_are_those_of_the_machine() -> None:
     assert default[1] == pytest.approx(default[0] / 4, rel=0.05)  # more or less RAM is free
 
 
+def test_a_rank_takes_the_gpu_that_a_launcher_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks: Any = SimpleNamespace(count=4, local_rank=3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for visible, number in ((4, 3), (1, 0)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda visible=visible: visible)
+        assert startup.device_for(None, ranks) == torch.device("cuda", number)
+
+
 @pytest.mark.parametrize(("masks", "sharing"), [([{0, 1}] * 3, [3] * 3),
                                                 ([{0}, {1, 2}, {2, 3}], [1, 2, 2])])  # fmt: skip
 def test_threads_are_those_of_the_processors_that_a_rank_is_bound_to(

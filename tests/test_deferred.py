@@ -146,6 +146,9 @@ def test_every_value_is_that_of_an_ordinary_build(
         else:
             assert torch.equal(meta, expected[name]), name
     assert deferred > 0
+    deferral.forget_shadows()  # so that all is made again
+    for name in (n for n in names if found[n].is_meta):
+        assert torch.equal(deferral.value(found[name]), expected[name]), name
 
 
 def test_asking_for_a_value_leaves_the_generator_alone() -> None:

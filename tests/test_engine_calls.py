@@ -322,7 +322,7 @@ def test_arguments_of_the_schedules_step(tmp_path: Path) -> None:
 def test_an_optimizer_that_was_passed_is_the_engines_own(tmp_path: Path) -> None:
     """Its step, zero_grad and load_state_dict; groups stay those that schedules hold."""
     found = []
-    for by_engine in (True, False):
+    for by_engine, drops in ((True, True), (False, True), (True, False)):
         model = small_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5**n)
@@ -332,8 +332,10 @@ def test_an_optimizer_that_was_passed_is_the_engines_own(tmp_path: Path) -> None
         )
         with engine:
             for index in range(4):
-                engine(batch(9)).backward()  # dropped
-                (ours if by_engine else optimizer).zero_grad()
+                if drops:
+                    loss = engine(batch(9))
+                    engine.backward(loss) if index % 2 else loss.backward()
+                    (ours if by_engine else optimizer).zero_grad()
                 engine(batch(index)).backward()
                 (ours if by_engine else optimizer).step()
                 if index == 1:
@@ -344,7 +346,8 @@ def test_an_optimizer_that_was_passed_is_the_engines_own(tmp_path: Path) -> None
             assert optimizer.param_groups[0]["lr"] == 0.5**5
             found.append(small.masters(engine))
         assert "zero_grad" not in vars(optimizer)
-    assert small.same(*found)
+    assert small.same(found[0], found[1])
+    assert small.same(found[0], found[2]), "what was dropped left nothing"
 
 
 def test_groups_are_captured_when_no_update_is_under_way(

@@ -405,7 +405,8 @@ def test_buffers_of_any_kind_come_back(nvme: Path, saved: Path) -> None:
         module: Any = engine.module
         for part in (module.first, module.second):
             part.cache = part.cache.new_ones(6) if part is module.first else module.first.cache
-        module.mean.fill_(2)
+        module.mean = torch.full((4,), 2.0)  # wider than it begins
+        module.theta = torch.full((4,), 1.0, dtype=torch.float64)
         engine.save_checkpoint(saved, "one")
         engine.finish_saving()
     with small_engine(nvme, model=Buffered(theta=2.0)) as engine:
@@ -415,6 +416,7 @@ def test_buffers_of_any_kind_come_back(nvme: Path, saved: Path) -> None:
         assert float(module.mean[0]) == 2
         engine.load_checkpoint(saved)
         assert float(module.theta[0]) == 1
+        assert module.theta.dtype is torch.float64, "as it was"
         assert module.mask.equal(torch.ones(4, 4).tril().expand(3, 4, 4))
         assert module.first.cache is module.second.cache
         assert module.first.cache.shape == (6,)

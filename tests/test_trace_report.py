@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from infinity.trace.reader import (
     length,
     overlap,
     read_timeline,
+    report_data,
     union,
     verdict,
     without,
@@ -127,6 +129,8 @@ def test_shares_are_those_of_counting_ticks(tmp_path: Path, seed: int) -> None:
     first = shares.steps[0]
     within = [(b, e) for b, e in stalls if first.begin <= b * TICK_S < first.end]
     longest = sorted((e - b for b, e in within), reverse=True)[:5]
+    told = report_data(shares, 5, first)["largest_stalls"]
+    assert told == [asdict(stall) for stall in shares.largest_stalls(5, first)]
     found = shares.largest_stalls(5, first)
     assert [s.seconds for s in found] == pytest.approx([n * TICK_S for n in longest], abs=1e-6)
 

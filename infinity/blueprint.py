@@ -24,6 +24,7 @@ from infinity.cutting import (
 from infinity.errors import ConfigError
 from infinity.formats import MomentFormat
 from infinity.heap import return_freed_memory
+from infinity.model.meta_init import Origins
 from infinity.model.parameters import ParameterMap
 from infinity.model.shapes import Target, target_of
 from infinity.model.torch_private import storage_address
@@ -150,11 +151,18 @@ def _check_same(given: torch.optim.Optimizer, model_parameters: Iterable[Any]) -
         )
 
 
-def limits_for(config: Config, device: Device, model: nn.Module, ranks: Ranks = ALONE) -> Limits:
+def limits_for(
+    config: Config,
+    device: Device,
+    model: nn.Module,
+    ranks: Ranks = ALONE,
+    origins: Origins | None = None,
+) -> Limits:
     """Budgets: given or derived, less what other engines of this process hold.
 
     Those of RAM and disk are a machine's: of its ranks each gets an equal part.
     The process keeps what it holds now, but for parameters; buffers on meta it will come to hold.
+    Without `origins` values that are to come are taken to come whole.
     """
     return_freed_memory()
     machine = read_machine(config.nvme_path)
@@ -182,6 +190,8 @@ def limits_for(config: Config, device: Device, model: nn.Module, ranks: Ranks = 
         device_budget = max(device_budget - PROCESS.total(Tier.DEVICE), 0)
     base = max(base, 0 if held else PROCESS_BASE_BYTES)  # another engine counts the process
     made = max((p.nbytes for p in model.parameters() if p.is_meta), default=0)
+    if origins is not None:
+        made = origins.most_bytes(model.parameters(), quantises=config.frozen.rest != "as_is")
     return Limits(device_budget, max(host - held, 0), disk, base, made)
 
 
@@ -309,10 +319,11 @@ def plan_for(
     device: Device,
     rule: Rule,
     rates: Rates | None,
-    ranks: Ranks = ALONE,
+    ranks: Ranks,
+    origins: Origins,
 ) -> Plan:
     """The plan of one engine on this machine; `rates` as `make_plan` takes them."""
-    limits = limits_for(config, device, model, ranks)
+    limits = limits_for(config, device, model, ranks, origins)
     if config.activations.tokens is not None:
         limits = _leaving_room(limits, config, device, model, cut)
     limits = _agreed(limits, ranks)

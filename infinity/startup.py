@@ -175,7 +175,7 @@ def _make(
     if ranks.count > 1:
         check_alike(ranks, "the model", _facts_of(cut, origins))
         check_alike(ranks, "the optimizer", _facts_of_optimizer(offloaded))
-    plan = _make_plan(model, cut, settings, target, offloaded, ranks)
+    plan = _make_plan(model, cut, settings, target, offloaded, ranks, origins)
     if ranks.count > 1:
         check_alike(ranks, "the plan", _facts_of_plan(plan))
     scheduler = None
@@ -318,10 +318,11 @@ def _make_plan(
     device: Device,
     optimizer: OffloadedOptimizer,
     ranks: Ranks,
+    origins: Origins,
 ) -> Plan:
     """The plan of this run, by what is known of this machine's rates."""
     known = rates_of_rank(config, device, ranks)
-    plan = plan_for(model, cut, config, device, optimizer.rule, known.rates, ranks)
+    plan = plan_for(model, cut, config, device, optimizer.rule, known.rates, ranks, origins)
     if "auto" in config.placement.model_dump().values():
         plan = replace(plan, rates_origin=known.origin)
     return plan

@@ -17,10 +17,10 @@ stride). The log holds the meta storages, which keeps their addresses from being
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -108,6 +108,32 @@ def generator_state(call: Any, args: Any, kwargs: Any) -> Tensor | None:
 
 
 Read = Callable[[], Tensor]
+
+
+@runtime_checkable
+class InPieces(Protocol):
+    """A `Read` some of whose elements can be read alone."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what it gives."""
+
+    def __call__(self) -> Tensor:
+        """All elements."""
+
+    def pieces(self, first: int, count: int) -> list[Read] | None:
+        """What gives `count` elements from `first`, flat, one piece after the other; None where
+        they come with all others only. Nothing is read yet.
+        """
+
+
+def pieces_of(read: Read, shape: Sequence[int], first: int, count: int) -> list[Read] | None:
+    """`InPieces.pieces`, of any `Read` that is to give a tensor of this shape."""
+    if isinstance(read, InPieces) and tuple(read.shape) == tuple(shape):
+        return read.pieces(first, count)
+    return None
+
+
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -170,10 +196,11 @@ class Promised(Tensor):
             return found
         for index, meta in enumerate(results):
             if isinstance(meta, Tensor):
-                make = partial(_carried_out, call, args, kwargs, index if several else None)
+                shape, number = tuple(meta.shape), index if several else None
+                make: Read = _Result(shape, call, args, kwargs, number)
                 if _only_casts(call, args[0], meta):
                     make = args[0].read
-                made = Promised(tuple(meta.shape), meta.dtype, make)
+                made = Promised(shape, meta.dtype, make)
                 made.is_window = only_makes_views(call)
                 results[index] = made
         return results if several else results[0]
@@ -211,7 +238,7 @@ def _changed(tensor: Tensor, call: Any, args: Any, kwargs: Any) -> Tensor:
             remedy="change it after initialize(), inside `with engine.materialized(...)`",
         )
     args, kwargs = tree_map(_as_of_now, args), tree_map(_as_of_now, kwargs)
-    tensor._read = partial(_carried_out, call, args, kwargs, None)
+    tensor._read = _Result(tuple(tensor.shape), call, args, kwargs, None)
     return tensor
 
 
@@ -220,13 +247,56 @@ def _only_casts(call: Any, source: Any, result: Tensor) -> bool:
     return is_cast(call) and floats and result.is_floating_point()
 
 
-def _carried_out(call: Any, args: Any, kwargs: Any, index: int | None) -> Tensor:
-    """The operation on real values; contiguous, so that nothing larger than the result is kept."""
-    result = call(*tree_map(_made, args), **tree_map(_made, kwargs))
-    chosen: Tensor = result if index is None else result[index]
-    if chosen.untyped_storage().nbytes() > chosen.nbytes:
-        return chosen.clone(memory_format=torch.contiguous_format)
-    return chosen
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What an operation on promises gives: it is carried out when that is asked for."""
+
+    shape: tuple[int, ...]
+    call: Any
+    args: Any
+    kwargs: Any
+    index: int | None  # among several results
+
+    def __call__(self) -> Tensor:
+        """On real values; contiguous, so that nothing larger than the result is kept."""
+        result = self.call(*tree_map(_made, self.args), **tree_map(_made, self.kwargs))
+        chosen: Tensor = result if self.index is None else result[self.index]
+        if chosen.untyped_storage().nbytes() > chosen.nbytes:
+            return chosen.clone(memory_format=torch.contiguous_format)
+        return chosen
+
+    def pieces(self, first: int, count: int) -> list[Read] | None:
+        """See `InPieces`: of what only lays tensors side by side, as experts that are fused."""
+        if self.call in _SAME_ORDER:
+            return _pieces(self.args[0], first, count)
+        if self.call not in _JOINS:
+            return None
+        tensors = self.args[0]
+        dim = self.args[1] if len(self.args) > 1 else self.kwargs.get("dim", 0)
+        dim %= len(self.shape)
+        # The result is runs of one block of each tensor: all along its dimensions from `dim`.
+        blocks = [math.prod(t.shape[dim:]) for t in tensors]
+        if sum(blocks) < _LEAST_BLOCK * len(blocks):
+            return None
+        found: list[Read] = []
+        end, run = first + count, first // sum(blocks)
+        start = run * sum(blocks)  # of a block in the result
+        while start < end:
+            for tensor, block in zip(tensors, blocks, strict=True):
+                begin, stop = max(first - start, 0), min(end - start, block)
+                if begin < stop:
+                    pieces = _pieces(tensor, run * block + begin, stop - begin)
+                    if pieces is None:
+                        return None
+                    found += pieces
+                start += block
+            run += 1
+        return found
+
+
+_SAME_ORDER = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
+_JOINS = (torch.ops.aten.cat.default, torch.ops.aten.stack.default)
+_LEAST_BLOCK = 4096  # elements: of less a read costs more than it spares
 
 
 @dataclass(frozen=True)
@@ -234,11 +304,19 @@ class _AsOfNow:
     """A promise as an argument: what it stands for now, whatever is assigned to it later."""
 
     read: Read
+    shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 def _as_of_now(leaf: Any) -> Any:
-    return _AsOfNow(leaf._read, leaf.dtype) if isinstance(leaf, Promised) else leaf
+    if not isinstance(leaf, Promised):
+        return leaf
+    return _AsOfNow(leaf._read, tuple(leaf.shape), leaf.dtype)
+
+
+def _pieces(leaf: Any, first: int, count: int) -> list[Read] | None:
+    promised = isinstance(leaf, _AsOfNow)
+    return pieces_of(leaf.read, leaf.shape, first, count) if promised else None
 
 
 def _made(leaf: Any) -> Any:

@@ -29,8 +29,14 @@ from torch.nn.modules import module as registration
 
 from infinity.config.schema import Config, load_config
 from infinity.errors import ConfigError, ResidencyError
-from infinity.model.lazy_tensor import DEFER_FROM_BYTES, Deferral, keep_promises, storage_key
-from infinity.model.weight_files import StoredTensor
+from infinity.model.lazy_tensor import (
+    DEFER_FROM_BYTES,
+    Deferral,
+    Read,
+    keep_promises,
+    pieces_of,
+    storage_key,
+)
 
 # Values for a model built on the meta device: its initialisers, run as under `Init`.
 #
@@ -50,6 +56,7 @@ from infinity.model.weight_files import StoredTensor
 
 
 REMEDY = "build the model with real initialisers: `with infinity.Init(): model = Build()`"
+PIECE_ELEMENTS = 4 << 20  # of values that can be read in pieces, so many at a time
 _OWN = ("reset_parameters", "_reset_parameters", "reset_running_stats")
 _FAMILY = "_init_weights"
 
@@ -232,7 +239,6 @@ def _no_initialiser(names: list[str], error: ConfigError | None = None) -> Confi
     )
 
 
-Read = Callable[[], Tensor]
 _M = TypeVar("_M", bound="_Mark")
 
 
@@ -439,10 +445,25 @@ class Origins:
         read = self._read.get(id(tensor))
         return tensor if read is None else read()
 
-    def part(self, tensor: Tensor, first: int, count: int) -> Tensor | None:
-        """`count` elements of its first value from `first`, flat; None where that comes whole."""
+    def pieces(self, tensor: Tensor, first: int, count: int) -> list[Read] | None:
+        """What gives `count` elements of its first value from `first`, flat, one piece after the
+        other; None where that comes whole.
+        """
         read = self._read.get(id(tensor))
-        return read.part(first, count) if isinstance(read, _Checked) else None
+        return None if read is None else pieces_of(read, tensor.shape, first, count)
+
+    def most_bytes(self, parameters: Iterable[Tensor], quantises: bool) -> int:
+        """The largest value that is made at once, of those that are not there yet, in bytes.
+
+        With `quantises` frozen ones come whole.
+        """
+
+        def nbytes(tensor: Tensor) -> int:
+            whole = quantises and not tensor.requires_grad
+            inside = None if whole else self.pieces(tensor, 0, tensor.numel())
+            return tensor.nbytes if inside is None else 4 * min(tensor.numel(), PIECE_ELEMENTS)
+
+        return max((nbytes(tensor) for tensor in parameters if tensor.is_meta), default=0)
 
     def forget(self) -> None:
         """The model has its values: it need not remember anything, and neither need we."""
@@ -515,12 +536,9 @@ class _Checked:
             )
         return value
 
-    def part(self, first: int, count: int) -> Tensor | None:
-        """Some of its elements, flat, where they lie by themselves in a file."""
-        if not isinstance(self.read, StoredTensor):
-            return None
-        facts = self.read.files.facts[self.read.name]
-        return self.read.part(first, count) if facts.shape == tuple(self.shape) else None
+    def pieces(self, first: int, count: int) -> list[Read] | None:
+        """See `InPieces`."""
+        return pieces_of(self.read, self.shape, first, count)
 
 
 def _marks(module: nn.Module, kind: type[_M]) -> list[_M]:

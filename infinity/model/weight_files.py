@@ -14,6 +14,7 @@ import struct
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, Self
@@ -430,12 +431,9 @@ class WeightFiles:
         parts += [] if packed.mean is None else [packed.mean]
         return from_parts(packed.form, packed.shape, parts)
 
-    def part(self, name: str, first: int, count: int) -> Tensor | None:
-        """`count` of the tensor's elements from `first`, flat; None of one that must be read whole.
-
-        Raises what `read` raises.
-        """
-        return None if name in self._packed else self._read(name, first, count)
+    def pieces(self, name: str, first: int, count: int) -> list[Callable[[], Tensor]] | None:
+        """See `StoredTensor.pieces`; what it gives raises what `read` raises."""
+        return None if name in self._packed else [partial(self._read, name, first, count)]
 
     def _read(self, name: str, first: int = 0, count: int | None = None) -> Tensor:
         return self._files[self.facts[name].file].read(name, first, count)
@@ -470,7 +468,7 @@ class WeightFiles:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of `files` that is to be read later: called, as a whole; and in parts."""
+    """A tensor of `files` that is to be read later: called, as a whole; and in pieces."""
 
     files: WeightFiles
     name: str
@@ -479,9 +477,14 @@ class StoredTensor:
         """`WeightFiles.read`."""
         return self.files.read(self.name)
 
-    def part(self, first: int, count: int) -> Tensor | None:
-        """`WeightFiles.part`."""
-        return self.files.part(self.name, first, count)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As the file has it."""
+        return self.files.facts[self.name].shape
+
+    def pieces(self, first: int, count: int) -> list[Callable[[], Tensor]] | None:
+        """See `lazy_tensor.InPieces`: one piece, but None of a matrix that is quantised."""
+        return self.files.pieces(self.name, first, count)
 
 
 def _files_of(source: Path) -> tuple[list[Path], dict[str, Path] | None]:

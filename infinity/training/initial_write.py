@@ -2,9 +2,9 @@
 
 Units are written one after the other, chunk by chunk, and each parameter's own memory is let go
 as soon as its unit is written. Values that are made (see `model/meta_init.py`) are asked for once,
-one whole parameter at a time; of those that lie in a file what this rank keeps is read, and no
-more, but quantised matrices whole. The first write doubles as what file systems want before
-O_DIRECT: every extent written once.
+one whole parameter at a time; of those that lie in files (fused ones in several) what this rank
+keeps is read, and no more, but quantised matrices whole. The first write doubles as what file
+systems want before O_DIRECT: every extent written once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from infinity.formats import FrozenFormat
-from infinity.model.meta_init import Origins
+from infinity.model.meta_init import PIECE_ELEMENTS, Origins
 from infinity.model.parameters import ParameterBinding
 from infinity.model.quantised import quantise_exactly
 from infinity.offload.state import StateStore
@@ -109,10 +109,8 @@ class InitialWrite:
             first, last = segment.within(start, count)
             if first < last:
                 skipped = start - segment.offset
-                part = self._values.part(
-                    parameters[segment.parameter], first + skipped, last - first
-                )
-                master[first:last].copy_(part)
+                parameter = parameters[segment.parameter]
+                self._values.fill(master[first:last], parameter, first + skipped)
 
     def _fill_views(self, views: dict[Kind, Tensor], master: Tensor) -> None:
         weight, rest = master_in(views, self.plan.precision)
@@ -165,8 +163,7 @@ class InitialWrite:
         """The bytes of a frozen segment from `first`, as many as `target` has."""
         dtype = getattr(torch, segment.dtype)
         if not segment.form:
-            start, count = first // dtype.itemsize, target.numel() // dtype.itemsize
-            target.view(dtype).copy_(self._values.part(parameter, start, count))
+            self._values.fill(target.view(dtype), parameter, first // dtype.itemsize)
             return
         whole = target.numel() == segment.nbytes
         packed = target if whole else torch.zeros(segment.nbytes, dtype=torch.uint8, device="cpu")
@@ -198,10 +195,18 @@ class _Current:
             self._parameter = parameter
         return self._flat
 
-    def part(self, parameter: nn.Parameter, first: int, count: int) -> Tensor:
-        """`count` of them from `first`; only these are read where that can be."""
-        found = self._origins.part(parameter, first, count)
-        return self.flat(parameter)[first : first + count] if found is None else found
+    def fill(self, target: Tensor, parameter: nn.Parameter, first: int) -> None:
+        """Fill `target` with them from `first`; only these are read where that can be."""
+        for into in torch.split(target, PIECE_ELEMENTS):
+            pieces = self._origins.pieces(parameter, first, into.numel())
+            if pieces is None:
+                into.copy_(self.flat(parameter)[first : first + into.numel()])
+            done = 0
+            for read in pieces or ():
+                part = read()
+                into[done : done + part.numel()].copy_(part)
+                done += part.numel()
+            first += into.numel()
 
     def forget(self) -> None:
         """Keep no memory."""

@@ -26,6 +26,7 @@ from torch import Tensor
 import infinity
 from infinity.errors import ConfigError, MachineError
 from infinity.huggingface.models import load_model
+from infinity.model import meta_init
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -362,6 +363,29 @@ def test_tensors_that_live_at_once_do_not_grow_with_the_model(kind: str, tmp_pat
         assert_same(tensors_in(tmp_path / "again"), tensors_in(source))
         shutil.rmtree(tmp_path / "again")
     assert peaks[2] - peaks[1] < 0.5 * (sizes[2] - sizes[1]), (peaks, sizes)
+
+
+def test_room_is_kept_for_a_piece_of_what_files_hold_and_for_the_whole_of_what_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fused experts are of several tensors of the files; a quantised one is made whole."""
+    monkeypatch.setattr(meta_init, "PIECE_ELEMENTS", 1000)
+    facts = FAMILIES["mixtral"].config()
+    facts.hidden_size, facts.intermediate_size = 64, 128
+    hf.MixtralForCausalLM(facts).save_pretrained(tmp_path)
+    model = load_model(tmp_path)
+    origins = meta_init.Origins(model)
+    parameters = list(model.parameters())
+    largest = max(p.nbytes for p in parameters)
+    assert origins.most_bytes(parameters, quantises=True) == 4000
+    model.model.layers[0].mlp.experts.gate_up_proj.requires_grad_(False)
+    assert origins.most_bytes(parameters, quantises=False) == 4000
+    assert origins.most_bytes(parameters, quantises=True) == largest
+    origins.forget()  # and with them the files
+    with torch.device("meta"):
+        made = hf.MixtralForCausalLM(facts)
+    largest = max(p.nbytes for p in made.parameters())
+    assert meta_init.Origins(made).most_bytes(made.parameters(), quantises=False) == largest
 
 
 @pytest.mark.big

@@ -1,4 +1,4 @@
-"""`save_pretrained` of adapters, by peft itself: the first rank writes what all read."""
+"""What several ranks read of transformers' files, and how they save adapters (by peft itself)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 from support.families import FAMILIES
 from support.ranks import make_engine, on_ranks
-from support.trainer import make_config
+from support.trainer import make_config, same_bits
+from torch import Tensor
 
 from infinity.errors import InfinityError
 from infinity.huggingface.models import load_model, save_pretrained
@@ -54,19 +56,36 @@ def saved(count: int, folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (folder / "saved").iterdir()}
 
 
-def test_adapters_over_files_read_each_byte_once(tmp_path: Path, bytes_read: list[int]) -> None:
+@pytest.mark.parametrize("kind", ["llama with adapters", "experts that are fused"])
+def test_each_byte_of_the_files_of_transformers_is_read_by_one_rank(
+    kind: str, tmp_path: Path, bytes_read: list[int]
+) -> None:
+    """Also where a tensor of the model is made of many of the files'."""
     source = tmp_path / "model"
-    FAMILY.build().save_pretrained(source)
-    models = [adapted(load_model(source), []) for _ in range(2)]
+    if kind == "llama with adapters":
+        plain = FAMILY.build()
+    else:
+        facts = FAMILIES["mixtral"].config()
+        facts.hidden_size, facts.intermediate_size = 64, 128
+        plain = transformers.MixtralForCausalLM(facts)
+    plain.save_pretrained(source)
+    models = [load_model(source) for _ in range(2)]
+    if kind == "llama with adapters":
+        models = [adapted(model, []) for model in models]
     config = make_config(("host", "host", "host"))
     nvme = tmp_path / "nvme"
     nvme.mkdir()
     bytes_read.clear()
 
-    def work(ranks: Ranks) -> None:
-        make_engine(ranks, models[ranks.rank], config, nvme).close()
+    def work(ranks: Ranks) -> dict[str, Tensor]:
+        with make_engine(ranks, models[ranks.rank], config, nvme) as engine:
+            return dict(engine.state_dict())
 
-    on_ranks(2, work)
+    expected = dict(plain.state_dict())
+    for found in on_ranks(2, work):
+        if kind != "llama with adapters":  # which gives the base other names
+            assert found.keys() == expected.keys()
+            assert all(same_bits(found[name], expected[name]) for name in expected)
     in_file = [f.numel * f.dtype.itemsize for f in WeightFiles(source).facts.values()]
     assert sum(bytes_read) == sum(in_file) + 2 * min(in_file)  # whose first values are compared
 

@@ -167,8 +167,8 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def read_small(path: Path, offset: int = 0, nbytes: int = 1 << 30) -> bytes:
-    """At most `nbytes` of a file; links are not followed. Raises `OSError`."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    """At most `nbytes` of a file; no link is followed, no pipe waited for. Raises `OSError`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         left = os.fstat(descriptor).st_size - offset
         return os.pread(descriptor, max(min(left, nbytes), 0), offset)

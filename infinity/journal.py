@@ -64,7 +64,7 @@ class Journal:
         """
         if self._owner_pid != os.getpid():
             return
-        line = _to_line(record)
+        line = to_line(record)
         with self._lock:
             if self._closing:
                 return
@@ -121,7 +121,7 @@ class Journal:
                 self._queue.clear()
                 self._num_in_flight = len(lines)
                 if closing and self.num_dropped:
-                    lines.append(_to_line({"event": "dropped", "count": self.num_dropped}))
+                    lines.append(to_line({"event": "dropped", "count": self.num_dropped}))
             if lines:
                 await self._append(lines)
             if closing:
@@ -138,7 +138,8 @@ class Journal:
                 self._num_in_flight = 0
 
 
-def _to_line(record: Mapping[str, Any]) -> str:
+def to_line(record: Mapping[str, Any]) -> str:
+    """A record as a line of JSON: numbers that are not finite, and what else it lacks, as words."""
     try:
         return json.dumps(dict(record), default=str, allow_nan=False) + "\n"
     except (ValueError, TypeError):

@@ -200,24 +200,11 @@ def test_a_square_sum_shows_what_is_not_finite(cuda, dtype: torch.dtype, value: 
     assert math.isnan(total) if math.isnan(value) else total == math.inf
 
 
-@pytest.mark.parametrize(("target", "source"), list(itertools.product(FLOATS, FLOATS)))
-def test_accumulation(cuda, cpu, target: torch.dtype, source: torch.dtype) -> None:
-    rooms = Rooms(seed=6)
-    for n, aligned in itertools.product((1, 5, 1024, 4099), (True, False)):
-        room = rooms.make(n, FP32, source, HYPERS["Plain"][0], MomentFormat.FP32, aligned=aligned)
-        other = rooms.make(n, FP32, target, HYPERS["Plain"][0], MomentFormat.FP32, aligned=aligned)
-        copy = other.copy()
-        cuda.accumulate(other["gradient"], room["gradient"])
-        cpu.accumulate(copy["gradient"], room["gradient"])
-        assert other.same_bytes(copy), (n, aligned)
-
-
 def test_nothing_to_do(cuda, launcher) -> None:
     launcher.launched.clear()
     cuda.update_all([])
     empty = torch.empty(0)
     cuda.update_all([Piece(empty, None, [Moment(empty)] * 2, empty, ADAM, 1)])
-    cuda.accumulate(empty, empty)
     assert launcher.launched == []
     assert cuda.square_sum(torch.empty(0)) == 0.0
 
@@ -276,8 +263,6 @@ def test_pieces_that_share_memory_are_refused(cuda) -> None:
         with pytest.raises(ConfigError, match="overlap"):
             cuda.update_all([first, second._replace(**clash)])
     cuda.update_all([first, second._replace(gradient=first.gradient)])  # only read: may be shared
-    with pytest.raises(ConfigError, match="overlap"):
-        cuda.accumulate(first.weight, first.weight)
 
 
 def test_fp16_weights_follow_their_masters(cuda) -> None:

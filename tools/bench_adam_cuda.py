@@ -145,11 +145,9 @@ def measure(kernels: CudaKernels, n: int, rounds: int) -> Iterator[dict[str, obj
                 "speedup_vs_torch_fused": _ratio(times["torch"], times["ours"]),
             }
     tensor = torch.randn(n, device=kernels.device).to(BF16)
-    total = torch.zeros(n, device=kernels.device)
     sums = torch.zeros(1, dtype=torch.float64, device=kernels.device)
     helpers: dict[str, tuple[Work, int]] = {
         "square sum, bf16": (lambda: kernels.square_sums([tensor], sums), 2 * n),
-        "accumulate bf16 to fp32": (lambda: kernels.accumulate(total, tensor), 10 * n),
     }
     for name, (work, nbytes) in helpers.items():
         took = statistics.median(compare({name: work}, rounds, repeats=10)[name])

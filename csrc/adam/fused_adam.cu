@@ -5,7 +5,7 @@
 //   INFINITY_LAYOUT     Whole, Split, Half
 //   INFINITY_GRADIENT   Fp32, Bf16, Fp16
 //   INFINITY_MOMENTS    Exact, Rounded, Stochastic, Blocks
-// Without INFINITY_RULE it holds the helpers: sums of squares, accumulation. Options that belong to
+// Without INFINITY_RULE it holds the helpers: sums of squares. Options that belong to
 // the definition: --fmad=false --prec-div=true --prec-sqrt=true --ftz=false.
 //
 // No headers. tests/support/cuda_on_host.h gives the few CUDA words used here a meaning on a CPU,
@@ -274,19 +274,4 @@ extern "C" __global__ void __launch_bounds__(infinity::kFoldThreads)
     fold_partials(const __grid_constant__ infinity::SumTable table) {
   infinity::fold_partials(table);
 }
-
-#define INFINITY_ACCUMULATE(to, from)                                                        \
-  extern "C" __global__ void __launch_bounds__(infinity::kThreads) accumulate_##to##_##from( \
-      void* target, const void* source, infinity::u64 n, infinity::u32 wide) {               \
-    infinity::accumulate<infinity::to, infinity::from>(target, source, n, wide != 0);        \
-  }
-INFINITY_ACCUMULATE(Fp32, Fp32)
-INFINITY_ACCUMULATE(Fp32, Bf16)
-INFINITY_ACCUMULATE(Fp32, Fp16)
-INFINITY_ACCUMULATE(Bf16, Fp32)
-INFINITY_ACCUMULATE(Bf16, Bf16)
-INFINITY_ACCUMULATE(Bf16, Fp16)
-INFINITY_ACCUMULATE(Fp16, Fp32)
-INFINITY_ACCUMULATE(Fp16, Bf16)
-INFINITY_ACCUMULATE(Fp16, Fp16)
 #endif

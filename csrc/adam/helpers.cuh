@@ -1,4 +1,4 @@
-// Sums of squares and accumulation on the device; the tree of the sum is that of kernel.inl.
+// Sums of squares on the device; the tree of the sum is that of kernel.inl.
 #pragma once
 
 #include "segments.cuh"
@@ -82,28 +82,6 @@ INFINITY_FUNCTION void fold_partials(const SumTable& table) {
     __syncthreads();
   }
   if (threadIdx.x == 0) *s.sum = s.num_tiles == 0 ? 0.0 : partials[0];
-}
-
-template <class To, class From, bool kVector>
-INFINITY_FUNCTION void accumulate_four(void* target, const void* source, Range<kVector> range) {
-  const auto added = load_four<typename From::Stored>(source, range);
-  auto sums = load_four<typename To::Stored>(target, range);
-  for (u32 i = 0; i < kPerLane; ++i) {
-    sums.at[i] = To::narrow(To::widen(sums.at[i]) + From::widen(added.at[i]));
-  }
-  store_four(target, range, sums);
-}
-
-template <class To, class From>
-INFINITY_FUNCTION void accumulate(void* target, const void* source, u64 n, bool wide) {
-  const u64 index = (static_cast<u64>(blockIdx.x) * kThreads + threadIdx.x) * kPerLane;
-  if (index >= n) return;
-  if (wide && n - index >= kPerLane) {
-    accumulate_four<To, From>(target, source, Range<true>{index, kPerLane});
-  } else {
-    const u32 count = n - index < kPerLane ? static_cast<u32>(n - index) : kPerLane;
-    accumulate_four<To, From>(target, source, Range<false>{index, count});
-  }
 }
 
 }  // namespace

@@ -22,7 +22,7 @@ from infinity.errors import (
     ConfigError,
     InfinityError,
 )
-from infinity.files import LockFile, refused
+from infinity.files import LockFile, read_small, refused
 from infinity.sizes import format_size
 
 
@@ -150,9 +150,7 @@ def find_tag(root: Path, tag: str | None) -> str | None:
         return check_tag(tag)
     path = Path(root).expanduser() / LATEST_NAME
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as file:
-            text = file.read(_MAX_LATEST_BYTES).decode()
+        text = read_small(path, nbytes=_MAX_LATEST_BYTES).decode()
         return check_tag(text.removesuffix("\n"))
     except FileNotFoundError:
         return None
@@ -204,10 +202,8 @@ def tags(root: Path) -> list[str]:
 
 def _found(directory: Path) -> Found:
     """What has a manifest; raises `OSError` where there is none."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        with os.fdopen(os.open(directory / MANIFEST_NAME, flags), "rb") as file:
-            is_ours = file.read(len(_BEGIN)) == _BEGIN
+        is_ours = read_small(directory / MANIFEST_NAME, nbytes=len(_BEGIN)) == _BEGIN
     except OSError:
         is_ours = False
     written_ns = os.lstat(directory / MANIFEST_NAME).st_mtime_ns

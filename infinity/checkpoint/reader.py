@@ -5,7 +5,6 @@ Nothing of it is believed before it was checked.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
@@ -45,6 +44,7 @@ from infinity.checkpoint.manifest import problems as disagreements
 from infinity.checkpoint.plain import DTYPES
 from infinity.crc32c import crc32c
 from infinity.errors import CheckpointError, ConfigError, DoesNotFitError, MachineError, listed
+from infinity.files import read_small
 from infinity.formats import FrozenFormat
 from infinity.model.quantised import dequantise
 from infinity.model.weight_files import Outgoing, SafetensorsFile, TensorFacts
@@ -262,13 +262,10 @@ class CheckpointReader(StateReader):
 
     def _read_manifest(self) -> Manifest:
         path = self.directory / MANIFEST_NAME
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            size = check_regular(path)
-            if size > MAX_MANIFEST_BYTES:
+            if (size := check_regular(path)) > MAX_MANIFEST_BYTES:
                 raise ChangedError(f"it has {size} bytes, more than {MAX_MANIFEST_BYTES}")
-            with os.fdopen(os.open(path, flags), "rb") as file:
-                data = file.read(size + 1)
+            data = read_small(path, nbytes=MAX_MANIFEST_BYTES)
         except FileNotFoundError:
             raise CheckpointError(
                 f"{self.directory} is no checkpoint: it has no {MANIFEST_NAME}",

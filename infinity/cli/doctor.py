@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
@@ -25,9 +24,12 @@ from infinity.plan.cost import BETWEEN_NODES, COPIES, DISK, Rates
 from infinity.plan.machine import (
     Machine,
     PlanMachine,
+    cgroup_path,
     cpu_model,
     default_host_budget_bytes,
+    mounts,
     read_machine,
+    read_meminfo,
 )
 from infinity.plan.plan import LINKS
 from infinity.sizes import format_count, format_rate, format_size
@@ -41,7 +43,6 @@ from infinity.sizes import format_count, format_rate, format_size
 LEAST_HOST_BYTES = 2**29
 STATE_BYTES = 12  # per parameter, AdamW in bf16
 T = TypeVar("T")
-_OCTAL = re.compile(r"\\([0-7]{3})")  # how the kernel writes blanks in names
 
 
 def examine(paths: Sequence[Path], root: Path = Path("/")) -> dict[str, Any]:
@@ -143,17 +144,19 @@ def describe(
 
 
 def _memory(machine: Machine, root: Path) -> dict[str, Any]:
-    physical_bytes = _meminfo(root, "MemTotal")
+    sizes = read_meminfo(root)
+    physical_bytes = sizes.get("MemTotal", 0)
+    where = cgroup_path(root, "memory") or cgroup_path(root, "") or "(unknown)"
     in_cgroup = machine.host_ram_bytes < physical_bytes
     return {
         "physical_bytes": physical_bytes,
         "usable_bytes": machine.host_ram_bytes,
-        "bounded_by": f"memory cgroup {_cgroup(root)}" if in_cgroup else "the machine's RAM",
+        "bounded_by": f"memory cgroup {where}" if in_cgroup else "the machine's RAM",
         "available_bytes": machine.host_available_bytes,
         "budget_bytes": default_host_budget_bytes(machine),
         "memlock_bytes": machine.memlock_bytes,
         "transparent_huge_pages": machine.thp_mode,
-        "huge_pages": _meminfo(root, "HugePages_Total", unit=1),
+        "huge_pages": sizes.get("HugePages_Total", 0),
         "numa_nodes": [asdict(node) for node in machine.numa_nodes],
     }
 
@@ -167,22 +170,6 @@ def _check_memory(machine: Machine) -> None:
             because=f"{format_size(machine.host_available_bytes)} are available",
             remedy="end other programs, or raise the memory limit of the container",
         )
-
-
-def _meminfo(root: Path, name: str, unit: int = 1024) -> int:
-    text = (root / "proc/meminfo").read_text(encoding="utf-8")
-    match = re.search(rf"^{name}:\s+([0-9]+)", text, re.MULTILINE)
-    return int(match[1]) * unit if match else 0
-
-
-def _cgroup(root: Path) -> str:
-    """Return the path of our memory cgroup; the limit is its own or that of one above it."""
-    with suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-            _, controllers, path = line.split(":", 2)
-            if not controllers or "memory" in controllers.split(","):
-                return path
-    return "(unknown)"
 
 
 def _torch() -> dict[str, Any]:
@@ -247,8 +234,7 @@ def _drive(path: Path) -> dict[str, Any]:
 def _places() -> list[dict[str, Any]]:
     """Return the mounted file systems on block devices, largest room first; nothing is written."""
     places: dict[str, dict[str, Any]] = {}
-    for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
-        device, where, kind = (_OCTAL.sub(lambda m: chr(int(m[1], 8)), w) for w in line.split()[:3])
+    for _, where, (kind, device, _) in mounts(Path("/")):
         # Containers mount one device in many places, single files among them.
         if device.startswith("/dev/") and device not in places and os.path.isdir(where):
             with suppress(OSError):

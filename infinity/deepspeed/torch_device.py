@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,6 +19,20 @@ _NVTX: Any = torch.cuda.nvtx
 def _of(answer: Callable[..., Any]) -> Any:
     """A method whose name, and torch's of the same, say what it does."""
     return answer
+
+
+def _of_gpu(name: str, otherwise: Any = None) -> Any:
+    """`torch.cuda`'s function of that name; on a CPU, which has no such thing, `otherwise`."""
+
+    def method(self: DeepSpeedAccelerator, device_index: int | None = None) -> Any:
+        return getattr(torch.cuda, name)(device_index) if self._is_gpu else otherwise
+
+    return method
+
+
+def _of_dtype(dtype: torch.dtype) -> Any:
+    """What makes tensors of values, as torch's old types do."""
+    return property(lambda self: partial(torch.tensor, dtype=dtype, device=self._name))
 
 
 class DeepSpeedAccelerator:
@@ -38,10 +52,6 @@ class DeepSpeedAccelerator:
         if name.startswith("_"):
             raise AttributeError(name)
         raise why_refused(f"accelerator.{name}")
-
-    def _memory(self, name: str, device_index: int | None) -> int:
-        """torch.cuda's count of bytes; on a CPU 0, as torch counts none there."""
-        return int(getattr(torch.cuda, name)(device_index)) if self._is_gpu else 0
 
     def _random(self, name: str, *args: Any) -> Any:
         return getattr(torch.cuda if self._is_gpu else torch, name)(*args)
@@ -65,10 +75,7 @@ class DeepSpeedAccelerator:
         """The string cuda:1 of 1, cuda of None; cpu without a GPU."""
         return self._name if device_index is None or not self._is_gpu else f"cuda:{device_index}"
 
-    def synchronize(self, device_index: int | None = None) -> None:
-        """Wait until the GPU has done what it was given."""
-        if self._is_gpu:
-            torch.cuda.synchronize(device_index)
+    synchronize = _of_gpu("synchronize")
 
     # --- random numbers --------------------------------------------------------------------------
 
@@ -100,16 +107,8 @@ class DeepSpeedAccelerator:
 
     Stream = property(lambda self: torch.cuda.Stream if self._is_gpu else None)
     Event = property(lambda self: torch.cuda.Event if self._is_gpu else None)
-    default_stream = _of(
-        lambda self, device_index=None: (
-            torch.cuda.default_stream(device_index) if self._is_gpu else None
-        )
-    )
-    current_stream = _of(
-        lambda self, device_index=None: (
-            torch.cuda.current_stream(device_index) if self._is_gpu else None
-        )
-    )
+    default_stream = _of_gpu("default_stream")
+    current_stream = _of_gpu("current_stream")
     stream = _of(
         lambda self, stream: torch.cuda.stream(stream) if self._is_gpu else contextlib.nullcontext()
     )
@@ -127,28 +126,13 @@ class DeepSpeedAccelerator:
     # --- memory, in bytes ------------------------------------------------------------------------
 
     empty_cache = _of(lambda self: torch.cuda.empty_cache() if self._is_gpu else None)
-    memory_allocated = _of(
-        lambda self, device_index=None: self._memory("memory_allocated", device_index)
-    )
-    max_memory_allocated = _of(
-        lambda self, device_index=None: self._memory("max_memory_allocated", device_index)
-    )
-    memory_reserved = memory_cached = _of(
-        lambda self, device_index=None: self._memory("memory_reserved", device_index)
-    )
-    max_memory_reserved = max_memory_cached = _of(
-        lambda self, device_index=None: self._memory("max_memory_reserved", device_index)
-    )
-    memory_stats = _of(
-        lambda self, device_index=None: (
-            torch.cuda.memory_stats(device_index) if self._is_gpu else {}
-        )
-    )
-    reset_peak_memory_stats = reset_max_memory_allocated = reset_max_memory_cached = _of(
-        lambda self, device_index=None: (
-            torch.cuda.reset_peak_memory_stats(device_index) if self._is_gpu else None
-        )
-    )
+    memory_allocated = _of_gpu("memory_allocated", 0)
+    max_memory_allocated = _of_gpu("max_memory_allocated", 0)
+    memory_reserved = memory_cached = _of_gpu("memory_reserved", 0)
+    max_memory_reserved = max_memory_cached = _of_gpu("max_memory_reserved", 0)
+    memory_stats = _of_gpu("memory_stats", {})
+    reset_peak_memory_stats = _of_gpu("reset_peak_memory_stats")
+    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
     total_memory = _of(
         lambda self, device_index=None: (
             torch.cuda.mem_get_info(device_index)[1]
@@ -179,18 +163,13 @@ class DeepSpeedAccelerator:
     supported_dtypes = _of(lambda self: [torch.float32, torch.float16, torch.bfloat16])
     is_triton_supported = prefer_triton_grouped_mm = _of(lambda self: False)
     get_compile_backend = _of(lambda self: "inductor")
-    BFloat16Tensor = property(lambda self: _maker(torch.bfloat16, self._name))
-    ByteTensor = property(lambda self: _maker(torch.uint8, self._name))
-    DoubleTensor = property(lambda self: _maker(torch.float64, self._name))
-    FloatTensor = property(lambda self: _maker(torch.float32, self._name))
-    HalfTensor = property(lambda self: _maker(torch.float16, self._name))
-    IntTensor = property(lambda self: _maker(torch.int32, self._name))
-    LongTensor = property(lambda self: _maker(torch.int64, self._name))
-
-
-def _maker(dtype: torch.dtype, device: str) -> Callable[..., Tensor]:
-    """What makes tensors of values, as torch's old types do."""
-    return lambda values: torch.tensor(values, dtype=dtype, device=device)
+    BFloat16Tensor = _of_dtype(torch.bfloat16)
+    ByteTensor = _of_dtype(torch.uint8)
+    DoubleTensor = _of_dtype(torch.float64)
+    FloatTensor = _of_dtype(torch.float32)
+    HalfTensor = _of_dtype(torch.float16)
+    IntTensor = _of_dtype(torch.int32)
+    LongTensor = _of_dtype(torch.int64)
 
 
 @cache

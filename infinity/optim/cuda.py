@@ -26,7 +26,6 @@ from infinity.optim.cpu import (
     FLOATS,
     Piece,
     by_kind,
-    check_pair,
     check_pieces,
     check_tensor,
     step_matrices,
@@ -68,7 +67,7 @@ class Launch(NamedTuple):
     kernel: str
     blocks: int
     threads: int
-    arguments: tuple[ctypes.Structure | ctypes.c_uint64 | ctypes.c_uint32, ...]
+    arguments: tuple[ctypes.Structure, ...]
 
 
 class _Segment(ctypes.Structure):
@@ -231,23 +230,6 @@ def square_launches(
             if tiles:
                 yield Launch(HELPERS, f"square_tiles_{TYPES[dtype]}", tiles, THREADS, (table,))
             yield Launch(HELPERS, "fold_partials", len(batch), FOLD_THREADS, (table,))
-
-
-def accumulate_launch(target: torch.Tensor, source: torch.Tensor) -> Launch:
-    """`target += source` in fp32, stored as `target` is."""
-    n = target.numel()
-    return Launch(
-        HELPERS,
-        f"accumulate_{TYPES[target.dtype]}_{TYPES[source.dtype]}",
-        -(-n // (THREADS * _PER_THREAD)),
-        THREADS,
-        (
-            ctypes.c_uint64(target.data_ptr()),
-            ctypes.c_uint64(source.data_ptr()),
-            ctypes.c_uint64(n),
-            ctypes.c_uint32(_is_wide(target) and _is_wide(source)),
-        ),
-    )
 
 
 # Launches on a CUDA device: kernels compiled on first use and kept, arguments passed by value.
@@ -432,13 +414,3 @@ class CudaKernels:
         partials = self._launch.room(num_square_tiles(tensors), stream)
         for launch in square_launches(tensors, sums, partials):
             self._launch(launch, stream)
-
-    def accumulate(
-        self,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        stream: torch.cuda.Stream | None = None,
-    ) -> None:
-        """`target += source`, added in fp32; a 16-bit target is rounded to nearest even."""
-        if check_pair(target, source, self.device):
-            self._launch(accumulate_launch(target, source), stream)

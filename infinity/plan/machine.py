@@ -114,7 +114,7 @@ def read_machine(
     `root` replaces "/" as the place of /proc and /sys, not of `paths`. Raises `MachineError` if a
     path cannot be looked at or if the total memory cannot be read.
     """
-    meminfo = _meminfo(root)
+    meminfo = read_meminfo(root)
     if "MemTotal" not in meminfo:
         because = f"{root / 'proc/meminfo'} has no MemTotal"
         raise MachineError("the size of the RAM is unknown", because=because)
@@ -145,7 +145,7 @@ def memory_room(root: Path = Path("/")) -> tuple[int, int]:
 
     Of the machine and all levels of its cgroup, the one with least left. Takes well below 1 ms.
     """
-    meminfo = _meminfo(root)
+    meminfo = read_meminfo(root)
     total_bytes = meminfo.get("MemTotal", 0)
     rooms = [(total_bytes, meminfo.get("MemAvailable", total_bytes)), *_memory_limits(root)]
     return min(rooms, key=lambda limit_and_room: limit_and_room[1])
@@ -212,11 +212,11 @@ def mount_of(path: Path, root: Path = Path("/")) -> Mount:
     except OSError as error:
         raise _unseen(path, "cannot be looked at", error) from error
     best, source, kind = "", "", ""
-    for _, mount_point, what in _mounts(root):
+    for _, mount_point, what in mounts(root):
         inside = (place + "/").startswith(mount_point.rstrip("/") + "/")
         # What is mounted later on the same place hides what was there.
         if inside and len(mount_point) >= len(best):
-            best, source, kind = mount_point, _unescaped(what[1]), what[0]
+            best, source, kind = mount_point, what[1], what[0]
     return Mount(f"{os.major(number)}:{os.minor(number)}", source, kind)
 
 
@@ -251,10 +251,11 @@ def _number(path: Path) -> int | None:
     return None
 
 
-def _meminfo(root: Path) -> dict[str, int]:
+def read_meminfo(root: Path) -> dict[str, int]:
+    """Return what the kernel tells of memory: bytes, and numbers of huge pages."""
     text = _read(root / "proc/meminfo") or ""
-    found = re.findall(r"^(\w+):\s+([0-9]+) kB", text, re.MULTILINE)
-    return {name: int(kib) * 1024 for name, kib in found}
+    found = re.findall(r"^(\w+):\s+([0-9]+)( kB)?", text, re.MULTILINE)
+    return {name: int(number) * (1024 if unit else 1) for name, number, unit in found}
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
@@ -276,7 +277,7 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
 def _levels(root: Path, controller: str) -> Iterator[Path]:
     """Yield this process's cgroup directory and its ancestors; controller "" is version 2."""
     mount = _cgroup_mount(root, controller)
-    own_path = _cgroup_path(root, controller)
+    own_path = cgroup_path(root, controller)
     if mount is None or own_path is None:
         return
     mount_root, mount_point = mount
@@ -293,7 +294,8 @@ def _levels(root: Path, controller: str) -> Iterator[Path]:
             yield level
 
 
-def _cgroup_path(root: Path, controller: str) -> str | None:
+def cgroup_path(root: Path, controller: str) -> str | None:
+    """Return the path of this process's cgroup; the limit is its own or that of one above it."""
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -304,20 +306,20 @@ def _cgroup_path(root: Path, controller: str) -> str | None:
 
 def _cgroup_mount(root: Path, controller: str) -> tuple[str, str] | None:
     """Return (the part of the hierarchy that is mounted, where) or `None`."""
-    for mount_root, mount_point, what in _mounts(root):
+    for mount_root, mount_point, what in mounts(root):
         is_v1 = what[0] == "cgroup" and bool(controller) and controller in what[2].split(",")
         if is_v1 or (what[0] == "cgroup2" and not controller):
             return mount_root, mount_point
     return None
 
 
-def _mounts(root: Path) -> Iterator[tuple[str, str, list[str]]]:
+def mounts(root: Path) -> Iterator[tuple[str, str, list[str]]]:
     """Yield (part that is mounted, where, [type, source, options]) of every mount."""
     for line in (_read(root / "proc/self/mountinfo") or "").splitlines():
         before, _, after = line.partition(" - ")
         where, what = before.split(), after.split()
         if len(where) >= 5 and len(what) >= 3:
-            yield where[3], _unescaped(where[4]), what
+            yield where[3], _unescaped(where[4]), [what[0], _unescaped(what[1]), what[2]]
 
 
 def _unescaped(name: str) -> str:

@@ -11,8 +11,6 @@ error) and stopped_early; a run that was killed does not.
 from __future__ import annotations
 
 import errno
-import json
-import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,6 +24,7 @@ from torch import Tensor
 
 from infinity.errors import MachineError, first_lines
 from infinity.files import atomic_write, json_lines
+from infinity.journal import to_line
 from infinity.runs.trackers import Trackers
 
 _CURVES = ("loss", "lr", "grad_norm", "tokens_per_s", "step_s", "epoch")
@@ -174,7 +173,7 @@ class Metrics:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record, which has "event" and "step". Raises `MachineError`."""
-        line = json.dumps({key: _plain(value) for key, value in record.items()}) + "\n"
+        line = to_line(record)
         data = self._before_line + line.encode()
         try:
             written = os.write(self._file, data)
@@ -251,11 +250,3 @@ def _curves(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield from ((f"train/{name}", record[name]) for name in _CURVES if name in record)
         for group in ("stall_s", "moved", "memory"):
             yield from ((f"{group}/{name}", v) for name, v in record.get(group, {}).items())
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(part) for key, part in value.items()}
-    return value

@@ -360,38 +360,21 @@ def test_a_rewritten_manifest_that_tells_the_truth_is_read(root: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        ('{"format": "torch-infinity-checkpoint", "format": "x"', "'format' is there twice"),
         ('{"a": ' + "[" * 100_000, "not JSON"),
         ('{"a": ' + "[" * 100_000 + "]" * 100_000, "not JSON"),
         ('{"a": ' + '{"b":' * 100_000 + "1" + "}" * 100_000, "not JSON"),
-        ('{"a": NaN', "NaN is no JSON"),
-        ('{"a": -Infinity', "Infinity is no JSON"),
-        ('{"a": 1e999', "1e999 is too large"),
         ('{"a": ' + "9" * 100_000, "not JSON"),
         ("[1", "not JSON"),
         (" ", "not JSON"),
         ("\ufeff{", "not JSON"),
     ],
-    ids=["twice", "open", "deep list", "deep object", "nan", "infinity", "large", "digits",
-         "list", "empty", "mark"],
+    ids=["open", "deep list", "deep object", "digits", "list", "empty", "mark"],
 )  # fmt: skip
 def test_json_that_is_made_to_hurt_is_refused(root: Path, body: str, expected: str) -> None:
     (root / "one/manifest.json").write_bytes(sealed(body))
     text = refusal(root)
     assert "manifest.json" in text
     assert expected in text
-
-
-def test_a_member_twice_deep_inside_is_refused(root: Path) -> None:
-    path = root / "one/manifest.json"
-    body = path.read_text().rpartition(',\n"checksum"')[0]
-    for old, new in (
-        ('"samples":3', '"samples":3,"samples":4'),
-        ('"stream":"frozen"', '"stream":"frozen","stream":"model"'),
-    ):
-        assert old in body
-        path.write_bytes(sealed(body.replace(old, new)))
-        assert "is there twice" in refusal(root)
 
 
 def test_a_manifest_without_its_checksum_is_refused(root: Path) -> None:

@@ -101,19 +101,6 @@ def test_square_sums(gpu, cpu, dtype: torch.dtype) -> None:
     assert gpu.square_sum(there[-1]) != gpu.square_sum(there[-1])
 
 
-@pytest.mark.parametrize(("target", "source"), list(itertools.product(FLOATS, FLOATS)))
-def test_accumulation(gpu, cpu, target: torch.dtype, source: torch.dtype) -> None:
-    rooms = Rooms(seed=6)
-    for n, aligned in itertools.product((1, 5, 1024, 70_001), (True, False)):
-        plain = HYPERS["Plain"][0]
-        added = rooms.make(n, FP32, source, plain, MomentFormat.FP32, aligned=aligned)
-        room = rooms.make(n, FP32, target, plain, MomentFormat.FP32, aligned=aligned)
-        there, there_added = room.copy("cuda:0"), added.copy("cuda:0")
-        gpu.accumulate(there["gradient"], there_added["gradient"])
-        cpu.accumulate(room["gradient"], added["gradient"])
-        assert room.same_bytes(there), (n, aligned)
-
-
 def test_work_is_queued_behind_the_stream_of_the_caller(gpu, cpu) -> None:
     room = Rooms(seed=2).make(200_000, BF16, BF16, ADAM, MomentFormat.FP32, wild=False)
     there = room.copy("cuda:0")

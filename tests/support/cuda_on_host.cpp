@@ -18,15 +18,6 @@ extern "C" int run(const char* name, unsigned blocks, unsigned threads, void** a
   INFINITY_RUN(square_tiles_Bf16)
   INFINITY_RUN(square_tiles_Fp16)
   INFINITY_RUN(fold_partials)
-  INFINITY_RUN(accumulate_Fp32_Fp32)
-  INFINITY_RUN(accumulate_Fp32_Bf16)
-  INFINITY_RUN(accumulate_Fp32_Fp16)
-  INFINITY_RUN(accumulate_Bf16_Fp32)
-  INFINITY_RUN(accumulate_Bf16_Bf16)
-  INFINITY_RUN(accumulate_Bf16_Fp16)
-  INFINITY_RUN(accumulate_Fp16_Fp32)
-  INFINITY_RUN(accumulate_Fp16_Bf16)
-  INFINITY_RUN(accumulate_Fp16_Fp16)
 #endif
   return 0;
 }

@@ -130,6 +130,27 @@ def test_two_engines_in_one_process(tmp_path: Path) -> None:
     assert names_in(tmp_path) == []
 
 
+def test_who_cleans_up_does_not_touch_the_lock_of_a_durable_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank, or another process, may be about to go on with it."""
+    durable, other = Scratch.create(tmp_path), Scratch.create(tmp_path)
+    durable.keep({})
+    durable.remove()
+    other._lock.let_go()  # as a kill does
+    tried: list[str] = []
+
+    class Watched(module.LockFile):
+        def __init__(self, path: Path, *, dir_fd: int, **more: bool) -> None:
+            tried.append(Path(os.readlink(f"/proc/self/fd/{dir_fd}")).name)
+            super().__init__(path, dir_fd=dir_fd, **more)
+
+    monkeypatch.setattr(module, "LockFile", Watched)
+    assert remove_dead_runs(tmp_path) == [other.directory]
+    assert tried == [other.directory.name]
+    assert names_in(tmp_path) == [durable.directory.name]
+
+
 def test_a_killed_run_is_removed_by_the_next_and_a_live_one_never(tmp_path: Path) -> None:
     with live_run(tmp_path) as (process, living):
         dead = killed_run(tmp_path)

@@ -303,6 +303,8 @@ def _remove_if_dead(root: Path, name: str, *, is_new: bool) -> bool:
                 return False
             if is_new and time.time() - facts.st_mtime < _NEW_GRACE_S:
                 return False
+            if _read_record(root / name).get("durable") is True:
+                return False  # nor locked for a moment: who goes on with it may take it just then
             return _remove_locked(root, name, directory_fd, is_new=is_new)
         finally:
             os.close(directory_fd)

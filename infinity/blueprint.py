@@ -30,7 +30,7 @@ from infinity.model.shapes import Target, target_of
 from infinity.model.torch_private import storage_address
 from infinity.optim.adapter import AdapterRule
 from infinity.optim.adapter_probe import OptimizerMaker, open_adapter
-from infinity.optim.offloaded import OffloadedOptimizer
+from infinity.optim.offloaded import OffloadedOptimizer, refuse_hooks
 from infinity.optim.standalone import built_in_of
 from infinity.optim.update import BuiltInRule, Rule
 from infinity.plan.activations import ActivationModel
@@ -84,6 +84,7 @@ def make_optimizer(
             ):  # an iterator is over once it was read
                 group["params"] = list(group["params"])
     if isinstance(given, torch.optim.Optimizer):
+        refuse_hooks(given)
         if model_parameters is not None:
             _check_same(given, model_parameters)
         model_parameters = given.param_groups

@@ -212,7 +212,7 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
         )
         self._precision.engine = self.engine
         for schedule in self.lr_scheduler_configs:
-            adopt_scheduler(schedule.scheduler, given, ours)
+            adopt_scheduler(schedule.scheduler, given)
         self.optimizers = [ours] if fits else []
         module.to(self.root_device)  # where it is: so that `self.device` says so
 

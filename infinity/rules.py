@@ -95,9 +95,16 @@ class Hyper:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> Hyper:
-        """What a group says now; raises `ConfigError` for what makes no sense."""
-        taken = {e.name: _taken(e.default, group[e.name]) for e in _entries(cls)}
-        return cls(**taken)
+        """What a group says now; raises `ConfigError` for what makes no sense, or is not done."""
+        fixed = {"amsgrad": False, "bias_correction": True, "decoupled_weight_decay": cls.decoupled}
+        for name, done in fixed.items():
+            if done is not None and bool(group.get(name, done)) is not done:
+                raise ConfigError(
+                    f"a parameter group has {name}={group[name]}",
+                    because=f"{cls.__name__} here has {name}={done}",
+                    remedy="leave it out, or pass a torch.optim, which torch runs, slower",
+                )
+        return cls(**{e.name: _taken(e.name, e.default, group) for e in _entries(cls)})
 
     @classmethod
     def misfit(cls, name: str, value: Any, others: Mapping[str, Any]) -> str:
@@ -437,14 +444,23 @@ def _entries(rule: type[Hyper]) -> tuple[Field[Any], ...]:
     return tuple(entry for entry in fields(rule) if entry.metadata.get("of_group", True))
 
 
-def _taken(default: Any, given: Any) -> Any:
+def _taken(name: str, default: Any, group: Mapping[str, Any]) -> Any:
     """An entry of a group, which may be a tensor, as what its default is."""
-    if isinstance(default, tuple):
-        found = tuple(map(float, given))
+    if name not in group:
+        raise ConfigError(f"a parameter group has no {name}")
+    try:
+        if not isinstance(default, tuple):
+            return type(default)(group[name])
+        found = tuple(map(float, group[name]))
         if len(found) != len(default):
             raise ValueError(f"{len(found)} numbers, not {len(default)}")
         return found
-    return type(default)(given)
+    except (TypeError, ValueError, RuntimeError) as error:  # of `float`, also of a tensor
+        raise ConfigError(
+            f"a parameter group has {name}={group[name]!r:.80}",
+            because=str(error),
+            remedy="a number, or a tensor of one element; two of them for betas",
+        ) from error
 
 
 def _check(entry: Field[Any], value: Any) -> None:

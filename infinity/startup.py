@@ -375,13 +375,16 @@ def _make_scheduler(config: Config, optimizer: OffloadedOptimizer, given: Any, c
     return None if section is None else make_schedule(section.type, section.params, optimizer)
 
 
+_LED = ("step", "zero_grad", "load_state_dict", "add_param_group")
+
+
 def _lead(client: torch.optim.Optimizer, offloaded: OffloadedOptimizer) -> Callable[[], None]:
     """From now on these calls of an optimizer that was passed are the engine's; returns the end.
 
     Its parameters have no gradients: else they would do nothing, and not say so.
     """
     own = vars(client)
-    before = {name: own.get(name) for name in ("step", "zero_grad", "load_state_dict")}
+    before = {name: own.get(name) for name in _LED}
 
     def leading(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -343,11 +343,28 @@ def test_an_optimizer_that_was_passed_is_the_engines_own(tmp_path: Path) -> None
                     (ours if by_engine else optimizer).load_state_dict(state)
             assert engine.global_steps == 4
             assert engine.optimizer.param_groups[0] is optimizer.param_groups[0]
+            with pytest.raises(ConfigError, match="once the engine is made"):
+                optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
             assert optimizer.param_groups[0]["lr"] == 0.5**5
             found.append(small.masters(engine))
         assert "zero_grad" not in vars(optimizer)
     assert small.same(found[0], found[1])
     assert small.same(found[0], found[2]), "what was dropped left nothing"
+
+
+def test_what_no_rule_here_does_is_refused(tmp_path: Path) -> None:
+    """Entries of groups that change what torch computes, and hooks on steps."""
+    given = settings(tmp_path, ON_DISK)
+    model = small_model()
+    for asked in ({"amsgrad": True}, {"bias_correction": False}, {"decoupled_weight_decay": False}):
+        groups = [{"params": model.parameters(), **asked}]
+        with pytest.raises(ConfigError, match=f"group has {next(iter(asked))}="):
+            infinity.initialize(model, given, model_parameters=groups)
+    hooked = torch.optim.RMSprop(model.parameters())
+    hooked.register_step_post_hook(lambda *_: None)
+    del given["optimizer"]
+    with pytest.raises(ConfigError, match="RMSprop has hooks on its steps"):
+        infinity.initialize(model, given, optimizer=hooked)
 
 
 def test_groups_are_captured_when_no_update_is_under_way(

@@ -199,6 +199,30 @@ def test_states_go_between_ours_and_torchs(forth: bool) -> None:
     assert [g["lr"] for g in ours.param_groups] == [3e-2, 1e-3]
 
 
+def test_defaults_of_torch_for_new_tensors_do_not_matter() -> None:
+    """A count in fp16 ends at 2048."""
+    torch.set_default_dtype(torch.float16)
+    try:
+        with torch.device("meta"):
+            weight = nn.Parameter(torch.ones(3, dtype=torch.float32, device="cpu"))
+            optimizer = infinity.CPUAdam([weight])
+            weight.grad = torch.ones(3, dtype=torch.float32, device="cpu")
+            optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    step = optimizer.state[weight]["step"]
+    assert (step.item(), step.dtype, step.device.type) == (1, torch.float32, "cpu")
+
+
+def test_a_gradient_that_torch_has_yet_to_negate() -> None:
+    weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    weights[0].grad = torch._neg_view(torch.ones(3))
+    weights[1].grad = -torch.ones(3)
+    infinity.CPUAdam(weights).step()
+    assert torch.equal(*weights)
+    assert (weights[0] > 1).all()
+
+
 def test_states_that_do_not_fit_are_refused_and_nothing_changes() -> None:
     mine = parameters()
     ours = infinity.CPUAdam(mine)

@@ -346,7 +346,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         engine.register_state("trainer", self._loop)
         self.accelerator.attach(engine)
         if given is not None and self.lr_scheduler is not None:
-            adopt_scheduler(self.lr_scheduler, given, optimizer)
+            adopt_scheduler(self.lr_scheduler, given)
         self.optimizer = optimizer
         self.model_wrapped = OffloadedModel(engine, self.accelerator)
         return engine

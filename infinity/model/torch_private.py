@@ -33,6 +33,11 @@ def storage_address(tensor: Tensor) -> int:
         return 0
 
 
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody asked to be called before or after its steps."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
 def top_saved_tensors_hooks() -> SavedTensorHooks | None:
     """The innermost active (pack, unpack) pair of this thread, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)

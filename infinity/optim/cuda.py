@@ -364,8 +364,8 @@ class CudaKernels:
     def _prove(self) -> None:
         """Launch a kernel of each sort: what only the driver refuses is known before training."""
         try:
-            total = self.square_sum(torch.ones(10, device=self.device))
-            weight, gradient = torch.ones(2, 1, device=self.device)
+            total = self.square_sum(torch.ones(10, dtype=torch.float32, device=self.device))
+            weight, gradient = torch.ones(2, 1, dtype=torch.float32, device=self.device)
             self.update_all([Piece(weight, None, (), gradient, SGD(lr=0.25), 1)])
             found = total, float(weight)
         except MachineError:

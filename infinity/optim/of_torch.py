@@ -13,6 +13,7 @@ import torch
 
 from infinity.config.schema import Config, load_config
 from infinity.errors import ConfigError
+from infinity.optim.offloaded import mark_stepped, refuse_hooks
 from infinity.rules import RULES, twin_of
 
 Groups = list[dict[str, Any]]
@@ -61,52 +62,45 @@ def choose_class(config: Config, kind: Any, options: Mapping[str, Any], groups: 
 
 
 def choose_instance(config: Config, given: torch.optim.Optimizer, *, named: bool) -> Choice:
-    """An optimizer object over the model's parameters; `named`: the configuration has one too."""
+    """An optimizer object over the model's parameters; `named`: the configuration has one too.
+
+    The engine's groups will be its: the same objects, so that schedules over it go on.
+    """
     if named:
         raise ConfigError(
             f"two optimizers: {type(given).__name__} was given, and the configuration names "
             f"{config.optimizer.type}",
             remedy="leave optimizer.type out of the configuration, or give no object",
         )
-    if given.state:
+    refuse_hooks(given)
+    if any(
+        float(state.get("step", 1)) > 0 for state in given.state.values()
+    ):  # Adagrad begins at 0
         raise ConfigError(
             f"{type(given).__name__} was given with state of {len(given.state)} parameters",
             because="it has stepped; its state cannot be taken over",
             remedy="give a new one",
         )
-    rules = [_rule_of(type(given), _values(group)) for group in given.param_groups]
+    # What somebody else keeps in a group, as a name or a schedule's limits, is no setting.
+    told = [{k: v for k, v in g.items() if k in given.defaults} for g in given.param_groups]
+    rules = [_rule_of(type(given), options) for options in told]
     first = rules[0] if rules else None
     if first is None or any(rule is None or rule[0] != first[0] for rule in rules):
         return Choice(_without_optimizer(config), None, given)
-    groups = [
-        {"params": group["params"], **rule[1]}
-        for group, rule in zip(given.param_groups, rules, strict=True)
-        if rule is not None
-    ]
-    return Choice(_with_rule(config, *first), groups)
+    return Choice(_with_rule(config, *first), given.param_groups)
 
 
-def adopt_scheduler(
-    scheduler: Any, given: torch.optim.Optimizer, optimizer: torch.optim.Optimizer
-) -> None:
-    """Put a schedule that was made over `given` over the engine's `optimizer`.
+def adopt_scheduler(scheduler: Any, given: torch.optim.Optimizer) -> None:
+    """Let a schedule that was made over `given` lead the engine, which has the same groups.
 
-    Rates it has set already move along. Raises `ConfigError` if it was made over another one.
+    Raises `ConfigError` if it was made over another one.
     """
     if getattr(scheduler, "optimizer", None) is not given:
         raise ConfigError(
             "optimizers=(optimizer, scheduler): the scheduler was made over another optimizer",
             remedy="make it over the optimizer that is given with it",
         )
-    # Torch's schedules count the steps of an optimizer that one was made over.
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    for ours, theirs in zip(optimizer.param_groups, given.param_groups, strict=True):
-        ours.update({key: theirs[key] for key in ("lr", "initial_lr") if key in theirs})
-    scheduler.optimizer = optimizer
-
-
-def _values(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in group.items() if k not in ("params", "param_names", "initial_lr")}
+    mark_stepped(given)
 
 
 def _rule_of(kind: type, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
@@ -114,8 +108,8 @@ def _rule_of(kind: type, options: Mapping[str, Any]) -> tuple[str, dict[str, Any
     name = _RULES.get(kind)
     if name is None:
         return None
-    if options.get("decoupled_weight_decay"):
-        name = twin_of(name, decoupled=True)
+    if "decoupled_weight_decay" in options:
+        name = twin_of(name, decoupled=bool(options["decoupled_weight_decay"]))
     takes = RULES[name].defaults()
     told = {}
     for key, value in options.items():

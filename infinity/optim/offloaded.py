@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError, EngineClosedError
+from infinity.model.torch_private import has_step_hooks
 from infinity.optim.update import Rule
 
 # Methods of `torch.optim.Optimizer` without the wrapper that imports `torch._dynamo`.
@@ -171,3 +172,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Tell torch's schedulers, which otherwise warn, that a step came before theirs."""
     vars(optimizer)["_opt_called"] = True
+
+
+def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `ConfigError` for hooks on its steps: the engine steps copies of it, tile by tile."""
+    if has_step_hooks(optimizer):
+        raise ConfigError(
+            f"the {type(optimizer).__name__} has hooks on its steps",
+            because="they would be called for each tile of a parameter, on a copy, by a thread",
+            remedy="call what they do before or after engine.step()",
+        )

@@ -60,7 +60,7 @@ class _Views:
         self.rest = rest
         self.moments = [Moment(state[name].view(-1)) for name in AdamW.state_names]
         if not isinstance(state["step"], Tensor) or not state["step"].is_cpu:
-            state["step"] = torch.tensor(float(state["step"]))
+            state["step"] = _count(float(state["step"]))
         self.count = state["step"].numpy()  # the same memory
         self.state = tuple(state.values())
 
@@ -76,6 +76,11 @@ class _Views:
             and len(state) == len(self.state)
             and all(map(is_, state.values(), self.state))
         )
+
+
+def _count(steps: float) -> Tensor:
+    """As torch keeps it, whatever its defaults for new tensors are."""
+    return torch.tensor(steps, dtype=torch.float32, device="cpu")
 
 
 class _Adam(torch.optim.Optimizer):
@@ -245,6 +250,7 @@ class _Adam(torch.optim.Optimizer):
                 remedy="use sparse=False in nn.Embedding",
             )
         rest = views.rest if self.master else self._rest(views.parameter, {})
+        gradient = gradient.resolve_neg()
         flat = gradient if gradient.is_contiguous() else gradient.contiguous()
         flat = flat if flat.dim() == 1 else flat.view(-1)
         return Piece(views.weight, rest, views.moments, flat, hyper, step, scale)
@@ -263,7 +269,7 @@ class _Adam(torch.optim.Optimizer):
             )
         self._check(parameter)
         if not state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = _count(0.0)
             for name in AdamW.state_names:
                 state[name] = torch.zeros_like(parameter, dtype=torch.float32)
         rest = self._rest(parameter, state) if self.master else None
@@ -377,15 +383,7 @@ def _hyper_of(group: Mapping[str, Any]) -> Hyper:
             "amsgrad is not supported", remedy="use torch.optim.AdamW(amsgrad=True), or leave it"
         )
     rule = RULES[twin_of("AdamW", decoupled=bool(group["adamw_mode"]))]
-    try:
-        return rule.of(group)
-    except (TypeError, ValueError, RuntimeError) as error:  # of `float`, also of a tensor
-        shown = ", ".join(f"{name}={group[name]!r}" for name in rule.defaults())
-        raise ConfigError(
-            f"a parameter group has {shown}",
-            because=str(error),
-            remedy="numbers, or tensors of one element; two of them for betas",
-        ) from error
+    return rule.of({name: group[name] for name in rule.defaults()})
 
 
 def _taken_group(
@@ -424,7 +422,7 @@ def _taken_state(parameter: Tensor, given: Mapping[str, Any], master: bool) -> _
                 because="another optimizer that loaded the state has converted it",
                 remedy=f"delete {rest!r} from the state: the master begins at the parameter",
             )
-    state: _State = {"step": torch.tensor(float(given["step"]))}
+    state: _State = {"step": _count(float(given["step"]))}
     for name, dtype in names.items():
         if given[name].shape != parameter.shape:
             raise ConfigError(

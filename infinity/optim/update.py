@@ -246,7 +246,9 @@ class KernelUpdater:
         SGD's buffer is there from its first step with momentum on, as torch's is.
         """
         state: dict[str, Any] = (
-            {"step": torch.tensor(float(step), device="cpu")} if hyper.counts else {}
+            {"step": torch.tensor(float(step), dtype=torch.float32, device="cpu")}
+            if hyper.counts
+            else {}
         )
         if hyper.switch:
             kept = moments if parameter in self._begun else ()

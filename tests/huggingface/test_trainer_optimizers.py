@@ -10,8 +10,12 @@ import torch
 import transformers as hf
 from support.hf_runs import FP32, assert_close_history, llama, trainer_for
 
+from infinity.blueprint import make_optimizer
+from infinity.config.schema import Config
 from infinity.errors import ConfigError
 from infinity.huggingface.trainer import InfinityTrainer
+from infinity.optim.of_torch import adopt_scheduler, choose_instance
+from infinity.optim.offloaded import mark_stepped
 
 TOLERANCE = 2e-6
 
@@ -76,6 +80,44 @@ def test_an_object_with_a_schedule_over_it(tmp_path: Path, make: Any, rule: str)
     ours = pair(tmp_path, options)
     assert rule in ours.optimizer.rule.name
     assert len(ours.optimizer.param_groups) == 2
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "NAdam"])  # built in, adapted
+def test_schedules_of_every_kind_lead_what_becomes_of_an_object(kind: str) -> None:
+    """They go by what the group says now, by schedules inside them, by entries of their own."""
+    schedules = torch.optim.lr_scheduler
+
+    def warm_up(optimizer: Any) -> Any:
+        return schedules.LinearLR(optimizer, 0.1, total_iters=4)
+
+    for make in (
+        warm_up,
+        lambda o: schedules.LambdaLR(o, lambda step: min(1, step / 4)),
+        lambda o: schedules.SequentialLR(o, [warm_up(o), schedules.ExponentialLR(o, 0.9)], [4]),
+        lambda o: schedules.ChainedScheduler([warm_up(o), schedules.ExponentialLR(o, 0.9)], o),
+        lambda o: schedules.OneCycleLR(o, max_lr=1.0, total_steps=10),
+    ):
+        rates: list[list[tuple[float, tuple[float, float]]]] = []
+        for ours in (False, True):
+            model = torch.nn.Linear(4, 4)
+            groups = [{"params": model.parameters(), "name": "all of them"}]
+            given = led = getattr(torch.optim, kind)(groups, lr=1.0)
+            schedule = make(given)
+            if ours:
+                choice = choose_instance(Config(), given, named=False)
+                led = make_optimizer(model, choice.config, choice.groups, choice.optimizer)
+                assert (choice.optimizer is None) == (kind == "AdamW")
+                adopt_scheduler(schedule, given)
+            rates.append([])
+            for _ in range(8):
+                rates[-1].append((led.param_groups[0]["lr"], led.param_groups[0]["betas"]))
+                given.step() if given is led else mark_stepped(led)
+                schedule.step()
+        assert rates[1] == rates[0]
+
+
+def test_an_adagrad_of_torchs_begins_with_state(tmp_path: Path) -> None:
+    pair(tmp_path, lambda model: {"optimizers": (torch.optim.Adagrad(model.parameters()), None)})
 
 
 def test_create_optimizer_of_the_users_own(tmp_path: Path) -> None:

@@ -166,9 +166,10 @@ def limits_for(
     Without `origins` values that are to come are taken to come whole.
     """
     return_freed_memory()
+    device.return_freed_memory()
     machine = read_machine(config.nvme_path)
-    held = PROCESS.total(Tier.HOST) + (PROCESS.total(Tier.DEVICE) if device.unified else 0)
-    at = {storage_address(p): p for p in model.parameters()}
+    held = PROCESS.ram()
+    at = {storage_address(p): p for p in model.parameters() if p.device.type == "cpu"}
     ours = {address: p.untyped_storage().nbytes() for address, p in at.items() if address}
     coming = sum(b.nbytes for b in model.buffers() if b.is_meta) if device.unified else 0
     base = machine.own_rss_bytes - sum(ours.values()) - held + coming
@@ -186,9 +187,10 @@ def limits_for(
     memory = device.memory_bytes()
     device_budget = config.budget.device
     if device_budget is None and memory is not None:
+        memory += PROCESS.on_device(device, only_real=True)  # what is free is less than that
         device_budget = int(memory * AUTO_DEVICE_BUDGET)
     if device_budget is not None:
-        device_budget = max(device_budget - PROCESS.total(Tier.DEVICE), 0)
+        device_budget = max(device_budget - PROCESS.on_device(device), 0)
     base = max(base, 0 if held else PROCESS_BASE_BYTES)  # another engine counts the process
     made = max((p.nbytes for p in model.parameters() if p.is_meta), default=0)
     if origins is not None:

@@ -162,6 +162,7 @@ def _make(
     _check_alike(settings, ranks)
     target = find_device(device_for(given["device"], ranks))
     undo.callback(target.close)
+    make_current(target.torch_device, ranks)
     ranks.check(target.torch_device)
     if settings.seed is not None:
         torch.manual_seed(settings.seed)
@@ -241,6 +242,14 @@ def device_for(given: Any, ranks: Ranks) -> Any:
     unnumbered = wanted.type == "cuda" and wanted.index is None
     number = 0 if torch.cuda.device_count() == 1 else ranks.local_rank  # a launcher may show one
     return torch.device("cuda", number) if unnumbered else wanted
+
+
+def make_current(device: torch.device, ranks: Ranks) -> None:
+    """Of several ranks each has a process: its GPU is what "cuda" means there, and what kernels of
+    a model's own run on.
+    """
+    if ranks.count > 1 and device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _seed_of_meta(config: Config, ranks: Ranks) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +23,12 @@ from torch import nn, optim
 from torch.utils.data import TensorDataset
 
 import infinity
-from infinity import startup
+from infinity import blueprint, startup
+from infinity.blueprint import limits_for
+from infinity.config.schema import load_config
 from infinity.errors import ConfigError, DoesNotFitError, InfinityWarning
+from infinity.plan.layout import Tier
+from infinity.startup import make_current
 from infinity.storage.device import PROCESS, CpuDevice, Device
 
 PLACEMENTS = {"disk": ON_DISK, "device": ON_DEVICE, "mixed": MIXED}
@@ -144,3 +149,63 @@ def test_a_function_that_makes_a_standalone_optimizer_is_refused_with_what_to_wr
     assert "torch.optim.AdamW" in text
     assert "for CUDA parameters" not in text
     assert not list(tmp_path.iterdir())
+
+
+def test_a_second_engine_has_what_the_first_leaves_of_its_own_gpu() -> None:
+    """What is free is told without what the first holds: it must not be taken off twice."""
+
+    class Card:
+        unified = False
+        torch_device = torch.device("cuda", 0)
+        free = 80 << 30
+        cleared = 0
+
+        def return_freed_memory(self) -> None:
+            self.cleared += 1
+
+        def memory_bytes(self) -> int:
+            return self.free - (0 if self.cleared else 1 << 30)
+
+    class Owner:
+        pass
+
+    card, other, first, promise = Card(), Card(), Owner(), Owner()
+    other.torch_device = torch.device("cuda", 1)
+    told = {"budget": {"device": "64GiB"}}
+
+    def budgets() -> list[float]:
+        return [
+            round((limits_for(load_config(config), device, nn.Linear(4, 4)).device or 0) / 2**30)
+            for config in ({}, told)
+            for device in (card, other)
+        ]
+
+    try:
+        assert budgets() == [72, 72, 64, 64]
+        PROCESS.take(first, {Tier.DEVICE: 45 << 30}, card)
+        card.free -= 45 << 30
+        assert budgets() == [27, 72, 19, 64]
+        PROCESS.take(promise, {Tier.DEVICE: 10 << 30}, card, promised=True)
+        assert budgets() == [17, 72, 9, 64]
+    finally:
+        PROCESS.release(first)
+        PROCESS.release(promise)
+
+
+def test_memory_of_parameters_on_a_gpu_is_not_taken_off_ram(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Linear(4, 4)
+    before = limits_for(load_config({}), CpuDevice(), model).base
+    monkeypatch.setattr(nn.Parameter, "device", torch.device("cuda", 0), raising=False)
+    monkeypatch.setattr(blueprint, "storage_address", lambda tensor: pytest.fail("looked at"))
+    assert limits_for(load_config({}), CpuDevice(), model).base == pytest.approx(before, rel=0.1)
+
+
+def test_each_rank_has_its_gpu_as_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", made.append)
+    for count in (1, 2):
+        for device in (torch.device("cpu"), torch.device("cuda", 1)):
+            make_current(device, SimpleNamespace(count=count))
+    assert made == [torch.device("cuda", 1)]

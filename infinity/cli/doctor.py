@@ -103,14 +103,13 @@ def measured_links(refresh: bool = False) -> dict[str, Any] | None:
 
     if num_launched() == 1:
         return None
-    import torch
-
     from infinity.calibration import cached_links
+    from infinity.startup import device_for
     from infinity.storage.cuda import find_device
 
     with closing(find_ranks()) as ranks:
-        number = torch.device("cuda", ranks.local_rank) if torch.cuda.is_available() else None
-        with closing(find_device(number)) as device, ranks.settle("measures links"):
+        own = find_device(device_for(None, ranks))
+        with closing(own) as device, ranks.settle("measures links"):
             ranks.check(device.torch_device)
             rates, day = cached_links(ranks, device, refresh=refresh)
         found = {"rank": ranks.rank, "gpus": ranks.local_count, "nodes": ranks.num_nodes}

@@ -199,7 +199,7 @@ def offload_beside(
     free = {Tier.DEVICE: limits.device or 0, Tier.HOST: (limits.host or 0) - limits.base}
     left = {tier: int(n * others / (own + others)) for tier, n in free.items()}
     left[Tier.HOST] += limits.base  # the process, which is then not counted as this engine's
-    PROCESS.take(model, left)
+    PROCESS.take(model, left, opened, promised=True)
     try:
         return initialize(model, config, device=device, ranks=ranks)[0]
     except DoesNotFitError:

@@ -240,7 +240,9 @@ class Slicer:
         kind = (self._kind, self._module.training)
         if kind in self._tried:
             return
-        with torch.no_grad(), torch.random.fork_rng(), Rerun([*self._module.modules()]).again():
+        gpus = {t.get_device() for t in tensors if t.is_cuda}
+        runs = Rerun([*self._module.modules()])
+        with torch.no_grad(), torch.random.fork_rng(gpus), runs.again():
             drawn = _random_state(tensors)
             alone, beside = (
                 self._first_rows(

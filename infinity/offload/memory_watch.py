@@ -69,7 +69,7 @@ class MemoryWatch:
         self._budget = budget
         self._others = (plan.ranks - 1) * plan.shared_bytes
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-        self._reserved_before = self._reserved()
+        self._reserved_before = PROCESS.ram()
         self._next_s = 0.0
         self._next_room_s = 0.0
         self._next_trim_s = 0.0
@@ -200,7 +200,7 @@ class MemoryWatch:
 
     def _more(self) -> int:
         """Bytes of RAM that engines reserved which were made since."""
-        return max(self._reserved() - self._reserved_before, 0)
+        return max(PROCESS.ram() - self._reserved_before, 0)
 
     def _estimated(self) -> Activations | None:
         if not self._tokens:
@@ -211,11 +211,6 @@ class MemoryWatch:
             slices=self._plan.saved.slices,
             logits_at_once=self._logits_at_once,
         )
-
-    def _reserved(self) -> int:
-        """Bytes of RAM that all engines of this process have reserved."""
-        unified = self._plan.unified
-        return PROCESS.total(Tier.HOST) + (PROCESS.total(Tier.DEVICE) if unified else 0)
 
     # --- readings --------------------------------------------------------------------------------
 

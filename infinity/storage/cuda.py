@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import platform
 import threading
 import time
@@ -170,6 +171,7 @@ def node_of_pci(domain: int, bus: int, device: int, root: Path = Path("/")) -> i
 # them does that with one thread, some GB/s.
 
 
+_PORTABLE = 1  # cudaHostRegisterPortable: for whatever GPU a thread has
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
 _PREFAULT_SLICE = 128 << 20
 _PREFAULT_THREADS = 8
@@ -418,6 +420,7 @@ class CudaDevice(Device):
     def follow_compute(self) -> None:
         """Streams belong to threads, and so does the current GPU; this one has none of its own."""
         torch.cuda.set_device(self.torch_device)
+        stay_out_of_captures()
         self._follower.yes = True
 
     def _compute_stream(self) -> torch.cuda.Stream:
@@ -460,6 +463,10 @@ class CudaDevice(Device):
 
         A pool that is not registered still works, slower.
         """
+        with torch.cuda.device(self.torch_device):  # else the current GPU gets a context too
+            self._pin(arena)
+
+    def _pin(self, arena: HostArena) -> None:
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         base = arena.view(0, arena.nbytes).data_ptr()
         if self._node is not None:
@@ -467,7 +474,7 @@ class CudaDevice(Device):
         for start in range(0, arena.nbytes, self._PIN_SLICE):
             size = min(self._PIN_SLICE, arena.nbytes - start)
             prefault(base + start, size)  # a slice that may not be registered takes no RAM
-            code = int(cudart.cudaHostRegister(base + start, size, 0))
+            code = int(cudart.cudaHostRegister(base + start, size, _PORTABLE))
             if code:
                 self._clear_error()
                 self.warnings.append(_not_pinned(arena.nbytes - start, code))
@@ -476,10 +483,13 @@ class CudaDevice(Device):
 
     def close(self) -> None:
         """Unregister host memory."""
+        if not self._pinned:
+            return
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        for start, _ in self._pinned:
-            if int(cudart.cudaHostUnregister(start)):
-                self._clear_error()
+        with torch.cuda.device(self.torch_device):
+            for start, _ in self._pinned:
+                if int(cudart.cudaHostUnregister(start)):
+                    self._clear_error()
         self._pinned.clear()
 
     def return_freed_memory(self) -> None:
@@ -493,6 +503,18 @@ class CudaDevice(Device):
         """
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=self.torch_device)
+
+
+def stay_out_of_captures() -> None:
+    """What this thread asks of CUDA does not break a graph that another one captures meanwhile.
+
+    Captures forbid all threads to look at events, but those that say that they take no part; once
+    the thread has a context. torch's own threads do the same.
+    """
+    with contextlib.suppress(ImportError):
+        driver = importlib.import_module("cuda.bindings.driver")
+        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        driver.cuThreadExchangeStreamCaptureMode(mode)
 
 
 def find_device(device: Device | torch.device | str | None) -> Device:

@@ -14,6 +14,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -76,25 +77,54 @@ def arena_for(sizes: Sequence[int]) -> HostArena:
 # vanishes with it.
 
 
+@dataclass(frozen=True)
+class _Taken:
+    tier_bytes: Mapping[Tier, int]
+    device: torch.device
+    unified: bool
+    promised: bool
+
+
 class Reservations:
     """Bytes per tier, by owner."""
 
     def __init__(self) -> None:
-        self._taken: weakref.WeakKeyDictionary[object, dict[Tier, int]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._taken: weakref.WeakKeyDictionary[object, _Taken] = weakref.WeakKeyDictionary()
 
-    def take(self, owner: object, tier_bytes: Mapping[Tier, int]) -> None:
-        """Record what an engine reserved."""
-        self._taken[owner] = dict(tier_bytes)
+    def take(
+        self,
+        owner: object,
+        tier_bytes: Mapping[Tier, int],
+        device: Device,
+        *,
+        promised: bool = False,
+    ) -> None:
+        """Record what an engine on `device` reserved; of `promised` bytes none is taken yet."""
+        where = device.torch_device
+        self._taken[owner] = _Taken(dict(tier_bytes), where, device.unified, promised)
 
     def release(self, owner: object) -> None:
         """Forget it; idempotent."""
         self._taken.pop(owner, None)
 
+    def ram(self) -> int:
+        """Bytes of RAM that all engines of the process hold."""
+        return sum(
+            one.tier_bytes.get(Tier.HOST, 0) + one.unified * one.tier_bytes.get(Tier.DEVICE, 0)
+            for one in self._taken.values()
+        )
+
     def total(self, tier: Tier) -> int:
-        """Bytes of a tier that all engines of the process hold."""
-        return sum(taken.get(tier, 0) for taken in self._taken.values())
+        """Bytes of a tier that they hold; those of all devices are one tier here."""
+        return sum(one.tier_bytes.get(tier, 0) for one in self._taken.values())
+
+    def on_device(self, device: Device, *, only_real: bool = False) -> int:
+        """Bytes of `device` that its engines hold, what is promised included or not."""
+        return sum(
+            one.tier_bytes.get(Tier.DEVICE, 0)
+            for one in self._taken.values()
+            if one.device == device.torch_device and not (only_real and one.promised)
+        )
 
 
 PROCESS = Reservations()

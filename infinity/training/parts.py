@@ -69,7 +69,7 @@ class Parts:
         self.timeline: Timeline | None = None
         self._undo: list[Callable[[], None]] = []
         self._written = False  # the initial state is written; the parameters' own memory is gone
-        PROCESS.take(self, plan.tier_bytes)
+        PROCESS.take(self, plan.tier_bytes, device)
         self._undo.append(lambda: PROCESS.release(self))
         try:
             self._assemble(model, config, optimizer, origins, progress)

@@ -6,6 +6,7 @@ Not yet run on one. `tests/overlap` and `tests/parity` hold the same on the fake
 from __future__ import annotations
 
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -147,7 +148,8 @@ def test_the_host_waits_once_a_step_and_nothing_is_allocated(
     wait, synchronize = CudaEvent.wait, torch.cuda.synchronize
 
     def counted(self: CudaEvent) -> None:
-        if not threading.current_thread().name.startswith("infinity"):
+        of_copies = any(frame.name == "send" for frame in traceback.extract_stack())
+        if not threading.current_thread().name.startswith("infinity") and not of_copies:
             waits["event"] += 1
         wait(self)
 
@@ -173,7 +175,8 @@ def test_the_host_waits_once_a_step_and_nothing_is_allocated(
         found = dict(waits)
     assert found.get("event", 0) <= STEPS - 3
     assert "synchronize" not in found
-    # What waits for copies depends on how far ahead the host is: the first steps may need more.
+    # What waits for copies (`GradientCopies.send` too) depends on how far ahead the host is: the
+    # first steps may need more.
     assert allocated[-1] == allocated[-2]
 
 

@@ -6,10 +6,14 @@ import ctypes
 import mmap
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
 from support.bare_cuda import bare_cuda_device
 
 from infinity.plan.layout import PAGE
@@ -116,7 +120,7 @@ def test_an_arena_is_pinned_in_slices_of_at_most_one_gib(
     device.pin(arena)
     base = address_of(arena)
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    assert calls == [(base + start, size, 0) for start, size in zip(starts, sizes, strict=True)]
+    assert calls == [(base + start, size, 1) for start, size in zip(starts, sizes, strict=True)]
     assert device.warnings == []
     assert made == [(address, size) for address, size, _ in calls]
     assert psutil.Process().memory_info().rss - before < 64 * MIB  # pinning touches nothing itself
@@ -147,7 +151,7 @@ def test_a_system_that_cannot_make_pages_ahead_pins_all_the_same(
     device, arena = bare_cuda_device(monkeypatch, lambda *a: calls.append(a) or 0), HostArena(PAGE)
     assert not prefault(address_of(arena), PAGE)
     device.pin(arena)
-    assert calls == [(address_of(arena), PAGE, 0)]
+    assert calls == [(address_of(arena), PAGE, 1)]
 
 
 @pytest.mark.parametrize("allowed", [0, 1])
@@ -171,6 +175,28 @@ def test_memory_that_cannot_be_pinned_is_told_and_used_all_the_same(
     assert "CUDA error 2" in warning
     device.close()
     assert freed == calls[:allowed]
+
+
+def test_memory_is_registered_where_the_engine_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every rank makes a context on the first GPU."""
+    seen: list[Any] = []
+    here: list[torch.device | None] = [None]
+
+    @contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        here.append(device)
+        yield
+        here.pop()
+
+    def asked(*_: int) -> int:
+        seen.append(here[-1])
+        return 0
+
+    device = bare_cuda_device(monkeypatch, asked, asked, current)
+    device.torch_device = torch.device("cuda", 1)
+    device.pin(HostArena(PAGE))
+    device.close()
+    assert seen == 2 * [device.torch_device]
 
 
 def test_a_copy_does_not_cross_from_one_registration_into_the_next(

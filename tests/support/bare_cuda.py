@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from infinity.storage import cuda as module
 from infinity.storage.cuda import CudaDevice
 
 
@@ -17,12 +19,15 @@ def bare_cuda_device(
     monkeypatch: pytest.MonkeyPatch,
     register: Callable[[int, int, int], int] = lambda address, size, flags: 0,
     unregister: Callable[[int], int] = lambda address: 0,
+    current: Callable[[torch.device], AbstractContextManager[None]] = lambda device: nullcontext(),
 ) -> CudaDevice:
     """What registers memory answers with CUDA's codes; nothing is made beforehand."""
     runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device", current)
+    monkeypatch.setattr(module, "stay_out_of_captures", lambda: None)
     device = CudaDevice.__new__(CudaDevice)
     values: dict[str, Any] = {"_pinned": [], "_node": None, "warnings": [], "_kernels": None}
     values |= {"_no_kernels": None, "_follower": threading.local(), "_compute": None}

@@ -25,7 +25,7 @@ from infinity.errors import ConfigError
 from infinity.formats import MomentFormat
 from infinity.heap import return_freed_memory
 from infinity.model.meta_init import Origins
-from infinity.model.parameters import ParameterMap
+from infinity.model.parameters import ParameterMap, engine_of
 from infinity.model.shapes import Target, target_of
 from infinity.model.torch_private import storage_address
 from infinity.optim.adapter import AdapterRule
@@ -51,15 +51,54 @@ _TRAINABLE = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse what cannot be owned: owned modules."""
+    """Raise `ConfigError` for what cannot be owned."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"module {name or 'model'!r} is a TorchScript module",
+                because="it takes no hooks, which fetch weights",
+                remedy="use the module it was scripted from",
+            )
         if isinstance(module._parameters, ParameterMap):
             raise ConfigError(
                 f"module {name or 'model'!r} is owned by another engine",
                 remedy="close that engine first",
             )
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise ConfigError(
+                f"parameter {name!r} has no shape yet",
+                remedy="pass a batch through the model before initialize()",
+            )
+        if engine_of(parameter) is not None:
+            raise ConfigError(
+                f"parameter {name!r} is owned by another engine",
+                remedy="close that engine first, or put both models into one module",
+            )
+    _refuse_shared_memory(model)
+
+
+def _refuse_shared_memory(model: nn.Module) -> None:
+    """What is trained has memory of its own: others that share it would stay behind."""
+    held = []
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        # Strides may leave gaps, as those of parts that are interleaved.
+        dense = tensor.layout is torch.strided and tensor.is_contiguous()
+        if dense and tensor.numel() and (base := storage_address(tensor)):
+            start = base + int(tensor.storage_offset()) * tensor.element_size()
+            held.append((start, start + tensor.nbytes, name, tensor.requires_grad))
+    reach, before, also = 0, "", False  # where memory ends that was seen, and whose it is
+    for begin, end, name, trained in sorted(held):
+        if begin < reach and (trained or also):
+            raise ConfigError(
+                f"{before!r} and {name!r} share memory and are not one parameter",
+                because="the engine moves each by itself: one would not follow the other",
+                remedy="tie them: head.weight = embedding.weight; or give one a .clone()",
+            )
+        if end > reach:
+            reach, before, also = end, name, trained
 
 
 def make_optimizer(

@@ -19,7 +19,7 @@ from infinity.errors import (
     TrainingError,
 )
 from infinity.journal import Journal
-from infinity.model.parameters import freeze, name_engine
+from infinity.model.parameters import freeze, move_buffers, name_engine, zero_grad_of
 from infinity.offload.owner import exclusive
 from infinity.offload.report import StepReport
 from infinity.optim.offloaded import OffloadedOptimizer
@@ -98,6 +98,8 @@ class Engine:
         parts.also(MergeGuard(module, self._values, self._index_of).remove)
         if not any(parts.cut.trained):
             parts.also(freeze(parameters))
+        vars(module)["zero_grad"] = zero_grad_of(module, self._drop_arrivals)
+        parts.also(partial(vars(module).pop, "zero_grad", None))
         name_engine(parameters, self)
         parts.also(partial(name_engine, parameters, None))
         if self._journal is not None:
@@ -364,7 +366,7 @@ class Engine:
 
     @exclusive
     def _drop_arrivals(self) -> None:
-        """`optimizer.zero_grad()`: between a backward and its `step()`, drop the window."""
+        """`zero_grad()` of optimizer or module: drop the window between a backward and `step()`."""
         if self._window.has_news or self._window.backwards:
             self._stepper.roll_back()
 
@@ -656,7 +658,7 @@ class Engine:
         An engine that nothing refers to any more does that too, but its module then refuses. In a
         forked child nothing happens. A checkpoint that is being saved is completed first; what made
         one fail is raised when all is given back. Parameters are offloaded afterwards; with
-        `restore` they first get their full values back, in RAM, in the compute dtype.
+        `restore` they get their full values back, in RAM, in the compute dtype; buffers are there.
         """
         if self._owner.is_here() and not (self._closed and self._parts.closed):
             self._close(restore)
@@ -684,6 +686,7 @@ class Engine:
                 self._finalizer.detach()
             if values is not None:
                 self._parts.binding.restore(values)
+                move_buffers(self.module, torch.device("cpu"), lambda buffer: buffer)
         if failure is not None:
             raise failure
 

@@ -16,6 +16,7 @@ from support.small import (
     MIXED,
     ON_DEVICE,
     ON_DISK,
+    WIDTH,
     SmallModel,
     batch,
     masters,
@@ -28,6 +29,7 @@ from support.small import (
 from torch import Tensor, nn
 
 import infinity
+from infinity import engine as engine_module
 from infinity.errors import (
     ConfigError,
     DoesNotFitError,
@@ -395,7 +397,44 @@ def test_an_owned_model_is_refused(tmp_path: Path) -> None:
         for module in (engine.module, nn.Sequential(engine.module.blocks[0])):
             with pytest.raises(ConfigError, match="owned by another engine"):
                 infinity.initialize(module, settings(tmp_path))
+        other = nn.Linear(WIDTH, WIDTH)
+        other.weight = engine.module.norm.weight
+        with pytest.raises(ConfigError, match="'weight' is owned by another engine"):
+            infinity.initialize(other, settings(tmp_path))
         train(engine, 1)
+
+
+def test_models_that_cannot_be_owned(tmp_path: Path) -> None:
+    """Each would be trained wrongly without a word, or break in the first step."""
+    stale, shared, lazy, scripted = (small_model() for _ in range(4))
+    stale.norm.register_buffer("copy", stale.blocks[0].up.weight.data[1:])
+    shared.blocks[1].up.weight = nn.Parameter(shared.blocks[0].up.weight.data)
+    lazy.extra = nn.LazyLinear(4)
+    scripted.blocks[1] = torch.jit.script(nn.Linear(WIDTH, WIDTH))
+    words = {
+        "'blocks.0.up.weight' and 'norm.copy' share memory": stale,
+        "'blocks.0.up.weight' and 'blocks.1.up.weight' share memory": shared,
+        "'extra.weight' has no shape yet": lazy,
+        "'blocks.1' is a TorchScript module": scripted,
+    }
+    for expected, model in words.items():
+        with pytest.raises(ConfigError, match=expected):
+            infinity.initialize(model, settings(tmp_path))
+    shared.blocks[1].up.weight.requires_grad_(False)
+    shared.blocks[0].up.weight.requires_grad_(False)  # nothing of it changes
+    infinity.initialize(shared, settings(tmp_path))[0].close()
+
+
+def test_buffers_are_where_the_weights_are_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[torch.device] = []
+    with small_engine(tmp_path) as engine:
+        monkeypatch.setattr(
+            engine_module, "move_buffers", lambda module, device, value: moved.append(device)
+        )
+        engine.close(restore=True)
+    assert moved == [torch.device("cpu")]
 
 
 def test_close_is_idempotent_and_everything_else_is_refused(tmp_path: Path) -> None:

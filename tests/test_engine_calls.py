@@ -575,6 +575,25 @@ def test_a_backward_of_the_users_own_is_the_engines(
     assert same(found[0][1], found[1][1])
 
 
+def test_gradients_of_before_and_those_that_a_module_drops_do_not_count(tmp_path: Path) -> None:
+    found = []
+    for disturbed in (False, True):
+        model = small_model()
+        if disturbed:
+            model(batch(7)).backward()
+        with small.small_engine(tmp_path, model=model) as engine:
+            for index in range(2):
+                if disturbed:
+                    engine.backward(engine(batch(8)))
+                    model.zero_grad()
+                engine.backward(engine(batch(index)))
+                engine.step()
+            model.zero_grad()  # nothing to drop
+            found.append(masters(engine))
+        assert "zero_grad" not in vars(model)
+    assert same(*found)
+
+
 def test_a_hook_that_takes_gradients_away_is_told(tmp_path: Path) -> None:
     """As of an optimizer that steps in backward; one that only looks is left alone."""
     model, seen = small_model(), []

@@ -135,6 +135,23 @@ def test_tied_weights_and_buffers_stay_one_and_parameters_the_same_objects(tmp_p
     assert not any(p.is_meta for p in model.parameters())
 
 
+@pytest.mark.parametrize("by", ["Init", "meta"])
+def test_recurrent_layers_which_refer_weakly_to_their_weights(by: str, tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.LSTM(256, 256, batch_first=True))
+
+    torch.manual_seed(3)
+    with infinity.Init() if by == "Init" else torch.device("meta"):
+        model = build()
+    torch.manual_seed(3)
+    plain = build()
+    engine, *_ = infinity.initialize(model, settings(tmp_path, ON_DISK))
+    with engine:
+        if by == "Init":
+            assert same(dict(engine.state_dict()), dict(plain.state_dict()))
+        assert engine(torch.ones(1, 2, 256))[0].isfinite().all()
+
+
 def test_nothing_is_left_of_init_on_a_model_that_is_initialised(tmp_path: Path) -> None:
     model = under_init(rough)
     assert any(m._forward_pre_hooks for m in model.modules())

@@ -80,6 +80,20 @@ def engine_of(tensor: Tensor) -> Any:
     return mark.engine() if isinstance(mark, _Mark) else None
 
 
+def zero_grad_of(module: nn.Module, drop: Callable[[], None]) -> Callable[..., None]:
+    """`module.zero_grad`, which calls `drop` too; keeps neither module nor `drop`'s object."""
+    owned, dropped = weakref.ref(module), weakref.WeakMethod(drop)
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        module, drop = owned(), dropped()
+        if module is not None:
+            type(module).zero_grad(module, set_to_none)
+        if drop is not None:
+            drop()
+
+    return zero_grad
+
+
 def freeze(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
     """Make these parameters require no gradient; returns what undoes that."""
     changed = [parameter for parameter in parameters if parameter.requires_grad]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
@@ -36,6 +36,18 @@ def storage_address(tensor: Tensor) -> int:
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether somebody asked to be called before or after its steps."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def negated_view(tensor: Tensor) -> Tensor:
+    """The same memory, taken as the negative."""
+    return torch._neg_view(tensor)
+
+
+def forget_flat_weights(model: nn.Module) -> None:
+    """RNNs refer weakly to their weights, for `torch.export`, and torch swaps no such tensor."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module._flat_weight_refs = [None] * len(module._flat_weight_refs)
 
 
 def top_saved_tensors_hooks() -> SavedTensorHooks | None:

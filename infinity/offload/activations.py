@@ -116,7 +116,7 @@ class ActivationStore:
         """
         nbytes = tensor.numel() * tensor.element_size()
         dense = tensor.is_contiguous() and tensor.device == self.transfers.device.torch_device
-        dense = dense and tensor.requires_grad
+        dense = dense and tensor.requires_grad and not (tensor.is_conj() or tensor.is_neg())
         if self._arena is None or not dense or nbytes < max(self.plan.min_bytes, 1):
             return None
         self.tend()

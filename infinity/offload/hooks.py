@@ -107,6 +107,7 @@ class Hooks:
                 )
         for index, parameter in enumerate(parameters):
             if trained[index]:
+                parameter.grad = None  # of a backward before there was an engine
                 requires = parameter.requires_grad
                 parameter.requires_grad_(True)  # the hook needs an accumulator
                 register: Any = parameter.register_post_accumulate_grad_hook

@@ -23,6 +23,7 @@ from torch import Tensor
 from infinity.model.torch_private import (
     SavedTensorHooks,
     checkpoint_packs,
+    negated_view,
     saved_by_checkpoint,
     storage_address,
     top_saved_tensors_hooks,
@@ -49,6 +50,8 @@ class _InSlot(NamedTuple):
     offset: int
     size: torch.Size
     stride: tuple[int, ...]
+    conj: bool  # torch's bits: the memory has the conjugate, or the negative
+    neg: bool
 
 
 class _Outer(NamedTuple):
@@ -188,7 +191,8 @@ class SavedTensors:
             return None
         updates = self.prefetcher.entries[slot.owner].updates
         place = int(tensor.storage_offset()), tensor.size(), tensor.stride()
-        return _InSlot(slot.owner, updates, tensor.dtype, *place)
+        bits = tensor.is_conj(), tensor.is_neg()
+        return _InSlot(slot.owner, updates, tensor.dtype, *place, *bits)
 
     def _unpack(self, packed: Any) -> Tensor:
         if type(packed) is tuple:
@@ -236,4 +240,7 @@ class SavedTensors:
                 "again"
             )
         assert entry.slot is not None
-        return entry.slot.flat(packed.dtype).as_strided(packed.size, packed.stride, packed.offset)
+        flat = entry.slot.flat(packed.dtype)
+        part = flat.as_strided(packed.size, packed.stride, packed.offset)
+        part = part.conj() if packed.conj else part
+        return negated_view(part) if packed.neg else part

@@ -17,6 +17,7 @@ from infinity.errors import EngineFailedError
 from infinity.heap import return_freed_memory
 from infinity.model.meta_init import Origins
 from infinity.model.parameters import Installation, ParameterBinding, move_buffers
+from infinity.model.torch_private import forget_flat_weights
 from infinity.offload.activations import ActivationStore
 from infinity.offload.block_forward import UnitForwards
 from infinity.offload.cycles import Cycles
@@ -132,6 +133,7 @@ class Parts:
         # The optimizer pass may wait for the saver.
         undo += [self._let_go, self.optimizer_pass.close, self.saver.abort]
         self.optimizer_pass.open()
+        forget_flat_weights(model)
         self._fill(optimizer, origins, stored, progress)
         self.binding.settle()
         self._written = True

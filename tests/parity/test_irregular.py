@@ -115,6 +115,37 @@ def test_gradients_equal_plain_torch(use: Any, place: Any) -> None:
     assert_same(engine_gradients(build, use, place), plain_gradients(build, use))
 
 
+class Spectral(nn.Module):
+    """Weights that autograd saves conjugated and negated: torch keeps both as a bit of a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, 8)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.pairs = nn.ParameterList([nn.Parameter(torch.randn(8, 2)) for _ in range(3)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block, pair in zip(self.blocks, self.pairs, strict=True):
+            weight = torch.view_as_complex(pair).conj()
+            turned = torch.complex(x, x.flip(-1)) * weight
+            x = block(turned.real) * weight.imag + turned.imag
+        return x.square().mean()
+
+
+def spectral() -> nn.Module:
+    torch.manual_seed(0)
+    return Spectral()
+
+
+@pytest.mark.parametrize("place", diagonal(PLACES), ids=str)
+def test_conjugated_weights(place: Any) -> None:
+    def use(model: Callable[..., Any], backward: Callable[..., Any]) -> None:
+        backward(model(ids(1)))
+
+    assert_same(engine_gradients(spectral, use, place), plain_gradients(spectral, use))
+
+
 @pytest.mark.parametrize("place", diagonal(PLACES), ids=str)
 def test_unequal_micro_batches(place: tuple[str, tuple[str, str, str]]) -> None:
     device, placement = place

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,6 +141,47 @@ def put_together(shape: Any, tensors: Sequence[Tensor]) -> Any:
     return shape
 
 
+def leaves(shape: Any) -> Iterator[Any]:
+    """What `take_apart` left as it is, outside of its lists and dicts."""
+    if type(shape) in (tuple, list, dict):
+        for item in shape.values() if type(shape) is dict else shape:
+            yield from leaves(item)
+    elif not isinstance(shape, _Place):
+        yield shape
+
+
+def is_as_given(value: Any, shape: Any, tensors: Sequence[Tensor]) -> bool:
+    """Whether what was put together is as it was: nobody put anything into its lists and dicts."""
+    if isinstance(shape, _Place):
+        return value is tensors[shape.index]
+    if type(shape) is dict:
+        same = value.keys() == shape.keys()
+        return same and all(is_as_given(value[key], shape[key], tensors) for key in shape)
+    if type(shape) in (tuple, list):
+        each = zip(value, shape, strict=False)
+        return len(value) == len(shape) and all(is_as_given(v, s, tensors) for v, s in each)
+    return value is shape
+
+
+def _run_once(
+    function: Callable[..., Any], name: str, shape: Any, tensors: Sequence[Tensor]
+) -> Any:
+    """Call it with copies of the lists and dicts that it was given.
+
+    Raises `TrainingError` if it changes them: the caller would not see it.
+    """
+    args, kwargs = put_together(shape, tensors)
+    result = function(*args, **kwargs)
+    if not is_as_given((args, kwargs), shape, tensors):
+        raise TrainingError(
+            f"block {name!r} changes a list or dict that it was given",
+            because="a block that is recomputed, or runs in slices, would do it several times",
+            remedy="return what it adds, or leave activations.checkpoint and activations.slices "
+            "out",
+        )
+    return result
+
+
 # A block that runs its batch slice by slice, on weights that are fetched once for all.
 #
 # [Note: what slices change]
@@ -147,8 +190,9 @@ def put_together(shape: Any, tensors: Sequence[Tensor]) -> Any:
 # slices, bit for bit. They are not those of the whole batch at once: matrix products of other
 # shapes round differently. Gradients of slices are summed in fp32 (`slice_sums.py`). What
 # cannot be sliced is refused by name; and the first call of each kind of block is tried out, on
-# two slices together and on the first of them alone, which leaves no trace in its buffers. A slice
-# is a call of its own: what a forward counts in a buffer is counted once a slice.
+# two slices together and on each of them alone, without dropout and the hooks of others, which
+# leaves no trace in its buffers. A slice is a call of its own: what a forward counts in a buffer is
+# counted once a slice.
 
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -196,6 +240,12 @@ class Slicer:
                 )
         tensors: list[Tensor] = []
         shape = take_apart((args, dict(kwargs)), tensors)
+        for leaf in leaves(shape):
+            if _holds_tensors(leaf):
+                raise self._refusal(
+                    f"it is given a {type(leaf).__name__} that holds tensors",
+                    "only tensors, and tuples, lists and dicts of them can be cut",
+                )
         rows, sliced = self._sliced(tensors)
         size = -(-rows // self._count)
         if size == rows:
@@ -203,18 +253,40 @@ class Slicer:
         parts = [torch.split(t, size) if s else (t,) for t, s in zip(tensors, sliced, strict=True)]
         calls = []
         for index in range(-(-rows // size)):
-            given = [p[index] if s else p[0] for p, s in zip(parts, sliced, strict=True)]
-            calls.append(put_together(shape, given))
-        self._try_out(shape, tensors, sliced, size)
+            calls.append([p[index] if s else p[0] for p, s in zip(parts, sliced, strict=True)])
+        before: dict[tuple[int, str], Tensor] | None = None
+        if (kind := (self._kind, self._module.training)) not in self._tried:
+            before = self._attributes()
+            self._try_out(shape, tensors, sliced, size)
+            self._tried.add(kind)
         results: list[list[Tensor]] = [[] for _ in calls]
         forms: list[Any] = [None] * len(calls)
         call = SlicedCall(self._sums, self._own)
         for number in reversed(range(len(calls))):  # backward finds them the other way round
-            slice_args, slice_kwargs = calls[number]
             with call.slice(number):
-                result = run(*slice_args, **slice_kwargs)
+                result = _run_once(run, self._name, shape, calls[number])
             forms[number] = take_apart(result, results[number])
+        if before is not None:
+            self._check_left(before)
         return self._joined(forms, results, rows, size)
+
+    def _check_left(self, before: Mapping[tuple[int, str], Tensor]) -> None:
+        for place, tensor in self._attributes().items():
+            if place not in before and tensor.grad_fn is not None:
+                raise self._refusal(
+                    f"it leaves a tensor in its attribute {place[1]!r}",
+                    "what is left there is of one slice only",
+                    "let it return the tensor, or set activations.slices=1",
+                )
+
+    def _attributes(self) -> dict[tuple[int, str], Tensor]:
+        """Tensors that the block's modules have as plain attributes, by module and name."""
+        return {
+            (id(part), name): value
+            for part in self._module.modules()
+            for name, value in vars(part).items()
+            if isinstance(value, Tensor)
+        }
 
     def _sliced(self, tensors: Sequence[Tensor]) -> tuple[int, list[bool]]:
         """How many samples there are, and which tensors have one row for each."""
@@ -236,41 +308,66 @@ class Slicer:
     def _try_out(
         self, shape: Any, tensors: Sequence[Tensor], sliced: Sequence[bool], size: int
     ) -> None:
-        """Raise if the first slice computes something else when a second one is beside it."""
-        kind = (self._kind, self._module.training)
-        if kind in self._tried:
-            return
+        """Raise if slices compute something else beside one another than alone."""
         gpus = {t.get_device() for t in tensors if t.is_cuda}
         runs = Rerun([*self._module.modules()])
-        with torch.no_grad(), torch.random.fork_rng(gpus), runs.again():
+        with torch.no_grad(), torch.random.fork_rng(gpus), runs.again(), self._undisturbed():
             drawn = _random_state(tensors)
-            alone, beside = (
-                self._first_rows(
-                    shape, [t[:n] if s else t for t, s in zip(tensors, sliced, strict=True)], size
+            first, second, both = (
+                self._floats_of(
+                    shape,  # copies: a block may change them in place
+                    [
+                        t[rows].clone() if s else t.clone()
+                        for t, s in zip(tensors, sliced, strict=True)
+                    ],
                 )
-                for n in (size, 2 * size)
+                for rows in (slice(0, size), slice(size, 2 * size), slice(0, 2 * size))
             )
             random = not torch.equal(drawn, _random_state(tensors))
-        for one, other in zip(alone, beside, strict=True):
+        for one, two, other in zip(first, second, both, strict=True):
             allowed = _TOLERANCE.get(one.dtype, _COARSE) * float(other.abs().max())
-            same = one.shape == other.shape and float((one - other).abs().max()) <= allowed
-            if not same and not random:  # of dropout, a module or not
+            alone = torch.cat([one, two])
+            same = alone.shape == other.shape and float((alone - other).abs().max()) <= allowed
+            if not same and not random:  # of a function that draws, whatever it is told
                 raise self._refusal(
-                    f"the first {size} samples give other results when more are beside them",
+                    f"{size} samples give other results when more are beside them",
                     "its samples see one another, or its first dimension is not the batch",
                 )
-        self._tried.add(kind)
 
-    def _first_rows(self, shape: Any, tensors: Sequence[Tensor], size: int) -> list[Tensor]:
-        args, kwargs = put_together(shape, tensors)
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """As in evaluation, so that dropout hides nothing, and unseen by the hooks of others."""
+        names = ("training", "_forward_hooks", "_forward_pre_hooks")
+        before = [
+            (part, {name: vars(part)[name] for name in names}) for part in self._module.modules()
+        ]
+        try:
+            for part, own in before:
+                part.training = False
+                for name in names[1:]:  # ours fetch weights
+                    kept = ((k, h) for k, h in own[name].items() if _is_ours(h))
+                    vars(part)[name] = OrderedDict(kept)
+            yield
+        finally:
+            for part, own in before:
+                vars(part).update(own)
+
+    def _floats_of(self, shape: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
         found: list[Tensor] = []
-        take_apart(self._plain(*args, **kwargs), found)
-        return [t[:size] for t in found if t.is_floating_point() and t.dim() > 0]
+        take_apart(_run_once(self._plain, self._name, shape, tensors), found)
+        return [t for t in found if t.is_floating_point() and t.dim() > 0]
 
     def _joined(
         self, forms: Sequence[Any], results: Sequence[Sequence[Tensor]], rows: int, size: int
     ) -> Any:
-        if any(form != forms[0] for form in forms):
+        try:
+            alike = all(form == forms[0] for form in forms)
+        except RuntimeError:  # of tensors inside
+            raise self._refusal(
+                "it returns an object that holds tensors",
+                "only tensors, and tuples, lists and dicts of them can be joined",
+            ) from None
+        if not alike:
             raise self._refusal("its slices return different things", "they cannot be joined")
         joined = []
         for tensors in zip(*results, strict=True):
@@ -291,6 +388,21 @@ class Slicer:
             because=because,
             remedy=remedy or "activations.slices=1, and smaller micro-batches if memory is short",
         )
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Of an object that `take_apart` leaves whole."""
+    if isinstance(value, tuple | list):
+        parts: Any = value
+    else:
+        parts = (
+            value.values() if isinstance(value, dict) else getattr(value, "__dict__", {}).values()
+        )
+    return any(isinstance(part, Tensor) for part in parts)
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("infinity.")
 
 
 def _random_state(tensors: Sequence[Tensor]) -> Tensor:
@@ -449,7 +561,7 @@ class _Block:
         if self._recomputes:
             parts = [*self._module.modules()]  # now: parts without parameters may have come
             run = functools.partial(self._recomputable, Rerun(parts))
-            return checkpointed(run, args, kwargs)
+            return checkpointed(run, self._name, args, kwargs)
         return self._plain(*args, **kwargs)
 
     def _recomputable(self, rerun: Rerun, *args: Any, **kwargs: Any) -> Any:
@@ -515,7 +627,7 @@ def blocks_of(cut: UnitCut) -> list[nn.Module]:
 
 
 def checkpointed(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
     """`function(*args, **kwargs)`, run again in backward; all its tensors are inputs.
 
@@ -526,7 +638,6 @@ def checkpointed(
     shape = take_apart((args, dict(kwargs)), tensors)
 
     def run(*given: Tensor) -> Any:
-        args, kwargs = put_together(shape, given)
-        return function(*args, **kwargs)
+        return _run_once(function, name, shape, given)
 
     return checkpoint(run, *tensors, use_reentrant=False)

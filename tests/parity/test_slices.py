@@ -9,7 +9,7 @@ as micro-batches. Close, not equal: the same batch at once, or a head's part of 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -291,6 +291,53 @@ class Masked(Centred):
         return self.act(mask @ self.linear(x))
 
 
+class Causal(Centred):
+    """Time first: what is before sees nothing of what is behind, so the first slice is right."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.linear(x.cumsum(0)))
+
+
+class Dropping(Centred):
+    """Its random numbers are no reason to look away."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout(x, 1e-6, self.training))
+
+
+class Leaving(Centred):
+    aux: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(self.linear(x))
+        self.aux = y.square().mean()
+        return y
+
+
+class Appending(Centred):
+    def forward(self, x: Tensor, found: list[Tensor] | None = None) -> Tensor:
+        y = self.act(self.linear(x))
+        if found is not None:
+            found.append(y.square().mean())
+        return y
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+class Giving(Centred):
+    def forward(self, x: Tensor) -> Any:
+        return Pair(x, self.act(self.linear(x)))
+
+
+class Given(Centred):
+    def forward(self, x: Tensor, pair: Pair | None = None) -> Tensor:
+        assert pair is not None
+        return self.act(self.linear(x + pair.y))
+
+
 def sequence_first() -> nn.Module:
     return nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0)
 
@@ -300,19 +347,51 @@ def sequence_first() -> nn.Module:
     [
         (Normed, {}, "BatchNorm1d in training"),
         (Centred, {}, "other results when more are beside"),
+        (Causal, {}, "other results when more are beside"),
+        (Dropping, {}, "other results when more are beside"),
+        (Leaving, {}, "leaves a tensor in its attribute 'aux'"),
+        (Appending, {"found": []}, "changes a list or dict that it was given"),
+        (Giving, {}, "returns an object that holds tensors"),
+        (Given, {"pair": Pair(torch.ones(1), torch.ones(1))}, "given a Pair that holds tensors"),
         (WithLoss, {}, r"a tensor of shape \(\) for 2 samples"),
         (sequence_first, {}, "batch_first=False"),
         (Masked, {"mask": torch.eye(LENGTH)}, "each sample or for each position"),
     ],
 )
 def test_what_cannot_be_sliced_is_refused_by_name(kind: Any, more: Any, said: str) -> None:
-    x = torch.randn(LENGTH if more else ROWS, LENGTH, WIDTH)
+    x = torch.randn(LENGTH if "mask" in more else ROWS, LENGTH, WIDTH)
     with (
         pytest.raises(TrainingError, match=said) as caught,
         Run(Base(kind), make_config(activations={"slices": 3}), device="cpu") as run,
     ):
         run.engine(x, **more)
     assert "'blocks.0'" in str(caught.value)
+
+
+def test_hooks_of_others_and_a_blocks_input_do_not_show_that_it_is_tried_out() -> None:
+    seen: list[Tensor] = []
+    model = Base(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Tanh()))
+    for block in model.blocks:
+        block[0].register_forward_hook(lambda *told: seen.append(told[2]))
+    x = torch.randn(ROWS, LENGTH, WIDTH)
+    with Run(model, make_config(activations={"slices": 3}), device="cpu") as run:
+        losses = []
+        for _ in range(2):
+            losses.append(run.engine(x).item())
+            assert len(seen) == 2 * 3  # blocks, slices
+            assert all(one.grad_fn is not None for one in seen)
+            seen.clear()
+        assert losses[0] == losses[1]
+        assert all(part.training for part in model.modules())
+
+
+def test_a_list_that_recomputed_blocks_append_to_is_refused() -> None:
+    """They have a copy of it: what they append would not count, and nobody would say so."""
+    model, config = Base(Appending), make_config(activations={"checkpoint": "units"})
+    with Run(model, config, device="cpu") as run:
+        with pytest.raises(TrainingError, match="'blocks.0' changes a list or dict"):
+            run.engine(torch.randn(ROWS, LENGTH, WIDTH), found=[])
+        run.engine.backward(run.engine(torch.randn(ROWS, LENGTH, WIDTH)))
 
 
 def test_batch_norm_that_is_not_trained_is_no_obstacle() -> None:

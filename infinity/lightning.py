@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from infinity.config.schema import Config
 from infinity.engine import Engine
-from infinity.errors import CheckpointError, ConfigError, TrainingError
+from infinity.errors import CheckpointError, ConfigError, InfinityWarning, TrainingError
 from infinity.model.parameters import freeze
 from infinity.optim.of_torch import adopt_scheduler, choose_instance
 from infinity.ranks import find_ranks
@@ -58,6 +59,7 @@ class EnginePrecision(_Precision):  # type: ignore[misc]
         super().__init__()
         self.precision = precision
         self.engine: Engine | None = None
+        self.clipping = 0.0  # of the configuration
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *_: Any, **how: Any) -> None:
         """Lightning has divided the loss by the micro-batches of a step."""
@@ -83,6 +85,7 @@ class EnginePrecision(_Precision):  # type: ignore[misc]
     ) -> None:
         """The step that comes clips by this global norm; 0: by that of the configuration."""
         if not clip_val:
+            self.require().gradient_clipping = self.clipping
             return
         if gradient_clip_algorithm != "norm":
             raise ConfigError(
@@ -211,6 +214,7 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
             device=self.root_device,
         )
         self._precision.engine = self.engine
+        self._precision.clipping = self.engine.gradient_clipping
         for schedule in self.lr_scheduler_configs:
             adopt_scheduler(schedule.scheduler, given)
         self.optimizers = [ours] if fits else []
@@ -303,14 +307,22 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
         """What Lightning keeps; the engine's part goes to where the state rests, at once."""
         assert self.engine is not None
         folder = Path(checkpoint_path)
+        trains = self.lightning_module.trainer.state.fn == "fit"
         if not folder.is_dir():
-            return super().load_checkpoint(checkpoint_path, weights_only)
+            found = super().load_checkpoint(checkpoint_path, weights_only)
+            if trains and found.get("optimizer_states"):
+                warnings.warn(
+                    f"{folder} is of another strategy: its weights and loops are taken, the "
+                    "optimizer starts anew",
+                    InfinityWarning,
+                    stacklevel=2,
+                )
+            return found
         if not (folder / LOOP).is_file():
             raise CheckpointError(
                 f"{folder} has no {LOOP}", because="it is written last: its saving was cut short"
             )
         if (folder / TAG).is_dir():
-            trains = self.lightning_module.trainer.state.fn == "fit"
             self.engine.load_checkpoint(folder, TAG, load_module_only=not trains)
         else:
             load_weights(self.engine, folder)

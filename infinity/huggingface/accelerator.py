@@ -15,6 +15,7 @@ little as it can do with.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
@@ -50,6 +51,8 @@ class OffloadAccelerator(_Accelerator):  # type: ignore[misc]
     _open = False  # a window with gradients
     _due = False  # the end of a micro-batch that has them, and is not the last
     _ends_window = True  # the current micro-batch
+    max_norm: float | None = None  # of the TrainingArguments as the engine was made
+    _clipping = 0.0  # that of the engine then
     more_follow = False  # micro-batches, whatever the Trainer says: it has handed over all
 
     def attach(self, engine: Engine) -> None:
@@ -57,6 +60,8 @@ class OffloadAccelerator(_Accelerator):  # type: ignore[misc]
         self.engine = engine
         self._start_over()
         self.grad_norm = None
+        self._clipping = engine.gradient_clipping
+        engine.optimizer.register_step_pre_hook(self._steps)
         engine.optimizer.register_step_post_hook(self._stepped)
 
     def begin_micro_batch(self) -> None:
@@ -86,10 +91,14 @@ class OffloadAccelerator(_Accelerator):  # type: ignore[misc]
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """The norm of the step that comes: NaN, and the number once `optimizer.step()` is done.
 
-        The engine clips as it steps, by `max_grad_norm` of the TrainingArguments.
+        The engine clips as it steps: by its configuration, until another norm is told than was
+        when it was made.
         """
         if norm_type != 2:
             raise ConfigError(f"the engine clips by the 2-norm, not by norm {norm_type}")
+        if math.isfinite(max_norm):  # Trainer says inf where it wants the norm only
+            told = max_norm == self.max_norm or self.max_norm is None
+            self._engine().gradient_clipping = self._clipping if told else float(max_norm)
         if self.grad_norm is None:
             self.grad_norm = torch.full((), float("nan"))
         return self.grad_norm
@@ -125,6 +134,10 @@ class OffloadAccelerator(_Accelerator):  # type: ignore[misc]
 
     def _start_over(self) -> None:
         self._open, self._due, self._ends_window, self.more_follow = False, False, True, False
+
+    def _steps(self, *_: Any) -> None:
+        """Whatever was called of the model in this window, a Trainer steps at its end."""
+        self._engine().set_gradient_accumulation_boundary(True)
 
     def _stepped(self, *_: Any) -> None:
         self._start_over()

@@ -61,9 +61,8 @@ CONFIG_NAME = "config.json"
 _WANTED = [
     CONFIG_NAME,
     "generation_config.json",
-    "model.safetensors",
     "model.safetensors.index.json",
-    "model-*-of-*.safetensors",
+    "model*.safetensors",
 ]
 
 
@@ -268,6 +267,7 @@ def load_model(
         torch.manual_seed(settings.seed)
     facts = read_config(directory, model_class) if model_config is None else model_config
     kind, facts = _chosen(class_for(facts, model_class), facts)
+    facts, options = _told(facts, dict(model_kwargs or {}))
     files = WeightFiles(directory)
     if files.quantised and hasattr(facts, "quantization_config"):
         facts = copy.deepcopy(facts)  # values are promised: nobody else shall unpack them
@@ -280,7 +280,7 @@ def load_model(
             state_dict=promised,
             dtype=COMPUTE_DTYPES[settings.precision],
             output_loading_info=True,
-            **(model_kwargs or {}),
+            **options,
         )
     if not _num_promised(model):
         raise ConfigError(
@@ -379,6 +379,36 @@ def _chosen(kind: Any, config: Any) -> tuple[Any, Any]:
     with explained(f"{kind.__name__} cannot tell which class is meant"), torch.device("meta"):
         made = kind.from_config(config, **_NO_CODE)
     return type(made), made.config
+
+
+# What of transformers' `from_pretrained` chooses files, or is said otherwise here: and how.
+_NOT_HERE = {
+    **dict.fromkeys(("dtype", "torch_dtype"), "precision in the configuration"),
+    **dict.fromkeys(("config", "state_dict"), "model_config=..., and the files"),
+    **dict.fromkeys(
+        ("subfolder", "variant", "token", "cache_dir", "local_files_only", "force_download"),
+        "download with `hf download`, and name the directory that holds the weights",
+    ),
+    "revision": "from_pretrained(..., revision=...)",
+    "device_map": "placement in the configuration",
+    "quantization_config": "frozen.rest in the configuration",
+}
+
+
+def _told(facts: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Of `model_kwargs`: a config with what is of it, as transformers does, and the others."""
+    if refused := [name for name in options if name in _NOT_HERE]:
+        raise ConfigError(
+            f"model_kwargs has {', '.join(refused)}",
+            because="it would have no effect on the files that are read, or another one",
+            remedy="; ".join(dict.fromkeys(_NOT_HERE[name] for name in refused)),
+        )
+    ours = [name for name in options if hasattr(facts, name)]
+    if ours:
+        facts = copy.deepcopy(facts)
+    for name in ours:
+        setattr(facts, name, options.pop(name))
+    return facts, options
 
 
 def _promise(files: WeightFiles, name: str) -> Tensor:

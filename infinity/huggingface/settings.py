@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -159,11 +160,13 @@ def refuse_arguments(args: Any) -> None:
 
 
 def _precision(args: Any, model: nn.Module) -> str:
-    """What is computed in: the flag, else what the model's weights are in, as in `Trainer`."""
+    """What is computed in: the flag, else what most of the model is in, as in `Trainer`."""
     if args.bf16 or args.fp16:
         return "bf16" if args.bf16 else "fp16"
-    floats = [p.dtype for p in model.parameters() if p.is_floating_point() and p.requires_grad]
-    return _PRECISION_OF.get(max(set(floats), key=floats.count), "fp32") if floats else "fp32"
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        sizes[parameter.dtype] += parameter.numel() if parameter.is_floating_point() else 0
+    return _PRECISION_OF.get(max(sizes, key=sizes.__getitem__, default=torch.float32), "fp32")
 
 
 def _check_full_eval(args: Any, config: Config) -> None:

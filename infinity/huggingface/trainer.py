@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shutil
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from infinity.huggingface.batches import (
     sums_over_samples,
     with_schedule,
 )
-from infinity.huggingface.models import save_pretrained, told_for, transformers
+from infinity.huggingface.models import load_model, save_pretrained, told_for, transformers
 from infinity.huggingface.settings import (
     GroupsOnly,
     TrainerSettings,
@@ -38,7 +40,13 @@ from infinity.huggingface.settings import (
 )
 from infinity.huggingface.step_log import StepLog
 from infinity.model.lazy_tensor import Promised
-from infinity.optim.of_torch import Choice, adopt_scheduler, choose_class, choose_instance
+from infinity.optim.of_torch import (
+    Choice,
+    adopt_scheduler,
+    choose_class,
+    choose_instance,
+    without_optimizer,
+)
 from infinity.ranks import Ranks, find_ranks
 from infinity.read_settings import Settings
 from infinity.schedules import make_schedule
@@ -63,10 +71,17 @@ class DataNotes:
         self.last: dict[str, Any] | None = None
         self._ahead: dict[str, Any] | None = None
         self._saved: dict[str, Any] | None = None
+        self._pass: dict[str, Any] = {}  # generators before this pass: a sampler may draw its order
 
     def resume(self, last: dict[str, Any] | None, saved: dict[str, Any]) -> None:
         """Go on after a checkpoint: `last` as it was then, `saved` the generators then."""
         self._ahead, self._saved = last, saved
+
+    def before_pass(self) -> None:
+        """A pass over the data is about to begin."""
+        if self._ahead is not None and self._ahead.get("pass"):  # older checkpoints have none
+            restore_rng(self._ahead["pass"])
+        self._pass = capture_rng()
 
     def before_batch(self, number: int) -> None:
         """A batch of this pass is about to be read."""
@@ -75,7 +90,7 @@ class DataNotes:
                 restore_rng(self._ahead["generators"])
             elif number == self._ahead["batch"] + 1:
                 self.finish()
-        self.last = {"batch": number, "generators": capture_rng()}
+        self.last = {"batch": number, "generators": capture_rng(), "pass": self._pass}
 
     def finish(self) -> None:
         """Generators as they were when the checkpoint was saved, unless that is behind us."""
@@ -91,8 +106,12 @@ class NotedSampler(Sampler[Any]):
         self.sampler = sampler
         self._batch_size = batch_size
         self._notes = notes
+        # accelerate asks who has it: of a sampler that has none the data set is told.
+        if hasattr(sampler, "set_epoch"):
+            self.set_epoch = sampler.set_epoch
 
     def __iter__(self) -> Iterator[Any]:
+        self._notes.before_pass()
         for number, index in enumerate(self.sampler):
             if number % self._batch_size == 0:
                 self._notes.before_batch(number // self._batch_size)
@@ -100,11 +119,6 @@ class NotedSampler(Sampler[Any]):
 
     def __len__(self) -> int:
         return len(self.sampler)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Passed on to a sampler that takes it."""
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(epoch)
 
 
 def note_draws(loader: Any, notes: DataNotes) -> Any:
@@ -344,6 +358,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         self.engine, self._closed = engine, False
         self._loop = LoopState(self._notes)
         engine.register_state("trainer", self._loop)
+        self.accelerator.max_norm = self.args.max_grad_norm
         self.accelerator.attach(engine)
         if given is not None and self.lr_scheduler is not None:
             adopt_scheduler(self.lr_scheduler, given)
@@ -380,6 +395,8 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
     def _choose(self, given: torch.optim.Optimizer | None) -> Choice:
         settings = self._settings_now()
         config = settings.config
+        if not any(p.requires_grad for p in self.model.parameters()):
+            return Choice(without_optimizer(config), None)  # to evaluate, or to predict
         if given is not None:
             return choose_instance(config, given, named=settings.names_optimizer)
         if settings.names_optimizer and settings.translation is not None:
@@ -584,14 +601,16 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         """Weights that `save_pretrained` wrote, to wherever the model's rest."""
         engine = self.engine
         if hasattr(self.model, "peft_config"):
-            if engine is not None:
-                raise ConfigError(
-                    f"{folder} holds adapters only, which cannot be loaded while an engine runs",
-                    remedy="leave save_only_model out; or load them before the trainer is made",
-                )
-            super()._load_from_checkpoint(folder)
-            return
-        load_weights(self.model if engine is None else engine, folder)
+            peft = importlib.import_module("peft")
+            adapters = peft.load_peft_weights(folder, device="cpu")
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            with nullcontext() if engine is None else engine.materialized(trained):
+                peft.set_peft_model_state_dict(self.model, adapters, self.model.active_adapter)
+        elif engine is not None and isinstance(self.model, transformers().PreTrainedModel):
+            found = load_model(folder, model_class=type(self.model))  # by transformers' rules
+            engine.load_state_dict(found.state_dict())
+        else:
+            load_weights(self.model if engine is None else engine, folder)
 
     # Weights tensor by tensor from where they rest, which all ranks read.
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:

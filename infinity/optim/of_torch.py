@@ -55,7 +55,7 @@ def choose_class(config: Config, kind: Any, options: Mapping[str, Any], groups: 
         )
     rule = _rule_of(kind, options)
     if rule is None:
-        return Choice(_without_optimizer(config), groups, lambda gs: kind(gs, **options))
+        return Choice(without_optimizer(config), groups, lambda gs: kind(gs, **options))
     name, parameters = rule
     defaults = {"weight_decay": 0.0, **parameters}
     return Choice(_with_rule(config, name, defaults), groups)
@@ -86,7 +86,7 @@ def choose_instance(config: Config, given: torch.optim.Optimizer, *, named: bool
     rules = [_rule_of(type(given), options) for options in told]
     first = rules[0] if rules else None
     if first is None or any(rule is None or rule[0] != first[0] for rule in rules):
-        return Choice(_without_optimizer(config), None, given)
+        return Choice(without_optimizer(config), None, given)
     return Choice(_with_rule(config, *first), given.param_groups)
 
 
@@ -125,12 +125,12 @@ def _rule_of(kind: type, options: Mapping[str, Any]) -> tuple[str, dict[str, Any
 
 
 def _with_rule(config: Config, name: str, parameters: Mapping[str, Any]) -> Config:
-    raw = _without_optimizer(config).model_dump(exclude_unset=True)
+    raw = without_optimizer(config).model_dump(exclude_unset=True)
     rule = {**raw.get("optimizer", {}), "type": name, **parameters}
     return load_config({**raw, "optimizer": rule})
 
 
-def _without_optimizer(config: Config) -> Config:
+def without_optimizer(config: Config) -> Config:
     """Without our section; `moments` stays, so that `initialize` says it has no meaning."""
     raw = config.model_dump(exclude_unset=True)
     kept = {k: v for k, v in raw.pop("optimizer", {}).items() if k == "moments"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from support.families import DECODER, FAMILIES, VOCABULARY, Family
 from support.live_bytes import LiveBytes
 from support.small import ON_DISK, settings
-from torch import Tensor
+from torch import Tensor, nn
 
 import infinity
 from infinity.errors import ConfigError, MachineError
@@ -425,3 +426,29 @@ def test_a_config_that_transformers_divides_by() -> None:
     config = {"model_type": "llama", "num_attention_heads": 0}
     with pytest.raises(ConfigError, match="ZeroDivisionError"):
         infinity.from_config(config, {})
+
+
+def test_keywords_of_transformers_are_of_the_config_or_refused(tmp_path: Path) -> None:
+    hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER)).save_pretrained(tmp_path)
+    told = {"num_labels": 5, "attention_dropout": 0.25}
+    kind = hf.LlamaForSequenceClassification
+    model = load_model(tmp_path, model_class=kind, model_kwargs=told)
+    assert (model.num_labels, model.score.out_features) == (5, 5)
+    assert model.config.attention_dropout == 0.25
+    meta_init.Origins(model).forget()
+    with pytest.raises(ConfigError, match="model_kwargs has subfolder, dtype") as caught:
+        load_model(tmp_path, model_kwargs={"subfolder": "a", "dtype": torch.float32})
+    assert "precision in the configuration" in str(caught.value)
+
+
+def test_a_parameter_without_memory_is_refused(tmp_path: Path) -> None:
+    """It would be read, and end the process."""
+    hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER)).save_pretrained(tmp_path)
+
+    def prepare(model: Any) -> None:
+        model.lm_head.weight = nn.Parameter(torch.zeros(1))
+        model.lm_head.weight.data = model.model.embed_tokens.weight.data.clone()
+
+    with pytest.raises(ConfigError, match=r"'lm_head\.weight' has no memory"):
+        infinity.from_pretrained(tmp_path, config(tmp_path), prepare=prepare)
+    gc.collect()

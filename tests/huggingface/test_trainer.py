@@ -7,7 +7,7 @@ in the last bits only.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,9 @@ from support.hf_runs import (
     trainer_for,
 )
 from support.small import ON_DISK
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import IterableDataset
 
 import infinity
 from infinity import blueprint
@@ -503,3 +505,86 @@ def test_a_reference_gets_its_share_of_the_budgets_or_the_least(
     with offload_beside(llama(), trained, config, torch.device("cpu")) as engine:
         assert {placement.weight for placement in engine.plan.placements} == {tier}
     assert not any(PROCESS.total(each) for each in Tier)
+
+
+@pytest.mark.parametrize("part", ["whole", "body and head"])
+def test_a_loss_that_calls_the_model_itself(part: str, tmp_path: Path) -> None:
+    """Not what Trainer hands it: windows end all the same."""
+
+    def compute_loss(self: Any, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
+        model = self.model
+        if part == "whole":
+            logits = model(input_ids=inputs["input_ids"]).logits
+        else:
+            logits = model.lm_head(model.model(input_ids=inputs["input_ids"]).last_hidden_state)
+        return functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
+        )
+
+    trainers = []
+    for base in (hf.Trainer, InfinityTrainer):
+        kind = type("Own", (base,), {"compute_loss": compute_loss})
+        trainers.append(trainer_for(kind, tmp_path / base.__name__, max_steps=6))
+        trainers[-1].train()
+    assert_close_history(trainers[1], trainers[0], 5e-6)
+    assert trainers[1].engine.global_steps == 6
+    trainers[1].close()
+
+
+class Streamed(IterableDataset[dict[str, Tensor]]):
+    """Data that shuffle anew in each pass, if they are told which it is."""
+
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        self.epochs.append(self.epoch)
+        yield from (Texts(20, seed=self.epoch)[index] for index in range(20))
+
+
+def test_a_stream_is_told_its_epoch(tmp_path: Path) -> None:
+    trainers = []
+    for kind in (hf.Trainer, InfinityTrainer):
+        data = Streamed()
+        trainers.append(trainer_for(kind, tmp_path, None, {"train_dataset": data}, max_steps=6))
+        trainers[-1].train()
+        assert data.epochs == [0, 1]
+    assert_close_history(trainers[1], trainers[0], 5e-6)
+    trainers[1].close()
+
+
+def test_a_norm_that_changes_while_it_trains(tmp_path: Path) -> None:
+    class Tighter(hf.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            args.max_grad_norm = 0.05 if state.global_step < 4 else 1.0
+
+    trainers = []
+    for kind in (hf.Trainer, InfinityTrainer):
+        options = {"callbacks": [Tighter()]}
+        trainers.append(trainer_for(kind, tmp_path, None, options, optim="sgd", learning_rate=0.5))
+        trainers[-1].train()
+    assert_close_history(trainers[1], trainers[0], 5e-6)
+    trainers[1].close()
+
+
+def test_a_frozen_model_is_evaluated(tmp_path: Path) -> None:
+    found = []
+    for kind in (hf.Trainer, InfinityTrainer):
+        model = llama().requires_grad_(False)
+        trainer = trainer_for(kind, tmp_path, model)
+        found.append(trainer.evaluate()["eval_loss"])
+    trainer.close()
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+
+
+def test_a_model_computes_in_what_most_of_it_is_in(tmp_path: Path) -> None:
+    model = llama().to(torch.bfloat16)
+    model.model.norm.float()
+    trainer = trainer_for(InfinityTrainer, tmp_path, model, {"infinity_config": {}}, max_steps=1)
+    trainer.train()
+    assert trainer.engine.plan.precision.name == "bf16"
+    trainer.close()

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file
+from support.families import FAMILIES
 from support.hf_runs import (
     FP32,
     Texts,
@@ -55,6 +56,21 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_through(tmp_path: Path, ste
         assert history(resumed)[:-1] == logged[:-1]  # the last has the mean of this call's losses
         assert resumed.engine.global_steps == 8
         assert_same_bits(masters(resumed), expected)
+
+
+def test_an_order_that_a_sampler_draws_is_drawn_again(tmp_path: Path) -> None:
+    """Of torch's own generator, which a resume has brought to where the checkpoint was."""
+    few = {**WHOLE, "accelerator_config": {"use_seedable_sampler": False}}
+    with trainer_for(InfinityTrainer, tmp_path, **few) as through:
+        through.train()
+        expected, logged = masters(through), history(through)
+    for step in (3, 6):
+        folder = str(tmp_path / f"checkpoint-{step}")
+        with trainer_for(InfinityTrainer, tmp_path / "again", **few) as resumed:
+            torch.rand(7)
+            resumed.train(resume_from_checkpoint=folder)
+            assert history(resumed)[:-1] == logged[:-1]
+            assert_same_bits(masters(resumed), expected)
 
 
 @pytest.mark.parametrize("step", [2, 4, 5, 6])  # 4: one batch of the epoch is left
@@ -161,6 +177,31 @@ def test_weights_only(tmp_path: Path) -> None:
         with pytest.warns(InfinityWarning, match="optimizer starts anew"):
             second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         assert_same_bits(masters(second), expected)
+
+
+@pytest.mark.parametrize("kind", ["experts that are fused", "adapters"])
+def test_the_best_weights_come_back_where_only_weights_are_saved(kind: str, tmp_path: Path) -> None:
+    """By transformers' own rules: other names in the files, other shapes, parts of the model."""
+    best = {
+        "save_only_model": True,
+        "load_best_model_at_end": True,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,
+    }
+    model = FAMILIES["mixtral"].build() if kind == "experts that are fused" else llama()
+    if kind == "adapters":
+        torch.manual_seed(0)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"],
+                                                           init_lora_weights=False))  # fmt: skip
+    few = {**WHOLE, **best, "max_steps": 3}
+    with trainer_for(InfinityTrainer, tmp_path, model, **few) as trainer:
+        trainer.train()
+        evaluated = [entry["eval_loss"] for entry in history(trainer) if "eval_loss" in entry]
+        assert trainer.state.best_global_step == 1 + evaluated.index(max(evaluated))
+        assert max(evaluated) > min(evaluated)
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(max(evaluated), rel=1e-6)
 
 
 def test_trainer_and_infinity_trainer_take_each_others_weights(tmp_path: Path) -> None:
